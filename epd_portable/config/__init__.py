@@ -1,0 +1,1 @@
+"""Configuration: the topology file that users write and what each instance is told."""

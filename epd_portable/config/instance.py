@@ -1,0 +1,62 @@
+"""What the launcher tells the connector of one engine instance.
+
+It travels as vLLM's ``ec_connector_extra_config``, so it holds plain JSON values only.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from epd_portable.errors import ConfigError
+
+PlatformName = Literal["cuda", "npu", "cpu"]
+
+
+class InstanceConfig(BaseModel):
+    """One instance as its connector sees it.
+
+    Attributes:
+        instance: Name, for example ``encode-0`` or ``prefill_decode-0``.
+        platform: Platform that the instance runs on.
+        device_index: First device of the instance among those visible to it.
+        control_address: ZMQ address of the PD instance's control channel; empty on encode.
+        data_address: ZMQ address where a PD instance receives bytes by ``tcp``; empty on encode.
+        pool: Name of the PD instance's receive pool in ``/dev/shm``; empty on encode.
+        pool_bytes: Size of that pool.
+        path: Transfer path asked for, or ``auto``.
+        wait_timeout_s: Longest wait of a request for one item.
+        lease_s: Longest time from a grant to the end of its write.
+        can_encode: Whether the PD instance holds the vision tower and may encode by itself.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    instance: str = Field(min_length=1)
+    platform: PlatformName
+    device_index: int = Field(default=0, ge=0)
+    control_address: str = ""
+    data_address: str = ""
+    pool: str = ""
+    pool_bytes: int = Field(default=0, ge=0)
+    path: str = "auto"
+    wait_timeout_s: float = Field(default=30.0, gt=0)
+    lease_s: float = Field(default=10.0, gt=0)
+    can_encode: bool = True
+
+    @classmethod
+    def parse(cls, raw: dict[str, Any]) -> InstanceConfig:
+        """Read the dictionary that the engine hands over.
+
+        Raises:
+            ConfigError: Names every wrong or missing key.
+        """
+        try:
+            return cls.model_validate(raw)
+        except ValidationError as error:
+            problems = "; ".join(
+                f"{'.'.join(map(str, item['loc'])) or 'value'}: {item['msg']}"
+                for item in error.errors()
+            )
+            raise ConfigError(f"ec_connector_extra_config: {problems}") from error

@@ -1,0 +1,81 @@
+"""Every ``EPD_*`` environment variable, in one table.
+
+Values are read when asked for, so that a test or a launcher can set them late.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from epd_portable.errors import ConfigError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Variable(Generic[T]):
+    """One environment variable.
+
+    Attributes:
+        name: Its full name.
+        default: Value when it is unset or empty.
+        parse: Turns the text into the value; raises ``ValueError`` on bad text.
+        meaning: One sentence for the documentation.
+    """
+
+    name: str
+    default: T
+    parse: Callable[[str], T]
+    meaning: str
+
+    def get(self, environ: Mapping[str, str] | None = None) -> T:
+        """Return the parsed value.
+
+        Raises:
+            ConfigError: The text cannot be parsed.
+        """
+        text = (os.environ if environ is None else environ).get(self.name, "")
+        if not text:
+            return self.default
+        try:
+            return self.parse(text)
+        except ValueError as error:
+            raise ConfigError(f"{self.name}={text!r}: {error}. {self.meaning}") from error
+
+
+def _log_level(text: str) -> str:
+    level = text.upper()
+    if level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
+        raise ValueError("expected DEBUG, INFO, WARNING or ERROR")
+    return level
+
+
+EPD_PLATFORM = Variable(
+    name="EPD_PLATFORM",
+    default="",
+    parse=str,
+    meaning="Platform of this process: cuda, npu or cpu; empty detects it.",
+)
+EPD_LOG_LEVEL = Variable(
+    name="EPD_LOG_LEVEL",
+    default="INFO",
+    parse=_log_level,
+    meaning="Level of the package's own log lines.",
+)
+EPD_TRACE_DIR = Variable(
+    name="EPD_TRACE_DIR",
+    default="",
+    parse=str,
+    meaning="Folder for event traces, one JSON-lines file a process; empty writes none.",
+)
+EPD_INSTANCE = Variable(
+    name="EPD_INSTANCE",
+    default="",
+    parse=str,
+    meaning="Name of the instance this process belongs to, for logs and traces.",
+)
+
+TABLE: tuple[Variable[str], ...] = (EPD_PLATFORM, EPD_LOG_LEVEL, EPD_TRACE_DIR, EPD_INSTANCE)

@@ -1,0 +1,114 @@
+"""Every error that the package raises on purpose.
+
+::
+
+    EPDError
+    ├── ConfigError                  a configuration file, option or variable is wrong
+    ├── LaunchError                  an instance could not be started or did not become ready
+    │   └── PortInUseError
+    ├── PlatformError
+    │   ├── PlatformUnavailableError     asked for, but its runtime or device is not here
+    │   └── UnsupportedError             this platform cannot do what was asked, ever
+    ├── EngineError                  the installed vLLM is not one that the plug-in knows
+    ├── ProtocolError                a peer's message cannot be understood or is not allowed now
+    │   └── IncompatiblePeerError        another protocol version, model or dtype at the other end
+    ├── TransportError               the bytes of an item did not arrive
+    │   ├── TransportTimeoutError
+    │   ├── LeaseExpiredError            the consumer took the slot back
+    │   ├── PeerLostError                the other end is gone
+    │   └── NoCommonPathError            no transfer path that both ends have
+    ├── CapacityError                something bounded is full; waiting may help
+    │   └── ItemTooLargeError            larger than the whole pool or cache: waiting cannot help
+    └── RequestError                 a client's request is refused; carries its HTTP status
+
+Errors of libraries are translated where they cross into the package, with ``from``.
+A message names the value, the limit and the remedy.
+"""
+
+from __future__ import annotations
+
+
+class EPDError(Exception):
+    """Base of every error raised on purpose."""
+
+
+class ConfigError(EPDError):
+    """A configuration file, command-line option or environment variable is wrong."""
+
+
+class LaunchError(EPDError):
+    """An instance could not be started or did not become ready."""
+
+
+class PortInUseError(LaunchError):
+    """A port that the topology needs is taken by another process."""
+
+
+class PlatformError(EPDError):
+    """A device runtime failed."""
+
+
+class PlatformUnavailableError(PlatformError):
+    """The platform was asked for, but its runtime or device is not on this machine."""
+
+
+class UnsupportedError(PlatformError):
+    """The platform cannot do what was asked, whatever is installed."""
+
+
+class EngineError(EPDError):
+    """The installed engine is not one that the plug-in knows."""
+
+
+class ProtocolError(EPDError):
+    """A peer's message cannot be understood, or is not allowed in the present state."""
+
+
+class IncompatiblePeerError(ProtocolError):
+    """The other end speaks another protocol version or serves another model or dtype."""
+
+
+class TransportError(EPDError):
+    """The bytes of an item did not arrive."""
+
+
+class TransportTimeoutError(TransportError):
+    """A transfer did not complete within its deadline."""
+
+
+class LeaseExpiredError(TransportError):
+    """The consumer took the slot back; ask for a new grant."""
+
+
+class PeerLostError(TransportError):
+    """The other end of a transfer is gone."""
+
+
+class NoCommonPathError(TransportError):
+    """No transfer path is usable at both ends."""
+
+
+class CapacityError(EPDError):
+    """Something bounded is full; waiting may help."""
+
+
+class ItemTooLargeError(CapacityError):
+    """An item is larger than the whole pool or cache that must hold it."""
+
+
+class RequestError(EPDError):
+    """A client's request is refused.
+
+    Attributes:
+        status: HTTP status, 4xx or 5xx.
+        code: Short machine-readable word, for example ``invalid_data_url``.
+        retry_after_s: Seconds after which trying again makes sense, or ``None``.
+    """
+
+    def __init__(
+        self, message: str, *, status: int, code: str, retry_after_s: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.retry_after_s = retry_after_s

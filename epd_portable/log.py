@@ -1,0 +1,79 @@
+"""Log lines for people and event traces for programs."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TextIO
+
+from epd_portable import envs
+
+ROOT = "epd_portable"
+
+
+def configure(level: str | None = None) -> None:
+    """Send the package's log lines to stderr, once per process.
+
+    Args:
+        level: Name of a level; ``None`` reads ``EPD_LOG_LEVEL``.
+    """
+    root = logging.getLogger(ROOT)
+    root.setLevel(level or envs.EPD_LOG_LEVEL.get())
+    if root.handlers:
+        return
+    handler = logging.StreamHandler(sys.stderr)
+    instance = envs.EPD_INSTANCE.get()
+    where = f"{instance} " if instance else ""
+    handler.setFormatter(
+        logging.Formatter(f"%(asctime)s %(levelname).1s {where}%(name)s: %(message)s", "%H:%M:%S")
+    )
+    root.addHandler(handler)
+    root.propagate = False
+
+
+class EventTrace:
+    """Appends events to ``<folder>/<instance>-<pid>.jsonl``; safe from several threads.
+
+    Each line holds ``event``, ``t_s`` (``time.monotonic``: comparable between the processes of one
+    host), ``pid``, ``instance`` and the event's own fields. A line is written and flushed whole, so
+    a killed process leaves only complete lines.
+    """
+
+    def __init__(self, folder: str, instance: str) -> None:
+        self._folder = folder
+        self._instance = instance
+        self._lock = threading.Lock()
+        self._file: TextIO | None = None
+        self._pid = 0
+
+    def __call__(self, event: str, **fields: object) -> None:
+        """Record one event; does nothing when no folder is configured."""
+        if not self._folder:
+            return
+        record = {
+            "event": event,
+            "t_s": time.monotonic(),
+            "pid": os.getpid(),
+            "instance": self._instance,
+            **fields,
+        }
+        line = json.dumps(record) + "\n"
+        with self._lock:
+            self._open().write(line)
+            self._open().flush()
+
+    def _open(self) -> TextIO:
+        if self._file is None or self._pid != os.getpid():
+            self._pid = os.getpid()
+            Path(self._folder).mkdir(parents=True, exist_ok=True)
+            name = f"{self._instance or 'process'}-{self._pid}.jsonl"
+            self._file = Path(self._folder, name).open("a", encoding="utf-8")
+        return self._file
+
+
+trace = EventTrace(envs.EPD_TRACE_DIR.get(), envs.EPD_INSTANCE.get())

@@ -1,0 +1,91 @@
+"""Frozen descriptions of tensors, slots and ends of a transfer."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+DTYPE_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+}
+"""Bytes of one element, by torch's name of the dtype without its ``torch.`` prefix."""
+
+
+class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Shape and dtype of one encoder output.
+
+    Attributes:
+        shape: ``(num_tokens, width)``; the width of models with DeepStack outputs is a multiple of
+            the language model's hidden size.
+        dtype: A key of `DTYPE_BYTES`.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the contiguous tensor."""
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPE_BYTES:
+            raise ValueError(f"dtype {self.dtype!r}: expected one of {', '.join(DTYPE_BYTES)}")
+        if not self.shape or any(size <= 0 for size in self.shape):
+            raise ValueError(f"shape {self.shape}: every dimension must be positive")
+
+
+class SlotDescriptor(msgspec.Struct, frozen=True, kw_only=True):
+    """A granted range of a consumer's receive pool.
+
+    Attributes:
+        pool: Name of the pool; on one host also the name of its shared-memory file.
+        offset: First byte within the pool.
+        nbytes: Bytes granted.
+        generation: Number of this grant; a slot granted again has another one, so that a write or
+            a message that belongs to an older grant is recognised.
+    """
+
+    pool: str
+    offset: int
+    nbytes: int
+    generation: int
+
+
+class PathEndpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """One transfer path as one end offers it.
+
+    Attributes:
+        path: Name of the transport, for example ``shm``.
+        address: Where the other end reaches it, in the transport's own form; empty if it needs none.
+    """
+
+    path: str
+    address: str = ""
+
+
+class PeerDescriptor(msgspec.Struct, frozen=True, kw_only=True):
+    """One end of transfers.
+
+    Attributes:
+        instance: Name of the instance, for example ``encode-0``.
+        session: Identifies one life of the process; differs after a restart.
+        host: Identifies the host and its shared-memory namespace; equal strings share ``/dev/shm``.
+        device: Platform and index, for example ``cpu`` or ``npu:0``.
+        fingerprint: Digest of what both ends must agree on (model, revision, dtype, multimodal
+            processor settings).
+        paths: Transfer paths that this end has, in its own order of preference.
+    """
+
+    instance: str
+    session: str
+    host: str
+    device: str
+    fingerprint: str
+    paths: tuple[PathEndpoint, ...]

@@ -1,0 +1,145 @@
+"""The control protocol between an encode instance, a PD instance and the router.
+
+::
+
+    encode                         PD                        router
+      │ Announce ───────────────▶ │
+      │ ◀──── Grant │ NotNeeded │ Later │ Nack
+      │ (writes into the slot)    │
+      │ Written ────────────────▶ │
+      │ ◀──────────────── Injected│
+      │ Abort ◀─────────────────▶ │ ◀──────────── EncodeFailed │
+      │                           │ Nack ────────────────────▶ │
+
+Every message names its transfer, may arrive twice or out of order, and changes nothing then.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+from epd_portable.wire.descriptors import PeerDescriptor, SlotDescriptor, TensorSpec
+
+PROTOCOL_VERSION = 1
+
+
+class NackCode(str, enum.Enum):
+    """Why a transfer, or a request's item, is refused for good."""
+
+    INCOMPATIBLE = "incompatible"
+    """Another model, dtype or processor setting at the other end."""
+    NO_COMMON_PATH = "no_common_path"
+    """No transfer path is usable at both ends."""
+    TOO_LARGE = "too_large"
+    """Larger than the whole receive pool or encoder cache."""
+    UNEXPECTED = "unexpected"
+    """The announced item is not the one that the request expects."""
+    UNAVAILABLE = "unavailable"
+    """Nobody delivered the item in time and the instance cannot encode it itself."""
+    RELEASED = "released"
+    """Answer to `Abort`: the slot will not be written any more."""
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
+    """Base of all messages.
+
+    Attributes:
+        transfer_id: The router's name for one item on its way to one PD request.
+    """
+
+    transfer_id: str
+
+
+class Announce(Message, frozen=True, kw_only=True, tag="announce"):
+    """Encode → PD: this item is being encoded for you.
+
+    Attributes:
+        mm_hash: The engine's identifier of the item.
+        tensor: What will be written.
+        producer: The announcing end.
+    """
+
+    mm_hash: str
+    tensor: TensorSpec
+    producer: PeerDescriptor
+
+
+class Grant(Message, frozen=True, kw_only=True, tag="grant"):
+    """PD → encode: write into this slot.
+
+    Attributes:
+        slot: Where.
+        path: Transport to use, with the address of the receiving end.
+        address: See `PathEndpoint.address`.
+        lease_s: Seconds, counted by the receiver of this message from its arrival, within which
+            the write must have ended.
+    """
+
+    slot: SlotDescriptor
+    path: str
+    address: str
+    lease_s: float
+
+
+class NotNeeded(Message, frozen=True, kw_only=True, tag="not_needed"):
+    """PD → encode: the item is already there, or nobody waits for it any more."""
+
+
+class Later(Message, frozen=True, kw_only=True, tag="later"):
+    """PD → encode: no room yet; the item is queued and a `Grant` or `NotNeeded` will follow."""
+
+
+class Written(Message, frozen=True, kw_only=True, tag="written"):
+    """Encode → PD: the slot holds the whole item.
+
+    Attributes:
+        generation: Of the slot that was written.
+    """
+
+    generation: int
+
+
+class Injected(Message, frozen=True, kw_only=True, tag="injected"):
+    """PD → encode: received; the encode side may forget the item."""
+
+
+class Abort(Message, frozen=True, kw_only=True, tag="abort"):
+    """Either way: this transfer ends without success.
+
+    From the PD side it asks the encode side to stop writing and to answer `Nack` with
+    `NackCode.RELEASED`; until then the slot is not given to anybody else.
+
+    Attributes:
+        reason: For the log.
+    """
+
+    reason: str
+
+
+class Nack(Message, frozen=True, kw_only=True, tag="nack"):
+    """Refused for good.
+
+    Attributes:
+        code: Machine-readable reason.
+        detail: Sentence with the value, the limit and the remedy.
+    """
+
+    code: NackCode
+    detail: str
+
+
+class EncodeFailed(Message, frozen=True, kw_only=True, tag="encode_failed"):
+    """Router → PD: no encoder will deliver this item; walk on down the failure ladder.
+
+    Attributes:
+        reason: For the log.
+    """
+
+    reason: str
+
+
+AnyMessage = (
+    Announce | Grant | NotNeeded | Later | Written | Injected | Abort | Nack | EncodeFailed
+)
