@@ -1,0 +1,68 @@
+"""Markers say what a test needs; one hook skips it, with the reason, where that is missing."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from collections.abc import Callable
+
+import pytest
+
+
+def _no_cuda() -> str | None:
+    if importlib.util.find_spec("torch") is None:
+        return "torch is not installed"
+    import torch
+
+    return None if torch.cuda.is_available() else "torch sees no CUDA device"
+
+
+def _no_npu() -> str | None:
+    if importlib.util.find_spec("torch_npu") is None:
+        return "torch_npu is not installed"
+    import torch
+    import torch_npu  # noqa: F401 - importing it is what adds torch.npu
+
+    return None if torch.npu.is_available() else "torch_npu sees no device"
+
+
+def _no_redis() -> str | None:
+    if importlib.util.find_spec("redis") is None:
+        return "the redis package is not installed"
+    return None if shutil.which("redis-server") else "redis-server is not on PATH"
+
+
+def _no_vllm() -> str | None:
+    return None if importlib.util.find_spec("vllm") else "vLLM is not installed"
+
+
+# Marker -> probe that returns why it is not satisfied here, or None.
+REQUIREMENTS: dict[str, Callable[[], str | None]] = {
+    "needs_cuda": _no_cuda,
+    "needs_npu": _no_npu,
+    "needs_redis": _no_redis,
+    "needs_vllm": _no_vllm,
+}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--require-device",
+        action="append",
+        default=[],
+        choices=[marker.removeprefix("needs_") for marker in REQUIREMENTS],
+        help="fail, instead of skipping, the tests that need it when it is missing",
+    )
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    required = item.config.getoption("--require-device")
+    for marker, why_not in REQUIREMENTS.items():
+        if item.get_closest_marker(marker) is None:
+            continue
+        reason = why_not()
+        if reason is None:
+            continue
+        if marker.removeprefix("needs_") in required:
+            pytest.fail(f"{marker}: {reason}, and --require-device demands it", pytrace=False)
+        pytest.skip(f"{marker}: {reason}")

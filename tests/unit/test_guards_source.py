@@ -1,0 +1,183 @@
+"""Rules about the source text itself, which no linter knows."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "epd_portable"
+MAX_LINES = 400
+
+VENDOR = re.compile(r"(cuda|npu|hccl|nccl)(:\d*)?")
+VENDOR_OR_CPU = re.compile(r"(cuda|npu|hccl|nccl|cpu|gloo)(:\d*)?")
+
+# Where a vendor's name may stand as a plain string outside platforms/, and why.
+# Comparing with one is refused in these places too.
+NAMES_ALLOWED = {
+    "config/instance.py": "spells the values of --platform, from which everything else takes them",
+    "vllm_plugin/register.py": "table of worker classes, one per platform",
+    "vllm_plugin/worker.py": "table of worker classes, one per platform",
+}
+
+
+def modules() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def docstrings(tree: ast.AST) -> set[int]:
+    """Return the ids of the constants that are docstrings."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            first = node.body[0] if node.body else None
+            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+                found.add(id(first.value))
+    return found
+
+
+def strings(node: ast.AST, pattern: re.Pattern[str]) -> Iterator[ast.Constant]:
+    for inner in ast.walk(node):
+        if (
+            isinstance(inner, ast.Constant)
+            and isinstance(inner.value, str)
+            and pattern.fullmatch(inner.value)
+        ):
+            yield inner
+
+
+def vendor_branches(tree: ast.AST) -> Iterator[ast.Constant]:
+    """Yield the vendor names that code branches on: comparisons, match cases, startswith."""
+    for node in ast.walk(tree):
+        is_prefix_test = (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr in ("startswith", "endswith")
+        )
+        if isinstance(node, ast.Compare | ast.MatchValue) or is_prefix_test:
+            yield from strings(node, VENDOR_OR_CPU)
+
+
+def vendor_names(tree: ast.AST) -> Iterator[ast.Constant]:
+    """Yield every vendor name that stands as a string of its own, docstrings left out."""
+    ignored = docstrings(tree)
+    yield from (found for found in strings(tree, VENDOR) if id(found) not in ignored)
+
+
+def outside_platforms() -> list[Path]:
+    return [path for path in modules() if "platforms" not in path.relative_to(PACKAGE).parts]
+
+
+def test_no_code_outside_platforms_branches_on_a_vendor() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}: {node.value!r}"
+        for path in outside_platforms()
+        for node in vendor_branches(ast.parse(path.read_text("utf-8")))
+    ]
+    assert not found, "ask the platform for a capability instead:\n" + "\n".join(found)
+
+
+def test_vendor_names_outside_platforms_stand_only_where_a_reason_is_given() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}: {node.value!r}"
+        for path in outside_platforms()
+        if path.relative_to(PACKAGE).as_posix() not in NAMES_ALLOWED
+        for node in vendor_names(ast.parse(path.read_text("utf-8")))
+    ]
+    assert not found, "take the name from the platform, or give a reason here:\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize("relative", sorted(NAMES_ALLOWED))
+def test_a_place_that_may_name_vendors_still_does(relative: str) -> None:
+    tree = ast.parse((PACKAGE / relative).read_text("utf-8"))
+    assert list(vendor_names(tree)), f"{relative} names no vendor: remove it from NAMES_ALLOWED"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        'if platform.name == "npu": ...',
+        'if "cuda" != kind: ...',
+        'if kind in ("cpu", "cuda"): ...',
+        'match kind:\n    case "npu": ...',
+        'device.startswith("npu:")',
+    ],
+)
+def test_the_guard_sees_each_way_to_branch_on_a_vendor(source: str) -> None:
+    assert list(vendor_branches(ast.parse(source)))
+
+
+@pytest.mark.parametrize("source", ['"""cuda"""', 'x = "cuda graphs"', 'name = "visible"'])
+def test_the_guard_leaves_prose_alone(source: str) -> None:
+    tree = ast.parse(source)
+    assert not [*vendor_branches(tree), *vendor_names(tree)]
+
+
+def test_no_module_is_longer_than_a_reader_can_hold() -> None:
+    sources = [*modules(), *sorted((ROOT / "ci").rglob("*.py"))]
+    lengths = {
+        path.relative_to(ROOT).as_posix(): len(path.read_text("utf-8").splitlines())
+        for path in sources
+    }
+    too_long = {path: lines for path, lines in lengths.items() if lines > MAX_LINES}
+    assert not too_long, f"split what has more than {MAX_LINES} lines"
+
+
+def tracked_files() -> list[Path]:
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return [ROOT / name for name in listed.stdout.split("\0") if name]
+
+
+# Hosts that hand out packages, images or models; an index given on a command line or in a file.
+REGISTRY = re.compile(
+    r"(?:pypi|pythonhosted|npmjs|quay|ghcr|gcr|docker|anaconda|conda)\.(?:org|io|com)\b"
+    r"|(?:index[-_]url|find[-_]links)\W{0,4}(?:https?|file)://"
+    r"|/simple/\S*[\"'\s]|mirrors?\.\w+\.\w+",
+    re.IGNORECASE,
+)
+PYTORCH_HOST = re.compile(r"download\.pytorch\.org\S*")
+PYTORCH_CPU_INDEX = re.compile(r"download\.pytorch\.org/whl/cpu[\"'`)\s]?")
+
+
+def registry_lines(text: str) -> Iterator[str]:
+    for number, line in enumerate(text.splitlines(), 1):
+        foreign = [host for host in PYTORCH_HOST.findall(line) if not PYTORCH_CPU_INDEX.match(host)]
+        if foreign or REGISTRY.search(line):
+            yield f"{number}: {line.strip()}"
+
+
+def test_no_file_names_a_registry_but_the_pytorch_cpu_index() -> None:
+    found = []
+    for path in tracked_files():
+        if path.is_symlink() or not path.is_file():
+            continue
+        try:
+            text = path.read_text("utf-8")
+        except UnicodeDecodeError:
+            continue
+        found += [f"{path.relative_to(ROOT)}:{line}" for line in registry_lines(text)]
+    assert not found, "name no package, image or model host:\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "pip install --index-url " + "https://" + "example.test/simple",
+        "image: qua" + "y.io/ascend/cann",
+        "see https://py" + "pi.org/project/x",
+        "https://download.pytorch" + ".org/whl/cu130",
+    ],
+)
+def test_the_guard_sees_each_way_to_name_a_registry(line: str) -> None:
+    assert list(registry_lines(line))
+
+
+def test_the_guard_lets_the_pytorch_cpu_index_pass() -> None:
+    assert not list(registry_lines('INDEX = "https://download.pytorch.org/whl/cpu"'))

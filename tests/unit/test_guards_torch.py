@@ -1,0 +1,51 @@
+"""The router, the launcher and what they share start on a machine that has no torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+WITHOUT_TORCH = [
+    "epd_portable.config",
+    "epd_portable.envs",
+    "epd_portable.errors",
+    "epd_portable.launch",
+    "epd_portable.log",
+    "epd_portable.router",
+    "epd_portable.wire",
+]
+
+# None in sys.modules makes an import of that name fail, as if it were not installed.
+IMPORT_EVERYTHING = """
+import importlib, pkgutil, sys
+for absent in ("torch", "torch_npu", "vllm", "transformers", "numpy"):
+    sys.modules[absent] = None
+module = importlib.import_module(sys.argv[1])
+for found in pkgutil.walk_packages(getattr(module, "__path__", []), module.__name__ + "."):
+    importlib.import_module(found.name)
+"""
+
+
+@pytest.mark.parametrize("module", WITHOUT_TORCH)
+def test_module_and_its_submodules_import_where_torch_is_absent(module: str) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", IMPORT_EVERYTHING, module],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+
+
+def test_the_probe_notices_an_import_of_torch() -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", IMPORT_EVERYTHING.replace("sys.argv[1]", "'torch'")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert "ModuleNotFoundError" in result.stderr
