@@ -94,7 +94,10 @@ def last_step() -> str:
         LOG.read_text("utf-8", "replace"),
         re.MULTILINE,
     )
-    return steps[-1][:70] if steps else "starting"
+    if not steps:
+        return "starting"
+    title, _, packages = steps[-1].partition("collected packages:")
+    return f"{title}{packages.count(',') + 1} packages" if packages else title[:70]
 
 
 def dry_run(requirements: list[str]) -> list[dict[str, Any]] | None:
