@@ -82,8 +82,7 @@ class InstanceGroup(_Section):
     count: Annotated[int, Field(ge=1, le=1024)] = 1
     tensor_parallel_size: Annotated[int, Field(ge=1, le=1024)] = 1
     engine_args: EngineArgs = Field(default_factory=dict)
-    env: Device = Annotated[str, BeforeValidator(_device), Field(pattern=r"^[A-Za-z0-9_./:-]+$")]
-Environment = Field(default_factory=dict)
+    env: Environment = Field(default_factory=dict)
     cores: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = None
     devices: Annotated[list[Device], Field(min_length=1)] | None = None
 
@@ -176,5 +175,4 @@ class Topology(_Section):
     router: Router = Router()
     launch: Launch = Launch()
     engine_args: EngineArgs = Field(default_factory=dict)
-    env: Device = Annotated[str, BeforeValidator(_device), Field(pattern=r"^[A-Za-z0-9_./:-]+$")]
-Environment = Field(default_factory=dict)
+    env: Environment = Field(default_factory=dict)
