@@ -1,0 +1,195 @@
+"""Who gets which devices or CPU cores. Pure: what the machine has comes in as arguments.
+
+A *seat* is what one rank of one instance needs: one device, or one set of CPU cores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from epd_portable.config.schema import InstanceGroup
+from epd_portable.errors import ConfigError
+
+Cores = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceAssignment:
+    """Devices of every instance.
+
+    Attributes:
+        devices: For each group, for each of its instances, one device per rank.
+        warnings: What the user should know, for example a device used twice.
+    """
+
+    devices: dict[str, list[tuple[str, ...]]]
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CoreAssignment:
+    """CPU cores of every instance.
+
+    Attributes:
+        cores: For each group, for each of its instances, the cores of each rank.
+        warnings: What the user should know, for example a core used twice.
+    """
+
+    cores: dict[str, list[tuple[Cores, ...]]]
+    warnings: tuple[str, ...]
+
+
+def seats(group: InstanceGroup) -> int:
+    """Return how many ranks a group has in all."""
+    return group.count * group.tensor_parallel_size
+
+
+def assign_devices(
+    groups: dict[str, InstanceGroup], available: Sequence[str] | None
+) -> DeviceAssignment:
+    """Give every rank a device.
+
+    Groups with a ``devices`` list keep to it; the others share out what no list names, each device
+    once.
+
+    Args:
+        groups: Instance groups by their name in the topology file.
+        available: Devices of this machine; ``None`` when that is not known, which takes every
+            wish for granted.
+
+    Raises:
+        ConfigError: More devices are wanted than there are, a list names one that is not here, or
+            a list has the wrong length.
+    """
+    listed: list[str] = []
+    for name, group in groups.items():
+        if group.devices is not None:
+            _check_list(name, group, group.devices, available)
+            listed += group.devices
+    wanted = sum(seats(group) for group in groups.values() if group.devices is None)
+    if available is None:
+        pool = [str(index) for index in range(wanted + len(listed))]
+    else:
+        pool = list(available)
+    free = [device for device in pool if device not in listed]
+    if wanted > len(free):
+        _raise_too_few(groups, wanted=wanted, free=len(free), total=len(pool))
+    supply = iter(free)
+    result: dict[str, list[tuple[str, ...]]] = {}
+    for name, group in groups.items():
+        flat = group.devices or [next(supply) for _ in range(seats(group))]
+        width = group.tensor_parallel_size
+        result[name] = [tuple(flat[i : i + width]) for i in range(0, len(flat), width)]
+    return DeviceAssignment(devices=result, warnings=_shared_devices(listed))
+
+
+def assign_cores(groups: dict[str, InstanceGroup], allowed: Sequence[int]) -> CoreAssignment:
+    """Give every rank CPU cores of its own, as evenly as the number of cores permits.
+
+    Args:
+        groups: Instance groups by their name in the topology file.
+        allowed: Cores that this process may use.
+
+    Raises:
+        ConfigError: A ``cores`` list names a core that this process may not use.
+    """
+    warnings: list[str] = []
+    listed: set[int] = set()
+    for name, group in groups.items():
+        outside = sorted(set(group.cores or ()) - set(allowed))
+        if outside:
+            raise ConfigError(
+                f"instances.{name}.cores: core {outside[0]} is not among the cores that this "
+                f"process may use ({_ranges(allowed)})"
+            )
+        again = sorted(listed & set(group.cores or ()))
+        if again:
+            warnings.append(f"core {again[0]} is in the list of more than one group: they share it")
+        listed |= set(group.cores or ())
+    rest = [core for core in sorted(allowed) if core not in listed]
+    unlisted = {name: group for name, group in groups.items() if group.cores is None}
+    if unlisted and not rest:
+        warnings.append("the lists take every core: groups without a list share those cores")
+        rest = sorted(allowed)
+    result: dict[str, list[tuple[Cores, ...]]] = {}
+    shares = _split(rest, sum(map(seats, unlisted.values())), "the topology", warnings)
+    for name, group in groups.items():
+        if group.cores is None:
+            flat, shares = shares[: seats(group)], shares[seats(group) :]
+        else:
+            flat = _split(sorted(set(group.cores)), seats(group), f"instances.{name}", warnings)
+        width = group.tensor_parallel_size
+        result[name] = [tuple(flat[i : i + width]) for i in range(0, len(flat), width)]
+    return CoreAssignment(cores=result, warnings=tuple(warnings))
+
+
+def _split(cores: list[int], ranks: int, owner: str, warnings: list[str]) -> list[Cores]:
+    if ranks == 0:
+        return []
+    if len(cores) < ranks:
+        warnings.append(
+            f"{owner} has {ranks} ranks for {len(cores)} CPU cores ({_ranges(cores)}): "
+            "some share a core and slow each other down"
+        )
+        return [(cores[rank % len(cores)],) for rank in range(ranks)]
+    each, extra = divmod(len(cores), ranks)
+    sizes = [each + (rank < extra) for rank in range(ranks)]
+    starts = [sum(sizes[:rank]) for rank in range(ranks)]
+    return [tuple(cores[s : s + size]) for s, size in zip(starts, sizes, strict=True)]
+
+
+def _check_list(
+    name: str, group: InstanceGroup, devices: Sequence[str], available: Sequence[str] | None
+) -> None:
+    key = f"instances.{name}.devices"
+    if len(devices) != seats(group):
+        raise ConfigError(
+            f"{key}: {len(devices)} devices for count {group.count} × tensor_parallel_size "
+            f"{group.tensor_parallel_size}; list {seats(group)}"
+        )
+    width = group.tensor_parallel_size
+    for start in range(0, len(devices), width):
+        if len(set(devices[start : start + width])) < width:
+            raise ConfigError(f"{key}: one instance needs {width} different devices")
+    for device in devices:
+        if available is not None and device not in available:
+            raise ConfigError(
+                f"{key}: device {device} is not here; there are {', '.join(available) or 'none'}"
+            )
+
+
+def _raise_too_few(
+    groups: dict[str, InstanceGroup], *, wanted: int, free: int, total: int
+) -> None:
+    terms = " + ".join(
+        f"{name} {group.count} × {group.tensor_parallel_size}"
+        for name, group in groups.items()
+        if group.devices is None
+    )
+    left = f"{total}" if free == total else f"{free} of {total} (the others are listed)"
+    raise ConfigError(
+        f"the topology wants {wanted} devices ({terms}) and there are {left}; lower count or "
+        "tensor_parallel_size, or let instances share devices by listing them in "
+        "instances.*.devices"
+    )
+
+
+def _shared_devices(listed: list[str]) -> tuple[str, ...]:
+    shared = sorted({device for device in listed if listed.count(device) > 1})
+    return tuple(
+        f"device {device} is listed {listed.count(device)} times: its instances share its memory; "
+        "set gpu_memory_utilization so that they fit together"
+        for device in shared
+    )
+
+
+def _ranges(cores: Sequence[int]) -> str:
+    """Write cores the way Linux does: ``0-3,8``."""
+    parts: list[list[int]] = []
+    for core in sorted(cores):
+        if parts and core == parts[-1][-1] + 1:
+            parts[-1].append(core)
+        else:
+            parts.append([core])
+    return ",".join(f"{p[0]}-{p[-1]}" if len(p) > 1 else str(p[0]) for p in parts)

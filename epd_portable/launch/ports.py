@@ -1,0 +1,79 @@
+"""Ports of the topology: which are free, and whether the public one is."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Callable
+
+from epd_portable.errors import LaunchError, PortInUseError
+
+FIRST_PORT = 20000
+LAST_PORT = 29999
+"""Below the range that Linux hands to outgoing connections (32768 on), so that none of those takes a
+port between its choice and its use."""
+
+
+def is_free(port: int, host: str = "127.0.0.1") -> bool:
+    """Tell whether a server could listen on ``host:port`` at this moment.
+
+    Raises:
+        LaunchError: ``host`` is no address of this machine.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+            # Several sockets may be bound with SO_REUSEADDR, but only one may listen.
+            probe.listen(1)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return False
+        raise LaunchError(
+            f"router.host {host}, port {port}: cannot listen there: {error.strerror or error}; "
+            "use an address of this machine and a port that you may open"
+        ) from error
+    return True
+
+
+def require_free(port: int, host: str) -> None:
+    """Check the public port.
+
+    Raises:
+        PortInUseError: Another process listens there; names a free port instead.
+        LaunchError: ``host`` is no address of this machine.
+    """
+    if is_free(port, host):
+        return
+    other = next((p for p in range(port + 1, min(port + 100, 65536)) if is_free(p, host)), None)
+    hint = f"take another with --port, {other} is free" if other else "take another with --port"
+    raise PortInUseError(
+        f"router.port {port} on {host} is in use by another process; {hint}, or stop that process"
+    )
+
+
+def port_source(
+    run_id: str, *, reserved: frozenset[int] = frozenset(), free: Callable[[int], bool] = is_free
+) -> Callable[[], int]:
+    """Return a function that hands out one free loopback port after another.
+
+    The search starts at a point that follows from ``run_id``, so that topologies started at the
+    same moment do not meet.
+
+    Args:
+        run_id: Hexadecimal id of the run.
+        reserved: Ports never to hand out.
+        free: Tells whether a port may be used.
+    """
+    span = LAST_PORT - FIRST_PORT + 1
+    start = int(run_id, 16) % span
+    candidates = (FIRST_PORT + (start + step) % span for step in range(span))
+
+    def next_port() -> int:
+        for port in candidates:
+            if port not in reserved and free(port):
+                return port
+        raise LaunchError(f"no free loopback port from {FIRST_PORT} to {LAST_PORT} is left")
+
+    return next_port
