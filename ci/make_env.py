@@ -13,6 +13,7 @@ import json
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -75,16 +76,25 @@ def run_logged(argv: list[str], what: str) -> None:
         process = subprocess.Popen(
             argv, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
         )
-        while True:
-            try:
-                code = process.wait(PROGRESS_INTERVAL_S)
-                break
-            except subprocess.TimeoutExpired:
-                say(f"{time.monotonic() - started:4.0f} s  {last_step()}")
+        try:
+            code = wait_showing_progress(process, started)
+        finally:
+            # Interrupted: an installer left behind would race with the next run.
+            process.terminate()
+            process.wait()
     if code != 0:
         tail = "\n".join(LOG.read_text("utf-8", "replace").splitlines()[-LOG_TAIL_LINES:])
         raise EnvironmentSetupError(f"{what}: exit status {code}; the log ends with\n{tail}")
     say(f"{time.monotonic() - started:4.0f} s  done")
+
+
+def wait_showing_progress(process: subprocess.Popen[bytes], started: float) -> int:
+    """Wait for ``process``, saying what it does every few seconds; return its exit status."""
+    while True:
+        try:
+            return process.wait(PROGRESS_INTERVAL_S)
+        except subprocess.TimeoutExpired:
+            say(f"{time.monotonic() - started:4.0f} s  {last_step()}")
 
 
 def last_step() -> str:
@@ -166,6 +176,7 @@ def make(target: str) -> None:
         say(f"creating {VENV.relative_to(ROOT)} with Python {platform.python_version()}")
         created = subprocess.run([sys.executable, "-m", "venv", str(VENV)], check=False)
         if created.returncode != 0:
+            shutil.rmtree(VENV, ignore_errors=True)  # It can hold a Python without pip.
             raise EnvironmentSetupError("python3 -m venv failed: install the python3-venv package")
     STAMP.unlink(missing_ok=True)
     LOG.unlink(missing_ok=True)
@@ -178,14 +189,18 @@ def make(target: str) -> None:
 
 
 def main() -> int:
-    """Run from the command line; return 0, or 2 with the reason on standard error."""
+    """Run from the command line; return 0, or another status with the reason on standard error."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--platform", choices=PLATFORMS, default="cpu")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         make(parser.parse_args().platform)
     except EnvironmentSetupError as error:
         print(f"env: error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("env: interrupted; the next run starts over", file=sys.stderr)
+        return 130
     return 0
 
 
