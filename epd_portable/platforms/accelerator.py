@@ -1,0 +1,209 @@
+"""What NVIDIA and Ascend have in common: torch's device interface under two names."""
+
+from __future__ import annotations
+
+import os
+import threading
+from abc import abstractmethod
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.multiprocessing import reductions
+
+from epd_portable.errors import PlatformError, PlatformUnavailableError
+from epd_portable.platforms.base import DeviceEvent, MemoryInfo, Platform, ShareHandle
+from epd_portable.platforms.collectives import CollectiveGroup, Rendezvous
+from epd_portable.platforms.collectives_torch import (
+    DataBackend,
+    Store,
+    TorchCollectiveGroup,
+)
+
+
+class StreamEvent(DeviceEvent):
+    """An event of ``torch.cuda`` or ``torch.npu``."""
+
+    def __init__(self, event: Any) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        """Make the current stream wait."""
+        self._event.wait()
+
+    def done(self) -> bool:
+        """Ask the device."""
+        try:
+            return bool(self._event.query())
+        except RuntimeError as error:
+            raise PlatformError(f"device work failed: {error}") from error
+
+
+class AcceleratorPlatform(Platform):
+    """A platform whose devices have memory and streams of their own.
+
+    Subclasses name the runtime and supply what the two runtimes do differently.
+    """
+
+    def __init__(self) -> None:
+        self._copy_streams: dict[int, Any] = {}
+        self._streams_lock = threading.Lock()
+
+    @property
+    @abstractmethod
+    def _runtime(self) -> Any:
+        """``torch.cuda`` or ``torch.npu``.
+
+        Raises:
+            PlatformUnavailableError: It cannot be loaded.
+        """
+
+    @abstractmethod
+    def _data_backend(self, store: Store, rank: int, size: int) -> DataBackend:
+        """Make the backend that moves device tensors."""
+
+    @abstractmethod
+    def _rebuild(self, arguments: tuple[Any, ...]) -> torch.Tensor:
+        """Open shared memory from the arguments of torch's own reduction of a device tensor."""
+
+    @abstractmethod
+    def _index_to_open(self, handle: ShareHandle) -> int:
+        """Return the device under which the memory of ``handle`` is opened.
+
+        Raises:
+            UnsupportedError: This process may not see a device that reaches the memory.
+        """
+
+    def device_count(self) -> int:
+        """Return how many devices this process may see."""
+        return int(self._runtime.device_count())
+
+    def device(self, index: int) -> torch.device:
+        """Return the device with its index."""
+        count = self.device_count()
+        if not 0 <= index < count:
+            variable = str(self.visible_devices_env)
+            raise PlatformUnavailableError(
+                f"{self.name} device {index} of {count}; this process sees "
+                f"{variable}={os.environ.get(variable, '(unset: all)')}"
+            )
+        return torch.device(self.device_type, index)
+
+    def set_device(self, index: int) -> None:
+        """Make a device the calling thread's current one."""
+        self._runtime.set_device(self.device(index))
+
+    def memory_info(self, index: int) -> MemoryInfo:
+        """Ask the runtime; creates a context on the device."""
+        device = self.device(index)
+        with self._runtime.device(device):
+            free_bytes, total_bytes = self._runtime.mem_get_info(device)
+        return MemoryInfo(free_bytes=free_bytes, total_bytes=total_bytes)
+
+    def stream(self, index: int) -> AbstractContextManager[object]:
+        """Return a context on the device's copy stream."""
+        device = self.device(index)
+        with self._streams_lock:
+            if index not in self._copy_streams:
+                self._copy_streams[index] = self._runtime.Stream(device=device)
+            stream = self._copy_streams[index]
+        context: AbstractContextManager[object] = self._runtime.stream(stream)
+        return context
+
+    def record_event(self) -> DeviceEvent:
+        """Record an event on the current stream."""
+        event = self._runtime.Event()
+        event.record()
+        return StreamEvent(event)
+
+    def can_access_peer(self, index: int, peer: int) -> bool:
+        """Ask the runtime."""
+        self.device(index)
+        self.device(peer)
+        return index == peer or bool(self._runtime.can_device_access_peer(index, peer))
+
+    def share_tensor(self, tensor: torch.Tensor) -> ShareHandle:
+        """Export the tensor's storage."""
+        if tensor.device.type != self.device_type:
+            raise ValueError(f"tensor is on {tensor.device}, not on a {self.device_type} device")
+        if not tensor.is_contiguous():
+            raise ValueError("tensor is not contiguous; pass tensor.contiguous()")
+        try:
+            _, arguments = reductions.reduce_tensor(tensor.detach())  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            raise PlatformError(f"cannot share memory of {tensor.device}: {error}") from error
+        (_, shape, stride, offset, _, _, index, memory, storage_bytes, storage_offset_bytes) = (
+            arguments[:10]
+        )
+        (_, ref_counter, ref_counter_offset, event, event_sync_required) = arguments[10:]
+        return ShareHandle(
+            device_type=self.device_type,
+            device_uuid=self._uuid(index),
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            shape=tuple(shape),
+            stride=tuple(stride),
+            offset=offset,
+            storage_bytes=storage_bytes,
+            storage_offset_bytes=storage_offset_bytes,
+            memory=memory,
+            ref_counter=ref_counter,
+            ref_counter_offset=ref_counter_offset,
+            event=event,
+            event_sync_required=event_sync_required,
+        )
+
+    def open_tensor(self, handle: ShareHandle) -> torch.Tensor:
+        """Import the storage and make a tensor over it."""
+        if handle.device_type != self.device_type:
+            raise ValueError(f"a handle of {handle.device_type} memory, opened on {self.name}")
+        dtype = getattr(torch, handle.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"a handle of dtype {handle.dtype!r}, which torch does not know")
+        index = self._index_to_open(handle)
+        try:
+            return self._rebuild(
+                (
+                    torch.Tensor,
+                    torch.Size(handle.shape),
+                    handle.stride,
+                    handle.offset,
+                    torch.storage.TypedStorage,
+                    dtype,
+                    index,
+                    handle.memory,
+                    handle.storage_bytes,
+                    handle.storage_offset_bytes,
+                    False,
+                    handle.ref_counter,
+                    handle.ref_counter_offset,
+                    handle.event,
+                    handle.event_sync_required,
+                )
+            )
+        except RuntimeError as error:
+            raise PlatformError(
+                f"cannot open memory of {self.device_type} {handle.device_uuid}: {error}; "
+                "its exporter may be gone"
+            ) from error
+
+    def new_group(self, rendezvous: Rendezvous, *, index: int, timeout_s: float) -> CollectiveGroup:
+        """Join a group that moves device tensors by the platform's own backend."""
+        self.set_device(index)
+        return TorchCollectiveGroup(
+            rendezvous,
+            device=self.device(index),
+            timeout_s=timeout_s,
+            make_data_backend=self._data_backend,
+        )
+
+    def _uuid(self, index: int) -> str:
+        """Return the name of the physical device; empty where the runtime does not tell."""
+        with self._runtime.device(index):
+            return str(getattr(self._runtime.get_device_properties(index), "uuid", ""))
+
+    def _visible_index(self, uuid: str) -> int | None:
+        """Return the index under which this process sees a physical device."""
+        for index in range(self.device_count()):
+            if uuid and self._uuid(index) == uuid:
+                return index
+        return None

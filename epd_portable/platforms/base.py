@@ -1,0 +1,295 @@
+"""The contract of a platform, and the plain data that it hands out."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from epd_portable.errors import ProtocolError, TransportTimeoutError
+from epd_portable.platforms.traits import PlatformTraits
+
+if TYPE_CHECKING:
+    import torch
+
+    from epd_portable.platforms.collectives import CollectiveGroup, Rendezvous
+
+_EVENT_POLL_S = 20e-6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Availability:
+    """Whether a platform can be used in this process.
+
+    Attributes:
+        ok: Its runtime loads and sees at least one device.
+        reason: What was found, or what is missing and how to get it. Never empty.
+    """
+
+    ok: bool
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryInfo:
+    """Memory of one device.
+
+    Attributes:
+        free_bytes: Not in use by any process.
+        total_bytes: What the device has.
+    """
+
+    free_bytes: int
+    total_bytes: int
+
+
+class ShareHandle(msgspec.Struct, frozen=True, kw_only=True):
+    """Names a device tensor of one process so that another on the same host can open it.
+
+    Plain data: it holds no reference, so the exporter must keep the tensor until every opener has
+    let go of it.
+
+    Attributes:
+        device_type: Platform's device type.
+        device_uuid: The physical device; empty when the runtime does not tell.
+        dtype: torch's name of the dtype, for example ``bfloat16``.
+        shape: Of the tensor.
+        stride: Of the tensor, in elements.
+        offset: First element in the storage, in elements.
+        storage_bytes: Size of the storage.
+        storage_offset_bytes: Start of the storage in its allocation.
+        memory: The runtime's handle of the allocation.
+        ref_counter: Name of torch's counter of openers in shared memory.
+        ref_counter_offset: Which of the counters under that name.
+        event: The runtime's handle of the event behind which the content is complete.
+        event_sync_required: Whether an opener must wait for that event.
+    """
+
+    device_type: str
+    device_uuid: str
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    storage_bytes: int
+    storage_offset_bytes: int
+    memory: bytes
+    ref_counter: bytes
+    ref_counter_offset: int
+    event: bytes
+    event_sync_required: bool
+
+    def to_bytes(self) -> bytes:
+        """Return the handle as a message can carry it."""
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> ShareHandle:
+        """Read what :meth:`to_bytes` made.
+
+        Raises:
+            ProtocolError: ``data`` is no handle.
+        """
+        try:
+            return msgspec.msgpack.decode(data, type=cls)
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            raise ProtocolError(f"{len(data)} bytes are no share handle: {error}") from error
+
+
+class DeviceEvent(ABC):
+    """A point in a device's work; it has passed when all work queued before it is complete."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Make work queued on the current stream from here on wait; does not block."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether the event has passed; does not block.
+
+        Raises:
+            PlatformError: The work before it failed.
+        """
+
+    def synchronize(self, timeout_s: float) -> None:
+        """Block the calling thread until the event has passed.
+
+        Args:
+            timeout_s: Seconds from the call; positive.
+
+        Raises:
+            TransportTimeoutError: Not passed within ``timeout_s``; the work may still complete.
+            PlatformError: The work before it failed.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while not self.done():
+            if time.monotonic() >= deadline_s:
+                raise TransportTimeoutError(
+                    f"device work was not complete after {timeout_s:g} s; "
+                    "the device is stuck, or the deadline is too short for its load"
+                )
+            time.sleep(_EVENT_POLL_S)
+
+
+class Platform(ABC):
+    """One kind of device, its memory and its collectives.
+
+    Callers ask for a capability, never for a vendor. Device indexes count the devices that this
+    process may see, from 0. Every method but :meth:`availability` may raise
+    ``PlatformUnavailableError`` when the platform is not available, and ``PlatformError`` when its
+    runtime fails; only further errors are listed.
+
+    Attributes:
+        traits: The facts that need no device.
+    """
+
+    traits: PlatformTraits
+
+    @property
+    def name(self) -> str:
+        """Name in configurations."""
+        return self.traits.name
+
+    @property
+    def device_type(self) -> str:
+        """Word that torch has for the devices."""
+        return self.traits.device_type
+
+    @property
+    def dist_backend(self) -> str:
+        """Word that torch.distributed has for the collectives."""
+        return self.traits.dist_backend
+
+    @property
+    def visible_devices_env(self) -> str | None:
+        """Variable that limits a process to some devices."""
+        return self.traits.visible_devices_env
+
+    @abstractmethod
+    def availability(self) -> Availability:
+        """Say whether the platform can be used here, and why or why not.
+
+        Creates no device context, so a parent that forks later may ask. Raises nothing.
+        """
+
+    @abstractmethod
+    def device_count(self) -> int:
+        """Return how many devices this process may see."""
+
+    @abstractmethod
+    def device(self, index: int) -> torch.device:
+        """Return the device, its index always spelt out where the platform has several.
+
+        Raises:
+            PlatformUnavailableError: There is no such device.
+        """
+
+    @abstractmethod
+    def set_device(self, index: int) -> None:
+        """Make a device the calling thread's current one.
+
+        Raises:
+            PlatformUnavailableError: There is no such device.
+        """
+
+    @abstractmethod
+    def supports_dtype(self, dtype: torch.dtype) -> bool:
+        """Whether encoder outputs of this dtype can be stored and computed with."""
+
+    @abstractmethod
+    def memory_info(self, index: int) -> MemoryInfo:
+        """Return how much memory a device has, and how much of it is free.
+
+        Raises:
+            PlatformUnavailableError: There is no such device.
+        """
+
+    @abstractmethod
+    def stream(self, index: int) -> AbstractContextManager[object]:
+        """Queue the work of a ``with`` block on the device's copy stream, beside the engine's work.
+
+        The copy stream is one a device and platform object. Neither entering nor leaving the block
+        orders it with other streams: that is what events are for.
+
+        Raises:
+            PlatformUnavailableError: There is no such device.
+        """
+
+    @abstractmethod
+    def record_event(self) -> DeviceEvent:
+        """Return an event behind the work queued so far on the current device's current stream."""
+
+    @abstractmethod
+    def pin_host(self, address: int, nbytes: int) -> None:
+        """Page-lock host memory that torch did not allocate, so that copies do not block.
+
+        Args:
+            address: Start; a multiple of the page size, as ``mmap`` returns it.
+            nbytes: Positive.
+
+        Raises:
+            ValueError: ``address`` or ``nbytes`` is not positive.
+            UnsupportedError: The installed runtime cannot; copies still work, but they block.
+            PlatformError: The runtime refused this range, for example because it is pinned already.
+        """
+
+    @abstractmethod
+    def unpin_host(self, address: int) -> None:
+        """Undo :meth:`pin_host`; no copy from or to the range may be under way.
+
+        Raises:
+            ValueError: ``address`` is not positive.
+            PlatformError: Nothing was pinned at ``address``.
+        """
+
+    @abstractmethod
+    def can_access_peer(self, index: int, peer: int) -> bool:
+        """Whether device ``index`` can read and write the memory of device ``peer``.
+
+        Raises:
+            PlatformUnavailableError: There is no such device.
+        """
+
+    @abstractmethod
+    def share_tensor(self, tensor: torch.Tensor) -> ShareHandle:
+        """Make a device tensor openable by other processes of this host.
+
+        Args:
+            tensor: Contiguous, on a device of this platform. The caller keeps it alive.
+
+        Raises:
+            UnsupportedError: The platform has no device memory to share.
+            ValueError: ``tensor`` is elsewhere, or not contiguous.
+        """
+
+    @abstractmethod
+    def open_tensor(self, handle: ShareHandle) -> torch.Tensor:
+        """Return a tensor over the memory that another process shared; both may write it.
+
+        Raises:
+            UnsupportedError: The platform has no device memory to share, or this process may not
+                see the device that the memory is on.
+            ValueError: The handle is another platform's.
+            PlatformError: The exporter is gone.
+        """
+
+    @abstractmethod
+    def new_group(self, rendezvous: Rendezvous, *, index: int, timeout_s: float) -> CollectiveGroup:
+        """Join a group of processes that exchange tensors of device ``index``.
+
+        Blocks until every rank has joined. Independent of torch's default process group.
+
+        Args:
+            rendezvous: Where to meet, under which name and as which rank.
+            index: Device of the tensors.
+            timeout_s: Seconds from the call; positive.
+
+        Raises:
+            TransportTimeoutError: Some rank did not join within ``timeout_s``.
+            PeerLostError: Nobody listens at the rendezvous.
+            PlatformUnavailableError: There is no such device.
+        """

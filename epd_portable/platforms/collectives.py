@@ -1,0 +1,126 @@
+"""Groups of processes that exchange tensors: the interface."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rendezvous:
+    """Where the ranks of one group meet.
+
+    Attributes:
+        host: Address of the process that holds the :class:`~.collectives_torch.RendezvousHost`.
+        port: Its port.
+        name: Name of the group, of one use only at that host.
+        rank: This process in the group, from 0.
+        size: Ranks in the group, at least 2.
+    """
+
+    host: str
+    port: int
+    name: str
+    rank: int
+    size: int
+
+    def __post_init__(self) -> None:
+        if self.size < 2:
+            raise ValueError(f"a group of {self.size}; it takes at least 2 ranks")
+        if not 0 <= self.rank < self.size:
+            raise ValueError(f"rank {self.rank} of a group of {self.size}; ranks count from 0")
+
+
+class CollectiveGroup(ABC):
+    """Two or more ranks that exchange tensors by calls that match.
+
+    Every call blocks until this rank's part is complete, device work included: afterwards any
+    stream may use or overwrite the tensor. Calls of a rank come one at a time; :meth:`close` may
+    come from any thread.
+
+    A tensor is contiguous, not empty, of at most 8 dimensions and on :attr:`device`. Both ends must
+    agree on shape and dtype: if they do not, both get ``ValueError``, nothing was moved, and the
+    group stays usable. After any other error the group is closed, and the other ranks find this one
+    gone.
+
+    Attributes:
+        rank: This process, from 0.
+        size: Number of ranks.
+        device: Where tensors are.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @abstractmethod
+    def send(self, tensor: torch.Tensor, dst: int, timeout_s: float) -> None:
+        """Give a tensor to the rank that calls :meth:`recv`.
+
+        Args:
+            tensor: Work queued on the current stream that fills it is waited for.
+            dst: Another rank.
+            timeout_s: Seconds from the call; positive.
+
+        Raises:
+            ValueError: An argument is wrong, or ``dst`` expects another shape or dtype.
+            TransportTimeoutError: Not complete within ``timeout_s``.
+            PeerLostError: ``dst`` closed its group or is gone.
+            ProtocolError: ``dst`` made a call that does not match.
+            TransportError: This group is closed.
+        """
+
+    @abstractmethod
+    def recv(self, tensor: torch.Tensor, src: int, timeout_s: float) -> None:
+        """Fill a tensor with what ``src`` sends.
+
+        Args:
+            tensor: Its content is undefined after an error other than ``ValueError``.
+            src: Another rank.
+            timeout_s: Seconds from the call; positive.
+
+        Raises:
+            ValueError: An argument is wrong, or ``src`` sends another shape or dtype.
+            TransportTimeoutError: Not complete within ``timeout_s``.
+            PeerLostError: ``src`` closed its group or is gone.
+            ProtocolError: ``src`` made a call that does not match.
+            TransportError: This group is closed.
+        """
+
+    @abstractmethod
+    def broadcast(self, tensor: torch.Tensor, src: int, timeout_s: float) -> None:
+        """Give the tensor of ``src`` to all ranks; ``src`` sends to one rank after the other.
+
+        Args:
+            tensor: Read at ``src``, filled elsewhere.
+            src: Any rank, the same in every rank's call.
+            timeout_s: Seconds from the call; positive.
+
+        Raises:
+            ValueError: An argument is wrong, or some rank expects another shape or dtype: then at
+                every rank.
+            TransportTimeoutError: Not complete within ``timeout_s``.
+            PeerLostError: Some rank closed its group or is gone.
+            ProtocolError: Some rank made a call that does not match.
+            TransportError: This group is closed.
+        """
+
+    @abstractmethod
+    def barrier(self, timeout_s: float) -> None:
+        """Return when every rank has called; orders host threads, not device work.
+
+        Raises:
+            ValueError: ``timeout_s`` is not positive.
+            TransportTimeoutError: Some rank did not call within ``timeout_s``.
+            PeerLostError: Some rank closed its group or is gone.
+            ProtocolError: Some rank made a call that does not match.
+            TransportError: This group is closed.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the group at once; the other ranks' calls fail. Calling again does nothing."""

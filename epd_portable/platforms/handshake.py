@@ -1,0 +1,254 @@
+"""What every group does alike: check a call, match it with the peer's, and only then move bytes.
+
+A mismatch in a collective library ends in a hang, a crash or wrong bytes. Here the two ends
+compare shape and dtype first, in host memory, so a mismatch is an error at both ends, and a kernel
+that waits for its peer is never started before the peer has come.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import IntEnum
+
+import torch
+
+from epd_portable.errors import EPDError, ProtocolError, TransportError
+from epd_portable.platforms.checks import check_timeout
+from epd_portable.platforms.collectives import CollectiveGroup
+
+MAX_DIMS = 8
+WORD_LENGTH = 3 + MAX_DIMS
+DTYPES: tuple[torch.dtype, ...] = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+)
+
+
+class Kind(IntEnum):
+    """First number of a control word."""
+
+    SEND = 1
+    BROADCAST = 2
+    BARRIER = 3
+    ACCEPT = 4
+    REFUSE = 5
+
+
+class Deadline:
+    """The end of one call."""
+
+    def __init__(self, timeout_s: float) -> None:
+        check_timeout(timeout_s)
+        self.timeout_s = timeout_s
+        self._end_s = time.monotonic() + timeout_s
+
+    def remaining_s(self) -> float:
+        """Seconds left; 0 when it has passed."""
+        return max(0.0, self._end_s - time.monotonic())
+
+    def remaining_ms(self) -> int:
+        """Milliseconds left, rounded up, at least 1."""
+        return max(1, math.ceil(self.remaining_s() * 1000))
+
+    def passed(self) -> bool:
+        """Whether no time is left."""
+        return time.monotonic() >= self._end_s
+
+
+class HandshakeGroup(CollectiveGroup):
+    """A group over a control channel for words of numbers and a data channel for tensors.
+
+    Subclasses supply the two channels. Their methods block until done, and raise
+    ``TransportTimeoutError`` at the deadline and ``PeerLostError`` when the peer is gone.
+    """
+
+    def __init__(self, *, name: str, rank: int, size: int, device: torch.device) -> None:
+        self.rank = rank
+        self.size = size
+        self.device = device
+        self._name = name
+        self._closed_because = ""
+        self._close_lock = threading.Lock()
+
+    @abstractmethod
+    def _put(self, word: Sequence[int], dst: int, deadline: Deadline) -> None:
+        """Give ``WORD_LENGTH`` numbers to another rank."""
+
+    @abstractmethod
+    def _get(self, src: int, deadline: Deadline) -> list[int]:
+        """Return the next ``WORD_LENGTH`` numbers that another rank put for this one."""
+
+    @abstractmethod
+    def _move_out(self, tensor: torch.Tensor, dst: int, deadline: Deadline) -> None:
+        """Send the bytes of a tensor that both ends have agreed on."""
+
+    @abstractmethod
+    def _move_in(self, tensor: torch.Tensor, src: int, deadline: Deadline) -> None:
+        """Receive the bytes of a tensor that both ends have agreed on."""
+
+    @abstractmethod
+    def _disconnect(self) -> None:
+        """Drop both channels, so that the other ranks find this one gone; called once."""
+
+    def send(self, tensor: torch.Tensor, dst: int, timeout_s: float) -> None:
+        """See :meth:`CollectiveGroup.send`."""
+        offer = self._describe(Kind.SEND, tensor)
+        self._check_peer(dst)
+        with self._call(timeout_s) as deadline:
+            self._put(offer, dst, deadline)
+            answer = self._expect((Kind.ACCEPT, Kind.REFUSE), dst, deadline)
+            if answer[0] == Kind.REFUSE:
+                raise _mismatch(f"rank {dst} expects", answer, "this rank sends", offer)
+            self._move_out(tensor, dst, deadline)
+
+    def recv(self, tensor: torch.Tensor, src: int, timeout_s: float) -> None:
+        """See :meth:`CollectiveGroup.recv`."""
+        wanted = self._describe(Kind.SEND, tensor)
+        self._check_peer(src)
+        with self._call(timeout_s) as deadline:
+            offer = self._expect((Kind.SEND,), src, deadline)
+            self._answer(offer == wanted, wanted, src, deadline)
+            if offer != wanted:
+                raise _mismatch(f"rank {src} sends", offer, "this rank expects", wanted)
+            self._move_in(tensor, src, deadline)
+
+    def broadcast(self, tensor: torch.Tensor, src: int, timeout_s: float) -> None:
+        """See :meth:`CollectiveGroup.broadcast`."""
+        own = self._describe(Kind.BROADCAST, tensor)
+        if not 0 <= src < self.size:
+            raise ValueError(f"src={src} in a group of {self.size}; ranks count from 0")
+        with self._call(timeout_s) as deadline:
+            if src == self.rank:
+                self._broadcast_out(tensor, own, deadline)
+            else:
+                self._broadcast_in(tensor, own, src, deadline)
+
+    def barrier(self, timeout_s: float) -> None:
+        """See :meth:`CollectiveGroup.barrier`."""
+        word = [int(Kind.BARRIER)] + [0] * (WORD_LENGTH - 1)
+        with self._call(timeout_s) as deadline:
+            if self.rank == 0:
+                for peer in self._peers():
+                    self._expect((Kind.BARRIER,), peer, deadline)
+                for peer in self._peers():
+                    self._put(word, peer, deadline)
+            else:
+                self._put(word, 0, deadline)
+                self._expect((Kind.BARRIER,), 0, deadline)
+
+    def close(self) -> None:
+        """See :meth:`CollectiveGroup.close`."""
+        self._close("close() was called")
+
+    def _broadcast_out(self, tensor: torch.Tensor, own: list[int], deadline: Deadline) -> None:
+        for peer in self._peers():
+            self._put(own, peer, deadline)
+        answers = {
+            peer: self._expect((Kind.ACCEPT, Kind.REFUSE), peer, deadline) for peer in self._peers()
+        }
+        refusals = {peer: word for peer, word in answers.items() if word[0] == Kind.REFUSE}
+        for peer in self._peers():
+            self._answer(not refusals, own, peer, deadline)
+        for peer, word in refusals.items():
+            raise _mismatch(f"rank {peer} expects", word, "this rank broadcasts", own)
+        for peer in self._peers():
+            self._move_out(tensor, peer, deadline)
+
+    def _broadcast_in(
+        self, tensor: torch.Tensor, own: list[int], src: int, deadline: Deadline
+    ) -> None:
+        offer = self._expect((Kind.BROADCAST,), src, deadline)
+        self._answer(offer == own, own, src, deadline)
+        verdict = self._expect((Kind.ACCEPT, Kind.REFUSE), src, deadline)
+        if offer != own:
+            raise _mismatch(f"rank {src} broadcasts", offer, "this rank expects", own)
+        if verdict[0] == Kind.REFUSE:
+            raise ValueError(
+                f"another rank does not expect the {_text(offer)} that rank {src} broadcasts; "
+                "nothing was moved"
+            )
+        self._move_in(tensor, src, deadline)
+
+    def _answer(self, accept: bool, own: list[int], dst: int, deadline: Deadline) -> None:
+        self._put([int(Kind.ACCEPT if accept else Kind.REFUSE), *own[1:]], dst, deadline)
+
+    def _expect(self, kinds: Sequence[Kind], src: int, deadline: Deadline) -> list[int]:
+        word = self._get(src, deadline)
+        if word[0] not in kinds:
+            wanted = " or ".join(kind.name.lower() for kind in kinds)
+            raise ProtocolError(
+                f"group {self._name!r}: rank {src} is at {_kind(word[0])} where this rank "
+                f"{self.rank} waits for {wanted}; the two ends make calls that do not match"
+            )
+        return word
+
+    def _peers(self) -> Iterable[int]:
+        return (rank for rank in range(self.size) if rank != self.rank)
+
+    def _check_peer(self, peer: int) -> None:
+        if not 0 <= peer < self.size or peer == self.rank:
+            raise ValueError(
+                f"rank {peer} as the other end of rank {self.rank} in a group of {self.size}"
+            )
+
+    def _describe(self, kind: Kind, tensor: torch.Tensor) -> list[int]:
+        if tensor.device != self.device:
+            raise ValueError(f"tensor is on {tensor.device}; this group moves {self.device}")
+        if not tensor.is_contiguous():
+            raise ValueError("tensor is not contiguous; pass tensor.contiguous()")
+        if tensor.numel() == 0:
+            raise ValueError(f"tensor of shape {tuple(tensor.shape)} is empty")
+        if tensor.dim() > MAX_DIMS:
+            raise ValueError(f"tensor has {tensor.dim()} dimensions; the limit is {MAX_DIMS}")
+        if tensor.dtype not in DTYPES:
+            known = ", ".join(_dtype(index) for index in range(len(DTYPES)))
+            raise ValueError(f"dtype {tensor.dtype} cannot be moved; view it as one of {known}")
+        padding = [0] * (MAX_DIMS - tensor.dim())
+        return [int(kind), DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape, *padding]
+
+    @contextmanager
+    def _call(self, timeout_s: float) -> Iterator[Deadline]:
+        deadline = Deadline(timeout_s)
+        if self._closed_because:
+            raise TransportError(
+                f"group {self._name!r} is closed ({self._closed_because}); make a new one"
+            )
+        try:
+            yield deadline
+        except EPDError as error:
+            self._close(f"{type(error).__name__}: {error}")
+            raise
+
+    def _close(self, reason: str) -> None:
+        with self._close_lock:
+            if self._closed_because:
+                return
+            self._closed_because = reason
+        self._disconnect()
+
+
+def _mismatch(theirs: str, their_word: list[int], ours: str, our_word: list[int]) -> ValueError:
+    return ValueError(f"{theirs} {_text(their_word)}, {ours} {_text(our_word)}; nothing was moved")
+
+
+def _kind(number: int) -> str:
+    return Kind(number).name.lower() if number in list(Kind) else f"word {number}"
+
+
+def _dtype(index: int) -> str:
+    return str(DTYPES[index]).removeprefix("torch.") if index < len(DTYPES) else f"dtype {index}"
+
+
+def _text(word: list[int]) -> str:
+    return f"{_dtype(word[1])}{tuple(word[3 : 3 + word[2]])}"

@@ -1,0 +1,107 @@
+"""Which platforms there are, and which of them this process uses."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from epd_portable import envs
+from epd_portable.errors import ConfigError, PlatformUnavailableError
+from epd_portable.platforms.base import Availability, Platform
+from epd_portable.platforms.traits import TRAITS
+
+_IMPLEMENTATIONS: dict[str, tuple[str, str]] = {
+    "cuda": ("epd_portable.platforms.cuda", "CudaPlatform"),
+    "npu": ("epd_portable.platforms.npu", "NpuPlatform"),
+    "cpu": ("epd_portable.platforms.cpu", "CpuPlatform"),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rejected:
+    """A platform that was not chosen.
+
+    Attributes:
+        name: The platform.
+        reason: Why it cannot be used here.
+    """
+
+    name: str
+    reason: str
+
+
+def names() -> tuple[str, ...]:
+    """Return the names of all platforms, the best first; needs no torch."""
+    return tuple(TRAITS)
+
+
+def availability(name: str) -> Availability:
+    """Say whether a platform can be used in this process, and why or why not.
+
+    Raises:
+        ConfigError: There is no platform of that name.
+    """
+    _check_name(name)
+    try:
+        return _load(name).availability()
+    except (ImportError, OSError, RuntimeError) as error:
+        # torch fails with RuntimeError when a device backend that it loads by itself is broken.
+        return Availability(ok=False, reason=f"torch cannot be imported: {_root_cause(error)}")
+
+
+def get(name: str) -> Platform:
+    """Return a platform that was asked for by name.
+
+    Raises:
+        ConfigError: There is no platform of that name.
+        PlatformUnavailableError: It cannot be used here; the message says why.
+    """
+    state = availability(name)
+    if not state.ok:
+        raise PlatformUnavailableError(f"platform {name!r}: {state.reason}")
+    return _load(name)
+
+
+def detect(environ: Mapping[str, str] | None = None) -> tuple[Platform, list[Rejected]]:
+    """Return the platform of this process, and why each better one was refused.
+
+    ``EPD_PLATFORM`` decides when it is set; otherwise the best that is available.
+
+    Args:
+        environ: Environment to read; ``None`` is that of the process.
+
+    Raises:
+        ConfigError: ``EPD_PLATFORM`` names no platform.
+        PlatformUnavailableError: The one asked for, or every one, cannot be used here.
+    """
+    asked = envs.EPD_PLATFORM.get(environ)
+    if asked:
+        return get(asked), []
+    rejected: list[Rejected] = []
+    for name in names():
+        state = availability(name)
+        if state.ok:
+            return _load(name), rejected
+        rejected.append(Rejected(name=name, reason=state.reason))
+    found = "; ".join(f"{item.name}: {item.reason}" for item in rejected)
+    raise PlatformUnavailableError(f"no platform can be used here: {found}")
+
+
+def _check_name(name: str) -> None:
+    if name not in TRAITS:
+        raise ConfigError(f"unknown platform {name!r}; choose one of {', '.join(names())}")
+
+
+def _root_cause(error: BaseException) -> str:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{error}".strip().partition("\n")[0] or type(error).__name__
+
+
+@functools.cache
+def _load(name: str) -> Platform:
+    module, attribute = _IMPLEMENTATIONS[name]
+    platform: Platform = getattr(importlib.import_module(module), attribute)()
+    return platform

@@ -1,0 +1,77 @@
+"""Facts about each platform that need neither torch nor a device.
+
+The launcher plans a topology with these on a machine that has neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlatformTraits:
+    """What is known of a platform before anything is installed.
+
+    Attributes:
+        name: Name in configurations and on the command line.
+        device_type: torch's word for its devices, as in ``torch.device("npu:0")``.
+        dist_backend: torch.distributed's word for its collectives.
+        visible_devices_env: Variable that limits a process to some devices; ``None`` where a
+            process is bound to cores instead.
+        worker_cls: Import path of the vLLM worker class of this platform's instances.
+        slot_alignment_bytes: Start of every slot in a receive pool is a multiple of this.
+        slab_alignment_bytes: Start and size of device memory that is registered for remote access
+            are multiples of this.
+        needs_device_copy: Whether an item that arrived in host memory must be copied before the
+            engine can use it; without, the engine reads a view of the slot.
+    """
+
+    name: str
+    device_type: str
+    dist_backend: str
+    visible_devices_env: str | None
+    worker_cls: str
+    slot_alignment_bytes: int
+    slab_alignment_bytes: int
+    needs_device_copy: bool
+
+
+_CUDA = PlatformTraits(
+    name="cuda",
+    device_type="cuda",
+    dist_backend="nccl",
+    visible_devices_env="CUDA_VISIBLE_DEVICES",
+    worker_cls="epd_portable.vllm_plugin.worker.EPDGPUWorker",
+    slot_alignment_bytes=512,
+    slab_alignment_bytes=512,
+    needs_device_copy=True,
+)
+_NPU = PlatformTraits(
+    name="npu",
+    device_type="npu",
+    dist_backend="hccl",
+    visible_devices_env="ASCEND_RT_VISIBLE_DEVICES",
+    worker_cls="epd_portable.vllm_plugin.worker.EPDNPUWorker",
+    # aclrtMemcpyAsync demands 64 at both ends; 512 keeps slots apart for the copy engine.
+    slot_alignment_bytes=512,
+    # HCCS reaches registered memory in pages of 2 MiB.
+    slab_alignment_bytes=2 * 1024 * 1024,
+    needs_device_copy=True,
+)
+_CPU = PlatformTraits(
+    name="cpu",
+    device_type="cpu",
+    dist_backend="gloo",
+    visible_devices_env=None,
+    worker_cls="epd_portable.vllm_plugin.worker.EPDCPUWorker",
+    slot_alignment_bytes=64,
+    slab_alignment_bytes=64,
+    needs_device_copy=False,
+)
+
+TRAITS: Mapping[str, PlatformTraits] = MappingProxyType(
+    {traits.name: traits for traits in (_CUDA, _NPU, _CPU)}
+)
+"""Every platform by name, the best first: the order in which detection tries them."""
