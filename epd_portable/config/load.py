@@ -69,9 +69,9 @@ def parse_topology(
     changes = [read_override(assignment) for assignment in overrides]
     topology: Topology | None = None
     for name in dict.fromkeys([platform, *overlays]):
-        merged = document
-        for layer in [overlays[name]] * (name in overlays) + changes:
-            merged = merged.overlaid(layer)
+        merged = document.overlaid(overlays.get(name, Document()))
+        for change in changes:
+            merged = merged.overlaid(change)
         try:
             candidate = Topology.model_validate(merged.data)
         except ValidationError as error:

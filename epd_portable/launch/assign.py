@@ -159,9 +159,7 @@ def _check_list(
             )
 
 
-def _raise_too_few(
-    groups: dict[str, InstanceGroup], *, wanted: int, free: int, total: int
-) -> None:
+def _raise_too_few(groups: dict[str, InstanceGroup], *, wanted: int, free: int, total: int) -> None:
     terms = " + ".join(
         f"{name} {group.count} × {group.tensor_parallel_size}"
         for name, group in groups.items()

@@ -123,7 +123,7 @@ def engine_env(
         # Sockets of the engine's own processes, removed with the run.
         "VLLM_RPC_BASE_PATH": socket_dir,
     }
-    if seat.devices:
+    if traits.visible_devices_env is not None:
         owned[traits.visible_devices_env] = ",".join(seat.devices)
     for name in sorted(owned.keys() & wished.keys()):
         remedy = "list devices instead" if name == traits.visible_devices_env else "remove it"

@@ -10,7 +10,7 @@ import secrets
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.config.schema import InstanceGroup, Topology
@@ -19,10 +19,10 @@ from epd_portable.launch.assign import Cores, assign_cores, assign_devices
 from epd_portable.launch.engine import Seat, engine_argv, engine_env
 from epd_portable.launch.model import ModelSource
 from epd_portable.platforms.traits import PlatformTraits
-from epd_portable.router.settings import InstanceSettings, RouterSettings
+from epd_portable.router.settings import InstanceSettings, Role, RouterSettings
 
-GROUPS = ("encode", "prefill_decode")
-ROLES = {"encode": "encode", "prefill_decode": "prefill-decode"}
+ROLES: dict[str, Role] = {"encode": "encode", "prefill_decode": "prefill-decode"}
+"""The groups of a topology file, in the order in which they get devices, and their roles."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +55,7 @@ class ProcessSpec:
     """
 
     name: str
-    role: str
+    role: Role | Literal["router"]
     argv: tuple[str, ...]
     env: dict[str, str]
     url: str
@@ -125,43 +125,36 @@ def make_plan(
         ConfigError: The topology does not fit the platform or the machine.
     """
     seats, warnings = _seats(topology, traits, machine, free_port)
-    specs = []
-    for group_name in GROUPS:
+    specs: list[ProcessSpec] = []
+    backends: list[InstanceSettings] = []
+    for group_name, role in ROLES.items():
         for index, seat in enumerate(seats[group_name]):
             name = f"{group_name}-{index}"
             ports = {"http": seat.port}
-            if group_name == "prefill_decode":
+            if role == "prefill-decode":
                 ports |= {"control": free_port(), "data": free_port()}
             instance = _instance(topology, traits, name, ports, run_id)
+            shared: dict[str, Any] = {"model": model, "traits": traits, "instance": instance}
+            url = f"http://127.0.0.1:{seat.port}"
+            backends.append(
+                InstanceSettings(name=name, role=role, url=url, control=instance.control_address)
+            )
             specs.append(
                 ProcessSpec(
                     name=name,
-                    role=ROLES[group_name],
-                    argv=engine_argv(
-                        topology,
-                        group_name,
-                        model=model,
-                        traits=traits,
-                        instance=instance,
-                        port=seat.port,
-                    ),
+                    role=role,
+                    argv=engine_argv(topology, group_name, port=seat.port, **shared),
                     env=engine_env(
-                        topology,
-                        group_name,
-                        model=model,
-                        traits=traits,
-                        instance=instance,
-                        seat=seat,
-                        socket_dir=socket_dir,
+                        topology, group_name, seat=seat, socket_dir=socket_dir, **shared
                     ),
-                    url=f"http://127.0.0.1:{seat.port}",
+                    url=url,
                     ports=ports,
                     devices=seat.devices,
                     cores=seat.cores,
                     shm_name=instance.pool,
                 )
             )
-    specs.append(_router(topology, model, specs))
+    specs.append(_router(topology, model, backends))
     return Plan(
         run_id=run_id,
         platform=traits.name,
@@ -178,10 +171,8 @@ def _seats(
     machine: Machine,
     free_port: Callable[[], int],
 ) -> tuple[dict[str, list[Seat]], Sequence[str]]:
-    groups: dict[str, InstanceGroup] = {
-        name: getattr(topology.instances, name) for name in GROUPS
-    }
-    numbered = bool(traits.visible_devices_env)
+    groups: dict[str, InstanceGroup] = {name: getattr(topology.instances, name) for name in ROLES}
+    numbered = traits.visible_devices_env is not None
     refused = "cores" if numbered else "devices"
     for name, group in groups.items():
         if getattr(group, refused) is not None:
@@ -220,21 +211,15 @@ def _instance(
     )
 
 
-def _router(topology: Topology, model: ModelSource, specs: Sequence[ProcessSpec]) -> ProcessSpec:
+def _router(
+    topology: Topology, model: ModelSource, backends: Sequence[InstanceSettings]
+) -> ProcessSpec:
     router = topology.router
     settings = RouterSettings(
         host=router.host,
         port=router.port,
         model=model.served_name,
-        instances=[
-            InstanceSettings(
-                name=spec.name,
-                role=spec.role,
-                url=spec.url,
-                control=f"tcp://127.0.0.1:{spec.ports['control']}" if "control" in spec.ports else "",
-            )
-            for spec in specs
-        ],
+        instances=tuple(backends),
         encode_timeout_s=router.encode_timeout_s,
         wait_timeout_s=topology.transfer.wait_timeout_s,
         max_body_bytes=router.max_body_bytes,
@@ -242,7 +227,13 @@ def _router(topology: Topology, model: ModelSource, specs: Sequence[ProcessSpec]
     return ProcessSpec(
         name="router",
         role="router",
-        argv=(sys.executable, "-m", "epd_portable.router", "--settings", settings.model_dump_json()),
+        argv=(
+            sys.executable,
+            "-m",
+            "epd_portable.router",
+            "--settings",
+            settings.model_dump_json(),
+        ),
         env={"EPD_INSTANCE": "router"},
         url=_base_url(router.host, router.port),
         ports={"http": router.port},

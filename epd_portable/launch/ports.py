@@ -10,8 +10,8 @@ from epd_portable.errors import LaunchError, PortInUseError
 
 FIRST_PORT = 20000
 LAST_PORT = 29999
-"""Below the range that Linux hands to outgoing connections (32768 on), so that none of those takes a
-port between its choice and its use."""
+"""Below the range that Linux hands to outgoing connections (32768 on), so that none of those takes
+a port between its choice and its use."""
 
 
 def is_free(port: int, host: str = "127.0.0.1") -> bool:
