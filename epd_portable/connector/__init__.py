@@ -1,0 +1,1 @@
+"""Moves encoder outputs between instances: control protocol, receive pool, transports, choice."""

@@ -1,0 +1,162 @@
+"""The control channel: ZMQ sockets that carry `epd_portable.wire` messages.
+
+The consumer listens (ROUTER), producers and the router connect (DEALER). Nothing here blocks.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import uuid
+from pathlib import Path
+
+import zmq
+
+from epd_portable.errors import ProtocolError, TransportError
+from epd_portable.wire import codec
+from epd_portable.wire.messages import AnyMessage
+
+logger = logging.getLogger(__name__)
+
+_HIGH_WATER_MARK = 10_000
+
+
+def new_session() -> str:
+    """Return a name for this life of the process: its pid and a random part."""
+    return f"{os.getpid()}-{uuid.uuid4().hex[:12]}"
+
+
+def session_pid(session: str) -> int:
+    """Return the pid that `new_session` put into a session's name; 0 if there is none."""
+    pid = session.partition("-")[0]
+    return int(pid) if pid.isdecimal() else 0
+
+
+def host_identity() -> str:
+    """Return a string that is equal for processes that share a host and its ``/dev/shm``."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id")
+    boot = boot_id.read_text().strip() if boot_id.exists() else socket.gethostname()
+    shm = Path("/dev/shm")
+    return f"{boot}:{shm.stat().st_dev if shm.exists() else 'none'}"
+
+
+class ControlServer:
+    """The consumer's end.
+
+    Args:
+        address: ZMQ address to listen on.
+        session: Of this process.
+
+    Raises:
+        TransportError: The address cannot be bound.
+    """
+
+    def __init__(self, address: str, session: str) -> None:
+        self._session = session
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.set_hwm(_HIGH_WATER_MARK)
+        self._socket.setsockopt(zmq.LINGER, 200)
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise TransportError(
+                f"control channel cannot listen on {address}: {error}; is another instance using it?"
+            ) from error
+
+    @property
+    def address(self) -> str:
+        """Where it listens, with the port that was chosen for port 0."""
+        return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def receive(self) -> list[tuple[bytes, AnyMessage]]:
+        """Return what has arrived, as ``(identity, message)``; what is no message is logged."""
+        received = []
+        while self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            identity, *frames = self._socket.recv_multipart()
+            try:
+                message, _ = codec.decode(b"".join(frames))
+            except ProtocolError as error:
+                logger.warning("control message from %r dropped: %s", identity, error)
+            else:
+                received.append((identity, message))
+        return received
+
+    def send(self, identity: bytes, message: AnyMessage) -> None:
+        """Send to a peer; if it is not connected any more the message is dropped."""
+        data = codec.encode(message, session=self._session)
+        self._socket.send_multipart([identity, data], flags=zmq.NOBLOCK)
+
+    def close(self) -> None:
+        """Close the channel; what was sent goes out for at most 0.2 s."""
+        self._context.destroy()
+
+
+class ControlClients:
+    """The producer's end: a connection to each consumer that it has to do with.
+
+    Not for several threads, except `wake`.
+    """
+
+    def __init__(self, session: str) -> None:
+        self._session = session
+        self._context = zmq.Context()
+        self._poller = zmq.Poller()
+        self._sockets: dict[str, zmq.Socket[bytes]] = {}
+        self._addresses: dict[zmq.Socket[bytes], str] = {}
+        self._wake_in = self._context.socket(zmq.PAIR)
+        self._wake_in.bind("inproc://wake")
+        self._wake_out = self._context.socket(zmq.PAIR)
+        self._wake_out.connect("inproc://wake")
+        self._poller.register(self._wake_in, zmq.POLLIN)
+
+    def send(self, address: str, message: AnyMessage) -> None:
+        """Send to the consumer that listens on ``address``; connects if need be.
+
+        Raises:
+            TransportError: The address is none.
+        """
+        target = self._sockets.get(address)
+        if target is None:
+            target = self._context.socket(zmq.DEALER)
+            target.set_hwm(_HIGH_WATER_MARK)
+            target.setsockopt(zmq.IDENTITY, self._session.encode())
+            target.setsockopt(zmq.LINGER, 200)
+            try:
+                target.connect(address)
+            except zmq.ZMQError as error:
+                target.close(linger=0)
+                raise TransportError(f"control address {address!r}: {error}") from error
+            self._sockets[address] = target
+            self._addresses[target] = address
+            self._poller.register(target, zmq.POLLIN)
+        target.send(codec.encode(message, session=self._session), flags=zmq.NOBLOCK)
+
+    def receive(self, timeout_s: float) -> list[tuple[str, AnyMessage]]:
+        """Wait for messages or `wake` and return what arrived, as ``(address, message)``."""
+        received = []
+        for ready, _ in self._poller.poll(timeout_s * 1000):
+            while ready.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+                data = ready.recv()
+                if ready is self._wake_in:
+                    continue
+                try:
+                    message, _ = codec.decode(data)
+                except ProtocolError as error:
+                    logger.warning("message from %s dropped: %s", self._addresses[ready], error)
+                else:
+                    received.append((self._addresses[ready], message))
+        return received
+
+    def wake(self) -> None:
+        """End a `receive` that waits in another thread; one caller at a time."""
+        try:
+            self._wake_out.send(b"", flags=zmq.NOBLOCK)
+        except zmq.Again:
+            return
+
+    def close(self) -> None:
+        """Close every connection; what was sent goes out for at most 0.2 s."""
+        self._context.destroy()

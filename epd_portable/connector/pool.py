@@ -1,0 +1,159 @@
+"""The consumer's receive pool: one piece of shared memory, handed out in slots."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from epd_portable.errors import CapacityError, ConfigError
+from epd_portable.wire.descriptors import SlotDescriptor
+
+if TYPE_CHECKING:
+    import torch
+
+SHM_FOLDER = Path("/dev/shm")
+
+
+class ReceivePool:
+    """Hands out slots of a fixed range of bytes, first fit.
+
+    Bookkeeping only; `SharedMemory` is the memory. A slot's ``nbytes`` is what was asked for; what
+    it occupies is rounded up to the alignment. Every slot handed out has a generation of its own.
+
+    Args:
+        name: Name of the pool and of its file.
+        capacity_bytes: Size; rounded down to the alignment.
+        alignment_bytes: Offsets are multiples of it.
+    """
+
+    def __init__(self, name: str, capacity_bytes: int, alignment_bytes: int) -> None:
+        self.name = name
+        self.alignment_bytes = alignment_bytes
+        self.capacity_bytes = capacity_bytes // alignment_bytes * alignment_bytes
+        if self.capacity_bytes <= 0:
+            raise ConfigError(
+                f"receive pool of {capacity_bytes} bytes: at least {alignment_bytes} are needed; "
+                "raise transfer.pool_bytes"
+            )
+        self._free: list[tuple[int, int]] = [(0, self.capacity_bytes)]
+        self._used: dict[int, tuple[int, int]] = {}
+        self._generation = 0
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes in no slot, not necessarily in one piece."""
+        return sum(size for _, size in self._free)
+
+    def take(self, nbytes: int) -> SlotDescriptor | None:
+        """Return a slot for ``nbytes``, or ``None`` when no free range is long enough."""
+        if nbytes <= 0:
+            raise ValueError(f"slot of {nbytes} bytes: must be positive")
+        size = -(-nbytes // self.alignment_bytes) * self.alignment_bytes
+        for index, (offset, free) in enumerate(self._free):
+            if free < size:
+                continue
+            if free == size:
+                del self._free[index]
+            else:
+                self._free[index] = (offset + size, free - size)
+            self._generation += 1
+            self._used[self._generation] = (offset, size)
+            return SlotDescriptor(
+                pool=self.name, offset=offset, nbytes=nbytes, generation=self._generation
+            )
+        return None
+
+    def give_back(self, slot: SlotDescriptor) -> None:
+        """Make a slot's range free again.
+
+        Raises:
+            ValueError: The slot is not out: given back twice, or never taken here.
+        """
+        if slot.pool != self.name or slot.generation not in self._used:
+            raise ValueError(f"slot {slot.generation} of pool {slot.pool} is not in use here")
+        self._free.append(self._used.pop(slot.generation))
+        self._free.sort()
+        merged: list[tuple[int, int]] = []
+        for offset, size in self._free:
+            if merged and sum(merged[-1]) == offset:
+                merged[-1] = (merged[-1][0], merged[-1][1] + size)
+            else:
+                merged.append((offset, size))
+        self._free = merged
+
+
+class SharedMemory:
+    """A file in ``/dev/shm`` mapped into this process.
+
+    The mapping lives as long as this object or any tensor made from it.
+    """
+
+    def __init__(self, path: Path, nbytes: int, descriptor: int) -> None:
+        self.path = path
+        self.nbytes = nbytes
+        self._inode = os.fstat(descriptor).st_ino
+        try:
+            self._map = mmap.mmap(descriptor, nbytes)
+        finally:
+            os.close(descriptor)
+
+    @classmethod
+    def create(cls, name: str, nbytes: int) -> SharedMemory:
+        """Make the file with all its memory; a file of that name left by a dead owner is replaced.
+
+        Raises:
+            CapacityError: ``/dev/shm`` has no room for it.
+        """
+        path = SHM_FOLDER / name
+        path.unlink(missing_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, nbytes)
+        except OSError as error:
+            os.close(descriptor)
+            path.unlink(missing_ok=True)
+            stat = os.statvfs(SHM_FOLDER)
+            raise CapacityError(
+                f"receive pool of {nbytes} bytes: {SHM_FOLDER} has "
+                f"{stat.f_bavail * stat.f_frsize} free; lower transfer.pool_bytes or enlarge "
+                f"{SHM_FOLDER}"
+            ) from error
+        return cls(path, nbytes, descriptor)
+
+    @classmethod
+    def open(cls, name: str) -> SharedMemory:
+        """Map a pool that another process made.
+
+        Raises:
+            FileNotFoundError: There is none of that name.
+        """
+        path = SHM_FOLDER / name
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        return cls(path, os.fstat(descriptor).st_size, descriptor)
+
+    def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
+        """Return ``(nbytes,)`` uint8 on CPU that *is* the memory from ``offset`` on.
+
+        Raises:
+            ValueError: The range is not inside the memory.
+        """
+        import torch
+
+        if offset < 0 or nbytes <= 0 or offset + nbytes > self.nbytes:
+            raise ValueError(
+                f"bytes {offset} to {offset + nbytes} are outside {self.path} of {self.nbytes}"
+            )
+        return torch.frombuffer(self._map, dtype=torch.uint8, count=nbytes, offset=offset)
+
+    def is_current(self) -> bool:
+        """Tell whether the file still is the one mapped: its owner may have made it anew."""
+        try:
+            return self.path.stat().st_ino == self._inode
+        except FileNotFoundError:
+            return False
+
+    def unlink(self) -> None:
+        """Remove the file; mappings stay usable."""
+        self.path.unlink(missing_ok=True)

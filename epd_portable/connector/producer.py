@@ -1,0 +1,295 @@
+"""The encode side of the control protocol, as a state machine without I/O.
+
+::
+
+    submit ─▶ ASKING ──Grant──▶ GRANTED ──output ready──▶ WRITING ──ok──▶ WRITTEN ──Injected──▶ end
+                │  ▲               │ (renews its lease         │               │
+                │  └───────────────┘  while encoding)          └─error─▶ Abort, end
+                └── NotNeeded, Nack, Abort, deadline ─▶ end
+
+Unanswered messages are sent again; what arrives twice or too late changes nothing.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from epd_portable.wire.descriptors import PeerDescriptor, SlotDescriptor, TensorSpec
+from epd_portable.wire.messages import (
+    Abort,
+    Announce,
+    AnyMessage,
+    Grant,
+    Injected,
+    Later,
+    Nack,
+    NackCode,
+    NotNeeded,
+    Written,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TransferOrder:
+    """One item to deliver to one consumer.
+
+    Attributes:
+        transfer_id: Unique name.
+        mm_hash: The engine's identifier of the item.
+        consumer: ZMQ address of the consumer's control channel.
+        tensor: What the encoder will put out.
+    """
+
+    transfer_id: str
+    mm_hash: str
+    consumer: str
+    tensor: TensorSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Write:
+    """Asks the caller to write an item now and to report the end of it.
+
+    Attributes:
+        transfer_id: For the report.
+        mm_hash: Item to write.
+        slot: Where.
+        path: Transport.
+        address: For the transport.
+        deadline_s: End of the lease on the session's clock.
+    """
+
+    transfer_id: str
+    mm_hash: str
+    slot: SlotDescriptor
+    path: str
+    address: str
+    deadline_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finished:
+    """A transfer ended; the item may be forgotten.
+
+    Attributes:
+        transfer_id: Which.
+        mm_hash: Its item.
+        problem: Empty if the consumer has the item or does not need it.
+    """
+
+    transfer_id: str
+    mm_hash: str
+    problem: str = ""
+
+
+@dataclass(slots=True)
+class Actions:
+    """What a poll asks the caller to do."""
+
+    messages: list[tuple[str, AnyMessage]] = field(default_factory=list)
+    writes: list[Write] = field(default_factory=list)
+    finished: list[Finished] = field(default_factory=list)
+
+
+class _State(enum.Enum):
+    ASKING = enum.auto()
+    GRANTED = enum.auto()
+    WRITING = enum.auto()
+    WRITTEN = enum.auto()
+
+
+@dataclass(slots=True)
+class _Transfer:
+    order: TransferOrder
+    deadline_s: float
+    ready: bool = False
+    state: _State = _State.ASKING
+    grant: Grant | None = None
+    lease_end_s: float = 0.0
+    next_send_s: float = 0.0
+    ending: Finished | None = None
+    """Set while a write is under way whose result does not matter any more."""
+    release: bool = False
+    """The consumer waits to hear that the slot is not written any more."""
+
+
+class ProducerSession:
+    """All transfers of one encode worker.
+
+    Args:
+        peer: This end, as announced.
+        wait_timeout_s: Longest life of a transfer.
+        resend_s: Time after which an unanswered message is sent again.
+    """
+
+    def __init__(
+        self, peer: PeerDescriptor, *, wait_timeout_s: float, resend_s: float = 1.0
+    ) -> None:
+        self._peer = peer
+        self._wait_timeout_s = wait_timeout_s
+        self._resend_s = resend_s
+        self._transfers: dict[str, _Transfer] = {}
+        self._out = Actions()
+
+    def __len__(self) -> int:
+        """Return the number of transfers that have not ended."""
+        return len(self._transfers)
+
+    def submit(self, order: TransferOrder, *, ready: bool, now: float) -> None:
+        """Begin a transfer; a transfer of that name that is under way stays as it is.
+
+        Args:
+            order: What and where to.
+            ready: The encoder's output is there already.
+            now: Seconds on the session's clock.
+        """
+        if order.transfer_id not in self._transfers:
+            self._transfers[order.transfer_id] = _Transfer(
+                order, now + self._wait_timeout_s, ready, next_send_s=now
+            )
+
+    def output_ready(self, mm_hash: str) -> None:
+        """The encoder has put out an item."""
+        for transfer in self._transfers.values():
+            if transfer.order.mm_hash == mm_hash:
+                transfer.ready = True
+
+    def receive(self, consumer: str, message: AnyMessage, now: float) -> None:
+        """Take in a message of a consumer.
+
+        Args:
+            consumer: Address it came from.
+            message: Any; those that make no sense here are ignored.
+            now: Seconds.
+        """
+        transfer = self._transfers.get(message.transfer_id)
+        if isinstance(message, Abort):
+            self._abort(consumer, message, transfer)
+        elif transfer is None or transfer.order.consumer != consumer:
+            return
+        elif isinstance(message, Grant):
+            if transfer.state in (_State.ASKING, _State.GRANTED):
+                transfer.state = _State.GRANTED
+                transfer.grant = message
+                transfer.lease_end_s = now + message.lease_s
+                transfer.next_send_s = now + message.lease_s / 2
+        elif isinstance(message, Later):
+            transfer.next_send_s = now + self._resend_s
+        elif isinstance(message, Injected | NotNeeded):
+            self._end(transfer)
+        elif isinstance(message, Nack):
+            self._end(transfer, f"{message.code.value}: {message.detail}")
+
+    def write_done(self, transfer_id: str, now: float) -> None:
+        """A write that was asked for is complete."""
+        transfer = self._transfers[transfer_id]
+        if transfer.ending:
+            self._close(transfer, transfer.ending)
+        else:
+            transfer.state = _State.WRITTEN
+            transfer.next_send_s = now
+
+    def write_failed(self, transfer_id: str, problem: str, now: float) -> None:
+        """A write that was asked for failed: the consumer is told, the transfer ends."""
+        transfer = self._transfers[transfer_id]
+        if transfer.ending:
+            self._close(transfer, transfer.ending)
+        else:
+            self._send(transfer, Abort(transfer_id=transfer_id, reason=problem))
+            self._close(
+                transfer,
+                Finished(
+                    transfer_id=transfer_id, mm_hash=transfer.order.mm_hash, problem=problem
+                ),
+            )
+
+    def poll(self, now: float) -> Actions:
+        """Return everything to be done now."""
+        for transfer in list(self._transfers.values()):
+            self._advance(transfer, now)
+        out, self._out = self._out, Actions()
+        return out
+
+    # --------------------------------------------------------------------------------------------
+
+    def _advance(self, transfer: _Transfer, now: float) -> None:
+        if transfer.state is _State.WRITING:
+            return
+        if now >= transfer.deadline_s:
+            problem = f"not acknowledged by {transfer.order.consumer} in {self._wait_timeout_s} s"
+            self._send(transfer, Abort(transfer_id=transfer.order.transfer_id, reason=problem))
+            self._end(transfer, problem)
+            return
+        if transfer.state is _State.GRANTED:
+            if now >= transfer.lease_end_s:
+                transfer.state, transfer.grant = _State.ASKING, None
+            elif transfer.ready:
+                self._write(transfer)
+                return
+        if now >= transfer.next_send_s:
+            transfer.next_send_s = now + self._resend_s
+            self._send(transfer, self._question(transfer))
+
+    def _question(self, transfer: _Transfer) -> AnyMessage:
+        order = transfer.order
+        if transfer.state is _State.WRITTEN:
+            assert transfer.grant is not None
+            return Written(
+                transfer_id=order.transfer_id, generation=transfer.grant.slot.generation
+            )
+        return Announce(
+            transfer_id=order.transfer_id,
+            mm_hash=order.mm_hash,
+            tensor=order.tensor,
+            producer=self._peer,
+        )
+
+    def _write(self, transfer: _Transfer) -> None:
+        grant = transfer.grant
+        assert grant is not None
+        transfer.state = _State.WRITING
+        self._out.writes.append(
+            Write(
+                transfer_id=transfer.order.transfer_id,
+                mm_hash=transfer.order.mm_hash,
+                slot=grant.slot,
+                path=grant.path,
+                address=grant.address,
+                deadline_s=transfer.lease_end_s,
+            )
+        )
+
+    def _abort(self, consumer: str, message: Abort, transfer: _Transfer | None) -> None:
+        """Answer at once, unless the slot is being written: then when that has ended."""
+        if transfer is None or transfer.order.consumer != consumer:
+            self._out.messages.append((consumer, _released(message.transfer_id)))
+            return
+        transfer.release = True
+        self._end(transfer, f"aborted by the consumer: {message.reason}")
+
+    def _end(self, transfer: _Transfer, problem: str = "") -> None:
+        finished = Finished(
+            transfer_id=transfer.order.transfer_id,
+            mm_hash=transfer.order.mm_hash,
+            problem=problem,
+        )
+        if transfer.state is _State.WRITING:
+            transfer.ending = finished
+        else:
+            self._close(transfer, finished)
+
+    def _close(self, transfer: _Transfer, finished: Finished) -> None:
+        if transfer.release:
+            self._send(transfer, _released(finished.transfer_id))
+        del self._transfers[finished.transfer_id]
+        self._out.finished.append(finished)
+
+    def _send(self, transfer: _Transfer, message: AnyMessage) -> None:
+        self._out.messages.append((transfer.order.consumer, message))
+
+
+def _released(transfer_id: str) -> Nack:
+    return Nack(
+        transfer_id=transfer_id, code=NackCode.RELEASED, detail="the slot is not written any more"
+    )

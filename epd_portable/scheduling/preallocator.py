@@ -1,0 +1,159 @@
+"""Room for items that other instances deliver, strictly first come, first served.
+
+`SyncEncoderCachePreallocator` knows the requests: it reserves room in the encoder cache *and* a
+receive slot for every awaited item in the order of the requests' arrival and, within a request, of
+the prompt. It stops at the first item that does not fit. The request at the head therefore always
+gets room first, and two requests can never block each other with half of what each needs.
+
+An item that several requests await is reserved once, at the place of the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+from epd_portable.scheduling.encoder_cache import EncoderCacheManager
+
+SlotT = TypeVar("SlotT")
+
+
+class SlotSource(Protocol[SlotT]):
+    """A bounded supply of receive slots."""
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes of the whole supply."""
+        ...
+
+    def take(self, nbytes: int) -> SlotT | None:
+        """Return a slot of at least ``nbytes``, or ``None`` when none is free."""
+        ...
+
+    def give_back(self, slot: SlotT) -> None:
+        """Make a slot free again."""
+        ...
+
+
+@dataclass(slots=True)
+class Claim(Generic[SlotT]):
+    """An awaited item.
+
+    Attributes:
+        mm_hash: The item.
+        num_embeds: Room in the encoder cache.
+        nbytes: Size of the slot.
+        waiting: ``(request_id, input_id)`` pairs that need it.
+        slot: Once reserved.
+    """
+
+    mm_hash: str
+    num_embeds: int
+    nbytes: int
+    waiting: set[tuple[str, int]] = field(default_factory=set)
+    slot: SlotT | None = None
+
+
+class SyncEncoderCachePreallocator(Generic[SlotT]):
+    """Reserves encoder-cache room and slots for awaited items, first come first served."""
+
+    def __init__(self, cache: EncoderCacheManager, slots: SlotSource[SlotT]) -> None:
+        self._cache = cache
+        self._slots = slots
+        self._claims: dict[str, Claim[SlotT]] = {}
+        self._resident: dict[str, SlotT] = {}
+        self._retiring = 0
+
+    def fits_at_all(self, num_embeds: int, nbytes: int) -> bool:
+        """Tell whether an item could ever be received by this instance."""
+        return num_embeds <= self._cache.cache_size and nbytes <= self._slots.capacity_bytes
+
+    def claim(
+        self, request_id: str, input_id: int, *, mm_hash: str, num_embeds: int, nbytes: int
+    ) -> None:
+        """Queue an item that a request awaits; `reserve` gives it room."""
+        claim = self._claims.get(mm_hash)
+        if claim is None:
+            claim = self._claims[mm_hash] = Claim(mm_hash, num_embeds, nbytes)
+            self._cache.await_item(mm_hash)
+        claim.waiting.add((request_id, input_id))
+
+    def get(self, mm_hash: str) -> Claim[SlotT] | None:
+        """Return the claim on an item, or ``None``."""
+        return self._claims.get(mm_hash)
+
+    def reserve(self) -> list[Claim[SlotT]]:
+        """Reserve room for as many claims as fit, in order; return the newly reserved.
+
+        When slots are short, an entry that occupies one and that nobody holds is evicted. Its slot
+        comes back only after the workers forgot it (`retire`, `give_back`), so this is called again
+        in every step.
+        """
+        reserved = []
+        for claim in self._claims.values():
+            if claim.slot is not None:
+                continue
+            if not self._cache.can_preallocate(claim.num_embeds):
+                break
+            claim.slot = self._slots.take(claim.nbytes)
+            if claim.slot is None:
+                if not self._retiring:
+                    self._cache.evict_idle(self._resident)
+                break
+            self._cache.preallocate(claim.mm_hash, claim.num_embeds)
+            reserved.append(claim)
+        return reserved
+
+    def finalize(self, mm_hash: str) -> Claim[SlotT]:
+        """The item is in its slot: make it an entry held by everybody who waits.
+
+        Raises:
+            KeyError: The item was not claimed or not reserved.
+        """
+        claim = self._claims[mm_hash]
+        self._cache.finalize_allocation(mm_hash, claim.waiting)
+        self._forget(claim)
+        assert claim.slot is not None
+        self._resident[mm_hash] = claim.slot
+        return claim
+
+    def retire(self, mm_hash: str) -> SlotT | None:
+        """The item needs its slot no more; return it, for `give_back` once nobody reads it."""
+        slot = self._resident.pop(mm_hash, None)
+        if slot is not None:
+            self._retiring += 1
+        return slot
+
+    def give_back(self, slots: Iterable[SlotT]) -> None:
+        """Make retired slots free again."""
+        for slot in slots:
+            self._retiring -= 1
+            self._slots.give_back(slot)
+
+    def cancel(self, mm_hash: str) -> Claim[SlotT] | None:
+        """Stop awaiting an item; returns its claim, whose slot the caller gives back when safe."""
+        claim = self._claims.get(mm_hash)
+        if claim is not None:
+            self._cache.depreallocate(mm_hash)
+            self._forget(claim)
+        return claim
+
+    def withdraw(self, request_id: str, mm_hashes: Iterable[str]) -> list[Claim[SlotT]]:
+        """The request needs these items no more; return the claims that nobody needs now.
+
+        Returned claims are cancelled: the caller gives their slots back when that is safe.
+        """
+        orphans = []
+        for mm_hash in mm_hashes:
+            claim = self._claims.get(mm_hash)
+            if claim is None:
+                continue
+            claim.waiting = {pair for pair in claim.waiting if pair[0] != request_id}
+            if not claim.waiting and self.cancel(mm_hash):
+                orphans.append(claim)
+        return orphans
+
+    def _forget(self, claim: Claim[SlotT]) -> None:
+        del self._claims[claim.mm_hash]
+        self._cache.stop_awaiting(claim.mm_hash)
