@@ -1,0 +1,111 @@
+"""What the router counts, in Prometheus form; one registry per router."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from epd_portable.router.pool import Instance
+
+ItemFate = Literal["encoded", "other_encoder", "local", "no_encoder", "not_needed", "cancelled"]
+"""``encoded``: by the encoder asked first. ``other_encoder``: by a second one. ``local``: encoders
+failed and the PD instance was told to encode. ``no_encoder``: none was healthy from the start.
+``not_needed``: its job failed when the answer had already begun. ``cancelled``: the request ended
+first."""
+
+Rung = Literal["other_encoder", "local_encode", "other_pd", "unavailable"]
+"""Steps of the failure ladder, from the mildest to 503."""
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+
+
+class _InstanceCollector(Collector):
+    """Reads the state of the instances when the metrics are read."""
+
+    def __init__(self, instances: Iterable[Instance]) -> None:
+        self._instances = tuple(instances)
+
+    def collect(self) -> Iterable[Metric]:
+        labels = ("instance", "role")
+        up = GaugeMetricFamily("epd_router_instance_up", "1 if healthy.", labels=labels)
+        load = GaugeMetricFamily(
+            "epd_router_instance_in_flight", "Requests or jobs in flight.", labels=labels
+        )
+        for instance in self._instances:
+            where = (instance.name, instance.role)
+            up.add_metric(where, float(instance.healthy))
+            load.add_metric(where, float(instance.in_flight))
+        return (up, load)
+
+
+class Metrics:
+    """Counters and histograms of one router.
+
+    Label values come from the settings and from the literals above, never from clients.
+    """
+
+    def __init__(self, instances: Iterable[Instance] = ()) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_InstanceCollector(instances))
+        registry = self._registry
+        self.requests = Counter(
+            "epd_router_requests", "Answered requests.", ("endpoint", "status"), registry=registry
+        )
+        self.in_flight = Gauge(
+            "epd_router_requests_in_flight", "Requests being answered.", registry=registry
+        )
+        self.disconnects = Counter(
+            "epd_router_client_disconnects",
+            "Requests given up by their client.",
+            ("endpoint",),
+            registry=registry,
+        )
+        self.items = Counter(
+            "epd_router_items", "Images by what became of them.", ("fate",), registry=registry
+        )
+        self.ladder = Counter(
+            "epd_router_ladder", "Steps down the failure ladder.", ("rung",), registry=registry
+        )
+        self.sources = Counter(
+            "epd_router_item_sources",
+            "How PD instances say they had their items (answers that are not streamed).",
+            ("source", "path"),
+            registry=registry,
+        )
+        self.encode_s = Histogram(
+            "epd_router_encode_job_seconds",
+            "Duration of encode jobs that succeeded.",
+            ("instance",),
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.first_byte_s = Histogram(
+            "epd_router_first_byte_seconds",
+            "From a request's last byte to the first byte of its answer.",
+            ("endpoint",),
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.response_s = Histogram(
+            "epd_router_response_seconds",
+            "From a request's last byte to the last byte of its answer.",
+            ("endpoint",),
+            buckets=_SECONDS,
+            registry=registry,
+        )
+
+    def item(self, fate: ItemFate) -> None:
+        """Count one item."""
+        self.items.labels(fate).inc()
+
+    def rung(self, rung: Rung) -> None:
+        """Count one step down the failure ladder."""
+        self.ladder.labels(rung).inc()
+
+    def exposition(self) -> bytes:
+        """Return everything in Prometheus text format."""
+        return generate_latest(self._registry)

@@ -1,0 +1,124 @@
+"""What the router is told when it starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from epd_portable.errors import ConfigError
+
+Role = Literal["encode", "prefill-decode"]
+HttpUrl = Annotated[str, Field(pattern=r"^https?://[^/\s]+$")]
+
+MEBIBYTE = 1 << 20
+
+
+class InstanceSettings(BaseModel):
+    """One instance behind the router.
+
+    Attributes:
+        name: Unique; appears in logs, metrics and answers.
+        role: What it serves.
+        url: ``http://host:port`` of its OpenAI server, without a path.
+        control: ZMQ address of its control channel; for ``prefill-decode`` only. Encode instances
+            are told this address too, so it must be reachable from where they run.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = Field(min_length=1)
+    role: Role
+    url: HttpUrl
+    control: str = Field(default="", pattern=r"^((tcp|ipc)://\S+)?$")
+
+    @model_validator(mode="after")
+    def _control_belongs_to_pd(self) -> InstanceSettings:
+        if self.role == "prefill-decode" and not self.control:
+            raise ValueError(
+                f"instance {self.name!r} has no control address: name the ZMQ address of its "
+                "control channel, for example tcp://127.0.0.1:5600"
+            )
+        if self.role == "encode" and self.control:
+            raise ValueError(
+                f"instance {self.name!r}: an encode instance has no control channel; remove "
+                f"control={self.control!r}"
+            )
+        return self
+
+
+class RouterSettings(BaseModel):
+    """Everything the router needs to know.
+
+    Attributes:
+        host: Address to listen on.
+        port: Port to listen on; 0 takes a free one.
+        model: Served name of the model; requests for another are refused.
+        instances: At least one of role ``prefill-decode``.
+        encode_timeout_s: Longest time of one encode job.
+        wait_timeout_s: How long a PD instance waits for an item; afterwards no further encoder is
+            tried for it.
+        connect_timeout_s: Longest time of connecting to an instance.
+        idle_timeout_s: Longest silence of a PD instance: before the first byte of an answer, and
+            between two pieces of it.
+        nack_grace_s: After a failed PD request, how long its reason is waited for on the control
+            channel.
+        probe_interval_s: Time between two health probes of one instance.
+        probe_timeout_s: Longest time of one probe.
+        max_body_bytes: Largest request body.
+        max_media_items: Most images in one request.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    host: str = "127.0.0.1"
+    port: int = Field(ge=0, le=65535)
+    model: str = Field(min_length=1)
+    instances: tuple[InstanceSettings, ...]
+    encode_timeout_s: float = Field(default=30.0, gt=0)
+    wait_timeout_s: float = Field(default=30.0, gt=0)
+    connect_timeout_s: float = Field(default=2.0, gt=0)
+    idle_timeout_s: float = Field(default=600.0, gt=0)
+    nack_grace_s: float = Field(default=1.0, ge=0)
+    probe_interval_s: float = Field(default=1.0, gt=0)
+    probe_timeout_s: float = Field(default=5.0, gt=0)
+    max_body_bytes: int = Field(default=64 * MEBIBYTE, gt=0)
+    max_media_items: int = Field(default=64, gt=0)
+
+    @model_validator(mode="after")
+    def _instances_fit_together(self) -> RouterSettings:
+        names = [instance.name for instance in self.instances]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"instance names {twice} occur more than once: give each its own")
+        if not self.of_role("prefill-decode"):
+            raise ValueError("no instance has role 'prefill-decode': the router needs at least one")
+        return self
+
+    def of_role(self, role: Role) -> tuple[InstanceSettings, ...]:
+        """Return the instances of one role, in the order given."""
+        return tuple(instance for instance in self.instances if instance.role == role)
+
+
+def load_settings(text: str) -> RouterSettings:
+    """Read settings from JSON, or from the file that ``@path`` names.
+
+    Raises:
+        ConfigError: Names every wrong or missing key, or the unreadable file.
+    """
+    source = "--settings"
+    if text.startswith("@"):
+        source = text[1:]
+        try:
+            text = Path(source).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"router settings {source!r} cannot be read: {error}") from error
+    try:
+        return RouterSettings.model_validate_json(text)
+    except ValidationError as error:
+        problems = "; ".join(
+            f"{'.'.join(map(str, item['loc'])) or 'value'}: {item['msg']}"
+            for item in error.errors(include_url=False)
+        )
+        raise ConfigError(f"router settings from {source}: {problems}") from error
