@@ -1,0 +1,64 @@
+"""What a user gets who installs the wheel."""
+
+from __future__ import annotations
+
+import configparser
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """A wheel built from the tracked files alone."""
+    folder = tmp_path_factory.mktemp("wheel")
+    subprocess.run(
+        ["git", "checkout-index", "--all", f"--prefix={folder / 'source'}/"], cwd=ROOT, check=True
+    )
+    pip_wheel = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps"]
+    built = subprocess.run(
+        [*pip_wheel, "--no-build-isolation", "--wheel-dir", folder, folder / "source"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert built.returncode == 0, built.stderr[-2000:]
+    (path,) = folder.glob("*.whl")
+    return zipfile.ZipFile(path)
+
+
+def test_it_holds_the_package_once_and_nothing_else(wheel: zipfile.ZipFile) -> None:
+    tops = {name.partition("/")[0] for name in wheel.namelist()}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"epd_portable"}
+    assert "epd_portable/py.typed" in wheel.namelist()
+
+
+def test_it_holds_the_demo_model(wheel: zipfile.ZipFile) -> None:
+    model = {
+        name: wheel.getinfo(name).file_size
+        for name in wheel.namelist()
+        if name.startswith("epd_portable/demo/model/")
+    }
+    assert "epd_portable/demo/model/config.json" in model
+    assert any(name.endswith(".safetensors") for name in model)
+    assert sum(model.values()) <= 3_000_000
+
+
+def test_its_commands_and_its_vllm_plugin_point_at_modules_that_it_holds(
+    wheel: zipfile.ZipFile,
+) -> None:
+    (name,) = (name for name in wheel.namelist() if name.endswith("/entry_points.txt"))
+    parser = configparser.ConfigParser()
+    parser.read_string(wheel.read(name).decode())
+    assert set(parser["console_scripts"]) == {"epd-launch", "epd-bench"}
+    assert set(parser["vllm.general_plugins"]) == {"epd_portable"}
+    for section in parser.sections():
+        for target in parser[section].values():
+            module = target.partition(":")[0].replace(".", "/")
+            assert f"{module}.py" in wheel.namelist(), target
