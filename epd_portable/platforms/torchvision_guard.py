@@ -1,30 +1,35 @@
-"""Lets a torchvision whose compiled part does not load be used for its transforms.
+"""Lets media libraries whose compiled part does not load be used for their Python part.
 
-A package index often pairs the CPU build of torch with the CUDA build of torchvision. Its operators
-then cannot be loaded, and ``import torchvision`` fails where it describes one of them
-(``operator torchvision::nms does not exist``), although vLLM's models need only its transforms,
-which are plain Python. Declaring that operator and its quantised sister is enough.
+A package index often pairs the CPU build of torch with the CUDA builds of torchvision, torchaudio
+and torchcodec. Their compiled parts then cannot be loaded, and importing them fails in ways that
+vLLM and transformers do not expect, although a picture needs only what is written in Python:
 
-The guard does nothing until torchvision itself has tried its compiled part and failed, so a working
-torchvision is left untouched, and a process that never imports torchvision pays nothing.
+* torchvision ends where it describes one of its operators (``operator torchvision::nms does not
+  exist``). Declaring that operator and its quantised sister is enough for its transforms.
+* torchaudio, which transformers imports for every multimodal processor, loads its library without
+  a net (``OSError``). It knows how to do without when told that there is none.
+* torchcodec cannot do without, and vLLM expects ``ImportError`` then; it raises ``OSError``.
+
+Nothing is done before the library itself has tried its compiled part and failed, so a working one
+is left untouched, and a process that never imports it pays nothing.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
 _LOG = logging.getLogger(__name__)
 # torchvision imports this submodule right after it has tried its compiled part.
-_TRIGGER = "torchvision._meta_registrations"
+_VISION_TRIGGER = "torchvision._meta_registrations"
 _OPERATORS = ("nms", "qnms")
 _SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 
@@ -32,29 +37,31 @@ _declared: torch.library.Library | None = None
 """Keeps the declarations: torch drops them with their library."""
 
 
-class TorchvisionGuard(MetaPathFinder):
-    """Watches for torchvision's import; finds no module itself."""
+class MediaGuard(MetaPathFinder):
+    """Watches for the moments that matter in the imports of the three libraries."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Act at the one moment that matters, and leave the finding to others."""
-        if fullname == _TRIGGER:
+        """Return the module as the usual finder would, or ``None`` to let the usual one go on."""
+        if fullname == _VISION_TRIGGER:
             _declare_missing_operators()
+        elif fullname in _LOADING_FUNCTIONS:
+            spec = PathFinder.find_spec(fullname, path, target)
+            if spec is not None and spec.loader is not None:
+                spec.loader = _WrappingLoader(spec.loader, *_LOADING_FUNCTIONS[fullname])
+            return spec
         return None
 
 
 def install() -> None:
-    """Watch for torchvision's first import in this process; calling again does nothing.
+    """Watch for the libraries' first import in this process; calling again does nothing.
 
-    Imports neither torch nor torchvision. The decision is logged at debug level when it is made.
+    Imports none of them, nor torch. What is decided is logged at debug level when it is decided.
     """
-    if _TRIGGER in sys.modules:
-        _LOG.debug("torchvision is imported already: nothing to do")
+    if any(isinstance(finder, MediaGuard) for finder in sys.meta_path):
         return
-    if any(isinstance(finder, TorchvisionGuard) for finder in sys.meta_path):
-        return
-    sys.meta_path.insert(0, TorchvisionGuard())
+    sys.meta_path.insert(0, MediaGuard())
 
 
 def _declare_missing_operators() -> None:
@@ -78,3 +85,57 @@ def _declare_missing_operators() -> None:
         torch.__version__,
         ", ".join(missing),
     )
+
+
+def _answer_no(load: Callable[..., Any]) -> Callable[..., Any]:
+    def load_or_say_no(library: str) -> Any:
+        try:
+            return load(library)
+        except OSError as error:
+            _LOG.debug("torchaudio is used without its compiled part: %s", error)
+            return False
+
+    return load_or_say_no
+
+
+def _raise_import_error(load: Callable[..., Any]) -> Callable[..., Any]:
+    def load_or_be_absent() -> Any:
+        try:
+            return load()
+        except OSError as error:
+            _LOG.debug("torchcodec cannot be used: %s", error)
+            raise ImportError(f"torchcodec's compiled part does not load: {error}") from error
+
+    return load_or_be_absent
+
+
+_LOADING_FUNCTIONS: dict[str, tuple[str, Callable[[Callable[..., Any]], Callable[..., Any]]]] = {
+    "torchaudio._extension.utils": ("_load_lib", _answer_no),
+    "torchcodec._internally_replaced_utils": ("load_image_library", _raise_import_error),
+}
+"""Modules whose function loads a compiled part, that function, and what goes around it.
+
+A version without the function is left as it is.
+"""
+
+
+class _WrappingLoader(Loader):
+    """Runs a module as its own loader does, then wraps one of its functions."""
+
+    def __init__(
+        self, inner: Loader, function: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+    ) -> None:
+        self._inner = inner
+        self._function = function
+        self._wrap = wrap
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._inner.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._inner.exec_module(module)
+        module.__loader__ = self._inner
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._inner
+        if hasattr(module, self._function):
+            setattr(module, self._function, self._wrap(getattr(module, self._function)))
