@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import base64
+import io
+
+import pytest
+from PIL import Image
+
+from epd_portable.demo.pictures import (
+    COLOURS,
+    COUNT_WORDS,
+    HELD_OUT_SEEDS,
+    QUESTIONS,
+    SHAPES,
+    TRAINING_SEEDS,
+    QuestionKind,
+    Scene,
+    draw,
+)
+
+
+def test_a_seed_always_gives_the_same_picture() -> None:
+    first, second = draw(7), draw(7)
+    assert first.scene == second.scene
+    assert first.image.tobytes() == second.image.tobytes()
+
+
+def test_different_seeds_give_different_pixels() -> None:
+    assert len({draw(seed).image.tobytes() for seed in range(50)}) == 50
+
+
+def test_a_larger_size_shows_the_same_scene() -> None:
+    small, large = draw(11), draw(11, size=448)
+    assert small.scene == large.scene
+    assert large.image.size == (448, 448)
+
+
+def test_held_out_and_training_seeds_share_nothing() -> None:
+    assert HELD_OUT_SEEDS.stop <= TRAINING_SEEDS.start
+    assert 0 in HELD_OUT_SEEDS
+
+
+def test_every_shape_colour_background_and_count_comes_up() -> None:
+    scenes = [draw(seed).scene for seed in range(400)]
+    assert {scene.shape for scene in scenes} == set(SHAPES)
+    assert {scene.colour for scene in scenes} == set(COLOURS)
+    assert {scene.background for scene in scenes} == set(COLOURS)
+    assert {scene.count for scene in scenes} == {1, 2, 3, 4}
+    assert all(scene.colour != scene.background for scene in scenes)
+
+
+def test_the_picture_shows_its_background_in_the_corner_and_its_colour_somewhere() -> None:
+    def distance(pixel: tuple[int, ...], name: str) -> int:
+        return max(abs(a - b) for a, b in zip(pixel, COLOURS[name], strict=True))
+
+    for seed in range(100):
+        picture = draw(seed)
+        pixels = list(picture.image.resize((28, 28), Image.Resampling.NEAREST).get_flattened_data())
+        assert distance(pixels[0], picture.scene.background) <= 15
+        assert any(distance(pixel, picture.scene.colour) <= 15 for pixel in pixels)
+
+
+@pytest.mark.parametrize(
+    ("kind", "answer"),
+    [
+        (QuestionKind.DESCRIBE, "an orange cross on a blue background"),
+        (QuestionKind.COUNT, "one"),
+        (QuestionKind.SHAPE, "cross"),
+        (QuestionKind.COLOUR, "orange"),
+        (QuestionKind.BACKGROUND, "blue"),
+    ],
+)
+def test_each_question_has_one_answer(kind: QuestionKind, answer: str) -> None:
+    scene = Scene(shape="cross", colour="orange", background="blue", count=1)
+    assert scene.answer(kind) == answer
+    assert QUESTIONS[kind].endswith("?")
+
+
+def test_several_shapes_are_told_in_the_plural() -> None:
+    scene = Scene(shape="cross", colour="red", background="orange", count=3)
+    assert scene.answer(QuestionKind.DESCRIBE) == "three red crosses on an orange background"
+    assert scene.answer(QuestionKind.COUNT) == COUNT_WORDS[2]
+
+
+def test_the_data_url_decodes_to_the_same_pixels() -> None:
+    picture = draw(3)
+    head, _, payload = picture.data_url().partition(",")
+    assert head == "data:image/png;base64"
+    decoded = Image.open(io.BytesIO(base64.b64decode(payload, validate=True)))
+    assert decoded.format == "PNG"
+    assert decoded.tobytes() == picture.image.tobytes()
+
+
+@pytest.mark.parametrize(("seed", "size"), [(-1, 112), (0, 27)])
+def test_a_seed_or_size_out_of_range_is_refused(seed: int, size: int) -> None:
+    with pytest.raises(ValueError, match=f"got {seed if seed < 0 else size}"):
+        draw(seed, size=size)
