@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import errno
 import logging
+import signal
 import socket
 import sys
+from types import FrameType
 
 import uvicorn
 
@@ -15,7 +17,7 @@ from epd_portable.errors import ConfigError, EPDError, PortInUseError
 from epd_portable.router.app import create_app
 from epd_portable.router.settings import RouterSettings, load_settings
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("epd_portable.router")
 
 BACKLOG = 2048
 SHUTDOWN_S = 5
@@ -31,6 +33,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m epd_portable.router", description=__doc__)
     parser.add_argument("--settings", required=True, help="JSON, or @path of a file that holds it")
     options = parser.parse_args(argv)
+    # The server shuts down on these and then raises them again for whoever handled them before.
+    signal.signal(signal.SIGTERM, _exit)
+    signal.signal(signal.SIGINT, _exit)
     log.configure()
     try:
         settings = load_settings(options.settings)
@@ -78,6 +83,10 @@ def serve(settings: RouterSettings, listener: socket.socket) -> None:
         timeout_graceful_shutdown=SHUTDOWN_S,
     )
     uvicorn.Server(config).run(sockets=[listener])
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    sys.exit(0)
 
 
 if __name__ == "__main__":

@@ -11,24 +11,30 @@ from collections.abc import Collection, Iterator, Mapping
 import zmq
 import zmq.asyncio
 
+from epd_portable.connector.control import new_session
 from epd_portable.errors import ConfigError, EPDError
 from epd_portable.wire import codec
-from epd_portable.wire.messages import EncodeFailed, Nack
+from epd_portable.wire.messages import EncodeFailed, Nack, NackCode
 
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_MS = 5000
 
+DECISIVE = frozenset({NackCode.TOO_LARGE, NackCode.UNAVAILABLE})
+"""Refusals that end a request; after the others the instance goes on by itself."""
+
 
 class Inbox:
-    """The refusals of one request's transfers."""
+    """Why one request's transfers were refused, if that ends the request."""
 
     def __init__(self) -> None:
         self.nacks: list[Nack] = []
         self._arrived = asyncio.Event()
 
     def put(self, nack: Nack) -> None:
-        """Add a refusal."""
+        """Add a refusal, unless the instance goes on in spite of it."""
+        if nack.code not in DECISIVE:
+            return
         self.nacks.append(nack)
         self._arrived.set()
 
@@ -47,7 +53,7 @@ class ControlChannels:
 
     def __init__(self, addresses: Mapping[str, str]) -> None:
         self.identity = f"router-{uuid.uuid4().hex}"
-        self._session = uuid.uuid4().hex
+        self._session = new_session()
         self._addresses = dict(addresses)
         self._context = zmq.asyncio.Context()
         self._sockets: dict[str, zmq.asyncio.Socket] = {}

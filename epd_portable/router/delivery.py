@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from dataclasses import dataclass
@@ -21,6 +22,9 @@ logger = logging.getLogger(__name__)
 
 MAX_ENCODERS = 2
 """Encoders tried for one item before the PD instance is told to encode it."""
+
+FIRST_REPEAT_S = 0.05
+LONGEST_REPEAT_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,13 +83,20 @@ class Deliverer:
             answered: Set when the PD instance has begun its answer, and so needs the item no more.
         """
         try:
-            fate = await self._walk(delivery, answered)
+            outcome = await self._try_encoders(delivery, answered)
         except asyncio.CancelledError:
             self._metrics.item("cancelled")
             raise
-        self._metrics.item(fate)
+        if not isinstance(outcome, _Failure):
+            self._metrics.item(outcome)
+            return
+        self._metrics.item("local")
+        self._metrics.rung("local_encode")
+        await self._ask_for_local_encoding(delivery, outcome.reason, answered)
 
-    async def _walk(self, delivery: Delivery, answered: asyncio.Event) -> ItemFate:
+    async def _try_encoders(
+        self, delivery: Delivery, answered: asyncio.Event
+    ) -> ItemFate | _Failure:
         deadline = time.monotonic() + self._settings.wait_timeout_s
         encoder = delivery.encoder
         tried: list[str] = []
@@ -107,10 +118,22 @@ class Deliverer:
                 break
             encoder = another
             self._metrics.rung("other_encoder")
-        self._metrics.rung("local_encode")
-        reason = f"encoders tried: {', '.join(tried)}; last: {failure.reason}"
-        await self._control.encode_failed(delivery.pd.name, delivery.transfer_id, reason)
-        return "local"
+        return _Failure(reason=f"encoders tried: {', '.join(tried)}; last: {failure.reason}")
+
+    async def _ask_for_local_encoding(
+        self, delivery: Delivery, reason: str, answered: asyncio.Event
+    ) -> None:
+        """Repeat the message until the answer begins.
+
+        It may well overtake the request, which the instance has to preprocess first, and an
+        instance need not remember a message about a transfer that it does not know yet.
+        """
+        pause_s = FIRST_REPEAT_S
+        while not answered.is_set():
+            await self._control.encode_failed(delivery.pd.name, delivery.transfer_id, reason)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(answered.wait(), pause_s)
+            pause_s = min(2 * pause_s, LONGEST_REPEAT_S)
 
     async def _encode(self, delivery: Delivery, encoder: Instance) -> _Failure | None:
         """Run one encode job; return why it failed, or ``None``."""
@@ -123,7 +146,7 @@ class Deliverer:
         except (asyncio.TimeoutError, httpx.TimeoutException):
             encoder.suspect()
             return _Failure(reason=f"no answer within {time.monotonic() - started:.1f} s")
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             encoder.mark_down(describe(error))
             return _Failure(reason=describe(error))
         if response.is_success:

@@ -17,8 +17,9 @@ failed and the PD instance was told to encode. ``no_encoder``: none was healthy 
 ``not_needed``: its job failed when the answer had already begun. ``cancelled``: the request ended
 first."""
 
-Rung = Literal["other_encoder", "local_encode", "other_pd", "unavailable"]
-"""Steps of the failure ladder, from the mildest to 503."""
+Rung = Literal["other_encoder", "local_encode", "pd_again", "unavailable"]
+"""Steps of the failure ladder, from the mildest to 503. ``pd_again``: the request was lost with its
+PD instance and sent once more."""
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 

@@ -97,7 +97,7 @@ class Instance:
             self._silent_probes += 1
             if self._silent_probes >= PROBES_UNTIL_DOWN:
                 self.mark_down(f"{self._silent_probes} health probes without answer")
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             self.mark_down(f"health probe: {describe(error)}")
         else:
             if response.is_success:

@@ -66,14 +66,8 @@ def unavailable(message: str) -> RequestError:
 
 
 def refusal(nacks: list[Nack]) -> RequestError | None:
-    """Return what the client is told of a PD instance's refusals.
-
-    Only two of them explain a failed request; after the others the instance has gone on by itself.
-    """
-    for nack in nacks:
-        if nack.code is NackCode.TOO_LARGE:
-            return RequestError(nack.detail, status=413, code="item_too_large")
-    for nack in nacks:
-        if nack.code is NackCode.UNAVAILABLE:
-            return unavailable(nack.detail)
-    return None
+    """Return what the client is told of a PD instance's decisive refusals."""
+    too_large = next((nack for nack in nacks if nack.code is NackCode.TOO_LARGE), None)
+    if too_large is not None:
+        return RequestError(too_large.detail, status=413, code="item_too_large")
+    return unavailable(nacks[0].detail) if nacks else None

@@ -31,7 +31,7 @@ class InstanceSettings(BaseModel):
     name: str = Field(min_length=1)
     role: Role
     url: HttpUrl
-    control: str = Field(default="", pattern=r"^((tcp|ipc)://\S+)?$")
+    control: str = Field(default="", pattern=r"^(tcp://\S+:\d+|ipc://\S+)?$")
 
     @model_validator(mode="after")
     def _control_belongs_to_pd(self) -> InstanceSettings:
