@@ -77,5 +77,17 @@ EPD_INSTANCE = Variable(
     parse=str,
     meaning="Name of the instance this process belongs to, for logs and traces.",
 )
+EPD_RUN_ID = Variable(
+    name="EPD_RUN_ID",
+    default="",
+    parse=str,
+    meaning="Set by epd-launch in every process that it starts, so that it can find and end them.",
+)
 
-TABLE: tuple[Variable[str], ...] = (EPD_PLATFORM, EPD_LOG_LEVEL, EPD_TRACE_DIR, EPD_INSTANCE)
+TABLE: tuple[Variable[str], ...] = (
+    EPD_PLATFORM,
+    EPD_LOG_LEVEL,
+    EPD_TRACE_DIR,
+    EPD_INSTANCE,
+    EPD_RUN_ID,
+)

@@ -6,7 +6,7 @@ import errno
 import socket
 from collections.abc import Callable
 
-from epd_portable.errors import LaunchError, PortInUseError
+from epd_portable.errors import ConfigError, LaunchError, PortInUseError
 
 FIRST_PORT = 20000
 LAST_PORT = 29999
@@ -18,7 +18,7 @@ def is_free(port: int, host: str = "127.0.0.1") -> bool:
     """Tell whether a server could listen on ``host:port`` at this moment.
 
     Raises:
-        LaunchError: ``host`` is no address of this machine.
+        ConfigError: ``host`` is no address of this machine, or the port needs a privilege.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -30,7 +30,7 @@ def is_free(port: int, host: str = "127.0.0.1") -> bool:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             return False
-        raise LaunchError(
+        raise ConfigError(
             f"router.host {host}, port {port}: cannot listen there: {error.strerror or error}; "
             "use an address of this machine and a port that you may open"
         ) from error
@@ -42,7 +42,7 @@ def require_free(port: int, host: str) -> None:
 
     Raises:
         PortInUseError: Another process listens there; names a free port instead.
-        LaunchError: ``host`` is no address of this machine.
+        ConfigError: ``host`` is no address of this machine, or the port needs a privilege.
     """
     if is_free(port, host):
         return

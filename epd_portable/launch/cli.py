@@ -1,0 +1,241 @@
+"""The command ``epd-launch``."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from epd_portable import envs
+from epd_portable.config.load import PLATFORMS, load_topology
+from epd_portable.config.schema import Topology
+from epd_portable.errors import (
+    ConfigError,
+    EPDError,
+    PlatformUnavailableError,
+    PortInUseError,
+)
+from epd_portable.launch.check import inspect
+from epd_portable.launch.machine import assumed_machine, probed_machine, require_shm
+from epd_portable.launch.model import resolve_model
+from epd_portable.launch.plan import Machine, Plan, make_plan, new_run_id
+from epd_portable.launch.ports import port_source, require_free
+from epd_portable.launch.show import findings_table, plan_table
+from epd_portable.launch.supervisor import Supervisor
+from epd_portable.platforms.traits import TRAITS
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+BAD_INPUT = (ConfigError, PlatformUnavailableError, PortInUseError)
+DEFAULT_COMMAND = "up"
+
+
+class _Group(click.Group):
+    """A group whose first argument may be left out: it is then ``up``."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and args[0] not in ("--help", "--version"):
+            args = [DEFAULT_COMMAND, *args]
+        return super().parse_args(ctx, args)
+
+
+def _topology_options(command: F) -> F:
+    options = [
+        click.option(
+            "--platform",
+            type=click.Choice(PLATFORMS),
+            envvar=envs.EPD_PLATFORM.name,
+            required=True,
+            help="What the instances run on.",
+        ),
+        click.option(
+            "--config",
+            type=click.Path(path_type=Path),
+            required=True,
+            metavar="FILE",
+            help="Topology file, for example configs/1e1pd.yaml.",
+        ),
+        click.option(
+            "--set",
+            "overrides",
+            multiple=True,
+            metavar="KEY=VALUE",
+            help="Replace one key of the file, as in transfer.path=tcp; may be repeated.",
+        ),
+        click.option("--model", metavar="M", help="Short for --set model=M."),
+        click.option(
+            "--port",
+            type=click.IntRange(1, 65535),
+            metavar="N",
+            help="Short for --set router.port=N.",
+        ),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+@click.group(cls=_Group, no_args_is_help=True, context_settings={"max_content_width": 100})
+@click.version_option(package_name="epd-portable")
+def main() -> None:
+    r"""Run a multimodal model as separate encode and prefill+decode instances of vLLM.
+
+    \b
+    Start one encode and one prefill+decode instance on a CPU, with the bundled model:
+      epd-launch --platform cpu --config configs/1e1pd.yaml
+    The same on NVIDIA or Ascend, with another model and port:
+      epd-launch --platform cuda --config configs/1e1pd.yaml --model Qwen/Qwen2.5-VL-3B-Instruct
+      epd-launch --platform npu --config configs/1e1pd.yaml --port 9000
+    Three prefill+decode instances, bytes over TCP:
+      epd-launch --platform cpu --config configs/1e1pd.yaml \
+        --set instances.prefill_decode.count=3 --set transfer.path=tcp
+    See what would be started, and what this machine can do:
+      epd-launch plan --platform npu --config configs/1e1pd.yaml
+      epd-launch check
+
+    It runs in the foreground until Ctrl-C or SIGTERM, and then nothing of it is left. `up` is the
+    command when none is named; `epd-launch up --help` lists its options.
+    """
+
+
+@main.command()
+@_topology_options
+@click.option(
+    "--log-dir",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Keep one log file a process here. By default logs are in a temporary folder that is "
+    "removed when a stop was asked for, and kept when something failed.",
+)
+def up(
+    platform: str,
+    config: Path,
+    overrides: tuple[str, ...],
+    model: str | None,
+    port: int | None,
+    log_dir: Path | None,
+) -> None:
+    """Start the topology, serve in the foreground, stop on Ctrl-C or SIGTERM.
+
+    Exit status: 0 when a stop was asked for, 1 when a process did not start, 2 on bad input.
+    """
+    with _messages():
+        topology = _load(platform, config, overrides, model, port)
+        run_id = new_run_id()
+        plan = _plan(topology, platform, run_id, measured=True)
+        require_free(topology.router.port, topology.router.host)
+        require_shm(topology.transfer.pool_bytes, topology.instances.prefill_decode.count)
+        _warn(plan)
+        logs = log_dir or Path(f"{_socket_dir(run_id)}-logs")
+        logs.mkdir(parents=True, exist_ok=True)
+        _socket_dir(run_id).mkdir(mode=0o700)
+        names = ", ".join(spec.name for spec in plan.processes)
+        click.echo(f"starting {names} on {platform}; logs in {logs}")
+        Supervisor(
+            plan, topology.launch, log_dir=logs, socket_dir=_socket_dir(run_id), say=click.echo
+        ).run()
+        if log_dir is None:
+            shutil.rmtree(logs)
+
+
+@main.command()
+@_topology_options
+@click.option("--json", "as_json", is_flag=True, help="For programs.")
+def plan(
+    platform: str,
+    config: Path,
+    overrides: tuple[str, ...],
+    model: str | None,
+    port: int | None,
+    as_json: bool,
+) -> None:
+    """Show the processes that would be started; needs no device and starts nothing."""
+    with _messages():
+        topology = _load(platform, config, overrides, model, port)
+        result = _plan(topology, platform, new_run_id(), measured=False)
+        if not as_json:
+            _warn(result)
+        click.echo(json.dumps(result.as_json(), indent=2) if as_json else plan_table(result))
+
+
+@main.command()
+@click.option("--platform", type=click.Choice(PLATFORMS), help="Look at this platform only.")
+@click.option("--json", "as_json", is_flag=True, help="For programs.")
+def check(platform: str | None, as_json: bool) -> None:
+    """Say which platforms and transfer paths can be used here, and why the others cannot.
+
+    Exit status: 0 when the platform, or any platform, can be used; otherwise 1.
+    """
+    findings = inspect([platform] if platform else list(PLATFORMS))
+    if as_json:
+        click.echo(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
+    else:
+        click.echo(findings_table(findings))
+    if not any(finding.usable for finding in findings if finding.kind == "platform"):
+        sys.exit(1)
+
+
+def _load(
+    platform: str,
+    config: Path,
+    overrides: tuple[str, ...],
+    model: str | None,
+    port: int | None,
+) -> Topology:
+    shortcuts = []
+    if model is not None:
+        shortcuts.append(f"model={json.dumps(model)}")
+    if port is not None:
+        shortcuts.append(f"router.port={port}")
+    (name,) = (known for known in PLATFORMS if known == platform)
+    return load_topology(config, name, overrides=[*overrides, *shortcuts])
+
+
+def _plan(topology: Topology, platform: str, run_id: str, run_dir: Path, *, measured: bool) -> Plan:
+    traits = TRAITS[platform]
+    model = resolve_model(topology.model, served_name=topology.served_model_name)
+    machine: Machine = (probed_machine if measured else assumed_machine)(traits, os.environ)
+    return make_plan(
+        topology,
+        model=model,
+        traits=traits,
+        machine=machine,
+        run_id=run_id,
+        free_port=port_source(run_id, reserved=frozenset({topology.router.port})),
+        socket_dir=str(_socket_dir(run_id)),
+    )
+
+
+def _socket_dir(run_id: str) -> Path:
+    return Path(tempfile.gettempdir()) / f"epd-{run_id}"
+
+
+def _warn(plan: Plan) -> None:
+    for warning in plan.warnings:
+        click.echo(f"warning: {warning}", err=True)
+
+
+@contextlib.contextmanager
+def _messages() -> Iterator[None]:
+    """Turn errors raised on purpose into one message and an exit status."""
+    try:
+        yield
+    except BAD_INPUT as error:
+        click.echo(f"epd-launch: {error}", err=True)
+        sys.exit(2)
+    except EPDError as error:
+        click.echo(f"epd-launch: {error}", err=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""A small process that ends a run when its launcher is gone, however it went.
+
+The launcher holds the write end of the guard's standard input and names each session that it
+starts: ``+123`` when it starts, ``-123`` when nothing of it is left. When the pipe closes, even
+because the launcher got SIGKILL, the guard ends what is still there and removes what the run left
+behind. It runs in a session of its own and ignores the signals that a terminal sends, so it
+outlives the launcher.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from epd_portable.errors import LaunchError
+from epd_portable.launch import sessions
+
+
+class Guard:
+    """The launcher's end of the guard process.
+
+    Args:
+        run_id: Of the run.
+        shm_prefix: Files of ``/dev/shm`` that start with it are removed at the end.
+        socket_dir: Folder that is removed at the end.
+        grace_s: Seconds between asking processes to end and killing them.
+        log: File for what the guard says.
+    """
+
+    def __init__(
+        self, *, run_id: str, shm_prefix: str, socket_dir: Path, grace_s: float, log: Path
+    ) -> None:
+        argv = [sys.executable, "-m", "epd_portable.launch.guard"]
+        argv += ["--run-id", run_id, "--shm-prefix", shm_prefix]
+        argv += ["--socket-dir", str(socket_dir), "--grace-s", str(grace_s)]
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                argv,
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+
+    @property
+    def alive(self) -> bool:
+        """Whether the guard still watches."""
+        return self._process.poll() is None
+
+    def watch(self, session: int) -> None:
+        """Name a session that has started."""
+        self._tell(f"+{session}\n")
+
+    def forget(self, session: int) -> None:
+        """Name a session of which nothing is left, before its number is given to another."""
+        self._tell(f"-{session}\n")
+
+    def close(self, *, timeout_s: float) -> None:
+        """Let the guard end what is left, and wait for it.
+
+        Raises:
+            LaunchError: It did not end within ``timeout_s``.
+        """
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # It is gone already.
+            self._process.stdin.close()
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired as error:
+            raise LaunchError(
+                f"the guard process {self._process.pid} still cleans up after {timeout_s:g} s"
+            ) from error
+
+    def _tell(self, line: str) -> None:
+        assert self._process.stdin is not None
+        # A guard that is gone is found by ``alive`` and replaced by one that is told everything.
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(line.encode())
+            self._process.stdin.flush()
+
+
+def follow(lines: Iterable[str]) -> set[int]:
+    """Read ``+`` and ``-`` lines to their end; return the sessions that are left."""
+    known: set[int] = set()
+    for line in lines:
+        sign, number = line[0], int(line[1:])
+        if sign == "+":
+            known.add(number)
+        else:
+            known.discard(number)
+    return known
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Wait for the launcher's end, then clean up after it."""
+    parser = argparse.ArgumentParser(prog="epd-launch guard")
+    parser.add_argument("--run-id", required=True)
+    parser.add_argument("--shm-prefix", required=True)
+    parser.add_argument("--socket-dir", required=True, type=Path)
+    parser.add_argument("--grace-s", required=True, type=float)
+    options = parser.parse_args(argv)
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(signum, signal.SIG_IGN)
+    os.chdir("/")
+    known = follow(sys.stdin)
+    alive = sessions.members(known, options.run_id)
+    if alive:
+        pids = " ".join(str(process.pid) for process in alive)
+        print(f"the launcher is gone; ending its processes: {pids}", flush=True)
+    left = sessions.end(known, options.run_id, grace_s=options.grace_s)
+    if left:
+        print(f"these processes cannot be ended: {' '.join(map(str, left))}", flush=True)
+    sessions.remove_shm(options.shm_prefix)
+    shutil.rmtree(options.socket_dir, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""What the log of a process says: how far its start is, and why it failed. Pure."""
+
+from __future__ import annotations
+
+import re
+
+MILESTONES = (
+    ("Initializing a V1 LLM engine", "setting up the engine"),
+    ("Starting to load model", "loading the model"),
+    ("Loading weights took", "weights are loaded"),
+    ("Warming up", "warming up"),
+    ("init engine (profile", "engine is ready"),
+    ("Starting vLLM server", "starting the HTTP server"),
+    ("Application startup complete", "answering"),
+)
+"""Texts that vLLM and uvicorn write while they start, in their order, and what they mean."""
+
+FIRST_STAGE = "importing"
+
+_ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+# "(EngineCore pid=12) ERROR 01-31 12:00:00 [core.py:99] " before the text of a vLLM line.
+_VLLM_PREFIX = re.compile(
+    r"^(\([^)]*pid=\d+\)\s*)?((DEBUG|INFO|WARNING|ERROR|CRITICAL) [\d-]+ [\d:.]+ \[[^\]]*\]\s?)?"
+)
+_EXCEPTION = re.compile(r"^([\w.]+\.)?\w*(Error|Exception|Exit|Interrupt|Timeout)(: |$)")
+_USAGE = re.compile(r"^\S+: error: ")
+_SECOND_HAND = re.compile(
+    r"Engine core initialization failed|WorkerProc initialization failed|EngineDeadError|"
+    r"See (the )?root cause|^(asyncio\.\S+\.)?CancelledError"
+)
+_HEADLINE_ONLY = re.compile(r"validation errors? for")
+_LONGEST = 300
+
+
+def latest_stage(output: str) -> str:
+    """Return how far a start is, in words."""
+    stage = FIRST_STAGE
+    for text, meaning in MILESTONES:
+        if text in output:
+            stage = meaning
+    return stage
+
+
+def telling_line(output: str) -> str:
+    """Return the one line that says best why a process failed.
+
+    That is the last exception that does not merely report another process's; failing that, the
+    last error of any kind; failing that, the last line.
+    """
+    lines = [_plain(line) for line in output.splitlines()]
+    lines = [line for line in lines if line.strip()]
+    causes = [i for i, line in enumerate(lines) if _EXCEPTION.match(line) or _USAGE.match(line)]
+    first_hand = [i for i in causes if not _SECOND_HAND.search(lines[i])]
+    chosen = first_hand or causes
+    if not chosen:
+        return _shorten(lines[-1]) if lines else "it wrote nothing"
+    position = chosen[-1]
+    text = lines[position].strip()
+    # pydantic writes what is wrong on the lines after its headline.
+    if _HEADLINE_ONLY.search(text):
+        text = " ".join([text, *(line.strip() for line in lines[position + 1 : position + 3])])
+    return _shorten(text)
+
+
+def _plain(line: str) -> str:
+    return _VLLM_PREFIX.sub("", _ANSI.sub("", line)).rstrip()
+
+
+def _shorten(text: str) -> str:
+    text = text.strip()
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."

@@ -1,0 +1,101 @@
+"""What this machine has for a plan, and whether a plan fits it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+
+from epd_portable.errors import ConfigError, LaunchError, PlatformUnavailableError
+from epd_portable.launch.plan import Machine
+from epd_portable.launch.sessions import SHM
+from epd_portable.platforms.traits import PlatformTraits
+
+_PROBE_TIMEOUT_S = 120.0
+# A process of its own, so that neither torch nor a device runtime is loaded by the launcher.
+_PROBE = """
+import json, sys
+from epd_portable.platforms import registry
+state = registry.availability(sys.argv[1])
+count = registry.get(sys.argv[1]).device_count() if state.ok else 0
+print(json.dumps({"ok": state.ok, "reason": state.reason, "count": count}))
+"""
+
+
+def allowed_cores() -> tuple[int, ...]:
+    """Return the CPU cores that this process may use."""
+    return tuple(sorted(os.sched_getaffinity(0)))
+
+
+def visible_devices(traits: PlatformTraits, environ: Mapping[str, str]) -> tuple[str, ...] | None:
+    """Return the devices that the environment limits this process to, or ``None`` for no limit."""
+    if traits.visible_devices_env is None:
+        return None
+    text = environ.get(traits.visible_devices_env)
+    if text is None:
+        return None
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def assumed_machine(traits: PlatformTraits, environ: Mapping[str, str]) -> Machine:
+    """Describe the machine without touching a device runtime: enough devices for any plan."""
+    return Machine(devices=visible_devices(traits, environ), cores=allowed_cores())
+
+
+def probed_machine(traits: PlatformTraits, environ: Mapping[str, str]) -> Machine:
+    """Describe the machine as the platform's runtime sees it.
+
+    Takes seconds where devices must be counted, and no time where instances are bound to cores.
+
+    Raises:
+        PlatformUnavailableError: The platform cannot be used here; says why.
+        LaunchError: The device runtime ended the process that asked it, or did not answer.
+    """
+    if traits.visible_devices_env is None:
+        return Machine(devices=None, cores=allowed_cores())
+    try:
+        answer = subprocess.run(
+            [sys.executable, "-c", _PROBE, traits.name],
+            env=dict(environ),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_PROBE_TIMEOUT_S,
+            check=True,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise LaunchError(
+            f"platform {traits.name}: its runtime did not count the devices within "
+            f"{_PROBE_TIMEOUT_S:g} s; a device may be stuck"
+        ) from error
+    except subprocess.CalledProcessError as error:
+        last = (error.stderr.strip() or "it wrote nothing").splitlines()[-1]
+        raise LaunchError(f"platform {traits.name}: counting the devices failed: {last}") from error
+    # Runtimes write notices of their own before the answer.
+    found = json.loads(answer.stdout.splitlines()[-1])
+    if not found["ok"]:
+        raise PlatformUnavailableError(
+            f"platform {traits.name} cannot be used here: {found['reason']}; "
+            "`epd-launch check` shows what can"
+        )
+    named = visible_devices(traits, environ)
+    indices = tuple(str(index) for index in range(found["count"]))
+    return Machine(devices=indices if named is None else named, cores=allowed_cores())
+
+
+def require_shm(pool_bytes: int, pools: int) -> None:
+    """Check that the receive pools fit into ``/dev/shm``; a full one kills whoever writes to it.
+
+    Raises:
+        ConfigError: They do not.
+    """
+    stats = os.statvfs(SHM)
+    free = stats.f_bavail * stats.f_frsize
+    if pool_bytes * pools > free:
+        raise ConfigError(
+            f"transfer.pool_bytes: {pools} × {pool_bytes / 2**20:.0f} MiB do not fit into {SHM} "
+            f"({free / 2**20:.0f} MiB free); lower it, remove old files there, or enlarge it "
+            "(docker run --shm-size)"
+        )

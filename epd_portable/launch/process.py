@@ -1,0 +1,98 @@
+"""Starting one process of a plan and looking at it."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import signal
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from epd_portable.errors import LaunchError
+from epd_portable.launch.plan import ProcessSpec
+from epd_portable.launch.sessions import SHM
+
+_PROBE_TIMEOUT_S = 1.0
+_TAIL_BYTES = 256 << 10
+
+
+class Child:
+    """One started process: the first of its own session, writing to its own log file.
+
+    Args:
+        spec: What to start.
+        log_dir: Folder of its log ``<name>.log``, to which every start appends.
+        run_id: Marks the process and its children as part of a run.
+        environ: Environment that ``spec.env`` is laid over.
+
+    Raises:
+        LaunchError: The program cannot be started.
+    """
+
+    def __init__(
+        self, spec: ProcessSpec, *, log_dir: Path, run_id: str, environ: Mapping[str, str]
+    ) -> None:
+        self.spec = spec
+        self.log = log_dir / f"{spec.name}.log"
+        if spec.shm_name:
+            (SHM / spec.shm_name).unlink(missing_ok=True)
+        with self.log.open("ab") as output:
+            self._log_start = output.tell()
+            try:
+                self._process = subprocess.Popen(
+                    spec.argv,
+                    env={**environ, **spec.env, "EPD_RUN_ID": run_id, "PYTHONUNBUFFERED": "1"},
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise LaunchError(f"{spec.name}: cannot start {spec.argv[0]}: {error}") from error
+
+    @property
+    def session(self) -> int:
+        """Id of the session that holds the process and its children."""
+        return self._process.pid
+
+    def exit_status(self) -> int | None:
+        """Return the exit status, negative for a signal, or ``None`` while it runs."""
+        return self._process.poll()
+
+    def healthy(self) -> bool:
+        """Ask ``GET /health``; anything but 200 within a second is no."""
+        address = urlsplit(self.spec.url)
+        assert address.hostname is not None
+        connection = http.client.HTTPConnection(
+            address.hostname, address.port, timeout=_PROBE_TIMEOUT_S
+        )
+        try:
+            connection.request("GET", "/health")
+            return connection.getresponse().status == http.HTTPStatus.OK
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+
+    def output(self) -> str:
+        """Return the end of what this start has written so far, at most 256 KiB."""
+        with self.log.open("rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(self._log_start, end - _TAIL_BYTES))
+            return file.read().decode("utf-8", errors="replace")
+
+
+def describe_exit(status: int) -> str:
+    """Say how a process ended.
+
+    Args:
+        status: As ``Child.exit_status`` returns it.
+    """
+    if status >= 0:
+        return f"exited with status {status}"
+    try:
+        return f"was killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was killed by signal {-status}"

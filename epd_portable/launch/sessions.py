@@ -1,0 +1,122 @@
+"""Finding and ending every process of a run, through ``/proc``; standard library only.
+
+A process belongs to a run when it is in the session of one that the launcher started (engines
+start children of their own), or when ``EPD_RUN_ID`` in its first environment says so, which also
+finds one that was started a moment before its launcher was killed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+SHM = Path("/dev/shm")
+_POLL_S = 0.05
+_KILL_PATIENCE_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Process:
+    """One line of the process table.
+
+    Attributes:
+        pid: Process id.
+        session: Id of its session, which is the pid of the session's first process.
+    """
+
+    pid: int
+    session: int
+
+
+def members(sessions: Collection[int], run_id: str | None) -> list[Process]:
+    """Return the living processes of some sessions and of a run, without the calling one.
+
+    Args:
+        sessions: Ids of sessions.
+        run_id: Finds processes of that run outside the sessions too; ``None`` does not.
+    """
+    marker = f"EPD_RUN_ID={run_id}".encode()
+    found = []
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit() or int(entry) == os.getpid():
+            continue
+        try:
+            # The command name is in parentheses and may hold spaces: fields count from its end.
+            state, _, _, session = (
+                Path("/proc", entry, "stat").read_bytes().rpartition(b")")[2].split()[:4]
+            )
+            if state in (b"Z", b"X"):
+                continue
+            belongs = int(session) in sessions or (
+                run_id is not None
+                and marker in Path("/proc", entry, "environ").read_bytes().split(b"\0")
+            )
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            # It ended while being looked at, or is another user's.
+            continue
+        if belongs:
+            found.append(Process(pid=int(entry), session=int(session)))
+    return found
+
+
+def end(
+    sessions: Collection[int],
+    run_id: str | None,
+    *,
+    grace_s: float,
+    reap: Callable[[], object] = lambda: None,
+    hurry: Callable[[], bool] = lambda: False,
+) -> list[int]:
+    """End all ``members``; return the pids that even SIGKILL did not end.
+
+    The first process of each session gets SIGTERM and ends its own children; children without it
+    get SIGTERM themselves. What is left after the grace gets SIGKILL.
+
+    Args:
+        sessions: As in ``members``.
+        run_id: As in ``members``.
+        grace_s: Seconds between SIGTERM and SIGKILL.
+        reap: Called while waiting; collects the exit status of children.
+        hurry: Called while waiting; true ends the grace.
+    """
+    asked: set[int] = set()
+    started = time.monotonic()
+    killed_at: float | None = None
+    while True:
+        reap()
+        alive = members(sessions, run_id)
+        now = time.monotonic()
+        if not alive:
+            return []
+        if killed_at is not None and now - killed_at > _KILL_PATIENCE_S:
+            return [process.pid for process in alive]
+        if now - started >= grace_s or hurry():
+            killed_at = killed_at or now
+            for process in alive:
+                send(process.pid, signal.SIGKILL)
+        else:
+            pids = {process.pid for process in alive}
+            for process in alive:
+                led = process.pid != process.session and process.session in pids
+                if not led and process.pid not in asked:
+                    asked.add(process.pid)
+                    send(process.pid, signal.SIGTERM)
+        time.sleep(_POLL_S)
+
+
+def send(pid: int, signum: signal.Signals) -> None:
+    """Send a signal to a process that may be gone already."""
+    try:
+        os.kill(pid, signum)
+    except ProcessLookupError:
+        return
+
+
+def remove_shm(prefix: str) -> None:
+    """Remove every file of ``/dev/shm`` whose name starts with ``prefix``."""
+    for path in SHM.glob(f"{prefix}*"):
+        path.unlink(missing_ok=True)

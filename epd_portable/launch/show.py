@@ -1,0 +1,51 @@
+"""Plans and findings as text for people. Pure."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+
+from epd_portable.launch.check import Finding
+from epd_portable.launch.plan import Plan, ProcessSpec
+
+
+def plan_table(plan: Plan) -> str:
+    """Return one line a process, then each process's command and environment."""
+    rows = [("process", "role", "runs on", "ports")]
+    rows += [(spec.name, spec.role, _place(spec), _ports(spec)) for spec in plan.processes]
+    lines = [f"platform {plan.platform}, model {plan.model}, clients use {plan.url}", ""]
+    lines += _columns(rows)
+    for spec in plan.processes:
+        lines += ["", f"{spec.name}:"]
+        lines += [f"  {name}={shlex.quote(value)} \\" for name, value in spec.env.items()]
+        lines += [f"  {shlex.join(spec.argv)}"]
+    return "\n".join(lines)
+
+
+def findings_table(findings: Sequence[Finding]) -> str:
+    """Return one line a finding."""
+    rows = [
+        (finding.kind, finding.name, "yes" if finding.usable else "no", finding.reason)
+        for finding in findings
+    ]
+    return "\n".join(_columns([("what", "name", "usable", "why"), *rows]))
+
+
+def _place(spec: ProcessSpec) -> str:
+    if spec.devices:
+        return f"devices {','.join(spec.devices)}"
+    if spec.cores:
+        return "cores " + "|".join(",".join(map(str, cores)) for cores in spec.cores)
+    return "any core"
+
+
+def _ports(spec: ProcessSpec) -> str:
+    return ", ".join(f"{purpose} {port}" for purpose, port in spec.ports.items())
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]

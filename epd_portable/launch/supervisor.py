@@ -1,0 +1,207 @@
+"""Runs a plan: start, serve, stop. Decisions are ``lifecycle``'s; this is the shell around them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+
+from epd_portable.config.schema import Launch
+from epd_portable.errors import LaunchError
+from epd_portable.launch import sessions
+from epd_portable.launch.guard import Guard
+from epd_portable.launch.lifecycle import Action, Fail, Kill, Lifecycle, Notice, Phase, Start
+from epd_portable.launch.logs import latest_stage, telling_line
+from epd_portable.launch.plan import Plan, shm_prefix
+from epd_portable.launch.process import Child, describe_exit
+from epd_portable.launch.progress import Progress
+
+_STEP_S = 0.1
+_PROBE_EVERY_S = 0.5
+_ORPHAN_GRACE_S = 3.0
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Supervisor:
+    """One run of a plan in the foreground.
+
+    Args:
+        plan: What to run.
+        launch: Timeouts and back-off.
+        log_dir: Existing folder for one log file a process.
+        socket_dir: Existing folder for the engines' sockets; removed at the end.
+        say: Prints one line for the user.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        launch: Launch,
+        *,
+        log_dir: Path,
+        socket_dir: Path,
+        say: Callable[[str], None],
+    ) -> None:
+        self._plan = plan
+        self._launch = launch
+        self._log_dir = log_dir
+        self._socket_dir = socket_dir
+        self._say = say
+        self._specs = {spec.name: spec for spec in plan.processes}
+        self._children: dict[str, Child] = {}
+        self._lifecycle = Lifecycle(
+            self._specs,
+            startup_timeout_s=launch.startup_timeout_s,
+            restart=launch.restart,
+        )
+        self._stop_requests = 0
+        self._next_probe_at = 0.0
+
+    def run(self) -> None:
+        """Start everything, serve until a stop signal, end everything.
+
+        Raises:
+            LaunchError: A process did not start; everything has been ended.
+        """
+        with self._stop_signals():
+            self._guard = self._new_guard()
+            try:
+                self.startup()
+                self.main_loop()
+            finally:
+                self.shutdown()
+
+    def startup(self) -> None:
+        """Start every process and return when all are healthy, or a stop was asked for.
+
+        Raises:
+            LaunchError: Names the process, the reason and its log file.
+        """
+        started_at = time.monotonic()
+        progress = Progress(started_at=started_at)
+        self._perform(self._lifecycle.begin(started_at))
+        while self._lifecycle.phase is Phase.STARTING and not self._stop_requests:
+            self._step()
+            for line in progress.lines(self._stages(), time.monotonic()):
+                self._say(line)
+        if self._lifecycle.phase is Phase.SERVING:
+            self._say(
+                f"ready: {self._plan.url} ({self._census()}) in "
+                f"{time.monotonic() - started_at:.0f} s"
+            )
+
+    def main_loop(self) -> None:
+        """Keep every process alive until a stop is asked for."""
+        while not self._stop_requests:
+            self._step()
+
+    def shutdown(self) -> None:
+        """End every process and remove what the run leaves behind.
+
+        Raises:
+            LaunchError: Some process cannot be ended.
+        """
+        grace_s = self._launch.stop_grace_s
+        if self._stop_requests:
+            self._say("stopping")
+        asked = self._stop_requests
+        left = sessions.end(
+            [child.session for child in self._children.values()],
+            self._plan.run_id,
+            grace_s=grace_s,
+            reap=lambda: [child.exit_status() for child in self._children.values()],
+            hurry=lambda: self._stop_requests > asked,
+        )
+        self._guard.close(timeout_s=grace_s + 10.0)
+        if left:
+            raise LaunchError(f"processes {', '.join(map(str, left))} do not end, not even killed")
+
+    def _step(self) -> None:
+        now = time.monotonic()
+        for name, child in list(self._children.items()):
+            status = child.exit_status()
+            if status is not None:
+                how = describe_exit(status) + _last_words(child)
+                self._bury(name)
+                self._perform(self._lifecycle.exited(name, how, now))
+        if now >= self._next_probe_at:
+            self._next_probe_at = now + _PROBE_EVERY_S
+            for name in self._lifecycle.pending():
+                if self._children[name].healthy():
+                    self._perform(self._lifecycle.healthy(name, time.monotonic()))
+        self._perform(self._lifecycle.tick(time.monotonic()))
+        if not self._guard.alive:
+            self._guard = self._new_guard()
+        time.sleep(_STEP_S)
+
+    def _perform(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Start(name):
+                    child = Child(
+                        self._specs[name],
+                        log_dir=self._log_dir,
+                        run_id=self._plan.run_id,
+                        environ=os.environ,
+                    )
+                    self._guard.watch(child.session)
+                    self._children[name] = child
+                case Kill(name):
+                    sessions.send(self._children[name].session, signal.SIGKILL)
+                case Notice(text):
+                    self._say(text)
+                case Fail(name, reason):
+                    # Still among the children if it did not end but took too long.
+                    slow = self._children.get(name)
+                    raise LaunchError(f"{name} {reason}{_last_words(slow) if slow else ''}")
+
+    def _bury(self, name: str) -> None:
+        """End what a dead process left running, so that its ports and devices are free again."""
+        child = self._children.pop(name)
+        sessions.end([child.session], None, grace_s=_ORPHAN_GRACE_S)
+        self._guard.forget(child.session)
+
+    def _stages(self) -> dict[str, str]:
+        pending = self._lifecycle.pending()
+        return {
+            name: latest_stage(child.output()) if name in pending else "ready"
+            for name, child in self._children.items()
+        }
+
+    def _census(self) -> str:
+        counts = Counter(spec.role for spec in self._plan.processes if spec.role != "router")
+        roles = ", ".join(f"{count} {role.replace('-', '_')}" for role, count in counts.items())
+        return f"{roles}, {self._plan.platform}"
+
+    def _new_guard(self) -> Guard:
+        guard = Guard(
+            run_id=self._plan.run_id,
+            shm_prefix=shm_prefix(self._plan.run_id),
+            socket_dir=self._socket_dir,
+            grace_s=self._launch.stop_grace_s,
+            log=self._log_dir / "guard.log",
+        )
+        for child in self._children.values():
+            guard.watch(child.session)
+        return guard
+
+    @contextlib.contextmanager
+    def _stop_signals(self) -> Iterator[None]:
+        def stop(signum: int, frame: FrameType | None) -> None:
+            self._stop_requests += 1
+
+        before = {signum: signal.signal(signum, stop) for signum in _STOP_SIGNALS}
+        try:
+            yield
+        finally:
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
+
+
+def _last_words(child: Child) -> str:
+    return f": {telling_line(child.output())} (log: {child.log})"
