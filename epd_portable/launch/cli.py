@@ -200,7 +200,7 @@ def _load(
     return load_topology(config, name, overrides=[*overrides, *shortcuts])
 
 
-def _plan(topology: Topology, platform: str, run_id: str, run_dir: Path, *, measured: bool) -> Plan:
+def _plan(topology: Topology, platform: str, run_id: str, *, measured: bool) -> Plan:
     traits = TRAITS[platform]
     model = resolve_model(topology.model, served_name=topology.served_model_name)
     machine: Machine = (probed_machine if measured else assumed_machine)(traits, os.environ)

@@ -1,0 +1,160 @@
+"""Topologies of stand-in servers under the real supervisor."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from epd_portable.launch import sessions
+from epd_portable.launch.ports import is_free, port_source
+
+HERE = Path(__file__).parent
+DEADLINE_S = 30.0
+
+
+class Run:
+    """One launcher process with its stand-ins."""
+
+    def __init__(self, folder: Path, servers: dict[str, list[str]], launch: dict[str, Any]) -> None:
+        self.run_id = secrets.token_hex(4)
+        self.socket_dir = folder / f"sockets-{self.run_id}"
+        self.socket_dir.mkdir()
+        self.log_dir = folder / f"logs-{self.run_id}"
+        self.log_dir.mkdir()
+        next_port = port_source(self.run_id)
+        self.ports = {name: next_port() for name in servers}
+        processes = [
+            {
+                "name": name,
+                "role": "router" if name == "router" else "encode",
+                "argv": [
+                    sys.executable,
+                    str(HERE / "stand_in.py"),
+                    f"--port={self.ports[name]}",
+                    *(option.format(shm=f"epd-{self.run_id}-{name}") for option in options),
+                ],
+                "env": {},
+                "url": f"http://127.0.0.1:{self.ports[name]}",
+                "ports": {},
+            }
+            for name, options in servers.items()
+        ]
+        plan = folder / f"plan-{self.run_id}.json"
+        plan.write_text(
+            json.dumps(
+                {
+                    "run_id": self.run_id,
+                    "processes": processes,
+                    "launch": launch,
+                    "log_dir": str(self.log_dir),
+                    "socket_dir": str(self.socket_dir),
+                }
+            ),
+            "utf-8",
+        )
+        self.lines: list[str] = []
+        self._queue: queue.Queue[str] = queue.Queue()
+        self.process = subprocess.Popen(
+            [sys.executable, str(HERE / "run_plan.py"), str(plan)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": str(HERE.parents[2])},
+        )
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._queue.put(line.rstrip("\n"))
+
+    def wait_for(self, text: str) -> str:
+        """Return the first unread line that contains ``text``."""
+        end = time.monotonic() + DEADLINE_S
+        while True:
+            try:
+                line = self._queue.get(timeout=max(0.0, end - time.monotonic()))
+            except queue.Empty:
+                pytest.fail(f"no line with {text!r}; there were: {self.lines}")
+            self.lines.append(line)
+            if text in line:
+                return line
+
+    def pid_of(self, name: str) -> int:
+        """Return the pid of the process that listens for ``name``."""
+        wanted = f"--port={self.ports[name]}".encode()
+        (pid,) = (
+            process.pid
+            for process in sessions.members([], self.run_id)
+            if wanted in Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0")
+        )
+        return pid
+
+    def guard_pids(self) -> list[int]:
+        """Return the pids of the living guards of the run."""
+        wanted = [b"epd_portable.launch.guard", b"--run-id", self.run_id.encode()]
+        found = []
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                if path.read_bytes().split(b"\0")[2:5] == wanted:
+                    found.append(int(path.parent.name))
+        return found
+
+    def until(self, condition: Callable[[], object], what: str) -> None:
+        """Wait for a condition; fail with ``what`` at the deadline."""
+        end = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert time.monotonic() < end, f"not within {DEADLINE_S:g} s: {what}"
+            time.sleep(0.02)
+
+    def nothing_left(self) -> bool:
+        """Whether no process, port, socket folder or shared file of the run is left."""
+        return (
+            not sessions.members([], self.run_id)
+            and all(is_free(port) for port in self.ports.values())
+            and not list(sessions.SHM.glob(f"epd-{self.run_id}-*"))
+            and not self.socket_dir.exists()
+        )
+
+    def stop(self, signum: signal.Signals) -> int:
+        """Send a signal to the launcher and return its exit status."""
+        self.process.send_signal(signum)
+        return self.process.wait(DEADLINE_S)
+
+    def close(self) -> None:
+        """End what a failed test left."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        sessions.end([], self.run_id, grace_s=0.0)
+        self._reader.join()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    runs: list[Run] = []
+
+    def start(servers: dict[str, list[str]], **settings: Any) -> Run:
+        runs.append(Run(tmp_path, servers, {"stop_grace_s": 2.0, **settings}))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.close()

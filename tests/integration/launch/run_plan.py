@@ -1,0 +1,41 @@
+"""Supervise the plan in the JSON file that is named, as ``epd-launch up`` does with its own."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from epd_portable.config.schema import Launch
+from epd_portable.errors import LaunchError
+from epd_portable.launch.plan import Plan, ProcessSpec
+from epd_portable.launch.supervisor import Supervisor
+
+
+def main() -> None:
+    raw = json.loads(Path(sys.argv[1]).read_text("utf-8"))
+    specs = tuple(ProcessSpec(**{**spec, "argv": tuple(spec["argv"])}) for spec in raw["processes"])
+    plan = Plan(
+        run_id=raw["run_id"],
+        platform="cpu",
+        model="none",
+        url="http://127.0.0.1/v1",
+        processes=specs,
+        warnings=(),
+    )
+    supervisor = Supervisor(
+        plan,
+        Launch.model_validate(raw["launch"]),
+        log_dir=Path(raw["log_dir"]),
+        socket_dir=Path(raw["socket_dir"]),
+        say=lambda line: print(line, flush=True),
+    )
+    try:
+        supervisor.run()
+    except LaunchError as error:
+        print(f"failed: {error}", flush=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""The supervisor with real processes: stand-in servers instead of engines."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from epd_portable.launch import sessions
+
+Launch = Callable[..., Any]
+FAST_RESTART = {"first_delay_s": 0.2, "max_delay_s": 0.8, "healthy_after_s": 60.0}
+
+
+def test_the_ready_line_says_where_and_what(launch: Launch) -> None:
+    run = launch({"encode-0": [], "router": []})
+    line = run.wait_for("ready:")
+    assert line.startswith("ready: http://127.0.0.1/v1 (1 encode, cpu) in ")
+    assert any("encode-0: ready" in earlier for earlier in run.lines)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_stop_signal_ends_everything_with_status_0(
+    launch: Launch, signum: signal.Signals
+) -> None:
+    run = launch({"encode-0": ["--shm={shm}"], "router": []})
+    run.wait_for("ready:")
+    assert run.stop(signum) == 0
+    assert run.nothing_left()
+
+
+def test_a_stop_signal_while_starting_ends_everything_with_status_0(launch: Launch) -> None:
+    run = launch({"encode-0": ["--hang", "--shm={shm}"], "router": []})
+    run.wait_for("encode-0: loading the model")
+    assert run.stop(signal.SIGTERM) == 0
+    assert run.nothing_left()
+
+
+def test_what_ignores_sigterm_is_killed_after_the_grace(launch: Launch) -> None:
+    run = launch({"encode-0": ["--stubborn"], "router": ["--child"]}, stop_grace_s=0.5)
+    run.wait_for("ready:")
+    assert run.stop(signal.SIGTERM) == 0
+    assert run.nothing_left()
+
+
+def test_a_death_at_start_ends_everything_with_its_reason_on_one_line(launch: Launch) -> None:
+    run = launch({"encode-0": ["--shm={shm}"], "other-0": ["--fail=no such device 7"]})
+    line = run.wait_for("failed:")
+    assert line == (
+        "failed: other-0 exited with status 1: ValueError: no such device 7 "
+        f"(log: {run.log_dir / 'other-0.log'})"
+    )
+    assert run.process.wait(30) == 1
+    assert run.nothing_left()
+
+
+def test_a_process_that_is_never_healthy_ends_everything_at_the_deadline(launch: Launch) -> None:
+    run = launch({"encode-0": ["--hang"]}, startup_timeout_s=1.0)
+    line = run.wait_for("failed:")
+    assert "encode-0 is not healthy 1 s after its start (launch.startup_timeout_s)" in line
+    assert "encode-0.log" in line
+    assert run.process.wait(30) == 1
+    assert run.nothing_left()
+
+
+def test_a_death_while_serving_is_answered_with_a_restart_on_the_same_port(
+    launch: Launch,
+) -> None:
+    run = launch({"encode-0": ["--child", "--shm={shm}"], "router": []}, restart=FAST_RESTART)
+    run.wait_for("ready:")
+    router = run.pid_of("router")
+    first = run.pid_of("encode-0")
+    os.kill(first, signal.SIGKILL)
+    assert "encode-0 was killed by SIGKILL" in run.wait_for("restarting it in 0.2 s")
+    run.wait_for("encode-0 is back")
+    second = run.pid_of("encode-0")
+    assert second != first
+    os.kill(second, signal.SIGKILL)
+    run.wait_for("restarting it in 0.4 s")
+    run.wait_for("encode-0 is back")
+    assert run.pid_of("router") == router
+    # One child of the living instance; those of the dead ones were ended with them.
+    assert len(sessions.members([], run.run_id)) == 3
+    assert run.stop(signal.SIGTERM) == 0
+    assert run.nothing_left()
+
+
+def test_nothing_is_left_when_the_launcher_is_killed(launch: Launch) -> None:
+    run = launch({"encode-0": ["--shm={shm}", "--child"], "router": ["--stubborn"]})
+    run.wait_for("ready:")
+    assert not run.nothing_left()
+    run.stop(signal.SIGKILL)
+    run.until(run.nothing_left, "the guard has cleaned up")
+
+
+def test_nothing_is_left_when_the_launchers_whole_session_is_killed(launch: Launch) -> None:
+    run = launch({"encode-0": ["--shm={shm}"], "router": []})
+    run.wait_for("ready:")
+    os.killpg(run.process.pid, signal.SIGKILL)
+    run.process.wait(30)
+    run.until(run.nothing_left, "the guard has cleaned up")
+
+
+def test_a_killed_guard_is_replaced(launch: Launch) -> None:
+    run = launch({"encode-0": ["--shm={shm}"], "router": []})
+    run.wait_for("ready:")
+    (first,) = run.guard_pids()
+    os.kill(first, signal.SIGKILL)
+    run.until(lambda: set(run.guard_pids()) - {first}, "there is another guard")
+    run.stop(signal.SIGKILL)
+    run.until(run.nothing_left, "the second guard has cleaned up")
