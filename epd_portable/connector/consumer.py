@@ -177,21 +177,30 @@ class ConsumerSession:
         if early is not None:
             self.receive(early[0], early[1], now)
 
-    def not_needed(self, transfer_id: str) -> SlotDescriptor | None:
-        """The request is gone, or has the item from elsewhere.
+    def decline(self, transfer_id: str) -> None:
+        """A request has this item from elsewhere: its announcement will be answered *not needed*."""
+        early = self._early.pop(transfer_id, None)
+        if early is not None:
+            self._messages.append((early[0], NotNeeded(transfer_id=transfer_id)))
+        self._remember(transfer_id)
+
+    def item_not_needed(self, mm_hash: str) -> SlotDescriptor | None:
+        """Nobody waits for an item any more: end all its transfers.
 
         Returns:
-            The slot that was granted to the transfer; it is quarantined.
+            The slot that was granted to one of them; it is quarantined and comes back by
+            `Released`.
         """
-        transfer = self._transfers.get(transfer_id)
-        if transfer is None:
-            self._remember(transfer_id)
-            return None
-        slot = self._revoke(transfer, "not needed any more")
-        if transfer.sender and slot is None:
-            self._messages.append((transfer.sender, NotNeeded(transfer_id=transfer_id)))
-        self._end(transfer)
-        return slot
+        granted = None
+        for transfer in list(self._by_item.get(mm_hash, ())):
+            slot = self._revoke(transfer, "not needed any more")
+            if slot is not None:
+                granted = slot
+            elif transfer.sender:
+                message = NotNeeded(transfer_id=transfer.transfer_id)
+                self._messages.append((transfer.sender, message))
+            self._end(transfer)
+        return granted
 
     def receive(self, sender: bytes, message: AnyMessage, now: float) -> None:
         """Take in a message; those that make no sense here are ignored.
@@ -251,9 +260,7 @@ class ConsumerSession:
         problem = self._mismatch(message, transfer)
         if problem:
             code, detail = problem
-            self._messages.append(
-                (sender, Nack(transfer_id=transfer_id, code=code, detail=detail))
-            )
+            self._messages.append((sender, Nack(transfer_id=transfer_id, code=code, detail=detail)))
             self._fail(transfer, code, detail)
             return
         same = transfer.producer and transfer.producer.session == message.producer.session
@@ -356,8 +363,7 @@ class ConsumerSession:
         )
         self._messages.append((sender, Injected(transfer_id=transfer.transfer_id)))
         self._end(transfer)
-        for other in list(self._by_item.get(transfer.mm_hash, ())):
-            self.not_needed(other.transfer_id)
+        self.item_not_needed(transfer.mm_hash)
 
     def _fail(self, transfer: _Transfer, code: NackCode, reason: str) -> None:
         slot = self._revoke(transfer, reason)

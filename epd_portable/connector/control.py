@@ -33,6 +33,20 @@ def session_pid(session: str) -> int:
     return int(pid) if pid.isdecimal() else 0
 
 
+def process_is_gone(session: str) -> bool:
+    """Tell whether the process of a session of this host has certainly ended."""
+    pid = session_pid(session)
+    if not pid:
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False
+
+
 def host_identity() -> str:
     """Return a string that is equal for processes that share a host and its ``/dev/shm``."""
     boot_id = Path("/proc/sys/kernel/random/boot_id")

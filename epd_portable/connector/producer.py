@@ -199,9 +199,7 @@ class ProducerSession:
             self._send(transfer, Abort(transfer_id=transfer_id, reason=problem))
             self._close(
                 transfer,
-                Finished(
-                    transfer_id=transfer_id, mm_hash=transfer.order.mm_hash, problem=problem
-                ),
+                Finished(transfer_id=transfer_id, mm_hash=transfer.order.mm_hash, problem=problem),
             )
 
     def poll(self, now: float) -> Actions:
@@ -235,9 +233,7 @@ class ProducerSession:
         order = transfer.order
         if transfer.state is _State.WRITTEN:
             assert transfer.grant is not None
-            return Written(
-                transfer_id=order.transfer_id, generation=transfer.grant.slot.generation
-            )
+            return Written(transfer_id=order.transfer_id, generation=transfer.grant.slot.generation)
         return Announce(
             transfer_id=order.transfer_id,
             mm_hash=order.mm_hash,

@@ -131,6 +131,13 @@ class SyncEncoderCachePreallocator(Generic[SlotT]):
             self._retiring -= 1
             self._slots.give_back(slot)
 
+    def reopen(self, mm_hash: str) -> None:
+        """The claim's slot was lost to a failed transfer: it queues for another, at its place."""
+        claim = self._claims.get(mm_hash)
+        if claim is not None and claim.slot is not None:
+            claim.slot = None
+            self._cache.depreallocate(mm_hash)
+
     def cancel(self, mm_hash: str) -> Claim[SlotT] | None:
         """Stop awaiting an item; returns its claim, whose slot the caller gives back when safe."""
         claim = self._claims.get(mm_hash)

@@ -1,0 +1,112 @@
+"""Encode scheduler: which item goes to whom, and how long its room is kept."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from epd_portable.connector.producer import TransferOrder
+from epd_portable.log import trace
+from epd_portable.scheduling.encoder_cache import EncoderCacheManager
+from epd_portable.wire.descriptors import TensorSpec
+from epd_portable.wire.params import EncodeParams
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncodeItem:
+    """One item of an encode request.
+
+    Attributes:
+        mm_hash: The engine's identifier.
+        tensor: What the encoder will put out.
+    """
+
+    mm_hash: str
+    tensor: TensorSpec
+
+
+class Dispatcher:
+    """Turns encode requests into transfer orders when their items get room.
+
+    An item's room in the encoder cache is kept for its transfer beyond the life of the request:
+    the request is finished once its items are encoded, the transfer when the consumer said so.
+    """
+
+    def __init__(self, cache: EncoderCacheManager) -> None:
+        self._cache = cache
+        self._waiting: dict[str, list[TransferOrder]] = {}
+        self._sending: dict[str, str] = {}
+
+    @property
+    def busy(self) -> bool:
+        """Whether transfers are under way; the engine must go on stepping to hear of their end."""
+        return bool(self._sending)
+
+    def request_arrived(
+        self, request_id: str, items: list[EncodeItem], params: EncodeParams
+    ) -> None:
+        """Remember whom the items of a request are for.
+
+        Items are matched to transfers by ``mm_hash``, and where the engine derived identifiers of
+        its own (processor settings in the request) by their order.
+        """
+        distinct = {item.mm_hash: item for item in items}
+        in_order = list(distinct.values())
+        orders = []
+        for index, transfer in enumerate(params.transfers):
+            item = distinct.get(transfer.mm_hash)
+            if item is None and index < len(in_order):
+                item = in_order[index]
+            if item is None:
+                logger.warning(
+                    "request %s names %d transfers but has %d items: %s is not delivered",
+                    request_id,
+                    len(params.transfers),
+                    len(in_order),
+                    transfer.transfer_id,
+                )
+                continue
+            orders.append(
+                TransferOrder(
+                    transfer_id=transfer.transfer_id,
+                    mm_hash=item.mm_hash,
+                    consumer=transfer.consumer,
+                    tensor=item.tensor,
+                )
+            )
+        if orders:
+            self._waiting[request_id] = orders
+
+    def request_finished(self, request_id: str) -> None:
+        """The request ended; orders that never got room are dropped."""
+        self._waiting.pop(request_id, None)
+
+    def take_orders(self, scheduled: Iterable[str]) -> list[TransferOrder]:
+        """Return the orders whose items got room by this step, for the worker.
+
+        Args:
+            scheduled: Ids of the requests in this step.
+        """
+        taken = []
+        for request_id in scheduled:
+            orders = self._waiting.get(request_id)
+            if not orders:
+                continue
+            ready = [order for order in orders if order.mm_hash in self._cache]
+            for order in ready:
+                orders.remove(order)
+                self._cache.retain(order.mm_hash, order.transfer_id)
+                self._sending[order.transfer_id] = order.mm_hash
+                trace("transfer.ordered", transfer=order.transfer_id, mm_hash=order.mm_hash)
+            taken += ready
+        return taken
+
+    def transfers_ended(self, transfer_ids: Iterable[str]) -> None:
+        """Give back the room of items whose transfers have ended, well or not."""
+        for transfer_id in transfer_ids:
+            mm_hash = self._sending.pop(transfer_id, None)
+            if mm_hash is not None:
+                self._cache.deallocate(mm_hash, transfer_id)

@@ -1,0 +1,73 @@
+"""What the mixins need of the model runner that they are mixed into."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+
+class StepOutput(Protocol):
+    """vLLM's ``SchedulerOutput``, as far as it is read here."""
+
+    @property
+    def total_num_scheduled_tokens(self) -> int:
+        """Tokens of all requests in this step."""
+        ...
+
+    @property
+    def num_scheduled_tokens(self) -> Mapping[str, int]:
+        """Tokens by request id."""
+        ...
+
+    @property
+    def scheduled_encoder_inputs(self) -> Mapping[str, Sequence[int]]:
+        """Indices of the items to encode here, by request id."""
+        ...
+
+    @property
+    def ec_connector_metadata(self) -> Any:
+        """What the connector's scheduler side sends to its worker side."""
+        ...
+
+
+class StepHooks(Protocol):
+    """The worker side of the connector, as a mixin calls it."""
+
+    def begin_step(self, metadata: Any, encoder_cache: dict[str, torch.Tensor]) -> None:
+        """Act on the scheduler side's metadata before the model runs.
+
+        Args:
+            metadata: ``ec_connector_metadata`` of the step.
+            encoder_cache: The runner's encoder outputs by ``mm_hash``; may be added to.
+        """
+        ...
+
+    def end_step(self) -> Any | None:
+        """Return what the scheduler side must hear (vLLM's ``ECConnectorOutput``), or ``None``."""
+        ...
+
+
+class RunnerHost:
+    """The model runner under a mixin: vLLM's V1 ``GPUModelRunner`` and its CPU and NPU subclasses.
+
+    For the type checker only; at run time the mixins derive from ``object``.
+
+    Attributes:
+        epd: Set by the worker before the first step.
+        encoder_cache: Encoder outputs ``(num_tokens, width)`` by ``mm_hash``.
+        requests: Cached request states by request id, with ``mm_features``.
+    """
+
+    epd: StepHooks
+    encoder_cache: dict[str, torch.Tensor]
+    requests: Mapping[str, Any]
+
+    def execute_model(self, scheduler_output: StepOutput, *args: Any, **kwargs: Any) -> Any:
+        """Run one step (vLLM 0.26 to 0.33)."""
+        raise NotImplementedError
+
+    def _execute_mm_encoder(self, scheduler_output: StepOutput) -> Any:
+        raise NotImplementedError

@@ -1,0 +1,411 @@
+"""PD scheduler: expects items, gives them room, and tells the scheduler what it may compute."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from epd_portable.connector import registry
+from epd_portable.connector.consumer import ConsumerSession, Failed, Landed
+from epd_portable.connector.control import (
+    ControlServer,
+    host_identity,
+    new_session,
+    process_is_gone,
+)
+from epd_portable.connector.pool import ReceivePool, SharedMemory
+from epd_portable.connector.transport import LeaseFence, Receiver as PathReceiver
+from epd_portable.log import trace
+from epd_portable.runners.placer import Placement
+from epd_portable.scheduling.encoder_cache import EncoderCacheManager, MultiModalRequest
+from epd_portable.scheduling.preallocator import Claim, SyncEncoderCachePreallocator
+from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor, SlotDescriptor, TensorSpec
+from epd_portable.wire.messages import Nack, NackCode
+from epd_portable.wire.params import ExpectedTransfer, ItemOutcome, PrefillOutcome, PrefillParams
+
+if TYPE_CHECKING:
+    from epd_portable.config.instance import InstanceConfig
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptItem:
+    """One place of an item in a prompt.
+
+    Attributes:
+        input_id: Index in the request's ``mm_features``.
+        mm_hash: The engine's identifier.
+        begin: First prompt token of the item.
+        end: One past its last.
+        num_embeds: Embeddings that the encoder puts out for it.
+        tensor: Shape and dtype of that output.
+    """
+
+    input_id: int
+    mm_hash: str
+    begin: int
+    end: int
+    num_embeds: int
+    tensor: TensorSpec
+
+
+@dataclass(slots=True)
+class _Request:
+    items: Sequence[PromptItem]
+    reply_to: bytes
+    arrived_s: float
+    awaited: set[str] = field(default_factory=set)
+    outcomes: dict[str, ItemOutcome] = field(default_factory=dict)
+    failed: bool = False
+
+
+class Receiver:
+    """Everything that the PD instance's scheduler process does for items from elsewhere.
+
+    Not for several threads: all calls come from the scheduler's.
+
+    Args:
+        config: Of this instance.
+        fingerprint: What producers must agree with.
+        cache: The scheduler's encoder cache.
+        alignment_bytes: Of slots, see `PlatformTraits.slot_alignment_bytes`.
+        copies: Whether workers copy items out of their slots (`PlatformTraits.needs_device_copy`).
+            If not, a slot is kept as long as its item is in the encoder cache.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        config: InstanceConfig,
+        *,
+        fingerprint: str,
+        cache: EncoderCacheManager,
+        alignment_bytes: int,
+        copies: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._cache = cache
+        self._copies = copies
+        self._clock = clock
+        self._requests: dict[str, _Request] = {}
+        self._unavailable: set[str] = set()
+        self._placements: list[Placement] = []
+        self._retiring: deque[list[SlotDescriptor]] = deque()
+        self._pool = ReceivePool(config.pool, config.pool_bytes, alignment_bytes)
+        self._preallocator: SyncEncoderCachePreallocator[SlotDescriptor] = (
+            SyncEncoderCachePreallocator(cache, self._pool)
+        )
+        self._memory = SharedMemory.create(config.pool, self._pool.capacity_bytes)
+        self._fence = LeaseFence()
+        session = new_session()
+        self._control = ControlServer(config.control_address, session)
+        self._receivers: list[PathReceiver] = []
+        self._peer = PeerDescriptor(
+            instance=config.instance,
+            session=session,
+            host=host_identity(),
+            device=f"{config.platform}:{config.device_index}",
+            fingerprint=fingerprint,
+            paths=tuple(self._open_paths()),
+        )
+        fenced = (path.name for path in registry.PATHS if path.capabilities.fenced)
+        self._session = ConsumerSession(
+            choose=self._choose,
+            fingerprint=fingerprint,
+            slot_for=self._slot_for,
+            is_gone=self._is_gone,
+            fence=self._fence,
+            fenced_paths=frozenset(fenced),
+            wait_timeout_s=config.wait_timeout_s,
+            lease_s=config.lease_s,
+        )
+
+    def request_arrived(
+        self,
+        request: MultiModalRequest,
+        items: Sequence[PromptItem],
+        params: PrefillParams | None,
+    ) -> None:
+        """A request with media was added to the scheduler.
+
+        Items that are in the encoder cache are held for it; those with a transfer are expected;
+        the rest is encoded here, unless another request already awaits the same item.
+        """
+        now = self._clock()
+        transfers = _match(items, params)
+        record = _Request(items, params.reply_to.encode() if params else b"", now)
+        self._requests[request.request_id] = record
+        for item in items:
+            transfer = transfers.get(item.mm_hash)
+            if self._cache.check_and_update_cache(request, item.input_id):
+                self._note(
+                    record, item.mm_hash, ItemOutcome(mm_hash=item.mm_hash, source="encoder_cache")
+                )
+                if transfer is not None:
+                    self._session.decline(transfer.transfer_id)
+                continue
+            if transfer is None and self._preallocator.get(item.mm_hash) is None:
+                continue
+            if not self._preallocator.fits_at_all(item.num_embeds, item.tensor.nbytes):
+                self._refuse(request.request_id, record, item, transfers)
+                return
+            self._preallocator.claim(
+                request.request_id,
+                item.input_id,
+                mm_hash=item.mm_hash,
+                num_embeds=item.num_embeds,
+                nbytes=item.tensor.nbytes,
+            )
+            record.awaited.add(item.mm_hash)
+            if transfer is not None:
+                self._session.expect(transfer.transfer_id, item.mm_hash, item.tensor, now)
+        trace("request.arrived", request=request.request_id, awaited=sorted(record.awaited))
+
+    def may_schedule(self, request_id: str, num_computed_tokens: int) -> bool:
+        """Tell whether the next token of a request can be computed (or is worth trying).
+
+        False only if that token belongs to an item that is still on its way, or that must be
+        encoded here and has no room yet. Text before a missing item is never held up.
+
+        Args:
+            request_id: A request of this instance.
+            num_computed_tokens: Tokens whose KV is there, prefix cache included.
+        """
+        record = self._requests.get(request_id)
+        if record is None:
+            return True
+        if record.failed:
+            return False
+        self._drop_covered(request_id, record, num_computed_tokens)
+        for item in record.items:
+            if item.end <= num_computed_tokens or item.mm_hash in self._cache:
+                continue
+            if num_computed_tokens < item.begin:
+                return True
+            return item.mm_hash not in record.awaited and self._cache.can_preallocate(
+                item.num_embeds
+            )
+        return True
+
+    def encoding_here(self, request_id: str, mm_hash: str) -> None:
+        """The scheduler has decided to encode an item on this instance."""
+        record = self._requests.get(request_id)
+        if record is not None:
+            self._note(record, mm_hash, ItemOutcome(mm_hash=mm_hash, source="local"))
+            trace("item.local", request=request_id, mm_hash=mm_hash)
+
+    def request_finished(self, request_id: str) -> PrefillOutcome | None:
+        """A request ended, well or not: whatever only it awaited is given up.
+
+        Returns:
+            How each of its items was had; ``None`` for a request without items.
+        """
+        record = self._requests.pop(request_id, None)
+        if record is None:
+            return None
+        self._withdraw(request_id, record.awaited)
+        items = {item.mm_hash: None for item in record.items}
+        return PrefillOutcome(
+            instance=self._config.instance,
+            items=tuple(record.outcomes[key] for key in items if key in record.outcomes),
+        )
+
+    def tick(self) -> None:
+        """Exchange messages and act on them; called before every step of the scheduler."""
+        now = self._clock()
+        for identity, message in self._control.receive():
+            self._session.receive(identity, message, now)
+        for claim in self._preallocator.reserve():
+            trace("item.reserved", mm_hash=claim.mm_hash, nbytes=claim.nbytes)
+        messages, events = self._session.poll(now)
+        for identity, message in messages:
+            self._control.send(identity, message)
+        for event in events:
+            if isinstance(event, Landed):
+                self._landed(event, now)
+            elif isinstance(event, Failed):
+                self._failed(event)
+            else:
+                self._pool.give_back(event.slot)
+
+    def take_placements(self, freed: Iterable[str]) -> list[Placement]:
+        """Return what the workers must place in the step that was just scheduled.
+
+        Args:
+            freed: Items that the workers forget in that step.
+        """
+        placements = [item for item in self._placements if item.mm_hash in self._cache]
+        self._placements.clear()
+        unused = list(freed)
+        if self._copies:
+            unused += [item.mm_hash for item in placements]
+        slots = [self._preallocator.retire(mm_hash) for mm_hash in unused]
+        self._retiring.append([slot for slot in slots if slot is not None])
+        return placements
+
+    def step_done(self) -> None:
+        """The oldest step that is under way has ended: nobody reads what it made the workers forget."""
+        if self._retiring:
+            self._preallocator.give_back(self._retiring.popleft())
+
+    def take_unavailable(self) -> set[str]:
+        """Return requests that cannot be answered, for the scheduler to fail."""
+        unavailable, self._unavailable = self._unavailable, set()
+        return unavailable
+
+    def close(self) -> None:
+        """Stop receiving and remove the pool."""
+        for receiver in self._receivers:
+            receiver.close()
+        self._control.close()
+        self._memory.unlink()
+
+    # --------------------------------------------------------------------------------------------
+
+    def _open_paths(self) -> Iterable[PathEndpoint]:
+        for path in registry.allowed(self._config.path):
+            receiver = registry.load_receiver(path)
+            if receiver is None:
+                yield PathEndpoint(path=path)
+                continue
+            opened = receiver(self._memory, self._config.data_address, self._fence)
+            self._receivers.append(opened)
+            yield PathEndpoint(path=path, address=opened.address)
+
+    def _choose(self, producer: PeerDescriptor) -> PathEndpoint:
+        choice = registry.choose(producer, self._peer)
+        for refused in choice.refused:
+            logger.info(
+                "%s to %s: not by %s, %s",
+                producer.instance,
+                self._peer.instance,
+                refused.path,
+                refused.reason,
+            )
+        return choice.endpoint
+
+    def _slot_for(self, mm_hash: str) -> SlotDescriptor | None:
+        claim = self._preallocator.get(mm_hash)
+        return claim.slot if claim else None
+
+    def _is_gone(self, producer: PeerDescriptor) -> bool:
+        return producer.host == self._peer.host and process_is_gone(producer.session)
+
+    def _landed(self, event: Landed, now: float) -> None:
+        claim = self._preallocator.finalize(event.mm_hash)
+        assert claim.slot is not None
+        self._placements.append(
+            Placement(mm_hash=event.mm_hash, slot=claim.slot, tensor=event.tensor)
+        )
+        for request_id, _ in claim.waiting:
+            record = self._requests[request_id]
+            record.awaited.discard(event.mm_hash)
+            outcome = ItemOutcome(
+                mm_hash=event.mm_hash,
+                source="transfer",
+                encoder=event.producer.instance,
+                path=event.path,
+                nbytes=event.tensor.nbytes,
+                wait_ms=round((now - record.arrived_s) * 1000, 3),
+                transfer_ms=round(event.transfer_s * 1000, 3),
+            )
+            self._note(record, event.mm_hash, outcome)
+        trace(
+            "item.landed",
+            mm_hash=event.mm_hash,
+            transfer=event.transfer_id,
+            path=event.path,
+            nbytes=event.tensor.nbytes,
+            transfer_s=event.transfer_s,
+        )
+
+    def _failed(self, event: Failed) -> None:
+        logger.warning("item %s by transfer %s: %s", event.mm_hash, event.transfer_id, event.reason)
+        trace("item.failed", mm_hash=event.mm_hash, transfer=event.transfer_id, reason=event.reason)
+        if event.slot is not None:
+            self._preallocator.reopen(event.mm_hash)
+        if not event.last:
+            return
+        claim = self._preallocator.cancel(event.mm_hash)
+        if claim is None:
+            return
+        if claim.slot is not None:
+            self._pool.give_back(claim.slot)
+        for request_id, _ in claim.waiting:
+            record = self._requests[request_id]
+            record.awaited.discard(event.mm_hash)
+            if not self._config.can_encode:
+                self._fail(request_id, record, event.transfer_id, event.code, event.reason)
+
+    def _refuse(
+        self,
+        request_id: str,
+        record: _Request,
+        item: PromptItem,
+        transfers: dict[str, ExpectedTransfer],
+    ) -> None:
+        for transfer in transfers.values():
+            self._session.decline(transfer.transfer_id)
+        detail = (
+            f"an item of this request needs {item.num_embeds} encoder embeddings in "
+            f"{item.tensor.nbytes} bytes; {self._config.instance} receives at most "
+            f"{self._cache.cache_size} embeddings and {self._pool.capacity_bytes} bytes: "
+            "send a smaller picture, or raise transfer.pool_bytes"
+        )
+        transfer_id = next(iter(transfers.values())).transfer_id if transfers else ""
+        self._fail(request_id, record, transfer_id, NackCode.TOO_LARGE, detail)
+
+    def _fail(
+        self, request_id: str, record: _Request, transfer_id: str, code: NackCode, detail: str
+    ) -> None:
+        if record.failed:
+            return
+        record.failed = True
+        self._unavailable.add(request_id)
+        if record.reply_to:
+            nack = Nack(transfer_id=transfer_id, code=code, detail=detail)
+            self._control.send(record.reply_to, nack)
+
+    def _drop_covered(self, request_id: str, record: _Request, num_computed_tokens: int) -> None:
+        """Stop awaiting items that lie wholly in what is computed already."""
+        if not record.awaited or not num_computed_tokens:
+            return
+        needed = {item.mm_hash for item in record.items if item.end > num_computed_tokens}
+        covered = record.awaited - needed
+        for mm_hash in covered:
+            self._note(record, mm_hash, ItemOutcome(mm_hash=mm_hash, source="prefix_cache"))
+        record.awaited -= covered
+        self._withdraw(request_id, covered)
+
+    def _withdraw(self, request_id: str, mm_hashes: Iterable[str]) -> None:
+        orphans: list[Claim[SlotDescriptor]] = self._preallocator.withdraw(request_id, mm_hashes)
+        for claim in orphans:
+            granted = self._session.item_not_needed(claim.mm_hash)
+            if claim.slot is not None and granted is None:
+                self._pool.give_back(claim.slot)
+
+    @staticmethod
+    def _note(record: _Request, mm_hash: str, outcome: ItemOutcome) -> None:
+        record.outcomes.setdefault(mm_hash, outcome)
+
+
+def _match(
+    items: Sequence[PromptItem], params: PrefillParams | None
+) -> dict[str, ExpectedTransfer]:
+    """Return the transfer of each item by the engine's ``mm_hash``.
+
+    By hash; where the engine derived identifiers of its own, by order.
+    """
+    if params is None:
+        return {}
+    distinct = list(dict.fromkeys(item.mm_hash for item in items))
+    named = {transfer.mm_hash: transfer for transfer in params.transfers}
+    if any(mm_hash in named for mm_hash in distinct):
+        return {mm_hash: named[mm_hash] for mm_hash in distinct if mm_hash in named}
+    return dict(zip(distinct, params.transfers, strict=False))

@@ -1,0 +1,205 @@
+"""Encode worker: a thread that announces items, writes them into granted slots and hears acks."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING
+
+from epd_portable.connector import registry
+from epd_portable.connector.control import ControlClients, host_identity, new_session
+from epd_portable.connector.producer import Actions, ProducerSession, TransferOrder, Write
+from epd_portable.connector.transport import Transport
+from epd_portable.errors import EPDError, TransportError
+from epd_portable.log import trace
+from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor
+
+if TYPE_CHECKING:
+    import torch
+
+    from epd_portable.config.instance import InstanceConfig
+    from epd_portable.platforms.base import DeviceEvent, Platform
+
+logger = logging.getLogger(__name__)
+
+_WRITERS = 4
+_BUSY_POLL_S = 0.05
+_IDLE_POLL_S = 1.0
+
+
+class Sender:
+    """Delivers encoder outputs to consumers, beside the model runner's thread.
+
+    Outputs are kept until every transfer of theirs has ended.
+
+    Args:
+        config: Of this instance.
+        fingerprint: What consumers must agree with.
+        platform: Of the worker.
+    """
+
+    def __init__(self, config: InstanceConfig, fingerprint: str, platform: Platform) -> None:
+        session = new_session()
+        paths = registry.allowed(config.path)
+        peer = PeerDescriptor(
+            instance=config.instance,
+            session=session,
+            host=host_identity(),
+            device=f"{config.platform}:{config.device_index}",
+            fingerprint=fingerprint,
+            paths=tuple(PathEndpoint(path=path) for path in paths),
+        )
+        self._platform = platform
+        self._session = ProducerSession(peer, wait_timeout_s=config.wait_timeout_s)
+        self._control = ControlClients(session)
+        self._transports: dict[str, Transport] = {}
+        self._writers = ThreadPoolExecutor(_WRITERS, thread_name_prefix="epd-writer")
+        self._orders: dict[str, TransferOrder] = {}
+        self._users: Counter[str] = Counter()
+        self._outputs: dict[str, tuple[torch.Tensor, DeviceEvent]] = {}
+        self._lock = threading.Lock()
+        self._inbox: deque[Callable[[float], None]] = deque()
+        self._ended: set[str] = set()
+        self._stop = False
+        self._thread = threading.Thread(target=self._run, name="epd-sender", daemon=True)
+        self._thread.start()
+
+    # -- the model runner's thread ---------------------------------------------------------------
+
+    def submit(self, order: TransferOrder, output: torch.Tensor | None) -> None:
+        """Begin a transfer.
+
+        Args:
+            order: What and where to.
+            output: The item, if the engine has it from before: ``(num_tokens, width)`` on the
+                worker's device.
+        """
+        with self._lock:
+            self._orders[order.transfer_id] = order
+            self._users[order.mm_hash] += 1
+            if output is not None:
+                self._keep(order.mm_hash, output)
+            ready = order.mm_hash in self._outputs
+        self._post(partial(self._submit, order, ready))
+
+    def output_ready(self, mm_hash: str, output: torch.Tensor) -> None:
+        """The encoder has queued the computation of an item, ``(num_tokens, width)``."""
+        with self._lock:
+            if not self._users[mm_hash]:
+                return
+            self._keep(mm_hash, output)
+        trace("output.ready", mm_hash=mm_hash)
+        self._post(lambda now: self._session.output_ready(mm_hash))
+
+    def take_ended(self) -> set[str]:
+        """Return the ids of transfers that ended since the last call."""
+        with self._lock:
+            ended, self._ended = self._ended, set()
+        return ended
+
+    def close(self) -> None:
+        """Stop; writes that are under way end first."""
+        self._stop = True
+        self._control.wake()
+        self._thread.join()
+
+    # -- the sender's thread ---------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._stop:
+                self._turn()
+        finally:
+            self._writers.shutdown(wait=True)
+            for transport in self._transports.values():
+                transport.close()
+            self._control.close()
+
+    def _turn(self) -> None:
+        received = self._control.receive(_BUSY_POLL_S if len(self._session) else _IDLE_POLL_S)
+        now = time.monotonic()
+        while self._inbox:
+            self._inbox.popleft()(now)
+        for address, message in received:
+            self._session.receive(address, message, now)
+        self._act(self._session.poll(now))
+
+    def _act(self, actions: Actions) -> None:
+        for address, message in actions.messages:
+            try:
+                self._control.send(address, message)
+            except TransportError as error:
+                logger.error("transfer %s: %s", message.transfer_id, error)
+        for write in actions.writes:
+            task = self._writers.submit(self._write, write)
+            task.add_done_callback(partial(self._written, write))
+        for finished in actions.finished:
+            if finished.problem:
+                logger.warning("transfer %s ended: %s", finished.transfer_id, finished.problem)
+            with self._lock:
+                del self._orders[finished.transfer_id]
+                self._users[finished.mm_hash] -= 1
+                if not self._users[finished.mm_hash]:
+                    del self._users[finished.mm_hash]
+                    self._outputs.pop(finished.mm_hash, None)
+                self._ended.add(finished.transfer_id)
+
+    def _submit(self, order: TransferOrder, ready: bool, now: float) -> None:
+        self._session.submit(order, ready=ready, now=now)
+
+    def _post(self, work: Callable[[float], None]) -> None:
+        self._inbox.append(work)
+        with self._lock:
+            self._control.wake()
+
+    def _keep(self, mm_hash: str, output: torch.Tensor) -> None:
+        if mm_hash not in self._outputs:
+            self._outputs[mm_hash] = (output.detach(), self._platform.record_event())
+
+    # -- a writer's thread -----------------------------------------------------------------------
+
+    def _write(self, write: Write) -> None:
+        with self._lock:
+            order = self._orders[write.transfer_id]
+            output, computed = self._outputs[write.mm_hash]
+        shape, dtype = tuple(output.shape), str(output.dtype).removeprefix("torch.")
+        if (shape, dtype) != (order.tensor.shape, order.tensor.dtype):
+            raise TransportError(
+                f"encoder put out {shape} {dtype}, announced was {order.tensor.shape} "
+                f"{order.tensor.dtype}"
+            )
+        begin_s = time.monotonic()
+        computed.synchronize(max(write.deadline_s - begin_s, 0.001))
+        host = output.contiguous().cpu()
+        self._transport(write.path).write(
+            host, write.slot, address=write.address, deadline_s=write.deadline_s
+        )
+        trace(
+            "transfer.written",
+            transfer=write.transfer_id,
+            mm_hash=write.mm_hash,
+            path=write.path,
+            nbytes=write.slot.nbytes,
+            write_s=time.monotonic() - begin_s,
+        )
+
+    def _written(self, write: Write, task: Future[None]) -> None:
+        error = task.exception()
+        if error is None:
+            self._post(partial(self._session.write_done, write.transfer_id))
+            return
+        if not isinstance(error, EPDError):
+            logger.error("transfer %s: write failed", write.transfer_id, exc_info=error)
+        problem = str(error) or repr(error)
+        self._post(lambda now: self._session.write_failed(write.transfer_id, problem, now))
+
+    def _transport(self, path: str) -> Transport:
+        with self._lock:
+            if path not in self._transports:
+                self._transports[path] = registry.load_transport(path, time.monotonic)
+            return self._transports[path]

@@ -1,0 +1,53 @@
+"""Workers: the platform's own, whose model runner gets our mixin.
+
+``--worker-cls epd_portable.vllm_plugin.worker.EPDCPUWorker`` (or ``EPDGPUWorker``, ``EPDNPUWorker``).
+The classes are made when they are asked for, so that only the platform's own base is imported.
+EPDGPUWorker and EPDNPUWorker have not been run on hardware.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from vllm.distributed.ec_transfer import get_ec_transfer
+
+from epd_portable.runners.encoder import EncoderRunnerMixin
+from epd_portable.runners.pd import PDRunnerMixin
+
+_BASES = {
+    "EPDCPUWorker": ("vllm.v1.worker.cpu_worker", "CPUWorker"),
+    "EPDGPUWorker": ("vllm.v1.worker.gpu_worker", "Worker"),
+    "EPDNPUWorker": ("vllm_ascend.worker.worker", "NPUWorker"),
+}
+
+
+class _WorkerMixin:
+    """Swaps the runner's class once the platform has made it.
+
+    The runner is chosen deep inside ``init_device`` on all platforms (vLLM 0.26 to 0.33,
+    vllm-ascend 0.26 to 0.30); a subclass of whatever was chosen keeps that choice.
+    """
+
+    def init_device(self) -> None:
+        super().init_device()  # type: ignore[misc]
+        connector = get_ec_transfer()
+        mixin = EncoderRunnerMixin if connector.is_producer else PDRunnerMixin
+        runner: Any = self.model_runner  # type: ignore[attr-defined]
+        chosen = type(runner)
+        runner.__class__ = type(f"EPD{chosen.__name__}", (mixin, chosen), {})
+        runner.epd = connector
+
+    def shutdown(self) -> None:
+        get_ec_transfer().shutdown()
+        super().shutdown()  # type: ignore[misc]
+
+
+def __getattr__(name: str) -> type:
+    if name not in _BASES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, base = _BASES[name]
+    bases = (_WorkerMixin, getattr(importlib.import_module(module), base))
+    worker = type(name, bases, {"__module__": __name__})
+    globals()[name] = worker
+    return worker
