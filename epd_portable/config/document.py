@@ -9,6 +9,8 @@ import yaml
 
 from epd_portable.errors import ConfigError
 
+_DEEPEST = 32
+
 KeyPath = tuple[str | int, ...]
 
 
@@ -110,20 +112,21 @@ def read_override(assignment: str, *, option: str = "--set") -> Document:
 def _read_node(
     node: yaml.Node, path: KeyPath, places: dict[KeyPath, Place], loader: yaml.SafeLoader
 ) -> Any:
+    if len(path) > _DEEPEST:
+        raise ConfigError(f"{_line(node)}: nested more than {_DEEPEST} deep, or refers to itself")
     if isinstance(node, yaml.MappingNode):
         result: dict[str, Any] = {}
         for key_node, value_node in node.value:
-            line = key_node.start_mark.line + 1
-            key = loader.construct_object(key_node)
+            key = _read_scalar(key_node, loader)
             if not isinstance(key, str):
+                under = dotted(path) or "the top"
                 raise ConfigError(
-                    f"line {line}: key {key!r} under {dotted(path) or 'the top'} "
-                    "is not text; put it in quotes"
+                    f"{_line(key_node)}: key {key!r} under {under} is not text; put it in quotes"
                 )
             here = (*path, key)
             if key in result:
-                raise ConfigError(f"line {line}: {dotted(here)} is written twice; keep one")
-            places[here] = Place(key=dotted(here), where=f"line {line}")
+                raise ConfigError(f"{_line(key_node)}: {dotted(here)} is written twice; keep one")
+            places[here] = Place(key=dotted(here), where=_line(key_node))
             result[key] = _read_node(value_node, here, places, loader)
         return result
     if isinstance(node, yaml.SequenceNode):
@@ -131,7 +134,21 @@ def _read_node(
             _read_node(item, (*path, index), places, loader)
             for index, item in enumerate(node.value)
         ]
-    return loader.construct_object(node)
+    return _read_scalar(node, loader)
+
+
+def _read_scalar(node: yaml.Node, loader: yaml.SafeLoader) -> Any:
+    if node.tag == "tag:yaml.org,2002:merge":
+        raise ConfigError(f"{_line(node)}: merge keys (<<) are not read; write the keys out")
+    try:
+        return loader.construct_object(node, deep=True)
+    except (yaml.constructor.ConstructorError, ValueError) as error:
+        problem = getattr(error, "problem", None) or error
+        raise ConfigError(f"{_line(node)}: {node.value!r}: {problem}") from error
+
+
+def _line(node: yaml.Node) -> str:
+    return f"line {node.start_mark.line + 1}"
 
 
 def _merge(below: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:

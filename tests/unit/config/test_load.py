@@ -1,0 +1,205 @@
+"""Reading topology files: overlays, overrides and complaints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from epd_portable.config.load import PLATFORMS, load_topology, parse_topology
+from epd_portable.config.schema import parse_size
+from epd_portable.errors import ConfigError
+
+CONFIGS = sorted((Path(__file__).resolve().parents[3] / "configs").glob("*.yaml"))
+
+
+def problems(text: str, *overrides: str) -> list[str]:
+    """Return the complaint lines about a file."""
+    with pytest.raises(ConfigError) as caught:
+        parse_topology(text, "cpu", overrides=overrides, source="t.yaml")
+    return [line.strip() for line in str(caught.value).splitlines()]
+
+
+def test_a_file_with_a_model_only_has_every_default() -> None:
+    topology = parse_topology("model: demo", "cpu")
+    assert topology.instances.encode.count == topology.instances.prefill_decode.count == 1
+    assert topology.router.port == 8000
+    assert topology.router.max_body_bytes == 64 * 2**20
+    assert topology.transfer.path == "auto"
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_every_shipped_file_loads_on_every_platform(path: Path, platform: str) -> None:
+    assert load_topology(path, platform).model == "demo"  # type: ignore[arg-type]
+
+
+def test_there_are_shipped_files() -> None:
+    assert {path.name for path in CONFIGS} >= {"1e1pd.yaml", "1e3pd.yaml"}
+
+
+def test_the_overlay_of_the_chosen_platform_is_laid_over_the_rest_key_by_key() -> None:
+    text = """
+    model: demo
+    engine_args: {max_model_len: 4096, dtype: auto}
+    platform:
+      cpu: {engine_args: {dtype: bfloat16}, router: {port: 9001}}
+      npu: {engine_args: {dtype: float16}}
+    """
+    assert parse_topology(text, "cpu").engine_args == {"max_model_len": 4096, "dtype": "bfloat16"}
+    assert parse_topology(text, "npu").engine_args["dtype"] == "float16"
+    assert parse_topology(text, "cuda").engine_args["dtype"] == "auto"
+    assert parse_topology(text, "cpu").router.port == 9001
+
+
+def test_overrides_win_over_the_overlay_and_the_last_over_the_first() -> None:
+    text = "model: demo\nplatform: {cpu: {router: {port: 9001}}}"
+    topology = parse_topology(
+        text,
+        "cpu",
+        overrides=["router.port=1", "router.port=2", "engine_args.x={a: [1, true]}", "model=m=n"],
+    )
+    assert topology.router.port == 2
+    assert topology.engine_args == {"x": {"a": [1, True]}}
+    assert topology.model == "m=n"
+
+
+def test_every_problem_is_reported_at_once_with_its_key_and_line() -> None:
+    lines = problems(
+        "modle: demo\n"
+        "instances:\n"
+        "  encode: {cuont: 1}\n"
+        "  prefill_decode: {count: '2'}\n"
+        "transfer:\n"
+        "  path: shmm\n"
+        "router: {port: 99999}\n"
+    )
+    assert lines[0] == "t.yaml: 6 problems"
+    assert sorted(lines[1:]) == [
+        "instances.encode.cuont (line 3): unknown key; did you mean count?",
+        "instances.prefill_decode.count (line 4): input should be a valid integer, got '2'",
+        "model: is missing; give a Hugging Face id, a folder or 'demo'",
+        "modle (line 1): unknown key; did you mean model?",
+        "router.port (line 7): input should be less than or equal to 65535, got 99999",
+        "transfer.path (line 6): input should be 'auto', 'shm' or 'tcp', got 'shmm'",
+    ]
+
+
+def test_a_key_like_no_other_is_answered_with_those_that_exist() -> None:
+    (_, line) = problems("model: demo\nrouter: {zzz: 1}")
+    assert line == (
+        "router.zzz (line 2): unknown key; known are host, port, max_body_bytes, encode_timeout_s"
+    )
+
+
+def test_a_problem_in_an_overlay_is_named_where_it_was_written() -> None:
+    (_, line) = problems("model: demo\nplatform:\n  cpu: {router: {hots: x}}")
+    assert line == "platform.cpu.router.hots (line 3): unknown key; did you mean host?"
+
+
+def test_overlays_of_other_platforms_are_checked_too() -> None:
+    (_, line) = problems("model: demo\nplatform:\n  npu: {transfer: {lease_s: -1}}")
+    assert line.startswith("platform.npu.transfer.lease_s (line 3): input should be greater than 0")
+
+
+def test_an_unknown_platform_is_refused() -> None:
+    (_, line) = problems("model: demo\nplatform: {gpu: {}}")
+    assert line == "platform.gpu (line 2): unknown platform; known are cuda, npu, cpu"
+
+
+@pytest.mark.parametrize("section", ["platform: 3", "platform: {cpu: 3}"])
+def test_an_overlay_that_is_no_mapping_is_refused(section: str) -> None:
+    assert "expected a mapping" in problems(f"model: demo\n{section}")[1]
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_splitting_prefill_from_decode_is_refused_in_plain_words(role: str) -> None:
+    (_, line) = problems(f"model: demo\ninstances:\n  {role}: {{count: 1}}")
+    assert line == (
+        f"instances.{role} (line 3): splitting prefill from decode is not supported yet by this "
+        "version; use instances.prefill_decode"
+    )
+
+
+def test_a_problem_of_an_override_names_the_option() -> None:
+    (_, line) = problems("model: demo", "router.prt=3")
+    assert line == "router.prt (--set router.prt=3): unknown key; did you mean port?"
+
+
+@pytest.mark.parametrize("assignment", ["router.port", "=3", "router..port=3"])
+def test_an_override_that_is_no_assignment_is_refused(assignment: str) -> None:
+    with pytest.raises(ConfigError, match=r"write it as key\.subkey=value"):
+        parse_topology("model: demo", "cpu", overrides=[assignment])
+
+
+def test_an_override_below_a_value_that_is_no_mapping_is_a_problem_of_that_key() -> None:
+    assert "model (--set model.x=3)" in problems("model: demo", "model.x=3")[1]
+
+
+def test_a_key_written_twice_is_refused() -> None:
+    assert problems("model: a\nrouter: {port: 1}\nmodel: b") == [
+        "t.yaml: line 3: model is written twice; keep one"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("", "must hold a mapping"),
+        ("- a", "must hold a mapping"),
+        ("model: [", "not valid YAML: line 1"),
+        ("model: demo\n1: 2", "key 1 under the top is not text"),
+        ("model: \x00", "not valid YAML"),
+        ("model: &a {b: *a}", "nested more than 32 deep, or refers to itself"),
+        ("model: !!python/name:os.system x", "line 1: 'x': could not determine a constructor"),
+        ("model: 2024-99-99", "line 1: '2024-99-99': month must be in 1..12"),
+        ("b: &b {port: 1}\nrouter: {<<: *b}", "line 2: merge keys (<<) are not read"),
+    ],
+)
+def test_what_is_no_yaml_mapping_is_refused_with_its_place(text: str, complaint: str) -> None:
+    assert complaint in problems(text)[0]
+
+
+def test_engine_arguments_of_the_launcher_are_refused_with_what_to_do_instead() -> None:
+    lines = problems("model: demo\nengine_args: {port: 1, served-model-name: x, max-model-len: 3}")
+    assert "the public one is router.port" in lines[1]
+    assert "write served_model_name at the top of the file" in lines[2]
+    assert "write max_model_len:" in lines[3]
+
+
+def test_a_missing_file_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"/no/such\.yaml: No such file or directory"):
+        load_topology(Path("/no/such.yaml"), "cpu")
+
+
+def test_a_value_that_json_cannot_hold_is_refused() -> None:
+    (_, line) = problems("model: demo\nengine_args: {x: 2024-01-01}")
+    assert line.startswith("engine_args.x (line 2): input was not a valid JSON value")
+
+
+def test_devices_are_indices_or_uuids() -> None:
+    topology = parse_topology("model: m\ninstances: {encode: {devices: [0, GPU-a1]}}", "cuda")
+    assert topology.instances.encode.devices == ["0", "GPU-a1"]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("512MiB", 512 << 20), ("1.5 GiB", 3 << 29), ("7", 7), ("2KiB", 2048)]
+)
+def test_sizes_have_binary_units(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["1GB", "GiB", "-1MiB", "1 MiB MiB", ""])
+def test_what_is_no_size_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(ValueError, match="as in 512MiB or 1GiB"):
+        parse_size(text)
+
+
+@given(st.text(max_size=60))
+def test_no_text_makes_anything_but_a_topology_or_a_complaint(text: str) -> None:
+    try:
+        parse_topology(text, "cpu")
+    except ConfigError as error:
+        assert str(error)
