@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 MILESTONES = (
@@ -58,7 +59,11 @@ def telling_line(output: str) -> str:
     text = lines[position].strip()
     # pydantic writes what is wrong on the lines after its headline.
     if _HEADLINE_ONLY.search(text):
-        text = " ".join([text, *(line.strip() for line in lines[position + 1 : position + 3])])
+        details = itertools.takewhile(
+            lambda line: not line.startswith("For further information"),
+            (line.strip() for line in lines[position + 1 :]),
+        )
+        text = " ".join([text, *details])
     return _shorten(text)
 
 

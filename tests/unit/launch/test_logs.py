@@ -1,0 +1,73 @@
+"""Reading logs for people: one telling line, and how far a start is."""
+
+from __future__ import annotations
+
+import pytest
+
+from epd_portable.launch.logs import latest_stage, telling_line
+from epd_portable.launch.progress import Progress
+
+ENGINE_FAILURE = """\
+(APIServer pid=10) INFO 01-31 12:00:00 [api_server.py:9] vLLM API server version 0.32.0
+(EngineCore pid=11) ERROR 01-31 12:00:05 [core.py:9] EngineCore failed to start.
+(EngineCore pid=11) ERROR 01-31 12:00:05 [core.py:9] Traceback (most recent call last):
+(EngineCore pid=11) ERROR 01-31 12:00:05 [core.py:9]   File "x.py", line 1, in y
+(EngineCore pid=11) ERROR 01-31 12:00:05 [core.py:9] ValueError: the pool is too small
+(EngineCore pid=11) Process EngineCore:
+(APIServer pid=10) Traceback (most recent call last):
+(APIServer pid=10)   File "z.py", line 1, in z
+(APIServer pid=10) RuntimeError: Engine core initialization failed. See root cause above. {}
+"""
+
+
+@pytest.mark.parametrize(
+    ("output", "line"),
+    [
+        (ENGINE_FAILURE, "ValueError: the pool is too small"),
+        (
+            "(APIServer pid=10) RuntimeError: Engine core initialization failed. See above\n",
+            "RuntimeError: Engine core initialization failed. See above",
+        ),
+        (
+            "usage: api_server.py [-h]\napi_server.py: error: unrecognized arguments: --x\n",
+            "api_server.py: error: unrecognized arguments: --x",
+        ),
+        (
+            "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig\n"
+            "  Value error, no such model [type=value_error]\n"
+            "    For further information visit https://example.org\n",
+            "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig "
+            "Value error, no such model [type=value_error]",
+        ),
+        (
+            "a\n\x1b[31mModuleNotFoundError: No module named 'vllm'\x1b[0m\n\n",
+            "ModuleNotFoundError: No module named 'vllm'",
+        ),
+        ("KeyboardInterrupt\n", "KeyboardInterrupt"),
+        ("first\nSegmentation fault\n", "Segmentation fault"),
+        ("", "it wrote nothing"),
+    ],
+)
+def test_the_line_that_says_why(output: str, line: str) -> None:
+    assert telling_line(output) == line
+
+
+def test_a_very_long_line_is_cut() -> None:
+    assert len(telling_line("ValueError: " + "x" * 10_000)) == 300
+
+
+def test_the_stage_is_the_last_milestone_in_the_log() -> None:
+    assert latest_stage("") == "importing"
+    assert latest_stage("INFO Starting to load model /m...") == "loading the model"
+    assert latest_stage("Starting to load model\nApplication startup complete.") == "answering"
+
+
+def test_progress_tells_each_change_once_and_breaks_long_silence() -> None:
+    progress = Progress(started_at=100.0, quiet_s=10.0)
+    assert progress.lines({"a": "importing", "b": "importing"}, 101.0) == []
+    assert progress.lines({"a": "loading", "b": "importing"}, 105.0) == ["  5 s  a: loading"]
+    assert progress.lines({"a": "loading", "b": "importing"}, 114.0) == []
+    assert progress.lines({"a": "loading", "b": "importing"}, 115.0) == [
+        " 15 s  still waiting for a (loading), b (importing)"
+    ]
+    assert progress.lines({"a": "loading", "b": "importing"}, 116.0) == []

@@ -1,0 +1,240 @@
+"""One file, three platforms: plans that differ only where they must."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from epd_portable.config.instance import InstanceConfig
+from epd_portable.config.load import PLATFORMS, load_topology, parse_topology
+from epd_portable.errors import ConfigError
+from epd_portable.launch.engine import render_arguments
+from epd_portable.launch.model import ModelSource
+from epd_portable.launch.plan import Machine, Plan, ProcessSpec, make_plan
+from epd_portable.launch.show import plan_table
+from epd_portable.platforms.traits import TRAITS
+from epd_portable.router.settings import load_settings
+
+CONFIGS = sorted((Path(__file__).resolve().parents[3] / "configs").glob("*.yaml"))
+FOLDER = ModelSource(argument="/models/m", served_name="m", is_folder=True)
+HUB = ModelSource(argument="org/m", served_name="org/m", is_folder=False)
+
+TEXT = """
+model: demo
+engine_args: {max_model_len: 4096, limit_mm_per_prompt: {video: 0}}
+platform:
+  cpu: {engine_args: {dtype: bfloat16}}
+"""
+
+
+def plan_of(
+    text: str | Path,
+    platform: str,
+    *,
+    model: ModelSource = FOLDER,
+    devices: tuple[str, ...] | None = None,
+    cores: tuple[int, ...] = (0, 1, 2, 3),
+) -> Plan:
+    (name,) = (known for known in PLATFORMS if known == platform)
+    read = parse_topology if isinstance(text, str) else load_topology
+    counter = itertools.count(20000)
+    return make_plan(
+        read(text, name),  # type: ignore[arg-type]
+        model=model,
+        traits=TRAITS[platform],
+        machine=Machine(devices=devices, cores=cores),
+        run_id="00c0ffee",
+        free_port=lambda: next(counter),
+        socket_dir="/tmp/epd-00c0ffee",
+    )
+
+
+def options(spec: ProcessSpec) -> dict[str, str]:
+    """Return the flags of a process and their values; a flag without one has ''."""
+    flags = spec.argv[3:]
+    return {
+        flag: "" if following.startswith("--") else following
+        for flag, following in itertools.pairwise([*flags, "--"])
+        if flag.startswith("--")
+    }
+
+
+def connector(spec: ProcessSpec) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads(options(spec)["--ec-transfer-config"])
+    return result
+
+
+def test_a_cpu_plan_in_full() -> None:
+    plan = plan_of(TEXT, "cpu")
+    encode, pd, router = plan.processes
+    assert plan.url == "http://127.0.0.1:8000/v1"
+    assert [spec.name for spec in plan.processes] == ["encode-0", "prefill_decode-0", "router"]
+    assert [spec.role for spec in plan.processes] == ["encode", "prefill-decode", "router"]
+    assert encode.argv[:3] == (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
+    common = {
+        "--model": "/models/m",
+        "--served-model-name": "m",
+        "--host": "127.0.0.1",
+        "--scheduler-cls": "epd_portable.vllm_plugin.scheduler.make_scheduler",
+        "--worker-cls": "epd_portable.vllm_plugin.worker.EPDCPUWorker",
+        "--max-model-len": "4096",
+        "--limit-mm-per-prompt": '{"video": 0}',
+        "--dtype": "bfloat16",
+        "--tensor-parallel-size": "1",
+    }
+    assert options(encode) == common | {
+        "--port": "20000",
+        "--no-enable-prefix-caching": "",
+        "--ec-transfer-config": options(encode)["--ec-transfer-config"],
+    }
+    assert options(pd) == common | {
+        "--port": "20001",
+        "--ec-transfer-config": options(pd)["--ec-transfer-config"],
+    }
+    assert encode.env == {
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "0,1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "EPD_INSTANCE": "encode-0",
+        "EPD_PLATFORM": "cpu",
+        "VLLM_RPC_BASE_PATH": "/tmp/epd-00c0ffee",
+    }
+    assert pd.env["VLLM_CPU_OMP_THREADS_BIND"] == "2,3"
+    assert pd.ports == {"http": 20001, "control": 20002, "data": 20003}
+    assert pd.shm_name == "epd-00c0ffee-prefill_decode-0"
+    assert encode.shm_name == ""
+    assert router.argv[1:4] == ("-m", "epd_portable.router", "--settings")
+    settings = load_settings(router.argv[4])
+    assert settings.model == "m"
+    assert settings.port == 8000
+    assert [(one.name, one.role, one.url, one.control) for one in settings.instances] == [
+        ("encode-0", "encode", "http://127.0.0.1:20000", ""),
+        ("prefill_decode-0", "prefill-decode", "http://127.0.0.1:20001", "tcp://127.0.0.1:20002"),
+    ]
+
+
+def test_the_connector_of_each_instance_gets_settings_that_it_can_read() -> None:
+    encode, pd, _ = plan_of(TEXT, "cpu").processes
+    assert connector(encode)["ec_role"] == "ec_producer"
+    assert connector(pd)["ec_role"] == "ec_consumer"
+    for spec in (encode, pd):
+        assert connector(spec)["ec_connector"] == "EPDConnector"
+        module = connector(spec)["ec_connector_module_path"]
+        assert module == "epd_portable.vllm_plugin.ec_connector"
+    assert InstanceConfig.parse(connector(encode)["ec_connector_extra_config"]) == InstanceConfig(
+        instance="encode-0", platform="cpu"
+    )
+    assert InstanceConfig.parse(connector(pd)["ec_connector_extra_config"]) == InstanceConfig(
+        instance="prefill_decode-0",
+        platform="cpu",
+        control_address="tcp://127.0.0.1:20002",
+        data_address="tcp://127.0.0.1:20003",
+        pool="epd-00c0ffee-prefill_decode-0",
+        pool_bytes=2**30,
+    )
+
+
+def test_plans_of_one_file_differ_by_platform_only_where_they_must() -> None:
+    text = "model: demo\nengine_args: {max_model_len: 4096}"
+
+    def without_platform(platform: str, worker: str, env: set[str]) -> list[dict[str, Any]]:
+        plan = json.dumps(plan_of(text, platform).as_json()["processes"])
+        for own in (f'"{platform}"', f'\\"{platform}\\"'):
+            plan = plan.replace(own, own.replace(platform, "P"))
+        processes: list[dict[str, Any]] = json.loads(plan.replace(worker, "W"))
+        for process in processes[:-1]:
+            assert env <= process["env"].keys()
+            process["env"] = {k: v for k, v in process["env"].items() if k not in env}
+            del process["devices"], process["cores"]
+        return processes
+
+    cuda = without_platform("cuda", "EPDGPUWorker", {"CUDA_VISIBLE_DEVICES"})
+    npu = without_platform("npu", "EPDNPUWorker", {"ASCEND_RT_VISIBLE_DEVICES"})
+    cpu = without_platform(
+        "cpu", "EPDCPUWorker", {"VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_KVCACHE_SPACE"}
+    )
+    assert cuda == npu == cpu
+
+
+@pytest.mark.parametrize(
+    ("platform", "variable"),
+    [("cuda", "CUDA_VISIBLE_DEVICES"), ("npu", "ASCEND_RT_VISIBLE_DEVICES")],
+)
+def test_each_instance_sees_its_own_devices_only(platform: str, variable: str) -> None:
+    text = "model: m\ninstances: {prefill_decode: {count: 2, tensor_parallel_size: 2}}"
+    plan = plan_of(text, platform, devices=("2", "3", "4", "5", "6"))
+    assert [spec.env.get(variable) for spec in plan.processes] == ["2", "3,4", "5,6", None]
+    assert options(plan.processes[1])["--tensor-parallel-size"] == "2"
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_every_shipped_file_plans_on_every_platform(path: Path, platform: str) -> None:
+    plan = plan_of(path, platform)
+    count = int(path.stem[0]) + int(path.stem[2])
+    assert len(plan.processes) == count + 1
+    ports = [port for spec in plan.processes for port in spec.ports.values()]
+    assert len(ports) == len(set(ports))
+    assert plan.url in plan_table(plan)
+
+
+def test_the_most_special_argument_and_variable_win() -> None:
+    text = """
+    model: demo
+    engine_args: {enable_prefix_caching: true, seed: 1, worker_cls: mine.Worker}
+    env: {A: "1", VLLM_CPU_KVCACHE_SPACE: "4"}
+    instances:
+      prefill_decode: {engine_args: {seed: 2}, env: {A: "2"}}
+    """
+    encode, pd, _ = plan_of(text, "cpu").processes
+    assert "--no-enable-prefix-caching" in options(encode)
+    assert "--enable-prefix-caching" in options(pd)
+    assert (options(encode)["--seed"], options(pd)["--seed"]) == ("1", "2")
+    assert (encode.env["A"], pd.env["A"]) == ("1", "2")
+    assert pd.env["VLLM_CPU_KVCACHE_SPACE"] == "4"
+    assert options(pd)["--worker-cls"] == "mine.Worker"
+
+
+def test_a_model_from_the_hub_may_be_downloaded() -> None:
+    assert "HF_HUB_OFFLINE" not in plan_of(TEXT, "cuda", model=HUB).processes[0].env
+
+
+def test_a_variable_that_only_the_launcher_can_set_is_refused() -> None:
+    text = "model: m\ninstances: {encode: {env: {CUDA_VISIBLE_DEVICES: '3'}}}"
+    with pytest.raises(ConfigError, match=r"CUDA_VISIBLE_DEVICES .* list devices instead"):
+        plan_of(text, "cuda")
+
+
+@pytest.mark.parametrize(("platform", "key"), [("cuda", "cores"), ("cpu", "devices")])
+def test_a_list_that_the_platform_has_no_use_for_is_refused(platform: str, key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"instances\.encode\.{key}: platform {platform} has no"):
+        plan_of(f"model: m\ninstances: {{encode: {{{key}: [0]}}}}", platform)
+
+
+def test_a_wildcard_host_is_probed_on_the_loopback_address() -> None:
+    router = plan_of("model: m\nrouter: {host: 0.0.0.0}", "cpu").processes[-1]
+    assert router.url == "http://127.0.0.1:8000"
+    assert load_settings(router.argv[4]).host == "0.0.0.0"
+
+
+def test_arguments_become_flags() -> None:
+    arguments: dict[str, Any] = {
+        "a_b": 1,
+        "yes": True,
+        "no": False,
+        "none": None,
+        "mapping": {"x": [1]},
+        "text": "t u",
+    }
+    assert render_arguments(arguments) == [
+        *("--a-b", "1", "--yes", "--no-no", "--mapping", '{"x": [1]}', "--text", "t u")
+    ]

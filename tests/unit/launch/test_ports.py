@@ -1,0 +1,40 @@
+"""Which ports the topology takes."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from epd_portable.errors import ConfigError, LaunchError, PortInUseError
+from epd_portable.launch.ports import FIRST_PORT, LAST_PORT, is_free, port_source, require_free
+
+
+def test_ports_follow_from_the_run_and_skip_what_is_taken_or_reserved() -> None:
+    taken = {FIRST_PORT + 6}
+    next_port = port_source(
+        "00000005", reserved=frozenset({FIRST_PORT + 7}), free=lambda port: port not in taken
+    )
+    assert [next_port() for _ in range(3)] == [FIRST_PORT + step for step in (5, 8, 9)]
+
+
+def test_the_search_wraps_around_and_ends() -> None:
+    last = f"{LAST_PORT - FIRST_PORT:08x}"
+    next_port = port_source(last, free=lambda port: port in (LAST_PORT, FIRST_PORT))
+    assert [next_port(), next_port()] == [LAST_PORT, FIRST_PORT]
+    with pytest.raises(LaunchError, match="no free loopback port"):
+        next_port()
+
+
+def test_a_port_in_use_is_named_with_one_that_is_free() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert not is_free(port)
+        with pytest.raises(PortInUseError, match=rf"router\.port {port} on 127\.0\.0\.1 is in use"):
+            require_free(port, "127.0.0.1")
+    require_free(port, "127.0.0.1")
+
+
+def test_an_address_of_another_machine_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"router\.host 192\.0\.2\.1"):
+        require_free(8000, "192.0.2.1")
