@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+
+from epd_portable.router.app import create_app
+from epd_portable.router.settings import RouterSettings
+from tests.integration.router.stand_in import DEADLINE_S, ControlEnd, Serving, StandIn
+
+
+@dataclass
+class Topology:
+    """A router between stand-ins, and a client of it."""
+
+    encoders: list[StandIn]
+    pds: list[StandIn]
+    controls: list[ControlEnd]
+    client: httpx.AsyncClient
+    router: Serving
+
+    @property
+    def pd(self) -> StandIn:
+        return self.pds[0]
+
+    @property
+    def control(self) -> ControlEnd:
+        return self.controls[0]
+
+    async def chat(self, *parts: Any, **fields: Any) -> httpx.Response:
+        body = {"messages": [{"role": "user", "content": list(parts)}], **fields}
+        return await self.client.post("/v1/chat/completions", json=body)
+
+    async def metric(self, line: str) -> float:
+        """Return the value of a metric, named with its labels."""
+        text = (await self.client.get("/metrics")).text
+        found = re.search(rf"^{re.escape(line)} (\S+)$", text, re.MULTILINE)
+        return float(found[1]) if found else 0.0
+
+    async def until_metric(self, line: str, value: float) -> None:
+        """Wait until a metric has reached a value."""
+
+        async def reached() -> None:
+            while await self.metric(line) < value:
+                await asyncio.sleep(0.02)
+
+        await asyncio.wait_for(reached(), DEADLINE_S)
+
+    async def until_health(self, condition: Callable[[dict[str, Any]], bool]) -> httpx.Response:
+        """Wait until the router's view of its instances fulfils a condition."""
+
+        async def fulfilled() -> httpx.Response:
+            while True:
+                response = await self.client.get("/health")
+                if condition(response.json()["instances"]):
+                    return response
+                await asyncio.sleep(0.02)
+
+        return await asyncio.wait_for(fulfilled(), DEADLINE_S)
+
+
+Build = Callable[..., Awaitable[Topology]]
+
+
+@pytest.fixture
+async def build() -> AsyncIterator[Build]:
+    built: list[Topology] = []
+
+    async def make(encoders: int = 1, pds: int = 1, **settings: Any) -> Topology:
+        e = [StandIn(f"encode-{n}", "encode") for n in range(encoders)]
+        pd = [StandIn(f"pd-{n}", "prefill-decode") for n in range(pds)]
+        await asyncio.gather(*(instance.serving.start() for instance in e + pd))
+        controls = [ControlEnd() for _ in pd]
+        addresses = [""] * encoders + [control.address for control in controls]
+        instances = [
+            {"name": i.name, "role": i.role, "url": i.serving.url, "control": address}
+            for i, address in zip(e + pd, addresses, strict=True)
+        ]
+        options = {
+            "port": 0,
+            "model": "demo",
+            "instances": instances,
+            "probe_interval_s": 0.1,
+            "nack_grace_s": 0.3,
+            **settings,
+        }
+        router = Serving(create_app(RouterSettings.model_validate(options)))
+        await router.start()
+        client = httpx.AsyncClient(base_url=router.url, timeout=DEADLINE_S)
+        built.append(Topology(e, pd, controls, client, router))
+        return built[-1]
+
+    yield make
+    for topology in built:
+        await topology.client.aclose()
+        instances = topology.encoders + topology.pds
+        serving = [topology.router, *(instance.serving for instance in instances)]
+        await asyncio.gather(*(server.stop() for server in serving))
+        for control in topology.controls:
+            control.close()

@@ -1,0 +1,212 @@
+"""Stand-ins for what the router talks to, on real sockets.
+
+`StandIn` speaks HTTP like an instance: health, models and generation, whose behaviour a test sets.
+It reproduces no engine: answers are fixed, nothing is encoded or transferred. `ControlEnd` is the
+ZMQ end of a prefill+decode instance: it records what arrives and sends what it is told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvicorn
+import zmq
+import zmq.asyncio
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from epd_portable.wire import codec
+from epd_portable.wire.messages import AnyMessage, Nack, NackCode
+
+DEADLINE_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Received:
+    """One request as it reached an instance."""
+
+    path: str
+    headers: dict[str, str]
+    raw: bytes
+
+    @property
+    def body(self) -> Any:
+        return json.loads(self.raw)
+
+    @property
+    def params(self) -> Any:
+        return self.body.get("ec_transfer_params")
+
+
+Behaviour = Callable[[Received], Awaitable[Response]]
+
+
+async def answer(received: Received) -> Response:
+    return JSONResponse({"object": "chat.completion", "choices": []})
+
+
+def refuse(status: int, message: str = "no") -> Behaviour:
+    async def behave(received: Received) -> Response:
+        error = {"message": message, "type": "BadRequestError", "param": None, "code": status}
+        return JSONResponse({"error": error}, status_code=status)
+
+    return behave
+
+
+def stream(pieces: Callable[[], AsyncIterator[bytes]]) -> Behaviour:
+    async def behave(received: Received) -> Response:
+        return StreamingResponse(pieces(), media_type="text/event-stream")
+
+    return behave
+
+
+class Server(uvicorn.Server):
+    """A server inside the test's own event loop; leaves signals alone."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class Serving:
+    """An ASGI application on a loopback port."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self.port = 0
+        self._server: Server | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def start(self) -> None:
+        listener = socket.socket()
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", self.port))
+        self.port = listener.getsockname()[1]
+        self._server = Server(
+            uvicorn.Config(self._app, log_config=None, timeout_graceful_shutdown=1)
+        )
+        self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
+        while not self._server.started:
+            assert not self._task.done()
+            await asyncio.sleep(0.01)
+
+    def drop_connections(self) -> None:
+        assert self._server is not None
+        for connection in list(self._server.server_state.connections):
+            connection.transport.abort()
+
+    async def stop(self) -> None:
+        if self._server is None or self._task is None:
+            return
+        self._server.should_exit = True
+        self.drop_connections()
+        await self._task
+        self._server = None
+
+
+@dataclass
+class StandIn:
+    """An instance; `behaviour` decides how it answers generation requests."""
+
+    name: str
+    role: str
+    behaviour: Behaviour = answer
+    received: list[Received] = field(default_factory=list)
+    aborted: int = 0
+    serving: Serving = field(init=False)
+
+    def __post_init__(self) -> None:
+        generation = [
+            Route(path, self._generate, methods=["POST"])
+            for path in ("/v1/chat/completions", "/v1/completions")
+        ]
+        routes = [
+            *generation,
+            Route("/health", lambda _: Response()),
+            Route("/v1/models", lambda _: JSONResponse({"data": [{"id": "demo"}]})),
+        ]
+        self._arrived = asyncio.Condition()
+        self.serving = Serving(Starlette(routes=routes))
+
+    async def _generate(self, request: Request) -> Response:
+        received = Received(
+            path=request.url.path, headers=dict(request.headers), raw=await request.body()
+        )
+        async with self._arrived:
+            self.received.append(received)
+            self._arrived.notify_all()
+        work = asyncio.ensure_future(self.behaviour(received))
+        gone = asyncio.ensure_future(_disconnected(request))
+        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            gone.cancel()
+            return work.result()
+        work.cancel()
+        await self.count_abort()
+        return Response()
+
+    async def count_abort(self) -> None:
+        async with self._arrived:
+            self.aborted += 1
+            self._arrived.notify_all()
+
+    async def until(self, condition: Callable[[StandIn], bool]) -> None:
+        """Wait until something that arrived here makes the condition true."""
+        async with self._arrived:
+            await asyncio.wait_for(self._arrived.wait_for(lambda: condition(self)), DEADLINE_S)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+class ControlEnd:
+    """The control channel of a prefill+decode instance."""
+
+    def __init__(self) -> None:
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        port = self._socket.bind_to_random_port("tcp://127.0.0.1")
+        self.address = f"tcp://127.0.0.1:{port}"
+
+    async def receive(self) -> tuple[str, AnyMessage]:
+        """Return the next message and the identity of its sender."""
+        identity, data = await asyncio.wait_for(self._socket.recv_multipart(), DEADLINE_S)
+        return identity.decode(), codec.decode(data)[0]
+
+    async def receive_of(self, transfer_id: str) -> AnyMessage:
+        """Return the next message about a transfer, repetitions of others aside."""
+        while True:
+            _, message = await self.receive()
+            if message.transfer_id == transfer_id:
+                return message
+
+    async def send(self, identity: str, data: bytes) -> None:
+        """Send any bytes to a router."""
+        await self._socket.send_multipart([identity.encode(), data])
+
+    async def refuse(self, params: Any, code: NackCode, detail: str) -> None:
+        """Refuse every transfer of a request."""
+        for transfer in params["transfers"]:
+            nack = Nack(transfer_id=transfer["transfer_id"], code=code, detail=detail)
+            data = codec.encode(nack, session="stand-in")
+            await self.send(params["reply_to"], data)
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)

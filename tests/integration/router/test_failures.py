@@ -1,0 +1,378 @@
+"""The failure ladder, clients that go away, and instances that do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+
+import pytest
+from starlette.responses import JSONResponse, Response
+
+from epd_portable.wire.messages import EncodeFailed, NackCode
+from tests.integration.router.conftest import Build, Topology
+from tests.integration.router.stand_in import (
+    Behaviour,
+    Received,
+    StandIn,
+    answer,
+    refuse,
+    stream,
+)
+from tests.integration.router.test_requests import RED, TEXT
+
+
+async def forever(received: Received) -> Response:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+def until_told_to_encode(t: Topology) -> Behaviour:
+    """A PD instance that answers as soon as the router tells it to encode by itself."""
+
+    async def behave(received: Received) -> Response:
+        transfer_id = received.params["transfers"][0]["transfer_id"]
+        message = await t.control.receive_of(transfer_id)
+        assert isinstance(message, EncodeFailed)
+        return JSONResponse({"reason": message.reason})
+
+    return behave
+
+
+async def test_another_encoder_is_tried_for_the_same_transfer(build: Build) -> None:
+    t = await build(encoders=2)
+    done = asyncio.Event()
+
+    async def encode(received: Received) -> Response:
+        # The first one to be asked fails, whichever it is.
+        if len(t.encoders[0].received) + len(t.encoders[1].received) == 1:
+            return Response(status_code=500)
+        done.set()
+        return JSONResponse({})
+
+    async def generate(received: Received) -> Response:
+        await done.wait()
+        return JSONResponse({})
+
+    for encoder in t.encoders:
+        encoder.behaviour = encode
+    t.pd.behaviour = generate
+
+    assert (await t.chat(RED)).status_code == 200
+    first, second = (encoder.received[0].params for encoder in t.encoders)
+    assert first == second
+    await t.until_metric('epd_router_items_total{fate="other_encoder"}', 1)
+    assert await t.metric('epd_router_ladder_total{rung="other_encoder"}') == 1
+
+
+@pytest.mark.parametrize("status", [500, 503, 400, 429])
+async def test_without_another_encoder_the_pd_instance_is_told_to_encode(
+    build: Build, status: int
+) -> None:
+    t = await build()
+    t.encoders[0].behaviour = refuse(status)
+    t.pd.behaviour = until_told_to_encode(t)
+
+    response = await t.chat(RED)
+
+    assert response.status_code == 200
+    assert f"answered {status}" in response.json()["reason"]
+    assert await t.metric('epd_router_ladder_total{rung="local_encode"}') == 1
+    assert await t.metric('epd_router_items_total{fate="local"}') == 1
+
+
+async def test_a_picture_that_an_encoder_refuses_is_not_tried_elsewhere(build: Build) -> None:
+    t = await build(encoders=2)
+    for encoder in t.encoders:
+        encoder.behaviour = refuse(400)
+    t.pd.behaviour = until_told_to_encode(t)
+    await t.chat(RED)
+    assert sum(len(encoder.received) for encoder in t.encoders) == 1
+
+
+async def test_after_two_failing_encoders_the_pd_instance_is_told_to_encode(build: Build) -> None:
+    t = await build(encoders=3)
+    for encoder in t.encoders:
+        encoder.behaviour = refuse(500)
+    t.pd.behaviour = until_told_to_encode(t)
+    await t.chat(RED)
+    assert sum(len(encoder.received) for encoder in t.encoders) == 2
+
+
+async def test_an_encoder_that_takes_too_long_is_given_up(build: Build) -> None:
+    t = await build(encode_timeout_s=0.2)
+    t.encoders[0].behaviour = forever
+    t.pd.behaviour = until_told_to_encode(t)
+
+    response = await t.chat(RED)
+
+    assert "no answer within" in response.json()["reason"]
+    await t.encoders[0].until(lambda encoder: encoder.aborted == 1)
+
+
+async def test_an_encoder_that_dies_within_a_job_is_noticed_at_once(build: Build) -> None:
+    t = await build()
+    t.encoders[0].behaviour = forever
+    t.pd.behaviour = until_told_to_encode(t)
+
+    chat = asyncio.create_task(t.chat(RED))
+    await t.encoders[0].until(lambda encoder: len(encoder.received) == 1)
+    await t.encoders[0].serving.stop()
+
+    assert (await chat).status_code == 200
+    await t.until_health(lambda instances: not instances["encode-0"]["healthy"])
+
+
+async def test_an_encoder_that_dies_after_its_job_may_not_have_written(build: Build) -> None:
+    t = await build()
+    t.pd.behaviour = until_told_to_encode(t)
+
+    chat = asyncio.create_task(t.chat(RED))
+    await t.until_metric('epd_router_encode_job_seconds_count{instance="encode-0"}', 1)
+    await t.encoders[0].serving.stop()
+
+    assert "went down" in (await chat).json()["reason"]
+
+
+async def test_without_a_healthy_encoder_the_pd_instance_expects_nothing(build: Build) -> None:
+    t = await build()
+    await t.encoders[0].serving.stop()
+    await t.until_health(lambda instances: not instances["encode-0"]["healthy"])
+
+    response = await t.chat(RED, TEXT)
+
+    assert response.status_code == 200
+    assert "ec_transfer_params" not in t.pd.received[0].body
+    assert t.pd.received[0].body["messages"][0]["content"][0]["uuid"]
+    assert await t.metric('epd_router_items_total{fate="no_encoder"}') == 1
+
+
+async def test_an_encoder_that_returns_is_used_again(build: Build) -> None:
+    t = await build()
+    await t.encoders[0].serving.stop()
+    await t.until_health(lambda instances: not instances["encode-0"]["healthy"])
+    await t.encoders[0].serving.start()
+    await t.until_health(lambda instances: bool(instances["encode-0"]["healthy"]))
+
+    await t.chat(RED)
+    assert len(t.encoders[0].received) == 1
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_client_that_goes_away_ends_the_work_on_both_sides(
+    build: Build, streamed: bool
+) -> None:
+    t = await build()
+    t.encoders[0].behaviour = forever
+    t.pd.behaviour = forever
+
+    chat = asyncio.create_task(t.chat(RED, stream=streamed))
+    for instance in (t.encoders[0], t.pd):
+        await instance.until(lambda i: len(i.received) == 1)
+    chat.cancel()
+
+    for instance in (t.encoders[0], t.pd):
+        await instance.until(lambda i: i.aborted == 1)
+    await t.until_metric('epd_router_client_disconnects_total{endpoint="/v1/chat/completions"}', 1)
+    assert await t.metric('epd_router_items_total{fate="cancelled"}') == 1
+
+
+async def test_a_client_that_leaves_a_stream_ends_it_at_the_instance(build: Build) -> None:
+    t = await build()
+
+    async def pieces() -> AsyncIterator[bytes]:
+        try:
+            yield b"data: {}\n\n"
+            await asyncio.Event().wait()
+        finally:
+            await t.pd.count_abort()
+
+    t.pd.behaviour = stream(pieces)
+    body = {"prompt": "x", "stream": True}
+    async with t.client.stream("POST", "/v1/completions", json=body) as response:
+        assert await anext(response.aiter_bytes())
+
+    await t.pd.until(lambda pd: pd.aborted == 1)
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "retry"),
+    [(NackCode.TOO_LARGE, 413, False), (NackCode.UNAVAILABLE, 503, True)],
+)
+@pytest.mark.parametrize("form", ["plain", "streamed"])
+async def test_a_failed_request_is_answered_with_the_reason_from_the_control_channel(
+    build: Build, code: NackCode, status: int, retry: bool, form: str
+) -> None:
+    t = await build()
+
+    async def generate(received: Received) -> Response:
+        asyncio.get_running_loop().call_later(0.1, refuse_soon, received)
+        error = {"error": {"message": "engine error", "code": 500}}
+        if form == "plain":
+            return JSONResponse(error, status_code=500)
+        return Response(f"data: {json.dumps(error)}\n\n", media_type="text/event-stream")
+
+    refusals: list[asyncio.Task[None]] = []
+
+    def refuse_soon(received: Received) -> None:
+        refusal = t.control.refuse(received.params, code, "value, limit and remedy")
+        refusals.append(asyncio.create_task(refusal))
+
+    t.pd.behaviour = generate
+
+    response = await t.chat(RED, stream=form == "streamed")
+
+    assert response.status_code == status
+    assert response.json()["error"]["message"] == "value, limit and remedy"
+    assert ("retry-after" in response.headers) is retry
+
+
+@pytest.mark.parametrize("code", [NackCode.INCOMPATIBLE, NackCode.NO_COMMON_PATH])
+async def test_other_refusals_do_not_hide_the_instances_own_error(
+    build: Build, code: NackCode
+) -> None:
+    t = await build()
+
+    async def generate(received: Received) -> Response:
+        await t.control.refuse(received.params, code, "encodes by itself")
+        return await refuse(500, "engine error")(received)
+
+    t.pd.behaviour = generate
+    response = await t.chat(RED)
+    assert response.status_code == 500
+    assert response.json()["error"]["message"] == "engine error"
+
+
+async def test_a_streamed_request_that_fails_at_once_gets_a_status(build: Build) -> None:
+    t = await build()
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield b'data: {"er'
+        await asyncio.sleep(0)
+        yield b'ror": {"message": "too long", "code": 400}}\n\ndata: [DONE]\n\n'
+
+    t.pd.behaviour = stream(pieces)
+    response = await t.chat(TEXT, stream=True)
+    assert response.status_code == 400
+    assert response.json() == {"error": {"message": "too long", "code": 400}}
+
+
+async def test_a_lost_pd_instance_is_replaced_with_fresh_transfers(build: Build) -> None:
+    t = await build(pds=2)
+
+    def dies(pd: StandIn, other: StandIn) -> Behaviour:
+        async def behave(received: Received) -> Response:
+            if other.received:
+                return await answer(received)
+            asyncio.get_running_loop().call_soon(pd.serving.drop_connections)
+            return await forever(received)
+
+        return behave
+
+    t.pds[0].behaviour = dies(t.pds[0], t.pds[1])
+    t.pds[1].behaviour = dies(t.pds[1], t.pds[0])
+
+    assert (await t.chat(RED)).status_code == 200
+    ids = [pd.received[0].params["transfers"][0]["transfer_id"] for pd in t.pds]
+    assert ids[0] != ids[1]
+    assert await t.metric('epd_router_ladder_total{rung="pd_again"}') == 1
+
+
+async def test_a_broken_connection_to_the_only_pd_instance_is_tried_again(build: Build) -> None:
+    t = await build()
+
+    async def generate(received: Received) -> Response:
+        if len(t.pd.received) == 2:
+            return await answer(received)
+        asyncio.get_running_loop().call_soon(t.pd.serving.drop_connections)
+        return await forever(received)
+
+    t.pd.behaviour = generate
+    assert (await t.chat(TEXT)).status_code == 200
+
+
+async def test_without_a_pd_instance_clients_are_told_to_come_again(build: Build) -> None:
+    t = await build()
+    await t.pd.serving.stop()
+
+    at_once = await t.chat(RED)
+    await t.until_health(lambda instances: not instances["pd-0"]["healthy"])
+    later = await t.chat(RED)
+
+    for response in (at_once, later):
+        assert response.status_code == 503
+        assert int(response.headers["retry-after"]) > 0
+        assert "pd-0" in response.json()["error"]["message"]
+    assert (await t.client.get("/health")).status_code == 503
+    assert (await t.client.get("/v1/models")).status_code == 503
+
+
+async def test_a_request_is_not_sent_to_every_pd_instance_in_turn(build: Build) -> None:
+    t = await build(pds=3)
+
+    def dying(pd: StandIn) -> Behaviour:
+        async def behave(received: Received) -> Response:
+            asyncio.get_running_loop().call_soon(pd.serving.drop_connections)
+            return await forever(received)
+
+        return behave
+
+    for pd in t.pds:
+        pd.behaviour = dying(pd)
+    response = await t.chat(TEXT)
+    assert response.status_code == 503
+    assert sum(len(pd.received) for pd in t.pds) == 2
+
+
+async def test_a_pd_instance_lost_within_a_stream_ends_it_with_an_error(build: Build) -> None:
+    t = await build()
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield b'data: {"n": 1}\n\n'
+        t.pd.serving.drop_connections()
+        await asyncio.Event().wait()
+
+    t.pd.behaviour = stream(pieces)
+    response = await t.chat(TEXT, stream=True)
+
+    assert response.status_code == 200
+    first, last, rest = response.text.split("\n\n")
+    assert first == 'data: {"n": 1}'
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "instance_lost"
+    assert rest == ""
+
+
+async def test_a_silent_pd_instance_does_not_hang_the_client(build: Build) -> None:
+    t = await build(idle_timeout_s=0.2)
+    t.pd.behaviour = forever
+    response = await t.chat(RED)
+    assert response.status_code == 504
+    await t.pd.until(lambda pd: pd.aborted == 1)
+
+
+async def test_a_late_encode_job_is_ended_after_the_answer(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("epd_portable.router.pipeline.JOB_GRACE_S", 0.1)
+    t = await build()
+    t.encoders[0].behaviour = forever
+
+    async def generate(received: Received) -> Response:
+        await t.encoders[0].until(lambda encoder: len(encoder.received) == 1)
+        return await answer(received)
+
+    t.pd.behaviour = generate
+    assert (await t.chat(RED)).status_code == 200
+    await t.encoders[0].until(lambda encoder: encoder.aborted == 1)
+
+
+async def test_noise_on_the_control_channel_is_survived(build: Build) -> None:
+    t = await build()
+
+    async def generate(received: Received) -> Response:
+        await t.control.send(received.params["reply_to"], b"noise")
+        await t.control.refuse(received.params, NackCode.TOO_LARGE, "far too large")
+        return Response(status_code=500)
+
+    t.pd.behaviour = generate
+    assert (await t.chat(RED)).status_code == 413

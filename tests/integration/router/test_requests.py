@@ -1,0 +1,285 @@
+"""What reaches the instances, and what reaches the client."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from starlette.responses import JSONResponse, Response
+
+from epd_portable.wire.params import encode_params, prefill_params
+from tests.integration.router.conftest import Build
+from tests.integration.router.stand_in import DEADLINE_S, Received, refuse, stream
+
+
+def image(content: bytes) -> dict[str, Any]:
+    url = "data:image/png;base64," + base64.b64encode(content).decode()
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+RED, BLUE = image(b"red"), image(b"blue")
+TEXT = {"type": "text", "text": "What is this?"}
+
+
+async def test_text_reaches_the_pd_instance_unchanged_and_no_encoder(build: Build) -> None:
+    t = await build()
+    body = b'{ "messages": [{"role":"user","content":"caf\\u00e9"}] }'
+
+    response = await t.client.post("/v1/chat/completions", content=body)
+
+    assert response.status_code == 200
+    assert [r.raw for r in t.pd.received] == [body]
+    assert t.encoders[0].received == []
+
+
+async def test_text_completions_reach_the_pd_instance_unchanged(build: Build) -> None:
+    t = await build()
+    body = b'{"prompt":  "once"}'
+    response = await t.client.post("/v1/completions", content=body)
+    assert response.status_code == 200
+    assert [(r.path, r.raw) for r in t.pd.received] == [("/v1/completions", body)]
+
+
+async def test_encode_jobs_and_pd_request_run_at_the_same_time(build: Build) -> None:
+    t = await build()
+
+    async def encode(received: Received) -> Response:
+        await t.pd.until(lambda pd: len(pd.received) == 1)
+        return JSONResponse({})
+
+    async def generate(received: Received) -> Response:
+        await t.encoders[0].until(lambda encoder: len(encoder.received) == 2)
+        return JSONResponse({"answer": 42})
+
+    t.encoders[0].behaviour = encode
+    t.pd.behaviour = generate
+
+    response = await t.chat(RED, TEXT, BLUE, max_tokens=7)
+
+    assert response.json() == {"answer": 42}
+    jobs = [encode_params(r.params).transfers[0] for r in t.encoders[0].received]
+    expected = prefill_params(t.pd.received[0].params)
+    assert {j.transfer_id for j in jobs} == {e.transfer_id for e in expected.transfers}
+    assert {j.consumer for j in jobs} == {t.control.address}
+    parts = t.pd.received[0].body["messages"][0]["content"]
+    assert [parts[0]["uuid"], parts[2]["uuid"]] == [e.mm_hash for e in expected.transfers]
+    assert {e.encoder for e in expected.transfers} == {"encode-0"}
+    assert t.pd.received[0].body["max_tokens"] == 7
+    assert "What is this" not in str([r.raw for r in t.encoders[0].received])
+
+
+async def test_the_same_image_twice_is_encoded_once(build: Build) -> None:
+    t = await build()
+    await t.chat(RED, TEXT, RED)
+
+    assert len(t.encoders[0].received) == 1
+    assert len(t.pd.received[0].params["transfers"]) == 1
+    parts = t.pd.received[0].body["messages"][0]["content"]
+    assert parts[0]["uuid"] == parts[2]["uuid"]
+
+
+async def test_every_request_has_transfers_of_its_own(build: Build) -> None:
+    t = await build()
+    await asyncio.gather(t.chat(RED), t.chat(RED))
+    ids = {r.params["transfers"][0]["transfer_id"] for r in t.pd.received}
+    assert len(ids) == 2
+
+
+async def test_images_of_one_request_are_spread_over_encoders(build: Build) -> None:
+    t = await build(encoders=2)
+    await t.chat(*(image(b"%d" % n) for n in range(8)))
+    counts = sorted(len(encoder.received) for encoder in t.encoders)
+    assert sum(counts) == 8
+    assert counts[0] >= 2
+
+
+async def test_streams_pass_piece_by_piece(build: Build) -> None:
+    t = await build()
+    go_on = asyncio.Event()
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield b'data: {"n": 1}\n\n'
+        await go_on.wait()
+        yield b'data: {"n": 2}\n\n'
+        yield b"data: [DONE]\n\n"
+
+    t.pd.behaviour = stream(pieces)
+    body = {"messages": [{"role": "user", "content": [RED]}], "stream": True}
+    async with t.client.stream("POST", "/v1/chat/completions", json=body) as response:
+        received = response.aiter_bytes()
+        assert await anext(received) == b'data: {"n": 1}\n\n'
+        go_on.set()
+        rest = b"".join([piece async for piece in received])
+
+    assert rest == b'data: {"n": 2}\n\ndata: [DONE]\n\n'
+    assert response.headers["content-type"].startswith("text/event-stream")
+
+
+async def test_forged_headers_and_fields_stay_at_the_router(build: Build) -> None:
+    t = await build()
+    body = {
+        "messages": [{"role": "user", "content": [{**RED, "uuid": "forged"}]}],
+        "ec_transfer_params": {"transfers": [{"transfer_id": "forged"}]},
+        "kv_transfer_params": {"remote_host": "forged"},
+    }
+    headers = {
+        "x-encoder-hosts-ports": "forged:1",
+        "x-prefiller-host-port": "forged:2",
+        "x-data-parallel-rank": "7",
+        "cookie": "forged",
+        "authorization": "Bearer key",
+        "x-request-id": "mine-1",
+    }
+
+    response = await t.client.post("/v1/chat/completions", json=body, headers=headers)
+
+    for received in t.pd.received + t.encoders[0].received:
+        assert b"forged" not in received.raw
+        assert "forged" not in str(received.headers)
+        assert "x-data-parallel-rank" not in received.headers
+        assert received.headers["authorization"] == "Bearer key"
+    assert t.pd.received[0].headers["x-request-id"] == "mine-1"
+    assert t.encoders[0].received[0].headers["x-request-id"] == "mine-1-item0"
+    assert response.headers["x-request-id"] == "mine-1"
+
+
+async def test_a_request_id_that_could_harm_is_replaced(build: Build) -> None:
+    t = await build()
+    headers = {"x-request-id": "a b;" + "c" * 500}
+    response = await t.client.post("/v1/completions", json={"prompt": "x"}, headers=headers)
+    assert len(response.headers["x-request-id"]) == 32
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "code", "words"),
+    [
+        (b"not json", 400, "invalid_json", "not json"),
+        (b"[1]", 400, "invalid_body", "array"),
+        (b"{}", 400, "missing_field", "messages"),
+        (b'{"messages": [], "max_token": 1}', 400, "unknown_field", "max_tokens"),
+        (b'{"messages": [], "model": "gpt-5"}', 404, "model_not_found", "gpt-5"),
+        (
+            b'{"messages":[{"role":"user","content":[{"type":"image_url","image_url":"http://x"}]}]}',
+            400,
+            "unsupported_url",
+            "data URL",
+        ),
+        (
+            b'{"messages":[{"role":"user","content":'
+            b'[{"type":"image_url","image_url":"data:image/png;base64,###"}]}]}',
+            400,
+            "invalid_data_url",
+            "base64",
+        ),
+    ],
+)
+async def test_bad_input_is_answered_in_openais_form(
+    build: Build, body: bytes, status: int, code: str, words: str
+) -> None:
+    t = await build()
+
+    response = await t.client.post("/v1/chat/completions", content=body)
+
+    assert response.status_code == status
+    error = response.json()["error"]
+    assert error["code"] == code
+    assert words in error["message"]
+    assert t.pd.received == t.encoders[0].received == []
+
+
+@pytest.mark.parametrize("announced", [True, False], ids=["content-length", "chunked"])
+async def test_a_body_of_100_mb_is_refused_with_the_limit(build: Build, announced: bool) -> None:
+    t = await build(max_body_bytes=1 << 20)
+    piece = b"x" * (1 << 20)
+
+    async def body() -> AsyncIterator[bytes]:
+        for _ in range(100):
+            yield piece
+
+    headers = {"content-length": str(100 << 20)} if announced else {}
+    response = await t.client.post("/v1/chat/completions", content=body(), headers=headers)
+
+    assert response.status_code == 413
+    assert "at most 1048576 bytes" in response.json()["error"]["message"]
+    assert "max_body_bytes" in response.json()["error"]["message"]
+    assert t.pd.received == []
+    assert (await t.client.get("/health")).status_code == 200
+
+
+async def test_a_client_that_asks_first_is_refused_before_it_sends(build: Build) -> None:
+    t = await build(max_body_bytes=1000)
+    reader, writer = await asyncio.open_connection("127.0.0.1", t.router.port)
+    writer.write(
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 104857600\r\n"
+        b"expect: 100-continue\r\n\r\n"
+    )
+    assert b"413" in await asyncio.wait_for(reader.readline(), DEADLINE_S)
+    await asyncio.wait_for(reader.read(), DEADLINE_S)
+    writer.close()
+
+
+async def test_the_instances_own_refusal_is_passed_on(build: Build) -> None:
+    t = await build()
+    t.pd.behaviour = refuse(400, "bad picture")
+    t.encoders[0].behaviour = refuse(400, "bad picture")
+    response = await t.chat(RED)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"] == "bad picture"
+
+
+async def test_unknown_paths_and_methods_are_answered_in_json(build: Build) -> None:
+    t = await build()
+    unknown = await t.client.get("/v1/embeddings")
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "unknown_path")
+    assert "/v1/chat/completions" in unknown.json()["error"]["message"]
+    wrong = await t.client.get("/v1/chat/completions")
+    assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "method_not_allowed")
+
+
+async def test_models_health_and_metrics_are_served(build: Build) -> None:
+    t = await build()
+    await t.chat(RED)
+
+    assert (await t.client.get("/v1/models")).json()["data"][0]["id"] == "demo"
+    health = await t.client.get("/health")
+    assert health.status_code == 200
+    assert health.json()["instances"]["encode-0"]["healthy"] is True
+    await t.until_metric('epd_router_items_total{fate="encoded"}', 1)
+    requests = 'epd_router_requests_total{endpoint="/v1/chat/completions",status="200"}'
+    assert await t.metric(requests) == 1
+    assert await t.metric('epd_router_instance_up{instance="pd-0",role="prefill-decode"}') == 1
+    assert await t.metric('epd_router_encode_job_seconds_count{instance="encode-0"}') == 1
+
+
+async def test_how_items_were_had_is_counted_and_shown_to_the_client(build: Build) -> None:
+    t = await build()
+    item = {"mm_hash": "h", "source": "transfer", "path": "shm", "encoder": "encode-0"}
+    outcome = {"ec_transfer_params": {"instance": "pd-0", "items": [item]}}
+
+    async def generate(received: Received) -> Response:
+        return JSONResponse(outcome)
+
+    t.pd.behaviour = generate
+    assert (await t.chat(RED)).json() == outcome
+    assert await t.metric('epd_router_item_sources_total{path="shm",source="transfer"}') == 1
+
+
+async def test_a_large_image_arrives_unchanged(build: Build) -> None:
+    t = await build()
+    large = image(bytes(range(256)) * 8192)
+    await t.chat(large, TEXT)
+    for received in (t.pd.received[0], t.encoders[0].received[0]):
+        assert received.body["messages"][0]["content"][0]["image_url"] == large["image_url"]
+
+
+async def test_many_requests_at_once_are_all_answered(build: Build) -> None:
+    t = await build(encoders=2, pds=2)
+    chats = [t.chat(image(b"%d" % (n % 5)), TEXT) for n in range(32)]
+    answers: list[httpx.Response] = await asyncio.gather(*chats)
+    assert {a.status_code for a in answers} == {200}
+    assert sorted(len(pd.received) for pd in t.pds)[0] > 4
+    await t.until_health(lambda instances: not any(i["in_flight"] for i in instances.values()))

@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import base64
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from epd_portable.errors import RequestError
+from epd_portable.router.media import (
+    Conversation,
+    content_key,
+    read_conversation,
+    split_data_url,
+)
+
+RED = "data:image/png;base64," + base64.b64encode(b"red picture!").decode()
+BLUE = "data:image/png;base64," + base64.b64encode(b"blue picture").decode()
+
+
+def image(url: Any, **more: Any) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}, **more}
+
+
+def read(*parts: Any, max_items: int = 8, salt: bytes = b"") -> Conversation:
+    raw = json.dumps([{"role": "user", "content": list(parts)}]).encode()
+    return read_conversation(msgspec.Raw(raw), max_items=max_items, salt=salt)
+
+
+def parts_of(conversation: Conversation) -> list[dict[str, Any]]:
+    parts: list[dict[str, Any]] = json.loads(bytes(conversation.messages[0]))["content"]
+    return parts
+
+
+def test_every_image_gets_a_uuid_that_depends_on_its_content() -> None:
+    conversation = read(image(RED), {"type": "text", "text": "and"}, image(BLUE))
+
+    red, text, blue = parts_of(conversation)
+    assert [red["uuid"], blue["uuid"]] == [item.mm_hash for item in conversation.items]
+    assert red["uuid"] != blue["uuid"]
+    assert red["image_url"] == {"url": RED}
+    assert text == {"type": "text", "text": "and"}
+
+
+def test_the_same_image_twice_is_one_item_with_one_key() -> None:
+    conversation = read(image(RED), image(BLUE), image(RED, detail="low"))
+
+    assert len(conversation.items) == 2
+    first, _, third = parts_of(conversation)
+    assert first["uuid"] == third["uuid"]
+
+
+def test_a_string_instead_of_an_object_is_the_same_image() -> None:
+    as_text = read({"type": "image_url", "image_url": RED})
+    assert as_text.items[0].mm_hash == read(image(RED)).items[0].mm_hash
+
+
+def test_escaped_slashes_do_not_change_the_key() -> None:
+    raw = json.dumps([{"role": "user", "content": [image(RED)]}]).replace("/", "\\/")
+    conversation = read_conversation(msgspec.Raw(raw.encode()), max_items=1)
+    assert conversation.items[0].mm_hash == read(image(RED)).items[0].mm_hash
+
+
+def test_a_clients_own_uuid_is_replaced_on_images_and_removed_elsewhere() -> None:
+    conversation = read(
+        image(RED, uuid="forged"),
+        {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AA=="}, "uuid": "forged"},
+    )
+
+    assert "forged" not in json.dumps(parts_of(conversation))
+    assert "uuid" not in parts_of(conversation)[1]
+
+
+def test_video_and_audio_pass_without_becoming_items() -> None:
+    video = {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AA=="}}
+    audio = {"type": "input_audio", "input_audio": {"data": "AA==", "format": "wav"}}
+
+    conversation = read(video, audio)
+
+    assert conversation.items == ()
+    assert not conversation.changed
+    assert parts_of(conversation) == [video, audio]
+
+
+def test_messages_without_images_keep_the_clients_bytes() -> None:
+    plain = b'{"role":"system",   "content":"caf\\u00e9"}'
+    shown = json.dumps({"role": "user", "content": [image(RED)]}).encode()
+
+    conversation = read_conversation(msgspec.Raw(b"[%s,%s]" % (plain, shown)), max_items=1)
+
+    assert bytes(conversation.messages[0]) == plain
+    assert conversation.changed
+
+
+def test_what_else_the_encoder_depends_on_changes_the_key() -> None:
+    assert read(image(RED), salt=b"a").items != read(image(RED), salt=b"b").items
+
+
+@given(st.lists(st.tuples(st.binary(max_size=6), st.binary(max_size=6)), min_size=2, unique=True))
+def test_keys_differ_wherever_the_fields_are_cut(pairs: list[tuple[bytes, bytes]]) -> None:
+    keys = {content_key("image/png", data, salt) for salt, data in pairs}
+    assert len(keys) == len(pairs)
+
+
+def test_a_key_has_64_hexadecimal_digits() -> None:
+    key = content_key("image/png", b"AAAA")
+    assert len(key) == 64 and set(key) <= set("0123456789abcdef")
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("http://example.com/a.png", ["only data URLs", "http://example.com/a.png", "inline"]),
+        ("file:///etc/passwd", ["only data URLs"]),
+        ("", ["only data URLs"]),
+        ("data:image/png;base64", ["no ','"]),
+        ("data:image/png;" + "x" * 5000, ["no ','"]),
+        ("data:image/png,AAAA", ["not base64", ";base64"]),
+        ("data:image/png;base64;x=1,AAAA", ["not base64"]),
+        ("data:text/plain;base64,AAAA", ["'text/plain' is no image"]),
+        ("data:;base64,AAAA", ["'' is no image"]),
+        ("data:image/;base64,AAAA", ["'image/' is no image"]),
+        ("data:image/png;base64,", ["no data"]),
+        ("data:image/png;base64,AA-A", ["character '-' at position 2"]),
+        ("data:image/png;base64,AAAA\nAAAA", ["position 4", "line breaks"]),
+        ("data:image/png;base64,A=AA", ["character '=' at position 1"]),
+        ("data:image/png;base64,A===", ["character '='"]),
+        ("data:image/png;base64,AAAAA", ["5 characters", "multiple of 4"]),
+        ("data:image/png;base64,äAAA", ["not allowed in base64"]),
+    ],
+)
+def test_a_bad_url_is_refused_with_place_value_and_remedy(url: str, words: list[str]) -> None:
+    with pytest.raises(RequestError) as caught:
+        read({"type": "text", "text": "x"}, image(url))
+
+    assert caught.value.status == 400
+    for word in ["messages[0].content[1].image_url", *words]:
+        assert word in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    "url", ["data:image/png;base64,AA==", "DATA:image/PNG;name=a;base64,AAA=", RED]
+)
+def test_good_data_urls_pass(url: str) -> None:
+    media_type, data = split_data_url(url.encode(), "here")
+    assert media_type == "image/png"
+    assert base64.b64decode(data, validate=True)
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ({"type": "image_embeds", "image_embeds": {}}, "image_embeds is not accepted"),
+        ({"type": "prompt_embeds", "data": ""}, "prompt_embeds is not accepted"),
+        ({"type": None, "image_url": RED}, "content[0].type"),
+        ({"type": "text", "text": "x", "uuid": "u", "image_url": RED}, "type must be 'image_url'"),
+        ({"video_embeds": {}}, "video_embeds is not accepted"),
+        ({"type": "image_url"}, "image_url is missing"),
+        ({"type": "image_url", "image_url": {}}, "image_url.url is missing"),
+        ({"type": "image_url", "image_url": None, "uuid": "known"}, "got `null`"),
+        ({"type": "image_url", "image_url": {"url": 7}}, "got `int`"),
+        ({"type": 7}, "content[0].type"),
+    ],
+)
+def test_a_bad_part_is_refused(part: dict[str, Any], words: str) -> None:
+    with pytest.raises(RequestError, match="messages") as caught:
+        read(part)
+    assert caught.value.status == 400
+    assert words in str(caught.value)
+
+
+def test_an_image_without_a_type_is_found_all_the_same() -> None:
+    assert len(read({"image_url": RED}).items) == 1
+
+
+def test_too_many_images_are_refused_with_the_limit() -> None:
+    with pytest.raises(RequestError, match=r"3 images .* at most 2"):
+        read(image(RED), image(RED), image(BLUE), max_items=2)
+
+
+@pytest.mark.parametrize("raw", [b"7", b"{}", b'["x"]', b"null"])
+def test_messages_of_another_form_are_refused(raw: bytes) -> None:
+    with pytest.raises(RequestError, match="messages"):
+        read_conversation(msgspec.Raw(raw), max_items=1)
