@@ -20,6 +20,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from epd_portable.connector.events import Event, Failed, Landed, Released
+from epd_portable.connector.quarantine import Quarantine
 from epd_portable.connector.registry import PathChooser
 from epd_portable.connector.transport import LeaseFence
 from epd_portable.errors import NoCommonPathError
@@ -44,58 +46,6 @@ LEASE_MARGIN_S = 1.0
 """The producer's lease begins when the grant arrives; ours ends this much later."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Landed:
-    """An item is in its slot.
-
-    Attributes:
-        mm_hash: The item.
-        transfer_id: The transfer that brought it.
-        tensor: Its shape and dtype.
-        producer: Who wrote it.
-        path: How.
-        transfer_s: From the grant to *written*.
-    """
-
-    mm_hash: str
-    transfer_id: str
-    tensor: TensorSpec
-    producer: PeerDescriptor
-    path: str
-    transfer_s: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Failed:
-    """A transfer ended without its item.
-
-    Attributes:
-        mm_hash: The item.
-        transfer_id: The transfer.
-        reason: For the log.
-        code: For the router.
-        slot: Was granted and is quarantined; comes back by `Released`.
-        last: No other transfer of the item is under way.
-    """
-
-    mm_hash: str
-    transfer_id: str
-    reason: str
-    code: NackCode
-    slot: SlotDescriptor | None
-    last: bool
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Released:
-    """A quarantined slot may be given to somebody else."""
-
-    slot: SlotDescriptor
-
-
-Event = Landed | Failed | Released
-
-
 class _State(enum.Enum):
     EXPECTED = enum.auto()
     ANNOUNCED = enum.auto()
@@ -115,13 +65,6 @@ class _Transfer:
     grant: Grant | None = None
     granted_s: float = 0.0
     lease_end_s: float = 0.0
-
-
-@dataclass(slots=True)
-class _Quarantine:
-    slot: SlotDescriptor
-    producer: PeerDescriptor
-    next_ask_s: float = 0.0
 
 
 class ConsumerSession:
@@ -153,7 +96,6 @@ class ConsumerSession:
         self._choose = choose
         self._fingerprint = fingerprint
         self._slot_for = slot_for
-        self._is_gone = is_gone
         self._fence = fence
         self._fenced_paths = fenced_paths
         self._wait_timeout_s = wait_timeout_s
@@ -162,7 +104,7 @@ class ConsumerSession:
         self._by_item: dict[str, list[_Transfer]] = {}
         self._early: OrderedDict[str, tuple[bytes, Announce, float]] = OrderedDict()
         self._ended: OrderedDict[str, None] = OrderedDict()
-        self._quarantine: dict[tuple[str, bytes], _Quarantine] = {}
+        self._quarantine = Quarantine(is_gone, ask_every_s=lease_s)
         self._messages: list[tuple[bytes, AnyMessage]] = []
         self._events: list[Event] = []
 
@@ -178,7 +120,7 @@ class ConsumerSession:
             self.receive(early[0], early[1], now)
 
     def decline(self, transfer_id: str) -> None:
-        """A request has this item from elsewhere: its announcement will be answered *not needed*."""
+        """A request has this item from elsewhere: its announcement gets *not needed*."""
         early = self._early.pop(transfer_id, None)
         if early is not None:
             self._messages.append((early[0], NotNeeded(transfer_id=transfer_id)))
@@ -217,14 +159,14 @@ class ConsumerSession:
             self._written(sender, message, transfer, now)
         elif isinstance(message, Nack):
             if message.code is NackCode.RELEASED:
-                self._release(message.transfer_id, sender)
+                self._quarantine.release(message.transfer_id, sender)
         elif isinstance(message, EncodeFailed):
             if transfer is not None:
                 self._fail(transfer, NackCode.UNAVAILABLE, message.reason)
         elif isinstance(message, Abort):
             if transfer is not None and transfer.sender == sender:
                 self._fail(transfer, NackCode.UNAVAILABLE, message.reason)
-            self._release(message.transfer_id, sender)
+            self._quarantine.release(message.transfer_id, sender)
 
     def poll(self, now: float) -> tuple[list[tuple[bytes, AnyMessage]], list[Event]]:
         """Return messages to send, as ``(identity, message)``, and what happened since."""
@@ -237,10 +179,11 @@ class ConsumerSession:
                 self._fail(transfer, NackCode.UNAVAILABLE, reason)
             elif transfer.state is _State.ANNOUNCED:
                 self._try_grant(transfer, now)
-        self._look_at_quarantine(now)
+        self._messages += self._quarantine.poll(now)
         while self._early and next(iter(self._early.values()))[2] <= now:
             transfer_id, (sender, _, _) = self._early.popitem(last=False)
             self._messages.append((sender, NotNeeded(transfer_id=transfer_id)))
+        self._events += (Released(slot=slot) for slot in self._quarantine.take_released())
         messages, self._messages = self._messages, []
         events, self._events = self._events, []
         return messages, events
@@ -386,28 +329,12 @@ class ConsumerSession:
         grant, transfer.grant = transfer.grant, None
         transfer.state = _State.EXPECTED
         self._fence.forbid(grant.slot)
-        key = (transfer.transfer_id, transfer.sender)
-        self._quarantine[key] = _Quarantine(grant.slot, transfer.producer)
+        self._quarantine.add(transfer.transfer_id, transfer.sender, grant.slot, transfer.producer)
         if grant.path in self._fenced_paths:
-            self._messages.append(
-                (transfer.sender, Abort(transfer_id=transfer.transfer_id, reason=reason))
-            )
-            self._release(*key)
+            message = Abort(transfer_id=transfer.transfer_id, reason=reason)
+            self._messages.append((transfer.sender, message))
+            self._quarantine.release(transfer.transfer_id, transfer.sender)
         return grant.slot
-
-    def _release(self, transfer_id: str, sender: bytes) -> None:
-        quarantined = self._quarantine.pop((transfer_id, sender), None)
-        if quarantined is not None:
-            self._events.append(Released(slot=quarantined.slot))
-
-    def _look_at_quarantine(self, now: float) -> None:
-        for (transfer_id, sender), item in list(self._quarantine.items()):
-            if self._is_gone(item.producer):
-                self._release(transfer_id, sender)
-            elif now >= item.next_ask_s:
-                item.next_ask_s = now + self._lease_s
-                message = Abort(transfer_id=transfer_id, reason="the slot was taken back")
-                self._messages.append((sender, message))
 
     def _end(self, transfer: _Transfer) -> None:
         del self._transfers[transfer.transfer_id]

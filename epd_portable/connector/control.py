@@ -77,7 +77,7 @@ class ControlServer:
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             raise TransportError(
-                f"control channel cannot listen on {address}: {error}; is another instance using it?"
+                f"control channel cannot listen on {address}: {error}; free the port or take another"
             ) from error
 
     @property
@@ -88,7 +88,7 @@ class ControlServer:
     def receive(self) -> list[tuple[bytes, AnyMessage]]:
         """Return what has arrived, as ``(identity, message)``; what is no message is logged."""
         received = []
-        while self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        while self._socket.poll(0):
             identity, *frames = self._socket.recv_multipart()
             try:
                 message, _ = codec.decode(b"".join(frames))
@@ -151,8 +151,8 @@ class ControlClients:
     def receive(self, timeout_s: float) -> list[tuple[str, AnyMessage]]:
         """Wait for messages or `wake` and return what arrived, as ``(address, message)``."""
         received = []
-        for ready, _ in self._poller.poll(timeout_s * 1000):
-            while ready.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        for ready, _ in self._poller.poll(int(timeout_s * 1000)):
+            while ready.poll(0):
                 data = ready.recv()
                 if ready is self._wake_in:
                     continue

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from epd_portable.connector.transport import Clock, Receiver, Transport, TransportCapabilities
 from epd_portable.errors import ConfigError, NoCommonPathError
@@ -17,7 +18,7 @@ from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor
 AUTO = "auto"
 
 PathChooser = Callable[[PeerDescriptor], PathEndpoint]
-"""Returns the path for a producer, with the consumer's address on it; raises `NoCommonPathError`."""
+"""Returns the path for a producer and the consumer's address on it, or `NoCommonPathError`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,14 +104,19 @@ def entry(name: str) -> PathEntry:
 
 def load_transport(name: str, clock: Clock) -> Transport:
     """Make the encode side of a path."""
-    transport: Transport = _load(entry(name).transport)(clock)
-    return transport
+    make: Callable[[Clock], Transport] = _load(entry(name).transport)
+    return make(clock)
 
 
 def load_receiver(name: str) -> Callable[..., Receiver] | None:
     """Return the class of the consumer's end of a path, or ``None`` if none is needed."""
     receiver = entry(name).receiver
     return _load(receiver) if receiver else None
+
+
+def fenced_paths() -> frozenset[str]:
+    """Return the paths whose late writes cannot touch a slot."""
+    return frozenset(path.name for path in PATHS if path.capabilities.fenced)
 
 
 def allowed(asked: str) -> tuple[str, ...]:
@@ -155,7 +161,6 @@ def describe(platform: str) -> list[tuple[str, bool, str]]:
     return [(path.name, True, f"{path.summary} ({platform})") for path in PATHS]
 
 
-def _load(target: str) -> Callable[..., object]:
+def _load(target: str) -> Any:
     module, _, name = target.partition(":")
-    loaded: Callable[..., object] = getattr(importlib.import_module(module), name)
-    return loaded
+    return getattr(importlib.import_module(module), name)

@@ -5,25 +5,21 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from epd_portable.connector import registry
-from epd_portable.connector.consumer import ConsumerSession, Failed, Landed
-from epd_portable.connector.control import (
-    ControlServer,
-    host_identity,
-    new_session,
-    process_is_gone,
-)
-from epd_portable.connector.pool import ReceivePool, SharedMemory
-from epd_portable.connector.transport import LeaseFence, Receiver as PathReceiver
+from epd_portable.connector.consumer import ConsumerSession
+from epd_portable.connector.endpoint import ConsumerEndpoint
+from epd_portable.connector.events import Failed, Landed
+from epd_portable.connector.pool import ReceivePool
+from epd_portable.connector.transport import LeaseFence
 from epd_portable.log import trace
 from epd_portable.runners.placer import Placement
+from epd_portable.runners.prompt import PromptItem, RequestRecord, match_transfers
 from epd_portable.scheduling.encoder_cache import EncoderCacheManager, MultiModalRequest
-from epd_portable.scheduling.preallocator import Claim, SyncEncoderCachePreallocator
-from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor, SlotDescriptor, TensorSpec
+from epd_portable.scheduling.preallocator import SyncEncoderCachePreallocator
+from epd_portable.wire.descriptors import SlotDescriptor
 from epd_portable.wire.messages import Nack, NackCode
 from epd_portable.wire.params import ExpectedTransfer, ItemOutcome, PrefillOutcome, PrefillParams
 
@@ -31,37 +27,6 @@ if TYPE_CHECKING:
     from epd_portable.config.instance import InstanceConfig
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PromptItem:
-    """One place of an item in a prompt.
-
-    Attributes:
-        input_id: Index in the request's ``mm_features``.
-        mm_hash: The engine's identifier.
-        begin: First prompt token of the item.
-        end: One past its last.
-        num_embeds: Embeddings that the encoder puts out for it.
-        tensor: Shape and dtype of that output.
-    """
-
-    input_id: int
-    mm_hash: str
-    begin: int
-    end: int
-    num_embeds: int
-    tensor: TensorSpec
-
-
-@dataclass(slots=True)
-class _Request:
-    items: Sequence[PromptItem]
-    reply_to: bytes
-    arrived_s: float
-    awaited: set[str] = field(default_factory=set)
-    outcomes: dict[str, ItemOutcome] = field(default_factory=dict)
-    failed: bool = False
 
 
 class Receiver:
@@ -93,7 +58,7 @@ class Receiver:
         self._cache = cache
         self._copies = copies
         self._clock = clock
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, RequestRecord] = {}
         self._unavailable: set[str] = set()
         self._placements: list[Placement] = []
         self._retiring: deque[list[SlotDescriptor]] = deque()
@@ -101,27 +66,17 @@ class Receiver:
         self._preallocator: SyncEncoderCachePreallocator[SlotDescriptor] = (
             SyncEncoderCachePreallocator(cache, self._pool)
         )
-        self._memory = SharedMemory.create(config.pool, self._pool.capacity_bytes)
-        self._fence = LeaseFence()
-        session = new_session()
-        self._control = ControlServer(config.control_address, session)
-        self._receivers: list[PathReceiver] = []
-        self._peer = PeerDescriptor(
-            instance=config.instance,
-            session=session,
-            host=host_identity(),
-            device=f"{config.platform}:{config.device_index}",
-            fingerprint=fingerprint,
-            paths=tuple(self._open_paths()),
+        fence = LeaseFence()
+        self._endpoint = ConsumerEndpoint(
+            config, fingerprint=fingerprint, pool_bytes=self._pool.capacity_bytes, fence=fence
         )
-        fenced = (path.name for path in registry.PATHS if path.capabilities.fenced)
         self._session = ConsumerSession(
-            choose=self._choose,
+            choose=self._endpoint.choose,
             fingerprint=fingerprint,
             slot_for=self._slot_for,
-            is_gone=self._is_gone,
-            fence=self._fence,
-            fenced_paths=frozenset(fenced),
+            is_gone=self._endpoint.is_gone,
+            fence=fence,
+            fenced_paths=registry.fenced_paths(),
             wait_timeout_s=config.wait_timeout_s,
             lease_s=config.lease_s,
         )
@@ -138,15 +93,13 @@ class Receiver:
         the rest is encoded here, unless another request already awaits the same item.
         """
         now = self._clock()
-        transfers = _match(items, params)
-        record = _Request(items, params.reply_to.encode() if params else b"", now)
+        transfers = match_transfers(items, params)
+        record = RequestRecord(items, params.reply_to.encode() if params else b"", now)
         self._requests[request.request_id] = record
         for item in items:
             transfer = transfers.get(item.mm_hash)
             if self._cache.check_and_update_cache(request, item.input_id):
-                self._note(
-                    record, item.mm_hash, ItemOutcome(mm_hash=item.mm_hash, source="encoder_cache")
-                )
+                record.note(ItemOutcome(mm_hash=item.mm_hash, source="encoder_cache"))
                 if transfer is not None:
                     self._session.decline(transfer.transfer_id)
                 continue
@@ -197,7 +150,7 @@ class Receiver:
         """The scheduler has decided to encode an item on this instance."""
         record = self._requests.get(request_id)
         if record is not None:
-            self._note(record, mm_hash, ItemOutcome(mm_hash=mm_hash, source="local"))
+            record.note(ItemOutcome(mm_hash=mm_hash, source="local"))
             trace("item.local", request=request_id, mm_hash=mm_hash)
 
     def request_finished(self, request_id: str) -> PrefillOutcome | None:
@@ -219,13 +172,13 @@ class Receiver:
     def tick(self) -> None:
         """Exchange messages and act on them; called before every step of the scheduler."""
         now = self._clock()
-        for identity, message in self._control.receive():
+        for identity, message in self._endpoint.receive():
             self._session.receive(identity, message, now)
         for claim in self._preallocator.reserve():
             trace("item.reserved", mm_hash=claim.mm_hash, nbytes=claim.nbytes)
         messages, events = self._session.poll(now)
         for identity, message in messages:
-            self._control.send(identity, message)
+            self._endpoint.send(identity, message)
         for event in events:
             if isinstance(event, Landed):
                 self._landed(event, now)
@@ -250,7 +203,7 @@ class Receiver:
         return placements
 
     def step_done(self) -> None:
-        """The oldest step that is under way has ended: nobody reads what it made the workers forget."""
+        """The oldest step under way has ended: nobody reads what it made the workers forget."""
         if self._retiring:
             self._preallocator.give_back(self._retiring.popleft())
 
@@ -261,41 +214,13 @@ class Receiver:
 
     def close(self) -> None:
         """Stop receiving and remove the pool."""
-        for receiver in self._receivers:
-            receiver.close()
-        self._control.close()
-        self._memory.unlink()
+        self._endpoint.close()
 
     # --------------------------------------------------------------------------------------------
-
-    def _open_paths(self) -> Iterable[PathEndpoint]:
-        for path in registry.allowed(self._config.path):
-            receiver = registry.load_receiver(path)
-            if receiver is None:
-                yield PathEndpoint(path=path)
-                continue
-            opened = receiver(self._memory, self._config.data_address, self._fence)
-            self._receivers.append(opened)
-            yield PathEndpoint(path=path, address=opened.address)
-
-    def _choose(self, producer: PeerDescriptor) -> PathEndpoint:
-        choice = registry.choose(producer, self._peer)
-        for refused in choice.refused:
-            logger.info(
-                "%s to %s: not by %s, %s",
-                producer.instance,
-                self._peer.instance,
-                refused.path,
-                refused.reason,
-            )
-        return choice.endpoint
 
     def _slot_for(self, mm_hash: str) -> SlotDescriptor | None:
         claim = self._preallocator.get(mm_hash)
         return claim.slot if claim else None
-
-    def _is_gone(self, producer: PeerDescriptor) -> bool:
-        return producer.host == self._peer.host and process_is_gone(producer.session)
 
     def _landed(self, event: Landed, now: float) -> None:
         claim = self._preallocator.finalize(event.mm_hash)
@@ -315,7 +240,7 @@ class Receiver:
                 wait_ms=round((now - record.arrived_s) * 1000, 3),
                 transfer_ms=round(event.transfer_s * 1000, 3),
             )
-            self._note(record, event.mm_hash, outcome)
+            record.note(outcome)
         trace(
             "item.landed",
             mm_hash=event.mm_hash,
@@ -346,9 +271,9 @@ class Receiver:
     def _refuse(
         self,
         request_id: str,
-        record: _Request,
+        record: RequestRecord,
         item: PromptItem,
-        transfers: dict[str, ExpectedTransfer],
+        transfers: Mapping[str, ExpectedTransfer],
     ) -> None:
         for transfer in transfers.values():
             self._session.decline(transfer.transfer_id)
@@ -362,7 +287,7 @@ class Receiver:
         self._fail(request_id, record, transfer_id, NackCode.TOO_LARGE, detail)
 
     def _fail(
-        self, request_id: str, record: _Request, transfer_id: str, code: NackCode, detail: str
+        self, request_id: str, record: RequestRecord, transfer_id: str, code: NackCode, detail: str
     ) -> None:
         if record.failed:
             return
@@ -370,42 +295,23 @@ class Receiver:
         self._unavailable.add(request_id)
         if record.reply_to:
             nack = Nack(transfer_id=transfer_id, code=code, detail=detail)
-            self._control.send(record.reply_to, nack)
+            self._endpoint.send(record.reply_to, nack)
 
-    def _drop_covered(self, request_id: str, record: _Request, num_computed_tokens: int) -> None:
+    def _drop_covered(
+        self, request_id: str, record: RequestRecord, num_computed_tokens: int
+    ) -> None:
         """Stop awaiting items that lie wholly in what is computed already."""
         if not record.awaited or not num_computed_tokens:
             return
         needed = {item.mm_hash for item in record.items if item.end > num_computed_tokens}
         covered = record.awaited - needed
         for mm_hash in covered:
-            self._note(record, mm_hash, ItemOutcome(mm_hash=mm_hash, source="prefix_cache"))
+            record.note(ItemOutcome(mm_hash=mm_hash, source="prefix_cache"))
         record.awaited -= covered
         self._withdraw(request_id, covered)
 
     def _withdraw(self, request_id: str, mm_hashes: Iterable[str]) -> None:
-        orphans: list[Claim[SlotDescriptor]] = self._preallocator.withdraw(request_id, mm_hashes)
-        for claim in orphans:
+        for claim in self._preallocator.withdraw(request_id, mm_hashes):
             granted = self._session.item_not_needed(claim.mm_hash)
             if claim.slot is not None and granted is None:
                 self._pool.give_back(claim.slot)
-
-    @staticmethod
-    def _note(record: _Request, mm_hash: str, outcome: ItemOutcome) -> None:
-        record.outcomes.setdefault(mm_hash, outcome)
-
-
-def _match(
-    items: Sequence[PromptItem], params: PrefillParams | None
-) -> dict[str, ExpectedTransfer]:
-    """Return the transfer of each item by the engine's ``mm_hash``.
-
-    By hash; where the engine derived identifiers of its own, by order.
-    """
-    if params is None:
-        return {}
-    distinct = list(dict.fromkeys(item.mm_hash for item in items))
-    named = {transfer.mm_hash: transfer for transfer in params.transfers}
-    if any(mm_hash in named for mm_hash in distinct):
-        return {mm_hash: named[mm_hash] for mm_hash in distinct if mm_hash in named}
-    return dict(zip(distinct, params.transfers, strict=False))

@@ -186,7 +186,7 @@ class EncoderCacheManager:
     def get_cached_num_encoder_embeds(
         self, request: MultiModalRequest, input_id: int
     ) -> int | None:
-        """Return the embeddings of the item's entry, or ``None`` (called by vLLM 0.31 and later)."""
+        """Return the size of the item's entry, or ``None`` (called by vLLM 0.31 and later)."""
         entry = self._entries.get(request.mm_features[input_id].identifier)
         return None if entry is None else entry.num_embeds
 

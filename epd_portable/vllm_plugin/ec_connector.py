@@ -22,7 +22,8 @@ from epd_portable.errors import EngineError, ProtocolError
 from epd_portable.platforms.traits import TRAITS
 from epd_portable.runners.dispatcher import Dispatcher, EncodeItem
 from epd_portable.runners.placer import Placement, Placer
-from epd_portable.runners.receiver import PromptItem, Receiver
+from epd_portable.runners.prompt import PromptItem
+from epd_portable.runners.receiver import Receiver
 from epd_portable.runners.sender import Sender
 from epd_portable.vllm_plugin import compat
 from epd_portable.wire.descriptors import TensorSpec

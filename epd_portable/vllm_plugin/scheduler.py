@@ -45,7 +45,8 @@ def _scheduler_class(asynchronous: bool) -> type:
                     "the EPD scheduler needs its connector: pass --ec-transfer-config with "
                     "ec_connector_module_path epd_portable.vllm_plugin.ec_connector"
                 )
-            self.encoder_cache_manager = EncoderCacheManager(self.encoder_cache_manager.cache_size)
+            theirs: Any = self.encoder_cache_manager
+            self.encoder_cache_manager = EncoderCacheManager(theirs.cache_size)
             self.ec_connector.attach(self.encoder_cache_manager)
 
         def add_request(self, request: Any) -> None:

@@ -1,6 +1,6 @@
 """Workers: the platform's own, whose model runner gets our mixin.
 
-``--worker-cls epd_portable.vllm_plugin.worker.EPDCPUWorker`` (or ``EPDGPUWorker``, ``EPDNPUWorker``).
+``--worker-cls epd_portable.vllm_plugin.worker.EPDCPUWorker``, ``EPDGPUWorker`` or ``EPDNPUWorker``.
 The classes are made when they are asked for, so that only the platform's own base is imported.
 EPDGPUWorker and EPDNPUWorker have not been run on hardware.
 """

@@ -63,7 +63,7 @@ class PathEndpoint(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         path: Name of the transport, for example ``shm``.
-        address: Where the other end reaches it, in the transport's own form; empty if it needs none.
+        address: Where the other end reaches it, in the transport's own form; empty if nowhere.
     """
 
     path: str

@@ -140,6 +140,4 @@ class EncodeFailed(Message, frozen=True, kw_only=True, tag="encode_failed"):
     reason: str
 
 
-AnyMessage = (
-    Announce | Grant | NotNeeded | Later | Written | Injected | Abort | Nack | EncodeFailed
-)
+AnyMessage = Announce | Grant | NotNeeded | Later | Written | Injected | Abort | Nack | EncodeFailed

@@ -69,7 +69,7 @@ class TcpTransport(Transport):
         check_source(src, slot)
         if self._clock() >= deadline_s:
             raise LeaseExpiredError(f"lease of slot {slot.generation} ended before the write")
-        data = memoryview(src.view(-1).view(torch.uint8).numpy())
+        data: memoryview = src.view(-1).view(torch.uint8).numpy().data
         socket = self._socket(address)
         pending = 0
         for start in range(0, slot.nbytes, CHUNK_BYTES):
@@ -110,7 +110,7 @@ class TcpTransport(Transport):
     def _take_answer(
         self, socket: zmq.Socket[bytes], slot: SlotDescriptor, address: str, deadline_s: float
     ) -> None:
-        """Wait for the answer to one chunk; on failure the connection, with its rest, is dropped."""
+        """Wait for the answer to one chunk; on failure drop the connection with its rest."""
         remaining_ms = int((deadline_s - self._clock()) * 1000)
         if remaining_ms <= 0 or not socket.poll(remaining_ms):
             self._drop(address)

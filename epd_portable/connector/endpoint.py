@@ -1,0 +1,105 @@
+"""The consumer's end of everything: the pool's memory, the receivers of its paths, its control."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from epd_portable.connector import registry
+from epd_portable.connector.control import (
+    ControlServer,
+    host_identity,
+    new_session,
+    process_is_gone,
+)
+from epd_portable.connector.pool import SharedMemory
+from epd_portable.connector.transport import LeaseFence, Receiver
+from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor
+from epd_portable.wire.messages import AnyMessage
+
+if TYPE_CHECKING:
+    from epd_portable.config.instance import InstanceConfig
+
+logger = logging.getLogger(__name__)
+
+
+class ConsumerEndpoint:
+    """Opens what a PD instance needs to receive, and closes it.
+
+    Args:
+        config: Of the instance.
+        fingerprint: What producers must agree with.
+        pool_bytes: Size of the pool's memory.
+        fence: Lets writes through to leased slots only.
+
+    Raises:
+        CapacityError: ``/dev/shm`` has no room for the pool.
+        TransportError: An address is taken.
+    """
+
+    def __init__(
+        self, config: InstanceConfig, *, fingerprint: str, pool_bytes: int, fence: LeaseFence
+    ) -> None:
+        session = new_session()
+        self._config = config
+        self._receivers: list[Receiver] = []
+        self._control = ControlServer(config.control_address, session)
+        self._memory = SharedMemory.create(config.pool, pool_bytes)
+        self._peer = PeerDescriptor(
+            instance=config.instance,
+            session=session,
+            host=host_identity(),
+            device=f"{config.platform}:{config.device_index}",
+            fingerprint=fingerprint,
+            paths=tuple(self._open_paths(fence)),
+        )
+        self._told: set[tuple[str, str]] = set()
+
+    def receive(self) -> list[tuple[bytes, AnyMessage]]:
+        """Return control messages that have arrived, as ``(identity, message)``."""
+        return self._control.receive()
+
+    def send(self, identity: bytes, message: AnyMessage) -> None:
+        """Send a control message."""
+        self._control.send(identity, message)
+
+    def choose(self, producer: PeerDescriptor) -> PathEndpoint:
+        """Return the best path from a producer; why it is not a better one is logged once.
+
+        Raises:
+            NoCommonPathError: There is none.
+        """
+        choice = registry.choose(producer, self._peer)
+        for refused in choice.refused:
+            if (producer.session, refused.path) not in self._told:
+                self._told.add((producer.session, refused.path))
+                logger.info(
+                    "from %s by %s, not by %s: %s",
+                    producer.instance,
+                    choice.endpoint.path,
+                    refused.path,
+                    refused.reason,
+                )
+        return choice.endpoint
+
+    def is_gone(self, producer: PeerDescriptor) -> bool:
+        """Tell whether a producer's process has certainly ended."""
+        return producer.host == self._peer.host and process_is_gone(producer.session)
+
+    def close(self) -> None:
+        """Stop receiving and remove the pool."""
+        for receiver in self._receivers:
+            receiver.close()
+        self._control.close()
+        self._memory.unlink()
+
+    def _open_paths(self, fence: LeaseFence) -> Iterable[PathEndpoint]:
+        for path in registry.allowed(self._config.path):
+            receiver = registry.load_receiver(path)
+            if receiver is None:
+                yield PathEndpoint(path=path)
+                continue
+            opened = receiver(self._memory, self._config.data_address, fence)
+            self._receivers.append(opened)
+            yield PathEndpoint(path=path, address=opened.address)
