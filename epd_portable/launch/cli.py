@@ -40,10 +40,10 @@ DEFAULT_COMMAND = "up"
 
 
 class _Group(click.Group):
-    """A group whose first argument may be left out: it is then ``up``."""
+    """A group whose command may be left out before the options: it is then ``up``."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if args and args[0] not in self.commands and args[0] not in ("--help", "--version"):
+        if args and args[0].startswith("-") and args[0] not in ("--help", "--version"):
             args = [DEFAULT_COMMAND, *args]
         return super().parse_args(ctx, args)
 

@@ -12,9 +12,10 @@ MILESTONES = (
     ("Warming up", "warming up"),
     ("init engine (profile", "engine is ready"),
     ("Starting vLLM server", "starting the HTTP server"),
+    ("epd_portable.router: router for", "waiting for the instances"),
     ("Application startup complete", "answering"),
 )
-"""Texts that vLLM and uvicorn write while they start, in their order, and what they mean."""
+"""What vLLM, uvicorn and the router write while they start, in their order, and what it means."""
 
 FIRST_STAGE = "importing"
 

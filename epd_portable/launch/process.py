@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import json
 import os
 import signal
 import subprocess
@@ -61,8 +62,12 @@ class Child:
         """Return the exit status, negative for a signal, or ``None`` while it runs."""
         return self._process.poll()
 
-    def healthy(self) -> bool:
-        """Ask ``GET /health``; anything but 200 within a second is no."""
+    def healthy(self, *, with_instances: bool) -> bool:
+        """Ask ``GET /health``; anything but 200 within a second is no.
+
+        Args:
+            with_instances: Whether a router must also have found every instance healthy.
+        """
         address = urlsplit(self.spec.url)
         assert address.hostname is not None
         connection = http.client.HTTPConnection(
@@ -70,7 +75,12 @@ class Child:
         )
         try:
             connection.request("GET", "/health")
-            return connection.getresponse().status == http.HTTPStatus.OK
+            answer = connection.getresponse()
+            if answer.status != http.HTTPStatus.OK:
+                return False
+            if self.spec.role != "router" or not with_instances:
+                return True
+            return all(seen["healthy"] for seen in json.load(answer)["instances"].values())
         except (OSError, http.client.HTTPException):
             return False
         finally:

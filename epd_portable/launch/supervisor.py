@@ -132,7 +132,8 @@ class Supervisor:
         if now >= self._next_probe_at:
             self._next_probe_at = now + _PROBE_EVERY_S
             for name in self._lifecycle.pending():
-                if self._children[name].healthy():
+                starting = self._lifecycle.phase is Phase.STARTING
+                if self._children[name].healthy(with_instances=starting):
                     self._perform(self._lifecycle.healthy(name, time.monotonic()))
         self._perform(self._lifecycle.tick(time.monotonic()))
         if not self._guard.alive:
