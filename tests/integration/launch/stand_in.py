@@ -20,6 +20,7 @@ class Answer(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.send_response(200)
         self.end_headers()
+        self.wfile.write(b'{"instances": {}}')
 
     def log_message(self, format: str, *args: object) -> None:
         pass

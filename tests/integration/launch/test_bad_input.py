@@ -1,0 +1,165 @@
+"""Bad input to the command: status 2, one message with the remedy, no traceback, nothing left."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from epd_portable.launch.sessions import SHM
+
+ROOT = Path(__file__).resolve().parents[3]
+CONFIG = ROOT / "configs" / "1e1pd.yaml"
+Command = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> Command:
+    """Run ``epd-launch`` with a temporary folder of its own."""
+
+    def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "epd_portable.launch.cli", *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            cwd=ROOT,
+            env={**os.environ, "TMPDIR": str(tmp_path)},
+            check=False,
+        )
+
+    return run
+
+
+@pytest.fixture
+def refuse(command: Command, tmp_path: Path) -> Callable[..., str]:
+    """Run ``epd-launch`` and return its message after checking how it failed."""
+
+    def run(*arguments: object) -> str:
+        shared_before = set(SHM.glob("epd-*"))
+        result = command(*arguments)
+        assert result.returncode == 2, result.stdout + result.stderr
+        assert "Traceback" not in result.stderr
+        assert result.stdout == ""
+        assert not list(tmp_path.glob("epd-*"))
+        assert set(SHM.glob("epd-*")) <= shared_before
+        return result.stderr
+
+    return run
+
+
+Refuse = Callable[..., str]
+
+
+@pytest.mark.parametrize("words", [[], ["plan"]], ids=["up", "plan"])
+def test_misspelt_keys_are_all_named_with_the_right_spelling(
+    refuse: Refuse, tmp_path: Path, words: list[str]
+) -> None:
+    config = tmp_path / "bad.yaml"
+    config.write_text("model: demo\nrouter: {prot: 1}\ninstances: {encoder: {}}\n")
+    message = refuse(*words, "--platform", "cpu", "--config", config)
+    assert message.startswith(f"epd-launch: {config}: 2 problems\n")
+    assert "router.prot (line 2): unknown key; did you mean port?" in message
+    assert "instances.encoder (line 3): unknown key; did you mean encode?" in message
+
+
+def test_a_port_in_use_is_named_with_a_free_one(refuse: Refuse) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        message = refuse("--platform", "cpu", "--config", CONFIG, "--port", port)
+    assert f"router.port {port} on 127.0.0.1 is in use by another process" in message
+    assert "--port" in message
+    assert message.count("\n") == 1
+
+
+def test_a_missing_model_folder_is_named(refuse: Refuse) -> None:
+    message = refuse("--platform", "cpu", "--config", CONFIG, "--model", "/no/such/model")
+    assert "there is no folder /no/such/model; give an existing folder" in message
+    assert message.count("\n") == 1
+
+
+def test_more_devices_than_there_are_is_refused(
+    refuse: Refuse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    arguments = ["--platform", "cuda", "--config", CONFIG, "--set"]
+    message = refuse("plan", *arguments, "instances.prefill_decode.count=3")
+    assert "wants 4 devices (encode 1 × 1 + prefill_decode 3 × 1) and there are 2" in message
+
+
+def test_a_platform_that_is_not_here_is_refused_with_its_reason(refuse: Refuse) -> None:
+    message = refuse("--platform", "npu", "--config", CONFIG)
+    assert "platform npu cannot be used here: " in message
+    assert "`epd-launch check` shows what can" in message
+
+
+def test_pools_larger_than_shared_memory_are_refused(refuse: Refuse) -> None:
+    arguments = ["--platform", "cpu", "--config", CONFIG, "--port", "29999", "--set"]
+    message = refuse(*arguments, "transfer.pool_bytes=9000TiB")
+    assert "do not fit into /dev/shm" in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--platform", "tpu"], "'tpu' is not one of 'cuda', 'npu', 'cpu'"),
+        (["--platform", "cpu"], "Missing option '--config'"),
+        (["--platform", "cpu", "--config", "/no/such.yaml"], "No such file or directory"),
+        (["--platform", "cpu", "--config", ROOT], "Is a directory"),
+        (["--platform", "cpu", "--config", CONFIG, "--set", "x"], "key.subkey=value"),
+        (["--platform", "cpu", "--config", CONFIG, "--port", "0"], "--port"),
+        (["--platform", "cpu", "--config", CONFIG, "--wrong"], "No such option"),
+        (["wrong"], "No such command 'wrong'"),
+    ],
+)
+def test_wrong_options_are_named(refuse: Refuse, arguments: list[object], complaint: str) -> None:
+    assert complaint in refuse(*arguments)
+
+
+def test_a_plan_is_shown_without_a_device(command: Command) -> None:
+    result = command("plan", "--platform", "npu", "--config", CONFIG)
+    assert result.returncode == 0
+    assert "encode-0          encode          devices 0" in result.stdout
+
+
+def test_a_plan_for_programs_is_json(command: Command) -> None:
+    result = command("plan", "--platform", "cuda", "--config", CONFIG, "--json")
+    plan = json.loads(result.stdout)
+    assert [spec["devices"] for spec in plan["processes"]] == [["0"], ["1"], []]
+
+
+def test_help_teaches_by_example(command: Command) -> None:
+    result = command("--help")
+    assert result.returncode == 0
+    assert "epd-launch --platform cpu --config configs/1e1pd.yaml" in result.stdout
+
+
+def test_check_says_what_is_usable_and_why_the_rest_is_not(command: Command) -> None:
+    pytest.importorskip("torch")
+    result = command("check", "--json")
+    findings = {item["name"]: item for item in json.loads(result.stdout)}
+    assert {"cuda", "npu", "cpu", "cpu/shm", "cpu/tcp"} <= findings.keys()
+    assert findings["cpu"]["usable"]
+    assert all(item["reason"] for item in findings.values())
+    assert result.returncode == 0
+
+
+def test_check_works_where_torch_is_absent() -> None:
+    code = (
+        "import sys\n"
+        "sys.modules['torch'] = None\n"
+        "from epd_portable.launch.cli import main\n"
+        "main(['check'])\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.returncode == 1
+    assert result.stdout.count("torch cannot be imported") == 3
+    assert result.stderr == ""
