@@ -77,7 +77,7 @@ class ControlServer:
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             raise TransportError(
-                f"control channel cannot listen on {address}: {error}; free the port or take another"
+                f"control channel cannot listen on {address}: {error}; free it or take another"
             ) from error
 
     @property

@@ -38,6 +38,8 @@ def _scheduler_class(asynchronous: bool) -> type:
     class EPDScheduler(base):  # type: ignore[misc,valid-type]
         """See the module."""
 
+        encoder_cache_manager: Any
+
         def __init__(self, **kwargs: Any) -> None:
             super().__init__(**kwargs)
             if self.ec_connector is None or not hasattr(self.ec_connector, "attach"):
@@ -45,8 +47,7 @@ def _scheduler_class(asynchronous: bool) -> type:
                     "the EPD scheduler needs its connector: pass --ec-transfer-config with "
                     "ec_connector_module_path epd_portable.vllm_plugin.ec_connector"
                 )
-            theirs: Any = self.encoder_cache_manager
-            self.encoder_cache_manager = EncoderCacheManager(theirs.cache_size)
+            self.encoder_cache_manager = EncoderCacheManager(self.encoder_cache_manager.cache_size)
             self.ec_connector.attach(self.encoder_cache_manager)
 
         def add_request(self, request: Any) -> None:
