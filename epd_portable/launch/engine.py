@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -108,7 +109,7 @@ def engine_env(
     traits: PlatformTraits,
     instance: InstanceConfig,
     seat: Seat,
-    socket_dir: str,
+    temp_dir: str,
 ) -> dict[str, str]:
     """Return what one instance has in its environment beyond the launcher's own.
 
@@ -120,8 +121,8 @@ def engine_env(
     owned = {
         "EPD_INSTANCE": instance.instance,
         "EPD_PLATFORM": traits.name,
-        # Sockets of the engine's own processes, removed with the run.
-        "VLLM_RPC_BASE_PATH": socket_dir,
+        # Engines leave sockets and rendezvous files there; the folder is removed with the run.
+        "TMPDIR": temp_dir,
     }
     if traits.visible_devices_env is not None:
         owned[traits.visible_devices_env] = ",".join(seat.devices)
@@ -136,6 +137,9 @@ def engine_env(
         # Ranks of one instance meet on the loopback address.
         "VLLM_HOST_IP": "127.0.0.1",
     }
+    if traits.python_path:
+        mine = wished.pop("PYTHONPATH", "")
+        owned["PYTHONPATH"] = os.pathsep.join(filter(None, [traits.python_path, mine]))
     if model.is_folder:
         defaults["HF_HUB_OFFLINE"] = "1"
     if seat.cores:

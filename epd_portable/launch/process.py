@@ -44,7 +44,7 @@ class Child:
             try:
                 self._process = subprocess.Popen(
                     spec.argv,
-                    env={**environ, **spec.env, "EPD_RUN_ID": run_id, "PYTHONUNBUFFERED": "1"},
+                    env=_environment(environ, spec.env, run_id),
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
@@ -92,6 +92,17 @@ class Child:
             end = file.seek(0, os.SEEK_END)
             file.seek(max(self._log_start, end - _TAIL_BYTES))
             return file.read().decode("utf-8", errors="replace")
+
+
+def _environment(
+    environ: Mapping[str, str], mine: Mapping[str, str], run_id: str
+) -> dict[str, str]:
+    """Lay a process's own variables over the launcher's; search paths are joined."""
+    merged = {**environ, **mine, "EPD_RUN_ID": run_id, "PYTHONUNBUFFERED": "1"}
+    paths = [path for path in (mine.get("PYTHONPATH"), environ.get("PYTHONPATH")) if path]
+    if paths:
+        merged["PYTHONPATH"] = os.pathsep.join(paths)
+    return merged
 
 
 def describe_exit(status: int) -> str:

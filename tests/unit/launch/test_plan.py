@@ -50,7 +50,7 @@ def plan_of(
         machine=Machine(devices=devices, cores=cores),
         run_id="00c0ffee",
         free_port=lambda: next(counter),
-        socket_dir="/tmp/epd-00c0ffee",
+        temp_dir="/tmp/epd-00c0ffee",
     )
 
 
@@ -106,7 +106,8 @@ def test_a_cpu_plan_in_full() -> None:
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "EPD_INSTANCE": "encode-0",
         "EPD_PLATFORM": "cpu",
-        "VLLM_RPC_BASE_PATH": "/tmp/epd-00c0ffee",
+        "PYTHONPATH": TRAITS["cpu"].python_path,
+        "TMPDIR": "/tmp/epd-00c0ffee",
     }
     assert pd.env["VLLM_CPU_OMP_THREADS_BIND"] == "2,3"
     assert pd.ports == {"http": 20001, "control": 20002, "data": 20003}
@@ -160,7 +161,9 @@ def test_plans_of_one_file_differ_by_platform_only_where_they_must() -> None:
     cuda = without_platform("cuda", "EPDGPUWorker", {"CUDA_VISIBLE_DEVICES"})
     npu = without_platform("npu", "EPDNPUWorker", {"ASCEND_RT_VISIBLE_DEVICES"})
     cpu = without_platform(
-        "cpu", "EPDCPUWorker", {"VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_KVCACHE_SPACE"}
+        "cpu",
+        "EPDCPUWorker",
+        {"VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_KVCACHE_SPACE", "PYTHONPATH"},
     )
     assert cuda == npu == cpu
 
