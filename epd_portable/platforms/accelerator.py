@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import threading
 from abc import abstractmethod
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -76,7 +77,8 @@ class AcceleratorPlatform(Platform):
 
     def device_count(self) -> int:
         """Return how many devices this process may see."""
-        return int(self._runtime.device_count())
+        with self._translated("count the devices"):
+            return int(self._runtime.device_count())
 
     def device(self, index: int) -> torch.device:
         """Return the device with its index."""
@@ -91,19 +93,21 @@ class AcceleratorPlatform(Platform):
 
     def set_device(self, index: int) -> None:
         """Make a device the calling thread's current one."""
-        self._runtime.set_device(self.device(index))
+        device = self.device(index)
+        with self._translated(f"use {device}"):
+            self._runtime.set_device(device)
 
     def memory_info(self, index: int) -> MemoryInfo:
         """Ask the runtime; creates a context on the device."""
         device = self.device(index)
-        with self._runtime.device(device):
+        with self._translated(f"read the memory of {device}"), self._runtime.device(device):
             free_bytes, total_bytes = self._runtime.mem_get_info(device)
         return MemoryInfo(free_bytes=free_bytes, total_bytes=total_bytes)
 
     def stream(self, index: int) -> AbstractContextManager[object]:
         """Return a context on the device's copy stream."""
         device = self.device(index)
-        with self._streams_lock:
+        with self._translated(f"make a stream on {device}"), self._streams_lock:
             if index not in self._copy_streams:
                 self._copy_streams[index] = self._runtime.Stream(device=device)
             stream = self._copy_streams[index]
@@ -112,15 +116,17 @@ class AcceleratorPlatform(Platform):
 
     def record_event(self) -> DeviceEvent:
         """Record an event on the current stream."""
-        event = self._runtime.Event()
-        event.record()
+        with self._translated("record an event"):
+            event = self._runtime.Event()
+            event.record()
         return StreamEvent(event)
 
     def can_access_peer(self, index: int, peer: int) -> bool:
         """Ask the runtime."""
         self.device(index)
         self.device(peer)
-        return index == peer or bool(self._runtime.can_device_access_peer(index, peer))
+        with self._translated(f"ask device {index} about {peer}"):
+            return index == peer or bool(self._runtime.can_device_access_peer(index, peer))
 
     def share_tensor(self, tensor: torch.Tensor) -> ShareHandle:
         """Export the tensor's storage."""
@@ -128,10 +134,8 @@ class AcceleratorPlatform(Platform):
             raise ValueError(f"tensor is on {tensor.device}, not on a {self.device_type} device")
         if not tensor.is_contiguous():
             raise ValueError("tensor is not contiguous; pass tensor.contiguous()")
-        try:
+        with self._translated(f"share memory of {tensor.device}"):
             _, arguments = reductions.reduce_tensor(tensor.detach())  # type: ignore[no-untyped-call]
-        except RuntimeError as error:
-            raise PlatformError(f"cannot share memory of {tensor.device}: {error}") from error
         (_, shape, stride, offset, _, _, index, memory, storage_bytes, storage_offset_bytes) = (
             arguments[:10]
         )
@@ -160,7 +164,7 @@ class AcceleratorPlatform(Platform):
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"a handle of dtype {handle.dtype!r}, which torch does not know")
         index = self._index_to_open(handle)
-        try:
+        with self._translated(f"open memory of device {handle.device_uuid}, if it is still there"):
             return self._rebuild(
                 (
                     torch.Tensor,
@@ -180,11 +184,6 @@ class AcceleratorPlatform(Platform):
                     handle.event_sync_required,
                 )
             )
-        except RuntimeError as error:
-            raise PlatformError(
-                f"cannot open memory of {self.device_type} {handle.device_uuid}: {error}; "
-                "its exporter may be gone"
-            ) from error
 
     def new_group(self, rendezvous: Rendezvous, *, index: int, timeout_s: float) -> CollectiveGroup:
         """Join a group that moves device tensors by the platform's own backend."""
@@ -195,6 +194,13 @@ class AcceleratorPlatform(Platform):
             timeout_s=timeout_s,
             make_data_backend=self._data_backend,
         )
+
+    @contextmanager
+    def _translated(self, attempt: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise PlatformError(f"{self.name}: cannot {attempt}: {error}") from error
 
     def _uuid(self, index: int) -> str:
         """Return the name of the physical device; empty where the runtime does not tell."""

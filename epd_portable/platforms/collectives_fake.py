@@ -48,15 +48,23 @@ class FakeCollectiveGroup(HandshakeGroup):
 
     def _put(self, word: Sequence[int], dst: int, deadline: Deadline) -> None:
         with self._world.changed:
-            self._wait(lambda: True, dst, deadline)
+            self._wait(lambda: dst not in self._world.gone, dst, deadline)
             self._world.words.setdefault((self.rank, dst), deque()).append(list(word))
             self._world.changed.notify_all()
+
+    def _flush(self, deadline: Deadline) -> None:
+        with self._world.changed:
+            for (src, dst), box in list(self._world.words.items()):
+                if src == self.rank:
+                    self._wait(lambda box=box: not box, dst, deadline)  # type: ignore[misc]
 
     def _get(self, src: int, deadline: Deadline) -> list[int]:
         with self._world.changed:
             box = self._world.words.setdefault((src, self.rank), deque())
             self._wait(lambda: bool(box), src, deadline)
-            return box.popleft()
+            word = box.popleft()
+            self._world.changed.notify_all()
+            return word
 
     def _move_out(self, tensor: torch.Tensor, dst: int, deadline: Deadline) -> None:
         key = (self.rank, dst)
@@ -80,14 +88,14 @@ class FakeCollectiveGroup(HandshakeGroup):
     def _wait(self, ready: Callable[[], bool], peer: int, deadline: Deadline) -> None:
         """Wait for ``ready``, the end of ``peer`` or of this rank, or the deadline."""
         gone = self._world.gone
-        over = self._world.changed.wait_for(
+        self._world.changed.wait_for(
             lambda: ready() or peer in gone or self.rank in gone, deadline.remaining_s()
         )
-        # A rank that has left has also closed its connections: what it said before is lost.
+        if self.rank not in gone and ready():
+            return
         for rank in (self.rank, peer):
             if rank in gone:
                 raise PeerLostError(f"group 'fake': rank {rank} closed its group")
-        if not over:
-            raise TransportTimeoutError(
-                f"group 'fake': rank {peer} did not come within {deadline.timeout_s:g} s"
-            )
+        raise TransportTimeoutError(
+            f"group 'fake': rank {peer} did not come within {deadline.timeout_s:g} s"
+        )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -22,7 +23,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
     TCPStore,
 )
 
-from epd_portable.errors import PeerLostError, PlatformError, TransportTimeoutError
+from epd_portable.errors import PeerLostError, PlatformError, TransportError, TransportTimeoutError
 from epd_portable.platforms.collectives import Rendezvous
 from epd_portable.platforms.handshake import WORD_LENGTH, Deadline, HandshakeGroup
 
@@ -135,40 +136,60 @@ class TorchCollectiveGroup(HandshakeGroup):
                 self.size,
                 _gloo_options(local_address, deadline),
             )
+        self._put_words: deque[tuple[int, torch.Tensor, Any]] = deque()
         self._data: DataBackend | None = None
         if make_data_backend is not None:
-            self._data = make_data_backend(
-                PrefixStore(f"{rendezvous.name}/data", store), self.rank, self.size
-            )
+            try:
+                self._data = make_data_backend(
+                    PrefixStore(f"{rendezvous.name}/data", store), self.rank, self.size
+                )
+            except RuntimeError as error:
+                raise PlatformError(f"no collectives on {device}: {error}") from error
+
+    def _open(self) -> Any:
+        """Return gloo, which another thread's ``close()`` may have taken away."""
+        gloo = self._gloo
+        if gloo is None:
+            raise TransportError(f"group {self._name!r} was closed while a call was under way")
+        return gloo
 
     def _put(self, word: Sequence[int], dst: int, deadline: Deadline) -> None:
         with self._translated(f"rank {dst}", deadline):
             tensor = torch.tensor(word, dtype=torch.int64)
-            self._gloo.send([tensor], dst, _WORD_TAG).wait(_delta(deadline))
+            # gloo reads the tensor until the work is done, so both are kept.
+            self._put_words.append((dst, tensor, self._open().send([tensor], dst, _WORD_TAG)))
+
+    def _flush(self, deadline: Deadline) -> None:
+        while self._put_words:
+            dst, _, work = self._put_words[0]
+            with self._translated(f"rank {dst}", deadline):
+                work.wait(_delta(deadline))
+            self._put_words.popleft()
 
     def _get(self, src: int, deadline: Deadline) -> list[int]:
         with self._translated(f"rank {src}", deadline):
             tensor = torch.empty(WORD_LENGTH, dtype=torch.int64)
-            self._gloo.recv([tensor], src, _WORD_TAG).wait(_delta(deadline))
+            self._open().recv([tensor], src, _WORD_TAG).wait(_delta(deadline))
             word: list[int] = tensor.tolist()
             return word
 
     def _move_out(self, tensor: torch.Tensor, dst: int, deadline: Deadline) -> None:
         with self._translated(f"rank {dst}", deadline):
             if self._data is None:
-                self._gloo.send([tensor], dst, _DATA_TAG).wait(_delta(deadline))
+                self._open().send([tensor], dst, _DATA_TAG).wait(_delta(deadline))
             else:
                 _finish(self._data.send([tensor], dst, _DATA_TAG), deadline)
 
     def _move_in(self, tensor: torch.Tensor, src: int, deadline: Deadline) -> None:
         with self._translated(f"rank {src}", deadline):
             if self._data is None:
-                self._gloo.recv([tensor], src, _DATA_TAG).wait(_delta(deadline))
+                self._open().recv([tensor], src, _DATA_TAG).wait(_delta(deadline))
             else:
                 _finish(self._data.recv([tensor], src, _DATA_TAG), deadline)
 
     def _disconnect(self) -> None:
         # gloo closes its connections when the last reference goes; it has no other way.
+        self._put_words.clear()
         self._gloo = None
         if self._data is not None:
             self._data.abort()
@@ -183,8 +204,7 @@ class TorchCollectiveGroup(HandshakeGroup):
         """
         try:
             yield
-        except (RuntimeError, AttributeError) as error:
-            # AttributeError: close() of another thread took the backend away.
+        except RuntimeError as error:
             if deadline.passed():
                 raise TransportTimeoutError(
                     f"group {self._name!r}: {peer} did not come within {deadline.timeout_s:g} s"
@@ -206,9 +226,8 @@ def _finish(work: Any, deadline: Deadline) -> None:
         if deadline.passed():
             raise RuntimeError("device work was not complete at the deadline")
         time.sleep(_WORK_POLL_S)
-    failure = work.exception() if not work.is_success() else None
-    if failure is not None:
-        raise RuntimeError(f"device work failed: {failure}")
+    if not work.is_success():
+        raise RuntimeError("the device backend says that the work failed")
 
 
 def _gloo_options(local_address: str, deadline: Deadline) -> Any:

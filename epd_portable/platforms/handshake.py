@@ -83,7 +83,14 @@ class HandshakeGroup(CollectiveGroup):
 
     @abstractmethod
     def _put(self, word: Sequence[int], dst: int, deadline: Deadline) -> None:
-        """Give ``WORD_LENGTH`` numbers to another rank."""
+        """Start to give ``WORD_LENGTH`` numbers to another rank; :meth:`_flush` completes it.
+
+        Does not wait for the other rank, so that two that both begin to send find out.
+        """
+
+    @abstractmethod
+    def _flush(self, deadline: Deadline) -> None:
+        """Block until the other ranks have what was put, so that closing cannot lose it."""
 
     @abstractmethod
     def _get(self, src: int, deadline: Deadline) -> list[int]:
@@ -225,7 +232,13 @@ class HandshakeGroup(CollectiveGroup):
                 f"group {self._name!r} is closed ({self._closed_because}); make a new one"
             )
         try:
-            yield deadline
+            try:
+                yield deadline
+            except ValueError:
+                # The two ends disagree: the other one must learn it too.
+                self._flush(deadline)
+                raise
+            self._flush(deadline)
         except EPDError as error:
             self._close(f"{type(error).__name__}: {error}")
             raise

@@ -44,11 +44,14 @@ def availability(name: str) -> Availability:
         ConfigError: There is no platform of that name.
     """
     _check_name(name)
+    problem = _torch_problem()
+    if problem:
+        return Availability(ok=False, reason=problem)
     try:
-        return _load(name).availability()
-    except (ImportError, OSError, RuntimeError) as error:
-        # torch fails with RuntimeError when a device backend that it loads by itself is broken.
-        return Availability(ok=False, reason=f"torch cannot be imported: {_root_cause(error)}")
+        platform = _load(name)
+    except (ImportError, OSError) as error:
+        return Availability(ok=False, reason=f"its module cannot be imported: {error}")
+    return platform.availability()
 
 
 def get(name: str) -> Platform:
@@ -94,10 +97,22 @@ def _check_name(name: str) -> None:
         raise ConfigError(f"unknown platform {name!r}; choose one of {', '.join(names())}")
 
 
-def _root_cause(error: BaseException) -> str:
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return f"{error}".strip().partition("\n")[0] or type(error).__name__
+@functools.cache
+def _torch_problem() -> str:
+    """Say why torch cannot be imported; empty when it can.
+
+    Asked once: after a failure halfway, a second import fails for another, misleading reason.
+    """
+    try:
+        import torch  # noqa: F401
+    except (ImportError, OSError, RuntimeError) as error:
+        # RuntimeError: a device backend that torch loads by itself is broken.
+        causes: list[BaseException] = [error]
+        while (cause := causes[-1].__cause__) is not None:
+            causes.append(cause)
+        texts = dict.fromkeys(str(each).strip().partition("\n")[0] for each in causes)
+        return f"torch cannot be imported: {': '.join(filter(None, texts))}"
+    return ""
 
 
 @functools.cache

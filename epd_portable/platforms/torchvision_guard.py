@@ -10,6 +10,11 @@ vLLM and transformers do not expect, although a picture needs only what is writt
   a net (``OSError``). It knows how to do without when told that there is none.
 * torchcodec cannot do without, and vLLM expects ``ImportError`` then; it raises ``OSError``.
 
+It must be installed in every process of the engine before its first import of transformers. vLLM
+loads its ``vllm.general_plugins`` later than that; its ``vllm.platform_plugins`` it loads in time,
+because a platform must be known early. :func:`install` is therefore such a plug-in, one that
+answers ``None``: no platform here.
+
 Nothing is done before the library itself has tried its compiled part and failed, so a working one
 is left untouched, and a process that never imports it pays nothing.
 """
@@ -57,7 +62,8 @@ class MediaGuard(MetaPathFinder):
 def install() -> None:
     """Watch for the libraries' first import in this process; calling again does nothing.
 
-    Imports none of them, nor torch. What is decided is logged at debug level when it is decided.
+    Imports none of them, nor torch. Returns ``None``, which as an answer to vLLM means that no
+    platform is offered. What is decided is logged at debug level when it is decided.
     """
     if any(isinstance(finder, MediaGuard) for finder in sys.meta_path):
         return

@@ -1,0 +1,387 @@
+"""One suite over every CollectiveGroup: what a transport may rely on.
+
+Each test makes a group of its own and drives every rank from a thread of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from epd_portable.errors import (
+    PeerLostError,
+    ProtocolError,
+    TransportError,
+    TransportTimeoutError,
+)
+from epd_portable.platforms import registry
+from epd_portable.platforms.collectives import CollectiveGroup, Rendezvous
+from epd_portable.platforms.collectives_fake import FakeCollectiveGroup
+from epd_portable.platforms.collectives_torch import RendezvousHost
+from epd_portable.platforms.handshake import DTYPES
+
+AMPLE_S = 20.0
+SHORT_S = 0.2
+MakeGroups = Callable[[int], Sequence[CollectiveGroup]]
+
+
+def together(*calls: Callable[[], Any]) -> list[Future[Any]]:
+    """Run each call in a thread of its own; return when all have ended."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [pool.submit(call) for call in calls]
+
+
+def results(*calls: Callable[[], Any]) -> list[Any]:
+    return [future.result() for future in together(*calls)]
+
+
+def errors(*calls: Callable[[], Any]) -> list[BaseException | None]:
+    return [future.exception() for future in together(*calls)]
+
+
+def fakes(size: int) -> Sequence[CollectiveGroup]:
+    return FakeCollectiveGroup.make(size)
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[RendezvousHost]:
+    made = RendezvousHost()
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=["fake", "gloo"])
+def make(request: pytest.FixtureRequest, host: RendezvousHost) -> Iterator[MakeGroups]:
+    made: list[CollectiveGroup] = []
+    numbers = itertools.count()
+
+    def join(name: str, rank: int, size: int) -> CollectiveGroup:
+        where = Rendezvous(host=host.host, port=host.port, name=name, rank=rank, size=size)
+        return registry.get("cpu").new_group(where, index=0, timeout_s=AMPLE_S)
+
+    def make_groups(size: int) -> Sequence[CollectiveGroup]:
+        if request.param == "fake":
+            groups = list(fakes(size))
+        else:
+            name = f"{request.node.name}-{next(numbers)}"
+            groups = results(
+                *(lambda rank=rank: join(name, rank, size) for rank in range(size))  # type: ignore[misc]
+            )
+        made.extend(groups)
+        return groups
+
+    yield make_groups
+    for group in made:
+        group.close()
+
+
+@pytest.fixture
+def pair(make: MakeGroups) -> Sequence[CollectiveGroup]:
+    return make(2)
+
+
+def test_ranks_know_themselves(make: MakeGroups) -> None:
+    assert [(group.rank, group.size) for group in make(3)] == [(0, 3), (1, 3), (2, 3)]
+    assert {group.device for group in make(2)} == {torch.device("cpu")}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_sent_arrives_bit_for_bit(
+    pair: Sequence[CollectiveGroup], dtype: torch.dtype
+) -> None:
+    sent = torch.arange(5 * 7).reshape(5, 7).to(dtype)
+    received = torch.zeros_like(sent)
+    results(lambda: pair[0].send(sent, 1, AMPLE_S), lambda: pair[1].recv(received, 0, AMPLE_S))
+    assert torch.equal(sent, received)
+
+
+def test_large_tensors_arrive_whole(pair: Sequence[CollectiveGroup]) -> None:
+    sent = torch.randn(1 << 20, generator=torch.Generator().manual_seed(1))
+    received = torch.empty_like(sent)
+    results(lambda: pair[1].send(sent, 0, AMPLE_S), lambda: pair[0].recv(received, 1, AMPLE_S))
+    assert torch.equal(sent, received)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1,) * 8], ids=str)
+def test_a_tensor_has_none_to_eight_dimensions(
+    pair: Sequence[CollectiveGroup], shape: tuple[int, ...]
+) -> None:
+    received = torch.zeros(shape)
+    results(
+        lambda: pair[0].send(torch.full(shape, 3.0), 1, AMPLE_S),
+        lambda: pair[1].recv(received, 0, AMPLE_S),
+    )
+    assert received.sum() == 3
+
+
+def test_sends_arrive_in_order_and_in_both_directions(pair: Sequence[CollectiveGroup]) -> None:
+    def give(group: CollectiveGroup, other: int) -> None:
+        for value in range(5):
+            group.send(torch.tensor([value]), other, AMPLE_S)
+
+    def take(group: CollectiveGroup, other: int) -> list[int]:
+        box = torch.tensor([-1])
+        return [(group.recv(box, other, AMPLE_S), int(box))[1] for _ in range(5)]
+
+    assert results(lambda: give(pair[0], 1), lambda: take(pair[1], 0))[1] == [0, 1, 2, 3, 4]
+    assert results(lambda: take(pair[0], 1), lambda: give(pair[1], 0))[0] == [0, 1, 2, 3, 4]
+
+
+def test_the_sender_may_overwrite_its_tensor_when_send_returns(
+    pair: Sequence[CollectiveGroup],
+) -> None:
+    tensor, received = torch.ones(1 << 18), torch.zeros(1 << 18)
+
+    def send_and_overwrite() -> None:
+        pair[0].send(tensor, 1, AMPLE_S)
+        tensor.fill_(-1)
+
+    results(send_and_overwrite, lambda: pair[1].recv(received, 0, AMPLE_S))
+    assert torch.equal(received, torch.ones(1 << 18))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("src", [0, 1])
+def test_broadcast_gives_every_rank_the_tensor_of_the_source(
+    make: MakeGroups, size: int, src: int
+) -> None:
+    tensors = [torch.full((4, 2), float(rank)) for rank in range(size)]
+    results(
+        *(
+            lambda group=group: group.broadcast(tensors[group.rank], src, AMPLE_S)  # type: ignore[misc]
+            for group in make(size)
+        )
+    )
+    assert all(torch.equal(tensor, torch.full((4, 2), float(src))) for tensor in tensors)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_nobody_leaves_a_barrier_before_everybody_has_come(make: MakeGroups, size: int) -> None:
+    groups = make(size)
+    arrived: list[int] = []
+
+    def come(group: CollectiveGroup) -> int:
+        arrived.append(group.rank)
+        group.barrier(AMPLE_S)
+        return len(arrived)
+
+    seen = results(*(lambda group=group: come(group) for group in groups))  # type: ignore[misc]
+    assert seen == [size] * size
+
+
+def test_a_rank_that_closes_right_after_a_call_does_not_cut_off_the_others(
+    make: MakeGroups,
+) -> None:
+    def come_and_leave(group: CollectiveGroup) -> None:
+        group.barrier(AMPLE_S)
+        group.close()
+
+    def send_and_leave(group: CollectiveGroup) -> None:
+        group.send(torch.ones(1 << 20), 1, AMPLE_S)
+        group.close()
+
+    for _ in range(20):
+        groups = make(2)
+        results(*(lambda group=group: come_and_leave(group) for group in groups))  # type: ignore[misc]
+    for _ in range(5):
+        groups, box = make(2), torch.zeros(1 << 20)
+        results(
+            lambda groups=groups: send_and_leave(groups[0]),  # type: ignore[misc]
+            lambda groups=groups, box=box: groups[1].recv(box, 0, AMPLE_S),  # type: ignore[misc]
+        )
+        assert torch.equal(box, torch.ones(1 << 20))
+
+
+@pytest.mark.parametrize(
+    ("sent", "expected"),
+    [
+        (torch.ones(3, 4), torch.ones(4, 3)),
+        (torch.ones(12), torch.ones(3, 4)),
+        (torch.ones(4), torch.ones(4, dtype=torch.bfloat16)),
+        (torch.ones(8, dtype=torch.bfloat16), torch.ones(8, dtype=torch.float16)),
+    ],
+    ids=["shape", "dimensions", "dtype", "dtype of the same size"],
+)
+def test_a_mismatch_is_an_error_at_both_ends_and_the_group_stays_usable(
+    pair: Sequence[CollectiveGroup], sent: torch.Tensor, expected: torch.Tensor
+) -> None:
+    before = expected.clone()
+    at_sender, at_receiver = errors(
+        lambda: pair[0].send(sent, 1, AMPLE_S), lambda: pair[1].recv(expected, 0, AMPLE_S)
+    )
+    assert isinstance(at_sender, ValueError)
+    assert isinstance(at_receiver, ValueError)
+    assert "rank 1 expects" in str(at_sender)
+    assert "rank 0 sends" in str(at_receiver)
+    assert torch.equal(expected, before)
+    box = torch.zeros(2)
+    results(lambda: pair[0].send(torch.ones(2), 1, AMPLE_S), lambda: pair[1].recv(box, 0, AMPLE_S))
+    assert box.sum() == 2
+
+
+def test_a_mismatch_at_one_rank_stops_the_broadcast_at_every_rank(make: MakeGroups) -> None:
+    groups = make(3)
+    tensors = [torch.ones(4), torch.zeros(4), torch.zeros(5)]
+    found = errors(
+        *(
+            lambda group=group: group.broadcast(tensors[group.rank], 0, AMPLE_S)  # type: ignore[misc]
+            for group in groups
+        )
+    )
+    assert [type(error) for error in found] == [ValueError] * 3
+    assert tensors[1].sum() == 0
+    results(*(lambda group=group: group.barrier(AMPLE_S) for group in groups))  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("tensor", "complaint"),
+    [
+        (torch.ones(4, 4).t(), "not contiguous"),
+        (torch.ones(0, 4), "is empty"),
+        (torch.ones((1,) * 9), "9 dimensions; the limit is 8"),
+        (torch.ones(2, dtype=torch.complex64), "complex64 cannot be moved"),
+        (torch.ones(2, device="meta"), "tensor is on meta"),
+    ],
+    ids=["strided", "empty", "nine dimensions", "complex", "elsewhere"],
+)
+def test_a_tensor_that_cannot_be_moved_is_refused_at_once(
+    pair: Sequence[CollectiveGroup], tensor: torch.Tensor, complaint: str
+) -> None:
+    for call in (pair[0].send, pair[0].recv, pair[0].broadcast):
+        with pytest.raises(ValueError, match=complaint):
+            call(tensor, 1, AMPLE_S)
+
+
+@pytest.mark.parametrize("peer", [-1, 0, 2])
+def test_the_other_end_must_be_another_rank(pair: Sequence[CollectiveGroup], peer: int) -> None:
+    for call in (pair[0].send, pair[0].recv):
+        with pytest.raises(ValueError, match=f"rank {peer} as the other end of rank 0"):
+            call(torch.ones(1), peer, AMPLE_S)
+
+
+@pytest.mark.parametrize("src", [-1, 2])
+def test_the_source_of_a_broadcast_must_be_a_rank(
+    pair: Sequence[CollectiveGroup], src: int
+) -> None:
+    with pytest.raises(ValueError, match=f"src={src} in a group of 2"):
+        pair[0].broadcast(torch.ones(1), src, AMPLE_S)
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_deadline_must_lie_ahead(pair: Sequence[CollectiveGroup], timeout_s: float) -> None:
+    calls = (
+        lambda: pair[0].send(torch.ones(1), 1, timeout_s),
+        lambda: pair[0].recv(torch.ones(1), 1, timeout_s),
+        lambda: pair[0].broadcast(torch.ones(1), 1, timeout_s),
+        lambda: pair[0].barrier(timeout_s),
+    )
+    for call in calls:
+        with pytest.raises(ValueError, match="positive and finite"):
+            call()
+
+
+CALLS: dict[str, Callable[[CollectiveGroup, float], None]] = {
+    "send": lambda group, timeout_s: group.send(torch.ones(4), 1 - group.rank, timeout_s),
+    "recv": lambda group, timeout_s: group.recv(torch.ones(4), 1 - group.rank, timeout_s),
+    "broadcast, giving": lambda group, timeout_s: group.broadcast(
+        torch.ones(4), group.rank, timeout_s
+    ),
+    "broadcast, taking": lambda group, timeout_s: group.broadcast(
+        torch.ones(4), 1 - group.rank, timeout_s
+    ),
+    "barrier": lambda group, timeout_s: group.barrier(timeout_s),
+}
+every_call = pytest.mark.parametrize("call", list(CALLS.values()), ids=list(CALLS))
+MakeCall = Callable[[CollectiveGroup, float], None]
+
+
+@every_call
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_peer_that_does_not_come_is_an_error_at_the_deadline(
+    pair: Sequence[CollectiveGroup], call: MakeCall, rank: int
+) -> None:
+    start_s = time.monotonic()
+    with pytest.raises(TransportTimeoutError, match=r"did not come within 0\.2 s"):
+        call(pair[rank], SHORT_S)
+    assert SHORT_S <= time.monotonic() - start_s < SHORT_S + 2
+
+
+@every_call
+def test_a_peer_that_has_closed_is_an_error_long_before_the_deadline(
+    pair: Sequence[CollectiveGroup], call: MakeCall
+) -> None:
+    pair[1].close()
+    start_s = time.monotonic()
+    with pytest.raises(PeerLostError):
+        call(pair[0], AMPLE_S)
+    assert time.monotonic() - start_s < AMPLE_S / 2
+
+
+@every_call
+def test_a_peer_that_closes_while_this_rank_waits_wakes_it(
+    pair: Sequence[CollectiveGroup], call: MakeCall
+) -> None:
+    waits = threading.Event()
+
+    def wait() -> None:
+        waits.set()
+        call(pair[0], AMPLE_S)
+
+    def leave() -> None:
+        assert waits.wait(AMPLE_S)
+        pair[1].close()
+
+    start_s = time.monotonic()
+    error, _ = errors(wait, leave)
+    assert isinstance(error, PeerLostError)
+    assert time.monotonic() - start_s < AMPLE_S / 2
+
+
+@every_call
+def test_a_closed_group_refuses_calls_and_says_why(
+    pair: Sequence[CollectiveGroup], call: MakeCall
+) -> None:
+    pair[0].close()
+    pair[0].close()
+    with pytest.raises(TransportError, match=r"is closed \(close\(\) was called\); make a new one"):
+        call(pair[0], AMPLE_S)
+
+
+def test_after_a_missed_deadline_the_group_is_closed_and_the_peer_finds_it_gone(
+    pair: Sequence[CollectiveGroup],
+) -> None:
+    with pytest.raises(TransportTimeoutError):
+        pair[0].recv(torch.ones(1), 1, SHORT_S)
+    with pytest.raises(TransportError, match="is closed"):
+        pair[0].recv(torch.ones(1), 1, SHORT_S)
+    with pytest.raises(PeerLostError):
+        pair[1].recv(torch.ones(1), 0, AMPLE_S)
+
+
+def test_two_ranks_that_both_send_are_told_so_instead_of_waiting(
+    pair: Sequence[CollectiveGroup],
+) -> None:
+    found = errors(
+        lambda: pair[0].send(torch.ones(1), 1, AMPLE_S),
+        lambda: pair[1].send(torch.ones(1), 0, AMPLE_S),
+    )
+    assert any(isinstance(error, ProtocolError) for error in found)
+    assert all(isinstance(error, ProtocolError | PeerLostError) for error in found)
+
+
+def test_groups_of_one_host_do_not_disturb_each_other(make: MakeGroups) -> None:
+    first, second = make(2), make(2)
+    first[0].close()
+    box = torch.zeros(1)
+    results(
+        lambda: second[0].send(torch.ones(1), 1, AMPLE_S),
+        lambda: second[1].recv(box, 0, AMPLE_S),
+    )
+    assert box == 1

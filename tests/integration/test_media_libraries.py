@@ -1,0 +1,66 @@
+"""The media libraries that are really installed, in processes of their own."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+INSTALL = "from epd_portable.platforms import torchvision_guard; torchvision_guard.install(); "
+
+
+def run(code: str, **environment: str) -> str:
+    """Return what the code prints last."""
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        cwd=REPOSITORY,
+        env=dict(os.environ, OMP_NUM_THREADS="1", **environment),
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip().splitlines()[-1]
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("torchvision") is None, reason="torchvision is not installed"
+)
+def test_transforms_work_with_the_guard_whatever_build_is_installed() -> None:
+    code = (
+        "import torch; from torchvision.transforms import v2;"
+        "print(tuple(v2.functional.resize(torch.zeros(3, 8, 8), [4, 4]).shape))"
+    )
+    assert run(INSTALL + code) == "(3, 4, 4)"
+
+
+@pytest.mark.needs_vllm
+def test_the_image_processor_of_transformers_works_with_the_guard() -> None:
+    code = (
+        "from PIL import Image;"
+        "from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor;"
+        "picture = Image.new('RGB', (112, 112), (255, 0, 0));"
+        "out = Qwen2VLImageProcessor()(images=[picture], return_tensors='pt');"
+        "print(tuple(out['pixel_values'].shape))"
+    )
+    assert run(INSTALL + code) == "(64, 1176)"
+
+
+@pytest.mark.needs_vllm
+def test_vllm_installs_the_guard_itself_before_it_imports_transformers(tmp_path: Path) -> None:
+    installed = tmp_path / "media_guard-1.0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: media-guard\nVersion: 1.0\n")
+    (installed / "entry_points.txt").write_text(
+        "[vllm.platform_plugins]\nmedia_guard = epd_portable.platforms.torchvision_guard:install\n"
+    )
+    code = (
+        "import vllm.model_executor.models.qwen2_5_vl;"
+        "from vllm.platforms import current_platform; print(current_platform.device_type)"
+    )
+    assert run(code, PYTHONPATH=str(tmp_path)) in ("cpu", "cuda", "npu")

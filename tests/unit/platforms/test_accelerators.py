@@ -1,0 +1,83 @@
+"""What the accelerator platforms do on a machine that has none of them."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+from epd_portable.errors import PlatformUnavailableError
+from epd_portable.platforms.base import Platform
+from epd_portable.platforms.cuda import CudaPlatform
+from epd_portable.platforms.npu import NpuPlatform
+from epd_portable.platforms.traits import TRAITS
+
+
+@pytest.fixture(params=[CudaPlatform, NpuPlatform], ids=["cuda", "npu"])
+def platform(request: pytest.FixtureRequest) -> Platform:
+    made: Platform = request.param()
+    return made
+
+
+def test_making_one_touches_no_runtime(platform: Platform) -> None:
+    assert platform.traits is TRAITS[platform.name]
+    assert not torch.cuda.is_initialized()
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="torch was built with CUDA")
+def test_cuda_says_that_torch_was_built_without_it() -> None:
+    state = CudaPlatform().availability()
+    assert not state.ok
+    assert state.reason == (
+        f"torch was built without CUDA ({torch.__version__}); install a CUDA build of torch"
+    )
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("torch_npu") is not None, reason="torch_npu is installed"
+)
+def test_npu_says_that_torch_npu_is_not_installed() -> None:
+    state = NpuPlatform().availability()
+    assert not state.ok
+    assert state.reason == "torch_npu is not installed"
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("torch_npu") is not None, reason="torch_npu is installed"
+)
+def test_a_missing_torch_npu_stays_inside_the_error_tree() -> None:
+    with pytest.raises(PlatformUnavailableError, match=r"source its set_env\.sh"):
+        NpuPlatform().device_count()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 0, reason="there is a CUDA device")
+def test_a_device_that_is_not_there_is_refused_with_the_variable_that_hides_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(
+        PlatformUnavailableError,
+        match=r"cuda device 0 of 0; this process sees CUDA_VISIBLE_DEVICES=",
+    ):
+        CudaPlatform().device(0)
+
+
+@pytest.mark.parametrize(("address", "nbytes"), [(0, 4096), (4096, 0)])
+def test_pinning_an_impossible_range_never_reaches_the_runtime(
+    platform: Platform, address: int, nbytes: int
+) -> None:
+    with pytest.raises(ValueError, match=r"no host memory|at least one"):
+        platform.pin_host(address, nbytes)
+
+
+def test_unpinning_null_never_reaches_the_runtime(platform: Platform) -> None:
+    with pytest.raises(ValueError, match="no host memory"):
+        platform.unpin_host(0)
+
+
+def test_a_host_tensor_cannot_be_shared(platform: Platform) -> None:
+    with pytest.raises(
+        ValueError, match=f"tensor is on cpu, not on a {platform.device_type} device"
+    ):
+        platform.share_tensor(torch.ones(2))

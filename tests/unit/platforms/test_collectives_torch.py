@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import socket
+
+import pytest
+import torch
+
+from epd_portable.errors import PeerLostError, PlatformError, TransportTimeoutError
+from epd_portable.platforms.collectives import Rendezvous
+from epd_portable.platforms.collectives_torch import RendezvousHost, TorchCollectiveGroup
+
+CPU = torch.device("cpu")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def meet(port: int, *, timeout_s: float) -> TorchCollectiveGroup:
+    where = Rendezvous(host="127.0.0.1", port=port, name="pair", rank=0, size=2)
+    return TorchCollectiveGroup(where, device=CPU, timeout_s=timeout_s)
+
+
+def test_a_host_that_is_not_there_is_told_at_once() -> None:
+    port = free_port()
+    with pytest.raises(PeerLostError, match=f"nobody listens at 127.0.0.1:{port}"):
+        meet(port, timeout_s=20)
+
+
+def test_a_rank_that_never_joins_is_an_error_at_the_deadline() -> None:
+    host = RendezvousHost()
+    with pytest.raises(TransportTimeoutError, match=r"did not come within 0\.3 s"):
+        meet(host.port, timeout_s=0.3)
+    host.close()
+
+
+def test_a_host_takes_a_free_port_on_its_own_address_only() -> None:
+    host = RendezvousHost("127.0.0.1")
+    with socket.create_connection(("127.0.0.1", host.port), 5):
+        pass
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(("127.0.0.2", host.port), 5)
+    host.close()
+
+
+def test_a_closed_host_gives_its_port_back() -> None:
+    host = RendezvousHost()
+    host.close()
+    again = RendezvousHost(port=host.port)
+    assert again.port == host.port
+    again.close()
+
+
+def test_a_port_in_use_is_refused() -> None:
+    host = RendezvousHost()
+    with pytest.raises(PlatformError, match=f"cannot listen at 127.0.0.1:{host.port}"):
+        RendezvousHost(port=host.port)
+    host.close()
+
+
+@pytest.mark.parametrize(("rank", "size"), [(2, 2), (-1, 2), (0, 1)])
+def test_a_rendezvous_is_for_a_rank_of_a_group(rank: int, size: int) -> None:
+    with pytest.raises(ValueError, match=r"ranks count from 0|at least 2 ranks"):
+        Rendezvous(host="127.0.0.1", port=1, name="pair", rank=rank, size=size)
+
+
+def test_torchs_default_process_group_is_not_touched() -> None:
+    host = RendezvousHost()
+    with pytest.raises(TransportTimeoutError):
+        meet(host.port, timeout_s=0.1)
+    assert not torch.distributed.is_initialized()
+    host.close()

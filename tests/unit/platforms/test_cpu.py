@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import mmap
+
+import pytest
+import torch
+
+from epd_portable.errors import PlatformUnavailableError, ProtocolError, UnsupportedError
+from epd_portable.platforms.base import Platform, ShareHandle
+from epd_portable.platforms.cpu import CpuPlatform
+from epd_portable.platforms.traits import TRAITS
+
+HANDLE = ShareHandle(
+    device_type="cuda",
+    device_uuid="d7a1",
+    dtype="bfloat16",
+    shape=(4, 8),
+    stride=(8, 1),
+    offset=0,
+    storage_bytes=64,
+    storage_offset_bytes=512,
+    memory=b"\x00\xff",
+    ref_counter=b"/torch_1",
+    ref_counter_offset=3,
+    event=b"\x01",
+    event_sync_required=True,
+)
+
+
+@pytest.fixture
+def platform() -> Platform:
+    return CpuPlatform()
+
+
+def test_it_is_available_and_names_its_torch(platform: Platform) -> None:
+    state = platform.availability()
+    assert state.ok
+    assert torch.__version__ in state.reason
+
+
+def test_its_words_are_those_of_its_traits(platform: Platform) -> None:
+    traits = TRAITS["cpu"]
+    assert platform.traits is traits
+    assert (platform.name, platform.device_type) == (traits.name, traits.device_type)
+    assert (platform.dist_backend, platform.visible_devices_env) == ("gloo", None)
+
+
+def test_it_is_one_device(platform: Platform) -> None:
+    assert platform.device_count() == 1
+    assert platform.device(0) == torch.device("cpu")
+    platform.set_device(0)
+    assert platform.can_access_peer(0, 0)
+
+
+@pytest.mark.parametrize("index", [-1, 1])
+def test_a_second_device_is_refused(platform: Platform, index: int) -> None:
+    for call in (platform.device, platform.set_device, platform.memory_info, platform.stream):
+        with pytest.raises(PlatformUnavailableError, match=f"cpu device {index}"):
+            call(index)
+    with pytest.raises(PlatformUnavailableError, match=f"cpu device {index}"):
+        platform.can_access_peer(0, index)
+
+
+def test_it_tells_the_hosts_memory(platform: Platform) -> None:
+    info = platform.memory_info(0)
+    assert 0 < info.free_bytes <= info.total_bytes
+
+
+@pytest.mark.parametrize(
+    ("dtype", "supported"),
+    [
+        (torch.float32, True),
+        (torch.bfloat16, True),
+        (torch.float16, True),
+        (torch.float64, False),
+        (torch.int8, False),
+    ],
+)
+def test_it_supports_what_the_engine_computes_in(
+    platform: Platform, dtype: torch.dtype, supported: bool
+) -> None:
+    assert platform.supports_dtype(dtype) is supported
+
+
+def test_events_have_passed_when_they_are_recorded(platform: Platform) -> None:
+    with platform.stream(0):
+        event = platform.record_event()
+    event.wait()
+    assert event.done()
+    event.synchronize(timeout_s=1e-9)
+
+
+def test_pinning_is_accepted_for_a_real_range(platform: Platform) -> None:
+    with mmap.mmap(-1, 4096) as memory:
+        view = torch.frombuffer(memory, dtype=torch.uint8)
+        platform.pin_host(view.data_ptr(), 4096)
+        platform.unpin_host(view.data_ptr())
+        del view
+
+
+@pytest.mark.parametrize(("address", "nbytes"), [(0, 4096), (-8, 4096), (4096, 0), (4096, -1)])
+def test_pinning_an_impossible_range_is_refused(
+    platform: Platform, address: int, nbytes: int
+) -> None:
+    with pytest.raises(ValueError, match=r"no host memory|at least one"):
+        platform.pin_host(address, nbytes)
+
+
+def test_unpinning_null_is_refused(platform: Platform) -> None:
+    with pytest.raises(ValueError, match="0x0 is no host memory"):
+        platform.unpin_host(0)
+
+
+def test_sharing_a_tensor_is_refused_with_the_remedy(platform: Platform) -> None:
+    with pytest.raises(UnsupportedError, match="use the shm transfer path"):
+        platform.share_tensor(torch.ones(3))
+
+
+def test_opening_a_handle_is_refused_with_its_kind(platform: Platform) -> None:
+    with pytest.raises(UnsupportedError, match="cannot open cuda memory"):
+        platform.open_tensor(HANDLE)
+
+
+def test_a_handle_survives_its_journey_as_bytes() -> None:
+    assert ShareHandle.from_bytes(HANDLE.to_bytes()) == HANDLE
+
+
+@pytest.mark.parametrize("data", [b"", b"\xc1", b"\x80", HANDLE.to_bytes()[:-1]])
+def test_bytes_that_are_no_handle_are_refused(data: bytes) -> None:
+    with pytest.raises(ProtocolError, match="are no share handle"):
+        ShareHandle.from_bytes(data)

@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from epd_portable.errors import TransportTimeoutError
+from epd_portable.platforms.base import DeviceEvent
+
+
+class ManualEvent(DeviceEvent):
+    """Passes when its flag is set, or on the n-th question."""
+
+    def __init__(self, *, after_questions: int) -> None:
+        self.left = after_questions
+        self.asked = threading.Event()
+
+    def wait(self) -> None:
+        raise AssertionError("synchronize must not queue a wait")
+
+    def done(self) -> bool:
+        self.asked.set()
+        self.left -= 1
+        return self.left < 0
+
+
+def test_synchronize_returns_when_the_event_passes() -> None:
+    event = ManualEvent(after_questions=3)
+    event.synchronize(timeout_s=10)
+    assert event.left < 0
+
+
+def test_synchronize_gives_up_at_its_deadline() -> None:
+    event = ManualEvent(after_questions=10**9)
+    with pytest.raises(TransportTimeoutError, match=r"not complete after 0\.01 s"):
+        event.synchronize(timeout_s=0.01)

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=REPOSITORY
+    )
+
+
+@pytest.mark.parametrize(
+    "module", ["registry", "traits", "base", "collectives", "torchvision_guard"]
+)
+def test_what_a_planner_imports_leaves_torch_out(module: str) -> None:
+    result = run(
+        f"import sys; import epd_portable.platforms.{module}; "
+        "from epd_portable.platforms.registry import names; names(); "
+        "print(sorted(name for name in sys.modules if name.startswith('torch')"
+        " and name != 'epd_portable.platforms.torchvision_guard'))"
+    )
+    assert result.stdout.strip() == "[]", result.stderr
+
+
+def test_only_the_npu_platform_names_torch_npu_in_an_import() -> None:
+    importers = [
+        path.name
+        for path in (REPOSITORY / "epd_portable").rglob("*.py")
+        if any(
+            line.strip().startswith(("import torch_npu", "from torch_npu"))
+            for line in path.read_text().splitlines()
+        )
+    ]
+    assert importers == ["npu.py"]
+
+
+def test_the_link_at_the_top_refuses_to_be_a_second_package() -> None:
+    result = run("import platforms")
+    assert result.returncode != 0
+    assert "import epd_portable.platforms" in result.stderr.splitlines()[-1]
+
+
+def test_asking_every_platform_on_this_machine_creates_no_device_context() -> None:
+    result = run(
+        "import torch; from epd_portable.platforms import registry;"
+        "[registry.availability(name) for name in registry.names()];"
+        "print(torch.cuda.is_initialized())"
+    )
+    assert result.stdout.strip() == "False", result.stderr

@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from epd_portable.errors import ConfigError, PlatformUnavailableError
+from epd_portable.platforms import registry
+from epd_portable.platforms.base import Platform
+
+CPU = ("epd_portable.platforms.cpu", "CpuPlatform")
+
+
+@pytest.fixture
+def implementations(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, tuple[str, str]]]:
+    """A table of its own for one test, with no platform loaded yet."""
+    table = dict(registry._IMPLEMENTATIONS)
+    monkeypatch.setattr(registry, "_IMPLEMENTATIONS", table)
+    registry._load.cache_clear()
+    yield table
+    registry._load.cache_clear()
+
+
+@pytest.fixture
+def no_accelerator() -> None:
+    if registry.availability("npu").ok or registry.availability("cuda").ok:
+        pytest.skip("this machine has an accelerator")
+
+
+def test_names_are_ordered_from_best_to_last_resort() -> None:
+    assert registry.names() == ("cuda", "npu", "cpu")
+
+
+def test_every_named_platform_has_an_implementation() -> None:
+    assert tuple(registry._IMPLEMENTATIONS) == registry.names()
+
+
+def test_a_platform_is_the_same_object_each_time() -> None:
+    assert registry.get("cpu") is registry.get("cpu")
+
+
+def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="unknown platform 'tpu'; choose one of cuda, npu, cpu"):
+        registry.get("tpu")
+
+
+def test_the_asked_for_platform_beats_detection(
+    implementations: dict[str, tuple[str, str]],
+) -> None:
+    implementations["cuda"] = CPU
+    platform, rejected = registry.detect({"EPD_PLATFORM": "cpu"})
+    assert platform.name == "cpu"
+    assert platform is registry.get("cpu")
+    assert rejected == []
+
+
+def test_the_best_available_platform_is_detected(
+    implementations: dict[str, tuple[str, str]],
+) -> None:
+    implementations["cuda"] = ("epd_portable.platforms.absent", "AbsentPlatform")
+    implementations["npu"] = CPU
+    platform, rejected = registry.detect({})
+    assert platform is registry.get("npu")
+    assert [item.name for item in rejected] == ["cuda"]
+
+
+@pytest.mark.usefixtures("no_accelerator")
+def test_detection_says_why_each_better_platform_was_refused() -> None:
+    platform, rejected = registry.detect({})
+    assert platform.name == "cpu"
+    assert [item.name for item in rejected] == ["cuda", "npu"]
+    assert "torch" in rejected[0].reason
+    assert "torch_npu" in rejected[1].reason or "CANN" in rejected[1].reason
+
+
+@pytest.mark.usefixtures("no_accelerator")
+def test_a_platform_that_was_asked_for_and_is_not_here_is_not_replaced() -> None:
+    reason = registry.availability("npu").reason
+    with pytest.raises(PlatformUnavailableError, match="platform 'npu'") as caught:
+        registry.detect({"EPD_PLATFORM": "npu"})
+    assert reason in str(caught.value)
+
+
+def test_a_misspelt_variable_is_refused() -> None:
+    with pytest.raises(ConfigError, match="gpu"):
+        registry.detect({"EPD_PLATFORM": "gpu"})
+
+
+def test_a_runtime_that_cannot_be_imported_is_a_reason_and_not_an_error(
+    implementations: dict[str, tuple[str, str]],
+) -> None:
+    implementations["cuda"] = ("epd_portable.platforms.absent", "AbsentPlatform")
+    state = registry.availability("cuda")
+    assert not state.ok
+    assert state.reason == (
+        "its module cannot be imported: No module named 'epd_portable.platforms.absent'"
+    )
+
+
+def test_a_broken_torch_is_the_reason_of_every_platform_and_is_tried_once(tmp_path: Path) -> None:
+    package = tmp_path / "torch"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        "import os\n"
+        "if os.environ.get('TRIED'): raise RuntimeError('imported twice')\n"
+        "os.environ['TRIED'] = '1'\n"
+        "raise RuntimeError('Failed to load the backend extension') from "
+        "ImportError('libhccl.so: cannot open shared object file')\n"
+    )
+    code = (
+        "from epd_portable.platforms import registry\n"
+        "print({registry.availability(name).reason for name in registry.names()})"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=Path(__file__).parents[3],
+        env=dict(os.environ, PYTHONPATH=str(tmp_path)),
+    )
+    assert result.stdout.strip() == str(
+        {
+            "torch cannot be imported: Failed to load the backend extension: "
+            "libhccl.so: cannot open shared object file"
+        }
+    ), result.stderr
+
+
+def test_without_any_usable_platform_the_error_tells_all_reasons(
+    implementations: dict[str, tuple[str, str]],
+) -> None:
+    for name in implementations:
+        implementations[name] = (f"epd_portable.platforms.no_{name}", "Absent")
+    with pytest.raises(PlatformUnavailableError) as caught:
+        registry.detect({})
+    for name in registry.names():
+        assert f"{name}: its module cannot be imported: No module named" in str(caught.value)
+
+
+def test_the_contract_has_at_most_fifteen_methods() -> None:
+    methods = [
+        name
+        for name, member in inspect.getmembers(Platform, inspect.isfunction)
+        if not name.startswith("_")
+    ]
+    assert len(methods) <= 15, methods
