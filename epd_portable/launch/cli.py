@@ -135,13 +135,13 @@ def up(
         require_free(topology.router.port, topology.router.host)
         require_shm(topology.transfer.pool_bytes, topology.instances.prefill_decode.count)
         _warn(plan)
-        logs = log_dir or Path(f"{_socket_dir(run_id)}-logs")
+        logs = log_dir or Path(f"{_temp_dir(run_id)}-logs")
         logs.mkdir(parents=True, exist_ok=True)
-        _socket_dir(run_id).mkdir(mode=0o700)
+        _temp_dir(run_id).mkdir(mode=0o700)
         names = ", ".join(spec.name for spec in plan.processes)
         click.echo(f"starting {names} on {platform}; logs in {logs}")
         Supervisor(
-            plan, topology.launch, log_dir=logs, socket_dir=_socket_dir(run_id), say=click.echo
+            plan, topology.launch, log_dir=logs, temp_dir=_temp_dir(run_id), say=click.echo
         ).run()
         if log_dir is None:
             shutil.rmtree(logs)
@@ -211,11 +211,11 @@ def _plan(topology: Topology, platform: str, run_id: str, *, measured: bool) -> 
         machine=machine,
         run_id=run_id,
         free_port=port_source(run_id, reserved=frozenset({topology.router.port})),
-        socket_dir=str(_socket_dir(run_id)),
+        temp_dir=str(_temp_dir(run_id)),
     )
 
 
-def _socket_dir(run_id: str) -> Path:
+def _temp_dir(run_id: str) -> Path:
     return Path(tempfile.gettempdir()) / f"epd-{run_id}"
 
 

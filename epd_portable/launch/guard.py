@@ -29,17 +29,17 @@ class Guard:
     Args:
         run_id: Of the run.
         shm_prefix: Files of ``/dev/shm`` that start with it are removed at the end.
-        socket_dir: Folder that is removed at the end.
+        temp_dir: Folder that is removed at the end.
         grace_s: Seconds between asking processes to end and killing them.
         log: File for what the guard says.
     """
 
     def __init__(
-        self, *, run_id: str, shm_prefix: str, socket_dir: Path, grace_s: float, log: Path
+        self, *, run_id: str, shm_prefix: str, temp_dir: Path, grace_s: float, log: Path
     ) -> None:
         argv = [sys.executable, "-m", "epd_portable.launch.guard"]
         argv += ["--run-id", run_id, "--shm-prefix", shm_prefix]
-        argv += ["--socket-dir", str(socket_dir), "--grace-s", str(grace_s)]
+        argv += ["--temp-dir", str(temp_dir), "--grace-s", str(grace_s)]
         with log.open("ab") as output:
             self._process = subprocess.Popen(
                 argv,
@@ -103,7 +103,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="epd-launch guard")
     parser.add_argument("--run-id", required=True)
     parser.add_argument("--shm-prefix", required=True)
-    parser.add_argument("--socket-dir", required=True, type=Path)
+    parser.add_argument("--temp-dir", required=True, type=Path)
     parser.add_argument("--grace-s", required=True, type=float)
     options = parser.parse_args(argv)
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
@@ -118,7 +118,7 @@ def main(argv: list[str] | None = None) -> None:
     if left:
         print(f"these processes cannot be ended: {' '.join(map(str, left))}", flush=True)
     sessions.remove_shm(options.shm_prefix)
-    shutil.rmtree(options.socket_dir, ignore_errors=True)
+    shutil.rmtree(options.temp_dir, ignore_errors=True)
 
 
 if __name__ == "__main__":

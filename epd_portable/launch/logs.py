@@ -6,16 +6,18 @@ import itertools
 import re
 
 MILESTONES = (
-    ("Initializing a V1 LLM engine", "setting up the engine"),
+    ("non-default args:", "reading the configuration"),
+    ("Resolved architecture:", "starting the engine process"),
+    ("Initializing a V1 LLM engine", "starting the worker process"),
+    ("Creating connector with name", "connecting the worker"),
     ("Starting to load model", "loading the model"),
     ("Loading weights took", "weights are loaded"),
     ("Warming up", "warming up"),
     ("init engine (profile", "engine is ready"),
     ("Starting vLLM server", "starting the HTTP server"),
     ("epd_portable.router: router for", "waiting for the instances"),
-    ("Application startup complete", "answering"),
 )
-"""What vLLM, uvicorn and the router write while they start, in their order, and what it means."""
+"""What vLLM and the router write while they start, in their order, and what it means."""
 
 FIRST_STAGE = "importing"
 
@@ -24,6 +26,7 @@ _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _VLLM_PREFIX = re.compile(
     r"^(\([^)]*pid=\d+\)\s*)?((DEBUG|INFO|WARNING|ERROR|CRITICAL) [\d-]+ [\d:.]+ \[[^\]]*\]\s?)?"
 )
+_QUIET = re.compile(r"^(\([^)]*pid=\d+\)\s*)?(INFO|DEBUG)\b|^[\d:]+ [ID] ")
 _EXCEPTION = re.compile(r"^([\w.]+\.)?\w*(Error|Exception|Exit|Interrupt|Timeout)(: |$)")
 _USAGE = re.compile(r"^\S+: error: ")
 _SECOND_HAND = re.compile(
@@ -47,15 +50,15 @@ def telling_line(output: str) -> str:
     """Return the one line that says best why a process failed.
 
     That is the last exception that does not merely report another process's; failing that, the
-    last error of any kind; failing that, the last line.
+    last exception of any kind; failing that, the last line that is not of level INFO or DEBUG.
     """
-    lines = [_plain(line) for line in output.splitlines()]
-    lines = [line for line in lines if line.strip()]
+    raw = [line for line in output.splitlines() if not _QUIET.match(line)]
+    lines = [line for line in map(_plain, raw) if line.strip()]
     causes = [i for i, line in enumerate(lines) if _EXCEPTION.match(line) or _USAGE.match(line)]
     first_hand = [i for i in causes if not _SECOND_HAND.search(lines[i])]
     chosen = first_hand or causes
     if not chosen:
-        return _shorten(lines[-1]) if lines else "it wrote nothing"
+        return _shorten(lines[-1]) if lines else "its log holds no error"
     position = chosen[-1]
     text = lines[position].strip()
     # pydantic writes what is wrong on the lines after its headline.

@@ -108,7 +108,7 @@ def make_plan(
     machine: Machine,
     run_id: str,
     free_port: Callable[[], int],
-    socket_dir: str,
+    temp_dir: str,
 ) -> Plan:
     """Decide processes, command lines, devices, cores and ports.
 
@@ -119,7 +119,7 @@ def make_plan(
         machine: Devices and cores to share out.
         run_id: See ``new_run_id``.
         free_port: Hands out one loopback port after another.
-        socket_dir: Folder for the engines' own Unix sockets.
+        temp_dir: Folder for the engines' own sockets and temporary files.
 
     Raises:
         ConfigError: The topology does not fit the platform or the machine.
@@ -144,9 +144,7 @@ def make_plan(
                     name=name,
                     role=role,
                     argv=engine_argv(topology, group_name, port=seat.port, **shared),
-                    env=engine_env(
-                        topology, group_name, seat=seat, socket_dir=socket_dir, **shared
-                    ),
+                    env=engine_env(topology, group_name, seat=seat, temp_dir=temp_dir, **shared),
                     url=url,
                     ports=ports,
                     devices=seat.devices,

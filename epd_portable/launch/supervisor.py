@@ -34,7 +34,7 @@ class Supervisor:
         plan: What to run.
         launch: Timeouts and back-off.
         log_dir: Existing folder for one log file a process.
-        socket_dir: Existing folder for the engines' sockets; removed at the end.
+        temp_dir: Existing folder for the engines' temporary files; removed at the end.
         say: Prints one line for the user.
     """
 
@@ -44,13 +44,13 @@ class Supervisor:
         launch: Launch,
         *,
         log_dir: Path,
-        socket_dir: Path,
+        temp_dir: Path,
         say: Callable[[str], None],
     ) -> None:
         self._plan = plan
         self._launch = launch
         self._log_dir = log_dir
-        self._socket_dir = socket_dir
+        self._temp_dir = temp_dir
         self._say = say
         self._specs = {spec.name: spec for spec in plan.processes}
         self._children: dict[str, Child] = {}
@@ -183,7 +183,7 @@ class Supervisor:
         guard = Guard(
             run_id=self._plan.run_id,
             shm_prefix=shm_prefix(self._plan.run_id),
-            socket_dir=self._socket_dir,
+            temp_dir=self._temp_dir,
             grace_s=self._launch.stop_grace_s,
             log=self._log_dir / "guard.log",
         )

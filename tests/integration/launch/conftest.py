@@ -30,8 +30,8 @@ class Run:
 
     def __init__(self, folder: Path, servers: dict[str, list[str]], launch: dict[str, Any]) -> None:
         self.run_id = secrets.token_hex(4)
-        self.socket_dir = folder / f"sockets-{self.run_id}"
-        self.socket_dir.mkdir()
+        self.temp_dir = folder / f"temp-{self.run_id}"
+        self.temp_dir.mkdir()
         self.log_dir = folder / f"logs-{self.run_id}"
         self.log_dir.mkdir()
         next_port = port_source(self.run_id)
@@ -60,7 +60,7 @@ class Run:
                     "processes": processes,
                     "launch": launch,
                     "log_dir": str(self.log_dir),
-                    "socket_dir": str(self.socket_dir),
+                    "temp_dir": str(self.temp_dir),
                 }
             ),
             "utf-8",
@@ -123,12 +123,12 @@ class Run:
             time.sleep(0.02)
 
     def nothing_left(self) -> bool:
-        """Whether no process, port, socket folder or shared file of the run is left."""
+        """Whether no process, port, temporary folder or shared file of the run is left."""
         return (
             not sessions.members([], self.run_id)
             and all(is_free(port) for port in self.ports.values())
             and not list(sessions.SHM.glob(f"epd-{self.run_id}-*"))
-            and not self.socket_dir.exists()
+            and not self.temp_dir.exists()
         )
 
     def stop(self, signum: signal.Signals) -> int:

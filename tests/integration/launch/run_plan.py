@@ -27,7 +27,7 @@ def main() -> None:
         plan,
         Launch.model_validate(raw["launch"]),
         log_dir=Path(raw["log_dir"]),
-        socket_dir=Path(raw["socket_dir"]),
+        temp_dir=Path(raw["temp_dir"]),
         say=lambda line: print(line, flush=True),
     )
     try:

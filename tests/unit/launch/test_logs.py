@@ -45,7 +45,13 @@ ENGINE_FAILURE = """\
         ),
         ("KeyboardInterrupt\n", "KeyboardInterrupt"),
         ("first\nSegmentation fault\n", "Segmentation fault"),
-        ("", "it wrote nothing"),
+        (
+            "WARNING 01-31 12:00:00 [a.py:1] out of memory soon\n"
+            'INFO:     127.0.0.1:1 - "GET /health HTTP/1.1" 200 OK\n12:00:00 I router x: y\n',
+            "out of memory soon",
+        ),
+        ("INFO 01-31 12:00:00 [a.py:1] x\n", "its log holds no error"),
+        ("", "its log holds no error"),
     ],
 )
 def test_the_line_that_says_why(output: str, line: str) -> None:
@@ -59,7 +65,8 @@ def test_a_very_long_line_is_cut() -> None:
 def test_the_stage_is_the_last_milestone_in_the_log() -> None:
     assert latest_stage("") == "importing"
     assert latest_stage("INFO Starting to load model /m...") == "loading the model"
-    assert latest_stage("Starting to load model\nApplication startup complete.") == "answering"
+    assert latest_stage("Starting to load model\nLoading weights took 1 s") == "weights are loaded"
+    assert latest_stage("I router epd_portable.router: router for m") == "waiting for the instances"
 
 
 def test_progress_tells_each_change_once_and_breaks_long_silence() -> None:
