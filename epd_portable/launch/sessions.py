@@ -16,6 +16,7 @@ from pathlib import Path
 
 SHM = Path("/dev/shm")
 _POLL_S = 0.05
+_TRACKER_PATIENCE_S = 2.0
 _KILL_PATIENCE_S = 5.0
 
 
@@ -26,10 +27,13 @@ class Process:
     Attributes:
         pid: Process id.
         session: Id of its session, which is the pid of the session's first process.
+        cleans_up: Whether it is Python's resource tracker, which outlives the processes that it
+            serves, then removes the shared memory that they left, and ends by itself.
     """
 
     pid: int
     session: int
+    cleans_up: bool
 
 
 def members(sessions: Collection[int], run_id: str | None) -> list[Process]:
@@ -55,11 +59,15 @@ def members(sessions: Collection[int], run_id: str | None) -> list[Process]:
                 run_id is not None
                 and marker in Path("/proc", entry, "environ").read_bytes().split(b"\0")
             )
+            if not belongs:
+                continue
+            cleans_up = (
+                b"multiprocessing.resource_tracker" in Path("/proc", entry, "cmdline").read_bytes()
+            )
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             # It ended while being looked at, or is another user's.
             continue
-        if belongs:
-            found.append(Process(pid=int(entry), session=int(session)))
+        found.append(Process(pid=int(entry), session=int(session), cleans_up=cleans_up))
     return found
 
 
@@ -74,7 +82,7 @@ def end(
     """End all ``members``; return the pids that even SIGKILL did not end.
 
     The first process of each session gets SIGTERM and ends its own children; children without it
-    get SIGTERM themselves. What is left after the grace gets SIGKILL.
+    get SIGTERM themselves. What is left after the grace gets SIGKILL, resource trackers last.
 
     Args:
         sessions: As in ``members``.
@@ -96,8 +104,10 @@ def end(
             return [process.pid for process in alive]
         if now - started >= grace_s or hurry():
             killed_at = killed_at or now
+            patient = now - killed_at < _TRACKER_PATIENCE_S
             for process in alive:
-                send(process.pid, signal.SIGKILL)
+                if not (process.cleans_up and patient):
+                    send(process.pid, signal.SIGKILL)
         else:
             pids = {process.pid for process in alive}
             for process in alive:
