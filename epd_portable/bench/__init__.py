@@ -1,0 +1,1 @@
+"""Measures transfers and serving, with peers in the same run."""

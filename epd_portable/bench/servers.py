@@ -1,0 +1,232 @@
+"""Starts what is measured or compared: a topology, or plain vLLM as the reference."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+import httpx
+from pydantic import JsonValue
+
+from epd_portable.errors import LaunchError
+from epd_portable.launch import sessions
+from epd_portable.launch.engine import render_arguments
+from epd_portable.launch.model import resolve_model
+from epd_portable.platforms.traits import TRAITS
+
+_POLL_S = 0.25
+_STOP_GRACE_S = 30.0
+_TAIL_LINES = 15
+
+
+def free_port() -> int:
+    """Return a port of the loopback address that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@dataclass(kw_only=True)
+class Server:
+    """A command that serves HTTP, as a context manager; leaves no process behind.
+
+    Attributes:
+        name: For messages.
+        argv: The command.
+        env: Variables beyond those of this process.
+        url: Base of its addresses, without a final slash.
+        log: File that gets what it prints.
+        ready: Start of the line by which it says that it is ready; empty waits for ``/health``.
+        startup_timeout_s: Longest time until it is ready.
+        report: Called with progress lines while it starts.
+        startup_s: Seconds that the start took.
+    """
+
+    name: str
+    argv: Sequence[str]
+    env: Mapping[str, str] = field(default_factory=dict)
+    url: str
+    log: Path
+    ready: str = ""
+    startup_timeout_s: float = 600.0
+    report: Callable[[str], None] = lambda line: None
+    startup_s: float = 0.0
+
+    def __enter__(self) -> Server:
+        """Start it and wait until it is ready.
+
+        Raises:
+            LaunchError: It ended, or was not ready in time; the message ends with its last lines.
+        """
+        begin_s = time.monotonic()
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as output:
+            self._begin = output.tell()
+            self._process = subprocess.Popen(
+                self.argv,
+                env={**os.environ, **self.env},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        try:
+            self._wait_until_ready(begin_s + self.startup_timeout_s)
+        except BaseException:
+            self.stop()
+            raise
+        self.startup_s = time.monotonic() - begin_s
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Stop it."""
+        self.stop()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the command."""
+        return self._process.pid
+
+    def stop(self) -> int:
+        """Ask it to end, kill what does not, and return its exit status."""
+        self._process.terminate()
+        try:
+            self._process.wait(_STOP_GRACE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+        sessions.end([self._process.pid], None, grace_s=_STOP_GRACE_S, reap=self._process.poll)
+        return self._process.wait()
+
+    def _wait_until_ready(self, deadline_s: float) -> None:
+        with httpx.Client(timeout=2.0, trust_env=False) as client, self.log.open("rb") as log:
+            log.seek(self._begin)
+            rest = b""
+            while time.monotonic() < deadline_s:
+                *lines, rest = (rest + log.read()).split(b"\n")
+                for line in lines:
+                    self.report(line.decode(errors="replace"))
+                if self._process.poll() is not None:
+                    raise LaunchError(f"{self.name} ended at start:\n{self._tail()}")
+                if self.ready:
+                    if any(line.startswith(self.ready.encode()) for line in lines):
+                        return
+                elif _healthy(client, self.url):
+                    return
+                time.sleep(_POLL_S)
+        raise LaunchError(
+            f"{self.name} was not ready after {self.startup_timeout_s:g} s:\n{self._tail()}"
+        )
+
+    def _tail(self) -> str:
+        lines = self.log.read_text(errors="replace").splitlines()
+        return "\n".join(lines[-_TAIL_LINES:])
+
+
+def _healthy(client: httpx.Client, url: str) -> bool:
+    try:
+        return client.get(f"{url}/health").status_code == httpx.codes.OK
+    except httpx.TransportError:
+        return False
+
+
+def topology(
+    config: Path,
+    *,
+    platform: str,
+    log_dir: Path,
+    settings: Sequence[str] = (),
+    model: str | None = None,
+    env: Mapping[str, str] | None = None,
+    report: Callable[[str], None] = lambda line: None,
+) -> Server:
+    """Return a topology started by ``epd-launch`` on a free port.
+
+    Args:
+        config: The topology file.
+        platform: What to start it on.
+        log_dir: Folder for the logs of its processes.
+        settings: As ``--set`` takes them.
+        model: Replaces the model of the file.
+        env: Variables beyond those of this process.
+        report: Gets the launcher's progress lines.
+    """
+    port = free_port()
+    argv = [sys.executable, "-m", "epd_portable.launch.cli", "--platform", platform]
+    argv += ["--config", str(config), "--port", str(port), "--log-dir", str(log_dir)]
+    for setting in settings:
+        argv += ["--set", setting]
+    if model is not None:
+        argv += ["--model", model]
+    return Server(
+        name="the topology",
+        argv=argv,
+        env=env or {},
+        url=f"http://127.0.0.1:{port}",
+        log=log_dir / "launcher.log",
+        ready="ready:",
+        report=report,
+    )
+
+
+def one_process(
+    model: str,
+    *,
+    platform: str,
+    log: Path,
+    engine_args: Mapping[str, JsonValue],
+    env: Mapping[str, str] | None = None,
+    report: Callable[[str], None] = lambda line: None,
+) -> Server:
+    """Return plain vLLM in one process: the reference, without anything of ours in it.
+
+    Args:
+        model: As in a topology file.
+        platform: What it runs on.
+        log: File for what it prints.
+        engine_args: As in a topology file.
+        env: Variables beyond those of this process.
+        report: Gets one line for each stage of its start.
+    """
+    port = free_port()
+    source = resolve_model(model)
+    argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    argv += ["--model", source.argument, "--served-model-name", source.served_name]
+    argv += ["--host", "127.0.0.1", "--port", str(port), *render_arguments(engine_args)]
+    variables = {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_PLUGINS": "none",
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        **(env or {}),
+    }
+    paths = [TRAITS[platform].python_path, os.environ.get("PYTHONPATH", "")]
+    variables["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    stages = re.compile(r"Loading model|Loading weights took|Application startup complete")
+
+    def report_stage(line: str) -> None:
+        if stages.search(line):
+            report(f"reference: {line.rpartition('] ')[2]}")
+
+    return Server(
+        name="the reference",
+        argv=argv,
+        env=variables,
+        url=f"http://127.0.0.1:{port}",
+        log=log,
+        report=report_stage,
+    )
