@@ -105,6 +105,7 @@ class ConsumerSession:
         self._early: OrderedDict[str, tuple[bytes, Announce, float]] = OrderedDict()
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._quarantine = Quarantine(is_gone, ask_every_s=lease_s)
+        self._revoked: set[int] = set()
         self._messages: list[tuple[bytes, AnyMessage]] = []
         self._events: list[Event] = []
 
@@ -144,6 +145,10 @@ class ConsumerSession:
             self._end(transfer)
         return granted
 
+    def expects(self, mm_hash: str) -> bool:
+        """Tell whether a transfer of the item is under way."""
+        return mm_hash in self._by_item
+
     def receive(self, sender: bytes, message: AnyMessage, now: float) -> None:
         """Take in a message; those that make no sense here are ignored.
 
@@ -169,7 +174,11 @@ class ConsumerSession:
             self._quarantine.release(message.transfer_id, sender)
 
     def poll(self, now: float) -> tuple[list[tuple[bytes, AnyMessage]], list[Event]]:
-        """Return messages to send, as ``(identity, message)``, and what happened since."""
+        """Return messages to send, as ``(identity, message)``, and what happened since.
+
+        The caller acts on the events before it calls anything else: until then `slot_for` may
+        still return a slot that was revoked, which is not granted to anybody.
+        """
         for transfer in list(self._transfers.values()):
             if now >= transfer.deadline_s:
                 reason = f"not delivered within {self._wait_timeout_s} s (transfer.wait_timeout_s)"
@@ -186,6 +195,7 @@ class ConsumerSession:
         self._events += (Released(slot=slot) for slot in self._quarantine.take_released())
         messages, self._messages = self._messages, []
         events, self._events = self._events, []
+        self._revoked.clear()
         return messages, events
 
     # --------------------------------------------------------------------------------------------
@@ -247,7 +257,11 @@ class ConsumerSession:
     def _try_grant(self, transfer: _Transfer, now: float) -> None:
         others = self._by_item[transfer.mm_hash]
         slot = self._slot_for(transfer.mm_hash)
-        if slot is None or any(other.state is _State.GRANTED for other in others):
+        if (
+            slot is None
+            or slot.generation in self._revoked
+            or any(other.state is _State.GRANTED for other in others)
+        ):
             if not transfer.answered:
                 transfer.answered = True
                 self._messages.append((transfer.sender, Later(transfer_id=transfer.transfer_id)))
@@ -329,6 +343,7 @@ class ConsumerSession:
         grant, transfer.grant = transfer.grant, None
         transfer.state = _State.EXPECTED
         self._fence.forbid(grant.slot)
+        self._revoked.add(grant.slot.generation)
         self._quarantine.add(transfer.transfer_id, transfer.sender, grant.slot, transfer.producer)
         if grant.path in self._fenced_paths:
             message = Abort(transfer_id=transfer.transfer_id, reason=reason)

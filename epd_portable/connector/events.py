@@ -39,7 +39,7 @@ class Failed:
         reason: For the log.
         code: For the router.
         slot: Was granted and is quarantined; comes back by `Released`.
-        last: No other transfer of the item is under way.
+        last: No other transfer of the item was under way then; one may have been added since.
     """
 
     mm_hash: str

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from epd_portable.wire.descriptors import PeerDescriptor, SlotDescriptor
 from epd_portable.wire.messages import Abort, AnyMessage
@@ -11,8 +11,8 @@ from epd_portable.wire.messages import Abort, AnyMessage
 
 @dataclass(slots=True)
 class _Entry:
-    slot: SlotDescriptor
     producer: PeerDescriptor
+    slots: list[SlotDescriptor] = field(default_factory=list)
     next_ask_s: float = 0.0
 
 
@@ -32,12 +32,12 @@ class Quarantine:
 
     def __len__(self) -> int:
         """Return the number of slots that are kept."""
-        return len(self._entries)
+        return sum(len(entry.slots) for entry in self._entries.values())
 
     def add(
         self, transfer_id: str, sender: bytes, slot: SlotDescriptor, producer: PeerDescriptor
     ) -> None:
-        """Keep the slot of a grant that failed.
+        """Keep the slot of a grant that failed, beside others of the same transfer.
 
         Args:
             transfer_id: The grant's transfer.
@@ -45,13 +45,13 @@ class Quarantine:
             slot: What was granted.
             producer: To whom.
         """
-        self._entries[transfer_id, sender] = _Entry(slot, producer)
+        self._entries.setdefault((transfer_id, sender), _Entry(producer)).slots.append(slot)
 
     def release(self, transfer_id: str, sender: bytes) -> None:
-        """The producer does not write this slot any more; unknown ones are ignored."""
+        """The producer does not write for this transfer any more; unknown ones are ignored."""
         entry = self._entries.pop((transfer_id, sender), None)
         if entry is not None:
-            self._released.append(entry.slot)
+            self._released += entry.slots
 
     def poll(self, now: float) -> list[tuple[bytes, AnyMessage]]:
         """Let go of slots whose producers are gone; return ``(identity, question)`` for others."""

@@ -255,7 +255,7 @@ class Receiver:
         trace("item.failed", mm_hash=event.mm_hash, transfer=event.transfer_id, reason=event.reason)
         if event.slot is not None:
             self._preallocator.reopen(event.mm_hash)
-        if not event.last:
+        if not event.last or self._session.expects(event.mm_hash):
             return
         claim = self._preallocator.cancel(event.mm_hash)
         if claim is None:

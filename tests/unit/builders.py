@@ -1,0 +1,56 @@
+"""Small values that tests of transfers are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from epd_portable.wire.descriptors import (
+    PathEndpoint,
+    PeerDescriptor,
+    SlotDescriptor,
+    TensorSpec,
+)
+
+FINGERPRINT = "same"
+SPEC = TensorSpec(shape=(4, 8), dtype="float32")
+
+
+def peer(instance: str = "encode-0", **changes: object) -> PeerDescriptor:
+    values: dict[str, object] = {
+        "instance": instance,
+        "session": f"{instance}-life-1",
+        "host": "host",
+        "device": "cpu:0",
+        "fingerprint": FINGERPRINT,
+        "paths": (PathEndpoint(path="shm"), PathEndpoint(path="tcp")),
+    }
+    return PeerDescriptor(**(values | changes))  # type: ignore[arg-type]
+
+
+def slot(generation: int = 1, *, offset: int = 0, nbytes: int = SPEC.nbytes) -> SlotDescriptor:
+    return SlotDescriptor(pool="pool", offset=offset, nbytes=nbytes, generation=generation)
+
+
+@dataclass(frozen=True)
+class FakeFeature:
+    identifier: str
+
+
+@dataclass(frozen=True)
+class FakeRequest:
+    """What the bookkeeping reads of vLLM's ``Request``: ids, items and their sizes. No tokens."""
+
+    request_id: str
+    mm_features: Sequence[FakeFeature]
+    sizes: Sequence[int] = field(default_factory=list)
+
+    def get_num_encoder_embeds(self, input_id: int) -> int:
+        return self.sizes[input_id]
+
+
+def request(request_id: str, *items: tuple[str, int]) -> FakeRequest:
+    """Return a request whose items are ``(mm_hash, num_embeds)``."""
+    return FakeRequest(
+        request_id, [FakeFeature(name) for name, _ in items], [size for _, size in items]
+    )
