@@ -147,8 +147,10 @@ class Launch(_Section):
         startup_timeout_s: Every process must be healthy within this time of its start.
         stop_grace_s: Time between asking processes to end and killing them.
         restart: Back-off of restarts.
+        warm_up: Send every instance its first requests before calling the topology ready.
     """
 
+    warm_up: bool = True
     startup_timeout_s: Seconds = 600.0
     stop_grace_s: Seconds = 15.0
     restart: Restart = Restart()

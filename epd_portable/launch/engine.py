@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -137,9 +136,6 @@ def engine_env(
         # Ranks of one instance meet on the loopback address.
         "VLLM_HOST_IP": "127.0.0.1",
     }
-    if traits.python_path:
-        mine = wished.pop("PYTHONPATH", "")
-        owned["PYTHONPATH"] = os.pathsep.join(filter(None, [traits.python_path, mine]))
     if model.is_folder:
         defaults["HF_HUB_OFFLINE"] = "1"
     if seat.cores:

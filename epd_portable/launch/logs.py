@@ -27,7 +27,9 @@ _VLLM_PREFIX = re.compile(
     r"^(\([^)]*pid=\d+\)\s*)?((DEBUG|INFO|WARNING|ERROR|CRITICAL) [\d-]+ [\d:.]+ \[[^\]]*\]\s?)?"
 )
 _QUIET = re.compile(r"^(\([^)]*pid=\d+\)\s*)?(INFO|DEBUG)\b|^[\d:]+ [ID] ")
-_EXCEPTION = re.compile(r"^([\w.]+\.)?\w*(Error|Exception|Exit|Interrupt|Timeout)(: |$)")
+_EXCEPTION = re.compile(
+    r"^([\w.]+\.)?\w*(Error|Exception|Exit|Interrupt|Timeout)(: |$)|^Fatal Python error: "
+)
 _USAGE = re.compile(r"^\S+: error: ")
 _SECOND_HAND = re.compile(
     r"Engine core initialization failed|WorkerProc initialization failed|EngineDeadError|"
@@ -46,11 +48,11 @@ def latest_stage(output: str) -> str:
     return stage
 
 
-def telling_line(output: str) -> str:
-    """Return the one line that says best why a process failed.
+def telling_line(output: str, *, guess: bool = True) -> str:
+    """Return the one line that says best why a process failed, or nothing.
 
     That is the last exception that does not merely report another process's; failing that, the
-    last exception of any kind; failing that, the last line that is not of level INFO or DEBUG.
+    last exception of any kind; failing that, for a guess, the last line above level INFO.
     """
     raw = [line for line in output.splitlines() if not _QUIET.match(line)]
     lines = [line for line in map(_plain, raw) if line.strip()]
@@ -58,7 +60,7 @@ def telling_line(output: str) -> str:
     first_hand = [i for i in causes if not _SECOND_HAND.search(lines[i])]
     chosen = first_hand or causes
     if not chosen:
-        return _shorten(lines[-1]) if lines else "its log holds no error"
+        return _shorten(lines[-1]) if lines and guess else ""
     position = chosen[-1]
     text = lines[position].strip()
     # pydantic writes what is wrong on the lines after its headline.

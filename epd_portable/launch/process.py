@@ -98,12 +98,18 @@ class Child:
 def _environment(
     environ: Mapping[str, str], mine: Mapping[str, str], run_id: str
 ) -> dict[str, str]:
-    """Lay a process's own variables over the launcher's; search paths are joined."""
-    merged = {**environ, **mine, "EPD_RUN_ID": run_id, "PYTHONUNBUFFERED": "1"}
-    paths = [path for path in (mine.get("PYTHONPATH"), environ.get("PYTHONPATH")) if path]
-    if paths:
-        merged["PYTHONPATH"] = os.pathsep.join(paths)
-    return merged
+    """Lay a process's own variables over the launcher's.
+
+    Kernels that torch compiles would go with the run's temporary folder; the next run wants them.
+    """
+    cache = environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return {
+        "TORCHINDUCTOR_CACHE_DIR": str(Path(cache, "epd-portable", "torchinductor")),
+        **environ,
+        **mine,
+        "EPD_RUN_ID": run_id,
+        "PYTHONUNBUFFERED": "1",
+    }
 
 
 def _merged(environ: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from epd_portable.launch.logs import latest_stage, telling_line
 from epd_portable.launch.plan import Plan, shm_prefix
 from epd_portable.launch.process import Child, describe_exit
 from epd_portable.launch.progress import Progress
+from epd_portable.launch.warmup import warm_up
 
 _STEP_S = 0.1
 _PROBE_EVERY_S = 0.5
@@ -89,11 +91,28 @@ class Supervisor:
             self._step()
             for line in progress.lines(self._stages(), time.monotonic()):
                 self._say(line)
-        if self._lifecycle.phase is Phase.SERVING:
+        if self._launch.warm_up and self._lifecycle.phase is Phase.SERVING:
+            self._warm_up()
+        if self._lifecycle.phase is Phase.SERVING and not self._stop_requests:
             self._say(
                 f"ready: {self._plan.url} ({self._census()}) in "
                 f"{time.monotonic() - started_at:.0f} s"
             )
+
+    def _warm_up(self) -> None:
+        """Send the instances their first requests; goes on without if that fails."""
+        self._say("warming up: the first step of every engine takes longer than the others")
+        problems: list[str] = []
+        thread = threading.Thread(
+            target=lambda: problems.extend(warm_up(self._plan.processes, self._plan.model)),
+            name="warm-up",
+            daemon=True,
+        )
+        thread.start()
+        while thread.is_alive() and not self._stop_requests:
+            self._step()
+        for problem in problems:
+            self._say(f"serving all the same: {problem}")
 
     def main_loop(self) -> None:
         """Keep every process alive until a stop is asked for."""
@@ -126,7 +145,7 @@ class Supervisor:
         for name, child in list(self._children.items()):
             status = child.exit_status()
             if status is not None:
-                how = describe_exit(status) + _last_words(child)
+                how = describe_exit(status) + _last_words(child, status=status)
                 self._bury(name)
                 self._perform(self._lifecycle.exited(name, how, now))
         if now >= self._next_probe_at:
@@ -159,7 +178,9 @@ class Supervisor:
                 case Fail(name, reason):
                     # Still among the children if it did not end but took too long.
                     slow = self._children.get(name)
-                    raise LaunchError(f"{name} {reason}{_last_words(slow) if slow else ''}")
+                    raise LaunchError(
+                        f"{name} {reason}{_last_words(slow, status=None) if slow else ''}"
+                    )
 
     def _bury(self, name: str) -> None:
         """End what a dead process left running, so that its ports and devices are free again."""
@@ -204,5 +225,7 @@ class Supervisor:
                 signal.signal(signum, handler)
 
 
-def _last_words(child: Child) -> str:
-    return f": {telling_line(child.output())} (log: {child.log})"
+def _last_words(child: Child, *, status: int | None) -> str:
+    # The last line of a process that was killed has nothing to do with its end.
+    words = telling_line(child.output(), guess=status is None or status >= 0)
+    return f"{words and f': {words}'} (log: {child.log})"

@@ -39,6 +39,21 @@ def test_a_stop_signal_while_starting_ends_everything_with_status_0(launch: Laun
     assert run.nothing_left()
 
 
+def test_a_stop_while_starting_sends_no_first_requests(launch: Launch) -> None:
+    run = launch({"encode-0": ["--hang"], "router": []}, warm_up=True)
+    run.wait_for("encode-0: loading the model")
+    assert run.stop(signal.SIGTERM) == 0
+    run.wait_for("stopping")
+    assert not any("warming up" in line for line in run.lines)
+
+
+def test_an_instance_that_refuses_its_first_request_is_named(launch: Launch) -> None:
+    run = launch({"encode-0": [], "router": []}, warm_up=True)
+    line = run.wait_for("serving all the same")
+    assert "encode-0 answered its first request 501" in line
+    run.wait_for("ready:")
+
+
 def test_what_ignores_sigterm_is_killed_after_the_grace(launch: Launch) -> None:
     run = launch({"encode-0": ["--stubborn"], "router": ["--child"]}, stop_grace_s=0.5)
     run.wait_for("ready:")
@@ -74,7 +89,10 @@ def test_a_death_while_serving_is_answered_with_a_restart_on_the_same_port(
     router = run.pid_of("router")
     first = run.pid_of("encode-0")
     os.kill(first, signal.SIGKILL)
-    assert "encode-0 was killed by SIGKILL" in run.wait_for("restarting it in 0.2 s")
+    assert run.wait_for("restarting") == (
+        f"encode-0 was killed by SIGKILL (log: {run.log_dir / 'encode-0.log'}); "
+        "restarting it in 0.2 s"
+    )
     run.wait_for("encode-0 is back")
     second = run.pid_of("encode-0")
     assert second != first

@@ -50,12 +50,19 @@ ENGINE_FAILURE = """\
             'INFO:     127.0.0.1:1 - "GET /health HTTP/1.1" 200 OK\n12:00:00 I router x: y\n',
             "out of memory soon",
         ),
-        ("INFO 01-31 12:00:00 [a.py:1] x\n", "its log holds no error"),
-        ("", "its log holds no error"),
+        ("INFO 01-31 12:00:00 [a.py:1] x\n", ""),
+        ("", ""),
     ],
 )
 def test_the_line_that_says_why(output: str, line: str) -> None:
     assert telling_line(output) == line
+
+
+def test_without_a_guess_only_an_exception_is_taken() -> None:
+    assert telling_line("WARNING 01-31 12:00:00 [a.py:1] low memory", guess=False) == ""
+    assert telling_line(
+        "Fatal Python error: Segmentation fault\n\nCurrent thread", guess=False
+    ) == ("Fatal Python error: Segmentation fault")
 
 
 def test_a_very_long_line_is_cut() -> None:

@@ -106,7 +106,6 @@ def test_a_cpu_plan_in_full() -> None:
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "EPD_INSTANCE": "encode-0",
         "EPD_PLATFORM": "cpu",
-        "PYTHONPATH": TRAITS["cpu"].python_path,
         "TMPDIR": "/tmp/epd-00c0ffee",
     }
     assert pd.env["VLLM_CPU_OMP_THREADS_BIND"] == "2,3"
@@ -163,7 +162,7 @@ def test_plans_of_one_file_differ_by_platform_only_where_they_must() -> None:
     cpu = without_platform(
         "cpu",
         "EPDCPUWorker",
-        {"VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_KVCACHE_SPACE", "PYTHONPATH"},
+        {"VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_KVCACHE_SPACE"},
     )
     assert cuda == npu == cpu
 
