@@ -24,7 +24,7 @@ test: check  ## Run the checks, then every test that this machine can run
 	$(BIN)/python -m pytest
 
 demo: env  ## Ask a picture of an encode and a prefill+decode instance, and compare with one process
-	$(BIN)/python -m epd_portable.demo.run
+	$(BIN)/python -m epd_portable.demo.run --platform $(PLATFORM)
 
 clean:  ## Remove caches and build outputs (the environment stays: rm -r .venv)
 	rm -rf build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

@@ -38,7 +38,7 @@ def test_a_shipped_topology_loads_and_plans(path: Path, platform: PlatformName) 
         ),
         run_id="0123abcd",
         free_port=lambda: next(ports),
-        socket_dir="/tmp/epd",
+        temp_dir="/tmp/epd",
     )
     assert [process.name for process in plan.processes][-1] == "router"
     taken = [port for process in plan.processes for port in process.ports.values()]
