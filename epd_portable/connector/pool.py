@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,8 @@ class ReceivePool:
     """Hands out slots of a fixed range of bytes, first fit.
 
     Bookkeeping only; `SharedMemory` is the memory. A slot's ``nbytes`` is what was asked for; what
-    it occupies is rounded up to the alignment. Every slot handed out has a generation of its own.
+    it occupies is rounded up to the alignment. Every slot handed out has a generation of its own;
+    they begin at a random number, so that a grant from before a restart is not taken for a new one.
 
     Args:
         name: Name of the pool and of its file.
@@ -39,7 +41,7 @@ class ReceivePool:
             )
         self._free: list[tuple[int, int]] = [(0, self.capacity_bytes)]
         self._used: dict[int, tuple[int, int]] = {}
-        self._generation = 0
+        self._generation = secrets.randbits(40) << 20
 
     @property
     def free_bytes(self) -> int:
@@ -98,6 +100,11 @@ class SharedMemory:
             self._map = mmap.mmap(descriptor, nbytes)
         finally:
             os.close(descriptor)
+
+    @property
+    def identity(self) -> str:
+        """Name of this very file: one of the same path that is made anew has another."""
+        return str(self._inode)
 
     @classmethod
     def create(cls, name: str, nbytes: int) -> SharedMemory:

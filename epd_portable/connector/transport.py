@@ -93,23 +93,23 @@ class LeaseFence:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._leased: set[int] = set()
+        self._leased: set[SlotDescriptor] = set()
 
     def allow(self, slot: SlotDescriptor) -> None:
         """Let writes to this slot through."""
         with self._lock:
-            self._leased.add(slot.generation)
+            self._leased.add(slot)
 
     def forbid(self, slot: SlotDescriptor) -> None:
         """Refuse writes from now on; blocks until one that is under way has ended."""
         with self._lock:
-            self._leased.discard(slot.generation)
+            self._leased.discard(slot)
 
     @contextmanager
     def writing(self, slot: SlotDescriptor) -> Iterator[bool]:
         """Tell whether the slot may be written; it stays so until the block ends."""
         with self._lock:
-            yield slot.generation in self._leased
+            yield slot in self._leased
 
 
 def check_source(src: torch.Tensor, slot: SlotDescriptor) -> None:

@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING
 
 from epd_portable.connector.pool import SharedMemory
 from epd_portable.connector.transport import Clock, Transport, check_source
-from epd_portable.errors import LeaseExpiredError, PeerLostError, TransportTimeoutError
+from epd_portable.errors import (
+    LeaseExpiredError,
+    PeerLostError,
+    TransportError,
+    TransportTimeoutError,
+)
 from epd_portable.wire.descriptors import SlotDescriptor
 
 if TYPE_CHECKING:
@@ -29,14 +34,18 @@ class ShmTransport(Transport):
     def write(
         self, src: torch.Tensor, slot: SlotDescriptor, *, address: str, deadline_s: float
     ) -> None:
-        """See `Transport.write`; the address is not used, the slot names the pool's file."""
+        """See `Transport.write`.
+
+        The slot names the pool's file, the address is its `SharedMemory.identity`: the pool of a
+        consumer that has restarted is another one, whose slots were never granted here.
+        """
         import torch
 
         check_source(src, slot)
         if self._clock() >= deadline_s:
             raise LeaseExpiredError(f"lease of slot {slot.generation} ended before the write")
         flat = src.view(-1).view(torch.uint8)
-        target = self._pool(slot.pool).tensor(slot.offset, slot.nbytes)
+        target = self._pool(slot.pool, address).tensor(slot.offset, slot.nbytes)
         for start in range(0, slot.nbytes, CHUNK_BYTES):
             if start and self._clock() >= deadline_s:
                 raise TransportTimeoutError(
@@ -50,12 +59,21 @@ class ShmTransport(Transport):
         with self._lock:
             self._pools.clear()
 
-    def _pool(self, name: str) -> SharedMemory:
+    def _pool(self, name: str, identity: str) -> SharedMemory:
         with self._lock:
             pool = self._pools.get(name)
             if pool is None or not pool.is_current():
-                try:
-                    pool = self._pools[name] = SharedMemory.open(name)
-                except FileNotFoundError as error:
-                    raise PeerLostError(f"receive pool {name} is gone with its owner") from error
+                pool = self._pools[name] = self._open(name)
+            if pool.identity != identity:
+                raise PeerLostError(f"receive pool {name} was made anew: its owner has restarted")
             return pool
+
+    def _open(self, name: str) -> SharedMemory:
+        try:
+            return SharedMemory.open(name)
+        except FileNotFoundError as error:
+            raise PeerLostError(f"receive pool {name} is gone with its owner") from error
+        except OSError as error:
+            raise TransportError(
+                f"receive pool {name}: {error}; run both instances as the same user"
+            ) from error

@@ -95,7 +95,11 @@ class TcpTransport(Transport):
         sockets: dict[str, zmq.Socket[bytes]] = self._local.__dict__.setdefault("sockets", {})
         if address not in sockets:
             socket = self._context.socket(zmq.DEALER)
-            socket.connect(address)
+            try:
+                socket.connect(address)
+            except (zmq.ZMQError, ValueError) as error:
+                socket.close(linger=0)
+                raise TransportError(f"data address {address!r}: {error}") from error
             sockets[address] = socket
             with self._lock:
                 self._sockets.append(socket)

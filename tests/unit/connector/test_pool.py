@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from epd_portable.connector.pool import ReceivePool, SharedMemory
+from epd_portable.errors import CapacityError, ConfigError
+from epd_portable.wire.descriptors import SlotDescriptor
+from tests.unit.builders import slot
+
+
+def take(pool: ReceivePool, nbytes: int) -> SlotDescriptor:
+    taken = pool.take(nbytes)
+    assert taken is not None
+    return taken
+
+
+def test_slots_begin_at_the_alignment_and_have_the_size_asked_for() -> None:
+    pool = ReceivePool("pool", 1000, 64)
+    assert pool.capacity_bytes == 960
+    first, second = take(pool, 65), take(pool, 1)
+    assert (first.offset, first.nbytes) == (0, 65)
+    assert (second.offset, second.nbytes) == (128, 1)
+    assert pool.free_bytes == 960 - 128 - 64
+
+
+def test_the_whole_pool_may_be_one_slot() -> None:
+    pool = ReceivePool("pool", 1000, 64)
+    whole = take(pool, 960)
+    assert pool.take(1) is None
+    pool.give_back(whole)
+    assert pool.free_bytes == pool.capacity_bytes
+
+
+def test_a_range_is_not_pieced_together() -> None:
+    pool = ReceivePool("pool", 192, 64)
+    first, middle, last = take(pool, 64), take(pool, 64), take(pool, 64)
+    pool.give_back(first)
+    pool.give_back(last)
+    assert pool.free_bytes == 128
+    assert pool.take(128) is None
+    pool.give_back(middle)
+    assert take(pool, 192).offset == 0
+
+
+def test_a_slot_that_is_granted_again_has_another_generation() -> None:
+    pool = ReceivePool("pool", 64, 64)
+    first = take(pool, 64)
+    pool.give_back(first)
+    assert take(pool, 64).generation != first.generation
+
+
+def test_two_lives_of_a_pool_grant_different_slots() -> None:
+    assert take(ReceivePool("pool", 64, 64), 64) != take(ReceivePool("pool", 64, 64), 64)
+
+
+def test_giving_back_twice_or_elsewhere_is_refused() -> None:
+    pool = ReceivePool("pool", 64, 64)
+    taken = take(pool, 64)
+    pool.give_back(taken)
+    with pytest.raises(ValueError, match="not in use"):
+        pool.give_back(taken)
+    with pytest.raises(ValueError, match="not in use"):
+        pool.give_back(slot(1))
+    with pytest.raises(ValueError, match="must be positive"):
+        pool.take(0)
+
+
+def test_a_pool_without_room_for_one_slot_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"transfer\.pool_bytes"):
+        ReceivePool("pool", 63, 64)
+
+
+class PoolAgainstModel(RuleBasedStateMachine):
+    """No two slots overlap, everything that was given back can be had again."""
+
+    CAPACITY, ALIGNMENT = 1024, 64
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = ReceivePool("pool", self.CAPACITY, self.ALIGNMENT)
+        self.out: list[SlotDescriptor] = []
+        self.generations: set[int] = set()
+
+    def occupied(self) -> list[bool]:
+        """Return for every unit of the alignment whether a slot is there."""
+        units = [False] * (self.CAPACITY // self.ALIGNMENT)
+        for taken in self.out:
+            first = taken.offset // self.ALIGNMENT
+            for unit in range(first, first + -(-taken.nbytes // self.ALIGNMENT)):
+                assert not units[unit], "two slots overlap"
+                units[unit] = True
+        return units
+
+    @rule(nbytes=st.integers(1, CAPACITY + 1))
+    def take(self, nbytes: int) -> None:
+        need = -(-nbytes // self.ALIGNMENT)
+        free_runs = "".join("x" if used else "." for used in self.occupied()).split("x")
+        taken = self.pool.take(nbytes)
+        assert (taken is not None) == any(len(run) >= need for run in free_runs)
+        if taken is not None:
+            assert taken.offset % self.ALIGNMENT == 0
+            assert taken.generation not in self.generations
+            self.generations.add(taken.generation)
+            self.out.append(taken)
+
+    @precondition(lambda self: self.out)
+    @rule(data=st.data())
+    def give_back(self, data: st.DataObject) -> None:
+        taken = data.draw(st.sampled_from(self.out))
+        self.out.remove(taken)
+        self.pool.give_back(taken)
+
+    @invariant()
+    def free_bytes_are_what_no_slot_occupies(self) -> None:
+        assert self.pool.free_bytes == self.occupied().count(False) * self.ALIGNMENT
+
+
+TestPoolAgainstModel = PoolAgainstModel.TestCase
+TestPoolAgainstModel.settings = settings(max_examples=40, deadline=None)
+
+
+@pytest.fixture
+def memory() -> Iterator[SharedMemory]:
+    made = SharedMemory.create(f"epd-test-{os.getpid()}-{uuid.uuid4().hex}", 4096)
+    yield made
+    made.unlink()
+
+
+def test_two_mappings_show_the_same_bytes(memory: SharedMemory) -> None:
+    other = SharedMemory.open(memory.path.name)
+    other.tensor(64, 3).copy_(torch.tensor([1, 2, 3], dtype=torch.uint8))
+    assert memory.tensor(63, 5).tolist() == [0, 1, 2, 3, 0]
+
+
+def test_only_the_owner_may_read_the_pool(memory: SharedMemory) -> None:
+    assert memory.path.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(("offset", "nbytes"), [(-1, 1), (0, 0), (0, 4097), (4096, 1)])
+def test_a_range_outside_the_memory_is_refused(
+    memory: SharedMemory, offset: int, nbytes: int
+) -> None:
+    with pytest.raises(ValueError, match="outside"):
+        memory.tensor(offset, nbytes)
+
+
+def test_a_file_made_anew_is_another_pool_and_old_mappings_stay_usable(
+    memory: SharedMemory,
+) -> None:
+    view = memory.tensor(0, 4)
+    assert memory.is_current()
+    anew = SharedMemory.create(memory.path.name, 4096)
+    assert not memory.is_current()
+    assert anew.identity != memory.identity
+    anew.tensor(0, 4).fill_(7)
+    assert view.tolist() == [0, 0, 0, 0]
+
+
+def test_a_removed_file_is_not_current_and_cannot_be_opened(memory: SharedMemory) -> None:
+    memory.unlink()
+    memory.unlink()
+    assert not memory.is_current()
+    with pytest.raises(FileNotFoundError):
+        SharedMemory.open(memory.path.name)
+
+
+def test_a_pool_larger_than_the_machine_says_how_much_is_free_and_leaves_nothing() -> None:
+    name = f"epd-test-{os.getpid()}-{uuid.uuid4().hex}"
+    with pytest.raises(CapacityError, match=r"free; lower transfer\.pool_bytes"):
+        SharedMemory.create(name, 1 << 55)
+    with pytest.raises(FileNotFoundError):
+        SharedMemory.open(name)
