@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ from epd_portable.connector.control import (
     process_is_gone,
 )
 from epd_portable.connector.pool import SharedMemory
-from epd_portable.connector.transport import LeaseFence, Receiver
+from epd_portable.connector.transport import LeaseFence
 from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor
 from epd_portable.wire.messages import AnyMessage
 
@@ -43,18 +44,21 @@ class ConsumerEndpoint:
     ) -> None:
         session = new_session()
         self._config = config
-        self._receivers: list[Receiver] = []
-        self._control = ControlServer(config.control_address, session)
-        self._memory = SharedMemory.create(config.pool, pool_bytes)
-        self._peer = PeerDescriptor(
-            instance=config.instance,
-            session=session,
-            host=host_identity(),
-            device=f"{config.platform}:{config.device_index}",
-            fingerprint=fingerprint,
-            paths=tuple(self._open_paths(fence)),
-        )
         self._told: set[tuple[str, str]] = set()
+        with contextlib.ExitStack() as opened:
+            self._control = ControlServer(config.control_address, session)
+            opened.callback(self._control.close)
+            self._memory = SharedMemory.create(config.pool, pool_bytes)
+            opened.callback(self._memory.unlink)
+            self._peer = PeerDescriptor(
+                instance=config.instance,
+                session=session,
+                host=host_identity(),
+                device=f"{config.platform}:{config.device_index}",
+                fingerprint=fingerprint,
+                paths=tuple(self._open_paths(fence, opened)),
+            )
+            self._opened = opened.pop_all()
 
     def receive(self) -> list[tuple[bytes, AnyMessage]]:
         """Return control messages that have arrived, as ``(identity, message)``."""
@@ -89,17 +93,16 @@ class ConsumerEndpoint:
 
     def close(self) -> None:
         """Stop receiving and remove the pool."""
-        for receiver in self._receivers:
-            receiver.close()
-        self._control.close()
-        self._memory.unlink()
+        self._opened.close()
 
-    def _open_paths(self, fence: LeaseFence) -> Iterable[PathEndpoint]:
+    def _open_paths(
+        self, fence: LeaseFence, opened: contextlib.ExitStack
+    ) -> Iterable[PathEndpoint]:
         for path in registry.allowed(self._config.path):
-            receiver = registry.load_receiver(path)
-            if receiver is None:
-                yield PathEndpoint(path=path)
+            make_receiver = registry.load_receiver(path)
+            if make_receiver is None:
+                yield PathEndpoint(path=path, address=self._memory.identity)
                 continue
-            opened = receiver(self._memory, self._config.data_address, fence)
-            self._receivers.append(opened)
-            yield PathEndpoint(path=path, address=opened.address)
+            receiver = make_receiver(self._memory, self._config.data_address, fence)
+            opened.callback(receiver.close)
+            yield PathEndpoint(path=path, address=receiver.address)
