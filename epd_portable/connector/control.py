@@ -5,6 +5,7 @@ The consumer listens (ROUTER), producers and the router connect (DEALER). Nothin
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -23,28 +24,48 @@ _HIGH_WATER_MARK = 10_000
 
 
 def new_session() -> str:
-    """Return a name for this life of the process: its pid and a random part."""
-    return f"{os.getpid()}-{uuid.uuid4().hex[:12]}"
-
-
-def session_pid(session: str) -> int:
-    """Return the pid that `new_session` put into a session's name; 0 if there is none."""
-    pid = session.partition("-")[0]
-    return int(pid) if pid.isdecimal() else 0
+    """Return a name for this life of the process, for `process_is_gone` and unique."""
+    pid = os.getpid()
+    _, start = _process(pid)
+    return f"{pid}-{start}-{_pid_namespace()}-{uuid.uuid4().hex[:12]}"
 
 
 def process_is_gone(session: str) -> bool:
-    """Tell whether the process of a session of this host has certainly ended."""
-    pid = session_pid(session)
-    if not pid:
+    """Tell whether the process that made a session on this host has certainly ended.
+
+    A zombie has ended: it writes no memory any more. A pid that another process was given since
+    does not count, nor does a pid of another namespace (a container that shares ``/dev/shm``).
+    """
+    parts = session.split("-")
+    if len(parts) != 4 or not parts[0].isdecimal() or parts[2] != _pid_namespace():
         return False
+    pid = int(parts[0])
+    try:
+        state, start = _process(pid)
+    except (FileNotFoundError, ProcessLookupError):
+        return not _pid_exists(pid)
+    return state in ("Z", "X") or start != parts[1]
+
+
+def _process(pid: int) -> tuple[str, str]:
+    """Return state and start time of a process, as in ``/proc/<pid>/stat``."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return fields[0], fields[19]
+
+
+def _pid_exists(pid: int) -> bool:
+    """Tell whether there is such a process, also where ``/proc`` hides those of other users."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
-        return True
-    except PermissionError:
         return False
-    return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _pid_namespace() -> str:
+    return "".join(filter(str.isdecimal, os.readlink("/proc/self/ns/pid")))
 
 
 def host_identity() -> str:
@@ -129,6 +150,8 @@ class ControlClients:
     def send(self, address: str, message: AnyMessage) -> None:
         """Send to the consumer that listens on ``address``; connects if need be.
 
+        Dropped if so much waits for a consumer that does not read; sessions send again.
+
         Raises:
             TransportError: The address is none.
         """
@@ -140,13 +163,14 @@ class ControlClients:
             target.setsockopt(zmq.LINGER, 200)
             try:
                 target.connect(address)
-            except zmq.ZMQError as error:
+            except (zmq.ZMQError, ValueError) as error:
                 target.close(linger=0)
                 raise TransportError(f"control address {address!r}: {error}") from error
             self._sockets[address] = target
             self._addresses[target] = address
             self._poller.register(target, zmq.POLLIN)
-        target.send(codec.encode(message, session=self._session), flags=zmq.NOBLOCK)
+        with contextlib.suppress(zmq.Again):
+            target.send(codec.encode(message, session=self._session), flags=zmq.NOBLOCK)
 
     def receive(self, timeout_s: float) -> list[tuple[str, AnyMessage]]:
         """Wait for messages or `wake` and return what arrived, as ``(address, message)``."""
@@ -166,10 +190,8 @@ class ControlClients:
 
     def wake(self) -> None:
         """End a `receive` that waits in another thread; one caller at a time."""
-        try:
+        with contextlib.suppress(zmq.Again):
             self._wake_out.send(b"", flags=zmq.NOBLOCK)
-        except zmq.Again:
-            return
 
     def close(self) -> None:
         """Close every connection; what was sent goes out for at most 0.2 s."""

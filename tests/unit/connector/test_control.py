@@ -1,0 +1,73 @@
+"""Names of lives and hosts; the sockets are tested in integration/transfer."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from epd_portable.connector.control import host_identity, new_session, process_is_gone
+
+PRINT_SESSION = (
+    "from epd_portable.connector.control import new_session;"
+    "print(new_session(), flush=True); input()"
+)
+
+
+@pytest.fixture
+def other() -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Return a process that waits, and its session."""
+    with subprocess.Popen(
+        [sys.executable, "-c", PRINT_SESSION],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        yield process, process.stdout.readline().strip()
+        process.kill()
+
+
+def test_every_session_is_another_one() -> None:
+    assert new_session() != new_session()
+
+
+def test_this_process_is_not_gone() -> None:
+    assert not process_is_gone(new_session())
+
+
+def test_a_killed_process_is_gone_before_and_after_its_parent_asked_for_its_status(
+    other: tuple[subprocess.Popen[str], str],
+) -> None:
+    process, session = other
+    assert not process_is_gone(session)
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert process_is_gone(session), "a zombie"
+    process.wait()
+    assert process_is_gone(session)
+
+
+def test_a_pid_that_belongs_to_another_process_since_is_gone() -> None:
+    pid, start, namespace, unique = new_session().split("-")
+    assert process_is_gone(f"{pid}-{int(start) + 1}-{namespace}-{unique}")
+
+
+def test_a_process_of_another_pid_namespace_is_not_certainly_gone() -> None:
+    assert not process_is_gone("999999999-1-1-abc")
+
+
+@pytest.mark.parametrize("session", ["", "router", "x-1-2-3", "1"])
+def test_a_session_of_another_form_is_not_certainly_gone(session: str) -> None:
+    assert not process_is_gone(session)
+
+
+def test_processes_of_one_host_agree_on_its_name() -> None:
+    code = "from epd_portable.connector.control import host_identity; print(host_identity())"
+    printed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert printed.stdout.strip() == host_identity()
