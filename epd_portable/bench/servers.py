@@ -20,7 +20,6 @@ from epd_portable.errors import LaunchError
 from epd_portable.launch import sessions
 from epd_portable.launch.engine import render_arguments
 from epd_portable.launch.model import resolve_model
-from epd_portable.platforms.traits import TRAITS
 
 _POLL_S = 0.25
 _STOP_GRACE_S = 30.0
@@ -185,7 +184,6 @@ def topology(
 def one_process(
     model: str,
     *,
-    platform: str,
     log: Path,
     engine_args: Mapping[str, JsonValue],
     env: Mapping[str, str] | None = None,
@@ -195,7 +193,6 @@ def one_process(
 
     Args:
         model: As in a topology file.
-        platform: What it runs on.
         log: File for what it prints.
         engine_args: As in a topology file.
         env: Variables beyond those of this process.
@@ -208,14 +205,13 @@ def one_process(
     argv += ["--host", "127.0.0.1", "--port", str(port), *render_arguments(engine_args)]
     variables = {
         "HF_HUB_OFFLINE": "1",
-        "VLLM_PLUGINS": "none",
+        # Lets plain vLLM read pictures where only a CUDA build of torchvision is to be had.
+        "VLLM_PLUGINS": "epd_portable_media_guard",
         "VLLM_USE_V2_MODEL_RUNNER": "0",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         **(env or {}),
     }
-    paths = [TRAITS[platform].python_path, os.environ.get("PYTHONPATH", "")]
-    variables["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     stages = re.compile(r"Loading model|Loading weights took|Application startup complete")
 
     def report_stage(line: str) -> None:

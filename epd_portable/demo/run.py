@@ -124,7 +124,6 @@ def _both(
     config = load_topology(options.config, platform=options.platform)
     with servers.one_process(
         config.model,
-        platform=options.platform,
         log=folder / "reference.log",
         engine_args=config.engine_args,
         report=_say,

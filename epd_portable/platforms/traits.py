@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 
 
@@ -27,8 +26,6 @@ class PlatformTraits:
             are multiples of this.
         needs_device_copy: Whether an item that arrived in host memory must be copied before the
             engine can use it; without, the engine reads a view of the slot.
-        python_path: Folder for the front of ``PYTHONPATH`` of every process of an engine; empty if
-            none is needed.
     """
 
     name: str
@@ -39,7 +36,6 @@ class PlatformTraits:
     slot_alignment_bytes: int
     slab_alignment_bytes: int
     needs_device_copy: bool
-    python_path: str = ""
 
 
 _CUDA = PlatformTraits(
@@ -73,8 +69,6 @@ _CPU = PlatformTraits(
     slot_alignment_bytes=64,
     slab_alignment_bytes=64,
     needs_device_copy=False,
-    # vLLM imports torchvision before it loads any plug-in, and starts interpreters of its own.
-    python_path=str(Path(__file__).parent / "startup"),
 )
 
 TRAITS: Mapping[str, PlatformTraits] = MappingProxyType(

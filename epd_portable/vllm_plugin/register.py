@@ -10,7 +10,5 @@ def register() -> None:
     launcher puts on an engine's command line.
     """
     from epd_portable import log
-    from epd_portable.platforms import torchvision_guard
 
     log.configure()
-    torchvision_guard.install()

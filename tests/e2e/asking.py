@@ -1,0 +1,113 @@
+"""Requests to an OpenAI endpoint, and the comparison of their answers."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from epd_portable.demo.pictures import draw
+
+TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """One chat completion: its tokens, their log-probabilities and the items' reports."""
+
+    tokens: tuple[str, ...]
+    logprobs: tuple[float, ...]
+    items: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def text(self) -> str:
+        return "".join(self.tokens)
+
+    @property
+    def sources(self) -> list[str]:
+        return [item["source"] for item in self.items]
+
+
+def picture(seed: int, size: int = 112) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": draw(seed, size).data_url()}}
+
+
+def text(words: str) -> dict[str, Any]:
+    return {"type": "text", "text": words}
+
+
+def body(content: Sequence[dict[str, Any]] | str, **extra: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": content}]
+    fixed = {"model": "demo", "temperature": 0, "max_tokens": 16, "logprobs": True}
+    return {**fixed, "messages": messages, **extra}
+
+
+def post(url: str, request: dict[str, Any]) -> httpx.Response:
+    return httpx.post(
+        f"{url}/v1/chat/completions", json=request, timeout=TIMEOUT_S, trust_env=False
+    )
+
+
+def ask(url: str, content: Sequence[dict[str, Any]] | str, **extra: Any) -> Answer:
+    response = post(url, body(content, **extra))
+    assert response.status_code == 200, response.text
+    answer = response.json()
+    items = (answer.get("ec_transfer_params") or {}).get("items", ())
+    return _answer(answer["choices"][0]["logprobs"]["content"], items)
+
+
+def ask_streamed(url: str, content: Sequence[dict[str, Any]] | str, **extra: Any) -> Answer:
+    steps = []
+    with httpx.stream(
+        "POST",
+        f"{url}/v1/chat/completions",
+        json=body(content, stream=True, **extra),
+        timeout=TIMEOUT_S,
+        trust_env=False,
+    ) as response:
+        assert response.status_code == 200, response.read()
+        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+    assert lines[-1] == "[DONE]"
+    for line in lines[:-1]:
+        for choice in json.loads(line)["choices"]:
+            steps += (choice["logprobs"] or {}).get("content", ())
+    return _answer(steps, ())
+
+
+def ask_all(url: str, contents: Iterable[Sequence[dict[str, Any]] | str]) -> list[Answer]:
+    """Ask everything at once; answers in the order of the questions."""
+    contents = list(contents)
+    with ThreadPoolExecutor(len(contents)) as pool:
+        return list(pool.map(ask, itertools.repeat(url), contents))
+
+
+def assert_equal(
+    split: Answer, reference: Answer, *, tolerance: float, first: int | None = None
+) -> None:
+    """Check tokens and log-probabilities.
+
+    Args:
+        split: From the instances.
+        reference: From one process.
+        tolerance: Largest difference between log-probabilities of one token.
+        first: Compare this many tokens only; ``None`` compares all.
+    """
+    assert reference.tokens, "an empty answer proves nothing"
+    assert split.tokens[:first] == reference.tokens[:first]
+    differences = [
+        abs(one - other) for one, other in zip(split.logprobs, reference.logprobs, strict=False)
+    ]
+    assert max(differences[:first]) <= tolerance
+
+
+def _answer(steps: list[dict[str, Any]], items: Iterable[dict[str, Any]]) -> Answer:
+    return Answer(
+        tokens=tuple(step["token"] for step in steps),
+        logprobs=tuple(step["logprob"] for step in steps),
+        items=tuple(items),
+    )

@@ -1,0 +1,119 @@
+"""In float32 the split gives the tokens of one process, and its log-probabilities within 1e-3."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.e2e import asking
+from tests.e2e.asking import ask, ask_all, ask_streamed, assert_equal, picture, text
+from tests.e2e.conftest import Pair
+
+pytestmark = [pytest.mark.e2e, pytest.mark.needs_vllm, pytest.mark.timeout(900)]
+
+TOLERANCE = 1e-3
+ASK = text("What is in the picture?")
+
+
+@pytest.fixture(scope="module")
+def pair(start: Callable[..., Any]) -> Pair:
+    started: Pair = start(["engine_args.dtype=float32"], reference_args={"dtype": "float32"})
+    return started
+
+
+CASES = {
+    "one picture": [picture(1), ASK],
+    "four pictures": [picture(2), picture(3), picture(4), picture(5), ASK],
+    "one picture twice": [picture(6), picture(6), ASK],
+    "text only": "hello",
+    "text, picture, text, picture": [
+        text("The first one:"),
+        picture(7),
+        text("and the second one:"),
+        picture(8),
+        ASK,
+    ],
+    "a picture of another size": [picture(9, 224), ASK],
+}
+
+
+@pytest.mark.parametrize("content", CASES.values(), ids=CASES)
+def test_an_answer_is_that_of_one_process(pair: Pair, content: Any) -> None:
+    split, reference = ask(pair.split.url, content), ask(pair.reference_url, content)
+    assert_equal(split, reference, tolerance=TOLERANCE)
+    assert set(split.sources) <= {"transfer"}
+
+
+def test_answers_depend_on_the_picture(pair: Pair) -> None:
+    answers = {ask(pair.split.url, [picture(seed), ASK]).text for seed in range(10, 16)}
+    assert len(answers) >= 4
+
+
+def test_a_picture_of_an_earlier_request_is_not_transferred_again(pair: Pair) -> None:
+    content = [picture(30), ASK]
+    first = ask(pair.split.url, content)
+    again = ask(pair.split.url, [text("Look: "), *content])
+    assert first.sources == ["transfer"]
+    assert again.sources == ["encoder_cache"]
+    reference = ask(pair.reference_url, [text("Look: "), *content])
+    assert_equal(again, reference, tolerance=TOLERANCE)
+
+
+def test_a_streamed_answer_is_that_of_one_process(pair: Pair) -> None:
+    content = [picture(31), ASK]
+    split = ask_streamed(pair.split.url, content)
+    assert_equal(split, ask_streamed(pair.reference_url, content), tolerance=TOLERANCE)
+
+
+def test_32_mixed_requests_at_once_are_answered_as_by_one_process(pair: Pair) -> None:
+    contents: list[Any] = []
+    for seed in range(100, 108):
+        contents += [
+            [picture(seed), ASK],
+            f"How are you, number {seed}?",
+            [picture(seed), text("and"), picture(seed + 100), ASK],
+            [text("Twice:"), picture(seed + 200), picture(seed + 200), ASK],
+        ]
+    split = ask_all(pair.split.url, contents)
+    for content, answer in zip(contents, split, strict=True):
+        assert_equal(answer, ask(pair.reference_url, content), tolerance=TOLERANCE)
+
+
+def test_completions_are_those_of_one_process(pair: Pair) -> None:
+    request = {"model": "demo", "prompt": "a red", "max_tokens": 8, "temperature": 0}
+    texts = [
+        httpx.post(f"{url}/v1/completions", json=request, timeout=60, trust_env=False).json()[
+            "choices"
+        ][0]["text"]
+        for url in (pair.split.url, pair.reference_url)
+    ]
+    assert texts[0] == texts[1] != ""
+
+
+def test_the_pd_instance_encoded_nothing_and_the_encoder_generated_nothing(pair: Pair) -> None:
+    """Runs last: it looks back at everything above."""
+    assert len(pair.split.encoded_by("encode")) >= 30
+    assert pair.split.encoded_by("prefill_decode") == []
+    assert generated_tokens(pair.split.pid, "ec_producer") == 0
+    assert generated_tokens(pair.split.pid, "ec_consumer") > 100
+
+
+def generated_tokens(launcher: int, ec_role: str) -> float:
+    """Return what an instance says of itself, from vLLM's own metrics."""
+    for child in psutil.Process(launcher).children():
+        command = child.cmdline()
+        if any(f'"ec_role": "{ec_role}"' in word for word in command):
+            port = command[command.index("--port") + 1]
+            metrics = httpx.get(
+                f"http://127.0.0.1:{port}/metrics", timeout=asking.TIMEOUT_S, trust_env=False
+            ).text
+            return sum(
+                float(line.rpartition(" ")[2])
+                for line in metrics.splitlines()
+                if line.startswith("vllm:generation_tokens_total")
+            )
+    raise AssertionError(f"no instance with {ec_role}")
