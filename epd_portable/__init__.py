@@ -1,4 +1,4 @@
-"""Encode, prefill and decode of multimodal models in separate instances, on CUDA, Ascend and CPU."""
+"""Encode, prefill and decode in separate instances of vLLM, on CUDA, Ascend and CPU alike."""
 
 from __future__ import annotations
 

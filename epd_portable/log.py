@@ -72,7 +72,8 @@ class EventTrace:
             self._pid = os.getpid()
             Path(self._folder).mkdir(parents=True, exist_ok=True)
             name = f"{self._instance or 'process'}-{self._pid}.jsonl"
-            self._file = Path(self._folder, name).open("a", encoding="utf-8")
+            # Stays open as long as the process.
+            self._file = Path(self._folder, name).open("a", encoding="utf-8")  # noqa: SIM115
         return self._file
 
 

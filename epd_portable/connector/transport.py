@@ -126,5 +126,5 @@ def check_source(src: torch.Tensor, slot: SlotDescriptor) -> None:
         )
     if not src.is_contiguous():
         raise ValueError(f"tensor {tuple(src.shape)} is not contiguous: write a contiguous copy")
-    if src.device.type != "cpu":
+    if not src.is_cpu:
         raise ValueError(f"tensor is on {src.device}: this path writes host memory")

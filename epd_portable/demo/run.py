@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 
 from epd_portable.bench import servers
-from epd_portable.config.load import load_topology
+from epd_portable.config.load import PLATFORMS, load_topology
 from epd_portable.demo.pictures import QUESTIONS, Picture, QuestionKind, draw
 from epd_portable.errors import EPDError
 
@@ -97,7 +97,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the demo; return 0 only if both ways give the same answer."""
     parser = argparse.ArgumentParser(prog="python -m epd_portable.demo.run", description=__doc__)
     parser.add_argument("--config", type=Path, default=Path("configs/1e1pd.yaml"))
-    parser.add_argument("--platform", default="cpu", choices=["cpu", "cuda", "npu"])
+    parser.add_argument("--platform", default="cpu", choices=PLATFORMS)
     parser.add_argument("--seed", type=int, default=20, help="which picture to draw (default 20)")
     options = parser.parse_args(argv)
     picture = draw(options.seed)

@@ -100,7 +100,11 @@ class Supervisor:
             )
 
     def _warm_up(self) -> None:
-        """Send the instances their first requests; goes on without if that fails."""
+        """Send the instances their first requests; goes on if one does not answer well.
+
+        Raises:
+            LaunchError: A process ended over it.
+        """
         self._say("warming up: the first step of every engine takes longer than the others")
         problems: list[str] = []
         thread = threading.Thread(
@@ -110,7 +114,12 @@ class Supervisor:
         )
         thread.start()
         while thread.is_alive() and not self._stop_requests:
-            self._step()
+            for name, child in self._children.items():
+                status = child.exit_status()
+                if status is not None:
+                    words = _last_words(child, status=status)
+                    raise LaunchError(f"{name} {describe_exit(status)} at its first request{words}")
+            time.sleep(_STEP_S)
         for problem in problems:
             self._say(f"serving all the same: {problem}")
 
