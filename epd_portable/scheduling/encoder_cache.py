@@ -166,11 +166,15 @@ class EncoderCacheManager:
     # -- what vLLM's scheduler calls -------------------------------------------------------------
 
     def reset(self) -> None:
-        """Forget every entry; preallocated room and awaited items stay as they are."""
+        """Forget every entry; preallocated room and awaited items stay as they are.
+
+        The workers forget at the same time, but what went is told by `get_freed_mm_hashes` all the
+        same: the receive slots of these items become free on that.
+        """
+        self._freed += self._entries
         self._entries.clear()
         self._idle.clear()
         self._inputs.clear()
-        self._freed.clear()
         self.num_free_slots = self.cache_size - sum(self._preallocated.values())
         self.num_freeable_slots = self.num_free_slots
 
