@@ -98,10 +98,13 @@ class Dispatcher:
             ready = [order for order in orders if order.mm_hash in self._cache]
             for order in ready:
                 orders.remove(order)
+                if order.transfer_id in self._sending:
+                    logger.warning("transfer %s is under way already", order.transfer_id)
+                    continue
+                taken.append(order)
                 self._cache.retain(order.mm_hash, order.transfer_id)
                 self._sending[order.transfer_id] = order.mm_hash
                 trace("transfer.ordered", transfer=order.transfer_id, mm_hash=order.mm_hash)
-            taken += ready
         return taken
 
     def transfers_ended(self, transfer_ids: Iterable[str]) -> None:

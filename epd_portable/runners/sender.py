@@ -72,7 +72,7 @@ class Sender:
     # -- the model runner's thread ---------------------------------------------------------------
 
     def submit(self, order: TransferOrder, output: torch.Tensor | None) -> None:
-        """Begin a transfer.
+        """Begin a transfer; one of that id that has not ended stays as it is.
 
         Args:
             order: What and where to.
@@ -80,6 +80,9 @@ class Sender:
                 worker's device.
         """
         with self._lock:
+            if order.transfer_id in self._orders:
+                logger.warning("transfer %s is under way already", order.transfer_id)
+                return
             self._orders[order.transfer_id] = order
             self._users[order.mm_hash] += 1
             if output is not None:
@@ -105,7 +108,8 @@ class Sender:
     def close(self) -> None:
         """Stop; writes that are under way end first."""
         self._stop = True
-        self._control.wake()
+        with self._lock:
+            self._control.wake()
         self._thread.join()
 
     # -- the sender's thread ---------------------------------------------------------------------
