@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from epd_portable.wire.descriptors import TensorSpec
@@ -36,6 +36,7 @@ class RequestRecord:
 
     Attributes:
         items: In the order of the prompt.
+        transfers: Of its items, by ``mm_hash``.
         reply_to: ZMQ identity of the router; empty if nobody wants to hear of failures.
         arrived_s: When it was added.
         awaited: ``mm_hash`` of items that another instance is to deliver.
@@ -44,6 +45,7 @@ class RequestRecord:
     """
 
     items: Sequence[PromptItem]
+    transfers: Mapping[str, ExpectedTransfer]
     reply_to: bytes
     arrived_s: float
     awaited: set[str] = field(default_factory=set)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from epd_portable.connector import registry
@@ -21,7 +21,7 @@ from epd_portable.scheduling.encoder_cache import EncoderCacheManager, MultiModa
 from epd_portable.scheduling.preallocator import SyncEncoderCachePreallocator
 from epd_portable.wire.descriptors import SlotDescriptor
 from epd_portable.wire.messages import Nack, NackCode
-from epd_portable.wire.params import ExpectedTransfer, ItemOutcome, PrefillOutcome, PrefillParams
+from epd_portable.wire.params import ItemOutcome, PrefillOutcome, PrefillParams
 
 if TYPE_CHECKING:
     from epd_portable.config.instance import InstanceConfig
@@ -94,7 +94,8 @@ class Receiver:
         """
         now = self._clock()
         transfers = match_transfers(items, params)
-        record = RequestRecord(items, params.reply_to.encode() if params else b"", now)
+        reply_to = params.reply_to.encode() if params else b""
+        record = RequestRecord(items, transfers, reply_to, now)
         self._requests[request.request_id] = record
         for item in items:
             transfer = transfers.get(item.mm_hash)
@@ -106,7 +107,7 @@ class Receiver:
             if transfer is None and self._preallocator.get(item.mm_hash) is None:
                 continue
             if not self._preallocator.fits_at_all(item.num_embeds, item.tensor.nbytes):
-                self._refuse(request.request_id, record, item, transfers)
+                self._refuse(request.request_id, record, item)
                 return
             self._preallocator.claim(
                 request.request_id,
@@ -266,16 +267,12 @@ class Receiver:
             record = self._requests[request_id]
             record.awaited.discard(event.mm_hash)
             if not self._config.can_encode:
-                self._fail(request_id, record, event.transfer_id, event.code, event.reason)
+                self._fail(request_id, record, event.mm_hash, event.code, event.reason)
 
-    def _refuse(
-        self,
-        request_id: str,
-        record: RequestRecord,
-        item: PromptItem,
-        transfers: Mapping[str, ExpectedTransfer],
-    ) -> None:
-        for transfer in transfers.values():
+    def _refuse(self, request_id: str, record: RequestRecord, item: PromptItem) -> None:
+        self._withdraw(request_id, record.awaited)
+        record.awaited.clear()
+        for transfer in record.transfers.values():
             self._session.decline(transfer.transfer_id)
         detail = (
             f"an item of this request needs {item.num_embeds} encoder embeddings in "
@@ -283,18 +280,19 @@ class Receiver:
             f"{self._cache.cache_size} embeddings and {self._pool.capacity_bytes} bytes: "
             "send a smaller picture, or raise transfer.pool_bytes"
         )
-        transfer_id = next(iter(transfers.values())).transfer_id if transfers else ""
-        self._fail(request_id, record, transfer_id, NackCode.TOO_LARGE, detail)
+        self._fail(request_id, record, item.mm_hash, NackCode.TOO_LARGE, detail)
 
     def _fail(
-        self, request_id: str, record: RequestRecord, transfer_id: str, code: NackCode, detail: str
+        self, request_id: str, record: RequestRecord, mm_hash: str, code: NackCode, detail: str
     ) -> None:
+        """Let the scheduler end a request, and tell the router by one of its own transfers."""
         if record.failed:
             return
         record.failed = True
         self._unavailable.add(request_id)
-        if record.reply_to:
-            nack = Nack(transfer_id=transfer_id, code=code, detail=detail)
+        if record.reply_to and record.transfers:
+            transfer = record.transfers.get(mm_hash) or next(iter(record.transfers.values()))
+            nack = Nack(transfer_id=transfer.transfer_id, code=code, detail=detail)
             self._endpoint.send(record.reply_to, nack)
 
     def _drop_covered(

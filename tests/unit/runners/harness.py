@@ -1,0 +1,269 @@
+"""A PD scheduler's side with the engine's calls around it, and encode sides, joined by lists.
+
+Everything is the package's own code but three things: `Mailbox` stands for sockets and shared
+memory, `PrefillSide` makes the calls that vLLM's scheduler makes, and writes are only noted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from unittest import mock
+
+from epd_portable.config.instance import InstanceConfig
+from epd_portable.connector.producer import ProducerSession, TransferOrder, Write
+from epd_portable.runners import receiver as receiver_module
+from epd_portable.runners.placer import Placement
+from epd_portable.runners.prompt import PromptItem
+from epd_portable.runners.receiver import Receiver
+from epd_portable.scheduling.encoder_cache import EncoderCacheManager
+from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor, TensorSpec
+from epd_portable.wire.messages import AnyMessage
+from epd_portable.wire.params import ExpectedTransfer, PrefillOutcome, PrefillParams
+from tests.unit.builders import FINGERPRINT, FakeRequest, peer, request
+
+WIDTH = 16
+ALIGNMENT = 64
+TOKEN_BYTES = WIDTH * 4
+"""One token of `WIDTH` float32 is one unit of the alignment."""
+PD = "tcp://pd:1"
+LEASE_S, TIMEOUT_S = 10.0, 30.0
+
+
+def spec(num_tokens: int) -> TensorSpec:
+    return TensorSpec(shape=(num_tokens, WIDTH), dtype="float32")
+
+
+@dataclass
+class Clock:
+    now: float = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class Mailbox:
+    """Stands for `ConsumerEndpoint`: messages lie in lists until the test moves them."""
+
+    path: str = "shm"
+    inbox: list[tuple[bytes, AnyMessage]] = field(default_factory=list)
+    outbox: list[tuple[bytes, AnyMessage]] = field(default_factory=list)
+    gone: set[str] = field(default_factory=set)
+    is_closed: bool = False
+
+    def receive(self) -> list[tuple[bytes, AnyMessage]]:
+        received, self.inbox = self.inbox, []
+        return received
+
+    def send(self, identity: bytes, message: AnyMessage) -> None:
+        self.outbox.append((identity, message))
+
+    def choose(self, producer: PeerDescriptor) -> PathEndpoint:
+        return PathEndpoint(path=self.path)
+
+    def is_gone(self, producer: PeerDescriptor) -> bool:
+        return producer.session in self.gone
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@dataclass(frozen=True)
+class Item:
+    """One place of an item in a prompt: what it is, its size, and the transfer that brings it."""
+
+    mm_hash: str
+    num_tokens: int = 2
+    transfer_id: str = ""
+
+
+class PrefillSide:
+    """A `Receiver` and the encoder cache, called as the engine calls them."""
+
+    def __init__(
+        self,
+        *,
+        pool_tokens: int = 8,
+        cache_tokens: int = 100,
+        copies: bool = False,
+        can_encode: bool = True,
+        path: str = "shm",
+    ) -> None:
+        self.clock = Clock()
+        self.mailbox = Mailbox(path=path)
+        self.cache = EncoderCacheManager(cache_tokens)
+        config = InstanceConfig(
+            instance="prefill_decode-0",
+            platform="cpu",
+            pool="pool",
+            pool_bytes=pool_tokens * TOKEN_BYTES,
+            wait_timeout_s=TIMEOUT_S,
+            lease_s=LEASE_S,
+            can_encode=can_encode,
+        )
+        with mock.patch.object(
+            receiver_module, "ConsumerEndpoint", lambda *args, **kwargs: self.mailbox
+        ):
+            self.receiver = Receiver(
+                config,
+                fingerprint=FINGERPRINT,
+                cache=self.cache,
+                alignment_bytes=ALIGNMENT,
+                copies=copies,
+                clock=self.clock,
+            )
+        self.pool = self.receiver._pool
+        self.requests: dict[str, FakeRequest] = {}
+        self.items: dict[str, Sequence[PromptItem]] = {}
+        self.failed: set[str] = set()
+
+    def arrive(self, request_id: str, *items: Item, reply_to: str = "router") -> None:
+        """Add a request: one token of text, then an item, and so on."""
+        self.requests[request_id] = request(
+            request_id, *((item.mm_hash, item.num_tokens) for item in items)
+        )
+        prompt = []
+        begin = 0
+        for index, item in enumerate(items):
+            begin += 1
+            end = begin + item.num_tokens
+            prompt.append(
+                PromptItem(
+                    input_id=index,
+                    mm_hash=item.mm_hash,
+                    begin=begin,
+                    end=end,
+                    num_embeds=item.num_tokens,
+                    tensor=spec(item.num_tokens),
+                )
+            )
+            begin = end
+        transfers = {
+            item.mm_hash: ExpectedTransfer(transfer_id=item.transfer_id, mm_hash=item.mm_hash)
+            for item in items
+            if item.transfer_id
+        }
+        params = PrefillParams(transfers=tuple(transfers.values()), reply_to=reply_to)
+        self.items[request_id] = prompt
+        self.receiver.request_arrived(
+            self.requests[request_id], prompt, params if transfers else None
+        )
+
+    def step(self) -> list[Placement]:
+        """Run one step of the engine that schedules nothing; return what the workers place."""
+        self.receiver.tick()
+        placements = self.receiver.take_placements(self.cache.get_freed_mm_hashes())
+        self.failed |= self.receiver.take_unavailable()
+        self.receiver.step_done()
+        return placements
+
+    def finish(self, request_id: str) -> PrefillOutcome | None:
+        """End a request, well or not, as vLLM does."""
+        outcome = self.receiver.request_finished(request_id)
+        self.cache.free(self.requests.pop(request_id))
+        del self.items[request_id]
+        return outcome
+
+    def encode_here(self, request_id: str, input_id: int) -> bool:
+        """Encode an item on this instance if the cache allows it, as vLLM does."""
+        engine_request = self.requests[request_id]
+        if self.cache.check_and_update_cache(engine_request, input_id):
+            return True
+        if not self.cache.can_allocate(engine_request, input_id, 1 << 20, 0):
+            return False
+        self.cache.allocate(engine_request, input_id)
+        mm_hash = engine_request.mm_features[input_id].identifier
+        self.receiver.encoding_here(request_id, mm_hash)
+        return True
+
+    def forget_everything(self) -> None:
+        """Empty the encoder cache and let the workers hear of it."""
+        self.cache.reset()
+        self.step()
+
+
+class EncodeSide:
+    """A `ProducerSession` whose writes end when the test says so."""
+
+    def __init__(self, name: str, clock: Clock, life: int = 1) -> None:
+        self.session_id = f"{name}-life-{life}"
+        self.identity = self.session_id.encode()
+        self.clock = clock
+        self.session = ProducerSession(
+            peer(name, session=self.session_id), wait_timeout_s=TIMEOUT_S
+        )
+        self.outbox: list[AnyMessage] = []
+        self.writes: dict[str, Write] = {}
+        self.ended: list[str] = []
+
+    def submit(self, item: Item, *, ready: bool = False) -> None:
+        self.session.submit(
+            TransferOrder(
+                transfer_id=item.transfer_id,
+                mm_hash=item.mm_hash,
+                consumer=PD,
+                tensor=spec(item.num_tokens),
+            ),
+            ready=ready,
+            now=self.clock(),
+        )
+
+    def receive(self, message: AnyMessage) -> None:
+        self.session.receive(PD, message, self.clock())
+
+    def poll(self) -> None:
+        actions = self.session.poll(self.clock())
+        self.outbox += [message for _, message in actions.messages]
+        for write in actions.writes:
+            assert write.transfer_id not in self.writes
+            self.writes[write.transfer_id] = write
+        self.ended += [finished.transfer_id for finished in actions.finished]
+
+    def finish_write(self, transfer_id: str, problem: str = "") -> Write:
+        write = self.writes.pop(transfer_id)
+        if problem:
+            self.session.write_failed(transfer_id, problem, self.clock())
+        else:
+            self.session.write_done(transfer_id, self.clock())
+        return write
+
+
+class Pair:
+    """One encode side and one PD side with a channel that loses nothing."""
+
+    def __init__(self, pd: PrefillSide | None = None) -> None:
+        self.pd = pd or PrefillSide()
+        self.encode = EncodeSide("encode-0", self.pd.clock)
+        self.to_router: list[AnyMessage] = []
+
+    def to_pd(self) -> None:
+        """Let the encode side act and its messages arrive (the PD side reads them in its step)."""
+        self.encode.poll()
+        self.pd.mailbox.inbox += [(self.encode.identity, m) for m in self.encode.outbox]
+        self.encode.outbox.clear()
+
+    def to_encode(self) -> None:
+        for identity, message in self.pd.mailbox.outbox:
+            if identity == self.encode.identity:
+                self.encode.receive(message)
+            else:
+                self.to_router.append(message)
+        self.pd.mailbox.outbox.clear()
+
+    def round(self) -> list[Placement]:
+        """Encode side, PD step, encode side; writes do not end by themselves."""
+        self.to_pd()
+        placements = self.pd.step()
+        self.to_encode()
+        self.encode.poll()
+        return placements
+
+    def settle(self) -> list[Placement]:
+        """End every write and run until nothing moves any more."""
+        placements = []
+        for _ in range(12):
+            placements += self.round()
+            for transfer_id in list(self.encode.writes):
+                self.encode.finish_write(transfer_id)
+        return placements
