@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -27,14 +28,19 @@ class Split:
     pid: int
     trace_dir: Path
     flags: Path
+    ready_s: float
 
     def events(self, name: str = "") -> list[dict[str, Any]]:
-        """Return all events so far, or those of one name, in the order of their times."""
+        """Return all events since it was ready, or those of one name, in the order of time."""
         found = []
         for path in self.trace_dir.glob("*.jsonl"):
             found += [json.loads(line) for line in path.read_text().splitlines()]
         found.sort(key=lambda event: event["t_s"])
-        return [event for event in found if not name or event["event"] == name]
+        return [
+            event
+            for event in found
+            if event["t_s"] >= self.ready_s and name in ("", event["event"])
+        ]
 
     def encoded_by(self, role: str) -> list[str]:
         """Return the items that instances of a role have encoded."""
@@ -84,6 +90,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., An
                 pid=running[0].pid,
                 trace_dir=folder / "trace",
                 flags=flags,
+                ready_s=time.monotonic(),
             )
             if reference_args is None:
                 return split

@@ -6,12 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 
-from tests.e2e import asking
 from tests.e2e.asking import ask, ask_all, ask_streamed, assert_equal, picture, text
 from tests.e2e.conftest import Pair
+from tests.e2e.engines import metric
 
 pytestmark = [pytest.mark.e2e, pytest.mark.needs_vllm, pytest.mark.timeout(900)]
 
@@ -98,22 +97,5 @@ def test_the_pd_instance_encoded_nothing_and_the_encoder_generated_nothing(pair:
     """Runs last: it looks back at everything above."""
     assert len(pair.split.encoded_by("encode")) >= 30
     assert pair.split.encoded_by("prefill_decode") == []
-    assert generated_tokens(pair.split.pid, "ec_producer") == 0
-    assert generated_tokens(pair.split.pid, "ec_consumer") > 100
-
-
-def generated_tokens(launcher: int, ec_role: str) -> float:
-    """Return what an instance says of itself, from vLLM's own metrics."""
-    for child in psutil.Process(launcher).children():
-        command = child.cmdline()
-        if any(f'"ec_role": "{ec_role}"' in word for word in command):
-            port = command[command.index("--port") + 1]
-            metrics = httpx.get(
-                f"http://127.0.0.1:{port}/metrics", timeout=asking.TIMEOUT_S, trust_env=False
-            ).text
-            return sum(
-                float(line.rpartition(" ")[2])
-                for line in metrics.splitlines()
-                if line.startswith("vllm:generation_tokens_total")
-            )
-    raise AssertionError(f"no instance with {ec_role}")
+    assert metric(pair.split.pid, "ec_producer", "vllm:generation_tokens_total") == 0
+    assert metric(pair.split.pid, "ec_consumer", "vllm:generation_tokens_total") > 100

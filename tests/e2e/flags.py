@@ -1,0 +1,8 @@
+"""Names of the files by which tests steer the workers of `workers.py` while they run."""
+
+from __future__ import annotations
+
+SLOW = "encoder_delay_s"
+"""Holds the seconds that the encoder takes longer for each step."""
+SPOIL = "spoil_items"
+"""While it exists, items that arrive are turned upside down."""

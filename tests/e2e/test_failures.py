@@ -1,0 +1,211 @@
+"""What clients see when the encoder is slow, gone or wrong, when room is short, and when they err."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+import httpx
+import pytest
+
+from epd_portable.demo import MODEL_DIR
+from tests.e2e import flags
+from tests.e2e.asking import ask, ask_all, assert_equal, body, picture, post, text
+from tests.e2e.conftest import Pair, Split
+from tests.e2e.engines import instance, metric, wait_until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.needs_vllm, pytest.mark.timeout(900)]
+
+ASK = text("What is in the picture?")
+TOLERANCE = 1e-3
+ITEM_BYTES = (
+    16 * json.loads((MODEL_DIR / "config.json").read_text())["vision_config"]["out_hidden_size"] * 4
+)
+"""One picture of 112 × 112 pixels in float32: 16 tokens."""
+
+
+@pytest.fixture(scope="module")
+def pair(start: Callable[..., Any]) -> Pair:
+    """A topology whose pool holds two pictures, with workers that can be slowed and spoiled."""
+    started: Pair = start(
+        [
+            "engine_args.dtype=float32",
+            f"transfer.pool_bytes={2 * ITEM_BYTES}",
+            "transfer.wait_timeout_s=20",
+            "instances.encode.engine_args.worker_cls=tests.e2e.workers.SlowEncodeWorker",
+            "instances.prefill_decode.engine_args.worker_cls=tests.e2e.workers.SpoilingPDWorker",
+        ],
+        reference_args={"dtype": "float32"},
+    )
+    return started
+
+
+@pytest.fixture
+def slow(pair: Pair) -> Iterator[Callable[[float], Any]]:
+    """Set how much longer the encoder takes for the items of one step."""
+    flag = pair.split.flags / flags.SLOW
+    yield lambda seconds: flag.write_text(str(seconds))
+    flag.unlink(missing_ok=True)
+
+
+def healthy(split: Split, name: str) -> bool:
+    states = httpx.get(f"{split.url}/health", timeout=10, trust_env=False).json()
+    return bool(states["instances"][name]["healthy"])
+
+
+def test_text_before_a_picture_is_prefilled_while_the_encoder_works(
+    pair: Pair, slow: Callable[[float], Any]
+) -> None:
+    slow(1.5)
+    begun = len(pair.split.events("step"))
+    content = [text("Look at this picture, please, and say what it shows: "), picture(1), ASK]
+    answer = ask(pair.split.url, content)
+    [item] = answer.items
+    encoded = next(e for e in pair.split.events("encode.end") if item["mm_hash"] in e["items"])
+    steps = [
+        event
+        for event in pair.split.events("step")[begun:]
+        if event["instance"].startswith("prefill_decode")
+    ]
+    assert steps[0]["t_s"] < encoded["t_s"] - 1.0
+    assert steps[1]["t_s"] > encoded["t_s"]
+    assert_equal(answer, ask(pair.reference_url, content), tolerance=TOLERANCE)
+
+
+def test_text_requests_do_not_wait_for_a_slow_picture(
+    pair: Pair, slow: Callable[[float], Any]
+) -> None:
+    slow(3.0)
+    with ThreadPoolExecutor() as pool:
+        pending = pool.submit(ask, pair.split.url, [picture(2), ASK])
+        wait_until(
+            lambda: (
+                metric(pair.split.pid, "ec_producer", "vllm:num_requests_running") > 0
+                or pending.done()
+            ),
+            "the encoder began",
+        )
+        ask(pair.split.url, "hello")
+        assert not pending.done()
+        assert pending.result().sources == ["transfer"]
+
+
+def test_a_killed_encoder_costs_no_answer_and_comes_back(
+    pair: Pair, slow: Callable[[float], Any]
+) -> None:
+    slow(6.0)
+    content = [picture(3), ASK]
+    begun = len(pair.split.events("encode.begin"))
+    with ThreadPoolExecutor() as pool:
+        pending = pool.submit(ask, pair.split.url, content)
+        wait_until(lambda: len(pair.split.events("encode.begin")) > begun, "the encoder began")
+        os.killpg(instance(pair.split.pid, "ec_producer").pid, signal.SIGKILL)
+        answer = pending.result()
+    assert answer.sources == ["local"]
+    assert_equal(answer, ask(pair.reference_url, content), tolerance=TOLERANCE)
+    (pair.split.flags / flags.SLOW).unlink()
+    wait_until(lambda: healthy(pair.split, "encode-0"), "the encoder is back")
+    assert ask(pair.split.url, [picture(4), ASK]).sources == ["transfer"]
+
+
+def test_a_pool_for_two_items_serves_everybody_first_come_first_served(
+    pair: Pair, slow: Callable[[float], Any]
+) -> None:
+    slow(0.2)
+    begun = len(pair.split.events())
+    contents: list[Any] = [[picture(seed), ASK] for seed in range(40, 52)]
+    contents += [
+        [picture(seed + step) for step in range(0, 40, 10)] + [ASK] for seed in range(60, 64)
+    ]
+    answers = ask_all(pair.split.url, contents)
+    for content, answer in zip(contents, answers, strict=True):
+        assert_equal(answer, ask(pair.reference_url, content), tolerance=TOLERANCE)
+        assert set(answer.sources) == {"transfer"}
+    events = pair.split.events()[begun:]
+    arrived = [item for e in events if e["event"] == "request.arrived" for item in e["awaited"]]
+    reserved = [event["mm_hash"] for event in events if event["event"] == "item.reserved"]
+    assert len(arrived) == 28
+    assert reserved == arrived
+
+
+def test_an_item_larger_than_the_pool_is_refused_with_both_sizes(pair: Pair) -> None:
+    response = post(pair.split.url, body([picture(70, 448), ASK]))
+    assert response.status_code == 413
+    message = response.json()["error"]["message"]
+    assert str(2 * ITEM_BYTES) in message
+    assert "transfer.pool_bytes" in message
+    assert ask(pair.split.url, [picture(71), ASK]).sources == ["transfer"]
+
+
+def test_a_spoiled_item_is_seen_by_the_comparison(pair: Pair) -> None:
+    flag = pair.split.flags / flags.SPOIL
+    content = [picture(80), ASK]
+    flag.touch()
+    try:
+        spoiled = ask(pair.split.url, content)
+    finally:
+        flag.unlink()
+    with pytest.raises(AssertionError):
+        assert_equal(spoiled, ask(pair.reference_url, content), tolerance=TOLERANCE)
+
+
+def test_a_client_that_leaves_takes_its_work_along(
+    pair: Pair, slow: Callable[[float], Any]
+) -> None:
+    slow(2.0)
+    with suppress(httpx.ReadTimeout):
+        httpx.post(
+            f"{pair.split.url}/v1/chat/completions",
+            json=body([picture(90), ASK], max_tokens=4000, ignore_eos=True),
+            timeout=0.5,
+            trust_env=False,
+        )
+    for role in ("ec_producer", "ec_consumer"):
+        for gauge in ("vllm:num_requests_running", "vllm:num_requests_waiting"):
+            wait_until(
+                lambda role=role, gauge=gauge: metric(pair.split.pid, role, gauge) == 0,
+                f"{role} has no request left",
+            )
+
+
+PNG = picture(91)["image_url"]["url"]
+BAD_REQUESTS: dict[str, tuple[Any, int, str]] = {
+    "no JSON": (b"{not json", 400, "JSON"),
+    "an unknown field": (body("hello", temprature=0.5), 400, "temprature"),
+    "a malformed data URL": (
+        body([{"type": "image_url", "image_url": {"url": "data:image/png;base64"}}]),
+        400,
+        "data:",
+    ),
+    "a truncated picture": (
+        body([{"type": "image_url", "image_url": {"url": PNG[: len(PNG) // 8 * 4]}}, ASK]),
+        400,
+        "image",
+    ),
+    "a body of 100 MB": (b" " * 100_000_000, 413, "max_body_bytes"),
+}
+
+
+@pytest.mark.parametrize(
+    ("request_body", "status", "named"), BAD_REQUESTS.values(), ids=BAD_REQUESTS
+)
+def test_bad_requests_are_refused_by_name_and_harm_nothing(
+    pair: Pair, request_body: Any, status: int, named: str
+) -> None:
+    data = request_body if isinstance(request_body, bytes) else json.dumps(request_body).encode()
+    response = httpx.post(
+        f"{pair.split.url}/v1/chat/completions",
+        content=data,
+        headers={"content-type": "application/json"},
+        timeout=60,
+        trust_env=False,
+    )
+    assert response.status_code == status, response.text
+    assert named in response.json()["error"]["message"]
+    assert "Traceback" not in response.text
+    assert ask(pair.split.url, "hello").tokens

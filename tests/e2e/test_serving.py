@@ -1,0 +1,45 @@
+"""The demo model in bfloat16 over ``tcp``: close to one process, and right about pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from epd_portable.demo.score import evaluate
+from tests.e2e.asking import ask, assert_equal, picture, text
+from tests.e2e.conftest import Pair
+
+pytestmark = [pytest.mark.e2e, pytest.mark.needs_vllm, pytest.mark.timeout(900)]
+
+TOLERANCE = 0.1
+FIRST = 5
+ASK = text("What is in the picture?")
+
+
+@pytest.fixture(scope="module")
+def pair(start: Callable[..., Any]) -> Pair:
+    started: Pair = start(["transfer.path=tcp"], reference_args={})
+    return started
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        [picture(1), ASK],
+        [picture(2), picture(3), picture(4), picture(5), ASK],
+        [text("One:"), picture(6), text("two:"), picture(7), ASK],
+        "hello",
+    ],
+    ids=["one picture", "four pictures", "text and pictures", "text only"],
+)
+def test_an_answer_is_close_to_that_of_one_process(pair: Pair, content: Any) -> None:
+    split, reference = ask(pair.split.url, content), ask(pair.reference_url, content)
+    assert_equal(split, reference, tolerance=TOLERANCE, first=FIRST)
+    assert {(item["source"], item["path"]) for item in split.items} <= {("transfer", "tcp")}
+
+
+def test_at_least_95_percent_of_200_unseen_pictures_are_described_exactly(pair: Pair) -> None:
+    score = evaluate(pair.split.url, n=200)
+    assert score.exact_match >= 0.95, score.wrong[:10]

@@ -1,0 +1,59 @@
+"""Workers that do as the real ones, but slow down or spoil what they do while a file asks for it.
+
+Named on an engine's command line by ``--set instances.<role>.engine_args.worker_cls=...``.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from epd_portable.vllm_plugin import worker
+from tests.e2e import flags
+
+FLAGS = Path(os.environ["EPD_TEST_FLAGS"])
+
+
+class _SlowEncoder:
+    def _execute_mm_encoder(self, scheduler_output: Any) -> Any:
+        flag = FLAGS / flags.SLOW
+        if scheduler_output.scheduled_encoder_inputs and flag.exists():
+            time.sleep(float(flag.read_text()))
+        return super()._execute_mm_encoder(scheduler_output)  # type: ignore[misc]
+
+
+class _SpoiledItems:
+    """Turns the rows of items that arrive upside down."""
+
+    def __init__(self, real: Any) -> None:
+        self._real = real
+
+    def begin_step(self, metadata: Any, encoder_cache: dict[str, torch.Tensor]) -> None:
+        self._real.begin_step(metadata, encoder_cache)
+        if (FLAGS / flags.SPOIL).exists():
+            for placement in metadata.placements:
+                encoder_cache[placement.mm_hash] = encoder_cache[placement.mm_hash].flip(0)
+
+    def end_step(self) -> Any:
+        return self._real.end_step()
+
+
+class SlowEncodeWorker(worker.EPDCPUWorker):  # type: ignore[misc,name-defined]
+    """An encode worker whose encoder takes as long as a file says."""
+
+    def init_device(self) -> None:
+        super().init_device()
+        chosen = type(self.model_runner)
+        self.model_runner.__class__ = type(chosen.__name__, (_SlowEncoder, chosen), {})
+
+
+class SpoilingPDWorker(worker.EPDCPUWorker):  # type: ignore[misc,name-defined]
+    """A PD worker that spoils what arrives while a file says so."""
+
+    def init_device(self) -> None:
+        super().init_device()
+        self.model_runner.epd = _SpoiledItems(self.model_runner.epd)
