@@ -98,8 +98,9 @@ async def build() -> AsyncIterator[Build]:
     yield make
     for topology in built:
         await topology.client.aclose()
+        # First the router, which would otherwise connect to instances that are just ending.
+        await topology.router.stop()
         instances = topology.encoders + topology.pds
-        serving = [topology.router, *(instance.serving for instance in instances)]
-        await asyncio.gather(*(server.stop() for server in serving))
+        await asyncio.gather(*(instance.serving.stop() for instance in instances))
         for control in topology.controls:
             control.close()

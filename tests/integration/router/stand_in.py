@@ -112,8 +112,13 @@ class Serving:
         if self._server is None or self._task is None:
             return
         self._server.should_exit = True
+        for listener in self._server.servers:
+            listener.close()
         self.drop_connections()
         await self._task
+        # Connections that were accepted in between.
+        self.drop_connections()
+        await asyncio.sleep(0.01)
         self._server = None
 
 
@@ -198,8 +203,18 @@ class ControlEnd:
                 return message
 
     async def send(self, identity: str, data: bytes) -> None:
-        """Send any bytes to a router."""
-        await self._socket.send_multipart([identity.encode(), data])
+        """Send any bytes to a router, once it is connected."""
+
+        async def sent() -> None:
+            while True:
+                try:
+                    return await self._socket.send_multipart([identity.encode(), data])
+                except zmq.ZMQError as error:
+                    if error.errno != zmq.EHOSTUNREACH:
+                        raise
+                await asyncio.sleep(0.01)
+
+        await asyncio.wait_for(sent(), DEADLINE_S)
 
     async def refuse(self, params: Any, code: NackCode, detail: str) -> None:
         """Refuse every transfer of a request."""

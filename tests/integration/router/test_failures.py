@@ -111,7 +111,7 @@ async def test_an_encoder_that_takes_too_long_is_given_up(build: Build) -> None:
 
 
 async def test_an_encoder_that_dies_within_a_job_is_noticed_at_once(build: Build) -> None:
-    t = await build()
+    t = await build(probe_interval_s=60)
     t.encoders[0].behaviour = forever
     t.pd.behaviour = until_told_to_encode(t)
 
@@ -155,7 +155,7 @@ async def test_an_encoder_that_returns_is_used_again(build: Build) -> None:
     await t.until_health(lambda instances: bool(instances["encode-0"]["healthy"]))
 
     await t.chat(RED)
-    assert len(t.encoders[0].received) == 1
+    await t.encoders[0].until(lambda encoder: len(encoder.received) == 1)
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -250,9 +250,14 @@ async def test_a_streamed_request_that_fails_at_once_gets_a_status(build: Build)
         yield b'data: {"er'
         await asyncio.sleep(0)
         yield b'ror": {"message": "too long", "code": 400}}\n\ndata: [DONE]\n\n'
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await t.pd.count_abort()
 
     t.pd.behaviour = stream(pieces)
     response = await t.chat(TEXT, stream=True)
+    await t.pd.until(lambda pd: pd.aborted == 1)
     assert response.status_code == 400
     assert response.json() == {"error": {"message": "too long", "code": 400}}
 

@@ -76,6 +76,7 @@ async def test_the_same_image_twice_is_encoded_once(build: Build) -> None:
     t = await build()
     await t.chat(RED, TEXT, RED)
 
+    await t.encoders[0].until(lambda encoder: bool(encoder.received))
     assert len(t.encoders[0].received) == 1
     assert len(t.pd.received[0].params["transfers"]) == 1
     parts = t.pd.received[0].body["messages"][0]["content"]
@@ -92,6 +93,7 @@ async def test_every_request_has_transfers_of_its_own(build: Build) -> None:
 async def test_images_of_one_request_are_spread_over_encoders(build: Build) -> None:
     t = await build(encoders=2)
     await t.chat(*(image(b"%d" % n) for n in range(8)))
+    await t.until_metric('epd_router_items_total{fate="encoded"}', 8)
     counts = sorted(len(encoder.received) for encoder in t.encoders)
     assert sum(counts) == 8
     assert counts[0] >= 2
@@ -136,6 +138,7 @@ async def test_forged_headers_and_fields_stay_at_the_router(build: Build) -> Non
     }
 
     response = await t.client.post("/v1/chat/completions", json=body, headers=headers)
+    await t.encoders[0].until(lambda encoder: bool(encoder.received))
 
     for received in t.pd.received + t.encoders[0].received:
         assert b"forged" not in received.raw
@@ -272,6 +275,7 @@ async def test_a_large_image_arrives_unchanged(build: Build) -> None:
     t = await build()
     large = image(bytes(range(256)) * 8192)
     await t.chat(large, TEXT)
+    await t.encoders[0].until(lambda encoder: bool(encoder.received))
     for received in (t.pd.received[0], t.encoders[0].received[0]):
         assert received.body["messages"][0]["content"][0]["image_url"] == large["image_url"]
 
