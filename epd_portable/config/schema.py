@@ -105,7 +105,7 @@ class Transfer(_Section):
     """
 
     path: Literal["auto", "shm", "tcp"] = "auto"
-    pool_bytes: Annotated[Size, Field(ge=1 << 20)] = 1 << 30
+    pool_bytes: Annotated[Size, Field(ge=4 << 10)] = 1 << 30
     wait_timeout_s: Seconds = 30.0
     lease_s: Seconds = 10.0
 

@@ -1,4 +1,4 @@
-"""What clients see when the encoder is slow, gone or wrong, when room is short, and when they err."""
+"""What clients see when the encoder is slow, gone or wrong, or when room is short."""
 
 from __future__ import annotations
 
