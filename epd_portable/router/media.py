@@ -10,6 +10,7 @@ they are, which encodes them itself. Parts that hold embeddings are refused.
 from __future__ import annotations
 
 import hashlib
+import re
 from typing import TypeVar
 
 import msgspec
@@ -23,10 +24,13 @@ REFUSED_PARTS = frozenset(
 MAX_HEADER_BYTES = 256
 """Longest ``data:<media type>;base64`` prefix that is looked at."""
 
-_BASE64 = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
+_BASE64 = re.compile(rb"[A-Za-z0-9+/]*={0,2}")
+_ESCAPE = re.compile(rb"\\")
 
 T = TypeVar("T")
 Part = dict[str, msgspec.Raw]
+Bytes = bytes | memoryview
+"""Views where it matters: every copy of an image costs more than what is looked up in it."""
 
 _text_decoder = msgspec.json.Decoder(str)
 _raws = msgspec.json.Decoder(list[msgspec.Raw])
@@ -49,12 +53,12 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     """Messages ready for an instance.
 
     Attributes:
-        messages: To be sent; what needed no change is the client's own bytes.
+        messages: To be sent, as JSON values; what needed no change is the client's own bytes.
         items: Distinct images in the order of their first place.
         changed: Whether `messages` differs from what the client sent.
     """
 
-    messages: list[msgspec.Raw]
+    messages: list[object]
     items: tuple[MediaItem, ...]
     changed: bool
 
@@ -71,7 +75,7 @@ def read_conversation(raw: msgspec.Raw, *, salt: bytes = b"", max_items: int) ->
         RequestError: 400; names the place, the value and the remedy.
     """
     items: dict[str, MediaItem] = {}
-    messages: list[msgspec.Raw] = []
+    messages: list[object] = []
     changed = False
     count = 0
     for index, message in enumerate(_array(raw, "messages")):
@@ -81,7 +85,7 @@ def read_conversation(raw: msgspec.Raw, *, salt: bytes = b"", max_items: int) ->
             messages.append(message)
             continue
         where = f"messages[{index}].content"
-        parts: list[msgspec.Raw] = []
+        parts: list[object] = []
         touched = False
         for place, part in enumerate(_array(content, where)):
             rewritten, item = _read_part(part, f"{where}[{place}]", salt)
@@ -90,11 +94,8 @@ def read_conversation(raw: msgspec.Raw, *, salt: bytes = b"", max_items: int) ->
                 items.setdefault(item.mm_hash, item)
             touched |= rewritten is not part
             parts.append(rewritten)
-        if touched:
-            changed = True
-            fields["content"] = msgspec.Raw(msgspec.json.encode(parts))
-            message = msgspec.Raw(msgspec.json.encode(fields))
-        messages.append(message)
+        changed |= touched
+        messages.append({**fields, "content": parts} if touched else message)
     if count > max_items:
         raise RequestError(
             f"{count} images in one request: at most {max_items} are allowed; send fewer, or raise "
@@ -105,7 +106,7 @@ def read_conversation(raw: msgspec.Raw, *, salt: bytes = b"", max_items: int) ->
     return Conversation(messages=messages, items=tuple(items.values()), changed=changed)
 
 
-def content_key(media_type: str, base64_text: bytes, salt: bytes = b"") -> str:
+def content_key(media_type: str, base64_text: Bytes, salt: bytes = b"") -> str:
     """Return 64 hexadecimal digits that name an image by its content."""
     digest = hashlib.sha256()
     for field in (media_type.encode(), salt, base64_text):
@@ -114,27 +115,28 @@ def content_key(media_type: str, base64_text: bytes, salt: bytes = b"") -> str:
     return digest.hexdigest()
 
 
-def split_data_url(url: bytes, where: str) -> tuple[str, bytes]:
+def split_data_url(url: Bytes, where: str) -> tuple[str, Bytes]:
     """Return media type and base64 text of an image's data URL.
 
     Raises:
         RequestError: 400; it is no data URL, not base64, empty, or not of an image.
     """
-    shown = repr(url[:48].decode("utf-8", "replace")) + ("…" if len(url) > 48 else "")
+    head = bytes(url[:MAX_HEADER_BYTES])
+    shown = repr(head[:48].decode("utf-8", "replace")) + ("…" if len(url) > 48 else "")
 
     def refuse(problem: str, code: str = "invalid_data_url") -> RequestError:
         return RequestError(f"{where}: {shown}: {problem}", status=400, code=code)
 
-    if url[:5].lower() != b"data:":
+    if head[:5].lower() != b"data:":
         raise refuse(
             "only data URLs are supported by this version; inline the image as "
             "data:image/png;base64,<base64 of the file>",
             code="unsupported_url",
         )
-    comma = url.find(b",", 0, MAX_HEADER_BYTES)
+    comma = head.find(b",")
     if comma < 0:
         raise refuse("the data URL has no ',' before its data; write data:image/png;base64,<data>")
-    media_type, _, parameters = url[5:comma].decode("ascii", "replace").partition(";")
+    media_type, _, parameters = head[5:comma].decode("ascii", "replace").partition(";")
     media_type = media_type.lower()
     if not media_type.startswith("image/") or len(media_type) == len("image/"):
         raise refuse(f"media type {media_type!r} is no image; write for example image/png")
@@ -143,12 +145,13 @@ def split_data_url(url: bytes, where: str) -> tuple[str, bytes]:
     data = url[comma + 1 :]
     if not data:
         raise refuse("the data URL holds no data after the ','")
-    rest = data.translate(None, _BASE64)
-    if rest.strip(b"=") or len(rest) > 2 or not data.endswith(rest):
-        wrong = rest.strip(b"=")[:1] or b"="
+    if not _BASE64.fullmatch(data):
+        found = _BASE64.match(data)
+        assert found is not None
+        wrong = bytes(data[found.end() : found.end() + 1]).decode("latin-1")
         raise refuse(
-            f"character {wrong.decode('latin-1')!r} at position {data.find(wrong)} of the data is "
-            "not allowed in base64; use A-Z, a-z, 0-9, '+', '/' and '=' at the end, no line breaks"
+            f"character {wrong!r} at position {found.end()} of the data is not allowed in base64 "
+            "there; use A-Z, a-z, 0-9, '+', '/' and '=' at the end, no line breaks"
         )
     if len(data) % 4:
         raise refuse(
@@ -158,7 +161,7 @@ def split_data_url(url: bytes, where: str) -> tuple[str, bytes]:
     return media_type, data
 
 
-def _read_part(raw: msgspec.Raw, where: str, salt: bytes) -> tuple[msgspec.Raw, MediaItem | None]:
+def _read_part(raw: msgspec.Raw, where: str, salt: bytes) -> tuple[object, MediaItem | None]:
     if not _opens(raw, b"{"):
         return raw, None
     part = _fields(raw, where)
@@ -175,7 +178,7 @@ def _read_part(raw: msgspec.Raw, where: str, salt: bytes) -> tuple[msgspec.Raw, 
         if "uuid" not in part:
             return raw, None
         del part["uuid"]
-        return msgspec.Raw(msgspec.json.encode(part)), None
+        return part, None
     if kind is not None and kind not in IMAGE_TYPES:
         raise RequestError(
             f"{where}: a part of type {kind[:64]!r} holds image_url; its type must be 'image_url'",
@@ -186,10 +189,10 @@ def _read_part(raw: msgspec.Raw, where: str, salt: bytes) -> tuple[msgspec.Raw, 
     media_type, data = split_data_url(_url(part.get("image_url"), place), place)
     mm_hash = content_key(media_type, data, salt)
     part["uuid"] = msgspec.Raw(b'"%s"' % mm_hash.encode())
-    return msgspec.Raw(msgspec.json.encode(part)), MediaItem(mm_hash=mm_hash, part=part)
+    return part, MediaItem(mm_hash=mm_hash, part=part)
 
 
-def _url(raw: msgspec.Raw | None, where: str) -> bytes:
+def _url(raw: msgspec.Raw | None, where: str) -> Bytes:
     if raw is not None and _opens(raw, b"{"):
         raw = _fields(raw, where).get("url")
         where = f"{where}.url"
@@ -206,12 +209,12 @@ def _opens(raw: msgspec.Raw, bracket: bytes) -> bool:
     return bytes(memoryview(raw)[:1]) == bracket
 
 
-def _text_bytes(raw: msgspec.Raw, where: str) -> bytes:
-    """Return a JSON string's UTF-8 bytes; one copy where it holds no escapes."""
-    data = bytes(raw)
-    if data.startswith(b'"') and b"\\" not in data:
-        return data[1:-1]
-    return _text(raw, where).encode("utf-8", "surrogatepass")
+def _text_bytes(raw: msgspec.Raw, where: str) -> Bytes:
+    """Return a JSON string's UTF-8 bytes; a view where it holds no escapes."""
+    view = memoryview(raw)
+    if _opens(raw, b'"') and not _ESCAPE.search(view):
+        return view[1:-1]
+    return _text(raw, where).encode("utf-8")
 
 
 def _text(raw: msgspec.Raw, where: str) -> str:

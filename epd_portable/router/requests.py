@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from epd_portable.errors import RequestError
@@ -33,7 +35,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     model: str
     original: bytes | None
-    body: dict[str, msgspec.Raw]
+    body: Mapping[str, object]
     items: tuple[MediaItem, ...] = ()
     stream: bool = False
 
@@ -75,13 +77,11 @@ def read_chat(data: bytes, *, model: str, max_items: int) -> Call:
         raise _missing("messages", 'a list of messages, [{"role": "user", "content": "..."}]')
     salt = b"".join(bytes(body.get(name, b"")) + b"\0" for name in _ENCODER_SETTINGS)
     conversation = read_conversation(body["messages"], salt=salt, max_items=max_items)
-    if conversation.changed:
-        body["messages"] = msgspec.Raw(msgspec.json.encode(conversation.messages))
     return Call(
         path=CHAT_PATH,
         model=model,
         original=data if untouched and not conversation.changed else None,
-        body=body,
+        body={**body, "messages": conversation.messages},
         items=conversation.items,
         stream=_is_true(body.get("stream")),
     )
