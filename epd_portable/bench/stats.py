@@ -1,0 +1,93 @@
+"""Quantiles and paired ratios of small samples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Summary:
+    """What a table says of one series; in the unit of the values.
+
+    Attributes:
+        count: Number of values.
+        median: Half of them are below it.
+        p90: Nine in ten are below it.
+        p99: The same for 99 in 100; of fewer than 100 values it is close to the largest.
+        largest: The largest.
+    """
+
+    count: int
+    median: float
+    p90: float
+    p99: float
+    largest: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ratio:
+    """How one series compares with another that was measured turn by turn with it.
+
+    Attributes:
+        median: Of the ratios of each pair.
+        low: First quartile of these ratios; with `high` it shows the noise.
+        high: Third quartile.
+    """
+
+    median: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        """Return it as tables show it, for example ``1.21 (1.10–1.43)``."""
+        return f"{self.median:.2f} ({self.low:.2f}–{self.high:.2f})"
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """Return the value below which ``share`` of the values lie, interpolated between neighbours.
+
+    Raises:
+        ValueError: There are no values, or ``share`` is outside 0 to 1.
+    """
+    if not values:
+        raise ValueError("no values: nothing was measured")
+    if not 0 <= share <= 1:
+        raise ValueError(f"share {share}: expected 0 to 1")
+    ordered = sorted(values)
+    position = share * (len(ordered) - 1)
+    below = math.floor(position)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
+
+
+def summarize(values: Sequence[float]) -> Summary:
+    """Summarize a series.
+
+    Raises:
+        ValueError: It is empty.
+    """
+    return Summary(
+        count=len(values),
+        median=quantile(values, 0.5),
+        p90=quantile(values, 0.9),
+        p99=quantile(values, 0.99),
+        largest=max(values, default=0.0),
+    )
+
+
+def paired_ratio(values: Sequence[float], peers: Sequence[float]) -> Ratio:
+    """Compare two series pair by pair, so that what disturbs both at once cancels out.
+
+    Args:
+        values: In the order of measuring.
+        peers: The same number of values, each measured next to its counterpart; positive.
+
+    Raises:
+        ValueError: The series are empty or of different lengths.
+    """
+    ratios = [value / peer for value, peer in zip(values, peers, strict=True)]
+    return Ratio(
+        median=quantile(ratios, 0.5), low=quantile(ratios, 0.25), high=quantile(ratios, 0.75)
+    )

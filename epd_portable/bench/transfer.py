@@ -1,0 +1,233 @@
+"""``epd-bench transfer``: from the encoder's output to the placed tensor, without an engine.
+
+A real sender in one process and a real receiver and placer in another (`ends`) move items of
+several sizes by several paths; all combinations take turns, so that what disturbs the machine
+disturbs all of them. Each item is copied once by a plain memcpy too: the peer.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from epd_portable.bench.commands import TOKEN_BYTES, VALUES, Answer, Command
+from epd_portable.bench.servers import free_port
+from epd_portable.bench.traces import Handover, handovers, read_events
+from epd_portable.config.instance import InstanceConfig
+from epd_portable.errors import MeasurementError
+
+WARM_UP_ROUNDS = 2
+
+_START_TIMEOUT_S = 120.0
+_WAIT_TIMEOUT_S = 30.0
+_STOP_GRACE_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One combination.
+
+    Attributes:
+        path: Transfer path asked for.
+        nbytes: Size of the item.
+    """
+
+    path: str
+    nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """One measured transfer; times in seconds.
+
+    Attributes:
+        path: As in `Case`.
+        nbytes: As in `Case`.
+        total_s: From the output to the placed tensor.
+        grant_wait_s: See `Handover`, as are the next three, which add up to the total.
+        write_s: As above.
+        notice_s: As above.
+        place_s: As above.
+        memcpy_s: A plain copy of the same bytes right before.
+    """
+
+    path: str
+    nbytes: int
+    total_s: float
+    grant_wait_s: float
+    write_s: float
+    notice_s: float
+    place_s: float
+    memcpy_s: float
+
+
+def measure(
+    cases: Sequence[Case], *, repeat: int, encode_s: float, report: Callable[[str], None]
+) -> list[Sample]:
+    """Measure every case ``repeat`` times, in turns, after unmeasured rounds.
+
+    Args:
+        cases: Combinations; sizes are multiples of `TOKEN_BYTES`.
+        repeat: Measured rounds.
+        encode_s: Time from the order to the output. With a few milliseconds the grant is there
+            before the output, as in an engine; with 0 it is waited for.
+        report: Gets a progress line a round.
+
+    Raises:
+        MeasurementError: An end failed, or a transfer took another path than asked for.
+    """
+    with tempfile.TemporaryDirectory(prefix="epd-bench-") as folder, ExitStack() as stack:
+        report("starting a producer and a consumer for each path")
+        paths = dict.fromkeys(case.path for case in cases)
+        room = 2 * max(case.nbytes for case in cases)
+        pairs = {path: stack.enter_context(_pair(path, room, Path(folder))) for path in paths}
+        memcpy_s: dict[str, float] = {}
+        number = 0
+        for turn in range(-WARM_UP_ROUNDS, repeat):
+            begin_s = time.monotonic()
+            for case in cases:
+                number += 1
+                name = f"{'item' if turn >= 0 else 'warm-up'}-{number}"
+                memcpy_s[name] = pairs[case.path].move(name, case.nbytes, number, encode_s)
+            what = f"round {turn + 1} of {repeat}" if turn >= 0 else "warm-up"
+            report(f"{what}: {len(cases)} transfers in {time.monotonic() - begin_s:.1f} s")
+        ways = handovers(read_events(Path(folder)))
+    measured = [way for way in ways if way.transfer.startswith("item-")]
+    if len(measured) != len(cases) * repeat:
+        raise MeasurementError(
+            f"traces hold {len(measured)} whole transfers of {len(cases) * repeat}: an event is "
+            "missing; the versions of this command and of the package may differ"
+        )
+    return [_sample(way, memcpy_s[way.transfer]) for way in measured]
+
+
+def _sample(way: Handover, memcpy_s: float) -> Sample:
+    return Sample(
+        path=way.path,
+        nbytes=way.nbytes,
+        total_s=way.total_s,
+        grant_wait_s=way.grant_wait_s,
+        write_s=way.write_s,
+        notice_s=way.notice_s,
+        place_s=way.place_s,
+        memcpy_s=memcpy_s,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """A producer and a consumer, by one path."""
+
+    producer: _End
+    consumer: _End
+    control: str
+
+    def move(self, name: str, nbytes: int, number: int, encode_s: float) -> float:
+        """Move one item; return what a plain copy of it took, in seconds."""
+        command = Command(
+            name=name,
+            num_tokens=nbytes // TOKEN_BYTES,
+            value=number % VALUES + 1,
+            encode_s=encode_s,
+            consumer=self.control,
+        )
+        for end in (self.consumer, self.producer):
+            end.tell(command)
+        self.consumer.hear(_WAIT_TIMEOUT_S * 2)
+        return self.producer.hear(_WAIT_TIMEOUT_S * 2).memcpy_s
+
+
+@contextmanager
+def _pair(path: str, pool_bytes: int, trace_dir: Path) -> Iterator[_Pair]:
+    control = f"tcp://127.0.0.1:{free_port()}"
+    producer = InstanceConfig(
+        instance=f"producer-{path}", platform="cpu", path=path, wait_timeout_s=_WAIT_TIMEOUT_S
+    )
+    consumer = InstanceConfig(
+        instance=f"consumer-{path}",
+        platform="cpu",
+        path=path,
+        wait_timeout_s=_WAIT_TIMEOUT_S,
+        control_address=control,
+        data_address="tcp://127.0.0.1:*",
+        pool=f"epd-bench-{os.getpid()}-{path}",
+        pool_bytes=pool_bytes,
+        can_encode=False,
+    )
+    with ExitStack() as stack:
+        ends = [
+            stack.enter_context(_end(role, config, trace_dir))
+            for role, config in (("produce", producer), ("consume", consumer))
+        ]
+        for end in ends:
+            end.hear(_START_TIMEOUT_S)
+        yield _Pair(ends[0], ends[1], control)
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    name: str
+    commands: IO[bytes]
+    answers: IO[bytes]
+
+    def tell(self, command: Command) -> None:
+        """Give a command.
+
+        Raises:
+            MeasurementError: The end is gone.
+        """
+        try:
+            self.commands.write(msgspec.json.encode(command) + b"\n")
+        except BrokenPipeError as error:
+            raise MeasurementError(f"{self.name} ended; its message is above") from error
+
+    def hear(self, timeout_s: float) -> Answer:
+        """Wait for the answer to one command.
+
+        Raises:
+            MeasurementError: The end is gone, or does not answer in time.
+        """
+        if not select.select([self.answers], [], [], timeout_s)[0]:
+            raise MeasurementError(f"{self.name} did not answer in {timeout_s:g} s")
+        line = self.answers.readline()
+        if not line:
+            raise MeasurementError(f"{self.name} ended; its message is above")
+        return msgspec.json.decode(line, type=Answer)
+
+
+@contextmanager
+def _end(role: str, config: InstanceConfig, trace_dir: Path) -> Iterator[_End]:
+    env = {
+        "EPD_TRACE_DIR": str(trace_dir),
+        "EPD_INSTANCE": config.instance,
+        "OMP_NUM_THREADS": "1",
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-m", "epd_portable.bench.ends", role, config.model_dump_json()],
+        env={**os.environ, **env},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        bufsize=0,
+    )
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        yield _End(config.instance, process.stdin, process.stdout)
+    finally:
+        process.stdin.close()
+        try:
+            process.wait(_STOP_GRACE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stdout.close()
