@@ -18,7 +18,7 @@ from epd_portable.log import trace
 from epd_portable.runners.placer import Placement
 from epd_portable.runners.prompt import PromptItem, RequestRecord, match_transfers
 from epd_portable.scheduling.encoder_cache import EncoderCacheManager, MultiModalRequest
-from epd_portable.scheduling.preallocator import SyncEncoderCachePreallocator
+from epd_portable.scheduling.preallocator import Claim, SyncEncoderCachePreallocator
 from epd_portable.wire.descriptors import SlotDescriptor
 from epd_portable.wire.messages import Nack, NackCode
 from epd_portable.wire.params import ItemOutcome, PrefillOutcome, PrefillParams
@@ -119,7 +119,8 @@ class Receiver:
             record.awaited.add(item.mm_hash)
             if transfer is not None:
                 self._session.expect(transfer.transfer_id, item.mm_hash, item.tensor, now)
-        trace("request.arrived", request=request.request_id, awaited=sorted(record.awaited))
+        awaited = [mm_hash for mm_hash in transfers if mm_hash in record.awaited]
+        trace("request.arrived", request=request.request_id, awaited=awaited)
 
     def may_schedule(self, request_id: str, num_computed_tokens: int) -> bool:
         """Tell whether the next token of a request can be computed (or is worth trying).
@@ -187,6 +188,7 @@ class Receiver:
                 self._failed(event)
             else:
                 self._pool.give_back(event.slot)
+        self._expire(now)
 
     def take_placements(self, freed: Iterable[str]) -> list[Placement]:
         """Return what the workers must place in the step that was just scheduled.
@@ -259,15 +261,34 @@ class Receiver:
         if not event.last or self._session.expects(event.mm_hash):
             return
         claim = self._preallocator.cancel(event.mm_hash)
-        if claim is None:
-            return
-        if claim.slot is not None:
-            self._pool.give_back(claim.slot)
+        if claim is not None:
+            self._give_up(claim, event.code, event.reason)
+
+    def _expire(self, now: float) -> None:
+        """Give up items that a request awaits beyond its own deadline, by transfers of others."""
+        begin_s = now - self._config.wait_timeout_s
+        late = [record for record in self._requests.values() if record.arrived_s <= begin_s]
+        for mm_hash in {mm_hash for record in late for mm_hash in record.awaited}:
+            claim = self._preallocator.cancel(mm_hash)
+            assert claim is not None
+            reason = f"not delivered within {self._config.wait_timeout_s} s"
+            logger.warning("item %s: %s", mm_hash, reason)
+            self._give_up(claim, NackCode.UNAVAILABLE, reason)
+
+    def _give_up(self, claim: Claim[SlotDescriptor], code: NackCode, reason: str) -> None:
+        """Let everybody who awaits an item encode it here, or fail where that is impossible."""
+        self._let_go(claim)
         for request_id, _ in claim.waiting:
             record = self._requests[request_id]
-            record.awaited.discard(event.mm_hash)
+            record.awaited.discard(claim.mm_hash)
             if not self._config.can_encode:
-                self._fail(request_id, record, event.mm_hash, event.code, event.reason)
+                self._fail(request_id, record, claim.mm_hash, code, reason)
+
+    def _let_go(self, claim: Claim[SlotDescriptor]) -> None:
+        """End the transfers of a cancelled claim; its slot is free once nobody may write it."""
+        granted = self._session.item_not_needed(claim.mm_hash)
+        if claim.slot is not None and granted is None:
+            self._pool.give_back(claim.slot)
 
     def _refuse(self, request_id: str, record: RequestRecord, item: PromptItem) -> None:
         self._withdraw(request_id, record.awaited)
@@ -310,6 +331,4 @@ class Receiver:
 
     def _withdraw(self, request_id: str, mm_hashes: Iterable[str]) -> None:
         for claim in self._preallocator.withdraw(request_id, mm_hashes):
-            granted = self._session.item_not_needed(claim.mm_hash)
-            if claim.slot is not None and granted is None:
-                self._pool.give_back(claim.slot)
+            self._let_go(claim)

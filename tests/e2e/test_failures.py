@@ -81,15 +81,10 @@ def test_text_requests_do_not_wait_for_a_slow_picture(
     pair: Pair, slow: Callable[[float], Any]
 ) -> None:
     slow(3.0)
+    begun = len(pair.split.events("encode.begin"))
     with ThreadPoolExecutor() as pool:
         pending = pool.submit(ask, pair.split.url, [picture(2), ASK])
-        wait_until(
-            lambda: (
-                metric(pair.split.pid, "ec_producer", "vllm:num_requests_running") > 0
-                or pending.done()
-            ),
-            "the encoder began",
-        )
+        wait_until(lambda: len(pair.split.events("encode.begin")) > begun, "the encoder began")
         ask(pair.split.url, "hello")
         assert not pending.done()
         assert pending.result().sources == ["transfer"]

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from epd_portable.demo.score import evaluate
 from tests.e2e.asking import ask, assert_equal, picture, text
 from tests.e2e.conftest import Pair
+from tests.e2e.engines import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.needs_vllm, pytest.mark.timeout(900)]
 
 TOLERANCE = 0.1
 FIRST = 5
 ASK = text("What is in the picture?")
+SHM = Path("/dev/shm")
 
 
 @pytest.fixture(scope="module")
@@ -43,3 +48,32 @@ def test_an_answer_is_close_to_that_of_one_process(pair: Pair, content: Any) -> 
 def test_at_least_95_percent_of_200_unseen_pictures_are_described_exactly(pair: Pair) -> None:
     score = evaluate(pair.split.url, n=200)
     assert score.exact_match >= 0.95, score.wrong[:10]
+
+
+def test_a_killed_launcher_leaves_no_process_no_port_and_no_shared_memory(pair: Pair) -> None:
+    """Runs last: nothing is left to test after it."""
+    launcher = psutil.Process(pair.split.pid)
+    family = launcher.children(recursive=True)
+    ports = {
+        connection.laddr.port
+        for process in family
+        for connection in process.net_connections()
+        if connection.status == psutil.CONN_LISTEN
+    }
+    [pool] = SHM.glob("epd-*")
+    assert len(family) >= 7
+    assert len(ports) >= 5
+    launcher.kill()
+    wait_until(lambda: not any(map(alive, family)), "every process has ended")
+    wait_until(lambda: not pool.exists(), "the pool is removed")
+    assert not list(SHM.glob("psm_*"))
+    for port in ports:
+        with socket.socket() as probe:
+            assert probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+def alive(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False

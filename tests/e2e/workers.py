@@ -47,8 +47,9 @@ class SlowEncodeWorker(worker.EPDCPUWorker):  # type: ignore[misc,name-defined]
 
     def init_device(self) -> None:
         super().init_device()
-        chosen = type(self.model_runner)
-        self.model_runner.__class__ = type(chosen.__name__, (_SlowEncoder, chosen), {})
+        mixin, runner = type(self.model_runner).__bases__
+        # Below our mixin, whose trace then encloses the delay.
+        self.model_runner.__class__ = type("SlowRunner", (mixin, _SlowEncoder, runner), {})
 
 
 class SpoilingPDWorker(worker.EPDCPUWorker):  # type: ignore[misc,name-defined]
