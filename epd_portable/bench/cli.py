@@ -5,53 +5,27 @@ from __future__ import annotations
 import contextlib
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
 
 import click
 
-from epd_portable.bench import chart, report, transfer, transfer_report
-from epd_portable.bench.commands import TOKEN_BYTES
-from epd_portable.config.schema import parse_size
+from epd_portable.bench import (
+    chart,
+    report,
+    serve,
+    serve_report,
+    transfer,
+    transfer_report,
+    workload,
+)
+from epd_portable.bench.options import output_options, read_pixels, read_sizes
+from epd_portable.config.instance import PlatformName
+from epd_portable.config.load import PLATFORMS
 from epd_portable.connector import registry
-from epd_portable.errors import ConfigError, EPDError
-
-F = TypeVar("F", bound=Callable[..., Any])
+from epd_portable.errors import ConfigError, EPDError, MeasurementError
 
 DEFAULT_SIZES = ("4KiB", "64KiB", "1MiB", "4MiB", "16MiB", "64MiB")
-
-
-class _Size(click.ParamType[int]):
-    """Bytes, with a binary unit if wanted."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        try:
-            nbytes = int(parse_size(value))
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
-        if nbytes <= 0 or nbytes % TOKEN_BYTES:
-            self.fail(
-                f"{value!r} is not a positive multiple of {TOKEN_BYTES} bytes: items are made of "
-                f"embeddings of that size; try {max(1, round(nbytes / TOKEN_BYTES)) * 4}KiB",
-                param,
-                ctx,
-            )
-        return nbytes
-
-
-def _output_options(command: F) -> F:
-    file = click.Path(dir_okay=False, path_type=Path)
-    options = [
-        click.option("--json", "json_file", type=file, help="Write every sample and a summary."),
-        click.option("--markdown", "markdown_file", type=file, help="Write the tables."),
-        click.option("--png", "png_file", type=file, help="Draw them; needs the extra 'bench'."),
-    ]
-    for option in reversed(options):
-        command = option(command)
-    return command
 
 
 @click.group(no_args_is_help=True, context_settings={"max_content_width": 100})
@@ -60,6 +34,10 @@ def main() -> None:
     r"""Measure transfers and serving, each next to a peer in the same run.
 
     \b
+    How much sooner or later a topology answers than plain vLLM in one process:
+      epd-bench serve --config configs/1e1pd.yaml --platform cpu
+      epd-bench serve --config configs/1e1pd.yaml --platform cpu --set transfer.path=tcp \\
+        --requests 50 --concurrency 4 --images 1 --size 448
     How long an encoder output takes to the other instance, by path and size, against memcpy:
       epd-bench transfer
       epd-bench transfer --path shm --bytes 64KiB --bytes 16MiB --repeat 200
@@ -69,6 +47,116 @@ def main() -> None:
     Tables go to standard output, progress to standard error. Ratios come first in every table:
     they hold on other machines better than times do.
     """
+
+
+@main.command("serve")
+@click.option(
+    "--config",
+    type=click.Path(path_type=Path),
+    required=True,
+    metavar="FILE",
+    help="Topology file, for example configs/1e1pd.yaml.",
+)
+@click.option("--platform", type=click.Choice(PLATFORMS), required=True, help="What to run on.")
+@click.option(
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Replace one key of the file, for both sides; may be repeated.",
+)
+@click.option(
+    "--requests",
+    default=20,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Measured requests of each kind to each side.",
+)
+@click.option(
+    "--concurrency",
+    default=1,
+    show_default=True,
+    type=click.IntRange(min=1, max=256),
+    help="How many of them are sent at the same moment.",
+)
+@click.option(
+    "--images",
+    multiple=True,
+    default=(1, 4),
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Pictures in a request; may be repeated.",
+)
+@click.option(
+    "--size",
+    "pixels",
+    default="112,448",
+    show_default=True,
+    callback=read_pixels,
+    metavar="PIXELS[,...]",
+    help="Sides of the pictures.",
+)
+@click.option(
+    "--max-tokens",
+    default=16,
+    show_default=True,
+    type=click.IntRange(min=2),
+    help="Tokens of an answer; four times as many for texts beside pictures.",
+)
+@click.option(
+    "--baseline",
+    default="one-process",
+    show_default=True,
+    type=click.Choice(["one-process", "none"]),
+    help="What to compare with: plain vLLM with the same engine arguments, or nothing.",
+)
+@click.option("--allow-fallback", is_flag=True, help="Exit 0 even if something fell back.")
+@output_options
+def serve_command(
+    config: Path,
+    platform: PlatformName,
+    settings: tuple[str, ...],
+    requests: int,
+    concurrency: int,
+    images: tuple[int, ...],
+    pixels: list[int],
+    max_tokens: int,
+    baseline: str,
+    allow_fallback: bool,
+    json_file: Path | None,
+    markdown_file: Path | None,
+    png_file: Path | None,
+) -> None:
+    """Measure a topology against plain vLLM in one process, request by request in turns.
+
+    Kinds of requests: text; every number of pictures in every size; text while pictures are being
+    encoded. Both sides are started together and stay up; only one is asked at a time.
+
+    Exit status: 0; 1 when something failed, or when a picture was not encoded and transferred as
+    the topology is meant to (see --allow-fallback); 2 on bad input.
+    """
+    with _messages():
+        if png_file is not None:
+            chart.require()
+        load_before = report.load_average()
+        plan = serve.Plan(
+            config=config,
+            platform=platform,
+            settings=settings,
+            kinds=tuple(workload.kinds(images, pixels)),
+            requests=requests,
+            concurrency=concurrency,
+            max_tokens=max_tokens,
+            baseline=baseline == "one-process",
+        )
+        results = serve.measure(plan, _progress)
+        made = serve_report.make_report(results, command=_command(), load_before=load_before)
+        _finish(made, serve_report.make_charts(results), json_file, markdown_file, png_file)
+        if results.provenance.problem and not allow_fallback:
+            raise MeasurementError(
+                f"something fell back: {results.provenance.problem}; the figures are not those of "
+                "the topology (--allow-fallback accepts them)"
+            )
 
 
 @main.command("transfer")
@@ -87,7 +175,7 @@ def main() -> None:
     multiple=True,
     default=DEFAULT_SIZES,
     show_default=True,
-    type=_Size(),
+    callback=read_sizes,
     metavar="SIZE",
     help="Size of an item; may be repeated.",
 )
@@ -105,10 +193,10 @@ def main() -> None:
     type=click.FloatRange(min=0, max=10_000),
     help="Time from the order of an item to its output. 0 puts the wait for the grant on the way.",
 )
-@_output_options
+@output_options
 def transfer_command(
     paths: tuple[str, ...],
-    sizes: tuple[int, ...],
+    sizes: list[int],
     repeat: int,
     encode_ms: float,
     json_file: Path | None,
@@ -126,7 +214,7 @@ def transfer_command(
         load_before = report.load_average()
         cases = [
             transfer.Case(path=path, nbytes=nbytes)
-            for nbytes in dict.fromkeys(sizes)
+            for nbytes in sizes
             for path in dict.fromkeys(paths)
         ]
         samples = transfer.measure(

@@ -89,6 +89,11 @@ def time_of(event: Event) -> float:
     return _number(event, "t_s")
 
 
+def since(events: Iterable[Event], begin_s: float) -> list[Event]:
+    """Return the events from a moment on."""
+    return [event for event in events if time_of(event) >= begin_s]
+
+
 def named(events: Iterable[Event], name: str) -> list[Event]:
     """Return the events of one name."""
     return [event for event in events if event["event"] == name]

@@ -1,0 +1,231 @@
+"""Turns the results of `serve` into tables, charts and a summary."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from epd_portable.bench.chart import Chart, Series
+from epd_portable.bench.client import Timing
+from epd_portable.bench.report import Plain, Report, Table, conditions, format_bytes
+from epd_portable.bench.serve import ONE_PROCESS, SPLIT, Results
+from epd_portable.bench.stats import paired_ratio, quantile, summarize
+from epd_portable.bench.traces import Handover
+
+_QUANTITIES: dict[str, Callable[[Timing], float]] = {
+    "ttft_s": lambda timing: timing.ttft_s,
+    "tpot_s": lambda timing: timing.tpot_s,
+    "longest_gap_s": lambda timing: timing.longest_gap_s,
+    "latency_s": lambda timing: timing.latency_s,
+}
+_TITLES = ("TTFT", "TPOT", "longest gap", "latency")
+_PARTS = ("total_s", "grant_wait_s", "write_s", "notice_s", "place_s")
+
+Groups = dict[tuple[str, str], list[Timing]]
+"""Timings by kind and side."""
+
+
+def make_report(results: Results, *, command: str, load_before: float) -> Report:
+    """Return the report of `epd_portable.bench.serve.measure`'s results."""
+    groups = by_kind_and_side(results)
+    tables = [_startup(results), _absolute(groups), _provenance(results)]
+    if ONE_PROCESS in results.startup_s:
+        tables.insert(0, _ratios(groups))
+    if results.handovers:
+        tables.append(_handovers(results.handovers))
+    return Report(
+        title="A topology against plain vLLM in one process",
+        command=command,
+        conditions=conditions(load_before),
+        notes=(
+            "Ratios are split by one process, pair by pair: below 1 the topology is faster. Given "
+            "is the median of the pairs with their quartiles, which show the noise.",
+            "Both sides ran on the same cores, were started at the same time and stayed up; only "
+            "one was asked at a time, in turns. The topology wrote event traces, the other not.",
+            "TTFT: time to the first token. TPOT: time per token after it. Longest gap: between "
+            "two tokens of an answer.",
+        ),
+        tables=tuple(tables),
+        summary=_summary(results, groups),
+        samples=[dataclasses.asdict(sample) for sample in results.samples],
+    )
+
+
+def make_charts(results: Results) -> list[Chart]:
+    """Return TTFT and latency by kind, a bar for each side."""
+    groups = by_kind_and_side(results)
+    kinds = tuple(dict.fromkeys(kind for kind, _ in groups))
+    return [
+        Chart(
+            title=title,
+            across=kinds,
+            across_label="",
+            up_label="median, ms",
+            series=tuple(
+                Series(
+                    name=side,
+                    values=tuple(_median_ms(groups[kind, side], quantity) for kind in kinds),
+                )
+                for side in results.startup_s
+            ),
+            bars=True,
+        )
+        for title, quantity in (
+            ("Time to the first token", "ttft_s"),
+            ("Time to the whole answer", "latency_s"),
+        )
+    ]
+
+
+def by_kind_and_side(results: Results) -> Groups:
+    """Return the timings of each kind and side, in the order of measuring."""
+    groups: Groups = {
+        (sample.kind, side): [] for sample in results.samples for side in results.startup_s
+    }
+    for sample in results.samples:
+        groups[sample.kind, sample.side].append(sample.timing)
+    return groups
+
+
+def _ratios(groups: Groups) -> Table:
+    rows = []
+    for kind in dict.fromkeys(kind for kind, _ in groups):
+        split, one = groups[kind, SPLIT], groups[kind, ONE_PROCESS]
+        ratios = [
+            str(paired_ratio([*map(pick, split)], [*map(pick, one)]))
+            for pick in _QUANTITIES.values()
+        ]
+        rows.append((kind, *ratios, str(len(split))))
+    return Table(
+        title="Split by one process",
+        columns=("request", *_TITLES, "pairs"),
+        rows=tuple(rows),
+    )
+
+
+def _startup(results: Results) -> Table:
+    seconds = results.startup_s
+    one = seconds.get(ONE_PROCESS)
+    rows = [
+        (side, f"{value / one:.2f}" if one else "–", f"{value:.1f}")
+        for side, value in seconds.items()
+    ]
+    return Table(
+        title="Start-up, once; the topology's ends after its warm-up requests",
+        columns=("side", "ratio to one process", "s"),
+        rows=tuple(rows),
+    )
+
+
+def _absolute(groups: Groups) -> Table:
+    rows = []
+    for (kind, side), timings in groups.items():
+        ttft = summarize([timing.ttft_s for timing in timings])
+        latency = summarize([timing.latency_s for timing in timings])
+        gaps = [gap for timing in timings for gap in timing.gaps_s]
+        rows.append(
+            (
+                f"{kind}: {side}",
+                f"{ttft.median * 1000:.1f}",
+                f"{ttft.p90 * 1000:.1f}",
+                f"{_median_ms(timings, 'tpot_s'):.2f}",
+                f"{quantile(gaps, 0.99) * 1000:.1f}" if gaps else "–",
+                f"{latency.median * 1000:.1f}",
+                f"{latency.p90 * 1000:.1f}",
+                f"{latency.p99 * 1000:.1f}",
+            )
+        )
+    return Table(
+        title="The times themselves, in ms",
+        columns=(
+            "request: side",
+            "TTFT median",
+            "TTFT p90",
+            "TPOT median",
+            "ITL p99",
+            "latency median",
+            "latency p90",
+            "latency p99",
+        ),
+        rows=tuple(rows),
+    )
+
+
+def _provenance(results: Results) -> Table:
+    found = results.provenance
+    rows = [("pictures sent to the topology", str(found.asked))]
+    rows += [(f"transferred by {path}", str(count)) for path, count in found.by_path.items()]
+    rows += [
+        (f"encoded by {instance}", str(count)) for instance, count in sorted(found.encoded.items())
+    ]
+    rows += [
+        ("encoded by a prefill+decode instance", str(found.local)),
+        ("transfers that failed", str(found.failed)),
+    ]
+    return Table(title="Where the encoder outputs came from", columns=("", "items"), rows=(*rows,))
+
+
+def _handovers(ways: Sequence[Handover]) -> Table:
+    groups: dict[tuple[str, int], list[Handover]] = {}
+    for way in sorted(ways, key=lambda way: (way.path, way.nbytes)):
+        groups.setdefault((way.path, way.nbytes), []).append(way)
+    rows = []
+    for (path, nbytes), group in groups.items():
+        total = summarize([way.total_s for way in group])
+        rows.append(
+            (
+                f"{path}, {format_bytes(nbytes)}",
+                f"{total.p90 * 1000:.2f}",
+                *(
+                    f"{quantile([getattr(way, part) for way in group], 0.5) * 1000:.2f}"
+                    for part in _PARTS
+                ),
+                str(total.count),
+            )
+        )
+    return Table(
+        title="From output to placed tensor inside the engines, in ms: p90, then medians",
+        columns=(
+            "path, size",
+            "p90",
+            "median",
+            "wait for grant",
+            "write",
+            "written to landed",
+            "landed to placed",
+            "items",
+        ),
+        rows=tuple(rows),
+    )
+
+
+def _summary(results: Results, groups: Groups) -> Plain:
+    kinds: dict[str, Plain] = {}
+    for kind in dict.fromkeys(kind for kind, _ in groups):
+        sides: dict[str, Plain] = {
+            side: {
+                name: dataclasses.asdict(summarize([*map(pick, groups[kind, side])]))
+                for name, pick in _QUANTITIES.items()
+            }
+            for side in results.startup_s
+        }
+        if ONE_PROCESS in results.startup_s:
+            sides["ratio"] = {
+                name: dataclasses.asdict(
+                    paired_ratio(
+                        [*map(pick, groups[kind, SPLIT])], [*map(pick, groups[kind, ONE_PROCESS])]
+                    )
+                )
+                for name, pick in _QUANTITIES.items()
+            }
+        kinds[kind] = sides
+    return {
+        "startup_s": dict(results.startup_s),
+        "kinds": kinds,
+        "provenance": dataclasses.asdict(results.provenance),
+        "handovers": [dataclasses.asdict(way) for way in results.handovers],
+    }
+
+
+def _median_ms(timings: Sequence[Timing], quantity: str) -> float:
+    return quantile([*map(_QUANTITIES[quantity], timings)], 0.5) * 1000
