@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from epd_portable.bench.cli import main
+
+SERVE = ["serve", "--platform", "cpu", "--config"]
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(main, list(arguments))
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.output
+
+
+def test_help_shows_commands_that_can_be_copied() -> None:
+    code, text = run("--help")
+    assert code == 0
+    assert "epd-bench serve --config configs/1e1pd.yaml --platform cpu" in text
+    assert "epd-bench transfer --path shm" in text
+
+
+@pytest.mark.parametrize("command", ["serve", "transfer"])
+def test_the_help_of_a_command_tells_its_exit_statuses_and_defaults(command: str) -> None:
+    code, text = run(command, "--help")
+    assert code == 0
+    assert "Exit status: 0" in text
+    assert "[default:" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["transfer", "--bytes", "5000"], "5000 is not a positive multiple of 4096 bytes"),
+        (["transfer", "--bytes", "many"], "'many' is not a size"),
+        (["transfer", "--path", "pigeon"], "'pigeon' is not one of"),
+        (["transfer", "--repeat", "0"], "0 is not in the range"),
+        ([*SERVE, "x.yaml", "--size", "large"], "'large': expected pixels, as in 112,448"),
+        ([*SERVE, "x.yaml", "--size", "112,7"], "7 pixels: expected 28 to 4096"),
+        ([*SERVE, "x.yaml", "--baseline", "hope"], "'hope' is not one of"),
+        (["serve", "--platform", "cpu"], "Missing option '--config'"),
+    ],
+)
+def test_a_wrong_argument_ends_with_status_2_and_a_message_that_names_it(
+    arguments: list[str], words: str
+) -> None:
+    code, text = run(*arguments)
+    assert code == 2
+    assert words in text
+
+
+def test_a_missing_topology_file_ends_with_status_2_before_anything_is_started(
+    tmp_path: Path,
+) -> None:
+    code, text = run(*SERVE, str(tmp_path / "none.yaml"))
+    assert code == 2
+    assert "none.yaml" in text
+
+
+def test_a_wrong_setting_ends_with_status_2(tmp_path: Path) -> None:
+    file = tmp_path / "topology.yaml"
+    file.write_text("model: demo\n")
+    code, text = run(*SERVE, str(file), "--set", "transfer.pth=tcp")
+    assert code == 2
+    assert "pth" in text

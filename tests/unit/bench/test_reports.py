@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from epd_portable.bench import chart, report, serve_report, transfer_report
+from epd_portable.bench.client import Timing
+from epd_portable.bench.provenance import Provenance
+from epd_portable.bench.serve import ONE_PROCESS, SPLIT, Results
+from epd_portable.bench.serve import Sample as ServeSample
+from epd_portable.bench.traces import Handover
+from epd_portable.bench.transfer import Sample
+from epd_portable.errors import MeasurementError
+
+COMMAND = "epd-bench transfer --repeat 2"
+
+
+def transfer_sample(path: str, nbytes: int, scale: float = 1.0) -> Sample:
+    return Sample(
+        path=path,
+        nbytes=nbytes,
+        total_s=0.010 * scale,
+        grant_wait_s=0.001 * scale,
+        write_s=0.006 * scale,
+        notice_s=0.002 * scale,
+        place_s=0.001 * scale,
+        memcpy_s=0.005 * scale,
+    )
+
+
+TRANSFERS = [
+    transfer_sample("tcp", 1 << 20),
+    transfer_sample("shm", 1 << 20),
+    transfer_sample("tcp", 1 << 20, 2.0),
+    transfer_sample("shm", 4096),
+]
+
+
+def transfer_page() -> report.Report:
+    return transfer_report.make_report(TRANSFERS, command=COMMAND, encode_s=0.01, load_before=0.25)
+
+
+def timing(scale: float) -> Timing:
+    return Timing(
+        ttft_s=0.1 * scale, gaps_s=(0.01 * scale, 0.03 * scale), latency_s=0.2 * scale, tokens=3
+    )
+
+
+def results(*sides: str) -> Results:
+    way = Handover(
+        transfer="t",
+        mm_hash="a",
+        path="shm",
+        nbytes=4096,
+        ready_s=1.0,
+        write_begin_s=1.001,
+        written_s=1.003,
+        landed_s=1.007,
+        placed_s=1.015,
+    )
+    return Results(
+        startup_s={side: 30.0 if side == SPLIT else 20.0 for side in sides},
+        samples=[
+            ServeSample(kind="text", side=side, timing=timing(2.0 if side == SPLIT else 1.0))
+            for side in sides
+        ],
+        provenance=Provenance(
+            asked=1, by_path={"shm": 1}, local=0, failed=0, encoded={"encode-0": 1}
+        ),
+        handovers=[way],
+    )
+
+
+def test_a_page_begins_with_its_command_and_says_where_it_ran_without_a_host_name() -> None:
+    page = report.to_markdown(transfer_page())
+    assert page.index(COMMAND) < page.index("|")
+    assert "CPU cores; load average 0.25 before" in page
+
+
+def test_transfers_are_shown_by_path_and_rising_size_with_the_ratio_first() -> None:
+    ratios, parts = transfer_page().tables
+    assert [row[0] for row in ratios.rows] == ["tcp, 1 MiB", "shm, 4 KiB", "shm, 1 MiB"]
+    assert ratios.columns[1] == "ratio"
+    assert ratios.rows[0][1:4] == ("2.00 (2.00–2.00)", "15.00", "19.00")
+    assert parts.rows[1][1:] == ("1.000", "6.000", "2.000", "1.000")
+
+
+def test_json_holds_every_sample_and_the_summary() -> None:
+    data = json.loads(report.to_json(transfer_page()))
+    assert len(data["samples"]) == len(TRANSFERS)
+    assert data["command"] == COMMAND
+    assert data["summary"][0]["ratio_to_memcpy"]["median"] == pytest.approx(2.0)
+    assert data["conditions"]["versions"]["epd-portable"]
+
+
+def test_serving_shows_ratios_first_and_the_times_beside_them() -> None:
+    page = serve_report.make_report(results(SPLIT, ONE_PROCESS), command="c", load_before=0.0)
+    first = page.tables[0]
+    assert first.rows == (("text", *["2.00 (2.00–2.00)"] * 4, "1"),)
+    (startup,) = (table for table in page.tables if table.title.startswith("Start-up"))
+    assert startup.rows == ((SPLIT, "1.50", "30.0"), (ONE_PROCESS, "1.00", "20.0"))
+    inside = page.tables[-1]
+    assert inside.rows == (("shm, 4 KiB", "15.00", "15.00", "1.00", "2.00", "4.00", "8.00", "1"),)
+
+
+def test_serving_without_a_peer_has_no_ratios() -> None:
+    page = serve_report.make_report(results(SPLIT), command="c", load_before=0.0)
+    assert not [table for table in page.tables if table.title == "Split by one process"]
+    assert "2.00 (" not in report.to_markdown(page)
+
+
+def test_every_row_of_every_table_has_a_cell_for_each_column() -> None:
+    pages = [
+        transfer_page(),
+        serve_report.make_report(results(SPLIT, ONE_PROCESS), command="c", load_before=0.0),
+    ]
+    for table in (table for page in pages for table in page.tables):
+        assert {len(row) for row in table.rows} == {len(table.columns)}, table.title
+
+
+def test_files_are_written_with_their_folders_and_only_if_asked_for(tmp_path: Path) -> None:
+    target = tmp_path / "new" / "page.md"
+    report.write(transfer_page(), json_file=None, markdown_file=target)
+    assert target.read_text("utf-8") == report.to_markdown(transfer_page())
+    assert [path.name for path in target.parent.iterdir()] == ["page.md"]
+
+
+def test_sizes_are_shown_in_the_largest_unit_that_divides_them() -> None:
+    sizes = [report.format_bytes(size) for size in (4096, 1 << 26, 3 << 30, 1025)]
+    assert sizes == ["4 KiB", "64 MiB", "3 GiB", "1025 B"]
+
+
+def test_charts_have_one_value_for_each_place_of_their_axis() -> None:
+    charts = serve_report.make_charts(results(SPLIT, ONE_PROCESS))
+    only_full_rows = [sample for sample in TRANSFERS if sample.nbytes == 1 << 20]
+    for made in (*charts, transfer_report.make_chart(only_full_rows)):
+        assert {len(series.values) for series in made.series} == {len(made.across)}
+
+
+def test_a_picture_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the extra 'bench' is not installed")
+    chart.write_png(serve_report.make_charts(results(SPLIT)), tmp_path / "chart.png")
+    assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_the_message_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(MeasurementError, match=r"epd-portable\[bench\]"):
+        chart.require()

@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from epd_portable.bench.stats import paired_ratio, quantile, summarize
+
+POSITIVE = st.floats(min_value=1e-6, max_value=1e6)
+
+
+def test_a_quantile_lies_between_its_neighbours_in_proportion() -> None:
+    assert quantile([4.0, 1.0, 3.0, 2.0], 0.5) == 2.5
+    assert quantile([10.0, 20.0], 0.9) == pytest.approx(19.0)
+    assert quantile([7.0], 0.99) == 7.0
+
+
+@given(st.lists(POSITIVE, min_size=1), st.floats(0, 1))
+def test_a_quantile_is_within_its_values(values: list[float], share: float) -> None:
+    assert min(values) <= quantile(values, share) * (1 + 1e-9)
+    assert quantile(values, share) <= max(values) * (1 + 1e-9)
+
+
+def test_no_values_and_shares_outside_0_to_1_are_refused() -> None:
+    with pytest.raises(ValueError, match="nothing was measured"):
+        quantile([], 0.5)
+    with pytest.raises(ValueError, match=r"share 1\.5"):
+        quantile([1.0], 1.5)
+
+
+def test_a_summary_names_median_tails_and_count() -> None:
+    found = summarize([float(value) for value in range(1, 102)])
+    assert (found.count, found.median, found.p90, found.p99, found.largest) == (
+        101,
+        51.0,
+        91.0,
+        100.0,
+        101.0,
+    )
+
+
+def test_a_ratio_is_taken_pair_by_pair_so_that_common_disturbances_cancel_out() -> None:
+    ratio = paired_ratio([2.0, 20.0, 200.0], [1.0, 10.0, 100.0])
+    assert (ratio.low, ratio.median, ratio.high) == (2.0, 2.0, 2.0)
+    assert str(paired_ratio([1.0, 2.0, 3.0], [1.0, 1.0, 1.0])) == "2.00 (1.50–2.50)"
+
+
+def test_series_of_different_lengths_are_no_pairs() -> None:
+    with pytest.raises(ValueError, match="longer"):
+        paired_ratio([1.0], [1.0, 2.0])

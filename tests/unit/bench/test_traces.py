@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from epd_portable.bench.provenance import provenance
+from epd_portable.bench.traces import Event, handovers, read_events, since
+
+RECORDED = Path(__file__).parent / "recorded"
+"""Traces of two transfers of 4 KiB and 1 MiB by ``shm``, written by `epd_portable.bench.ends`."""
+
+
+def event(name: str, t_s: float, **fields: str | int | float | list[str]) -> Event:
+    return {"event": name, "t_s": t_s, "instance": "x", **fields}  # type: ignore[dict-item]
+
+
+def way(transfer: str, begin_s: float) -> list[Event]:
+    """Return the events of one transfer of item ``a``: 1, 2, 3 and 4 seconds long in its parts."""
+    return [
+        event("output.ready", begin_s, mm_hash="a"),
+        event(
+            "transfer.written",
+            begin_s + 3,
+            mm_hash="a",
+            transfer=transfer,
+            path="tcp",
+            nbytes=8,
+            write_s=2.0,
+        ),
+        event("item.landed", begin_s + 6, mm_hash="a", transfer=transfer, path="tcp"),
+        event("item.placed", begin_s + 10, mm_hash="a"),
+    ]
+
+
+def test_the_parts_of_a_recorded_handover_add_up_to_its_total() -> None:
+    found = handovers(read_events(RECORDED))
+    assert [(item.path, item.nbytes) for item in found] == [("shm", 4096), ("shm", 1 << 20)]
+    for item in found:
+        parts = item.grant_wait_s + item.write_s + item.notice_s + item.place_s
+        assert item.total_s == pytest.approx(parts)
+        assert min(item.grant_wait_s, item.write_s, item.notice_s, item.place_s) > 0
+        assert 0 < item.total_s < 0.1
+
+
+def test_each_part_is_between_its_two_events() -> None:
+    (found,) = handovers(way("t", 100.0))
+    assert (found.grant_wait_s, found.write_s, found.notice_s, found.place_s) == (1, 2, 3, 4)
+
+
+def test_an_item_that_is_encoded_again_later_is_matched_by_time() -> None:
+    first, second = handovers(way("t", 100.0) + way("u", 200.0))
+    assert (first.total_s, second.total_s) == (10, 10)
+
+
+@pytest.mark.parametrize("missing", ["output.ready", "item.landed", "item.placed"])
+def test_a_way_that_lacks_an_event_is_left_out(missing: str) -> None:
+    assert handovers([item for item in way("t", 100.0) if item["event"] != missing]) == []
+
+
+def test_events_of_several_files_are_in_the_order_of_time_and_a_cut_line_is_skipped(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps(event("late", 2.0)) + '\n{"event": "cut')
+    (tmp_path / "b.jsonl").write_text(json.dumps(event("early", 1.0)) + "\n")
+    events = read_events(tmp_path)
+    assert [item["event"] for item in events] == ["early", "late"]
+    assert [item["event"] for item in since(events, 1.5)] == ["late"]
+
+
+def test_a_run_in_which_every_picture_was_transferred_has_no_problem() -> None:
+    events = [*way("t", 100.0), event("encode.begin", 99.0, items=["a"])]
+    found = provenance(events, asked=1)
+    assert (found.by_path, found.encoded, found.problem) == ({"tcp": 1}, {"x": 1}, "")
+
+
+@pytest.mark.parametrize(
+    ("more", "asked", "words"),
+    [
+        ([event("item.local", 120.0)], 1, "1 encoded by prefill"),
+        ([event("item.failed", 120.0)], 1, "1 transfers failed"),
+        ([], 2, "of 2 pictures 1 were transferred"),
+    ],
+)
+def test_whatever_fell_back_is_named(more: list[Event], asked: int, words: str) -> None:
+    assert words in provenance([*way("t", 100.0), *more], asked=asked).problem
