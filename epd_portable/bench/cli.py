@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import shlex
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import click
 
 from epd_portable.bench import (
     chart,
+    console,
     report,
     serve,
     serve_report,
@@ -23,7 +20,7 @@ from epd_portable.bench.options import output_options, read_pixels, read_sizes
 from epd_portable.config.instance import PlatformName
 from epd_portable.config.load import PLATFORMS
 from epd_portable.connector import registry
-from epd_portable.errors import ConfigError, EPDError, MeasurementError
+from epd_portable.errors import MeasurementError
 
 DEFAULT_SIZES = ("4KiB", "64KiB", "1MiB", "4MiB", "16MiB", "64MiB")
 
@@ -135,7 +132,7 @@ def serve_command(
     Exit status: 0; 1 when something failed, or when a picture was not encoded and transferred as
     the topology is meant to (see --allow-fallback); 2 on bad input.
     """
-    with _messages():
+    with console.messages():
         if png_file is not None:
             chart.require()
         load_before = report.load_average()
@@ -149,9 +146,9 @@ def serve_command(
             max_tokens=max_tokens,
             baseline=baseline == "one-process",
         )
-        results = serve.measure(plan, _progress)
-        made = serve_report.make_report(results, command=_command(), load_before=load_before)
-        _finish(made, serve_report.make_charts(results), json_file, markdown_file, png_file)
+        results = serve.measure(plan, console.progress)
+        made = serve_report.make_report(results, command=console.command(), load_before=load_before)
+        console.finish(made, serve_report.make_charts(results), json_file, markdown_file, png_file)
         if results.provenance.problem and not allow_fallback:
             raise MeasurementError(
                 f"something fell back: {results.provenance.problem}; the figures are not those of "
@@ -208,7 +205,7 @@ def transfer_command(
     A real sender and a real receiver in processes of their own on the CPU, no engine. Every
     content is checked on arrival. Exit status: 0, 1 when something failed, 2 on bad input.
     """
-    with _messages():
+    with console.messages():
         if png_file is not None:
             chart.require()
         load_before = report.load_average()
@@ -218,46 +215,14 @@ def transfer_command(
             for path in dict.fromkeys(paths)
         ]
         samples = transfer.measure(
-            cases, repeat=repeat, encode_s=encode_ms / 1000, report=_progress
+            cases, repeat=repeat, encode_s=encode_ms / 1000, report=console.progress
         )
         made = transfer_report.make_report(
-            samples, command=_command(), encode_s=encode_ms / 1000, load_before=load_before
+            samples, command=console.command(), encode_s=encode_ms / 1000, load_before=load_before
         )
-        _finish(made, [transfer_report.make_chart(samples)], json_file, markdown_file, png_file)
-
-
-def _finish(
-    made: report.Report,
-    charts: list[chart.Chart],
-    json_file: Path | None,
-    markdown_file: Path | None,
-    png_file: Path | None,
-) -> None:
-    report.write(made, json_file=json_file, markdown_file=markdown_file)
-    if png_file is not None:
-        chart.write_png(charts, png_file)
-    click.echo(report.to_markdown(made))
-
-
-def _command() -> str:
-    return shlex.join(["epd-bench", *sys.argv[1:]])
-
-
-def _progress(line: str) -> None:
-    click.echo(line, err=True)
-
-
-@contextlib.contextmanager
-def _messages() -> Iterator[None]:
-    """Turn errors raised on purpose into one message and an exit status."""
-    try:
-        yield
-    except ConfigError as error:
-        click.echo(f"epd-bench: {error}", err=True)
-        sys.exit(2)
-    except EPDError as error:
-        click.echo(f"epd-bench: {error}", err=True)
-        sys.exit(1)
+        console.finish(
+            made, [transfer_report.make_chart(samples)], json_file, markdown_file, png_file
+        )
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ class Report:
     conditions: Conditions
     tables: tuple[Table, ...]
     summary: Plain
-    samples: Plain
+    samples: Sequence[Plain]
     notes: tuple[str, ...] = field(default=())
 
 
@@ -106,8 +106,14 @@ def conditions(load_before: float) -> Conditions:
 
 
 def to_json(report: Report) -> str:
-    """Return everything, samples included."""
-    return json.dumps(dataclasses.asdict(report), indent=1) + "\n"
+    """Return everything; one line a sample, times to a tenth of a microsecond."""
+    whole = _rounded(dataclasses.asdict(report))
+    assert isinstance(whole, dict)
+    samples = whole.pop("samples")
+    assert isinstance(samples, list)
+    head = json.dumps(whole, indent=1, ensure_ascii=False).removesuffix("\n}")
+    lines = ",\n".join(json.dumps(sample, separators=(",", ":")) for sample in samples)
+    return f'{head},\n "samples": [\n{lines}\n]}}\n'
 
 
 def to_markdown(report: Report) -> str:
@@ -148,6 +154,16 @@ def format_bytes(nbytes: int) -> str:
         if nbytes % size == 0:
             return f"{nbytes // size} {unit}"
     return f"{nbytes} B"
+
+
+def _rounded(value: Plain) -> Plain:
+    if isinstance(value, float):
+        return round(value, 7)
+    if isinstance(value, dict):
+        return {name: _rounded(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(inner) for inner in value]
+    return value
 
 
 def _table(table: Table) -> list[str]:

@@ -9,7 +9,7 @@ from epd_portable.bench.chart import Chart, Series
 from epd_portable.bench.client import Timing
 from epd_portable.bench.report import Plain, Report, Table, conditions, format_bytes
 from epd_portable.bench.serve import ONE_PROCESS, SPLIT, Results
-from epd_portable.bench.stats import paired_ratio, quantile, summarize
+from epd_portable.bench.stats import Ratio, paired_ratio, quantile, summarize
 from epd_portable.bench.traces import Handover
 
 _QUANTITIES: dict[str, Callable[[Timing], float]] = {
@@ -43,11 +43,12 @@ def make_report(results: Results, *, command: str, load_before: float) -> Report
             "Both sides ran on the same cores, were started at the same time and stayed up; only "
             "one was asked at a time, in turns. The topology wrote event traces, the other not.",
             "TTFT: time to the first token. TPOT: time per token after it. Longest gap: between "
-            "two tokens of an answer.",
+            "two tokens of an answer. All are seen by the client, which shares the cores: tokens "
+            "that reach it together have no time between them.",
         ),
         tables=tuple(tables),
         summary=_summary(results, groups),
-        samples=[dataclasses.asdict(sample) for sample in results.samples],
+        samples=[dataclasses.asdict(item) for item in (*results.samples, *results.handovers)],
     )
 
 
@@ -91,16 +92,23 @@ def _ratios(groups: Groups) -> Table:
     rows = []
     for kind in dict.fromkeys(kind for kind, _ in groups):
         split, one = groups[kind, SPLIT], groups[kind, ONE_PROCESS]
-        ratios = [
-            str(paired_ratio([*map(pick, split)], [*map(pick, one)]))
-            for pick in _QUANTITIES.values()
-        ]
-        rows.append((kind, *ratios, str(len(split))))
+        ratios = [_ratio(split, one, pick) for pick in _QUANTITIES.values()]
+        cells = ["–" if ratio is None else str(ratio) for ratio in ratios]
+        rows.append((kind, *cells, str(len(split))))
     return Table(
         title="Split by one process",
         columns=("request", *_TITLES, "pairs"),
         rows=tuple(rows),
     )
+
+
+def _ratio(
+    split: Sequence[Timing], one: Sequence[Timing], pick: Callable[[Timing], float]
+) -> Ratio | None:
+    """Compare a quantity; pairs in which an answer has none (a single piece) do not count."""
+    pairs = [(pick(left), pick(right)) for left, right in zip(split, one, strict=True)]
+    known = [pair for pair in pairs if min(pair) > 0]
+    return paired_ratio(*zip(*known, strict=True)) if known else None
 
 
 def _startup(results: Results) -> Table:
@@ -210,20 +218,19 @@ def _summary(results: Results, groups: Groups) -> Plain:
             for side in results.startup_s
         }
         if ONE_PROCESS in results.startup_s:
-            sides["ratio"] = {
-                name: dataclasses.asdict(
-                    paired_ratio(
-                        [*map(pick, groups[kind, SPLIT])], [*map(pick, groups[kind, ONE_PROCESS])]
-                    )
-                )
+            ratios = {
+                name: _ratio(groups[kind, SPLIT], groups[kind, ONE_PROCESS], pick)
                 for name, pick in _QUANTITIES.items()
+            }
+            sides["ratio"] = {
+                name: None if ratio is None else dataclasses.asdict(ratio)
+                for name, ratio in ratios.items()
             }
         kinds[kind] = sides
     return {
         "startup_s": dict(results.startup_s),
         "kinds": kinds,
         "provenance": dataclasses.asdict(results.provenance),
-        "handovers": [dataclasses.asdict(way) for way in results.handovers],
     }
 
 

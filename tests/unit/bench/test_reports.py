@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -150,3 +151,13 @@ def test_without_matplotlib_the_message_says_how_to_get_it(monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(MeasurementError, match=r"epd-portable\[bench\]"):
         chart.require()
+
+
+def test_an_answer_in_one_piece_has_no_gaps_to_compare() -> None:
+    whole = Timing(ttft_s=0.1, gaps_s=(), latency_s=0.1, tokens=3)
+    found = results(SPLIT, ONE_PROCESS)
+    samples = [ServeSample(kind="text", side=side, timing=whole) for side in (SPLIT, ONE_PROCESS)]
+    page = serve_report.make_report(
+        dataclasses.replace(found, samples=samples), command="c", load_before=0.0
+    )
+    assert page.tables[0].rows == (("text", "1.00 (1.00–1.00)", "–", "–", "1.00 (1.00–1.00)", "1"),)

@@ -1,0 +1,58 @@
+"""What the commands of ``epd-bench`` say, and where it goes."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import click
+
+from epd_portable.bench import chart, report
+from epd_portable.errors import ConfigError, EPDError
+
+
+def finish(
+    made: report.Report,
+    charts: Sequence[chart.Chart],
+    json_file: Path | None,
+    markdown_file: Path | None,
+    png_file: Path | None,
+) -> None:
+    """Keep what was asked for and print the tables."""
+    report.write(made, json_file=json_file, markdown_file=markdown_file)
+    if png_file is not None:
+        chart.write_png(charts, png_file)
+    click.echo(report.to_markdown(made))
+
+
+def command() -> str:
+    """Return the command line of this process, for people to repeat."""
+    return shlex.join(["epd-bench", *sys.argv[1:]])
+
+
+def progress(line: str) -> None:
+    """Print a progress line."""
+    click.echo(line, err=True)
+
+
+@contextlib.contextmanager
+def messages() -> Iterator[None]:
+    """Turn errors raised on purpose into one message and an exit status; stop what was started.
+
+    SIGTERM ends the block as Ctrl-C does, so that servers under measurement are not left behind.
+    """
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    except ConfigError as error:
+        click.echo(f"epd-bench: {error}", err=True)
+        sys.exit(2)
+    except EPDError as error:
+        click.echo(f"epd-bench: {error}", err=True)
+        sys.exit(1)
+    finally:
+        signal.signal(signal.SIGTERM, before)
