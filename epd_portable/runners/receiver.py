@@ -266,12 +266,12 @@ class Receiver:
 
     def _expire(self, now: float) -> None:
         """Give up items that a request awaits beyond its own deadline, by transfers of others."""
-        begin_s = now - self._config.wait_timeout_s
-        late = [record for record in self._requests.values() if record.arrived_s <= begin_s]
+        wait_s = self._config.wait_timeout_s
+        late = [record for record in self._requests.values() if now >= record.arrived_s + wait_s]
         for mm_hash in {mm_hash for record in late for mm_hash in record.awaited}:
             claim = self._preallocator.cancel(mm_hash)
             assert claim is not None
-            reason = f"not delivered within {self._config.wait_timeout_s} s"
+            reason = f"not delivered within {wait_s} s (transfer.wait_timeout_s)"
             logger.warning("item %s: %s", mm_hash, reason)
             self._give_up(claim, NackCode.UNAVAILABLE, reason)
 

@@ -229,6 +229,21 @@ def test_a_refused_early_announcement_does_not_end_a_transfer_that_begins_after_
     assert sources(pair.pd, "s") == {"cat": "transfer"}
 
 
+def test_a_request_does_not_wait_beyond_its_deadline_for_the_transfers_of_later_ones(
+    pair: Pair,
+) -> None:
+    pair.pd.arrive("r", CAT)
+    for number in range(2):
+        pair.pd.clock.now += TIMEOUT_S / 3
+        pair.pd.arrive(f"s{number}", Item("cat", transfer_id=f"t-{number}"))
+        pair.settle()
+    assert not pair.pd.encode_here("r", 0)
+    pair.pd.clock.now += TIMEOUT_S / 3
+    pair.settle()
+    assert pair.pd.encode_here("r", 0)
+    assert pair.pd.encode_here("s1", 0)
+
+
 # -- failures ------------------------------------------------------------------------------------
 
 
