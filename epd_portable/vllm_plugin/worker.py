@@ -12,6 +12,7 @@ from typing import Any
 
 from vllm.distributed.ec_transfer import get_ec_transfer
 
+from epd_portable.log import trace
 from epd_portable.runners.encoder import EncoderRunnerMixin
 from epd_portable.runners.pd import PDRunnerMixin
 
@@ -37,6 +38,20 @@ class _WorkerMixin:
         chosen = type(runner)
         runner.__class__ = type(f"EPD{chosen.__name__}", (mixin, chosen), {})
         runner.epd = connector
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)  # type: ignore[misc]
+        model = self.model_runner.get_model()  # type: ignore[attr-defined]
+        # Parts that belong to another stage stay on the meta device.
+        loaded = {
+            name: sum(part.numel() for part in child.parameters() if not part.is_meta)
+            for name, child in model.named_children()
+        }
+        trace("model.loaded", parameters=loaded)
+
+    def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
+        super().initialize_from_config(*args, **kwargs)  # type: ignore[misc]
+        trace("kv_cache.ready", layers=len(self.model_runner.kv_caches))  # type: ignore[attr-defined]
 
     def shutdown(self) -> None:
         get_ec_transfer().shutdown()

@@ -30,16 +30,20 @@ class Split:
     flags: Path
     ready_s: float
 
-    def events(self, name: str = "") -> list[dict[str, Any]]:
-        """Return all events since it was ready, or those of one name, in the order of time."""
+    def events(self, name: str = "", *, since_s: float | None = None) -> list[dict[str, Any]]:
+        """Return events in the order of time.
+
+        Args:
+            name: Only those; empty for all.
+            since_s: Only later ones; ``None`` leaves out what came before it was ready.
+        """
+        begin_s = self.ready_s if since_s is None else since_s
         found = []
         for path in self.trace_dir.glob("*.jsonl"):
             found += [json.loads(line) for line in path.read_text().splitlines()]
         found.sort(key=lambda event: event["t_s"])
         return [
-            event
-            for event in found
-            if event["t_s"] >= self.ready_s and name in ("", event["event"])
+            event for event in found if event["t_s"] >= begin_s and name in ("", event["event"])
         ]
 
     def encoded_by(self, role: str) -> list[str]:

@@ -93,6 +93,22 @@ def test_completions_are_those_of_one_process(pair: Pair) -> None:
     assert texts[0] == texts[1] != ""
 
 
+def test_the_encode_instance_holds_the_vision_tower_and_no_kv_cache(pair: Pair) -> None:
+    loaded = {
+        event["instance"]: event["parameters"]
+        for event in pair.split.events("model.loaded", since_s=0)
+    }
+    layers = {
+        event["instance"]: event["layers"]
+        for event in pair.split.events("kv_cache.ready", since_s=0)
+    }
+    assert loaded["encode-0"]["visual"] == loaded["prefill_decode-0"]["visual"] > 0
+    assert loaded["encode-0"]["language_model"] == 0
+    assert loaded["prefill_decode-0"]["language_model"] > 0
+    assert layers["encode-0"] == 0
+    assert layers["prefill_decode-0"] > 0
+
+
 def test_the_pd_instance_encoded_nothing_and_the_encoder_generated_nothing(pair: Pair) -> None:
     """Runs last: it looks back at everything above."""
     assert len(pair.split.encoded_by("encode")) >= 30
