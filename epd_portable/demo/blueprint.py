@@ -130,6 +130,27 @@ def build_config(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLConfig:
     return config
 
 
+def use_published_spelling(folder: Path) -> None:
+    """Rewrite saved settings as published Qwen2.5-VL checkpoints spell them.
+
+    transformers 5 reads this spelling as well as its own; transformers 4 reads only this one.
+    """
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    rope = config["text_config"].pop("rope_parameters")
+    config["text_config"]["rope_theta"] = rope["rope_theta"]
+    config["text_config"]["rope_scaling"] = {
+        "type": "mrope",
+        "mrope_section": rope["mrope_section"],
+    }
+    config["torch_dtype"] = config.pop("dtype")
+    _write_json(path, config)
+    path = folder / "tokenizer_config.json"
+    tokenizer = json.loads(path.read_text(encoding="utf-8"))
+    tokenizer["additional_special_tokens"] = tokenizer.pop("extra_special_tokens")
+    _write_json(path, tokenizer)
+
+
 def write_preprocessing(folder: Path, config: Qwen2_5_VLConfig) -> None:
     """Write the image preprocessing and the (greedy) generation defaults into ``folder``."""
     preprocessor = {
@@ -150,8 +171,9 @@ def write_preprocessing(folder: Path, config: Qwen2_5_VLConfig) -> None:
         "do_sample": True,
         "top_k": 1,
     }
-    for name, content in (
-        ("preprocessor_config.json", preprocessor),
-        ("generation_config.json", generation),
-    ):
-        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    _write_json(folder / "preprocessor_config.json", preprocessor)
+    _write_json(folder / "generation_config.json", generation)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

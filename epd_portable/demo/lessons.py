@@ -9,8 +9,9 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 import torch
+import transformers
 from PIL import Image
-from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
+from transformers import Qwen2Tokenizer
 
 from epd_portable.demo.blueprint import (
     IMAGE_MEAN,
@@ -81,7 +82,9 @@ class Teacher:
     """Collates dialogues with the tokenizer and the positions of one model."""
 
     def __init__(
-        self, tokenizer: Qwen2Tokenizer, model: Qwen2_5_VLForConditionalGeneration
+        self,
+        tokenizer: Qwen2Tokenizer,
+        model: transformers.Qwen2_5_VLForConditionalGeneration,
     ) -> None:
         self._tokenizer = tokenizer
         self._model = model

@@ -133,7 +133,7 @@ def draw(seed: int, size: int = PICTURE_SIZE) -> Picture:
     pen = ImageDraw.Draw(canvas)
     ink = _shade(colour, rng)
     for x, y, radius in _places(count, rng):
-        turn = rng.uniform(-0.2, 0.2)
+        turn = rng.uniform(-0.1, 0.1)
         outline = [
             ((x + radius * dx) * canvas_size, (y + radius * dy) * canvas_size)
             for dx, dy in (_rotate(point, turn) for point in _OUTLINES[scene.shape])
@@ -165,11 +165,11 @@ def _places(count: int, rng: random.Random) -> list[tuple[float, float, float]]:
     that they never touch.
     """
     if count == 1:
-        radius = rng.uniform(0.18, 0.40)
+        radius = rng.uniform(0.22, 0.40)
         reach = 0.48 - radius
         return [(0.5 + rng.uniform(-reach, reach), 0.5 + rng.uniform(-reach, reach), radius)]
-    radius = rng.uniform(0.14, 0.19)
-    reach = 0.23 - radius
+    radius = rng.uniform(0.17, 0.21)
+    reach = 0.24 - radius
     quarters = rng.sample([(0.25, 0.25), (0.75, 0.25), (0.25, 0.75), (0.75, 0.75)], count)
     return [
         (x + rng.uniform(-reach, reach), y + rng.uniform(-reach, reach), radius)

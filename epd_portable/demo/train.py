@@ -16,9 +16,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
+import transformers
+from transformers import Qwen2Tokenizer
 
-from epd_portable.demo.blueprint import build_config, build_tokenizer, write_preprocessing
+from epd_portable.demo.blueprint import (
+    build_config,
+    build_tokenizer,
+    use_published_spelling,
+    write_preprocessing,
+)
 from epd_portable.demo.dialogues import (
     Dialogue,
     canonical_question,
@@ -26,6 +32,7 @@ from epd_portable.demo.dialogues import (
     several_pictures,
     without_picture,
 )
+from epd_portable.demo.initial import TowerClassifier, new_model
 from epd_portable.demo.lessons import Teacher
 from epd_portable.demo.pictures import (
     HELD_OUT_SEEDS,
@@ -34,23 +41,28 @@ from epd_portable.demo.pictures import (
     QuestionKind,
     draw,
 )
+from epd_portable.platforms import torchvision_guard
 
 _REPORT_EVERY = 50
-_EVALUATE_EVERY = 500
+_EVALUATE_EVERY = 300
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
     """Everything that decides a training run."""
 
-    steps: int = 6000
+    steps: int = 3000
     seed: int = 0
+    tower_steps: int = 500
+    """First steps, in which only the vision tower learns, from its classifier."""
+    classifier_weight: float = 0.3
+    """Of the classifier's loss once the language model learns too."""
     pictures: int = 32
     """Pictures drawn for each step; each is asked about ``questions`` times."""
     questions: int = 2
-    several: int = 6
+    several: int = 5
     """Dialogues with two to four of the step's pictures."""
-    chatter: int = 4
+    chatter: int = 3
     """Dialogues without a picture."""
     peak_learning_rate: float = 2e-3
     warmup_steps: int = 200
@@ -63,22 +75,6 @@ class Recipe:
             return self.peak_learning_rate * (step + 1) / self.warmup_steps
         done = (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)
         return self.peak_learning_rate * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * done)))
-
-
-def new_model(tokenizer: Qwen2Tokenizer, seed: int) -> Qwen2_5_VLForConditionalGeneration:
-    """Build an untrained float32 model; each matrix is scaled to the width of its input."""
-    torch.manual_seed(seed)
-    config = build_config(tokenizer)
-    model = Qwen2_5_VLForConditionalGeneration(config).float()
-    blocks = config.text_config.num_hidden_layers
-    for name, parameter in model.named_parameters():
-        if parameter.dim() < 2:
-            continue
-        std = 0.05 if "embed_tokens" in name else parameter[0].numel() ** -0.5
-        if name.endswith(("o_proj.weight", "down_proj.weight", "attn.proj.weight")):
-            std /= math.sqrt(2 * blocks)
-        torch.nn.init.normal_(parameter, std=std)
-    return model
 
 
 def lesson(recipe: Recipe, step: int) -> tuple[list[Picture], list[Dialogue], list[Dialogue]]:
@@ -125,12 +121,15 @@ def train(recipe: Recipe, out: Path) -> None:
     tokenizer = build_tokenizer()
     model = new_model(tokenizer, recipe.seed)
     teacher = Teacher(tokenizer, model)
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    vectors = [p for p in model.parameters() if p.dim() < 2]
+    classifier = TowerClassifier(model.config.text_config.hidden_size)
+    parameters = [*model.parameters(), *classifier.parameters()]
     optimizer = torch.optim.AdamW(
         [
-            {"params": matrices, "weight_decay": recipe.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
+            {
+                "params": [p for p in parameters if p.dim() >= 2],
+                "weight_decay": recipe.weight_decay,
+            },
+            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
         ],
         betas=(0.9, 0.98),
     )
@@ -139,16 +138,18 @@ def train(recipe: Recipe, out: Path) -> None:
     for step in range(recipe.steps):
         pictures, short, long = lesson(recipe, step)
         features = teacher.see([picture.image for picture in pictures])
-        batches = [teacher.collate(dialogues) for dialogues in (short, long)]
-        loss = torch.nn.functional.cross_entropy(
-            torch.cat([teacher.predict(batch, features) for batch in batches]),
-            torch.cat([batch.targets for batch in batches]),
-        )
+        loss = classifier.loss(features, [picture.scene for picture in pictures])
+        if step >= recipe.tower_steps:
+            batches = [teacher.collate(dialogues) for dialogues in (short, long)]
+            loss = recipe.classifier_weight * loss + torch.nn.functional.cross_entropy(
+                torch.cat([teacher.predict(batch, features) for batch in batches]),
+                torch.cat([batch.targets for batch in batches]),
+            )
         for group in optimizer.param_groups:
             group["lr"] = recipe.learning_rate(step)
         optimizer.zero_grad()
         torch.autograd.backward(loss)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.gradient_norm)
+        torch.nn.utils.clip_grad_norm_(parameters, recipe.gradient_norm)
         optimizer.step()
         running_loss += loss.item()
 
@@ -178,7 +179,7 @@ def train(recipe: Recipe, out: Path) -> None:
 
 
 def _write(
-    model: Qwen2_5_VLForConditionalGeneration,
+    model: transformers.Qwen2_5_VLForConditionalGeneration,
     tokenizer: Qwen2Tokenizer,
     recipe: Recipe,
     history: list[dict[str, object]],
@@ -187,11 +188,12 @@ def _write(
     """Save a bfloat16 copy of ``model`` with all that an engine needs beside it."""
     out.mkdir(parents=True, exist_ok=True)
     config = build_config(tokenizer)
-    copy = Qwen2_5_VLForConditionalGeneration(config)
+    copy = transformers.Qwen2_5_VLForConditionalGeneration(config)
     copy.load_state_dict(model.state_dict())
     copy.to(torch.bfloat16).save_pretrained(out)
     (out / "model.safetensors").chmod(0o644)
     tokenizer.save_pretrained(out)
+    use_published_spelling(out)
     write_preprocessing(out, config)
     record = {
         "recipe": asdict(recipe),
@@ -211,6 +213,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=usual.seed, help="of weights and pictures")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
+    torchvision_guard.install()
     train(Recipe(steps=arguments.steps, seed=arguments.seed), arguments.out)
 
 

@@ -46,13 +46,18 @@ def test_the_configuration_suits_two_tensor_parallel_ranks_and_long_contexts() -
     assert text["num_key_value_heads"] % 2 == 0
     assert vision["num_heads"] % 2 == 0
     head_dim = text["hidden_size"] // text["num_attention_heads"]
-    assert sum(text["rope_parameters"]["mrope_section"]) == head_dim // 2
+    assert sum(text["rope_scaling"]["mrope_section"]) == head_dim // 2
 
 
 def test_the_preprocessor_bounds_the_picture_size() -> None:
     preprocessor = json.loads((MODEL_DIR / "preprocessor_config.json").read_text())
     assert preprocessor["min_pixels"] == 3136
     assert preprocessor["max_pixels"] == 401_408
+
+
+def test_the_recorded_score_is_at_least_ninety_nine_percent() -> None:
+    last = json.loads((MODEL_DIR / "training.json").read_text())["history"][-1]
+    assert min(last["exact_match"].values()) >= 0.99
 
 
 def test_importing_the_model_folder_pictures_and_score_needs_no_torch() -> None:
