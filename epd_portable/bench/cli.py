@@ -25,25 +25,29 @@ from epd_portable.errors import MeasurementError
 DEFAULT_SIZES = ("4KiB", "64KiB", "1MiB", "4MiB", "16MiB", "64MiB")
 
 
-@click.group(no_args_is_help=True, context_settings={"max_content_width": 100})
+HELP = """Measure transfers and serving, each next to a peer in the same run.
+
+\b
+How much sooner or later a topology answers than plain vLLM in one process:
+  epd-bench serve --config configs/1e1pd.yaml --platform cpu
+  epd-bench serve --config configs/1e1pd.yaml --platform cpu --set transfer.path=tcp \\
+    --requests 50 --concurrency 4 --images 1 --size 448
+How long an encoder output takes to the other instance, by path and size, against memcpy:
+  epd-bench transfer
+  epd-bench transfer --path shm --bytes 64KiB --bytes 16MiB --repeat 200
+Keep the figures:
+  epd-bench transfer --json t.json --markdown t.md --png t.png
+
+Tables go to standard output, progress to standard error. Ratios come first in every table:
+they hold on other machines better than times do.
+"""
+"""The page of ``epd-bench --help``; a line of ``\\b`` keeps the lines of its paragraph."""
+
+
+@click.group(help=HELP, no_args_is_help=True, context_settings={"max_content_width": 100})
 @click.version_option(package_name="epd-portable")
 def main() -> None:
-    r"""Measure transfers and serving, each next to a peer in the same run.
-
-    \b
-    How much sooner or later a topology answers than plain vLLM in one process:
-      epd-bench serve --config configs/1e1pd.yaml --platform cpu
-      epd-bench serve --config configs/1e1pd.yaml --platform cpu --set transfer.path=tcp \\
-        --requests 50 --concurrency 4 --images 1 --size 448
-    How long an encoder output takes to the other instance, by path and size, against memcpy:
-      epd-bench transfer
-      epd-bench transfer --path shm --bytes 64KiB --bytes 16MiB --repeat 200
-    Keep the figures:
-      epd-bench transfer --json t.json --markdown t.md --png t.png
-
-    Tables go to standard output, progress to standard error. Ratios come first in every table:
-    they hold on other machines better than times do.
-    """
+    """Run the command ``epd-bench``."""
 
 
 @main.command("serve")

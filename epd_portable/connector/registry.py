@@ -7,12 +7,15 @@ asked for is taken or refused; nothing else is taken in its place.
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from epd_portable.connector.pool import SHM_FOLDER
 from epd_portable.connector.transport import Clock, Receiver, Transport, TransportCapabilities
 from epd_portable.errors import ConfigError, NoCommonPathError
+from epd_portable.platforms.traits import TRAITS
 from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor
 
 AUTO = "auto"
@@ -158,7 +161,19 @@ def choose(
 
 def describe(platform: str) -> list[tuple[str, bool, str]]:
     """Return ``(path, usable, reason)`` for every path on a platform, for ``epd-launch check``."""
-    return [(path.name, True, f"{path.summary} ({platform})") for path in PATHS]
+    described = []
+    for path in PATHS:
+        usable, reason = True, f"{path.summary}; on {platform}, {_ends(platform, path)}"
+        if path.capabilities.same_host and not os.access(SHM_FOLDER, os.W_OK):
+            usable, reason = False, f"{SHM_FOLDER} cannot be written"
+        described.append((path.name, usable, reason))
+    return described
+
+
+def _ends(platform: str, path: PathEntry) -> str:
+    if not TRAITS[platform].needs_device_copy:
+        return "nothing is copied after that" if path.capabilities.zero_copy else "in host memory"
+    return "staged through host memory at both ends"
 
 
 def _load(target: str) -> Any:

@@ -84,27 +84,33 @@ def _topology_options(command: F) -> F:
     return command
 
 
-@click.group(cls=_Group, no_args_is_help=True, context_settings={"max_content_width": 100})
+HELP = """Run a multimodal model as separate encode and prefill+decode instances of vLLM.
+
+\b
+Start one encode and one prefill+decode instance on a CPU, with the bundled model:
+  epd-launch --platform cpu --config configs/1e1pd.yaml
+The same on NVIDIA or Ascend, with another model and port:
+  epd-launch --platform cuda --config configs/1e1pd.yaml --model Qwen/Qwen2.5-VL-3B-Instruct
+  epd-launch --platform npu --config configs/1e1pd.yaml --port 9000
+Three prefill+decode instances, bytes over TCP:
+  epd-launch --platform cpu --config configs/1e1pd.yaml \\
+    --set instances.prefill_decode.count=3 --set transfer.path=tcp
+See what would be started, and what this machine can do:
+  epd-launch plan --platform npu --config configs/1e1pd.yaml
+  epd-launch check
+
+It runs in the foreground until Ctrl-C or SIGTERM, and then nothing of it is left. `up` is the
+command when none is named; `epd-launch up --help` lists its options.
+"""
+"""The page of ``epd-launch --help``; a line of ``\\b`` keeps the lines of its paragraph."""
+
+
+@click.group(
+    help=HELP, cls=_Group, no_args_is_help=True, context_settings={"max_content_width": 100}
+)
 @click.version_option(package_name="epd-portable")
 def main() -> None:
-    r"""Run a multimodal model as separate encode and prefill+decode instances of vLLM.
-
-    \b
-    Start one encode and one prefill+decode instance on a CPU, with the bundled model:
-      epd-launch --platform cpu --config configs/1e1pd.yaml
-    The same on NVIDIA or Ascend, with another model and port:
-      epd-launch --platform cuda --config configs/1e1pd.yaml --model Qwen/Qwen2.5-VL-3B-Instruct
-      epd-launch --platform npu --config configs/1e1pd.yaml --port 9000
-    Three prefill+decode instances, bytes over TCP:
-      epd-launch --platform cpu --config configs/1e1pd.yaml \
-        --set instances.prefill_decode.count=3 --set transfer.path=tcp
-    See what would be started, and what this machine can do:
-      epd-launch plan --platform npu --config configs/1e1pd.yaml
-      epd-launch check
-
-    It runs in the foreground until Ctrl-C or SIGTERM, and then nothing of it is left. `up` is the
-    command when none is named; `epd-launch up --help` lists its options.
-    """
+    """Run the command ``epd-launch``."""
 
 
 @main.command()
