@@ -1,0 +1,65 @@
+"""An encode worker without an engine: ``python encode_side.py <path>``.
+
+Obeys JSON lines: ``{"order": [transfer_id, mm_hash, consumer, num_tokens]}`` announces an item,
+``{"output": [mm_hash, num_tokens]}`` puts it out. Each is answered with a line.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+
+from epd_portable.config.instance import InstanceConfig
+from epd_portable.connector.producer import TransferOrder
+from epd_portable.platforms import registry
+from epd_portable.runners.sender import Sender
+from epd_portable.wire.descriptors import TensorSpec
+
+WIDTH = 64
+FINGERPRINT = "same"
+LEASE_S, TIMEOUT_S = 1.0, 20.0
+
+
+def output(mm_hash: str, num_tokens: int) -> torch.Tensor:
+    """Return what the encoder puts out for an item, the same in every process."""
+    generator = torch.Generator().manual_seed(sum(mm_hash.encode()))
+    return torch.randn(num_tokens, WIDTH, generator=generator)
+
+
+def order(transfer_id: str, mm_hash: str, consumer: str, num_tokens: int) -> TransferOrder:
+    return TransferOrder(
+        transfer_id=transfer_id,
+        mm_hash=mm_hash,
+        consumer=consumer,
+        tensor=TensorSpec(shape=(num_tokens, WIDTH), dtype="float32"),
+    )
+
+
+def make_sender(path: str, wait_timeout_s: float = TIMEOUT_S) -> Sender:
+    config = InstanceConfig(
+        instance="encode-0",
+        platform="cpu",
+        path=path,
+        wait_timeout_s=wait_timeout_s,
+        lease_s=LEASE_S,
+    )
+    return Sender(config, FINGERPRINT, registry.get("cpu"))
+
+
+def main(path: str) -> None:
+    sender = make_sender(path)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        ((verb, words),) = json.loads(line).items()
+        if verb == "order":
+            sender.submit(order(*words), None)
+        else:
+            sender.output_ready(words[0], output(*words))
+        print("done", flush=True)
+    sender.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
