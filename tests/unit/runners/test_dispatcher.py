@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import pytest
+
+from epd_portable.runners.dispatcher import Dispatcher, EncodeItem
+from epd_portable.scheduling.encoder_cache import EncoderCacheManager
+from epd_portable.wire.params import EncodeParams, EncodeTransfer
+from tests.unit.builders import FakeRequest, request
+from tests.unit.runners.harness import spec
+
+
+class Desk:
+    def __init__(self) -> None:
+        self.cache = EncoderCacheManager(10)
+        self.dispatcher = Dispatcher(self.cache)
+
+    def arrive(self, request_id: str, names: str, transfers: dict[str, str]) -> FakeRequest:
+        """Add a request of one-letter items and transfers ``id -> mm_hash``."""
+        params = EncodeParams(
+            transfers=tuple(
+                EncodeTransfer(transfer_id=transfer_id, mm_hash=mm_hash, consumer="tcp://pd")
+                for transfer_id, mm_hash in transfers.items()
+            )
+        )
+        items = [EncodeItem(mm_hash=name, tensor=spec(1)) for name in names]
+        self.dispatcher.request_arrived(request_id, items, params)
+        return request(request_id, *((name, 1) for name in names))
+
+    def take(self, *scheduled: str) -> list[tuple[str, str]]:
+        return [(o.transfer_id, o.mm_hash) for o in self.dispatcher.take_orders(scheduled)]
+
+
+@pytest.fixture
+def desk() -> Desk:
+    return Desk()
+
+
+def test_an_item_is_ordered_when_it_gets_room_and_once(desk: Desk) -> None:
+    r = desk.arrive("r", "ab", {"ta": "a", "tb": "b"})
+    desk.cache.allocate(r, 0)
+    assert desk.take() == [], "not scheduled in this step"
+    assert desk.take("r", "other") == [("ta", "a")]
+    desk.cache.allocate(r, 1)
+    assert desk.take("r") == [("tb", "b")]
+    assert desk.take("r") == []
+
+
+def test_room_is_kept_for_the_transfer_beyond_the_request(desk: Desk) -> None:
+    r = desk.arrive("r", "a", {"ta": "a"})
+    desk.cache.allocate(r, 0)
+    desk.take("r")
+    desk.dispatcher.request_finished("r")
+    desk.cache.free(r)
+    assert desk.dispatcher.busy
+    assert desk.cache.evict_idle({"a"}) is None
+    desk.dispatcher.transfers_ended(["ta", "unknown"])
+    desk.dispatcher.transfers_ended(["ta"])
+    assert not desk.dispatcher.busy
+    assert desk.cache.evict_idle({"a"}) == "a"
+
+
+def test_an_item_for_two_consumers_is_ordered_for_both(desk: Desk) -> None:
+    r = desk.arrive("r", "aa", {"t1": "a", "t2": "a"})
+    desk.cache.allocate(r, 0)
+    assert desk.take("r") == [("t1", "a"), ("t2", "a")]
+    desk.cache.free(r)
+    desk.dispatcher.transfers_ended(["t1"])
+    assert desk.cache.evict_idle({"a"}) is None
+
+
+def test_items_under_the_engine_s_own_names_are_matched_by_order(desk: Desk) -> None:
+    r = desk.arrive("r", "xy", {"ta": "a", "tb": "b"})
+    desk.cache.allocate(r, 0)
+    desk.cache.allocate(r, 1)
+    assert desk.take("r") == [("ta", "x"), ("tb", "y")]
+
+
+def test_a_transfer_without_an_item_is_left_out(desk: Desk) -> None:
+    r = desk.arrive("r", "a", {"ta": "a", "tb": "b"})
+    desk.cache.allocate(r, 0)
+    assert desk.take("r") == [("ta", "a")]
+
+
+def test_orders_of_a_request_that_ended_without_room_are_dropped(desk: Desk) -> None:
+    r = desk.arrive("r", "a", {"ta": "a"})
+    desk.dispatcher.request_finished("r")
+    desk.cache.allocate(r, 0)
+    assert desk.take("r") == []
+    assert not desk.dispatcher.busy
+
+
+def test_an_order_whose_transfer_is_under_way_changes_nothing(desk: Desk) -> None:
+    first = desk.arrive("first", "a", {"t": "a"})
+    second = desk.arrive("second", "b", {"t": "b"})
+    desk.cache.allocate(first, 0)
+    desk.cache.allocate(second, 0)
+    assert desk.take("first", "second") == [("t", "a")]
+    desk.cache.free(first)
+    desk.cache.free(second)
+    desk.dispatcher.transfers_ended(["t"])
+    assert {desk.cache.evict_idle({"a", "b"}) for _ in range(2)} == {"a", "b"}

@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import epd_portable
+from epd_portable import envs
+from epd_portable.errors import ConfigError
+
+
+def test_every_variable_is_in_the_table_under_its_own_name() -> None:
+    variables = {k: v for k, v in vars(envs).items() if isinstance(v, envs.Variable)}
+    assert {variable.name for variable in envs.TABLE} == set(variables)
+    assert all(name == variable.name for name, variable in variables.items())
+
+
+def test_no_other_module_reads_a_variable_of_ours_past_the_table() -> None:
+    known = {variable.name for variable in envs.TABLE}
+    package = Path(epd_portable.__file__).parent
+    used = {
+        name
+        for module in package.rglob("*.py")
+        for name in re.findall(r"\bEPD_[A-Z_]+\b", module.read_text("utf-8"))
+    }
+    assert used <= known
+
+
+@pytest.mark.parametrize("variable", envs.TABLE, ids=lambda variable: variable.name)
+def test_an_unset_or_empty_variable_has_its_default(variable: envs.Variable[str]) -> None:
+    assert variable.get({}) == variable.get({variable.name: ""}) == variable.default
+
+
+def test_a_value_is_parsed_and_a_wrong_one_is_named() -> None:
+    assert envs.EPD_LOG_LEVEL.get({"EPD_LOG_LEVEL": "debug"}) == "DEBUG"
+    with pytest.raises(ConfigError, match=r"EPD_LOG_LEVEL='loud': expected DEBUG"):
+        envs.EPD_LOG_LEVEL.get({"EPD_LOG_LEVEL": "loud"})
+
+
+def test_values_are_read_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EPD_INSTANCE", "pd-7")
+    assert envs.EPD_INSTANCE.get() == "pd-7"

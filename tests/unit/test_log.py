@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from epd_portable import log
+from epd_portable.errors import ConfigError
+
+
+@pytest.fixture
+def root() -> Iterator[logging.Logger]:
+    """Give the package's logger without handlers, and put everything back."""
+    logger = logging.getLogger(log.ROOT)
+    before = (logger.handlers[:], logger.level, logger.propagate)
+    logger.handlers.clear()
+    yield logger
+    logger.handlers[:], logger.level, logger.propagate = before
+
+
+def test_lines_name_the_instance_and_go_to_stderr_once(
+    root: logging.Logger, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("EPD_INSTANCE", "encode-3")
+    log.configure("INFO")
+    log.configure("INFO")
+    logging.getLogger("epd_portable.part").info("hello %s", "world")
+    logging.getLogger("epd_portable.part").debug("hidden")
+    out, err = capsys.readouterr()
+    assert out == ""
+    (line,) = err.splitlines()
+    assert line.endswith(" I encode-3 epd_portable.part: hello world")
+
+
+def test_the_level_comes_from_the_environment(
+    root: logging.Logger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EPD_LOG_LEVEL", "warning")
+    log.configure()
+    assert root.level == logging.WARNING
+    monkeypatch.setenv("EPD_LOG_LEVEL", "loud")
+    with pytest.raises(ConfigError):
+        log.configure()
+
+
+@contextlib.contextmanager
+def tracing(folder: Path, instance: str) -> Iterator[log.EventTrace]:
+    trace = log.EventTrace(str(folder), instance)
+    yield trace
+    if trace._file is not None:
+        trace._file.close()
+
+
+def read(folder: Path) -> list[dict[str, object]]:
+    (file,) = folder.iterdir()
+    return [json.loads(line) for line in file.read_text("utf-8").splitlines()]
+
+
+def test_events_are_lines_with_time_process_and_fields(tmp_path: Path) -> None:
+    with tracing(tmp_path / "new", "pd-0") as trace:
+        trace("first", mm_hash="x")
+        trace("second")
+    first, second = read(tmp_path / "new")
+    assert (first["event"], first["mm_hash"], first["instance"]) == ("first", "x", "pd-0")
+    assert first["pid"] == os.getpid()
+    assert first["t_s"] <= second["t_s"]  # type: ignore[operator]
+    assert [path.name for path in (tmp_path / "new").iterdir()] == [f"pd-0-{os.getpid()}.jsonl"]
+
+
+def test_without_a_folder_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    log.EventTrace("", "pd-0")("event")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_lines_of_several_threads_are_whole(tmp_path: Path) -> None:
+    with tracing(tmp_path, "") as trace:
+
+        def work() -> None:
+            for number in range(50):
+                trace("event", number=number, text="x" * 200)
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(read(tmp_path)) == 200

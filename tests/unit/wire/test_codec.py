@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import msgspec
+import pytest
+from hypothesis import given, settings
+
+from epd_portable.errors import IncompatiblePeerError, ProtocolError
+from epd_portable.wire import codec
+from epd_portable.wire.messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    Announce,
+    AnyMessage,
+    EncodeFailed,
+    Grant,
+    Injected,
+    Later,
+    Nack,
+    NackCode,
+    NotNeeded,
+    Written,
+)
+from tests.unit.builders import SPEC, peer, slot
+
+MESSAGES: list[AnyMessage] = [
+    Announce(transfer_id="t", mm_hash="item", tensor=SPEC, producer=peer()),
+    Grant(transfer_id="t", slot=slot((1 << 60) + 1), path="shm", address="x", lease_s=1.5),
+    NotNeeded(transfer_id="t"),
+    Later(transfer_id="t"),
+    Written(transfer_id="t", generation=(1 << 60) + 1),
+    Injected(transfer_id="t"),
+    Abort(transfer_id="t", reason="why ü"),
+    Nack(transfer_id="t", code=NackCode.TOO_LARGE, detail="d"),
+    EncodeFailed(transfer_id="t", reason="r"),
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_every_message_comes_back_as_it_was_with_its_session(message: AnyMessage) -> None:
+    assert codec.decode(codec.encode(message, session="life")) == (message, "life")
+
+
+def test_every_kind_of_message_is_tested_above() -> None:
+    assert {type(message) for message in MESSAGES} == set(AnyMessage.__args__)
+
+
+def test_another_version_of_the_protocol_is_refused_before_the_body_is_read() -> None:
+    data = msgspec.msgpack.encode([PROTOCOL_VERSION + 1, "life", {"kind": "of the future"}])
+    with pytest.raises(IncompatiblePeerError, match=f"protocol {PROTOCOL_VERSION + 1}"):
+        codec.decode(data)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"kind": "unheard of", "transfer_id": "t"},
+        {"transfer_id": "t"},
+        {"kind": "written", "transfer_id": "t"},
+        {"kind": "written", "transfer_id": "t", "generation": "one"},
+        {
+            "kind": "announce",
+            "transfer_id": "t",
+            "mm_hash": "x",
+            "tensor": {"shape": [0, 1], "dtype": "float32"},
+            "producer": msgspec.to_builtins(peer()),
+        },
+    ],
+    ids=["kind", "no-kind", "field", "type", "shape"],
+)
+def test_a_body_that_is_no_message_is_refused(body: dict[str, object]) -> None:
+    with pytest.raises(ProtocolError, match="not a control message"):
+        codec.decode(msgspec.msgpack.encode([PROTOCOL_VERSION, "life", body]))
+
+
+def test_a_message_that_is_too_long_is_refused_undecoded() -> None:
+    data = codec.encode(Abort(transfer_id="t", reason="x" * 70_000), session="life")
+    with pytest.raises(ProtocolError, match="at most 65536"):
+        codec.decode(data)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.binary(max_size=200))
+def test_bytes_of_any_kind_are_a_message_or_a_protocol_error(data: bytes) -> None:
+    try:
+        codec.decode(data)
+    except ProtocolError:
+        return
+
+
+@settings(max_examples=200, deadline=None)
+@given(number=st.integers(0, len(MESSAGES) - 1), data=st.data())
+def test_a_damaged_message_is_a_message_or_a_protocol_error(
+    number: int, data: st.DataObject
+) -> None:
+    damaged = bytearray(codec.encode(MESSAGES[number], session="life"))
+    damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        codec.decode(bytes(damaged))
+    except ProtocolError:
+        return
+
+
+def test_unknown_fields_of_a_later_minor_change_are_ignored() -> None:
+    body = {"kind": "later", "transfer_id": "t", "new": 1}
+    data = msgspec.msgpack.encode([PROTOCOL_VERSION, "life", body])
+    assert codec.decode(data) == (Later(transfer_id="t"), "life")

@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from epd_portable.errors import ProtocolError
+from epd_portable.wire.params import (
+    EncodeParams,
+    EncodeTransfer,
+    ExpectedTransfer,
+    ItemOutcome,
+    PrefillOutcome,
+    PrefillParams,
+    encode_params,
+    prefill_params,
+    to_params,
+)
+
+ENCODE = EncodeParams(transfers=(EncodeTransfer(transfer_id="t", mm_hash="h", consumer="tcp://x"),))
+PREFILL = PrefillParams(
+    transfers=(ExpectedTransfer(transfer_id="t", mm_hash="h", encoder="encode-0"),), reply_to="me"
+)
+
+
+def test_params_survive_json() -> None:
+    assert encode_params(json.loads(json.dumps(to_params(ENCODE)))) == ENCODE
+    assert prefill_params(json.loads(json.dumps(to_params(PREFILL)))) == PREFILL
+
+
+def test_an_outcome_names_only_what_is_known() -> None:
+    item = ItemOutcome(mm_hash="h", source="local")
+    params = to_params(PrefillOutcome(instance="pd-0", items=(item,)))
+    assert json.loads(json.dumps(params)) == {
+        "instance": "pd-0",
+        "items": [{"mm_hash": "h", "source": "local"}],
+    }
+
+
+@pytest.mark.parametrize(
+    "raw", [{}, {"transfers": 1}, {"transfers": [{"mm_hash": "h"}]}, {"transfers": [None]}]
+)
+def test_params_of_another_form_are_protocol_errors(raw: dict[str, object]) -> None:
+    with pytest.raises(ProtocolError, match="encode request"):
+        encode_params(raw)
+    with pytest.raises(ProtocolError, match="PD request"):
+        prefill_params(raw)
