@@ -374,6 +374,27 @@ def test_idle_items_make_way_for_awaited_ones_when_slots_are_short() -> None:
     assert "two" not in pair.pd.cache
 
 
+def test_requests_that_hold_what_the_other_waits_for_end_their_wait_at_the_deadline() -> None:
+    """One slot; r has used cat and waits for dog, s holds cat and waits for emu behind dog."""
+    pair = Pair(PrefillSide(pool_tokens=2))
+    emu, other_cat = Item("emu", transfer_id="t-emu"), Item("cat", transfer_id="t-other")
+    pair.pd.arrive("r", CAT, DOG)
+    pair.pd.arrive("s", emu, other_cat)
+    for item in (CAT, DOG, emu, other_cat):
+        pair.encode.submit(item, ready=True)
+    pair.settle()
+    pair.pd.cache.free_encoder_input(pair.pd.requests["r"], 0)
+    pair.settle()
+    assert not pair.pd.receiver.may_schedule("r", 4)
+    pair.pd.clock.now += TIMEOUT_S
+    pair.settle()
+    assert pair.pd.encode_here("r", 1)
+    assert pair.pd.encode_here("s", 0)
+    assert sources(pair.pd, "r") == {"cat": "transfer", "dog": "local"}
+    assert sources(pair.pd, "s") == {"emu": "local", "cat": "transfer"}
+    assert_everything_is_back(pair.pd)
+
+
 # -- placements ----------------------------------------------------------------------------------
 
 
