@@ -319,21 +319,15 @@ def other(path: str) -> Iterator[OtherProcess]:
     process.close()
 
 
-def test_another_process_sees_the_bytes(transport: Transport, other: OtherProcess) -> None:
+def test_another_process_sees_the_bytes_and_its_death_is_never_a_hang(
+    path: str, transport: Transport, other: OtherProcess
+) -> None:
     for num_tokens in (1, 20 * MIB // (WIDTH * 4) + 3):
         src = tensor(num_tokens, torch.bfloat16)
         slot = other.grant(GUARD, nbytes(src))
         transport.write(src, slot, address=other.address, deadline_s=time.monotonic() + 30)
         expected = hashlib.sha256(src.view(torch.uint8).numpy().tobytes()).hexdigest()
         assert other.tell("read", GUARD, nbytes(src)) == expected
-
-
-def test_a_killed_consumer_is_an_error_or_harmless_but_never_a_hang(
-    path: str, transport: Transport, other: OtherProcess
-) -> None:
-    src = tensor(10)
-    slot = other.grant(0, nbytes(src))
-    transport.write(src, slot, address=other.address, deadline_s=time.monotonic() + 30)
     other.process.kill()
     other.process.wait()
     begin_s = time.monotonic()
@@ -341,5 +335,5 @@ def test_a_killed_consumer_is_an_error_or_harmless_but_never_a_hang(
         with pytest.raises(TransportError):
             transport.write(src, slot, address=other.address, deadline_s=begin_s + 0.5)
     else:  # its pool is still there: nobody reads what is written
-        transport.write(src, slot, address=other.address, deadline_s=begin_s + 0.5)
+        transport.write(src, slot, address=other.address, deadline_s=begin_s + 5)
     assert time.monotonic() - begin_s < 5.0

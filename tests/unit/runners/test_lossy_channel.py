@@ -247,5 +247,5 @@ class LossyChannel(RuleBasedStateMachine):
 def test_a_lossy_channel_breaks_nothing_and_loses_no_slot(path: str, copies: bool) -> None:
     machine = type("Machine", (LossyChannel,), {"path": path, "copies": copies})
     case = machine.TestCase
-    case.settings = settings(max_examples=50, stateful_step_count=60, deadline=None)
+    case.settings = settings(max_examples=30, stateful_step_count=60, deadline=None)
     case().runTest()
