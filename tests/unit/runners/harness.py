@@ -78,6 +78,10 @@ class Item:
     transfer_id: str = ""
 
 
+CAT = Item("cat", transfer_id="t-cat")
+DOG = Item("dog", transfer_id="t-dog")
+
+
 class PrefillSide:
     """A `Receiver` and the encoder cache, called as the engine calls them."""
 
@@ -267,3 +271,20 @@ class Pair:
             for transfer_id in list(self.encode.writes):
                 self.encode.finish_write(transfer_id)
         return placements
+
+
+def sources(pd: PrefillSide, request_id: str) -> dict[str, str]:
+    """End a request; return how each of its items was had."""
+    outcome = pd.finish(request_id)
+    assert outcome is not None
+    return {item.mm_hash: item.source for item in outcome.items}
+
+
+def assert_everything_is_back(pd: PrefillSide) -> None:
+    pd.forget_everything()
+    assert pd.pool.free_bytes == pd.pool.capacity_bytes
+    assert pd.cache.num_free_slots == pd.cache.num_freeable_slots == pd.cache.cache_size
+    assert not pd.receiver._requests
+    assert not pd.receiver._preallocator._claims
+    assert not pd.receiver._preallocator._resident
+    assert not pd.cache._awaited

@@ -1,0 +1,224 @@
+"""The PD scheduler's side when things go wrong: every byte of the pool comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from epd_portable.connector.consumer import LEASE_MARGIN_S
+from epd_portable.wire.messages import Nack, NackCode
+from tests.unit.runners.harness import (
+    CAT,
+    LEASE_S,
+    TIMEOUT_S,
+    TOKEN_BYTES,
+    Item,
+    Pair,
+    PrefillSide,
+    assert_everything_is_back,
+    sources,
+)
+
+
+@pytest.fixture
+def pair() -> Pair:
+    return Pair()
+
+
+# -- failures ------------------------------------------------------------------------------------
+
+
+def test_an_item_larger_than_the_pool_is_refused_and_leaves_no_trace(pair: Pair) -> None:
+    held = Item("held", transfer_id="t-held")
+    pair.pd.arrive("first", held)
+    pair.encode.submit(held, ready=True)
+    pair.settle()
+    pair.pd.finish("first")
+    huge = Item("huge", 9, "t-huge")
+    pair.pd.arrive("r", Item("held", transfer_id="t-again"), CAT, huge)
+    pair.encode.submit(CAT, ready=True)
+    pair.encode.submit(huge, ready=True)
+    pair.settle()
+    assert pair.pd.failed == {"r"}
+    assert not pair.pd.receiver.may_schedule("r", 0)
+    (nack,) = pair.to_router
+    assert isinstance(nack, Nack)
+    assert nack.code is NackCode.TOO_LARGE
+    assert "9 encoder embeddings" in nack.detail
+    assert f"at most 100 embeddings and {8 * TOKEN_BYTES} bytes" in nack.detail
+    assert not pair.pd.receiver._preallocator._claims, "nothing of it is delivered any more"
+    assert set(pair.encode.ended) == {"t-held", "t-huge", "t-cat"}
+    pair.pd.finish("r")
+    assert pair.pd.cache.evict_idle({"held"}) == "held", "nobody holds it"
+    assert_everything_is_back(pair.pd)
+
+
+def test_a_refused_request_does_not_take_an_item_from_another_that_waits_for_it(
+    pair: Pair,
+) -> None:
+    pair.pd.arrive("good", Item("cat", transfer_id="t-good"))
+    pair.pd.arrive("bad", CAT, Item("huge", 9, "t-huge"))
+    pair.pd.step()
+    pair.pd.finish("bad")
+    pair.encode.submit(Item("cat", transfer_id="t-good"), ready=True)
+    pair.settle()
+    assert sources(pair.pd, "good") == {"cat": "transfer"}
+    assert_everything_is_back(pair.pd)
+
+
+def test_an_item_of_just_the_pool_s_size_is_delivered(pair: Pair) -> None:
+    whole = Item("whole", 8, "t-whole")
+    pair.pd.arrive("r", whole)
+    pair.encode.submit(whole, ready=True)
+    assert len(pair.settle()) == 1
+
+
+@pytest.mark.parametrize("can_encode", [True, False])
+def test_an_item_that_does_not_come_is_encoded_here_or_fails_its_requests(
+    can_encode: bool,
+) -> None:
+    pair = Pair(PrefillSide(can_encode=can_encode))
+    pair.pd.arrive("r", CAT)
+    pair.pd.arrive("s", Item("cat", transfer_id="t-other"))
+    pair.pd.clock.now += TIMEOUT_S
+    pair.settle()
+    assert pair.pd.failed == (set() if can_encode else {"r", "s"})
+    assert pair.pd.receiver.may_schedule("r", 1) is can_encode
+    nacks = {m.transfer_id: m.code for m in pair.to_router if isinstance(m, Nack)}
+    expected = {"t-cat": NackCode.UNAVAILABLE, "t-other": NackCode.UNAVAILABLE}
+    assert nacks == ({} if can_encode else expected)
+    pair.pd.finish("r")
+    pair.pd.finish("s")
+    assert_everything_is_back(pair.pd)
+
+
+def test_a_failed_write_falls_to_local_encoding_and_its_slot_comes_back(pair: Pair) -> None:
+    pair.pd.arrive("r", CAT)
+    pair.encode.submit(CAT, ready=True)
+    pair.round()
+    pair.encode.finish_write("t-cat", "no such pool")
+    pair.settle()
+    assert pair.pd.pool.free_bytes == pair.pd.pool.capacity_bytes
+    assert pair.pd.encode_here("r", 0)
+
+
+def test_a_producer_killed_during_its_write_gives_its_slot_back_when_it_is_gone(
+    pair: Pair,
+) -> None:
+    pair.pd.arrive("r", CAT)
+    pair.encode.submit(CAT, ready=True)
+    pair.round()
+    assert pair.encode.writes
+    pair.pd.clock.now += LEASE_S + LEASE_MARGIN_S
+    pair.pd.step()
+    assert pair.pd.pool.free_bytes < pair.pd.pool.capacity_bytes, "it may still write"
+    pair.pd.mailbox.gone.add(pair.encode.session_id)
+    pair.pd.step()
+    assert pair.pd.pool.free_bytes == pair.pd.pool.capacity_bytes
+    assert pair.pd.encode_here("r", 0)
+
+
+# -- a request that is cancelled at every point --------------------------------------------------
+
+
+def _expected(pair: Pair) -> None:
+    """Do nothing: the request has only arrived."""
+
+
+def _announced(pair: Pair) -> None:
+    pair.encode.submit(CAT)
+    pair.to_pd()
+
+
+def _granted(pair: Pair) -> None:
+    pair.encode.submit(CAT)
+    pair.to_pd()
+    pair.pd.step()
+
+
+def _grant_known(pair: Pair) -> None:
+    _granted(pair)
+    pair.to_encode()
+
+
+def _writing(pair: Pair) -> None:
+    _grant_known(pair)
+    pair.encode.session.output_ready("cat")
+    pair.encode.poll()
+    assert pair.encode.writes
+
+
+def _written(pair: Pair) -> None:
+    _writing(pair)
+    pair.encode.finish_write("t-cat")
+    pair.to_pd()
+
+
+def _landed(pair: Pair) -> None:
+    _written(pair)
+    pair.pd.receiver.tick()
+
+
+def _placed(pair: Pair) -> None:
+    _written(pair)
+    assert len(pair.pd.step()) == 1
+
+
+def _lease_expired(pair: Pair) -> None:
+    _writing(pair)
+    pair.pd.clock.now += LEASE_S + LEASE_MARGIN_S
+    pair.pd.step()
+
+
+def _deadline_passed(pair: Pair) -> None:
+    _granted(pair)
+    pair.pd.clock.now += TIMEOUT_S
+    pair.pd.step()
+
+
+POINTS = [
+    _expected,
+    _announced,
+    _granted,
+    _grant_known,
+    _writing,
+    _written,
+    _landed,
+    _placed,
+    _lease_expired,
+    _deadline_passed,
+]
+
+
+@pytest.mark.parametrize("copies", [False, True], ids=["views", "copies"])
+@pytest.mark.parametrize("path", ["shm", "tcp"])
+@pytest.mark.parametrize("reach", POINTS, ids=lambda point: point.__name__.strip("_"))
+def test_everything_is_back_after_a_request_was_cancelled_when_its_item_was(
+    reach: Callable[[Pair], None], path: str, copies: bool
+) -> None:
+    pair = Pair(PrefillSide(path=path, copies=copies))
+    pair.pd.arrive("r", CAT)
+    reach(pair)
+    pair.pd.finish("r")
+    pair.settle()
+    assert len(pair.encode.session) == 0 or not pair.encode.writes
+    pair.pd.clock.now += TIMEOUT_S
+    pair.settle()
+    assert len(pair.encode.session) == 0
+    assert_everything_is_back(pair.pd)
+
+
+@pytest.mark.parametrize("reach", POINTS[1:-2], ids=lambda point: point.__name__.strip("_"))
+def test_another_request_still_gets_the_item_after_one_was_cancelled_when_it_was(
+    reach: Callable[[Pair], None],
+) -> None:
+    pair = Pair()
+    pair.pd.arrive("r", CAT)
+    pair.pd.arrive("s", Item("cat", transfer_id="t-other"))
+    reach(pair)
+    pair.pd.finish("r")
+    pair.encode.session.output_ready("cat")
+    pair.settle()
+    assert sources(pair.pd, "s") == {"cat": "transfer"}
+    assert_everything_is_back(pair.pd)

@@ -1,0 +1,151 @@
+"""Requests that share items, and a pool that is too small for all of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from epd_portable.wire.messages import EncodeFailed
+from tests.unit.runners.harness import (
+    CAT,
+    DOG,
+    TIMEOUT_S,
+    Item,
+    Pair,
+    PrefillSide,
+    assert_everything_is_back,
+    sources,
+)
+
+
+@pytest.fixture
+def pair() -> Pair:
+    return Pair()
+
+
+# -- shared items --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gone", ["r", "s"])
+def test_a_claim_outlives_one_of_two_requests_that_wait_for_it(pair: Pair, gone: str) -> None:
+    pair.pd.arrive("r", CAT)
+    pair.pd.arrive("s", Item("cat", transfer_id="t-other"))
+    pair.encode.submit(CAT)
+    pair.round()
+    pair.pd.finish(gone)
+    pair.encode.session.output_ready("cat")
+    (placement,) = pair.settle()
+    assert placement.mm_hash == "cat"
+    (left,) = pair.pd.requests
+    assert sources(pair.pd, left) == {"cat": "transfer"}
+    assert_everything_is_back(pair.pd)
+
+
+def test_a_request_without_a_transfer_waits_for_the_one_of_another(pair: Pair) -> None:
+    pair.pd.arrive("r", CAT)
+    pair.pd.arrive("s", Item("cat"))
+    assert not pair.pd.receiver.may_schedule("s", 1)
+    pair.pd.finish("r")
+    pair.encode.submit(CAT, ready=True)
+    pair.settle()
+    assert pair.pd.receiver.may_schedule("s", 1)
+    assert sources(pair.pd, "s") == {"cat": "transfer"}
+    assert_everything_is_back(pair.pd)
+
+
+def test_one_transfer_may_fail_while_another_brings_the_item(pair: Pair) -> None:
+    other = Item("cat", transfer_id="t-other")
+    pair.pd.arrive("r", CAT)
+    pair.pd.arrive("s", other)
+    pair.encode.submit(CAT)
+    pair.round()
+    pair.pd.mailbox.inbox.append((b"router", EncodeFailed(transfer_id="t-cat", reason="")))
+    pair.encode.submit(other, ready=True)
+    pair.settle()
+    assert sources(pair.pd, "r") == sources(pair.pd, "s") == {"cat": "transfer"}
+    assert_everything_is_back(pair.pd)
+
+
+def test_a_refused_early_announcement_does_not_end_a_transfer_that_begins_after_it(
+    pair: Pair,
+) -> None:
+    pair.encode.submit(Item("cat", 3, "t-cat"))
+    pair.round()
+    pair.pd.arrive("r", CAT)  # two tokens, announced were three: fails with the next step
+    other = Item("cat", transfer_id="t-other")
+    pair.pd.arrive("s", other)
+    pair.encode.submit(other, ready=True)
+    assert len(pair.settle()) == 1
+    assert sources(pair.pd, "s") == {"cat": "transfer"}
+
+
+def test_a_request_does_not_wait_beyond_its_deadline_for_the_transfers_of_later_ones(
+    pair: Pair,
+) -> None:
+    pair.pd.arrive("r", CAT)
+    for number in range(2):
+        pair.pd.clock.now += TIMEOUT_S / 3
+        pair.pd.arrive(f"s{number}", Item("cat", transfer_id=f"t-{number}"))
+        pair.settle()
+    assert not pair.pd.encode_here("r", 0)
+    pair.pd.clock.now += TIMEOUT_S / 3
+    pair.settle()
+    assert pair.pd.encode_here("r", 0)
+    assert pair.pd.encode_here("s1", 0)
+
+
+# -- a pool that is too small for all ------------------------------------------------------------
+
+
+def test_items_are_delivered_in_the_order_of_arrival_when_the_pool_is_short() -> None:
+    pair = Pair(PrefillSide(pool_tokens=2))
+    names = [f"item-{number}" for number in range(8)]
+    items = [Item(name, 2, f"t-{name}") for name in names]
+    for name, item in zip(names, items, strict=True):
+        pair.pd.arrive(name, item)
+    for item in reversed(items):
+        pair.encode.submit(item, ready=True)
+    order = []
+    for _ in range(len(items)):
+        for placement in pair.settle():
+            order.append(placement.mm_hash)
+            pair.pd.finish(placement.mm_hash)
+    assert order == names
+    assert_everything_is_back(pair.pd)
+
+
+def test_idle_items_make_way_for_awaited_ones_when_slots_are_short() -> None:
+    pair = Pair(PrefillSide(pool_tokens=4))
+    for name in ("one", "two"):
+        item = Item(name, 2, f"t-{name}")
+        pair.pd.arrive(name, item)
+        pair.encode.submit(item, ready=True)
+        pair.settle()
+        pair.pd.finish(name)
+    whole = Item("whole", 4, "t-whole")
+    pair.pd.arrive("r", whole)
+    pair.encode.submit(whole, ready=True)
+    placed = [placement.mm_hash for _ in range(3) for placement in pair.settle()]
+    assert placed == ["whole"]
+    assert "one" not in pair.pd.cache
+    assert "two" not in pair.pd.cache
+
+
+def test_requests_that_hold_what_the_other_waits_for_end_their_wait_at_the_deadline() -> None:
+    """One slot; r has used cat and waits for dog, s holds cat and waits for emu behind dog."""
+    pair = Pair(PrefillSide(pool_tokens=2))
+    emu, other_cat = Item("emu", transfer_id="t-emu"), Item("cat", transfer_id="t-other")
+    pair.pd.arrive("r", CAT, DOG)
+    pair.pd.arrive("s", emu, other_cat)
+    for item in (CAT, DOG, emu, other_cat):
+        pair.encode.submit(item, ready=True)
+    pair.settle()
+    pair.pd.cache.free_encoder_input(pair.pd.requests["r"], 0)
+    pair.settle()
+    assert not pair.pd.receiver.may_schedule("r", 4)
+    pair.pd.clock.now += TIMEOUT_S
+    pair.settle()
+    assert pair.pd.encode_here("r", 1)
+    assert pair.pd.encode_here("s", 0)
+    assert sources(pair.pd, "r") == {"cat": "transfer", "dog": "local"}
+    assert sources(pair.pd, "s") == {"emu": "local", "cat": "transfer"}
+    assert_everything_is_back(pair.pd)
