@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from epd_portable.scheduling.encoder_cache import MultiModalRequest
 from epd_portable.wire.descriptors import TensorSpec
 from epd_portable.wire.params import ExpectedTransfer, ItemOutcome, PrefillParams
 
@@ -35,15 +36,17 @@ class RequestRecord:
     """One request with items.
 
     Attributes:
+        request: The engine's own.
         items: In the order of the prompt.
         transfers: Of its items, by ``mm_hash``.
         reply_to: ZMQ identity of the router; empty if nobody wants to hear of failures.
         arrived_s: When it was added.
         awaited: ``mm_hash`` of items that another instance is to deliver.
-        outcomes: How each item was had, by ``mm_hash``; the first way counts.
+        outcomes: How each item was had, by ``mm_hash``.
         failed: An item cannot be had; the scheduler ends the request.
     """
 
+    request: MultiModalRequest
     items: Sequence[PromptItem]
     transfers: Mapping[str, ExpectedTransfer]
     reply_to: bytes
@@ -53,8 +56,9 @@ class RequestRecord:
     failed: bool = False
 
     def note(self, outcome: ItemOutcome) -> None:
-        """Remember how an item was had, unless that is known."""
-        self.outcomes.setdefault(outcome.mm_hash, outcome)
+        """Remember how an item was had: the first way counts, unless it had to be encoded here."""
+        if outcome.source == "local" or outcome.mm_hash not in self.outcomes:
+            self.outcomes[outcome.mm_hash] = outcome
 
 
 def match_transfers(

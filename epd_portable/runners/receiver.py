@@ -95,7 +95,7 @@ class Receiver:
         now = self._clock()
         transfers = match_transfers(items, params)
         reply_to = params.reply_to.encode() if params else b""
-        record = RequestRecord(items, transfers, reply_to, now)
+        record = RequestRecord(request, items, transfers, reply_to, now)
         self._requests[request.request_id] = record
         for item in items:
             transfer = transfers.get(item.mm_hash)
@@ -178,6 +178,9 @@ class Receiver:
             self._session.receive(identity, message, now)
         for claim in self._preallocator.reserve():
             trace("item.reserved", mm_hash=claim.mm_hash, nbytes=claim.nbytes)
+        blocked = self._preallocator.blocked
+        if blocked is not None:
+            self._make_way(blocked)
         messages, events = self._session.poll(now)
         for identity, message in messages:
             self._endpoint.send(identity, message)
@@ -220,6 +223,29 @@ class Receiver:
         self._endpoint.close()
 
     # --------------------------------------------------------------------------------------------
+
+    def _make_way(self, claim: Claim[SlotDescriptor]) -> None:
+        """Take an entry from requests that came later and hold it while they wait for more.
+
+        They would wait for the claim in front of them, and the claim for their entry. They hold it
+        again when they are scheduled, or encode the item here if it has gone by then.
+        """
+        arrived = list(self._requests)
+        first = min(arrived.index(request_id) for request_id, _ in claim.waiting)
+        later = frozenset(arrived[first + 1 :])
+        for request_id in arrived[first + 1 :]:
+            for item in self._requests[request_id].items:
+                holders = self._cache.holders(item.mm_hash)
+                if holders and holders <= later:
+                    self._release(item.mm_hash, holders)
+                    return
+
+    def _release(self, mm_hash: str, holders: Iterable[str]) -> None:
+        for request_id in holders:
+            record = self._requests[request_id]
+            for item in record.items:
+                if item.mm_hash == mm_hash:
+                    self._cache.free_encoder_input(record.request, item.input_id)
 
     def _slot_for(self, mm_hash: str) -> SlotDescriptor | None:
         claim = self._preallocator.get(mm_hash)

@@ -140,6 +140,11 @@ class EncoderCacheManager:
         """End what `retain` began; does nothing the second time."""
         self._release(mm_hash, holder)
 
+    def holders(self, mm_hash: str) -> frozenset[str]:
+        """Return who holds an entry; nobody if there is none."""
+        entry = self._entries.get(mm_hash)
+        return frozenset(entry.holders) if entry else frozenset()
+
     def evict_idle(self, among: Container[str]) -> str | None:
         """Evict the one of these entries that has been idle for longest, and return it.
 

@@ -105,6 +105,13 @@ class SyncEncoderCachePreallocator(Generic[SlotT]):
             reserved.append(claim)
         return reserved
 
+    @property
+    def blocked(self) -> Claim[SlotT] | None:
+        """The first claim without room, if no room is about to come back."""
+        if self._retiring:
+            return None
+        return next((claim for claim in self._claims.values() if claim.slot is None), None)
+
     def finalize(self, mm_hash: str) -> Claim[SlotT]:
         """The item is in its slot: make it an entry held by everybody who waits.
 

@@ -130,7 +130,7 @@ def test_idle_items_make_way_for_awaited_ones_when_slots_are_short() -> None:
     assert "two" not in pair.pd.cache
 
 
-def test_requests_that_hold_what_the_other_waits_for_end_their_wait_at_the_deadline() -> None:
+def test_a_later_request_gives_up_what_the_first_in_the_queue_needs_room_of() -> None:
     """One slot; r has used cat and waits for dog, s holds cat and waits for emu behind dog."""
     pair = Pair(PrefillSide(pool_tokens=2))
     emu, other_cat = Item("emu", transfer_id="t-emu"), Item("cat", transfer_id="t-other")
@@ -139,13 +139,28 @@ def test_requests_that_hold_what_the_other_waits_for_end_their_wait_at_the_deadl
     for item in (CAT, DOG, emu, other_cat):
         pair.encode.submit(item, ready=True)
     pair.settle()
+    assert not pair.pd.receiver.may_schedule("r", 4)
     pair.pd.cache.free_encoder_input(pair.pd.requests["r"], 0)
     pair.settle()
-    assert not pair.pd.receiver.may_schedule("r", 4)
-    pair.pd.clock.now += TIMEOUT_S
+    assert pair.pd.receiver.may_schedule("r", 4)
+    pair.pd.finish("r")
     pair.settle()
-    assert pair.pd.encode_here("r", 1)
     assert pair.pd.encode_here("s", 0)
-    assert sources(pair.pd, "r") == {"cat": "transfer", "dog": "local"}
-    assert sources(pair.pd, "s") == {"emu": "local", "cat": "transfer"}
+    pair.pd.cache.free_encoder_input(pair.pd.requests["s"], 0)
+    pair.settle()
+    assert pair.pd.encode_here("s", 1)
+    assert sources(pair.pd, "s") == {"emu": "transfer", "cat": "local"}
+    assert_everything_is_back(pair.pd)
+
+
+def test_the_first_in_the_queue_takes_nothing_from_requests_before_it() -> None:
+    pair = Pair(PrefillSide(pool_tokens=2))
+    pair.pd.arrive("r", CAT)
+    pair.pd.arrive("s", DOG)
+    pair.encode.submit(CAT, ready=True)
+    pair.settle()
+    pair.settle()
+    assert pair.pd.cache.holders("cat") == {"r"}
+    pair.pd.finish("r")
+    pair.pd.finish("s")
     assert_everything_is_back(pair.pd)
