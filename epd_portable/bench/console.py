@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 
 from epd_portable.bench import chart, report
-from epd_portable.errors import ConfigError, EPDError
+from epd_portable.errors import ConfigError, EPDError, MeasurementError
 
 
 def finish(
@@ -22,11 +22,18 @@ def finish(
     markdown_file: Path | None,
     png_file: Path | None,
 ) -> None:
-    """Keep what was asked for and print the tables."""
-    report.write(made, json_file=json_file, markdown_file=markdown_file)
-    if png_file is not None:
-        chart.write_png(charts, png_file)
+    """Print the tables and keep what was asked for.
+
+    Raises:
+        MeasurementError: A file cannot be written; the tables have been printed by then.
+    """
     click.echo(report.to_markdown(made))
+    try:
+        report.write(made, json_file=json_file, markdown_file=markdown_file)
+        if png_file is not None:
+            chart.write_png(charts, png_file)
+    except OSError as error:
+        raise MeasurementError(f"results cannot be kept: {error}; name another file") from error
 
 
 def command() -> str:

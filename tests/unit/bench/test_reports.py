@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from epd_portable.bench import chart, report, serve_report, transfer_report
+from epd_portable.bench import chart, console, report, serve_report, transfer_report
 from epd_portable.bench.client import Timing
 from epd_portable.bench.provenance import Provenance
 from epd_portable.bench.serve import ONE_PROCESS, SPLIT, Results
@@ -161,3 +161,12 @@ def test_an_answer_in_one_piece_has_no_gaps_to_compare() -> None:
         dataclasses.replace(found, samples=samples), command="c", load_before=0.0
     )
     assert page.tables[0].rows == (("text", "1.00 (1.00–1.00)", "–", "–", "1.00 (1.00–1.00)", "1"),)
+
+
+def test_tables_are_printed_even_when_a_file_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(MeasurementError, match="name another file"):
+        console.finish(transfer_page(), [], tmp_path / "file" / "t.json", None, None)
+    assert COMMAND in capsys.readouterr().out
