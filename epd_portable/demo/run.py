@@ -143,7 +143,7 @@ def _report(picture: Picture, question: str, split: Answer, reference: Answer) -
     print(
         f"time:          {item.get('transfer_ms', 0)} ms from the grant to the written item, "
         f"{item.get('wait_ms', 0)} ms until the item was there, {split.latency_s * 1000:.0f} ms "
-        f"for the whole answer ({reference.latency_s * 1000:.0f} ms in one process)"
+        "for the whole answer"
     )
     problem = difference(split, reference)
     if not problem and item.get("source") != "transfer":
