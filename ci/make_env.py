@@ -184,7 +184,8 @@ def make(target: str) -> None:
     if target == "cpu" and needs_cpu_index(cpu_extra()):
         say(f"pip knows no CPU build of torch here: adding {TORCH_CPU_INDEX}")
         argv += ["--extra-index-url", TORCH_CPU_INDEX]
-    run_logged([*argv, "--editable", f".[{target},dev]"], f"installing epd-portable[{target},dev]")
+    extras = f"{target},bench,dev"
+    run_logged([*argv, "--editable", f".[{extras}]"], f"installing epd-portable[{extras}]")
     STAMP.write_text(wanted, "utf-8")
 
 

@@ -8,7 +8,15 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    field_validator,
+)
 
 UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
@@ -93,6 +101,16 @@ class Instances(_Section):
     encode: InstanceGroup = InstanceGroup()
     prefill_decode: InstanceGroup = InstanceGroup()
 
+    @field_validator("encode")
+    @classmethod
+    def _encoders_are_not_split(cls, group: InstanceGroup) -> InstanceGroup:
+        if group.tensor_parallel_size > 1:
+            raise ValueError(
+                f"tensor_parallel_size of an encode instance must be 1, got "
+                f"{group.tensor_parallel_size}: raise its count instead"
+            )
+        return group
+
 
 class Transfer(_Section):
     """How encoder outputs travel.
@@ -117,13 +135,17 @@ class Router(_Section):
         host: Address to listen on.
         port: Port to listen on.
         max_body_bytes: Larger request bodies are refused with 413.
+        max_media_items: Requests with more images are refused with 400.
         encode_timeout_s: Longest time one encode job may take.
+        idle_timeout_s: Longest silence of a prefill-decode instance before a request is given up.
     """
 
     host: str = "127.0.0.1"
     port: Port = 8000
     max_body_bytes: Annotated[Size, Field(ge=1024)] = 64 << 20
+    max_media_items: Annotated[int, Field(ge=1)] = 64
     encode_timeout_s: Seconds = 60.0
+    idle_timeout_s: Seconds = 600.0
 
 
 class Restart(_Section):

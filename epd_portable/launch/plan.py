@@ -219,8 +219,10 @@ def _router(
         model=model.served_name,
         instances=tuple(backends),
         encode_timeout_s=router.encode_timeout_s,
+        idle_timeout_s=router.idle_timeout_s,
         wait_timeout_s=topology.transfer.wait_timeout_s,
         max_body_bytes=router.max_body_bytes,
+        max_media_items=router.max_media_items,
     )
     return ProcessSpec(
         name="router",

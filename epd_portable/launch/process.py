@@ -16,7 +16,6 @@ from epd_portable.launch.plan import ProcessSpec
 from epd_portable.launch.sessions import SHM
 
 _PROBE_TIMEOUT_S = 1.0
-_PATH = "PYTHONPATH"
 _TAIL_BYTES = 256 << 10
 
 
@@ -110,13 +109,6 @@ def _environment(
         "EPD_RUN_ID": run_id,
         "PYTHONUNBUFFERED": "1",
     }
-
-
-def _merged(environ: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
-    """Lay a process's variables over the launcher's; its import path goes before the launcher's."""
-    paths = [variables[_PATH] for variables in (own, environ) if variables.get(_PATH)]
-    merged = {**environ, **own, "PYTHONUNBUFFERED": "1"}
-    return {**merged, _PATH: os.pathsep.join(paths)} if paths else merged
 
 
 def describe_exit(status: int) -> str:

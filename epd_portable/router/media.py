@@ -99,7 +99,7 @@ def read_conversation(raw: msgspec.Raw, *, salt: bytes = b"", max_items: int) ->
     if count > max_items:
         raise RequestError(
             f"{count} images in one request: at most {max_items} are allowed; send fewer, or raise "
-            "max_media_items of the router",
+            "router.max_media_items",
             status=400,
             code="too_many_images",
         )

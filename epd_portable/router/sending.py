@@ -137,7 +137,7 @@ def _translated(pd: Instance) -> Iterator[None]:
     except httpx.TimeoutException as error:
         pd.suspect()
         raise RequestError(
-            f"instance {pd.name} was silent for longer than idle_timeout_s of the router: the "
+            f"instance {pd.name} was silent for longer than router.idle_timeout_s: the "
             "request is given up; ask for fewer tokens or raise that limit",
             status=504,
             code="timeout",

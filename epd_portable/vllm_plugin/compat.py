@@ -54,6 +54,11 @@ def check_supported(vllm_config: VllmConfig) -> None:
     version()
     parallel = vllm_config.parallel_config
     transfer = vllm_config.ec_transfer_config
+    if vllm_config.use_v2_model_runner:
+        raise EngineError(
+            "vLLM's second model runner has none of the hooks that the plug-in needs: set "
+            "VLLM_USE_V2_MODEL_RUNNER=0"
+        )
     if parallel.pipeline_parallel_size > 1:
         raise EngineError(
             f"pipeline_parallel_size={parallel.pipeline_parallel_size}: items are placed on the "

@@ -5,4 +5,4 @@ from __future__ import annotations
 SLOW = "encoder_delay_s"
 """Holds the seconds that the encoder takes longer for each step."""
 SPOIL = "spoil_items"
-"""While it exists, items that arrive are turned upside down."""
+"""While it exists, the columns of items that arrive are shifted by one."""

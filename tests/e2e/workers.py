@@ -27,7 +27,7 @@ class _SlowEncoder:
 
 
 class _SpoiledItems:
-    """Turns the rows of items that arrive upside down."""
+    """Shifts the columns of items that arrive by one."""
 
     def __init__(self, real: Any) -> None:
         self._real = real
@@ -36,7 +36,7 @@ class _SpoiledItems:
         self._real.begin_step(metadata, encoder_cache)
         if (FLAGS / flags.SPOIL).exists():
             for placement in metadata.placements:
-                encoder_cache[placement.mm_hash] = encoder_cache[placement.mm_hash].flip(0)
+                encoder_cache[placement.mm_hash] = encoder_cache[placement.mm_hash].roll(1, 1)
 
     def end_step(self) -> Any:
         return self._real.end_step()

@@ -90,7 +90,8 @@ def test_every_problem_is_reported_at_once_with_its_key_and_line() -> None:
 def test_a_key_like_no_other_is_answered_with_those_that_exist() -> None:
     (_, line) = problems("model: demo\nrouter: {zzz: 1}")
     assert line == (
-        "router.zzz (line 2): unknown key; known are host, port, max_body_bytes, encode_timeout_s"
+        "router.zzz (line 2): unknown key; known are host, port, max_body_bytes, max_media_items, "
+        "encode_timeout_s, idle_timeout_s"
     )
 
 
@@ -121,6 +122,12 @@ def test_splitting_prefill_from_decode_is_refused_in_plain_words(role: str) -> N
         f"instances.{role} (line 3): splitting prefill from decode is not supported yet by this "
         "version; use instances.prefill_decode"
     )
+
+
+def test_an_encoder_split_over_devices_is_refused_before_anything_starts() -> None:
+    (_, line) = problems("model: demo\ninstances: {encode: {tensor_parallel_size: 2}}")
+    assert line.startswith("instances.encode")
+    assert "got 2: raise its count instead" in line
 
 
 def test_a_problem_of_an_override_names_the_option() -> None:
