@@ -33,20 +33,33 @@ class StepOutput(Protocol):
         ...
 
 
-class StepHooks(Protocol):
-    """The worker side of the connector, as a mixin calls it."""
+class EncodeHooks(Protocol):
+    """The worker side of an encode instance's connector, as its runner's mixin calls it."""
 
-    def begin_step(self, metadata: Any, encoder_cache: dict[str, torch.Tensor]) -> None:
-        """Act on the scheduler side's metadata before the model runs.
+    def submit_orders(self, metadata: Any, encoder_cache: Mapping[str, torch.Tensor]) -> None:
+        """Begin the transfers that the scheduler side ordered, before the encoder runs.
 
         Args:
             metadata: ``ec_connector_metadata`` of the step.
-            encoder_cache: The runner's encoder outputs by ``mm_hash``; may be added to.
+            encoder_cache: Outputs ``(num_tokens, width)`` that are there from before.
         """
         ...
 
-    def end_step(self) -> Any | None:
-        """Return what the scheduler side must hear (vLLM's ``ECConnectorOutput``), or ``None``."""
+    def report_transfers(self) -> Any | None:
+        """Return which transfers ended (vLLM's ``ECConnectorOutput``), or ``None``."""
+        ...
+
+
+class PDHooks(Protocol):
+    """The worker side of a PD instance's connector, as its runner's mixin calls it."""
+
+    def place_items(self, metadata: Any, encoder_cache: dict[str, torch.Tensor]) -> None:
+        """Make the items that have arrived entries of the runner's encoder cache.
+
+        Args:
+            metadata: ``ec_connector_metadata`` of the step.
+            encoder_cache: The runner's outputs by ``mm_hash``; is added to.
+        """
         ...
 
 
@@ -56,12 +69,12 @@ class RunnerHost:
     For the type checker only; at run time the mixins derive from ``object``.
 
     Attributes:
-        epd: Set by the worker before the first step.
+        epd: `EncodeHooks` or `PDHooks`; set by the worker before the first step.
         encoder_cache: Encoder outputs ``(num_tokens, width)`` by ``mm_hash``.
         requests: Cached request states by request id, with ``mm_features``.
     """
 
-    epd: StepHooks
+    epd: Any
     encoder_cache: dict[str, torch.Tensor]
     requests: Mapping[str, Any]
 

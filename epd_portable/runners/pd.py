@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
-from epd_portable.runners.mixins import StepMixin
+from typing import TYPE_CHECKING, Any
+
+from epd_portable.runners.traced import TracedRunner
+
+if TYPE_CHECKING:
+    from epd_portable.runners.host import PDHooks, StepOutput
 
 
-class PDRunnerMixin(StepMixin):
+class PDRunnerMixin(TracedRunner):
     """Places items that have arrived into the encoder cache before the step computes with them.
 
-    Every tensor-parallel rank maps the same pool, so one transfer serves all ranks.
+    vLLM's V1 runner leaves the connector out of steps without tokens (0.26 to 0.33); items are
+    placed in those too. Every tensor-parallel rank maps the same pool, so one transfer serves all.
     """
+
+    epd: PDHooks
+
+    def execute_model(self, scheduler_output: StepOutput, *args: Any, **kwargs: Any) -> Any:
+        """Run one step of the engine, with tokens or without."""
+        self.epd.place_items(scheduler_output.ec_connector_metadata, self.encoder_cache)
+        return super().execute_model(scheduler_output, *args, **kwargs)

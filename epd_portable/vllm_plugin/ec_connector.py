@@ -6,6 +6,7 @@ Hooks by version are listed in `epd_portable.vllm_plugin.compat`.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -170,23 +171,27 @@ class EPDConnector(ECConnectorBase):
 
     # -- worker half, called by our runner mixin -------------------------------------------------
 
-    def begin_step(self, metadata: StepMetadata, encoder_cache: dict[str, torch.Tensor]) -> None:
-        """See `epd_portable.runners.host.StepHooks`."""
-        if self.is_producer:
-            for order in metadata.orders:
-                self._worker_sender().submit(order, encoder_cache.get(order.mm_hash))
-        elif metadata.placements:
-            self._worker_placer().place(metadata.placements, encoder_cache)
+    def submit_orders(
+        self, metadata: StepMetadata, encoder_cache: Mapping[str, torch.Tensor]
+    ) -> None:
+        """See `epd_portable.runners.host.EncodeHooks`."""
+        for order in metadata.orders:
+            self._worker_sender().submit(order, encoder_cache.get(order.mm_hash))
 
-    def end_step(self) -> ECConnectorOutput | None:
-        """See `epd_portable.runners.host.StepHooks`."""
+    def report_transfers(self) -> ECConnectorOutput | None:
+        """See `epd_portable.runners.host.EncodeHooks`."""
         ended = self._sender.take_ended() if self._sender is not None else None
         return ECConnectorOutput(finished_sending=ended) if ended else None
+
+    def place_items(self, metadata: StepMetadata, encoder_cache: dict[str, torch.Tensor]) -> None:
+        """See `epd_portable.runners.host.PDHooks`."""
+        if metadata.placements:
+            self._worker_placer().place(metadata.placements, encoder_cache)
 
     # -- worker half, called by vLLM -------------------------------------------------------------
 
     def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], **kwargs: Any) -> None:
-        """Do nothing: `begin_step` has placed what arrived, in steps without tokens too."""
+        """Do nothing: `place_items` has placed what arrived, in steps without tokens too."""
 
     def save_caches(
         self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: Any

@@ -9,13 +9,13 @@ import httpx
 import pytest
 
 from tests.e2e.asking import ask, ask_all, ask_streamed, assert_equal, picture, text
+from tests.e2e.cases import ASK, REPEATED, SINGLE, mixed_32
 from tests.e2e.conftest import Pair
 from tests.e2e.engines import metric
 
 pytestmark = [pytest.mark.e2e, pytest.mark.needs_vllm, pytest.mark.timeout(900)]
 
 TOLERANCE = 1e-3
-ASK = text("What is in the picture?")
 
 
 @pytest.fixture(scope="module")
@@ -24,23 +24,7 @@ def pair(start: Callable[..., Any]) -> Pair:
     return started
 
 
-CASES = {
-    "one picture": [picture(1), ASK],
-    "four pictures": [picture(2), picture(3), picture(4), picture(5), ASK],
-    "one picture twice": [picture(6), picture(6), ASK],
-    "text only": "hello",
-    "text, picture, text, picture": [
-        text("The first one:"),
-        picture(7),
-        text("and the second one:"),
-        picture(8),
-        ASK,
-    ],
-    "a picture of another size": [picture(9, 224), ASK],
-}
-
-
-@pytest.mark.parametrize("content", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("content", SINGLE.values(), ids=SINGLE)
 def test_an_answer_is_that_of_one_process(pair: Pair, content: Any) -> None:
     split, reference = ask(pair.split.url, content), ask(pair.reference_url, content)
     assert_equal(split, reference, tolerance=TOLERANCE)
@@ -53,12 +37,11 @@ def test_answers_depend_on_the_picture(pair: Pair) -> None:
 
 
 def test_a_picture_of_an_earlier_request_is_not_transferred_again(pair: Pair) -> None:
-    content = [picture(30), ASK]
-    first = ask(pair.split.url, content)
-    again = ask(pair.split.url, [text("Look: "), *content])
+    first = ask(pair.split.url, REPEATED)
+    again = ask(pair.split.url, [text("Look: "), *REPEATED])
     assert first.sources == ["transfer"]
     assert again.sources == ["encoder_cache"]
-    reference = ask(pair.reference_url, [text("Look: "), *content])
+    reference = ask(pair.reference_url, [text("Look: "), *REPEATED])
     assert_equal(again, reference, tolerance=TOLERANCE)
 
 
@@ -69,14 +52,7 @@ def test_a_streamed_answer_is_that_of_one_process(pair: Pair) -> None:
 
 
 def test_32_mixed_requests_at_once_are_answered_as_by_one_process(pair: Pair) -> None:
-    contents: list[Any] = []
-    for seed in range(100, 108):
-        contents += [
-            [picture(seed), ASK],
-            f"How are you, number {seed}?",
-            [picture(seed), text("and"), picture(seed + 100), ASK],
-            [text("Twice:"), picture(seed + 200), picture(seed + 200), ASK],
-        ]
+    contents = mixed_32()
     split = ask_all(pair.split.url, contents)
     for content, answer in zip(contents, split, strict=True):
         assert_equal(answer, ask(pair.reference_url, content), tolerance=TOLERANCE)

@@ -11,7 +11,8 @@ import psutil
 import pytest
 
 from epd_portable.demo.score import evaluate
-from tests.e2e.asking import ask, assert_equal, picture, text
+from tests.e2e.asking import ask, ask_all, ask_streamed, assert_equal
+from tests.e2e.cases import REPEATED, SINGLE, mixed_32
 from tests.e2e.conftest import Pair
 from tests.e2e.engines import wait_until
 
@@ -19,7 +20,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.needs_vllm, pytest.mark.timeout(900)]
 
 TOLERANCE = 0.1
 FIRST = 5
-ASK = text("What is in the picture?")
 
 
 @pytest.fixture(scope="module")
@@ -28,20 +28,26 @@ def pair(start: Callable[..., Any]) -> Pair:
     return started
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        [picture(1), ASK],
-        [picture(2), picture(3), picture(4), picture(5), ASK],
-        [text("One:"), picture(6), text("two:"), picture(7), ASK],
-        "hello",
-    ],
-    ids=["one picture", "four pictures", "text and pictures", "text only"],
-)
+@pytest.mark.parametrize("content", SINGLE.values(), ids=SINGLE)
 def test_an_answer_is_close_to_that_of_one_process(pair: Pair, content: Any) -> None:
     split, reference = ask(pair.split.url, content), ask(pair.reference_url, content)
     assert_equal(split, reference, tolerance=TOLERANCE, first=FIRST)
     assert {(item["source"], item["path"]) for item in split.items} <= {("transfer", "tcp")}
+
+
+def test_a_repeated_picture_and_a_streamed_answer_are_close_too(pair: Pair) -> None:
+    for answer in (ask, ask, ask_streamed):
+        split, reference = answer(pair.split.url, REPEATED), answer(pair.reference_url, REPEATED)
+        assert_equal(split, reference, tolerance=TOLERANCE, first=FIRST)
+
+
+def test_32_mixed_requests_at_once_are_close_too(pair: Pair) -> None:
+    contents = mixed_32()
+    split = ask_all(pair.split.url, contents)
+    for content, answer in zip(contents, split, strict=True):
+        reference = ask(pair.reference_url, content)
+        assert_equal(answer, reference, tolerance=TOLERANCE, first=FIRST)
+    assert pair.split.encoded_by("prefill_decode") == []
 
 
 def test_at_least_95_percent_of_200_unseen_pictures_are_described_exactly(pair: Pair) -> None:

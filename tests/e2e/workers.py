@@ -32,14 +32,11 @@ class _SpoiledItems:
     def __init__(self, real: Any) -> None:
         self._real = real
 
-    def begin_step(self, metadata: Any, encoder_cache: dict[str, torch.Tensor]) -> None:
-        self._real.begin_step(metadata, encoder_cache)
+    def place_items(self, metadata: Any, encoder_cache: dict[str, torch.Tensor]) -> None:
+        self._real.place_items(metadata, encoder_cache)
         if (FLAGS / flags.SPOIL).exists():
             for placement in metadata.placements:
                 encoder_cache[placement.mm_hash] = encoder_cache[placement.mm_hash].roll(1, 1)
-
-    def end_step(self) -> Any:
-        return self._real.end_step()
 
 
 class SlowEncodeWorker(worker.EPDCPUWorker):  # type: ignore[misc,name-defined]

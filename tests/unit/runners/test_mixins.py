@@ -34,13 +34,17 @@ class Runner:
         self.epd = self
         self.report: object = None
 
-    def begin_step(self, metadata: object, encoder_cache: dict[str, Any]) -> None:
+    def submit_orders(self, metadata: object, encoder_cache: dict[str, Any]) -> None:
         assert encoder_cache is self.encoder_cache
-        self.calls.append(("begin", metadata))
+        self.calls.append(("orders", metadata))
 
-    def end_step(self) -> object:
-        self.calls.append("end")
+    def report_transfers(self) -> object:
+        self.calls.append("report")
         return self.report
+
+    def place_items(self, metadata: object, encoder_cache: dict[str, Any]) -> None:
+        assert encoder_cache is self.encoder_cache
+        self.calls.append(("place", metadata))
 
     def execute_model(self, scheduler_output: Step, extra: object = None) -> Output:
         self.calls.append(("model", extra))
@@ -50,26 +54,34 @@ class Runner:
         return "outputs"
 
 
-@pytest.fixture(params=[EncoderRunnerMixin, PDRunnerMixin])
-def runner(request: pytest.FixtureRequest) -> Any:
-    return type("Mixed", (request.param, Runner), {})()
+def mixed(mixin: type) -> Any:
+    return type("Mixed", (mixin, Runner), {})()
 
 
 @pytest.mark.parametrize("tokens", [0, 3])
-def test_the_hooks_are_called_around_every_step_also_without_tokens(
-    runner: Any, tokens: int
-) -> None:
+def test_orders_are_submitted_before_and_reported_after_every_step(tokens: int) -> None:
+    runner = mixed(EncoderRunnerMixin)
     output = runner.execute_model(Step(total_num_scheduled_tokens=tokens), extra="kept")
     assert output is Runner.shared
-    assert runner.calls == [("begin", "metadata"), ("model", "kept"), "end"]
+    assert runner.calls == [("orders", "metadata"), ("model", "kept"), "report"]
 
 
-def test_a_report_is_attached_to_a_copy_of_the_output(runner: Any) -> None:
+def test_a_report_is_attached_to_a_copy_of_the_output() -> None:
+    runner = mixed(EncoderRunnerMixin)
     runner.report = "ended"
     output = runner.execute_model(Step())
     assert output.ec_connector_output == "ended"
     assert Runner.shared.ec_connector_output is None
 
 
-def test_the_encoder_runs_as_it_would_without_us(runner: Any) -> None:
-    assert runner._execute_mm_encoder(Step()) == "outputs"
+@pytest.mark.parametrize("tokens", [0, 3])
+def test_items_are_placed_before_every_step(tokens: int) -> None:
+    runner = mixed(PDRunnerMixin)
+    output = runner.execute_model(Step(total_num_scheduled_tokens=tokens), extra="kept")
+    assert output is Runner.shared
+    assert runner.calls == [("place", "metadata"), ("model", "kept")]
+
+
+@pytest.mark.parametrize("mixin", [EncoderRunnerMixin, PDRunnerMixin])
+def test_the_encoder_runs_as_it_would_without_us(mixin: type) -> None:
+    assert mixed(mixin)._execute_mm_encoder(Step()) == "outputs"

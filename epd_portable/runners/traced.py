@@ -1,8 +1,7 @@
-"""What both kinds of model runner do around a step."""
+"""What both kinds of model runner tell the event trace."""
 
 from __future__ import annotations
 
-import copy
 from typing import TYPE_CHECKING, Any
 
 from epd_portable.log import trace
@@ -15,25 +14,14 @@ else:
     _Base = object
 
 
-class StepMixin(_Base):
-    """Calls the connector's worker side in every step, and traces what the encoder computes.
-
-    vLLM's V1 runner leaves the connector out of steps without tokens, and drops what the connector
-    of an encode-only instance reports (0.26 to 0.33); here neither happens.
-    """
+class TracedRunner(_Base):
+    """Traces the tokens of every step and the items that the encoder computes in it."""
 
     def execute_model(self, scheduler_output: StepOutput, *args: Any, **kwargs: Any) -> Any:
-        """Run one step of the engine between the connector's two hooks."""
-        self.epd.begin_step(scheduler_output.ec_connector_metadata, self.encoder_cache)
+        """Run one step of the engine."""
         if scheduler_output.total_num_scheduled_tokens:
             trace("step", tokens=dict(scheduler_output.num_scheduled_tokens))
-        output = super().execute_model(scheduler_output, *args, **kwargs)
-        report = self.epd.end_step()
-        if report is None:
-            return output
-        output = copy.copy(output)
-        output.ec_connector_output = report
-        return output
+        return super().execute_model(scheduler_output, *args, **kwargs)
 
     def _execute_mm_encoder(self, scheduler_output: StepOutput) -> Any:
         inputs = scheduler_output.scheduled_encoder_inputs
