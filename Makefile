@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help env check unit test demo clean
+.PHONY: help env check unit test engines demo clean
 
 help:  ## List the commands
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -22,6 +22,9 @@ unit: env  ## Run the unit and contract tests (seconds, no engine)
 
 test: check  ## Run the checks, then every test that this machine can run
 	$(BIN)/python -m pytest
+
+engines:  ## Compare the split with one process on other versions of vLLM (minutes each)
+	ci/jobs/engines.sh
 
 demo: env  ## Ask a picture of an encode and a prefill+decode instance, and compare with one process
 	$(BIN)/python -m epd_portable.demo.run --platform $(PLATFORM)

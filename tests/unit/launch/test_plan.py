@@ -89,7 +89,9 @@ def test_a_cpu_plan_in_full() -> None:
     }
     assert options(encode) == common | {
         "--port": "20000",
+        "--mm-encoder-only": "",
         "--no-enable-prefix-caching": "",
+        "--no-async-scheduling": "",
         "--ec-transfer-config": options(encode)["--ec-transfer-config"],
     }
     assert options(pd) == common | {
