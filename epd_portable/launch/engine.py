@@ -23,8 +23,8 @@ CONNECTOR = {
 }
 EC_ROLES = {"encode": "ec_producer", "prefill_decode": "ec_consumer"}
 ROLE_ARGS: dict[str, dict[str, JsonValue]] = {
-    # An encoder computes no KV blocks, so there is no prefix to find again, and generates nothing, so
-    # no step can be scheduled ahead. From 0.29 on vLLM derives most of this from the role.
+    # An encoder computes no KV blocks, so there is no prefix to find again. It generates nothing,
+    # so no step can be scheduled ahead. From 0.29 on vLLM derives most of this from the role.
     "encode": {
         "mm_encoder_only": True,
         "enable_prefix_caching": False,
