@@ -16,6 +16,7 @@ from epd_portable.config.schema import Launch
 from epd_portable.errors import LaunchError
 from epd_portable.launch import sessions
 from epd_portable.launch.guard import Guard
+from epd_portable.launch.leftovers import mapped_files, remove_unused
 from epd_portable.launch.lifecycle import Action, Fail, Kill, Lifecycle, Notice, Phase, Start
 from epd_portable.launch.logs import latest_stage, telling_line
 from epd_portable.launch.plan import Plan, shm_prefix
@@ -25,6 +26,7 @@ from epd_portable.launch.warmup import warm_up
 
 _STEP_S = 0.1
 _PROBE_EVERY_S = 0.5
+_LOOK_EVERY_S = 3.0
 _ORPHAN_GRACE_S = 3.0
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -63,6 +65,9 @@ class Supervisor:
         )
         self._stop_requests = 0
         self._next_probe_at = 0.0
+        self._started = time.time()
+        self._mapped: dict[str, set[Path]] = {}
+        self._next_look_at = 0.0
 
     def run(self) -> None:
         """Start everything, serve until a stop signal, end everything.
@@ -138,6 +143,7 @@ class Supervisor:
         if self._stop_requests:
             self._say("stopping")
         asked = self._stop_requests
+        self._look_at_shared_memory()
         left = sessions.end(
             [child.session for child in self._children.values()],
             self._plan.run_id,
@@ -145,6 +151,7 @@ class Supervisor:
             reap=lambda: [child.exit_status() for child in self._children.values()],
             hurry=lambda: self._stop_requests > asked,
         )
+        remove_unused(set().union(*self._mapped.values()), since=self._started)
         self._guard.close(timeout_s=grace_s + 10.0)
         if left:
             raise LaunchError(f"processes {', '.join(map(str, left))} do not end, not even killed")
@@ -163,6 +170,9 @@ class Supervisor:
                 starting = self._lifecycle.phase is Phase.STARTING
                 if self._children[name].healthy(with_instances=starting):
                     self._perform(self._lifecycle.healthy(name, time.monotonic()))
+        if now >= self._next_look_at:
+            self._next_look_at = now + _LOOK_EVERY_S
+            self._look_at_shared_memory()
         self._perform(self._lifecycle.tick(time.monotonic()))
         if not self._guard.alive:
             self._guard = self._new_guard()
@@ -195,7 +205,14 @@ class Supervisor:
         """End what a dead process left running, so that its ports and devices are free again."""
         child = self._children.pop(name)
         sessions.end([child.session], None, grace_s=_ORPHAN_GRACE_S)
+        remove_unused(self._mapped.pop(name, ()), since=self._started)
         self._guard.forget(child.session)
+
+    def _look_at_shared_memory(self) -> None:
+        """Note what each child's processes map, for when they are killed before they remove it."""
+        for name, child in self._children.items():
+            pids = [process.pid for process in sessions.members([child.session], None)]
+            self._mapped.setdefault(name, set()).update(mapped_files(pids))
 
     def _stages(self) -> dict[str, str]:
         pending = self._lifecycle.pending()

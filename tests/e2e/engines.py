@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import httpx
 import psutil
@@ -39,3 +40,9 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
     while not condition():
         assert time.monotonic() < deadline_s, f"not within {DEADLINE_S:g} s: {what}"
         time.sleep(0.1)
+
+
+def shared_memory(processes: Iterable[psutil.Process]) -> set[Path]:
+    """Return the files of ``/dev/shm`` that processes map."""
+    mapped = (Path(each.path) for process in processes for each in process.memory_maps())
+    return {path for path in mapped if path.parent == Path("/dev/shm") and path.exists()}

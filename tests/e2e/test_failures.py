@@ -17,7 +17,7 @@ from epd_portable.demo import MODEL_DIR
 from tests.e2e import flags
 from tests.e2e.asking import ask, ask_all, assert_equal, body, picture, post, text
 from tests.e2e.conftest import Pair, Split
-from tests.e2e.engines import instance, metric, wait_until
+from tests.e2e.engines import instance, metric, shared_memory, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.needs_vllm, pytest.mark.timeout(900)]
 
@@ -99,13 +99,17 @@ def test_a_killed_encoder_costs_no_answer_and_comes_back(
     with ThreadPoolExecutor() as pool:
         pending = pool.submit(ask, pair.split.url, content)
         wait_until(lambda: len(pair.split.events("encode.begin")) > begun, "the encoder began")
-        os.killpg(instance(pair.split.pid, "ec_producer").pid, signal.SIGKILL)
+        encoder = instance(pair.split.pid, "ec_producer")
+        shared = shared_memory([encoder, *encoder.children(recursive=True)])
+        os.killpg(encoder.pid, signal.SIGKILL)
         answer = pending.result()
     assert answer.sources == ["local"]
     assert_equal(answer, ask(pair.reference_url, content), tolerance=TOLERANCE)
     (pair.split.flags / flags.SLOW).unlink()
     wait_until(lambda: healthy(pair.split, "encode-0"), "the encoder is back")
     assert ask(pair.split.url, [picture(4), ASK]).sources == ["transfer"]
+    assert any(path.name.startswith("psm_") for path in shared)
+    assert [path for path in shared if path.exists() and not path.name.startswith("epd-")] == []
 
 
 def test_a_pool_for_two_items_serves_everybody_first_come_first_served(

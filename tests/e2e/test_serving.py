@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -14,7 +13,7 @@ from epd_portable.demo.score import evaluate
 from tests.e2e.asking import ask, ask_all, ask_streamed, assert_equal
 from tests.e2e.cases import REPEATED, SINGLE, mixed_32
 from tests.e2e.conftest import Pair
-from tests.e2e.engines import wait_until
+from tests.e2e.engines import shared_memory, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.needs_vllm, pytest.mark.timeout(900)]
 
@@ -65,12 +64,7 @@ def test_a_killed_launcher_leaves_no_process_no_port_and_no_shared_memory(pair: 
         for connection in process.net_connections()
         if connection.status == psutil.CONN_LISTEN
     }
-    shared = {
-        Path(mapping.path)
-        for process in family
-        for mapping in process.memory_maps()
-        if mapping.path.startswith("/dev/shm/") and Path(mapping.path).exists()
-    }
+    shared = shared_memory(family)
     assert any(path.name.startswith("epd-") for path in shared)
     assert len(family) >= 7
     assert len(ports) >= 5
