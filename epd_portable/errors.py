@@ -18,7 +18,6 @@
     │   ├── PeerLostError                the other end is gone
     │   └── NoCommonPathError            no transfer path that both ends have
     ├── CapacityError                something bounded is full; waiting may help
-    │   └── ItemTooLargeError            larger than the whole pool or cache: waiting cannot help
     ├── MeasurementError             a measurement could not be made, or not of what was asked for
     └── RequestError                 a client's request is refused; carries its HTTP status
 
@@ -91,10 +90,6 @@ class NoCommonPathError(TransportError):
 
 class CapacityError(EPDError):
     """Something bounded is full; waiting may help."""
-
-
-class ItemTooLargeError(CapacityError):
-    """An item is larger than the whole pool or cache that must hold it."""
 
 
 class MeasurementError(EPDError):

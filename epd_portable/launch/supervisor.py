@@ -210,9 +210,10 @@ class Supervisor:
 
     def _look_at_shared_memory(self) -> None:
         """Note what each child's processes map, for when they are killed before they remove it."""
-        for name, child in self._children.items():
-            pids = [process.pid for process in sessions.members([child.session], None)]
-            self._mapped.setdefault(name, set()).update(mapped_files(pids))
+        names = {child.session: name for name, child in self._children.items()}
+        for process in sessions.members(names, None):
+            name = names[process.session]
+            self._mapped.setdefault(name, set()).update(mapped_files([process.pid]))
 
     def _stages(self) -> dict[str, str]:
         pending = self._lifecycle.pending()

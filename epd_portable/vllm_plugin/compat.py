@@ -23,8 +23,6 @@ FEEDS_CONNECTOR_OUTPUT: Version = (0, 29)
 """From here on the scheduler hands worker reports to the connector by itself."""
 FAILS_UNAVAILABLE: Version = (0, 31)
 """From here on the scheduler asks ``take_unavailable_requests``."""
-STEPS_FOR_PUSH_WORK: Version = (0, 29)
-"""From here on the scheduler asks the EC connector's ``has_pending_push_work``."""
 
 
 @cache
