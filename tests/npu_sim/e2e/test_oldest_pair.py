@@ -1,0 +1,38 @@
+"""Smoke: the oldest supported pair, vllm-ascend 0.26.0rc1 with vLLM 0.26.0, serves too."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.asking import ask, assert_equal, picture
+from tests.e2e.cases import ASK
+from tests.e2e.conftest import ROOT, Pair
+from tests.npu_sim.e2e.conftest import simulated
+
+pytestmark = [pytest.mark.e2e, pytest.mark.needs_vllm, pytest.mark.timeout(900)]
+
+OLDEST = Path(sys.prefix) / "pairs" / "0.26"
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory, reference_url: str) -> Iterator[Pair]:
+    assert (OLDEST / "vllm").is_dir(), f"{OLDEST} is not there: make npu-sim"
+    folder = tmp_path_factory.mktemp("oldest")
+    env = {"PYTHONPATH": os.pathsep.join((str(OLDEST), str(ROOT)))}
+    with simulated(folder, ["transfer.path=ipc"], env=env) as split:
+        yield Pair(split=split, reference_url=reference_url)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_picture_is_transferred_and_the_answer_is_that_of_one_process(
+    pair: Pair, seed: int
+) -> None:
+    content = [picture(seed), ASK]
+    split = ask(pair.split.url, content)
+    assert_equal(split, ask(pair.reference_url, content), tolerance=1e-3)
+    assert [(item["source"], item["path"]) for item in split.items] == [("transfer", "ipc")]

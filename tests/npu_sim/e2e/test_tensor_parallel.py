@@ -1,0 +1,24 @@
+"""A PD instance of two ranks on two simulated devices, each with the item in its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.e2e.conftest import Pair
+from tests.e2e.ranks import TWO_RANKS, TwoRanks
+from tests.npu_sim.e2e.conftest import simulated
+
+pytestmark = [pytest.mark.e2e, pytest.mark.needs_vllm, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory, reference_url: str) -> Iterator[Pair]:
+    settings = ["transfer.path=ipc", TWO_RANKS]
+    with simulated(tmp_path_factory.mktemp("ranks"), settings, devices=3) as split:
+        yield Pair(split=split, reference_url=reference_url)
+
+
+class TestTwoRanks(TwoRanks):
+    """The item is copied into the slab of the first rank, which the second opens."""

@@ -1,0 +1,48 @@
+"""Our classes over those of the installed engines, made by the code that makes them in an engine.
+
+Importable only in a process whose platform is the NPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import torch
+from vllm.platforms import current_platform
+from vllm_ascend.worker.model_runner_v1 import NPUModelRunner
+
+from epd_portable.vllm_plugin import scheduler, worker
+from epd_portable.vllm_plugin.ec_connector import EPDConnector
+from epd_portable.vllm_plugin.encoder_scheduler import encoder_scheduler
+
+# What an engine does before anything else: vllm-ascend replaces classes of vLLM.
+current_platform.pre_register_and_update()
+
+EPDNPUWorker = worker.EPDNPUWorker
+EPDScheduler = scheduler._scheduler_class(False)
+EPDAsyncScheduler = scheduler._scheduler_class(True)
+EncoderScheduler = encoder_scheduler(EPDScheduler)
+InstalledScheduler: type = EPDScheduler.__mro__[1]
+InstalledAsyncScheduler: type = EPDAsyncScheduler.__mro__[1]
+
+
+def _runner_class(*, is_producer: bool) -> type:
+    """Return the runner's class as `_WorkerMixin.init_device` leaves it."""
+
+    class ChoosesRunner:
+        rank = 0
+
+        def init_device(self) -> None:
+            self.model_runner: Any = NPUModelRunner.__new__(NPUModelRunner)
+            self.model_runner.device = torch.device("cpu")
+
+    made = type("Worker", (worker._WorkerMixin, ChoosesRunner), {})()
+    connector = mock.create_autospec(EPDConnector, instance=True, is_producer=is_producer)
+    with mock.patch.object(worker, "get_ec_transfer", lambda: connector):
+        made.init_device()
+    return type(made.model_runner)
+
+
+EncodeRunner = _runner_class(is_producer=True)
+PDRunner = _runner_class(is_producer=False)

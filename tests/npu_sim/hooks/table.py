@@ -1,0 +1,449 @@
+"""Every hook of vLLM and vllm-ascend that our plug-in, mixins and scheduler use on the NPU."""
+
+from __future__ import annotations
+
+from tests.npu_sim.hooks.kinds import (
+    Attribute,
+    CalledByName,
+    Calls,
+    Hook,
+    Implements,
+    Order,
+    Provides,
+    Reaches,
+    Reads,
+    Serves,
+    Shared,
+)
+
+OURS = "tests.npu_sim.hooks.ours"
+NPU_WORKER = "vllm_ascend.worker.worker:NPUWorker"
+NPU_RUNNER = "vllm_ascend.worker.model_runner_v1:NPUModelRunner"
+CONNECTOR_BASE = "vllm.distributed.ec_transfer.ec_connector.base:ECConnectorBase"
+CONNECTOR = "epd_portable.vllm_plugin.ec_connector:EPDConnector"
+CACHE = "epd_portable.scheduling.encoder_cache:EncoderCacheManager"
+REQUEST = "vllm.v1.request:Request"
+
+WORKER: list[Hook] = [
+    Calls(
+        caller="worker.py: _WorkerMixin",
+        target=f"{NPU_WORKER}.{method}",
+        arguments=("self", *arguments),
+    )
+    for method, arguments in {
+        "init_device": (),
+        "load_model": (),
+        "initialize_from_config": ("kv_cache_config",),
+        "shutdown": (),
+    }.items()
+] + [
+    Implements(caller="worker.py: EPDNPUWorker", ours=f"{OURS}:EPDNPUWorker", base=NPU_WORKER),
+    Calls(
+        caller="worker.py: _WorkerMixin.init_device",
+        target="vllm.distributed.ec_transfer:get_ec_transfer",
+    ),
+    Attribute(
+        caller="worker.py: _WorkerMixin.init_device",
+        owner="vllm.distributed.ec_transfer.ec_connector.base:ECConnectorBase",
+        attribute="is_producer",
+    ),
+    Reaches(
+        caller="worker.py: _WorkerMixin.init_device",
+        owner=NPU_WORKER,
+        method="init_device",
+        callee="NPUModelRunner",
+    ),
+    Reaches(
+        caller="worker.py: _WorkerMixin.init_device",
+        owner=NPU_WORKER,
+        method="_init_worker_distributed_environment",
+        callee="ensure_ec_transfer_initialized",
+    ),
+    Reaches(
+        caller="runners: execute_model",
+        owner=NPU_WORKER,
+        method="execute_model",
+        callee="execute_model",
+    ),
+    Reads(
+        caller="worker.py: _WorkerMixin.load_model",
+        owner=NPU_WORKER,
+        method="determine_available_memory",
+        expression="self.model_runner.model_memory_usage",
+    ),
+    Calls(
+        caller="worker.py: _WorkerMixin.load_model",
+        target=f"{NPU_RUNNER}.get_model",
+        arguments=("self",),
+    ),
+]
+WORKER += [
+    Attribute(caller="worker.py: _WorkerMixin", owner=owner, attribute=attribute)
+    for owner, attribute in [
+        (NPU_WORKER, "model_runner"),
+        (NPU_WORKER, "rank"),
+        (NPU_RUNNER, "device"),
+        (NPU_RUNNER, "kv_caches"),
+        (NPU_RUNNER, "model_memory_usage"),
+    ]
+]
+
+RUNNER: list[Hook] = []
+for runner, mixin in {"EncodeRunner": "EncoderRunnerMixin", "PDRunner": "PDRunnerMixin"}.items():
+    RUNNER += [
+        Order(
+            caller=f"worker.py: {mixin} before the platform's runner",
+            owner=f"{OURS}:{runner}",
+            classes=(
+                mixin,
+                "TracedRunner",
+                "NPUModelRunner",
+                "GPUModelRunner",
+                "ECConnectorModelRunnerMixin",
+            ),
+        ),
+        Implements(caller=f"runners: {mixin}", ours=f"{OURS}:{runner}", base=NPU_RUNNER),
+    ]
+RUNNER += [
+    Provides(
+        caller="traced.py: execute_model chains to",
+        owner=NPU_RUNNER,
+        method="execute_model",
+        provider="NPUModelRunner",
+    ),
+    Provides(
+        caller="traced.py: _execute_mm_encoder chains to",
+        owner=NPU_RUNNER,
+        method="_execute_mm_encoder",
+        provider="GPUModelRunner",
+    ),
+    Provides(
+        caller="ec_connector.py: save_caches is reached by",
+        owner=NPU_RUNNER,
+        method="maybe_save_ec_to_connector",
+        provider="ECConnectorModelRunnerMixin",
+    ),
+    Calls(
+        caller="traced.py: execute_model",
+        target=f"{NPU_RUNNER}.execute_model",
+        arguments=("self", "scheduler_output"),
+    ),
+    Calls(
+        caller="traced.py: _execute_mm_encoder",
+        target=f"{NPU_RUNNER}._execute_mm_encoder",
+        arguments=("self", "scheduler_output"),
+    ),
+    Reaches(
+        caller="encoder.py: an encode instance's step",
+        owner=NPU_RUNNER,
+        method="execute_model",
+        callee="_execute_mm_encoder",
+    ),
+    Reaches(
+        caller="encoder.py: an encode instance's step ends after the encoder",
+        owner=NPU_RUNNER,
+        method="execute_model",
+        callee="make_empty_encoder_model_runner_output",
+    ),
+    Reaches(
+        caller="ec_connector.py: save_caches",
+        owner=NPU_RUNNER,
+        method="_execute_mm_encoder",
+        callee="maybe_save_ec_to_connector",
+    ),
+    Reaches(
+        caller="ec_connector.py: save_caches",
+        owner=NPU_RUNNER,
+        method="maybe_save_ec_to_connector",
+        callee="save_caches",
+    ),
+]
+RUNNER += [
+    Attribute(caller="host.py: RunnerHost", owner=NPU_RUNNER, attribute=attribute)
+    for attribute in ("encoder_cache", "requests")
+]
+RUNNER += [
+    Attribute(
+        caller="host.py: StepOutput",
+        owner="vllm.v1.core.sched.output:SchedulerOutput",
+        attribute=attribute,
+    )
+    for attribute in (
+        "total_num_scheduled_tokens",
+        "num_scheduled_tokens",
+        "scheduled_encoder_inputs",
+        "ec_connector_metadata",
+    )
+]
+RUNNER += [
+    Attribute(
+        caller="encoder.py: EncoderRunnerMixin.execute_model",
+        owner="vllm.v1.outputs:ModelRunnerOutput",
+        attribute="ec_connector_output",
+    ),
+    Attribute(
+        caller="traced.py: _execute_mm_encoder",
+        owner="vllm.v1.worker.gpu_input_batch:CachedRequestState",
+        attribute="mm_features",
+    ),
+]
+
+SCHEDULER: list[Hook] = [
+    CalledByName(
+        caller="scheduler.py: make_scheduler",
+        source="vllm.v1.engine.core:EngineCore.__init__",
+        callee="Scheduler",
+    ),
+    Attribute(
+        caller="scheduler.py: make_scheduler",
+        owner="vllm.config.scheduler:SchedulerConfig",
+        attribute="async_scheduling",
+    ),
+    Order(
+        caller="scheduler.py: what vllm-ascend put in place",
+        owner=f"{OURS}:EPDScheduler",
+        classes=("EPDScheduler", "BalanceScheduler", "Scheduler"),
+    ),
+    Order(
+        caller="scheduler.py: what vllm-ascend put in place",
+        owner=f"{OURS}:EPDAsyncScheduler",
+        classes=("EPDScheduler", "AsyncScheduler", "BalanceScheduler", "Scheduler"),
+    ),
+]
+for kind in ("", "Async"):
+    base = f"{OURS}:Installed{kind}Scheduler"
+    SCHEDULER += [
+        Implements(
+            caller="scheduler.py: EPDScheduler", ours=f"{OURS}:EPD{kind}Scheduler", base=base
+        ),
+        *(
+            Calls(
+                caller="scheduler.py: EPDScheduler",
+                target=f"{base}.{method}",
+                arguments=("self", *arguments),
+            )
+            for method, arguments in {
+                "add_request": ("request",),
+                "schedule": (),
+                "update_from_output": ("scheduler_output", "model_runner_output"),
+                "has_requests": (),
+            }.items()
+        ),
+        Calls(
+            caller="scheduler.py: EPDScheduler.__init__",
+            target=f"{base}.__init__",
+            arguments=("self",),
+            keywords=(
+                "vllm_config",
+                "kv_cache_config",
+                "structured_output_manager",
+                "include_finished_set",
+                "log_stats",
+                "block_size",
+                "hash_block_size",
+            ),
+        ),
+        *(
+            Attribute(caller="scheduler.py: EPDScheduler", owner=base, attribute=attribute)
+            for attribute in (
+                "encoder_cache_manager",
+                "ec_connector",
+                "grammar_compile_error_reqs",
+            )
+        ),
+        Serves(
+            caller="encoder_cache.py: EncoderCacheManager",
+            owner=base,
+            attribute="encoder_cache_manager",
+            ours=CACHE,
+            at_least=(
+                "check_and_update_cache",
+                "can_allocate",
+                "allocate",
+                "get_cached_input_ids",
+                "free_encoder_input",
+                "free",
+                "get_freed_mm_hashes",
+            ),
+        ),
+        Serves(
+            caller="ec_connector.py: EPDConnector",
+            owner=base,
+            attribute="ec_connector",
+            ours=CONNECTOR,
+            at_least=(
+                "has_cache_item",
+                "ensure_cache_available",
+                "update_state_after_alloc",
+                "build_connector_meta",
+                "request_finished",
+                "shutdown",
+            ),
+        ),
+        Shared(
+            caller="compat.py: FEEDS_CONNECTOR_OUTPUT",
+            base=base,
+            method="update_connector_output",
+            since="FEEDS_CONNECTOR_OUTPUT",
+            once=True,
+        ),
+        # Taken twice it is empty the second time.
+        Shared(
+            caller="compat.py: FAILS_UNAVAILABLE",
+            base=base,
+            method="take_unavailable_requests",
+            since="FAILS_UNAVAILABLE",
+            once=False,
+        ),
+    ]
+SCHEDULER += [
+    Attribute(
+        caller="scheduler.py: EPDScheduler.__init__",
+        owner="vllm.v1.core.encoder_cache_manager:EncoderCacheManager",
+        attribute="cache_size",
+    )
+]
+
+ENCODE_SCHEDULER: list[Hook] = [
+    Implements(
+        caller="encoder_scheduler.py: EncoderScheduler",
+        ours=f"{OURS}:EncoderScheduler",
+        base=f"{OURS}:InstalledScheduler",
+    ),
+    Order(
+        caller="encoder_scheduler.py: what vllm-ascend put in place",
+        owner=f"{OURS}:EncoderScheduler",
+        classes=("EncoderScheduler", "EPDScheduler", "BalanceScheduler", "Scheduler"),
+    ),
+    Reaches(
+        caller="encoder_scheduler.py: EncodeQueue.may_start",
+        owner=f"{OURS}:InstalledScheduler",
+        method="schedule",
+        callee="ensure_cache_available",
+    ),
+    Attribute(
+        caller="encoder_scheduler.py: EncoderScheduler.__init__",
+        owner="vllm.config.scheduler:SchedulerConfig",
+        attribute="enable_chunked_prefill",
+    ),
+    *(
+        Attribute(
+            caller="encoder_scheduler.py: EncoderScheduler",
+            owner=f"{OURS}:InstalledScheduler",
+            attribute=attribute,
+        )
+        for attribute in (
+            "max_num_encoder_input_tokens",
+            "max_num_scheduled_tokens",
+            "scheduler_config",
+            "requests",
+        )
+    ),
+    *(
+        Attribute(caller="encode_queue.py: EncodeRequest", owner=REQUEST, attribute=attribute)
+        for attribute in ("num_prompt_tokens", "num_computed_tokens")
+    ),
+    *(
+        Attribute(
+            caller="encoder_scheduler.py: _drop_early_tokens",
+            owner="vllm.v1.outputs:ModelRunnerOutput",
+            attribute=attribute,
+        )
+        for attribute in ("req_id_to_index", "sampled_token_ids")
+    ),
+]
+
+CONNECTING: list[Hook] = [
+    Implements(caller="ec_connector.py: EPDConnector", ours=CONNECTOR, base=CONNECTOR_BASE),
+    Calls(
+        caller="ec_connector.py: EPDConnector.__init__",
+        target=f"{CONNECTOR_BASE}.__init__",
+        arguments=("self", "vllm_config", "role"),
+    ),
+    Calls(
+        caller="ec_connector.py: EPDConnector.report_transfers",
+        target="vllm.v1.outputs:ECConnectorOutput",
+        keywords=("finished_sending",),
+    ),
+    Calls(
+        caller="encoder_cache.py: MultiModalRequest",
+        target=f"{REQUEST}.get_num_encoder_embeds",
+        arguments=("self", "input_id"),
+    ),
+    Calls(
+        caller="ec_connector.py: EPDConnector._tensor",
+        target="vllm.multimodal.inputs:PlaceholderRange.get_num_embeds",
+        arguments=("self",),
+    ),
+    Calls(
+        caller="compat.py: encoder_output_width",
+        target="vllm.config.model:ModelConfig.get_inputs_embeds_size",
+        arguments=("self",),
+    ),
+]
+CONNECTING += [
+    Attribute(caller=caller, owner=owner, attribute=attribute)
+    for caller, owner, attributes in [
+        (
+            "ec_connector.py: EPDConnector",
+            CONNECTOR_BASE,
+            ("_vllm_config", "role", "is_producer"),
+        ),
+        ("ec_connector.py: EPDConnector", REQUEST, ("request_id", "mm_features")),
+        ("compat.py: transfer_params", REQUEST, ("ec_transfer_params",)),
+        (
+            "ec_connector.py: EPDConnector._prompt_items",
+            "vllm.multimodal.inputs:MultiModalFeatureSpec",
+            ("identifier", "modality", "mm_position"),
+        ),
+        (
+            "ec_connector.py: EPDConnector._prompt_items",
+            "vllm.multimodal.inputs:PlaceholderRange",
+            ("offset", "length"),
+        ),
+        (
+            "ec_connector.py: EPDConnector.build_connector_meta",
+            "vllm.v1.core.sched.output:SchedulerOutput",
+            (
+                "num_scheduled_tokens",
+                "total_num_scheduled_tokens",
+                "free_encoder_mm_hashes",
+            ),
+        ),
+        (
+            "ec_connector.py: EPDConnector.update_connector_output",
+            "vllm.v1.outputs:ECConnectorOutput",
+            ("finished_sending",),
+        ),
+        (
+            "compat.py: check_supported",
+            "vllm.config:VllmConfig",
+            ("use_v2_model_runner", "parallel_config", "model_config", "ec_transfer_config"),
+        ),
+        (
+            "compat.py: check_supported",
+            "vllm.config.parallel:ParallelConfig",
+            ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
+        ),
+        (
+            "compat.py: check_supported",
+            "vllm.config.ec_transfer:ECTransferConfig",
+            ("is_ec_producer", "is_ec_consumer", "ec_connector_extra_config"),
+        ),
+        (
+            "compat.py: fingerprint",
+            "vllm.config.model:ModelConfig",
+            (
+                "dtype",
+                "hf_config",
+                "is_encoder_decoder",
+                "multimodal_config",
+                "revision",
+                "served_model_name",
+            ),
+        ),
+    ]
+    for attribute in attributes
+]
+
+HOOKS: tuple[Hook, ...] = (*WORKER, *RUNNER, *SCHEDULER, *ENCODE_SCHEDULER, *CONNECTING)

@@ -1,0 +1,79 @@
+"""``epd-launch check`` on simulated devices: what it lists, and the reasons that it gives."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+PAIRS = {"npu": {"ipc", "shm", "collective", "tcp"}, "npu→cpu": {"shm", "tcp"}}
+
+
+def check(*options: str, **env: str) -> tuple[int, dict[tuple[str, str], tuple[str, str]]]:
+    """Return the exit status, and ``usable`` and ``why`` by what and name."""
+    done = subprocess.run(
+        [sys.executable, "-m", "epd_portable.launch.cli", "check", *options],
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    # torch_npu writes warnings to standard output, before the table.
+    lines = done.stdout.splitlines()
+    table = lines[next(i for i, line in enumerate(lines) if line.startswith("what")) :]
+    columns = [table[0].index(title) for title in ("what", "name", "usable", "why")]
+    findings = {}
+    for line in table[1:]:
+        cells = [
+            line[begin:end].strip()
+            for begin, end in zip(columns, [*columns[1:], len(line)], strict=True)
+        ]
+        findings[(cells[0], cells[1])] = (cells[2], cells[3])
+    return done.returncode, findings
+
+
+def test_devices_memory_and_paths_are_listed() -> None:
+    status, found = check("--platform", "npu", ASCEND_SIM_DEVICES="2", ASCEND_SIM_MEM_MB="2048")
+    assert status == 0
+    assert found["engine", "vllm-ascend"][0] == "yes"
+    assert found["platform", "npu"][1].endswith("2 devices")
+    for index, other in ((0, 1), (1, 0)):
+        usable, why = found["device", f"npu:{index}"]
+        assert usable == "yes"
+        assert why.endswith(f"of 2.00 GiB are free; reaches npu:{other}")
+    paths = {name: usable for (what, name), (usable, _) in found.items() if what == "path"}
+    assert paths == {f"npu/{path}": "yes" for path in PAIRS["npu"]}
+
+
+@pytest.fixture(scope="module")
+def everything() -> dict[tuple[str, str], tuple[str, str]]:
+    return check()[1]
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_every_pair_of_platforms_has_its_paths_and_every_refused_one_its_reason(
+    everything: dict[tuple[str, str], tuple[str, str]], pair: str
+) -> None:
+    paths = {name: finding for (what, name), finding in everything.items() if what == "path"}
+    of_pair = {name: why for name, why in paths.items() if name.rpartition("/")[0] == pair}
+    assert len(of_pair) == len(PAIRS["npu"])
+    usable = {name.rpartition("/")[2] for name, (usable, _) in of_pair.items() if usable == "yes"}
+    assert usable == PAIRS[pair]
+    assert all(why for _, why in of_pair.values())
+
+
+@pytest.mark.parametrize(
+    ("env", "why"),
+    [
+        ({"ASCEND_SIM_DEVICES": "0"}, "sees no device"),
+        ({"ASCEND_RT_VISIBLE_DEVICES": "9"}, "ASCEND_RT_VISIBLE_DEVICES=9"),
+    ],
+)
+def test_without_a_device_the_reason_is_given(env: dict[str, str], why: str) -> None:
+    _, found = check("--platform", "npu", **env)
+    usable, reason = found["platform", "npu"]
+    assert usable == "no"
+    assert why in reason

@@ -1,0 +1,127 @@
+"""What a process of this environment has, without a variable or an import of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def run(program: str, **variables: str) -> list[str]:
+    """Run a program in a fresh process and return its words, less torch_npu's own warnings.
+
+    Nothing of the double is asked for by variable, unless the test does.
+    """
+    env = {name: value for name, value in os.environ.items() if "ASCEND_SIM" not in name}
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**env, **variables},
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    lines = [line for line in result.stdout.splitlines() if not line.startswith("Warning:")]
+    return " ".join(lines).split()
+
+
+LOADED = "import sys; print(*[n in sys.modules for n in ('torch', 'torch_npu', 'ascend_sim.aten')])"
+
+
+def test_a_plain_process_loads_neither_torch_nor_the_operators() -> None:
+    assert run(LOADED) == ["False", "False", "False"]
+
+
+def test_the_hooks_import_only_what_python_imports_when_it_starts() -> None:
+    import ascend_sim
+
+    program = (
+        "import sys; import ascend_sim.hooks;"
+        "own = {name.partition('.')[0] for name in sys.modules} - sys.stdlib_module_names;"
+        "print(*sorted(own), 'typing' in sys.modules, 're' in sys.modules)"
+    )
+    result = subprocess.run(
+        # Without the environment's .pth files, some of which import a good deal.
+        [sys.executable, "-S", "-c", program],
+        env={"PYTHONPATH": str(Path(ascend_sim.__file__).parent.parent)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert result.stdout.split() == ["__main__", "ascend_sim", "False", "False"]
+
+
+def test_a_process_that_uses_the_cpu_is_left_alone() -> None:
+    program = f"import torch; torch.ones(2) + 1; {LOADED}"
+    assert run(program, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == ["True", "False", "False"]
+
+
+def test_a_process_that_imports_torch_has_the_operators() -> None:
+    assert run(f"import torch; {LOADED}") == ["True", "True", "True"]
+    assert run("import torch; print(torch.arange(4, device='npu').sum().item())") == ["6"]
+
+
+def test_looking_for_a_module_before_its_import_changes_nothing() -> None:
+    program = (
+        "import importlib.util as u; assert u.find_spec('torch_npu');"
+        "import torch; print((torch.ones(2).to('npu') * 3).tolist())"
+    )
+    assert run(program, TORCH_DEVICE_BACKEND_AUTOLOAD="1") == ["[3.0,", "3.0]"]
+
+
+def test_a_child_process_has_the_operators_too() -> None:
+    program = (
+        "import subprocess, sys; subprocess.run([sys.executable, '-c',"
+        "'import torch; print(torch.ones(3).to(\"npu\").sum().item())'], check=True)"
+    )
+    assert run(program) == ["3.0"]
+
+
+def test_the_double_can_be_left_out() -> None:
+    assert run(f"import torch; {LOADED}", ASCEND_SIM_DOUBLE="0") == ["True", "True", "False"]
+
+
+def test_the_compiled_extension_is_replaced_and_knows_the_hosts_device_numbers() -> None:
+    program = (
+        "import torch, vllm_ascend.vllm_ascend_C as c;"
+        "print(len([n for n in dir(c) if not n.startswith('__')]),"
+        "torch.ops._C_ascend.get_physical_device_id(0));"
+        "torch.ops._C_ascend.device_print('said');"
+        "torch.ops._C_ascend.device_print_tensor(torch.tensor([7]).to('npu'))"
+    )
+    words = run(program, ASCEND_RT_VISIBLE_DEVICES="1,0")
+    # vLLM's log comes first.
+    assert words[-4:] == ["0", "1", "said", "tensor([7])"]
+
+
+def test_atb_is_registered_and_refuses_but_for_the_warm_up() -> None:
+    program = (
+        "import torch, torch_npu;"
+        "from torch_npu.op_plugin.atb._atb_ops import _register_atb_extensions as r; r();"
+        "x = torch.ones(3, 2).to('npu'); total = torch.ones(2, 2).to('npu');"
+        "torch_npu._npu_matmul_add_fp32(x, x, total); print(total.sum().item())\n"
+        "try: torch_npu._npu_paged_attention(x)\n"
+        "except NotImplementedError as e: print(e)"
+    )
+    assert run(program)[:5] == ["16.0", "ascend_sim", "does", "not", "model"]
+
+
+@pytest.mark.parametrize(
+    "call",
+    ["from acl.rt import memcpy as f", "from fla_npu.ops.ascendc import chunk_kda_fwd as f"],
+)
+def test_stand_ins_can_be_imported_and_not_called(call: str) -> None:
+    program = f"{call}\ntry: f(1)\nexcept NotImplementedError as e: print(e)"
+    assert run(program)[:4] == ["ascend_sim", "does", "not", "model"]
+
+
+def test_operators_are_counted_into_a_file_of_the_process(tmp_path: Path) -> None:
+    program = "import os, torch; torch.ones(2, device='npu').neg().neg(); print(os.getpid())"
+    (pid,) = run(program, ASCEND_SIM_OPLOG=str(tmp_path / "ops"))
+    lines = (tmp_path / f"ops.{pid}").read_text().splitlines()
+    assert "1 aten::neg" in lines

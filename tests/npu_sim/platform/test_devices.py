@@ -1,0 +1,130 @@
+"""One device: its index, its memory, its peers."""
+
+from __future__ import annotations
+
+import re
+import threading
+
+import pytest
+import torch
+
+from epd_portable.errors import PlatformUnavailableError
+from epd_portable.platforms.base import Platform
+from epd_portable.platforms.traits import TRAITS
+from tests.npu_sim.platform.children import run
+
+MIB = 1 << 20
+
+
+def test_a_device_always_has_its_index(npu: Platform) -> None:
+    assert [str(npu.device(index)) for index in (0, 1)] == ["npu:0", "npu:1"]
+
+
+@pytest.mark.parametrize("index", [-1, 2])
+def test_a_device_that_is_not_there_is_refused_by_every_call(npu: Platform, index: int) -> None:
+    calls = (
+        npu.device,
+        npu.set_device,
+        npu.memory_info,
+        npu.stream,
+        lambda index: npu.can_access_peer(0, index),
+        lambda index: npu.can_access_peer(index, 0),
+    )
+    for call in calls:
+        with pytest.raises(PlatformUnavailableError, match=f"npu device {index} of 2"):
+            call(index)
+
+
+def test_the_current_device_is_one_of_each_thread(npu: Platform) -> None:
+    seen: list[int] = []
+
+    def use_the_second() -> None:
+        npu.set_device(1)
+        seen.append(torch.ones(1, device="npu").device.index)
+
+    npu.set_device(0)
+    thread = threading.Thread(target=use_the_second)
+    thread.start()
+    thread.join(20)
+    assert seen == [1]
+    assert torch.ones(1, device="npu").device.index == 0
+
+
+def test_free_memory_falls_by_what_is_allocated_and_comes_back() -> None:
+    """In a process of its own: what tests before it have left would be given back in the middle."""
+    run(
+        """
+import torch
+from epd_portable.platforms import registry
+npu, mib = registry.get("npu"), 1 << 20
+warm = [torch.empty(1, device=f"npu:{index}") for index in (0, 1)]
+before, other = npu.memory_info(1), npu.memory_info(0)
+assert 0 < before.free_bytes <= before.total_bytes, before
+held = torch.empty(64 * mib, dtype=torch.uint8, device="npu:1")
+taken = before.free_bytes - npu.memory_info(1).free_bytes
+assert 64 * mib <= taken <= 96 * mib, taken
+assert npu.memory_info(0) == other
+del held
+torch.npu.empty_cache()
+assert npu.memory_info(1) == before
+"""
+    )
+
+
+def test_an_exhausted_device_says_so_and_works_again_when_memory_is_given_back() -> None:
+    printed = run(
+        """
+import torch
+from epd_portable.platforms import registry
+npu = registry.get("npu")
+held = torch.empty(40 << 20, dtype=torch.uint8, device="npu:0")
+try:
+    torch.empty(40 << 20, dtype=torch.uint8, device="npu:0")
+except torch.OutOfMemoryError as error:
+    print("@@", str(error).partition(";")[0])
+print("@@ left", npu.memory_info(0).free_bytes < (40 << 20), npu.memory_info(0).total_bytes >> 20)
+del held
+torch.npu.empty_cache()
+print("@@ again", torch.zeros(40 << 20, dtype=torch.uint8, device="npu:0").numel() >> 20)
+""",
+        ASCEND_SIM_MEM_MB="64",
+    )
+    assert re.search(r"@@ NPU out of memory\. Tried to allocate 4\d\.00 MiB \(NPU 0", printed)
+    assert "@@ left True 64" in printed
+    assert "@@ again 40" in printed
+
+
+def test_every_device_reaches_itself_and_its_peers(npu: Platform) -> None:
+    assert all(npu.can_access_peer(index, peer) for index in (0, 1) for peer in (0, 1))
+
+
+def test_memory_of_the_allocator_is_aligned_for_copies_and_for_slots(npu: Platform) -> None:
+    held = [torch.empty(size, dtype=torch.uint8, device="npu:0") for size in (1, 65, 513, 4097)]
+    for tensor in held:
+        # aclrtMemcpyAsync demands 64 bytes; a slot starts at a multiple of the trait.
+        assert tensor.data_ptr() % 64 == 0
+        assert tensor.data_ptr() % TRAITS["npu"].slot_alignment_bytes == 0
+
+
+def test_a_slab_aligned_for_hccs_is_cut_out_of_one_page_more(npu: Platform) -> None:
+    page = TRAITS["npu"].slab_alignment_bytes
+    assert page == 2 * MIB
+    raw = torch.empty(3 * page + page, dtype=torch.uint8, device="npu:0")
+    slab = raw[-raw.data_ptr() % page :][: 3 * page]
+    assert slab.data_ptr() % page == 0
+    assert slab.numel() == 3 * page
+
+
+def test_vllm_ascend_s_alias_of_torch_cuda_does_not_make_the_cuda_platform_available() -> None:
+    printed = run(
+        """
+import torch, torch_npu
+torch.cuda.Event, torch.cuda.Stream = torch.npu.Event, torch.npu.Stream
+torch.cuda.current_stream = torch.npu.current_stream
+torch.cuda.mem_get_info = torch.npu.mem_get_info
+from epd_portable.platforms import registry
+chosen, _ = registry.detect({})
+print("@@", chosen.name, registry.availability("cuda").ok)
+"""
+    )
+    assert "@@ npu False" in printed

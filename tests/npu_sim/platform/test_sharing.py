@@ -1,0 +1,156 @@
+"""Device memory that several processes use, under both of torch_npu's allocators."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from epd_portable.errors import PlatformError
+from epd_portable.platforms.base import Platform, ShareHandle
+from tests.npu_sim.platform.children import Child, run
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module", params=["expandable_segments:False", "expandable_segments:True"])
+def allocator(request: pytest.FixtureRequest) -> str:
+    """Return a setting of the exporter's allocator; vllm-ascend's default is the second."""
+    setting: str = request.param
+    return setting
+
+
+@pytest.fixture(scope="module")
+def exporter(allocator: str) -> Iterator[Child]:
+    with Child(PYTORCH_NPU_ALLOC_CONF=allocator) as child:
+        yield child
+
+
+def share(exporter: Child, name: str, make: str) -> ShareHandle:
+    assert exporter.tell(f"{name} = {make}; torch.npu.synchronize('npu:1')") == "done"
+    text = exporter.tell(f"npu.share_tensor({name}).to_bytes().hex()")
+    return ShareHandle.from_bytes(bytes.fromhex(text.strip("'")))
+
+
+def test_both_ends_see_what_the_other_writes(npu: Platform, exporter: Child) -> None:
+    handle = share(exporter, "x", "torch.arange(1000).reshape(10, 100).to('npu:1')")
+    opened = npu.open_tensor(handle)
+    assert (opened.shape, opened.dtype, str(opened.device)) == ((10, 100), torch.int64, "npu:0")
+    assert torch.equal(opened.cpu(), torch.arange(1000).reshape(10, 100))
+    opened.fill_(7)
+    torch.npu.synchronize()
+    assert exporter.tell("x.cpu().unique().tolist()") == "[7]"
+    assert exporter.tell("x.fill_(9); torch.npu.synchronize('npu:1')") == "done"
+    assert opened.cpu().unique().tolist() == [9]
+
+
+def test_a_part_of_a_slab_arrives_as_that_part(npu: Platform, exporter: Child) -> None:
+    handle = share(exporter, "x", "torch.arange(4000).to('npu:1')[512:1024]")
+    assert npu.open_tensor(handle).cpu().tolist() == list(range(512, 1024))
+
+
+def test_a_handle_can_be_opened_twice_and_again_after_both_are_gone(
+    npu: Platform, exporter: Child
+) -> None:
+    handle = share(exporter, "x", "torch.full((100,), 3.0).to('npu:1')")
+    first, second = npu.open_tensor(handle), npu.open_tensor(handle)
+    first.fill_(4)
+    torch.npu.synchronize()
+    assert second.cpu().unique().tolist() == [4]
+    del first
+    gc.collect()
+    assert second.cpu().unique().tolist() == [4]
+    del second
+    gc.collect()
+    assert npu.open_tensor(handle).cpu().unique().tolist() == [4]
+
+
+def test_several_processes_open_one_handle_and_the_last_keeps_it_when_others_go(
+    npu: Platform, exporter: Child, allocator: str
+) -> None:
+    handle = share(exporter, "x", "torch.full((100,), 3.0).to('npu:1')")
+    opened = npu.open_tensor(handle)
+    with Child(PYTORCH_NPU_ALLOC_CONF=allocator) as other:
+        code = f"y = npu.open_tensor(ShareHandle.from_bytes({handle.to_bytes()!r}))"
+        assert other.tell(f"npu.set_device(1); {code}") == "done"
+        assert other.tell("y.fill_(5); torch.npu.synchronize('npu:1')") == "done"
+    assert opened.cpu().unique().tolist() == [5]
+    assert exporter.tell("x.cpu().unique().tolist()") == "[5.0]"
+
+
+def test_two_tensors_of_one_allocation_do_not_get_mixed_up(npu: Platform, exporter: Child) -> None:
+    first = share(exporter, "x", "torch.full((100,), 1.0).to('npu:1')")
+    second = share(exporter, "y", "torch.full((100,), 2.0).to('npu:1')")
+    assert first.memory == second.memory or first.storage_offset_bytes == 0
+    opened = npu.open_tensor(first), npu.open_tensor(second)
+    assert [tensor.cpu().unique().tolist() for tensor in opened] == [[1], [2]]
+
+
+def test_a_device_that_the_opener_does_not_see_is_reached_from_the_one_it_has(
+    exporter: Child, allocator: str
+) -> None:
+    handle = share(exporter, "x", "torch.full((100,), 3.0).to('npu:1')")
+    with Child(ASCEND_RT_VISIBLE_DEVICES="0", PYTORCH_NPU_ALLOC_CONF=allocator) as other:
+        assert other.tell("npu.device_count()") == "1"
+        code = f"y = npu.open_tensor(ShareHandle.from_bytes({handle.to_bytes()!r}))"
+        assert other.tell(code) == "done"
+        assert other.tell("str(y.device), y.cpu().unique().tolist()") == "('npu:0', [3.0])"
+        assert other.tell("y.fill_(6); torch.npu.synchronize()") == "done"
+    assert exporter.tell("x.cpu().unique().tolist()") == "[6.0]"
+
+
+def test_a_handle_of_a_dead_exporter_is_an_error(npu: Platform, allocator: str) -> None:
+    with Child(PYTORCH_NPU_ALLOC_CONF=allocator) as gone:
+        handle = share(gone, "x", "torch.full((100,), 3.0).to('npu:1')")
+        gone.kill()
+    with pytest.raises(PlatformError, match=r"cannot open memory of device .*, if it is still"):
+        npu.open_tensor(handle)
+
+
+def test_memory_comes_back_when_its_owner_drops_it_though_openers_never_came_or_were_killed(
+    exporter: Child, allocator: str
+) -> None:
+    free = "(gc.collect(), torch.npu.empty_cache(), npu.memory_info(1).free_bytes)[2]"
+    assert exporter.tell("import gc; torch.zeros(1, device='npu:1'); npu.memory_info(1)")
+    before = int(exporter.tell(free))
+    for _ in range(2):
+        handle = share(exporter, "x", f"torch.zeros({64 * MIB}, dtype=torch.uint8).to('npu:1')")
+        with Child(PYTORCH_NPU_ALLOC_CONF=allocator) as opener:
+            code = f"y = npu.open_tensor(ShareHandle.from_bytes({handle.to_bytes()!r}))"
+            assert opener.tell(code) == "done"
+            opener.kill()
+        assert before - int(exporter.tell(free)) >= 64 * MIB
+        assert exporter.tell("del x") == "done"
+        assert int(exporter.tell(free)) == before
+    share(exporter, "x", f"torch.zeros({64 * MIB}, dtype=torch.uint8).to('npu:1')")
+    assert exporter.tell("del x") == "done"
+    assert int(exporter.tell(free)) == before
+
+
+def test_a_process_that_lost_a_peer_of_a_group_lets_go_of_memory_and_ends_well(
+    exporter: Child,
+) -> None:
+    handle = share(exporter, "x", "torch.full((100,), 3.0).to('npu:1')").to_bytes().hex()
+    script = f"from tests.npu_sim.platform.lost_peer_script import main; main({handle!r})"
+    assert "ALIVE [3.0]" in run(script).splitlines()
+
+
+def test_what_cannot_be_shared_is_refused(npu: Platform) -> None:
+    tensor = torch.zeros(4, 4, device="npu:0")
+    with pytest.raises(ValueError, match="not contiguous"):
+        npu.share_tensor(tensor[:, 1])
+    with pytest.raises(ValueError, match="on cpu, not on a npu device"):
+        npu.share_tensor(torch.zeros(4))
+
+
+def test_a_handle_of_another_platform_or_an_unknown_dtype_is_refused(
+    npu: Platform, exporter: Child
+) -> None:
+    handle = share(exporter, "x", "torch.full((100,), 3.0).to('npu:1')")
+    values = {name: getattr(handle, name) for name in ShareHandle.__struct_fields__}
+    with pytest.raises(ValueError, match="a handle of cuda memory, opened on npu"):
+        npu.open_tensor(ShareHandle(**{**values, "device_type": "cuda"}))
+    with pytest.raises(ValueError, match="dtype 'float7', which torch does not know"):
+        npu.open_tensor(ShareHandle(**{**values, "dtype": "float7"}))

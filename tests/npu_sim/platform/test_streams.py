@@ -1,0 +1,127 @@
+"""Order between the copy stream and the compute stream, with copies slowed down to show it."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from epd_portable.errors import TransportTimeoutError
+from epd_portable.platforms.base import DeviceEvent, Platform
+
+COPY_S = 0.3
+ELEMENTS = 1 << 16
+AMPLE_S = 20.0
+
+
+@pytest.fixture(autouse=True)
+def _each_test_starts_idle() -> None:
+    torch.npu.synchronize("npu:0")
+    torch.npu.set_device(0)
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASCEND_SIM_COPY_US", str(int(COPY_S * 1e6)))
+
+
+def pinned(value: float) -> torch.Tensor:
+    return torch.full((ELEMENTS,), value).pin_memory()
+
+
+def queue_slow_fill(npu: Platform, target: torch.Tensor, value: float) -> DeviceEvent:
+    """Queue two copies into ``target`` on the copy stream; only the second writes ``value``."""
+    with npu.stream(0):
+        for each in (0.5, value):
+            target.copy_(pinned(each), non_blocking=True)
+        return npu.record_event()
+
+
+def test_copies_on_the_copy_stream_run_beside_the_caller(npu: Platform, slow: None) -> None:
+    target, source = torch.zeros(ELEMENTS, device="npu:0"), pinned(1)
+    torch.npu.synchronize("npu:0")
+    start_s = time.monotonic()
+    with npu.stream(0):
+        target.copy_(source, non_blocking=True)
+        event = npu.record_event()
+    assert not event.done()
+    assert time.monotonic() - start_s < COPY_S
+    event.synchronize(AMPLE_S)
+    assert event.done()
+    assert time.monotonic() - start_s >= COPY_S
+
+
+def test_the_copy_stream_of_a_device_is_always_the_same_and_not_the_engines(npu: Platform) -> None:
+    with npu.stream(0):
+        first = torch.npu.current_stream()
+    with npu.stream(0):
+        assert torch.npu.current_stream() == first
+    with npu.stream(1):
+        assert torch.npu.current_stream() != first
+    assert torch.npu.current_stream("npu:0") != first
+
+
+def test_an_event_that_does_not_pass_is_an_error_at_the_deadline(npu: Platform, slow: None) -> None:
+    event = queue_slow_fill(npu, torch.zeros(ELEMENTS, device="npu:0"), 1)
+    start_s = time.monotonic()
+    with pytest.raises(TransportTimeoutError, match=r"not complete after 0\.02 s"):
+        event.synchronize(0.02)
+    assert time.monotonic() - start_s < COPY_S
+    event.synchronize(AMPLE_S)
+
+
+def test_a_reader_that_does_not_wait_reads_old_bytes_and_one_that_waits_reads_the_new(
+    npu: Platform, slow: None
+) -> None:
+    target = torch.zeros(ELEMENTS, device="npu:0")
+    torch.npu.synchronize("npu:0")
+    event = queue_slow_fill(npu, target, 1)
+    early = target.cpu()
+    event.wait()
+    late = target.cpu()
+    assert not torch.equal(early, torch.ones(ELEMENTS))
+    assert torch.equal(late, torch.ones(ELEMENTS))
+
+
+def test_waiting_on_a_stream_does_not_block_the_caller(npu: Platform, slow: None) -> None:
+    event = queue_slow_fill(npu, torch.zeros(ELEMENTS, device="npu:0"), 1)
+    start_s = time.monotonic()
+    event.wait()
+    assert time.monotonic() - start_s < COPY_S
+    event.synchronize(AMPLE_S)
+
+
+def reused_while_read(npu: Platform, *, adopt: bool) -> bool:
+    """Free memory of the copy stream while compute reads it; say whether others wrote in it."""
+    read = torch.zeros(ELEMENTS).pin_memory()
+    waste = torch.zeros(ELEMENTS, device="npu:0")
+    torch.npu.synchronize("npu:0")
+    with npu.stream(0):
+        arrived = torch.empty(ELEMENTS, device="npu:0")
+        arrived.copy_(pinned(1), non_blocking=True)
+        event = npu.record_event()
+    event.wait()
+    if adopt:
+        npu.adopt(arrived)
+    # Compute gets to the reading two copies later; the next item is written before that.
+    for _ in range(2):
+        waste.copy_(pinned(9), non_blocking=True)
+    read.copy_(arrived, non_blocking=True)
+    compute = npu.record_event()
+    del arrived
+    with npu.stream(0):
+        following = torch.empty(ELEMENTS, device="npu:0")
+        following.copy_(pinned(2), non_blocking=True)
+        written = npu.record_event()
+    compute.synchronize(AMPLE_S)
+    written.synchronize(AMPLE_S)
+    return not torch.equal(read, torch.ones(ELEMENTS))
+
+
+def test_adopted_memory_is_not_given_to_others_while_compute_still_reads_it(
+    npu: Platform, slow: None
+) -> None:
+    torch.npu.empty_cache()
+    assert reused_while_read(npu, adopt=False), "the fault does not show: the test proves nothing"
+    assert not reused_while_read(npu, adopt=True)

@@ -1,0 +1,105 @@
+"""How many devices a process sees, which, and what they say of themselves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.npu_sim.runtime import acl, children
+
+COUNT = """
+count = ctypes.c_uint32()
+acl.code_of("aclrtGetDeviceCount", ctypes.byref(count))
+print(count.value)
+"""
+
+# What each device of the process is without ASCEND_RT_VISIBLE_DEVICES.
+PHYSICAL = """
+count, number = ctypes.c_uint32(), ctypes.c_int32()
+acl.call("aclrtGetDeviceCount", ctypes.byref(count))
+for device in range(count.value):
+    acl.call("aclrtGetLogicDevIdByUserDevId", device, ctypes.byref(number))
+    uuid = ctypes.create_string_buffer(16)
+    acl.call("aclrtDeviceGetUuid", device, uuid)
+    print(number.value, uuid.value.decode(), end=" ")
+"""
+
+
+@pytest.mark.parametrize(
+    ("present", "visible", "count"),
+    [
+        ("0", None, 0),
+        ("8", None, 8),
+        ("8", "", 0),
+        ("2", "1,0", 2),
+        ("8", "3,5,6", 3),
+        ("2", "9", 0),
+        ("2", "1,9,0", 1),
+    ],
+)
+def test_a_process_sees_the_devices_that_its_environment_names(
+    present: str, visible: str | None, count: int
+) -> None:
+    settings = {"ASCEND_SIM_DEVICES": present}
+    if visible is not None:
+        settings["ASCEND_RT_VISIBLE_DEVICES"] = visible
+
+    assert children.answer(COUNT, **settings) == str(count)
+
+
+def test_visible_devices_keep_their_identity() -> None:
+    said = children.answer(PHYSICAL, ASCEND_SIM_DEVICES="8", ASCEND_RT_VISIBLE_DEVICES="5,3")
+
+    assert said == "5 sim-5 3 sim-3"
+
+
+def test_visibility_is_fixed_once_a_device_is_in_use() -> None:
+    code = f"os.environ['ASCEND_RT_VISIBLE_DEVICES'] = '1'; acl.library()\n{COUNT}"
+    late = "acl.call('aclrtSetDevice', 0); os.environ['ASCEND_RT_VISIBLE_DEVICES'] = '0,1'"
+
+    assert children.answer(f"{code}\n{late}\n{COUNT}") == "1\n1"
+
+
+@pytest.mark.parametrize("count", [0, 8])
+def test_torch_sees_as_many_devices(count: int) -> None:
+    code = "import torch, torch_npu; print(torch.npu.is_available(), torch.npu.device_count())"
+
+    assert children.answer(code, ASCEND_SIM_DEVICES=str(count)).endswith(f"{count > 0} {count}")
+
+
+def test_an_unknown_device_is_refused() -> None:
+    assert acl.code_of("aclrtSetDevice", 2) == acl.INVALID_DEVICE
+    assert "device 2 of 2" in acl.message()
+    with pytest.raises(RuntimeError, match="107001"):
+        torch.npu.set_device(7)
+
+
+def test_a_thread_without_a_device_can_neither_allocate_nor_make_streams() -> None:
+    code = """
+out = ctypes.byref(ctypes.c_void_p())
+print(acl.code_of("aclrtMalloc", out, 4, 0), acl.code_of("aclrtCreateStream", out))
+print(acl.code_of("aclrtSynchronizeStream", None), acl.code_of("aclrtStreamQuery", None, out))
+"""
+
+    assert set(children.answer(code).split()) == {str(acl.CONTEXT_NULL)}
+
+
+def test_the_chip_and_the_version_of_cann_follow_their_settings() -> None:
+    code = """
+acl.library().aclrtGetSocName.restype = ctypes.c_char_p
+version = ctypes.create_string_buffer(1024)
+acl.call("aclsysGetVersionStr", b"runtime", version)
+print(acl.library().aclrtGetSocName().decode(), version.value.decode())
+"""
+
+    assert children.answer(code) == "Ascend910B3 8.5.0"
+    assert children.answer(code, ASCEND_SIM_SOC="Ascend310P3", ASCEND_SIM_CANN="9.0.0") == (
+        "Ascend310P3 9.0.0"
+    )
+
+
+def test_the_log_names_each_failure_when_it_is_asked_for() -> None:
+    code = "acl.code_of('aclrtSetDevice', 5)"
+
+    assert "device 5 of 2" in children.run(code, ASCEND_SIM_LOG="1").stderr
+    assert children.run(code).stderr == ""

@@ -1,0 +1,244 @@
+"""What each operation of the simulated HCCL computes, against PyTorch on the CPU."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from tests.npu_sim.runtime import acl, hccl
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.npu_sim.runtime.hccl import Rank
+
+RANKS = 3
+COUNT = 12  # elements of one part; not a multiple of anything but 3 and 4
+
+TYPES = {
+    torch.int8: hccl.INT8,
+    torch.uint8: hccl.UINT8,
+    torch.int16: hccl.INT16,
+    torch.int32: hccl.INT32,
+    torch.int64: hccl.INT64,
+    torch.float16: hccl.FP16,
+    torch.bfloat16: hccl.BFP16,
+    torch.float32: hccl.FP32,
+    torch.float64: hccl.FP64,
+}
+REDUCTIONS: dict[int, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    hccl.SUM: torch.add,
+    hccl.PROD: torch.mul,
+    hccl.MAX: torch.maximum,
+    hccl.MIN: torch.minimum,
+}
+
+
+def to_bytes(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.contiguous().flatten().view(torch.uint8).tolist())
+
+
+def values_of(number: int, dtype: torch.dtype = torch.float32, count: int = COUNT) -> torch.Tensor:
+    """Small values of a rank: sums and products of all ranks' fit in every type."""
+    generator = torch.Generator().manual_seed(number)
+    return torch.randint(0, 5, (count,), generator=generator).to(dtype)
+
+
+def reduced(reduction: int, dtype: torch.dtype, count: int = COUNT) -> torch.Tensor:
+    return functools.reduce(
+        REDUCTIONS[reduction], [values_of(number, dtype, count) for number in range(RANKS)]
+    )
+
+
+def room(rank: Rank, size: int) -> int:
+    return rank.device_memory(b"\xee" * size)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_all_reduce_gives_every_rank_the_same_result(dtype: torch.dtype, reduction: int) -> None:
+    wanted = to_bytes(reduced(reduction, dtype))
+
+    def work(rank: Rank) -> bytes:
+        source = rank.device_memory(to_bytes(values_of(rank.number, dtype)))
+        target = room(rank, len(wanted))
+        rank.do("HcclAllReduce", source, target, COUNT, TYPES[dtype], reduction)
+        return acl.read(target, len(wanted))
+
+    assert hccl.on_ranks(RANKS, work) == [wanted] * RANKS
+
+
+def test_reduce_gives_the_result_to_the_root_only() -> None:
+    wanted = to_bytes(reduced(hccl.SUM, torch.float32))
+
+    def work(rank: Rank) -> bytes:
+        source = rank.device_memory(to_bytes(values_of(rank.number)))
+        target = room(rank, len(wanted))
+        rank.do("HcclReduce", source, target, COUNT, hccl.FP32, hccl.SUM, 1)
+        return acl.read(target, len(wanted))
+
+    untouched = b"\xee" * len(wanted)
+    assert hccl.on_ranks(RANKS, work) == [untouched, wanted, untouched]
+
+
+def test_reduce_scatter_gives_each_rank_its_part() -> None:
+    wanted = reduced(hccl.SUM, torch.int32, COUNT * RANKS).split(COUNT)
+
+    def work(rank: Rank) -> bytes:
+        values = values_of(rank.number, torch.int32, COUNT * RANKS)
+        target = room(rank, 4 * COUNT)
+        source = rank.device_memory(to_bytes(values))
+        rank.do("HcclReduceScatter", source, target, COUNT, hccl.INT32, hccl.SUM)
+        return acl.read(target, 4 * COUNT)
+
+    assert hccl.on_ranks(RANKS, work) == [to_bytes(part) for part in wanted]
+
+
+def test_broadcast_spreads_the_bytes_of_its_root() -> None:
+    def work(rank: Rank) -> bytes:
+        buffer = rank.device_memory(to_bytes(values_of(rank.number)))
+        rank.do("HcclBroadcast", buffer, COUNT, hccl.FP32, 2)
+        return acl.read(buffer, 4 * COUNT)
+
+    assert hccl.on_ranks(RANKS, work) == [to_bytes(values_of(2))] * RANKS
+
+
+def test_scatter_gives_each_rank_its_part_of_the_root() -> None:
+    values = values_of(1, torch.float32, COUNT * RANKS)
+
+    def work(rank: Rank) -> bytes:
+        source = rank.device_memory(to_bytes(values)) if rank.number == 1 else None
+        target = room(rank, 4 * COUNT)
+        rank.do("HcclScatter", source, target, COUNT, hccl.FP32, 1)
+        return acl.read(target, 4 * COUNT)
+
+    assert hccl.on_ranks(RANKS, work) == [to_bytes(part) for part in values.split(COUNT)]
+
+
+def test_all_gather_gives_every_rank_all_parts() -> None:
+    wanted = to_bytes(torch.cat([values_of(number) for number in range(RANKS)]))
+
+    def work(rank: Rank) -> bytes:
+        source = rank.device_memory(to_bytes(values_of(rank.number)))
+        target = room(rank, len(wanted))
+        rank.do("HcclAllGather", source, target, COUNT, hccl.FP32)
+        return acl.read(target, len(wanted))
+
+    assert hccl.on_ranks(RANKS, work) == [wanted] * RANKS
+
+
+def test_all_to_all_gives_part_i_of_rank_j_to_rank_i_as_part_j() -> None:
+    rows = [values_of(number, torch.int64, COUNT * RANKS) for number in range(RANKS)]
+
+    def work(rank: Rank) -> bytes:
+        source = rank.device_memory(to_bytes(rows[rank.number]))
+        target = room(rank, 8 * COUNT * RANKS)
+        rank.do("HcclAlltoAll", source, COUNT, hccl.INT64, target, COUNT, hccl.INT64)
+        return acl.read(target, 8 * COUNT * RANKS)
+
+    columns = torch.stack(rows).view(RANKS, RANKS, COUNT).transpose(0, 1)
+    assert hccl.on_ranks(RANKS, work) == [to_bytes(column) for column in columns]
+
+
+def test_all_to_all_moves_parts_of_different_sizes() -> None:
+    def work(rank: Rank) -> bytes:
+        array = ctypes.c_uint64 * 2
+        other = 1 - rank.number
+        # Rank 0 sends "ab" to rank 1, which sends "c" to rank 0; each keeps one byte.
+        source = rank.device_memory(b"0ab" if rank.number == 0 else b"c1")
+        sends = [1, 2] if rank.number == 0 else [1, 1]
+        receives = [1, 1] if rank.number == 0 else [2, 1]
+        target = room(rank, 3)
+        rank.do(
+            "HcclAlltoAllV",
+            *(source, array(*sends), array(0, sends[0]), hccl.UINT8),
+            *(target, array(*receives), array(0, receives[0]), hccl.UINT8),
+        )
+        return acl.read(target, receives[rank.number] + receives[other])
+
+    assert hccl.on_ranks(2, work) == [b"0c", b"ab1"]
+
+
+def test_large_messages_around_a_ring_do_not_lock_up() -> None:
+    size = 8 * acl.MIB
+
+    def work(rank: Rank) -> bytes:
+        source = rank.device_memory(bytes([rank.number]) * size)
+        target = room(rank, size)
+        to, origin = (rank.number + 1) % RANKS, (rank.number - 1) % RANKS
+        items = (hccl.Item * 2)(
+            (hccl.SEND, source, size, hccl.UINT8, to), (hccl.RECV, target, size, hccl.UINT8, origin)
+        )
+        rank.do("HcclBatchSendRecv", items, 2)
+        return acl.read(target + size - 1, 1)
+
+    assert hccl.on_ranks(RANKS, work) == [b"\x02", b"\x00", b"\x01"]
+
+
+def test_a_batch_may_hold_messages_of_different_types_and_sizes_to_one_rank() -> None:
+    size = 8 * acl.MIB
+
+    def work(rank: Rank) -> bytes:
+        kind = hccl.SEND if rank.number == 0 else hccl.RECV
+        first = rank.device_memory((b"abcd" if rank.number == 0 else b"....") * (size // 4))
+        second = rank.device_memory(b"efgh" if rank.number == 0 else b"....")
+        peer = 1 - rank.number
+        items = (hccl.Item * 2)(
+            (kind, first, size // 4, hccl.FP32, peer), (kind, second, 2, hccl.BFP16, peer)
+        )
+        rank.do("HcclBatchSendRecv", items, 2)
+        return acl.read(first + size - 4, 4) + acl.read(second, 4)
+
+    assert hccl.on_ranks(2, work)[1] == b"abcdefgh"
+
+
+def test_messages_of_no_elements_pass() -> None:
+    def work(rank: Rank) -> None:
+        function = "HcclSend" if rank.number == 0 else "HcclRecv"
+        rank.do(function, rank.device_memory(b""), 0, hccl.FP32, 1 - rank.number)
+
+    hccl.on_ranks(2, work)
+
+
+def test_a_barrier_waits_for_the_last_rank() -> None:
+    arrived: list[int] = []
+
+    def work(rank: Rank) -> int:
+        if rank.number == 0:
+            acl.call("ascend_sim_delay", rank.stream, 100_000)
+            arrive = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: arrived.append(0))
+            acl.call("aclrtLaunchHostFunc", rank.stream, arrive, None)
+        rank.do("HcclBarrier")
+        return len(arrived)
+
+    assert hccl.on_ranks(RANKS, work) == [1] * RANKS
+
+
+def test_a_part_of_the_ranks_can_make_a_communicator_of_its_own() -> None:
+    def work(rank: Rank) -> bytes | None:
+        new = ctypes.c_void_p()
+        parent = ctypes.byref(ctypes.c_void_p(rank.communicator))
+        chosen = (ctypes.c_uint32 * 2)(2, 0)
+        if rank.number == 1:
+            acl.call(
+                "HcclCreateSubCommConfig", parent, 2, None, 7, 2**32 - 1, None, ctypes.byref(new)
+            )
+            assert new.value is None
+            return None
+        mine = [2, 0].index(rank.number)
+        acl.call("HcclCreateSubCommConfig", parent, 2, chosen, 7, mine, None, ctypes.byref(new))
+        number, ranks = ctypes.c_uint32(), ctypes.c_uint32()
+        acl.call("HcclGetRankId", new.value, ctypes.byref(number))
+        acl.call("HcclGetRankSize", new.value, ctypes.byref(ranks))
+        assert (number.value, ranks.value) == (mine, 2)
+        buffer = rank.device_memory(bytes([rank.number]))
+        acl.call("HcclBroadcast", buffer, 1, hccl.UINT8, 0, new.value, rank.stream)
+        assert rank.wait() == acl.SUCCESS
+        acl.call("HcclCommDestroy", new.value)
+        return acl.read(buffer, 1)
+
+    assert hccl.on_ranks(RANKS, work) == [b"\x02", None, b"\x02"]

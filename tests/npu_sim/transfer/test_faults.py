@@ -1,0 +1,395 @@
+"""What may go wrong between two simulated devices, and what its user is told.
+
+Real sender, receiver and placer: an encode worker in a process of its own, and a PD instance
+without an engine in this one. In every case the item is reported for encoding by the PD instance,
+in bounded time, and those that are left serve the next item.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from epd_portable.connector.control import ControlClients, new_session
+from epd_portable.connector.pool import SHM_FOLDER
+from epd_portable.wire.messages import EncodeFailed
+from tests.contract.pairs import Pair, Route
+from tests.integration.transfer.conftest import PrefillSide
+from tests.integration.transfer.encode_side import WIDTH, output
+from tests.npu_sim.platform.children import Child
+from tests.npu_sim.transfer.ends import Encode, do
+
+ROUTES = [Route(path, Pair("npu", "npu")) for path in ("ipc", "collective")]
+LEASE_S = 3.0
+MARGIN_S = 1.0
+"""A consumer's lease ends so much later than its producer's."""
+LATE_US = 8_000_000
+"""A computation that ends long after the lease."""
+SOON_S = 12.0
+"""Far less than any transfer may live, and enough for a machine with other things to do."""
+
+
+@contextmanager
+def within(seconds: float) -> Iterator[None]:
+    begin_s = time.monotonic()
+    yield
+    assert time.monotonic() - begin_s < seconds
+
+
+@pytest.fixture(scope="module", params=ROUTES, ids=str)
+def route(request: pytest.FixtureRequest) -> Route:
+    found: Route = request.param
+    return found
+
+
+@pytest.fixture(scope="module")
+def encode(route: Route) -> Iterator[Encode]:
+    """One that all tests share that leave it alive."""
+    made = Encode(route.path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def make_encode(route: Route) -> Iterator[Callable[..., Encode]]:
+    with ExitStack() as opened:
+
+        def make(**options: Any) -> Encode:
+            made = Encode(route.path, **options)
+            opened.callback(made.close)
+            return made
+
+        yield make
+
+
+@pytest.fixture
+def make_child() -> Iterator[Callable[..., Child]]:
+    with ExitStack() as opened:
+        yield lambda **settings: opened.enter_context(Child(**settings))
+
+
+def open_pd(child: Child, route: Route, folder: Path) -> str:
+    """Open a PD instance in a process, as ``pd``; return its pool."""
+    do(child, "from pathlib import Path")
+    do(child, "from tests.contract.pairs import Pair, Route")
+    do(child, "from tests.integration.transfer.conftest import PrefillSide")
+    do(child, "from tests.integration.transfer.encode_side import output")
+    do(child, f"pd = PrefillSide({route!r}, Path({str(folder)!r}), lease_s={LEASE_S})")
+    return child.tell("pd.pool").strip("'")
+
+
+@pytest.fixture
+def pd(route: Route, tmp_path: Path) -> Iterator[PrefillSide]:
+    made = PrefillSide(route, tmp_path, lease_s=LEASE_S)
+    yield made
+    made.receiver.close()
+    made.endpoint.close()
+
+
+def assert_serves(encode: Encode, pd: PrefillSide, name: str = "dog") -> None:
+    """The two exchange an item."""
+    pd.arrive(name, name, 30)
+    encode.order(f"t-{name}", name, pd.address, (30, WIDTH))
+    encode.put_out(name, f"output({name!r}, 30)")
+    pd.step_until(lambda: name in pd.placed)
+    assert torch.equal(pd.encoder_cache[name].cpu(), output(name, 30))
+
+
+def given_up(pd: PrefillSide, request_id: str) -> Callable[[], bool]:
+    """Whether the PD instance encodes a request's only item by itself."""
+    return lambda: pd.receiver.may_schedule(request_id, 1)
+
+
+def all_free(pd: PrefillSide) -> bool:
+    return pd.free_bytes == pd.pool_bytes
+
+
+# -- what is not what was announced --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("put_out", "what"),
+    [
+        ("output('cat', 9)", "(9, 64) float32"),
+        ("output('cat', 11)", "(11, 64) float32"),
+        ("output('cat', 10).view(20, 32)", "(20, 32) float32"),
+        ("output('cat', 10).half()", "(10, 64) float16"),
+        ("output('cat', 20).bfloat16()", "(20, 64) bfloat16"),
+    ],
+    ids=["shorter", "longer", "another width", "half the bytes", "as many bytes"],
+)
+def test_an_output_of_another_shape_or_dtype_than_announced_is_told_at_both_ends(
+    encode: Encode, pd: PrefillSide, caplog: pytest.LogCaptureFixture, put_out: str, what: str
+) -> None:
+    why = f"encoder put out {what}, announced was (10, 64) float32"
+    pd.arrive("r", "cat", 10)
+    encode.order("t-r", "cat", pd.address, (10, WIDTH))
+    with within(SOON_S):
+        encode.put_out("cat", put_out)
+        pd.step_until(given_up(pd, "r"))
+        pd.step_until(lambda: all_free(pd))
+        encode.wait_until_ended("t-r")
+    assert pd.placed == []
+    assert f"item cat by transfer t-r: {why}" in caplog.text
+    assert f"transfer t-r ended: {why}" in encode.said()
+    assert_serves(encode, pd)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [((9, WIDTH), "float32"), ((20, 32), "float32"), ((10, WIDTH), "bfloat16")],
+    ids=["shorter", "another width", "another dtype"],
+)
+def test_an_item_that_the_consumer_does_not_expect_so_is_told_at_both_ends(
+    encode: Encode,
+    pd: PrefillSide,
+    caplog: pytest.LogCaptureFixture,
+    shape: tuple[int, ...],
+    dtype: str,
+) -> None:
+    why = (
+        f"encode-0 announced cat TensorSpec(shape={shape}, dtype='{dtype}'), expected cat "
+        "TensorSpec(shape=(10, 64), dtype='float32'): the two instances process this item "
+        "differently"
+    )
+    pd.arrive("r", "cat", 10)
+    with within(SOON_S):
+        encode.order("t-r", "cat", pd.address, shape, dtype)
+        pd.step_until(lambda: f"transfer t-r ended: unexpected: {why}" in encode.said())
+    assert f"item cat by transfer t-r: {why}" in caplog.text
+    assert not given_up(pd, "r")(), "another encoder may have it as expected"
+    router = ControlClients(new_session())
+    router.send(pd.address, EncodeFailed(transfer_id="t-r", reason="no other encoder"))
+    with within(SOON_S):
+        pd.step_until(given_up(pd, "r"))
+    router.close()
+    assert all_free(pd)
+    assert_serves(encode, pd)
+
+
+# -- leases --------------------------------------------------------------------------------------
+
+
+def test_a_producer_slower_than_its_lease_is_given_up_and_its_slot_comes_back(
+    route: Route, encode: Encode, pd: PrefillSide, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert_serves(encode, pd, "before")
+    pd.step_until(lambda: all_free(pd))
+    pd.arrive("r", "cat", 10)
+    encode.order("t-r", "cat", pd.address, (10, WIDTH))
+    encode.put_out("cat", "output('cat', 10)", LATE_US)
+    pd.step_until(lambda: pd.granted("t-r"))
+    encode.wait_until_writing()
+    with within(LEASE_S + MARGIN_S + 2.0):
+        pd.step_until(given_up(pd, "r"))
+    if route.fenced:
+        pd.step_until(lambda: all_free(pd))
+    else:
+        assert not all_free(pd), "the device may still write into the slot"
+    with within(LATE_US / 1e6 + SOON_S):
+        pd.step_until(lambda: all_free(pd))
+        encode.wait_until_ended("t-r")
+    assert pd.placed == ["before"]
+    # Of `collective` the producer may be the first to tell, because it does not wait any longer.
+    consumer_s = r"granted, but not written within 3\.0 s \(transfer\.lease_s\)"
+    producer_s = r".* did not take the item within the lease: .*; raise transfer\.lease_s"
+    either = f"(?:{consumer_s}|{producer_s})" if route.fenced else consumer_s
+    assert re.search(f"item cat by transfer t-r: {either}", caplog.text)
+    taken_back = "aborted by the consumer: the slot was taken back"
+    assert re.search(
+        f"transfer t-r ended: (?:{taken_back}|aborted by the consumer: {either}|{producer_s})",
+        encode.said(),
+    )
+    assert_serves(encode, pd)
+
+
+# -- ends that are killed ------------------------------------------------------------------------
+
+
+def test_a_producer_killed_while_its_device_writes_is_given_up_and_another_one_serves(
+    make_encode: Callable[..., Encode],
+    encode: Encode,
+    pd: PrefillSide,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    killed = make_encode()
+    assert_serves(killed, pd, "before")
+    pd.arrive("r", "cat", 10)
+    killed.order("t-r", "cat", pd.address, (10, WIDTH))
+    killed.put_out("cat", "output('cat', 10)", LATE_US)
+    pd.step_until(lambda: pd.granted("t-r"))
+    killed.wait_until_writing()
+    killed.kill()
+    with within(LEASE_S + MARGIN_S + 2.0):
+        pd.step_until(given_up(pd, "r"))
+        pd.step_until(lambda: all_free(pd))
+    assert pd.placed == ["before"]
+    assert "item cat by transfer t-r: granted, but not written within 3.0 s" in caplog.text
+    assert_serves(encode, pd)
+
+
+def test_a_consumer_killed_while_the_device_writes_ends_the_transfer_and_no_other(
+    route: Route,
+    make_encode: Callable[..., Encode],
+    make_child: Callable[..., Child],
+    pd: PrefillSide,
+    tmp_path: Path,
+) -> None:
+    life_s = 8.0
+    encode = make_encode(wait_timeout_s=life_s)
+    folder = tmp_path / "killed"
+    folder.mkdir()
+    child = make_child()
+    pool = open_pd(child, route, folder)
+    address = child.tell("pd.address").strip("'")
+    try:
+        do(child, "pd.arrive('r', 'cat', 10)")
+        encode.order("t-r", "cat", address, (10, WIDTH))
+        encode.put_out("cat", "output('cat', 10)", LATE_US // 4)
+        do(child, "pd.step_until(lambda: pd.granted('t-r'))")
+        encode.wait_until_writing()
+    finally:
+        child.kill()
+        for left in SHM_FOLDER.glob(f"{pool}*"):
+            left.unlink()
+    with within(life_s + LEASE_S):
+        encode.wait_until_ended("t-r")
+    told = encode.said()
+    if route.path == "ipc":  # The memory lives as long as somebody has it open; nobody answers.
+        assert f"not acknowledged by {address} in {life_s} s" in told
+    else:
+        assert "lost rank 0" in told or "is gone" in told
+    assert_serves(encode, pd)
+
+
+# -- devices without room ------------------------------------------------------------------------
+
+SMALL_MB = 64
+TOO_LARGE = 2 * SMALL_MB << 20
+
+
+@pytest.fixture
+def small() -> Iterator[Child]:
+    """A process whose devices have little memory."""
+    with Child(ASCEND_SIM_MEM_MB=str(SMALL_MB)) as child:
+        do(child, "from epd_portable.config.instance import InstanceConfig")
+        do(child, "from epd_portable.connector.copies import DeviceCopies")
+        do(child, "from epd_portable.connector.pool import SharedMemory")
+        do(child, "from epd_portable.connector.worker_endpoint import WorkerEndpoint")
+        do(child, "from epd_portable.runners.placer import Placement, Placer, WorkerOrders")
+        do(child, "from epd_portable.wire.descriptors import SlotDescriptor, TensorSpec")
+        do(child, "npu.set_device(1); copies = DeviceCopies(npu, 1)")
+        pool = f"epd-test-{os.getpid()}-{uuid.uuid4().hex[:12]}"
+        do(
+            child,
+            f"config = lambda **more: InstanceConfig(instance='pd', platform='npu', pool={pool!r},"
+            " **more)",
+        )
+        yield child
+    assert list(SHM_FOLDER.glob(f"{pool}*")) == []
+
+
+def test_a_pool_larger_than_the_device_is_refused_at_start_with_figures_and_what_to_do(
+    small: Child,
+) -> None:
+    with within(SOON_S):
+        told = small.tell(f"WorkerEndpoint(config(path='ipc', pool_bytes={TOO_LARGE}), copies)")
+    assert told.startswith(
+        f"CapacityError: no room for {TOO_LARGE} bytes of encoder outputs on npu device 1, which "
+        "has "
+    )
+    assert told.endswith(
+        " free: lower transfer.pool_bytes or gpu_memory_utilization, or set transfer.path to shm "
+        "or tcp, which take host memory"
+    )
+    free = int(told.partition("which has ")[2].split()[0])
+    assert 0 < free <= SMALL_MB << 20
+    do(small, "end = WorkerEndpoint(config(path='ipc', pool_bytes=1 << 20), copies)")
+    do(small, "end.close()")
+
+
+def test_an_item_for_which_the_device_has_no_room_is_an_error_with_figures_and_what_to_do(
+    small: Child,
+) -> None:
+    nbytes = 8 << 20
+    do(small, f"file = SharedMemory.create(config().pool, {nbytes})")
+    do(small, f"file.tensor(0, {nbytes}).fill_(7); None")
+    do(small, "placer = Placer(copies, WorkerEndpoint(config(path='shm'), copies))")
+    do(
+        small,
+        "orders = WorkerOrders(placements=[Placement(mm_hash='cat', in_device_memory=False, "
+        f"slot=SlotDescriptor(pool='', offset=0, nbytes={nbytes}, generation=1), "
+        f"tensor=TensorSpec(shape=({nbytes // 4}, 1), dtype='float32'))])",
+    )
+    do(small, f"others = [torch.empty({nbytes}, dtype=torch.uint8, device='npu:1')]")
+    do(
+        small,
+        f"while npu.memory_info(1).free_bytes >= {nbytes}:\n    others.append(others[0].clone())",
+    )
+    do(small, "cache = {}")
+    with within(SOON_S):
+        told = small.tell("placer.carry_out(orders, cache)")
+    assert told.startswith(
+        f"CapacityError: no room for item cat of {nbytes} bytes ({nbytes} in this step) on npu "
+        "device 1, which has "
+    )
+    assert "lower gpu_memory_utilization" in told
+    assert small.tell("cache") == "{}"
+    do(small, "others.clear()")
+    do(small, "placer.carry_out(orders, cache)")
+    assert small.tell("cache['cat'].view(torch.uint8).eq(7).all().item()") == "True"
+    do(small, "file.unlink()")
+
+
+# -- an instance with two ranks ------------------------------------------------------------------
+
+THREE = {"ASCEND_SIM_DEVICES": "3"}
+
+
+def test_a_second_rank_on_a_device_of_its_own_places_what_a_third_device_wrote(
+    route: Route,
+    make_encode: Callable[..., Encode],
+    make_child: Callable[..., Child],
+    tmp_path: Path,
+) -> None:
+    encode, first, second = make_encode(**THREE), make_child(**THREE), make_child(**THREE)
+    pool = open_pd(first, route, tmp_path)
+    do(first, "pd.step = pd.receiver.tick")
+    do(first, "pd.arrive('r', 'cat', 300)")
+    encode.order("t-r", "cat", first.tell("pd.address").strip("'"), (300, WIDTH))
+    encode.put_out("cat", "output('cat', 300)")
+    do(first, "pd.step_until(lambda: pd.receiver._orders._placements)")
+    do(first, "orders = pd.receiver.take_orders([], computes=True)")
+
+    do(second, "from tests.integration.transfer.encode_side import output")
+    do(second, "from epd_portable.config.instance import InstanceConfig")
+    do(second, "from epd_portable.connector.copies import DeviceCopies")
+    do(second, "from epd_portable.connector.worker_endpoint import WorkerEndpoint")
+    do(second, "from epd_portable.runners.placer import Placement, Placer, WorkerOrders")
+    do(second, "from epd_portable.wire.descriptors import SlotDescriptor, TensorSpec")
+    do(second, "npu.set_device(2); copies = DeviceCopies(npu, 2)")
+    do(
+        second,
+        f"config = InstanceConfig(instance='pd', platform='npu', path={route.path!r}, "
+        f"pool={pool!r})",
+    )
+    do(second, "end = WorkerEndpoint(config, copies, rank=1)")
+    do(second, "cache = {}")
+    do(second, f"Placer(copies, end).carry_out({first.tell('orders')}, cache)")
+    assert second.tell("str(cache['cat'].device)") == "'npu:2'"
+    assert second.tell("torch.equal(cache['cat'].cpu(), output('cat', 300))") == "True"
+
+    do(first, "pd.placer.carry_out(orders, pd.encoder_cache); pd.receiver.step_done()")
+    assert first.tell("str(pd.encoder_cache['cat'].device)") == "'npu:1'"
+    assert first.tell("torch.equal(pd.encoder_cache['cat'].cpu(), output('cat', 300))") == ("True")
+    do(second, "end.close()")
+    do(first, "pd.receiver.close(); pd.endpoint.close()")
