@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from epd_portable.errors import ConfigError
 
@@ -53,6 +53,19 @@ def _log_level(text: str) -> str:
     return level
 
 
+def _at_least_one(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError("expected 1 or more")
+    return number
+
+
+def _yes_or_no(text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ValueError("expected 0 or 1")
+    return text == "1"
+
+
 EPD_PLATFORM = Variable(
     name="EPD_PLATFORM",
     default="",
@@ -77,6 +90,19 @@ EPD_INSTANCE = Variable(
     parse=str,
     meaning="Name of the instance this process belongs to, for logs and traces.",
 )
+EPD_METRICS_DIR = Variable(
+    name="EPD_METRICS_DIR",
+    default="",
+    parse=str,
+    meaning="Set in the first process of an engine: folder by which the others bring what they "
+    "count to its /metrics.",
+)
+EPD_SECRET_FILE = Variable(
+    name="EPD_SECRET_FILE",
+    default="",
+    parse=str,
+    meaning="Secret file for epd-launch join, leave and instances, as their --secret-file.",
+)
 EPD_RUN_ID = Variable(
     name="EPD_RUN_ID",
     default="",
@@ -84,10 +110,34 @@ EPD_RUN_ID = Variable(
     meaning="Set by epd-launch in every process that it starts, so that it can find and end them.",
 )
 
-TABLE: tuple[Variable[str], ...] = (
+EPD_MAX_QUEUED_ITEMS = Variable(
+    name="EPD_MAX_QUEUED_ITEMS",
+    default=256,
+    parse=_at_least_one,
+    meaning="Media items that an encode instance queues; set by epd-launch from the topology.",
+)
+EPD_MAX_QUEUED_BYTES = Variable(
+    name="EPD_MAX_QUEUED_BYTES",
+    default=512 << 20,
+    parse=_at_least_one,
+    meaning="Bytes of requests that an encode instance queues; set by epd-launch.",
+)
+EPD_PAYLOAD_DIGEST = Variable(
+    name="EPD_PAYLOAD_DIGEST",
+    default=False,
+    parse=_yes_or_no,
+    meaning="1 on encode instances sends a digest with every item, which its receivers check.",
+)
+
+TABLE: tuple[Variable[Any], ...] = (
     EPD_PLATFORM,
     EPD_LOG_LEVEL,
     EPD_TRACE_DIR,
     EPD_INSTANCE,
+    EPD_METRICS_DIR,
+    EPD_SECRET_FILE,
     EPD_RUN_ID,
+    EPD_MAX_QUEUED_ITEMS,
+    EPD_MAX_QUEUED_BYTES,
+    EPD_PAYLOAD_DIGEST,
 )

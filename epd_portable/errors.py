@@ -16,6 +16,7 @@
     │   ├── TransportTimeoutError
     │   ├── LeaseExpiredError            the consumer took the slot back
     │   ├── PeerLostError                the other end is gone
+    │   ├── CorruptPayloadError          the bytes that arrived are not those that were sent
     │   └── NoCommonPathError            no transfer path that both ends have
     ├── CapacityError                something bounded is full; waiting may help
     ├── MeasurementError             a measurement could not be made, or not of what was asked for
@@ -82,6 +83,10 @@ class LeaseExpiredError(TransportError):
 
 class PeerLostError(TransportError):
     """The other end of a transfer is gone."""
+
+
+class CorruptPayloadError(TransportError):
+    """The bytes that arrived are not those that were sent."""
 
 
 class NoCommonPathError(TransportError):

@@ -8,8 +8,8 @@ import os
 import sys
 import threading
 import time
+from io import RawIOBase
 from pathlib import Path
-from typing import TextIO
 
 from epd_portable import envs
 
@@ -40,15 +40,16 @@ class EventTrace:
     """Appends events to ``<folder>/<instance>-<pid>.jsonl``; safe from several threads.
 
     Each line holds ``event``, ``t_s`` (``time.monotonic``: comparable between the processes of one
-    host), ``pid``, ``instance`` and the event's own fields. A line is written and flushed whole, so
-    a killed process leaves only complete lines.
+    host), ``pid``, ``instance`` and the event's own fields. A line is written in one piece, so a
+    killed process leaves only complete lines. A disk that is full ends the trace, with a warning,
+    and nothing else.
     """
 
     def __init__(self, folder: str, instance: str) -> None:
         self._folder = folder
         self._instance = instance
         self._lock = threading.Lock()
-        self._file: TextIO | None = None
+        self._file: RawIOBase | None = None
         self._pid = 0
 
     def __call__(self, event: str, **fields: object) -> None:
@@ -62,18 +63,25 @@ class EventTrace:
             "instance": self._instance,
             **fields,
         }
-        line = json.dumps(record) + "\n"
+        line = json.dumps(record).encode() + b"\n"
         with self._lock:
-            self._open().write(line)
-            self._open().flush()
+            if not self._folder:
+                return
+            try:
+                self._open().write(line)
+            except OSError as error:
+                logging.getLogger(ROOT).warning(
+                    "EPD_TRACE_DIR=%s: %s; this process writes no more events", self._folder, error
+                )
+                self._folder = ""
 
-    def _open(self) -> TextIO:
+    def _open(self) -> RawIOBase:
         if self._file is None or self._pid != os.getpid():
             self._pid = os.getpid()
             Path(self._folder).mkdir(parents=True, exist_ok=True)
             name = f"{self._instance or 'process'}-{self._pid}.jsonl"
             # Stays open as long as the process.
-            self._file = Path(self._folder, name).open("a", encoding="utf-8")  # noqa: SIM115
+            self._file = Path(self._folder, name).open("ab", buffering=0)  # noqa: SIM115
         return self._file
 
 

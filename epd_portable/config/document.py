@@ -10,6 +10,9 @@ import yaml
 from epd_portable.errors import ConfigError
 
 _DEEPEST = 32
+_LONGEST_NUMBER = 200
+MAX_VALUES = 20_000
+"""Values of one document, each counted as often as aliases repeat it."""
 
 KeyPath = tuple[str | int, ...]
 
@@ -70,19 +73,11 @@ def read_yaml(text: str) -> Document:
     Raises:
         ConfigError: Not YAML, not a mapping, a key that is no text, or a key written twice.
     """
-    try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        raise ConfigError(f"not valid YAML: {where}{error.problem}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"not valid YAML: {error}") from error
+    node = _compose(text)
     if not isinstance(node, yaml.MappingNode):
-        raise ConfigError("the file must hold a mapping with a 'model' key at its top")
-    document = Document()
-    document.data = _read_node(node, (), document.places, yaml.SafeLoader(""))
-    return document
+        raise ConfigError("the file must hold a mapping of keys and values at its top")
+    reader = _Reader()
+    return Document(data=reader.read(node, ()), places=reader.places)
 
 
 def read_override(assignment: str, *, option: str = "--set") -> Document:
@@ -96,9 +91,10 @@ def read_override(assignment: str, *, option: str = "--set") -> Document:
     if not equals or not all(parts):
         raise ConfigError(f"{option} {assignment!r}: write it as key.subkey=value")
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{option} {assignment!r}: the value is not valid YAML") from error
+        node = _compose(text)
+        value = None if node is None else _Reader().read(node, ())
+    except ConfigError as error:
+        raise ConfigError(f"{option} {assignment!r}: {error}") from error
     document = Document()
     level = document.data
     for depth, part in enumerate(parts, start=1):
@@ -109,42 +105,78 @@ def read_override(assignment: str, *, option: str = "--set") -> Document:
     return document
 
 
-def _read_node(
-    node: yaml.Node, path: KeyPath, places: dict[KeyPath, Place], loader: yaml.SafeLoader
-) -> Any:
-    if len(path) > _DEEPEST:
-        raise ConfigError(f"{_line(node)}: nested more than {_DEEPEST} deep, or refers to itself")
-    if isinstance(node, yaml.MappingNode):
+def _compose(text: str) -> yaml.Node | None:
+    try:
+        node: yaml.Node | None = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        raise ConfigError(f"not valid YAML: {where}{error.problem}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"not valid YAML: {error}") from error
+    except (ValueError, OverflowError) as error:  # For example an escape beyond Unicode.
+        raise ConfigError(f"not valid YAML: {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"not read: nested more than {_DEEPEST} deep") from error
+    return node
+
+
+class _Reader:
+    """Turns nodes into plain data, within limits that aliases cannot evade."""
+
+    def __init__(self) -> None:
+        self.places: dict[KeyPath, Place] = {}
+        self._loader = yaml.SafeLoader("")
+        self._count = 0
+
+    def read(self, node: yaml.Node, path: KeyPath) -> Any:
+        """Return what a node says; keys of mappings are noted in `places`."""
+        if len(path) > _DEEPEST:
+            raise ConfigError(
+                f"{_line(node)}: nested more than {_DEEPEST} deep, or refers to itself"
+            )
+        self._count += 1
+        if self._count > MAX_VALUES:
+            raise ConfigError(
+                f"{_line(node)}: more than {MAX_VALUES} values; write less, and repeat less by "
+                "aliases (*name)"
+            )
+        if isinstance(node, yaml.MappingNode):
+            return self._mapping(node, path)
+        if isinstance(node, yaml.SequenceNode):
+            return [self.read(item, (*path, index)) for index, item in enumerate(node.value)]
+        return self._scalar(node)
+
+    def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
         result: dict[str, Any] = {}
         for key_node, value_node in node.value:
-            key = _read_scalar(key_node, loader)
+            key = self._scalar(key_node) if isinstance(key_node, yaml.ScalarNode) else None
             if not isinstance(key, str):
                 under = dotted(path) or "the top"
+                shown = repr(key) if isinstance(key_node, yaml.ScalarNode) else "of several values"
                 raise ConfigError(
-                    f"{_line(key_node)}: key {key!r} under {under} is not text; put it in quotes"
+                    f"{_line(key_node)}: key {shown} under {under} is not text; put it in quotes"
                 )
             here = (*path, key)
             if key in result:
                 raise ConfigError(f"{_line(key_node)}: {dotted(here)} is written twice; keep one")
-            places[here] = Place(key=dotted(here), where=_line(key_node))
-            result[key] = _read_node(value_node, here, places, loader)
+            self.places[here] = Place(key=dotted(here), where=_line(key_node))
+            result[key] = self.read(value_node, here)
         return result
-    if isinstance(node, yaml.SequenceNode):
-        return [
-            _read_node(item, (*path, index), places, loader)
-            for index, item in enumerate(node.value)
-        ]
-    return _read_scalar(node, loader)
 
-
-def _read_scalar(node: yaml.Node, loader: yaml.SafeLoader) -> Any:
-    if node.tag == "tag:yaml.org,2002:merge":
-        raise ConfigError(f"{_line(node)}: merge keys (<<) are not read; write the keys out")
-    try:
-        return loader.construct_object(node, deep=True)
-    except (yaml.constructor.ConstructorError, ValueError) as error:
-        problem = getattr(error, "problem", None) or error
-        raise ConfigError(f"{_line(node)}: {node.value!r}: {problem}") from error
+    def _scalar(self, node: yaml.Node) -> Any:
+        if node.tag == "tag:yaml.org,2002:merge":
+            raise ConfigError(f"{_line(node)}: merge keys (<<) are not read; write the keys out")
+        if node.tag != "tag:yaml.org,2002:str" and len(node.value) > _LONGEST_NUMBER:
+            raise ConfigError(
+                f"{_line(node)}: a number or date of {len(node.value)} characters; if it is text, "
+                "put it in quotes"
+            )
+        try:
+            return self._loader.construct_object(node, deep=True)
+        except (yaml.constructor.ConstructorError, ValueError, OverflowError) as error:
+            problem = getattr(error, "problem", None) or error
+            raise ConfigError(f"{_line(node)}: {node.value!r}: {problem}") from error
 
 
 def _line(node: yaml.Node) -> str:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from epd_portable.config.problems import in_one_line
 from epd_portable.errors import ConfigError
 
 PlatformName = Literal["cuda", "npu", "cpu"]
@@ -27,7 +28,12 @@ class InstanceConfig(BaseModel):
         pool_bytes: Size of that pool.
         path: Transfer path asked for, or ``auto``.
         wait_timeout_s: Longest wait of a request for one item.
+        preallocation: Whether announced items get room with their request, or before it.
         lease_s: Longest time from a grant to the end of its write.
+        host: Address of this machine on which a PD instance listens; off the loopback it needs a
+            secret.
+        secret_file: File with the deployment's secret; empty for none.
+        trusted_network: Items may leave the host unencrypted, by paths that cannot encrypt.
         can_encode: Whether the PD instance holds the vision tower and may encode by itself.
     """
 
@@ -41,8 +47,12 @@ class InstanceConfig(BaseModel):
     pool: str = ""
     pool_bytes: int = Field(default=0, ge=0)
     path: str = "auto"
+    preallocation: Literal["sync", "async"] = "sync"
     wait_timeout_s: float = Field(default=30.0, gt=0)
     lease_s: float = Field(default=10.0, gt=0)
+    host: str = "127.0.0.1"
+    secret_file: str = ""
+    trusted_network: bool = False
     can_encode: bool = True
 
     @classmethod
@@ -55,8 +65,4 @@ class InstanceConfig(BaseModel):
         try:
             return cls.model_validate(raw)
         except ValidationError as error:
-            problems = "; ".join(
-                f"{'.'.join(map(str, item['loc'])) or 'value'}: {item['msg']}"
-                for item in error.errors()
-            )
-            raise ConfigError(f"ec_connector_extra_config: {problems}") from error
+            raise ConfigError(f"ec_connector_extra_config: {in_one_line(error)}") from error

@@ -7,27 +7,22 @@ platform loads on all.
 
 from __future__ import annotations
 
-import difflib
 import typing
 from collections.abc import Sequence
 from pathlib import Path
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
-from epd_portable.config.document import (
-    Document,
-    KeyPath,
-    dotted,
-    read_override,
-    read_yaml,
-)
+from epd_portable.config.document import Document, KeyPath, read_override, read_yaml
 from epd_portable.config.instance import PlatformName
+from epd_portable.config.problems import all_problems, explain, read_text
 from epd_portable.config.schema import Topology
 from epd_portable.errors import ConfigError
 
 PLATFORMS: tuple[PlatformName, ...] = typing.get_args(PlatformName)
 OVERLAYS = "platform"
-NOT_SUPPORTED = {
+MISSING: dict[KeyPath, str] = {("model",): "; give a Hugging Face id, a folder or 'demo'"}
+NOT_SUPPORTED: dict[KeyPath, str] = {
     ("instances", role): "splitting prefill from decode is not supported yet by this version; "
     "use instances.prefill_decode"
     for role in ("prefill", "decode")
@@ -45,12 +40,7 @@ def load_topology(path: Path, platform: PlatformName, *, overrides: Sequence[str
     Raises:
         ConfigError: The file cannot be read, or it lists every problem of its content.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise ConfigError(f"configuration file {path}: {reason}") from error
-    return parse_topology(text, platform, overrides=overrides, source=str(path))
+    return parse_topology(read_text(path), platform, overrides=overrides, source=str(path))
 
 
 def parse_topology(
@@ -75,14 +65,19 @@ def parse_topology(
         try:
             candidate = Topology.model_validate(merged.data)
         except ValidationError as error:
-            problems += _explain(error, merged)
+            problems += explain(
+                error,
+                merged,
+                Topology,
+                more_keys=(OVERLAYS,),
+                missing=MISSING,
+                refused=NOT_SUPPORTED,
+            )
             continue
         if name == platform:
             topology = candidate
     if problems or topology is None:
-        unique = list(dict.fromkeys(problems))
-        count = "1 problem" if len(unique) == 1 else f"{len(unique)} problems"
-        raise ConfigError(f"{source}: {count}\n" + "\n".join(f"  {line}" for line in unique))
+        raise all_problems(source, problems)
     return topology
 
 
@@ -106,44 +101,3 @@ def _split_overlays(document: Document) -> tuple[dict[PlatformName, Document], l
             overlays[name] = document.take(OVERLAYS, name)
     document.data.pop(OVERLAYS, None)
     return overlays, problems
-
-
-def _explain(error: ValidationError, document: Document) -> list[str]:
-    lines = []
-    for item in error.errors():
-        path: KeyPath = tuple(part for part in item["loc"] if part != "[key]")
-        place = document.place(path)
-        key, where = (place.key, f" ({place.where})") if place else (dotted(path), "")
-        known = _known_keys(path[:-1])
-        if path in NOT_SUPPORTED:
-            message = NOT_SUPPORTED[path]
-        elif item["type"] == "missing":
-            key, where = dotted(path), ""
-            message = "is missing" + (
-                "; give a Hugging Face id, a folder or 'demo'" if path == ("model",) else ""
-            )
-        elif item["type"] == "extra_forbidden":
-            near = difflib.get_close_matches(str(path[-1]), known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
-            message = f"unknown key; {hint}"
-        elif item["type"] == "value_error":
-            message = str(item["ctx"]["error"])
-        else:
-            got = item["input"]
-            shown = "" if isinstance(got, dict | list) else f", got {got!r}"
-            message = item["msg"][0].lower() + item["msg"][1:] + shown
-        lines.append(f"{key}{where}: {message}")
-    return lines
-
-
-def _known_keys(path: KeyPath) -> list[str]:
-    """Return the keys that the schema allows under ``path``."""
-    model: type[BaseModel] = Topology
-    for part in path:
-        field = model.model_fields.get(str(part))
-        annotation = field.annotation if field else None
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
-            return []
-        model = annotation
-    names = list(model.model_fields)
-    return [*names, OVERLAYS] if model is Topology else names

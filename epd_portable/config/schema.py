@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from typing import Annotated, Any, Literal
 
@@ -15,22 +16,37 @@ from pydantic import (
     ConfigDict,
     Field,
     JsonValue,
+    ValidationInfo,
     field_validator,
 )
+
+from epd_portable.envs import EPD_MAX_QUEUED_BYTES, EPD_MAX_QUEUED_ITEMS
 
 UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 LAUNCHER_OWNED_ARGS = {
-    "host": "instances listen on the loopback address only",
+    "host": "write launch.host, the address of this machine that instances listen on",
     "port": "ports of instances are chosen by the launcher; the public one is router.port",
     "model": "write the model at the top of the file",
     "served_model_name": "write served_model_name at the top of the file",
     "tensor_parallel_size": "write tensor_parallel_size beside count in instances",
     "ec_transfer_config": "the launcher writes it; its settings are under transfer",
     "pipeline_parallel_size": "this version does not support pipeline parallelism",
+    "prefill_context_parallel_size": "this version does not support it",
     "data_parallel_size": "raise count in instances instead",
+    "config": "write the arguments into this file, where they are checked",
 }
-"""Engine arguments that the launcher writes itself, and what to do instead."""
+"""Engine arguments that the launcher writes itself or keeps out, and what to do instead.
+
+vLLM takes any unambiguous beginning of a name for the name, so these are refused too.
+"""
+
+SHORT_ARGS = {
+    "tp": "tensor_parallel_size",
+    "pp": "pipeline_parallel_size",
+    "pcp": "prefill_context_parallel_size",
+}
+"""vLLM's one-dash names of such arguments; those of data parallelism all begin with ``dp``."""
 
 
 def parse_size(value: Any) -> Any:
@@ -47,13 +63,34 @@ def parse_size(value: Any) -> Any:
     return int(float(match[1]) * UNITS[match[2]])
 
 
+def _owned(name: str) -> str | None:
+    """Return the name in `LAUNCHER_OWNED_ARGS` that an argument means, however it is written."""
+    plain = re.split(r"[.=\s]", name.strip(" -").lower().replace("-", "_"), maxsplit=1)[0]
+    if plain.startswith(("data_parallel_", "dp")):
+        return "data_parallel_size"
+    plain = SHORT_ARGS.get(plain, plain)
+    return next((owned for owned in LAUNCHER_OWNED_ARGS if plain and owned.startswith(plain)), None)
+
+
 def _check_engine_arg_name(name: str) -> str:
-    if reason := LAUNCHER_OWNED_ARGS.get(name.replace("-", "_")):
-        raise ValueError(f"{name} cannot be set here: {reason}")
+    if owned := _owned(name):
+        raise ValueError(f"{name} cannot be set here: {LAUNCHER_OWNED_ARGS[owned]}")
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         wanted = re.sub(r"[^a-z0-9]+", "_", name.lower().strip("-"))
         raise ValueError(f"write {wanted}: names of engine arguments have underscores, no dashes")
     return name
+
+
+def _check_host(host: str) -> str:
+    try:
+        address = ipaddress.IPv4Address(host)
+    except ValueError:
+        raise ValueError(f"{host!r} is no IPv4 address; write one of this machine") from None
+    if address.is_unspecified:
+        raise ValueError(
+            f"{host} is every address; write the one that others reach this machine by"
+        )
+    return host
 
 
 def _device(value: Any) -> Any:
@@ -95,15 +132,40 @@ class InstanceGroup(_Section):
     devices: Annotated[list[Device], Field(min_length=1)] | None = None
 
 
+class EncodeGroup(InstanceGroup):
+    """All encode instances.
+
+    Attributes:
+        max_queued_items: Items that one instance has queued or in work; more are answered 429.
+            The default is what an encoder of ten items a second works off within
+            ``transfer.wait_timeout_s``: what waits longer is encoded elsewhere anyway.
+        max_queued_bytes: The same for the bytes of their requests. The default holds eight of the
+            largest bodies that the router passes on.
+    """
+
+    max_queued_items: Annotated[int, Field(ge=1)] = EPD_MAX_QUEUED_ITEMS.default
+    max_queued_bytes: Annotated[Size, Field(ge=1024)] = EPD_MAX_QUEUED_BYTES.default
+
+
+class PrefillDecodeGroup(InstanceGroup):
+    """All prefill-decode instances.
+
+    Attributes:
+        encoder: Whether they hold the encoder, too, for items that nobody else encodes.
+    """
+
+    encoder: bool = True
+
+
 class Instances(_Section):
     """The instances of the topology, by role."""
 
-    encode: InstanceGroup = InstanceGroup()
-    prefill_decode: InstanceGroup = InstanceGroup()
+    encode: EncodeGroup = EncodeGroup()
+    prefill_decode: PrefillDecodeGroup = PrefillDecodeGroup()
 
     @field_validator("encode")
     @classmethod
-    def _encoders_are_not_split(cls, group: InstanceGroup) -> InstanceGroup:
+    def _encoders_are_not_split(cls, group: EncodeGroup) -> EncodeGroup:
         if group.tensor_parallel_size > 1:
             raise ValueError(
                 f"tensor_parallel_size of an encode instance must be 1, got "
@@ -117,15 +179,24 @@ class Transfer(_Section):
 
     Attributes:
         path: One transfer path for every pair, or ``auto`` for the best that both ends have.
-        pool_bytes: Receive pool of each prefill-decode instance.
+        media: What prefill-decode instances get of an item: its ``media`` at the same time as the
+            encoder (``concurrent``), or what the encoder says of it (``metadata``).
+        pool_bytes: Receive pool of each prefill-decode instance; also the size of its pool in
+            device memory, where a path writes there.
+        preallocation: Whether an announced item gets room once its request is known (``sync``) or
+            before it as well, as long as no request waits for room (``async``).
         wait_timeout_s: Longest wait of a request for one item.
         lease_s: Longest time from a grant to the end of its write.
+        trusted_network: Items may leave the host by paths that do not encrypt.
     """
 
-    path: Literal["auto", "shm", "tcp"] = "auto"
+    path: Literal["auto", "shm", "tcp", "ipc", "collective"] = "auto"
+    media: Literal["concurrent", "metadata"] = "concurrent"
     pool_bytes: Annotated[Size, Field(ge=4 << 10)] = 1 << 30
+    preallocation: Literal["sync", "async"] = "sync"
     wait_timeout_s: Seconds = 30.0
     lease_s: Seconds = 10.0
+    trusted_network: bool = False
 
 
 class Router(_Section):
@@ -135,9 +206,10 @@ class Router(_Section):
         host: Address to listen on.
         port: Port to listen on.
         max_body_bytes: Larger request bodies are refused with 413.
-        max_media_items: Requests with more images are refused with 400.
+        max_media_items: Requests with more images, videos and audio clips are refused with 400.
         encode_timeout_s: Longest time one encode job may take.
         idle_timeout_s: Longest silence of a prefill-decode instance before a request is given up.
+        forget_after_s: An instance that joined and is not healthy for this long is forgotten.
     """
 
     host: str = "127.0.0.1"
@@ -146,6 +218,7 @@ class Router(_Section):
     max_media_items: Annotated[int, Field(ge=1)] = 64
     encode_timeout_s: Seconds = 60.0
     idle_timeout_s: Seconds = 600.0
+    forget_after_s: Seconds = 600.0
 
 
 class Restart(_Section):
@@ -166,12 +239,16 @@ class Launch(_Section):
     """How the launcher starts and stops processes.
 
     Attributes:
+        host: IPv4 address of this machine on which instances listen: HTTP, control and data. Off
+            the loopback it needs ``secret_file``.
         startup_timeout_s: Every process must be healthy within this time of its start.
         stop_grace_s: Time between asking processes to end and killing them.
         restart: Back-off of restarts.
-        warm_up: Send every instance its first requests before calling the topology ready.
+        warm_up: Send every instance its first requests, and an item over every pair, before it gets
+            those of clients.
     """
 
+    host: Annotated[str, AfterValidator(_check_host)] = "127.0.0.1"
     warm_up: bool = True
     startup_timeout_s: Seconds = 600.0
     stop_grace_s: Seconds = 15.0
@@ -183,6 +260,7 @@ class Topology(_Section):
 
     Attributes:
         model: Hugging Face id, folder, or ``demo`` for the bundled model.
+        secret_file: File with the secret of the deployment; with it instances can join the router.
         served_model_name: Name that clients use; by default the id, or the folder's last part.
         instances: Engine instances by role.
         transfer: How encoder outputs travel.
@@ -194,9 +272,21 @@ class Topology(_Section):
 
     model: Annotated[str, Field(min_length=1)]
     served_model_name: Annotated[str, Field(min_length=1)] | None = None
+    secret_file: Annotated[str, Field(min_length=1)] | None = None
     instances: Instances = Instances()
-    transfer: Transfer = Transfer()
+    transfer: Annotated[Transfer, Field(validate_default=True)] = Transfer()
     router: Router = Router()
     launch: Launch = Launch()
     engine_args: EngineArgs = Field(default_factory=dict)
     env: Environment = Field(default_factory=dict)
+
+    @field_validator("transfer")
+    @classmethod
+    def _media_go_where_an_encoder_is(cls, transfer: Transfer, info: ValidationInfo) -> Transfer:
+        instances: Instances | None = info.data.get("instances")
+        if instances is None or instances.prefill_decode.encoder or transfer.media == "metadata":
+            return transfer
+        raise ValueError(
+            f"media is {transfer.media}, and instances.prefill_decode.encoder is false: media are "
+            "of no use there; set transfer.media to metadata"
+        )

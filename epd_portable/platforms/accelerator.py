@@ -10,16 +10,18 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.multiprocessing import reductions
 
 from epd_portable.errors import PlatformError, PlatformUnavailableError
 from epd_portable.platforms.base import DeviceEvent, MemoryInfo, Platform, ShareHandle
+from epd_portable.platforms.checks import check_address, check_nbytes
 from epd_portable.platforms.collectives import CollectiveGroup, Rendezvous
-from epd_portable.platforms.collectives_torch import (
-    DataBackend,
-    Store,
-    TorchCollectiveGroup,
-)
+from epd_portable.platforms.collectives_device import DataBackend
+from epd_portable.platforms.collectives_torch import DeviceSide, TorchCollectiveGroup
+from epd_portable.platforms.collectives_turns import Turns
+
+_environment_lock = threading.Lock()
 
 
 class StreamEvent(DeviceEvent):
@@ -30,7 +32,10 @@ class StreamEvent(DeviceEvent):
 
     def wait(self) -> None:
         """Make the current stream wait."""
-        self._event.wait()
+        try:
+            self._event.wait()
+        except RuntimeError as error:
+            raise PlatformError(f"cannot wait for device work: {error}") from error
 
     def done(self) -> bool:
         """Ask the device."""
@@ -46,9 +51,13 @@ class AcceleratorPlatform(Platform):
     Subclasses name the runtime and supply what the two runtimes do differently.
     """
 
+    _turns: Turns | None = None
+    """For a collective library that can make only one communicator at a time in a process."""
+
     def __init__(self) -> None:
         self._copy_streams: dict[int, Any] = {}
-        self._streams_lock = threading.Lock()
+        self._pinned: dict[int, int] = {}
+        self._lock = threading.Lock()
 
     @property
     @abstractmethod
@@ -62,6 +71,18 @@ class AcceleratorPlatform(Platform):
     @abstractmethod
     def _data_backend(self, store: Store, rank: int, size: int) -> DataBackend:
         """Make the backend that moves device tensors."""
+
+    @abstractmethod
+    def _register_host(self, address: int, nbytes: int) -> None:
+        """Page-lock a range; :meth:`pin_host` has checked it."""
+
+    @abstractmethod
+    def _unregister_host(self, address: int) -> None:
+        """Undo :meth:`_register_host`."""
+
+    @abstractmethod
+    def _release_counter(self, ref_counter: bytes, offset: int) -> None:
+        """Count one opener of shared memory as gone."""
 
     @abstractmethod
     def _rebuild(self, arguments: tuple[Any, ...]) -> torch.Tensor:
@@ -107,7 +128,7 @@ class AcceleratorPlatform(Platform):
     def stream(self, index: int) -> AbstractContextManager[object]:
         """Return a context on the device's copy stream."""
         device = self.device(index)
-        with self._translated(f"make a stream on {device}"), self._streams_lock:
+        with self._translated(f"make a stream on {device}"), self._lock:
             if index not in self._copy_streams:
                 self._copy_streams[index] = self._runtime.Stream(device=device)
             stream = self._copy_streams[index]
@@ -120,6 +141,39 @@ class AcceleratorPlatform(Platform):
             event = self._runtime.Event()
             event.record()
         return StreamEvent(event)
+
+    def adopt(self, tensor: torch.Tensor) -> None:
+        """Tell the caching allocator that the current stream uses the memory too."""
+        with self._translated("hand memory to the current stream"):
+            tensor.record_stream(self._runtime.current_stream(tensor.device))
+
+    def pin_host(self, address: int, nbytes: int) -> None:
+        """Register the range; the runtimes disagree on overlaps, so those are found here."""
+        check_address(address)
+        check_nbytes(nbytes)
+        with self._lock:
+            for start, size in self._pinned.items():
+                if start < address + nbytes and address < start + size:
+                    raise PlatformError(
+                        f"{self.name}: {nbytes} bytes at {address:#x} overlap the {size} bytes at "
+                        f"{start:#x}, which are pinned already; unpin those first"
+                    )
+            with self._translated(f"pin {nbytes} bytes at {address:#x}"):
+                self._register_host(address, nbytes)
+            self._pinned[address] = nbytes
+
+    def unpin_host(self, address: int) -> None:
+        """Unregister the range that starts at ``address``."""
+        check_address(address)
+        with self._lock:
+            if address not in self._pinned:
+                raise PlatformError(
+                    f"{self.name}: nothing is pinned at {address:#x}; pass the start of a range "
+                    "that pin_host() took"
+                )
+            with self._translated(f"unpin {address:#x}"):
+                self._unregister_host(address)
+            del self._pinned[address]
 
     def can_access_peer(self, index: int, peer: int) -> bool:
         """Ask the runtime."""
@@ -140,6 +194,10 @@ class AcceleratorPlatform(Platform):
             arguments[:10]
         )
         (_, ref_counter, ref_counter_offset, event, event_sync_required) = arguments[10:]
+        with self._translated(f"share memory of {tensor.device}"):
+            # torch would keep the memory until an opener says that it let go; one that was killed,
+            # or that never came, does not say so.
+            self._release_counter(ref_counter, ref_counter_offset)
         return ShareHandle(
             device_type=self.device_type,
             device_uuid=self._uuid(index),
@@ -188,12 +246,21 @@ class AcceleratorPlatform(Platform):
     def new_group(self, rendezvous: Rendezvous, *, index: int, timeout_s: float) -> CollectiveGroup:
         """Join a group that moves device tensors by the platform's own backend."""
         self.set_device(index)
+        device = self.device(index)
         return TorchCollectiveGroup(
             rendezvous,
-            device=self.device(index),
+            device=device,
             timeout_s=timeout_s,
-            make_data_backend=self._data_backend,
+            device_side=DeviceSide(
+                make_backend=self._data_backend,
+                use_device=lambda: self._runtime.set_device(device),
+                on_failure=self._group_failed,
+                turns=self._turns,
+            ),
         )
+
+    def _group_failed(self) -> None:
+        """A group of this process lost its peer, or was late, while a tensor moved."""
 
     @contextmanager
     def _translated(self, attempt: str) -> Iterator[None]:
@@ -207,9 +274,26 @@ class AcceleratorPlatform(Platform):
         with self._runtime.device(index):
             return str(getattr(self._runtime.get_device_properties(index), "uuid", ""))
 
-    def _visible_index(self, uuid: str) -> int | None:
-        """Return the index under which this process sees a physical device."""
-        for index in range(self.device_count()):
-            if uuid and self._uuid(index) == uuid:
-                return index
-        return None
+
+@contextmanager
+def errors_spare_the_process(*variables: str) -> Iterator[None]:
+    """Make a backend that, when its peer dies, drops its communicators and not the process.
+
+    The mode is read from the environment when the backend is made; 2 is ``CleanUpOnly``. The
+    engine's groups keep the mode that they were made with.
+
+    Args:
+        variables: What the backend calls the mode.
+    """
+    # Without it, one of two threads would take the other's setting for the one to restore.
+    with _environment_lock:
+        before = {name: os.environ.get(name) for name in variables}
+        os.environ.update(dict.fromkeys(variables, "2"))
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value

@@ -96,7 +96,7 @@ class ShareHandle(msgspec.Struct, frozen=True, kw_only=True):
         """
         try:
             return msgspec.msgpack.decode(data, type=cls)
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise ProtocolError(f"{len(data)} bytes are no share handle: {error}") from error
 
 
@@ -224,6 +224,18 @@ class Platform(ABC):
         """Return an event behind the work queued so far on the current device's current stream."""
 
     @abstractmethod
+    def adopt(self, tensor: torch.Tensor) -> None:
+        """Hand memory that was allocated on the copy stream to the current stream.
+
+        The memory is given to nobody else before work queued on the current stream up to the end of
+        the tensor's life is complete. Orders nothing: the current stream must wait for the event of
+        the copy by itself.
+
+        Args:
+            tensor: Allocated in a :meth:`stream` block of its device.
+        """
+
+    @abstractmethod
     def pin_host(self, address: int, nbytes: int) -> None:
         """Page-lock host memory that torch did not allocate, so that copies do not block.
 
@@ -256,10 +268,15 @@ class Platform(ABC):
 
     @abstractmethod
     def share_tensor(self, tensor: torch.Tensor) -> ShareHandle:
-        """Make a device tensor openable by other processes of this host.
+        """Make a device tensor openable by other processes of this host, any number of them.
+
+        Does not wait for work that fills the tensor: synchronise first where the content matters.
+        A call costs the storage a little for the rest of its life, so share a slab once rather than
+        each of its parts.
 
         Args:
-            tensor: Contiguous, on a device of this platform. The caller keeps it alive.
+            tensor: Contiguous, on a device of this platform. The caller keeps it alive until the
+                last opener has let go; openers do not keep it.
 
         Raises:
             UnsupportedError: The platform has no device memory to share.
@@ -269,6 +286,10 @@ class Platform(ABC):
     @abstractmethod
     def open_tensor(self, handle: ShareHandle) -> torch.Tensor:
         """Return a tensor over the memory that another process shared; both may write it.
+
+        May be called again with the same handle. The tensor counts as one of the device that the
+        memory is on, or, where the runtime opens memory of a peer under any device, of the current
+        one: then copies from and to it are as asynchronous as within that device.
 
         Raises:
             UnsupportedError: The platform has no device memory to share, or this process may not

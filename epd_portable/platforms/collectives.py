@@ -39,8 +39,9 @@ class CollectiveGroup(ABC):
     """Two or more ranks that exchange tensors by calls that match.
 
     Every call blocks until this rank's part is complete, device work included: afterwards any
-    stream may use or overwrite the tensor. Calls of a rank come one at a time; :meth:`close` may
-    come from any thread.
+    stream may use or overwrite the tensor. Calls of a rank come one at a time, from any thread, and
+    make :attr:`device` that thread's current device; :meth:`close` may come from any thread at any
+    time.
 
     A tensor is contiguous, not empty, of at most 8 dimensions and on :attr:`device`. Both ends must
     agree on shape and dtype: if they do not, both get ``ValueError``, nothing was moved, and the

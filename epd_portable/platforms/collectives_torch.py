@@ -1,55 +1,67 @@
 """Groups over torch.distributed, made and torn down at run time.
 
 They do not touch torch's default process group, so they live beside the engine's own groups.
-Words travel over gloo on every platform; tensors over gloo on CPU, and over the platform's own
-backend elsewhere.
+Words travel over gloo on every platform; tensors over gloo on CPU, and over the links of
+:mod:`.collectives_device` elsewhere.
 """
 
 from __future__ import annotations
 
 import socket
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.distributed import (  # type: ignore[attr-defined]
     PrefixStore,
     ProcessGroupGloo,
-    Store,
     TCPStore,
 )
 
-from epd_portable.errors import PeerLostError, PlatformError, TransportError, TransportTimeoutError
+from epd_portable.errors import (
+    EPDError,
+    PeerLostError,
+    PlatformError,
+    TransportError,
+    TransportTimeoutError,
+)
 from epd_portable.platforms.collectives import Rendezvous
-from epd_portable.platforms.handshake import WORD_LENGTH, Deadline, HandshakeGroup
+from epd_portable.platforms.collectives_device import DeviceLink, MakeDataBackend, UseDevice
+from epd_portable.platforms.collectives_turns import Turns
+from epd_portable.platforms.handshake import (
+    WORD_LENGTH,
+    Deadline,
+    HandshakeGroup,
+    finish_within,
+)
 
-__all__ = ["DataBackend", "MakeDataBackend", "RendezvousHost", "Store", "TorchCollectiveGroup"]
+__all__ = ["DeviceSide", "RendezvousHost", "TorchCollectiveGroup"]
 
 _WORD_TAG = 1
 _DATA_TAG = 2
-_WORK_POLL_S = 20e-6
 _BACKLOG = 128
 
 
-class DataBackend(Protocol):
-    """A torch.distributed backend whose work completes on a device, such as NCCL or HCCL."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceSide:
+    """What a platform supplies for tensors that are not in host memory.
 
-    def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> Any:
-        """Queue a send; returns torch's ``Work``."""
+    Attributes:
+        make_backend: Makes a backend of two ranks.
+        use_device: Makes the group's device the calling thread's current one.
+        on_failure: Called when work of a group failed on the device, or was late.
+        turns: Taken to make a backend and its communicator; ``None`` where a process can make any
+            number at once.
+    """
 
-    def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> Any:
-        """Queue a receive; returns torch's ``Work``."""
-
-    def abort(self) -> None:
-        """Stop kernels that wait for a peer, and free the communicators."""
-
-
-MakeDataBackend = Callable[[Store, int, int], DataBackend]
-"""Makes a backend from a store, a rank and a size; does not talk to the peers yet."""
+    make_backend: MakeDataBackend
+    use_device: UseDevice
+    on_failure: Callable[[], None]
+    turns: Turns | None = None
 
 
 class RendezvousHost:
@@ -103,7 +115,7 @@ class TorchCollectiveGroup(HandshakeGroup):
         *,
         device: torch.device,
         timeout_s: float,
-        make_data_backend: MakeDataBackend | None = None,
+        device_side: DeviceSide | None = None,
     ) -> None:
         """Meet the other ranks.
 
@@ -111,11 +123,12 @@ class TorchCollectiveGroup(HandshakeGroup):
             rendezvous: Where, as what, and which rank this is.
             device: Where tensors are.
             timeout_s: Seconds until every rank must have joined; positive.
-            make_data_backend: Backend for tensors that are not in host memory.
+            device_side: For tensors that are not in host memory.
 
         Raises:
             TransportTimeoutError: Some rank did not join within ``timeout_s``.
-            PeerLostError: Nobody listens at the rendezvous.
+            PeerLostError: Nobody listens at the rendezvous, or a rank left while joining.
+            PlatformError: The platform has no collectives.
         """
         super().__init__(
             name=rendezvous.name, rank=rendezvous.rank, size=rendezvous.size, device=device
@@ -123,28 +136,63 @@ class TorchCollectiveGroup(HandshakeGroup):
         deadline = Deadline(timeout_s)
         local_address = _probe(rendezvous, deadline)
         with self._translated("the rendezvous", deadline):
-            store = TCPStore(
-                rendezvous.host,
-                rendezvous.port,
-                is_master=False,
-                wait_for_workers=False,
-                timeout=_delta(deadline),
-            )
-            self._gloo: Any = ProcessGroupGloo(
-                PrefixStore(f"{rendezvous.name}/words", store),
-                self.rank,
-                self.size,
-                _gloo_options(local_address, deadline),
+            # Whoever listens there may be stopped, and then answers neither of them.
+            store = finish_within(deadline, lambda: _store(rendezvous, deadline), "epd-rendezvous")
+            words = PrefixStore(f"{rendezvous.name}/words", store)
+            options = _gloo_options(local_address, deadline)
+            self._gloo: Any = finish_within(
+                deadline,
+                lambda: ProcessGroupGloo(words, self.rank, self.size, options),
+                "epd-meet",
             )
         self._put_words: deque[tuple[int, torch.Tensor, Any]] = deque()
-        self._data: DataBackend | None = None
-        if make_data_backend is not None:
+        self._links: dict[int, DeviceLink] = {}
+        if device_side is not None:
             try:
-                self._data = make_data_backend(
-                    PrefixStore(f"{rendezvous.name}/data", store), self.rank, self.size
-                )
-            except RuntimeError as error:
-                raise PlatformError(f"no collectives on {device}: {error}") from error
+                self._connect(rendezvous, store, device_side, deadline)
+            except EPDError:
+                self.close()
+                raise
+
+    def _connect(
+        self, rendezvous: Rendezvous, store: TCPStore, device_side: DeviceSide, deadline: Deadline
+    ) -> None:
+        """Link this rank with each other one, the lowest first: an order that cannot lock up."""
+        for peer in self._peers():
+            lower, upper = sorted((self.rank, peer))
+            place = PrefixStore(f"{rendezvous.name}/tensors/{lower}-{upper}", store)
+            with self._turn(device_side.turns, peer, deadline):
+                self._link(peer, place, device_side, deadline)
+            self._flush(deadline)
+
+    def _turn(
+        self, turns: Turns | None, peer: int, deadline: Deadline
+    ) -> AbstractContextManager[None]:
+        if turns is None:
+            return nullcontext()
+        return turns.with_peer(
+            lambda word: self._put(word, peer, deadline),
+            lambda: self._get(peer, deadline),
+            deadline,
+        )
+
+    def _link(
+        self, peer: int, place: PrefixStore, device_side: DeviceSide, deadline: Deadline
+    ) -> None:
+        is_upper = self.rank > peer
+        try:
+            backend = device_side.make_backend(place, int(is_upper), 2)
+        except RuntimeError as error:
+            raise PlatformError(f"no collectives on {self.device}: {error}") from error
+        self._links[peer] = DeviceLink(
+            backend,
+            upper=is_upper,
+            use_device=device_side.use_device,
+            on_failure=device_side.on_failure,
+        )
+        del backend
+        with self._translated(f"rank {peer}", deadline):
+            self._links[peer].connect(self.device, deadline)
 
     def _open(self) -> Any:
         """Return gloo, which another thread's ``close()`` may have taken away."""
@@ -175,25 +223,24 @@ class TorchCollectiveGroup(HandshakeGroup):
 
     def _move_out(self, tensor: torch.Tensor, dst: int, deadline: Deadline) -> None:
         with self._translated(f"rank {dst}", deadline):
-            if self._data is None:
-                self._open().send([tensor], dst, _DATA_TAG).wait(_delta(deadline))
+            if dst in self._links:
+                self._links[dst].send(tensor, deadline)
             else:
-                _finish(self._data.send([tensor], dst, _DATA_TAG), deadline)
+                self._open().send([tensor], dst, _DATA_TAG).wait(_delta(deadline))
 
     def _move_in(self, tensor: torch.Tensor, src: int, deadline: Deadline) -> None:
         with self._translated(f"rank {src}", deadline):
-            if self._data is None:
-                self._open().recv([tensor], src, _DATA_TAG).wait(_delta(deadline))
+            if src in self._links:
+                self._links[src].recv(tensor, deadline)
             else:
-                _finish(self._data.recv([tensor], src, _DATA_TAG), deadline)
+                self._open().recv([tensor], src, _DATA_TAG).wait(_delta(deadline))
 
     def _disconnect(self) -> None:
         # gloo closes its connections when the last reference goes; it has no other way.
         self._put_words.clear()
         self._gloo = None
-        if self._data is not None:
-            self._data.abort()
-            self._data = None
+        for link in self._links.values():
+            link.close()
 
     @contextmanager
     def _translated(self, peer: str, deadline: Deadline) -> Iterator[None]:
@@ -212,22 +259,18 @@ class TorchCollectiveGroup(HandshakeGroup):
             raise PeerLostError(f"group {self._name!r}: lost {peer}: {error}") from error
 
 
+def _store(rendezvous: Rendezvous, deadline: Deadline) -> TCPStore:
+    return TCPStore(
+        rendezvous.host,
+        rendezvous.port,
+        is_master=False,
+        wait_for_workers=False,
+        timeout=_delta(deadline),
+    )
+
+
 def _delta(deadline: Deadline) -> timedelta:
     return timedelta(milliseconds=deadline.remaining_ms())
-
-
-def _finish(work: Any, deadline: Deadline) -> None:
-    """Block until the device has done the work; torch's own wait only queues a wait on the stream.
-
-    Raises:
-        RuntimeError: The work failed, or is not complete at the deadline.
-    """
-    while not work.is_completed():
-        if deadline.passed():
-            raise RuntimeError("device work was not complete at the deadline")
-        time.sleep(_WORK_POLL_S)
-    if not work.is_success():
-        raise RuntimeError("the device backend says that the work failed")
 
 
 def _gloo_options(local_address: str, deadline: Deadline) -> Any:

@@ -80,6 +80,9 @@ class CpuPlatform(Platform):
         """Return an event that has passed."""
         return PassedEvent()
 
+    def adopt(self, tensor: torch.Tensor) -> None:
+        """Do nothing: memory is not in use after the call that used it."""
+
     def pin_host(self, address: int, nbytes: int) -> None:
         """Check the arguments."""
         check_address(address)

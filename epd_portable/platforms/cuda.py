@@ -6,19 +6,17 @@ Written from the documentation of torch and of the CUDA runtime; not run on hard
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
+from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.multiprocessing import reductions
 
 from epd_portable.errors import PlatformError, UnsupportedError
-from epd_portable.platforms.accelerator import AcceleratorPlatform
+from epd_portable.platforms.accelerator import AcceleratorPlatform, errors_spare_the_process
 from epd_portable.platforms.base import Availability, ShareHandle
-from epd_portable.platforms.checks import check_address, check_nbytes
-from epd_portable.platforms.collectives_torch import DataBackend, Store
+from epd_portable.platforms.collectives_device import DataBackend
 from epd_portable.platforms.traits import TRAITS
 
 _HOST_REGISTER_PORTABLE = 1
@@ -53,31 +51,28 @@ class CudaPlatform(AcceleratorPlatform):
         return Availability(ok=True, reason=f"CUDA {torch.version.cuda}, {count} devices")
 
     def supports_dtype(self, dtype: torch.dtype) -> bool:
-        """Whether the current device computes in it natively."""
+        """Whether devices of this kind compute in it natively."""
+        self.device(0)
         if dtype == torch.bfloat16:
             return bool(torch.cuda.is_bf16_supported(including_emulation=False))
         return dtype in (torch.float32, torch.float16)
 
-    def pin_host(self, address: int, nbytes: int) -> None:
+    def _register_host(self, address: int, nbytes: int) -> None:
         """Register the range for all contexts of this process."""
-        check_address(address)
-        check_nbytes(nbytes)
         code = _cudart().cudaHostRegister(address, nbytes, _HOST_REGISTER_PORTABLE)
         if int(code) != 0:
             raise PlatformError(
                 f"cudaHostRegister refused {nbytes} bytes at {address:#x} with error {int(code)}; "
-                "the range may be pinned already, or the limit of locked memory (ulimit -l) too low"
+                "the limit of locked memory (ulimit -l) may be too low"
             )
 
-    def unpin_host(self, address: int) -> None:
-        """Unregister the range that starts at ``address``."""
-        check_address(address)
+    def _unregister_host(self, address: int) -> None:
         code = _cudart().cudaHostUnregister(address)
         if int(code) != 0:
-            raise PlatformError(
-                f"cudaHostUnregister refused {address:#x} with error {int(code)}; "
-                "pass the start of a pinned range"
-            )
+            raise PlatformError(f"cudaHostUnregister refused {address:#x} with error {int(code)}")
+
+    def _release_counter(self, ref_counter: bytes, offset: int) -> None:
+        torch.UntypedStorage._release_ipc_counter_cuda(ref_counter, offset)
 
     def _index_to_open(self, handle: ShareHandle) -> int:
         index = self._visible_index(handle.device_uuid)
@@ -88,6 +83,13 @@ class CudaPlatform(AcceleratorPlatform):
             )
         return index
 
+    def _visible_index(self, uuid: str) -> int | None:
+        """Return the index under which this process sees a physical device."""
+        for index in range(self.device_count()):
+            if uuid and self._uuid(index) == uuid:
+                return index
+        return None
+
     def _rebuild(self, arguments: tuple[Any, ...]) -> torch.Tensor:
         tensor: torch.Tensor = reductions.rebuild_cuda_tensor(*arguments)  # type: ignore[no-untyped-call]
         return tensor
@@ -97,7 +99,7 @@ class CudaPlatform(AcceleratorPlatform):
         options = backend_cls.Options()
         # Deadlines are kept by the group; NCCL's own would end the process.
         options._timeout = _NEVER
-        with _errors_abort_communicators_only():
+        with errors_spare_the_process("TORCH_NCCL_ASYNC_ERROR_HANDLING"):
             backend: DataBackend = backend_cls(store, rank, size, options)  # type: ignore[assignment]
         return backend
 
@@ -105,22 +107,3 @@ class CudaPlatform(AcceleratorPlatform):
 def _cudart() -> Any:
     """Return the CUDA runtime, initialised."""
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
-
-
-@contextmanager
-def _errors_abort_communicators_only() -> Iterator[None]:
-    """Make a NCCL group that, when its peer dies, drops its communicators and not the process.
-
-    The mode is read from the environment when the group is made; 2 is ``CleanUpOnly``. The engine's
-    groups keep the mode that they were made with.
-    """
-    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-    before = os.environ.get(name)
-    os.environ[name] = "2"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before

@@ -11,9 +11,10 @@ import math
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
+from typing import TypeVar
 
 import torch
 
@@ -64,6 +65,40 @@ class Deadline:
     def passed(self) -> bool:
         """Whether no time is left."""
         return time.monotonic() >= self._end_s
+
+
+T = TypeVar("T")
+
+
+def finish_within(deadline: Deadline, call: Callable[[], T], name: str) -> T:
+    """Make a call of a library that keeps no deadline of ours, in a thread of its own.
+
+    Args:
+        deadline: The longest wait for it.
+        call: Raises nothing but ``RuntimeError`` and our own errors.
+        name: Of the thread, and of what was done in the error.
+
+    Raises:
+        RuntimeError: The call failed, or is not back at the deadline; then its thread ends when the
+            library gives up by itself.
+    """
+    results: list[T] = []
+    failures: list[Exception] = []
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except (RuntimeError, EPDError) as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    thread.join(deadline.remaining_s())
+    if failures:
+        raise failures[0]
+    if not results:
+        raise RuntimeError(f"{name} was not done at the deadline")
+    return results[0]
 
 
 class HandshakeGroup(CollectiveGroup):

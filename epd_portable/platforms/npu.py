@@ -1,6 +1,7 @@
 """Ascend NPUs through torch_npu; the only module that imports it.
 
-Written from the code and documentation of torch_npu and CANN; not run on hardware.
+Exercised with the real torch_npu 2.13 over a simulated runtime; not run on hardware. The fallbacks
+for torch_npu 2.10 are exercised there too, with the newer calls hidden.
 """
 
 from __future__ import annotations
@@ -8,31 +9,48 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
+import weakref
 from datetime import timedelta
 from types import ModuleType
 from typing import Any
 
 import torch
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from epd_portable.errors import PlatformError, PlatformUnavailableError, UnsupportedError
-from epd_portable.platforms.accelerator import AcceleratorPlatform
+from epd_portable.platforms.accelerator import AcceleratorPlatform, errors_spare_the_process
 from epd_portable.platforms.base import Availability, ShareHandle
-from epd_portable.platforms.checks import check_address, check_nbytes
-from epd_portable.platforms.collectives_torch import DataBackend, Store
+from epd_portable.platforms.collectives import CollectiveGroup, Rendezvous
+from epd_portable.platforms.collectives_device import DataBackend
+from epd_portable.platforms.collectives_turns import Turns
 from epd_portable.platforms.traits import TRAITS
 
-# A communicator takes twice this much device memory, by default 2 × 200 MB; a pair that only sends
-# and receives needs no more than some pipelining.
+# HCCL takes twice this much device memory for a communicator, by default 2 x 200 MB: so a group of
+# this package costs 64 MB a pair of ranks, which is enough for some pipelining.
 _HCCL_BUFFER_MB = 32
+# The second is what torch_npu called it before 2.13.
+_ERROR_MODE = ("TORCH_HCCL_ASYNC_ERROR_HANDLING", "HCCL_ASYNC_ERROR_HANDLING")
+# torch_npu (2.13) hands out 32 streams in turn, and one whose work has failed stays so: the group
+# that is given it again fails, and HCCL's watchdog then ends the process. The rest is for others.
+_GROUPS_AFTER_FAILURE = 24
 _HOST_REGISTER_MAPPED = 0
 _HOST_REGISTER_DEFAULT = 0
 _NEVER = timedelta(days=365)
 
 
 class NpuPlatform(AcceleratorPlatform):
-    """Ascend NPUs; not run on hardware."""
+    """Ascend NPUs."""
 
     traits = TRAITS["npu"]
+    # torch_npu 2.13 appends a release function to a list of the process each time it has made a
+    # communicator, without a lock: two at the same moment corrupt the list, which ends the process
+    # there or when it exits. A communicator that the engine makes meanwhile is not covered.
+    _turns = Turns()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._groups_left: int | None = None
+        self._opened: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 
     @property
     def _runtime(self) -> Any:
@@ -51,21 +69,27 @@ class NpuPlatform(AcceleratorPlatform):
             return Availability(
                 ok=False,
                 reason=f"torch_npu {torch_npu.__version__} sees no device; look at npu-smi info "
-                f"and ASCEND_RT_VISIBLE_DEVICES={visible}",
+                f"and ASCEND_RT_VISIBLE_DEVICES={visible}, whose ids must exist and ascend",
             )
         count = torch_npu.npu.device_count()
         return Availability(ok=True, reason=f"torch_npu {torch_npu.__version__}, {count} devices")
 
     def supports_dtype(self, dtype: torch.dtype) -> bool:
-        """Whether the current device computes in it; the 310P knows float16 only."""
+        """Whether devices of this kind compute in it; the 310P knows float16 only."""
+        self.device(0)
         if "310P" in self._runtime.get_device_name():
             return dtype == torch.float16
-        return dtype in (torch.float32, torch.bfloat16, torch.float16)
+        if dtype == torch.bfloat16:
+            return bool(self._runtime.is_bf16_supported())
+        return dtype in (torch.float32, torch.float16)
 
-    def pin_host(self, address: int, nbytes: int) -> None:
-        """Register the range by torch_npu where it can (2.13 on), else by CANN itself."""
-        check_address(address)
-        check_nbytes(nbytes)
+    def _register_host(self, address: int, nbytes: int) -> None:
+        """Register the range by torch_npu where it can (2.13 on), else by CANN itself.
+
+        The copy engine then reads the range directly. torch_npu 2.13 still takes for page-locked
+        only what it allocated itself, so a copy from or to the range blocks the thread that asks
+        for it until it is done.
+        """
         runtime = self._registration()
         if runtime is not None:
             code = runtime.npuHostRegister(address, nbytes, _HOST_REGISTER_DEFAULT)
@@ -80,32 +104,43 @@ class NpuPlatform(AcceleratorPlatform):
         if int(code) != 0:
             raise PlatformError(
                 f"CANN refused to register {nbytes} bytes at {address:#x} with error {int(code)}; "
-                "the range may be pinned already, or the driver too old"
+                "the driver may be too old"
             )
 
-    def unpin_host(self, address: int) -> None:
-        """Unregister the range that starts at ``address``."""
-        check_address(address)
+    def _unregister_host(self, address: int) -> None:
         runtime = self._registration()
         if runtime is not None:
             code = runtime.npuHostUnregister(address)
         else:
             code = _ascendcl().aclrtHostUnregister(ctypes.c_void_p(address))
         if int(code) != 0:
-            raise PlatformError(
-                f"CANN refused to unregister {address:#x} with error {int(code)}; "
-                "pass the start of a pinned range"
-            )
+            raise PlatformError(f"CANN refused to unregister {address:#x} with error {int(code)}")
 
     def _registration(self) -> Any:
-        """Return torch_npu's own registration calls; ``None`` where it has none."""
+        """Return torch_npu's own registration calls; ``None`` where it has none.
+
+        Gives the calling thread its device, without which CANN registers nothing.
+        """
+        self._runtime.set_device(self._runtime.current_device())
         npurt = getattr(self._runtime, "npurt", None)
         return None if npurt is None else npurt()
 
     def _index_to_open(self, handle: ShareHandle) -> int:
-        # The runtime opens memory of any device of the host for a peer, visible or not.
-        index = self._visible_index(handle.device_uuid)
-        return int(self._runtime.current_device()) if index is None else index
+        # The runtime opens memory of any device of the host for a peer, visible or not. Under the
+        # opener's own device copies are asynchronous; between two devices torch_npu (2.13) blocks
+        # its caller, and all other threads with it, until work before the copy is complete.
+        return int(self._runtime.current_device())
+
+    def open_tensor(self, handle: ShareHandle) -> torch.Tensor:
+        """Import a peer's memory; after a failed group it is not closed again, see `_keep`."""
+        tensor = super().open_tensor(handle)
+        self._opened[id(tensor)] = tensor
+        if self._groups_left is not None:
+            _keep(tensor)
+        return tensor
+
+    def _release_counter(self, ref_counter: bytes, offset: int) -> None:
+        torch.UntypedStorage._release_ipc_counter_npu(ref_counter, offset)  # type: ignore[attr-defined]
 
     def _rebuild(self, arguments: tuple[Any, ...]) -> torch.Tensor:
         from torch_npu.multiprocessing.reductions import rebuild_npu_tensor
@@ -113,14 +148,46 @@ class NpuPlatform(AcceleratorPlatform):
         tensor: torch.Tensor = rebuild_npu_tensor(*arguments)
         return tensor
 
+    def new_group(self, rendezvous: Rendezvous, *, index: int, timeout_s: float) -> CollectiveGroup:
+        """Join an HCCL group; some time after a failed one, this process makes no more.
+
+        Raises:
+            UnsupportedError: Another group could end the process.
+        """
+        if self._groups_left is not None:
+            if self._groups_left == 0:
+                raise UnsupportedError(
+                    "a group of this process failed while a tensor moved, and torch_npu is about "
+                    "to use the stream that failed again, which would end the process: restart "
+                    "the instance, or set transfer.path to ipc, shm or tcp"
+                )
+            self._groups_left -= 1
+        return super().new_group(rendezvous, index=index, timeout_s=timeout_s)
+
+    def _group_failed(self) -> None:
+        if self._groups_left is None:
+            self._groups_left = _GROUPS_AFTER_FAILURE
+            for tensor in self._opened.values():
+                _keep(tensor)
+
     def _data_backend(self, store: Store, rank: int, size: int) -> DataBackend:
         backend_cls = _torch_npu()._C._distributed_c10d.ProcessGroupHCCL
         options = backend_cls.Options()
         # Deadlines are kept by the group; HCCL's own would end the process.
         options._timeout = _NEVER
         options.hccl_config = {"hccl_buffer_size": _HCCL_BUFFER_MB}
-        backend: DataBackend = backend_cls(store, rank, size, options)
+        with errors_spare_the_process(*_ERROR_MODE):
+            backend: DataBackend = backend_cls(store, rank, size, options)
         return backend
+
+
+def _keep(tensor: torch.Tensor) -> None:
+    """Keep a peer's memory open for as long as the process lives.
+
+    torch_npu (2.13) waits for the whole device before it closes such memory, work that has failed
+    included, and raises what it hears where C++ may not raise, which ends the process.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(tensor))
 
 
 def _torch_npu() -> ModuleType:

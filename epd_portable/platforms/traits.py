@@ -21,11 +21,15 @@ class PlatformTraits:
         visible_devices_env: Variable that limits a process to some devices; ``None`` where a
             process is bound to cores instead.
         worker_cls: Import path of the vLLM worker class of this platform's instances.
+        engine_plugins: Plug-ins of vLLM without which it does not know the platform.
         slot_alignment_bytes: Start of every slot in a receive pool is a multiple of this.
         slab_alignment_bytes: Start and size of device memory that is registered for remote access
             are multiples of this.
         needs_device_copy: Whether an item that arrived in host memory must be copied before the
-            engine can use it; without, the engine reads a view of the slot.
+            engine can use it; without, the engine reads a view of the slot. It says the same as
+            "devices have memory of their own".
+        peers_must_be_visible: Whether a process opens the device memory of another only on a
+            device that is visible to it as well.
     """
 
     name: str
@@ -33,9 +37,11 @@ class PlatformTraits:
     dist_backend: str
     visible_devices_env: str | None
     worker_cls: str
+    engine_plugins: tuple[str, ...]
     slot_alignment_bytes: int
     slab_alignment_bytes: int
     needs_device_copy: bool
+    peers_must_be_visible: bool
 
 
 _CUDA = PlatformTraits(
@@ -44,9 +50,12 @@ _CUDA = PlatformTraits(
     dist_backend="nccl",
     visible_devices_env="CUDA_VISIBLE_DEVICES",
     worker_cls="epd_portable.vllm_plugin.worker.EPDGPUWorker",
+    engine_plugins=(),
     slot_alignment_bytes=512,
     slab_alignment_bytes=512,
     needs_device_copy=True,
+    # cudaIpcOpenMemHandle takes an ordinal of the opener for the device that owns the memory.
+    peers_must_be_visible=True,
 )
 _NPU = PlatformTraits(
     name="npu",
@@ -54,11 +63,14 @@ _NPU = PlatformTraits(
     dist_backend="hccl",
     visible_devices_env="ASCEND_RT_VISIBLE_DEVICES",
     worker_cls="epd_portable.vllm_plugin.worker.EPDNPUWorker",
+    engine_plugins=("ascend", "ascend_model", "ascend_model_loader"),
     # aclrtMemcpyAsync demands 64 at both ends; 512 keeps slots apart for the copy engine.
     slot_alignment_bytes=512,
     # HCCS reaches registered memory in pages of 2 MiB.
     slab_alignment_bytes=2 * 1024 * 1024,
     needs_device_copy=True,
+    # Shared memory is opened by its key alone.
+    peers_must_be_visible=False,
 )
 _CPU = PlatformTraits(
     name="cpu",
@@ -66,9 +78,11 @@ _CPU = PlatformTraits(
     dist_backend="gloo",
     visible_devices_env=None,
     worker_cls="epd_portable.vllm_plugin.worker.EPDCPUWorker",
+    engine_plugins=(),
     slot_alignment_bytes=64,
     slab_alignment_bytes=64,
     needs_device_copy=False,
+    peers_must_be_visible=False,
 )
 
 TRAITS: Mapping[str, PlatformTraits] = MappingProxyType(

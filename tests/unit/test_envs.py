@@ -28,7 +28,9 @@ def test_no_other_module_reads_a_variable_of_ours_past_the_table() -> None:
 
 
 @pytest.mark.parametrize("variable", envs.TABLE, ids=lambda variable: variable.name)
-def test_an_unset_or_empty_variable_has_its_default(variable: envs.Variable[str]) -> None:
+def test_an_unset_or_empty_variable_has_its_default(
+    variable: envs.Variable[str] | envs.Variable[bool],
+) -> None:
     assert variable.get({}) == variable.get({variable.name: ""}) == variable.default
 
 
@@ -36,6 +38,19 @@ def test_a_value_is_parsed_and_a_wrong_one_is_named() -> None:
     assert envs.EPD_LOG_LEVEL.get({"EPD_LOG_LEVEL": "debug"}) == "DEBUG"
     with pytest.raises(ConfigError, match=r"EPD_LOG_LEVEL='loud': expected DEBUG"):
         envs.EPD_LOG_LEVEL.get({"EPD_LOG_LEVEL": "loud"})
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "many"])
+def test_a_limit_below_one_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=f"EPD_MAX_QUEUED_ITEMS='{text}'"):
+        envs.EPD_MAX_QUEUED_ITEMS.get({"EPD_MAX_QUEUED_ITEMS": text})
+
+
+@pytest.mark.parametrize(("text", "value"), [("1", True), ("0", False)])
+def test_a_switch_is_on_or_off(text: str, value: bool) -> None:
+    assert envs.EPD_PAYLOAD_DIGEST.get({"EPD_PAYLOAD_DIGEST": text}) is value
+    with pytest.raises(ConfigError, match=r"EPD_PAYLOAD_DIGEST='yes': expected 0 or 1"):
+        envs.EPD_PAYLOAD_DIGEST.get({"EPD_PAYLOAD_DIGEST": "yes"})
 
 
 def test_values_are_read_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,10 +16,11 @@ from epd_portable.errors import ConfigError
 
 @pytest.fixture
 def root() -> Iterator[logging.Logger]:
-    """Give the package's logger without handlers, and put everything back."""
+    """Give the package's logger as it is before it is configured, and put everything back."""
     logger = logging.getLogger(log.ROOT)
     before = (logger.handlers[:], logger.level, logger.propagate)
     logger.handlers.clear()
+    logger.propagate = True
     yield logger
     logger.handlers[:], logger.level, logger.propagate = before
 

@@ -36,6 +36,18 @@ def test_every_shipped_file_loads_on_every_platform(path: Path, platform: str) -
     assert load_topology(path, platform).model == "demo"  # type: ignore[arg-type]
 
 
+def test_media_are_not_sent_where_no_encoder_is() -> None:
+    lines = problems("model: demo\ninstances: {prefill_decode: {encoder: false}}")
+    assert "set transfer.media to metadata" in lines[1]
+    text = "model: demo\ntransfer: {media: metadata}\ninstances: {prefill_decode: {encoder: false}}"
+    assert not parse_topology(text, "cpu").instances.prefill_decode.encoder
+
+
+def test_the_encoder_is_a_key_of_prefill_decode_only() -> None:
+    [_, line] = problems("model: demo\ninstances: {encode: {encoder: false}}")
+    assert "unknown key" in line
+
+
 def test_there_are_shipped_files() -> None:
     assert {path.name for path in CONFIGS} >= {"1e1pd.yaml", "1e3pd.yaml"}
 
@@ -83,7 +95,8 @@ def test_every_problem_is_reported_at_once_with_its_key_and_line() -> None:
         "model: is missing; give a Hugging Face id, a folder or 'demo'",
         "modle (line 1): unknown key; did you mean model?",
         "router.port (line 7): input should be less than or equal to 65535, got 99999",
-        "transfer.path (line 6): input should be 'auto', 'shm' or 'tcp', got 'shmm'",
+        "transfer.path (line 6): input should be 'auto', 'shm', 'tcp', 'ipc' or 'collective', "
+        "got 'shmm'",
     ]
 
 
@@ -91,7 +104,7 @@ def test_a_key_like_no_other_is_answered_with_those_that_exist() -> None:
     (_, line) = problems("model: demo\nrouter: {zzz: 1}")
     assert line == (
         "router.zzz (line 2): unknown key; known are host, port, max_body_bytes, max_media_items, "
-        "encode_timeout_s, idle_timeout_s"
+        "encode_timeout_s, idle_timeout_s, forget_after_s"
     )
 
 
@@ -103,6 +116,48 @@ def test_a_problem_in_an_overlay_is_named_where_it_was_written() -> None:
 def test_overlays_of_other_platforms_are_checked_too() -> None:
     (_, line) = problems("model: demo\nplatform:\n  npu: {transfer: {lease_s: -1}}")
     assert line.startswith("platform.npu.transfer.lease_s (line 3): input should be greater than 0")
+
+
+NOT_SUPPORTED = "this version does not support pipeline parallelism"
+
+
+@pytest.mark.parametrize("place", ["engine_args", "instances.encode", "instances.prefill_decode"])
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("pipeline_parallel_size", NOT_SUPPORTED),
+        ("pipeline-parallel-size", NOT_SUPPORTED),
+        ("--pipeline-parallel-size", NOT_SUPPORTED),
+        ("Pipeline_Parallel_Size", NOT_SUPPORTED),
+        ("pipeline_parallel", NOT_SUPPORTED),
+        ("pipeline-parallel-size=2", NOT_SUPPORTED),
+        ("pp", NOT_SUPPORTED),
+        ("-pp", NOT_SUPPORTED),
+        ("data_parallel_size", "raise count in instances instead"),
+        ("data-parallel-size-local", "raise count in instances instead"),
+        ("data_parallel_rank", "raise count in instances instead"),
+        ("data_par", "raise count in instances instead"),
+        ("dp", "raise count in instances instead"),
+        ("-dpl", "raise count in instances instead"),
+        ("prefill_context_parallel_size", "this version does not support it"),
+        ("pcp", "this version does not support it"),
+        ("tp", "write tensor_parallel_size beside count"),
+        ("config", "write the arguments into this file"),
+    ],
+)
+def test_parallelism_that_is_not_supported_is_refused_however_it_is_written(
+    place: str, name: str, reason: str
+) -> None:
+    head, _, role = place.partition(".")
+    inner = f"{{engine_args: {{{name!r}: 2}}}}" if role else f"{{{name!r}: 2}}"
+    text = f"{head}: {{{role}: {inner}}}" if role else f"{head}: {inner}"
+    (_, line) = problems(f"model: demo\n{text}")
+    assert f"{name} cannot be set here: {reason}" in line
+
+
+def test_names_that_only_look_like_those_of_the_launcher_are_left_alone() -> None:
+    text = "model: demo\nengine_args: {max_model_len: 1, port_range: 2, decode_x: 3, hosts: 4}"
+    assert len(parse_topology(text, "cpu").engine_args) == 4
 
 
 def test_an_unknown_platform_is_refused() -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from epd_portable.errors import PlatformUnavailableError
+from epd_portable.platforms.accelerator import errors_spare_the_process
 from epd_portable.platforms.base import Platform
 from epd_portable.platforms.cuda import CudaPlatform
 from epd_portable.platforms.npu import NpuPlatform
@@ -81,3 +85,25 @@ def test_a_host_tensor_cannot_be_shared(platform: Platform) -> None:
         ValueError, match=f"tensor is on cpu, not on a {platform.device_type} device"
     ):
         platform.share_tensor(torch.ones(2))
+
+
+def test_backends_made_by_two_threads_at_once_leave_the_error_mode_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("EPD_TEST_MODE", raising=False)
+    inside = threading.Event()
+    first_has_left = threading.Event()
+
+    def second() -> None:
+        with errors_spare_the_process("EPD_TEST_MODE"):
+            inside.set()
+            assert first_has_left.wait(10)
+            assert os.environ["EPD_TEST_MODE"] == "2"
+
+    with ThreadPoolExecutor(1) as pool:
+        with errors_spare_the_process("EPD_TEST_MODE"):
+            made = pool.submit(second)
+            assert not inside.wait(0.1)
+        first_has_left.set()
+        made.result()
+    assert "EPD_TEST_MODE" not in os.environ

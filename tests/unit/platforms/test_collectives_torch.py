@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import socket
+import time
 
 import pytest
 import torch
@@ -28,6 +29,14 @@ def test_a_host_that_is_not_there_is_told_at_once() -> None:
     port = free_port()
     with pytest.raises(PeerLostError, match=f"nobody listens at 127.0.0.1:{port}"):
         meet(port, timeout_s=20)
+
+
+def test_a_host_that_accepts_and_never_answers_is_an_error_at_the_deadline() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        begin_s = time.monotonic()
+        with pytest.raises(TransportTimeoutError, match=r"did not come within 0\.5 s"):
+            meet(silent.getsockname()[1], timeout_s=0.5)
+        assert time.monotonic() - begin_s < 5
 
 
 def test_a_rank_that_never_joins_is_an_error_at_the_deadline() -> None:

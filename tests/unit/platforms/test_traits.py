@@ -47,3 +47,7 @@ def test_traits_cannot_be_changed() -> None:
         TRAITS["cpu"].name = "gpu"  # type: ignore[misc]
     with pytest.raises(TypeError):
         TRAITS["tpu"] = TRAITS["cpu"]  # type: ignore[index]
+
+
+def test_only_cuda_opens_memory_on_devices_that_the_opener_sees() -> None:
+    assert [name for name, traits in TRAITS.items() if traits.peers_must_be_visible] == ["cuda"]

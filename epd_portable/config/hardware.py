@@ -1,0 +1,208 @@
+"""Hardware profiles: what one kind of server has, every number with where it comes from.
+
+A profile lets the launcher plan for a machine that is not here, and shows a reader how far a number
+can be trusted. It changes nothing of what is started.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Generic, Literal, TypeVar
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
+
+from epd_portable.config.document import read_yaml
+from epd_portable.config.instance import PlatformName
+from epd_portable.config.problems import all_problems, explain, read_text
+from epd_portable.config.schema import Size
+from epd_portable.errors import ConfigError
+
+T = TypeVar("T")
+
+DECIMAL = {"G": 10**9, "T": 10**12}
+
+
+def parse_rate(value: Any) -> Any:
+    """Turn ``"25GB/s"`` into bytes per second; leave everything else to the type check.
+
+    Raises:
+        ValueError: The text is not a number with a decimal unit per second.
+    """
+    return _scaled(value, unit="B/s", example="25GB/s or 2.039TB/s")
+
+
+def parse_flops(value: Any) -> Any:
+    """Turn ``"312TFLOPS"`` into operations per second; leave everything else to the type check.
+
+    Raises:
+        ValueError: The text is not a number of FLOPS with a decimal unit.
+    """
+    return _scaled(value, unit="FLOPS", example="312TFLOPS")
+
+
+def _scaled(value: Any, *, unit: str, example: str) -> Any:
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(rf"(\d+(?:\.\d+)?)\s*([GT]){unit}", value.strip())
+    if match is None:
+        raise ValueError(f"{value!r} has no such unit; write it as in {example}")
+    return round(float(match[1]) * DECIMAL[match[2]])
+
+
+Count = Annotated[int, Field(ge=1, le=1024)]
+Bytes = Annotated[Size, Field(gt=0)]
+Rate = Annotated[int, BeforeValidator(parse_rate), Field(gt=0)]
+Flops = Annotated[int, BeforeValidator(parse_flops), Field(gt=0)]
+Version = Annotated[str, Field(min_length=1)]
+Quality = Literal["datasheet", "measured", "secondary", "derived"]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Sourced(_Strict):
+    """What every number carries with it.
+
+    Attributes:
+        quality: ``datasheet``: the maker says so. ``measured``: somebody ran it and published the
+            result. ``secondary``: a third party states it. ``derived``: arithmetic on other
+            numbers, never run.
+        source: Where it can be read, or the arithmetic; all but ``derived`` need an address.
+    """
+
+    quality: Quality
+    source: Annotated[str, Field(min_length=10)]
+
+    @model_validator(mode="after")
+    def _has_an_address(self) -> Sourced:
+        if self.quality != "derived" and "https://" not in self.source:
+            raise ValueError(f"source of a {self.quality} number must hold an https:// address")
+        return self
+
+
+class Figure(Sourced, Generic[T]):
+    """One number and where it comes from.
+
+    Attributes:
+        value: In the unit that the key ends with.
+    """
+
+    value: T
+
+
+class Ports(Sourced):
+    """A range of ports, both ends included.
+
+    Attributes:
+        first: Lowest port.
+        last: Highest port.
+    """
+
+    first: Annotated[int, Field(ge=1, le=65535)]
+    last: Annotated[int, Field(ge=1, le=65535)]
+
+    @model_validator(mode="after")
+    def _is_in_order(self) -> Ports:
+        if self.first > self.last:
+            raise ValueError(f"first {self.first} is above last {self.last}; swap them")
+        return self
+
+
+class HardwareProfile(_Strict):
+    """One kind of server.
+
+    Attributes:
+        platform: Platform of its devices.
+        device: Name of the device and the servers that hold it.
+        devices_per_node: Devices that one server has.
+        memory_bytes: Memory of one device.
+        torch_memory_bytes: What torch sees of it, where somebody published that.
+        memory_bytes_per_s: Bandwidth of that memory.
+        bf16_flops: Peak of dense matrix products in bfloat16; float16 has the same.
+        pair_bytes_per_s: From one device to another of the same server, one direction, nothing
+            else running.
+        host_bytes_per_s: Between one device and pinned host memory, one direction.
+        network_bytes_per_s: One device's share of the network, one direction.
+        avoid_ports: Ports that other software of such servers takes; the launcher hands out none.
+        software: Lowest versions to install, by name.
+        notes: What a user of the numbers should know.
+    """
+
+    platform: PlatformName
+    device: Annotated[str, Field(min_length=1)]
+    devices_per_node: Figure[Count]
+    memory_bytes: Figure[Bytes]
+    torch_memory_bytes: Figure[Bytes] | None = None
+    memory_bytes_per_s: Figure[Rate]
+    bf16_flops: Figure[Flops]
+    pair_bytes_per_s: Figure[Rate]
+    host_bytes_per_s: Figure[Rate]
+    network_bytes_per_s: Figure[Rate]
+    avoid_ports: Ports | None = None
+    software: dict[str, Figure[Version]] = Field(default_factory=dict)
+    notes: list[str] = Field(default_factory=list)
+
+    @property
+    def usable_memory_bytes(self) -> int:
+        """What an engine divides on one device."""
+        return (self.torch_memory_bytes or self.memory_bytes).value
+
+    @property
+    def ports_to_avoid(self) -> range:
+        """Empty where the profile names none."""
+        ports = self.avoid_ports
+        return range(ports.first, ports.last + 1) if ports else range(0)
+
+
+def find_profile(name: str, folders: Sequence[Path]) -> Path:
+    """Return the file of a profile.
+
+    Args:
+        name: A name such as ``910b-64g``, or the path of a file, which has a ``/`` or ends in
+            ``.yaml``.
+        folders: Where names are looked for, in this order.
+
+    Raises:
+        ConfigError: No folder has a profile of that name; lists those that there are.
+    """
+    if "/" in name or name.endswith(".yaml"):
+        return Path(name)
+    for folder in folders:
+        if (path := folder / f"{name}.yaml").is_file():
+            return path
+    known = sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
+    raise ConfigError(
+        f"--hardware {name}: no such profile in {' or '.join(map(str, folders))}; "
+        f"there are {', '.join(known) or 'none'}. Give one of them, or the path of a file"
+    )
+
+
+def load_profile(path: Path) -> HardwareProfile:
+    """Read a hardware profile.
+
+    Raises:
+        ConfigError: The file cannot be read, or it lists every problem of its content.
+    """
+    return parse_profile(read_text(path), source=str(path))
+
+
+def parse_profile(text: str, *, source: str = "hardware profile") -> HardwareProfile:
+    """Check the text of a hardware profile; see ``load_profile``."""
+    try:
+        document = read_yaml(text)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from error
+    try:
+        return HardwareProfile.model_validate(document.data)
+    except ValidationError as error:
+        raise all_problems(source, explain(error, document, HardwareProfile)) from error

@@ -1,0 +1,162 @@
+"""How a group moves device tensors: one two-rank backend for each other rank, kept on deadlines.
+
+NCCL and HCCL block without a limit of ours while they make a communicator, and while they take one
+down whose kernel still waits for a dead peer. Both happen in threads that a caller waits for no
+longer than its deadline; when the library gives up by itself, the thread ends.
+
+A tensor goes from one rank to the other as a broadcast of two, not as torch's send and receive:
+those make a second communicator, on HCCL with a buffer that the options of the backend do not
+bound.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch.distributed import BroadcastOptions, Store  # type: ignore[attr-defined]
+
+from epd_portable.errors import TransportError
+from epd_portable.platforms.handshake import Deadline, finish_within
+
+logger = logging.getLogger(__name__)
+
+_WORK_POLL_S = 20e-6
+_RELEASE_WAIT_S = 2.0
+
+
+class DataBackend(Protocol):
+    """A torch.distributed backend whose work completes on a device, such as NCCL or HCCL."""
+
+    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Any:
+        """Queue a broadcast from ``options.rootRank``; returns torch's ``Work``."""
+
+    def abort(self) -> None:
+        """Stop kernels that wait for a peer, where the library can."""
+
+
+MakeDataBackend = Callable[[Store, int, int], DataBackend]
+"""Makes a backend from a store, a rank and a size; does not talk to the peers yet."""
+
+UseDevice = Callable[[], None]
+"""Makes the group's device the calling thread's current one."""
+
+
+class DeviceLink:
+    """Moves tensors between this rank and one other."""
+
+    def __init__(
+        self,
+        backend: DataBackend,
+        *,
+        upper: bool,
+        use_device: UseDevice,
+        on_failure: Callable[[], None],
+    ) -> None:
+        """Take over a backend of two ranks.
+
+        Args:
+            backend: Of its two ranks, this one is rank ``upper``; nobody else keeps it.
+            upper: Whether this is the higher of the two ranks.
+            use_device: Called in every thread that talks to the backend.
+            on_failure: Called when work on the device failed, or was late.
+        """
+        self._backend: DataBackend | None = backend
+        self._rank = int(upper)
+        self._use_device = use_device
+        self._on_failure = on_failure
+
+    def connect(self, device: torch.device, deadline: Deadline) -> None:
+        """Make the communicator, and use it once in both directions.
+
+        Raises:
+            RuntimeError: The library failed, or is not done at the deadline; then the thread that
+                waits for it ends with the library's own timeout.
+        """
+
+        def meet() -> None:
+            self._use_device()
+            box = torch.zeros(1, device=device)
+            for root in (0, 1):
+                self._move(box, root, deadline)
+
+        finish_within(deadline, meet, "epd-connect")
+
+    def send(self, tensor: torch.Tensor, deadline: Deadline) -> None:
+        """Give a tensor to the other rank; returns when the device has done it.
+
+        Raises:
+            RuntimeError: The work failed, or is not complete at the deadline.
+            TransportError: The link was closed meanwhile.
+        """
+        self._use_device()
+        self._move(tensor, self._rank, deadline)
+
+    def recv(self, tensor: torch.Tensor, deadline: Deadline) -> None:
+        """Fill a tensor from the other rank; returns when the device has done it.
+
+        Raises:
+            RuntimeError: The work failed, or is not complete at the deadline.
+            TransportError: The link was closed meanwhile.
+        """
+        self._use_device()
+        self._move(tensor, 1 - self._rank, deadline)
+
+    def close(self) -> None:
+        """Let go of the backend; returns after 2 s at most, whatever the library does."""
+        backend, self._backend = self._backend, None
+        if backend is None:
+            return
+        # The list holds the last reference, so that the thread drops it and not the caller.
+        held = [backend]
+        del backend
+        thread = threading.Thread(target=_release, args=(held,), name="epd-release", daemon=True)
+        thread.start()
+        thread.join(_RELEASE_WAIT_S)
+        if thread.is_alive():
+            logger.warning(
+                "the collective library does not let go of a communicator; its device memory comes "
+                "back when its own timeout has passed"
+            )
+
+    def _move(self, tensor: torch.Tensor, root: int, deadline: Deadline) -> None:
+        """Queue the broadcast, and block until the device has done it; torch's own wait does not.
+
+        A call that another thread closes or that fails leaves the work to the backend's end.
+        """
+        backend = self._backend
+        if backend is None:
+            raise TransportError("the group was closed while a call was under way")
+        options = BroadcastOptions()
+        options.rootRank = root
+        options.rootTensor = 0
+        work = backend.broadcast([tensor], options)
+        try:
+            self._await(work, deadline)
+        except RuntimeError:
+            self._on_failure()
+            raise
+        # Complete already; the call lets go of the tensor, which the backend keeps until then.
+        work.wait()
+
+    def _await(self, work: Any, deadline: Deadline) -> None:
+        while not work.is_completed():
+            if self._backend is None:
+                raise TransportError("the group was closed while a call was under way")
+            if deadline.passed():
+                raise RuntimeError("device work was not complete at the deadline")
+            time.sleep(_WORK_POLL_S)
+        if not work.is_success():
+            raise RuntimeError("the device backend says that the work failed")
+
+
+def _release(held: list[DataBackend]) -> None:
+    try:
+        held[0].abort()
+    except RuntimeError as error:
+        logger.warning("the collective library failed to abort: %s", error)
+    held.clear()

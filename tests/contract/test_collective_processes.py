@@ -1,0 +1,249 @@
+"""Groups between real processes, and what is seen when one of them is killed.
+
+The peer prints ``STOP`` where it stops, to be killed: before it joins, after an exchange, or when
+both ends have agreed on a tensor but no byte of it has moved.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from epd_portable.errors import PeerLostError, TransportTimeoutError, UnsupportedError
+from epd_portable.platforms import registry
+from epd_portable.platforms.collectives import CollectiveGroup, Rendezvous
+from epd_portable.platforms.collectives_torch import RendezvousHost
+from epd_portable.platforms.npu import NpuPlatform
+from tests.contract.remote_ranks import RankProcess
+
+REPOSITORY = Path(__file__).parents[2]
+PEER = """
+import sys, time, torch
+from epd_portable.platforms import registry
+from epd_portable.platforms.collectives import Rendezvous
+name, port, stop = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+
+def halt(*_):
+    print("STOP", flush=True)
+    time.sleep(600)
+
+platform = registry.get(name)
+index = platform.device_count() - 1
+if stop == "before joining":
+    halt()
+where = Rendezvous(host="127.0.0.1", port=port, name="pair", rank=1, size=2)
+group = platform.new_group(where, index=index, timeout_s=120)
+box = torch.empty(1000, 16, dtype=torch.bfloat16, device=group.device)
+group.recv(box, 0, 120)
+group.send(box, 0, 120)
+if stop == "while receiving":
+    group._move_in = halt
+    group.recv(box, 0, 120)
+if stop == "while sending":
+    group._move_out = halt
+    group.send(box, 0, 120)
+halt()
+"""
+# torch_npu says this once a process, at whichever test comes first.
+pytestmark = pytest.mark.filterwarnings("ignore:Cannot create tensor with internal format")
+
+AMPLE_S = 120.0
+SHORT_S = 3.0
+
+
+@pytest.fixture(
+    params=[
+        "cpu",
+        pytest.param("npu", marks=pytest.mark.needs_npu),
+        pytest.param("cuda", marks=pytest.mark.needs_cuda),
+    ]
+)
+def platform_name(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    if name == "cuda" and registry.get(name).device_count() < 2:
+        pytest.skip("two ranks take two devices; there is one")
+    return name
+
+
+@pytest.fixture
+def host() -> Iterator[RendezvousHost]:
+    made = RendezvousHost()
+    yield made
+    made.close()
+
+
+@contextmanager
+def peer(platform_name: str, host: RendezvousHost, stop: str) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", PEER, platform_name, str(host.port), stop],
+        cwd=REPOSITORY,
+        env=dict(os.environ, OMP_NUM_THREADS="1"),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def await_stop(process: subprocess.Popen[str]) -> None:
+    assert process.stdout is not None
+    assert any(line == "STOP\n" for line in process.stdout), "the peer ended by itself"
+
+
+def join(platform_name: str, host: RendezvousHost, timeout_s: float) -> CollectiveGroup:
+    where = Rendezvous(host="127.0.0.1", port=host.port, name="pair", rank=0, size=2)
+    return registry.get(platform_name).new_group(where, index=0, timeout_s=timeout_s)
+
+
+def exchange(group: CollectiveGroup) -> torch.Tensor:
+    """Send a tensor that the peer sends back; returns a box for further calls."""
+    sent = torch.full((1000, 16), 3, dtype=torch.bfloat16).to(group.device)
+    box = torch.zeros_like(sent)
+    group.send(sent, 1, AMPLE_S)
+    group.recv(box, 1, AMPLE_S)
+    assert box.cpu().unique().tolist() == [3]
+    return box
+
+
+def test_a_peer_killed_between_calls_is_found_lost_at_the_next(
+    platform_name: str, host: RendezvousHost
+) -> None:
+    with peer(platform_name, host, "after an exchange") as process:
+        group = join(platform_name, host, AMPLE_S)
+        box = exchange(group)
+        await_stop(process)
+        process.send_signal(signal.SIGKILL)
+        start_s = time.monotonic()
+        with pytest.raises(PeerLostError, match="lost rank 1"):
+            group.recv(box, 1, AMPLE_S)
+        assert time.monotonic() - start_s < AMPLE_S / 2
+        group.close()
+
+
+@pytest.mark.parametrize("stop", ["while receiving", "while sending"])
+def test_a_peer_killed_while_a_tensor_moves_is_an_error_within_the_deadline_and_nothing_else(
+    platform_name: str, host: RendezvousHost, stop: str
+) -> None:
+    with peer(platform_name, host, stop) as process:
+        group = join(platform_name, host, AMPLE_S)
+        box = exchange(group)
+        call = group.send if stop == "while receiving" else group.recv
+
+        def kill_when_stopped() -> None:
+            await_stop(process)
+            process.send_signal(signal.SIGKILL)
+
+        killer = threading.Thread(target=kill_when_stopped)
+        killer.start()
+        start_s = time.monotonic()
+        # gloo may have taken a small tensor before the peer died; the call after it fails.
+        with pytest.raises((PeerLostError, TransportTimeoutError)):
+            for _ in range(2):
+                call(box, 1, AMPLE_S / 4)
+        assert time.monotonic() - start_s < AMPLE_S
+        killer.join(AMPLE_S)
+        group.close()
+    # This process and its device live on.
+    again = torch.ones(4, device=registry.get(platform_name).device(0))
+    assert again.cpu().sum() == 4
+
+
+@pytest.mark.needs_npu
+def test_on_npu_groups_end_before_torch_npu_uses_the_stream_of_a_failed_one_again(
+    host: RendezvousHost,
+) -> None:
+    platform = NpuPlatform()
+    with peer("npu", host, "while sending") as process:
+        where = Rendezvous(host="127.0.0.1", port=host.port, name="pair", rank=0, size=2)
+        group = platform.new_group(where, index=0, timeout_s=AMPLE_S)
+        box = exchange(group)
+        with pytest.raises((PeerLostError, TransportTimeoutError)):
+            group.recv(box, 1, SHORT_S)
+        await_stop(process)
+        group.close()
+    nobody = Rendezvous(host="127.0.0.1", port=1, name="none", rank=0, size=2)
+    for _ in range(24):
+        with pytest.raises(PeerLostError, match="nobody listens"):
+            platform.new_group(nobody, index=0, timeout_s=SHORT_S)
+    with pytest.raises(UnsupportedError, match=r"restart the instance, or set transfer\.path"):
+        platform.new_group(nobody, index=0, timeout_s=SHORT_S)
+
+
+def test_a_peer_that_stops_while_a_tensor_moves_is_late_at_the_deadline(
+    platform_name: str, host: RendezvousHost
+) -> None:
+    with peer(platform_name, host, "while sending"):
+        group = join(platform_name, host, AMPLE_S)
+        box = exchange(group)
+        start_s = time.monotonic()
+        with pytest.raises(TransportTimeoutError, match="rank 1 did not come within 3 s"):
+            group.recv(box, 1, SHORT_S)
+        group.close()
+        assert SHORT_S <= time.monotonic() - start_s < SHORT_S + 10
+
+
+def test_a_peer_killed_before_it_joins_is_an_error_at_the_deadline(
+    platform_name: str, host: RendezvousHost
+) -> None:
+    with peer(platform_name, host, "before joining") as process:
+        await_stop(process)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        start_s = time.monotonic()
+        with pytest.raises((TransportTimeoutError, PeerLostError)):
+            join(platform_name, host, SHORT_S)
+        assert time.monotonic() - start_s < SHORT_S + 10
+
+
+def test_groups_with_two_peers_can_be_made_at_once_and_again(
+    platform_name: str, host: RendezvousHost
+) -> None:
+    platform = registry.get(platform_name)
+    processes: list[RankProcess] = []
+
+    def meet_and_part(number: int, attempt: int) -> None:
+        def where(rank: int) -> Rendezvous:
+            name = f"{number}-{attempt}"
+            return Rendezvous(host=host.host, port=host.port, name=name, rank=rank, size=2)
+
+        def far() -> CollectiveGroup:
+            index = platform.device_count() - 1
+            return processes[number].join(platform_name, where(1), index=index, timeout_s=AMPLE_S)
+
+        def near() -> CollectiveGroup:
+            return processes[2].join(platform_name, where(0), index=0, timeout_s=AMPLE_S)
+
+        with ThreadPoolExecutor(2) as pool:
+            there, here = (call.result() for call in [pool.submit(far), pool.submit(near)])
+            sent, box = torch.full((1000,), float(attempt)), torch.zeros(1000)
+            giving = pool.submit(here.send, sent, 1, AMPLE_S)
+            there.recv(box, 0, AMPLE_S)
+            giving.result()
+        assert box.unique().tolist() == [attempt]
+        for group in (here, there):
+            group.close()
+
+    with ExitStack() as ends:
+        # The third is the one with two groups. It is not this process, where peers were killed:
+        # torch_npu gives the stream of a failed group to the 32nd after it, which fails too.
+        processes += [ends.enter_context(closing(RankProcess())) for _ in range(3)]
+        for attempt in range(20):
+            with ThreadPoolExecutor(2) as pool:
+                for made in [pool.submit(meet_and_part, number, attempt) for number in (0, 1)]:
+                    made.result()

@@ -1,0 +1,132 @@
+"""Hardware profiles: what is read, what is refused, and what the shipped ones hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from epd_portable.config.hardware import (
+    Figure,
+    HardwareProfile,
+    Sourced,
+    load_profile,
+    parse_flops,
+    parse_profile,
+    parse_rate,
+)
+from epd_portable.errors import ConfigError
+
+PROFILES = sorted((Path(__file__).resolve().parents[3] / "configs/hardware").glob("*.yaml"))
+GOOD = PROFILES[0].read_text("utf-8")
+
+
+def problems(text: str) -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        parse_profile(text, source="p.yaml")
+    first, *rest = str(error.value).splitlines()
+    assert first.startswith("p.yaml: ")
+    return [line.strip() for line in rest]
+
+
+def changed(**keys: object) -> str:
+    """Return a good profile with some keys replaced."""
+    return yaml.safe_dump(yaml.safe_load(GOOD) | keys, sort_keys=False)
+
+
+def test_the_agreed_profiles_are_shipped() -> None:
+    names = {path.stem for path in PROFILES}
+    assert names >= {"a100-80g", "a100-40g", "910b-64g", "910b-32g", "h200"}
+
+
+@pytest.mark.parametrize("path", PROFILES, ids=lambda path: path.stem)
+def test_every_shipped_profile_loads_and_its_numbers_are_of_the_right_size(path: Path) -> None:
+    profile = load_profile(path)
+    assert profile.devices_per_node.value == 8
+    gigabytes = int(path.stem.rpartition("-")[2][:-1]) if "-" in path.stem else 141
+    assert profile.memory_bytes.value in (gigabytes << 30, gigabytes * 10**9)
+    assert 0.9 < profile.usable_memory_bytes / profile.memory_bytes.value <= 1
+    # Memory is faster than the link between devices, and that than the network or the host.
+    assert profile.memory_bytes_per_s.value > 5 * profile.pair_bytes_per_s.value
+    assert profile.pair_bytes_per_s.value > profile.network_bytes_per_s.value
+    assert profile.pair_bytes_per_s.value > profile.host_bytes_per_s.value
+    assert 2e14 < profile.bf16_flops.value < 1e15
+
+
+@pytest.mark.parametrize("path", PROFILES, ids=lambda path: path.stem)
+def test_every_shipped_number_says_where_it_comes_from(path: Path) -> None:
+    profile = load_profile(path)
+    for name in HardwareProfile.model_fields:
+        value = getattr(profile, name)
+        for one in value.values() if isinstance(value, dict) else [value]:
+            assert not isinstance(one, int | float), f"{name} is a bare number"
+            if isinstance(one, Sourced):
+                assert one.source
+
+
+def test_numbers_are_read_in_the_unit_of_their_key() -> None:
+    assert parse_rate("25GB/s") == 25 * 10**9
+    assert parse_rate("2.039 TB/s") == 2039 * 10**9
+    assert parse_flops("312TFLOPS") == 312 * 10**12
+
+
+@pytest.mark.parametrize("text", ["25GiB/s", "25", "25GB", "GB/s", "25gb/s"])
+def test_a_rate_in_another_unit_is_refused_with_an_example(text: str) -> None:
+    (line,) = problems(changed(pair_bytes_per_s=figure(text)))
+    assert line.startswith("pair_bytes_per_s.value (line ")
+    assert "as in 25GB/s or 2.039TB/s" in line
+
+
+def figure(value: object, quality: str = "derived") -> dict[str, object]:
+    return {"value": value, "quality": quality, "source": "arithmetic, for a test"}
+
+
+def test_a_bare_number_is_refused() -> None:
+    (line,) = problems(changed(bf16_flops=312))
+    assert line.startswith("bf16_flops (line ")
+
+
+@pytest.mark.parametrize("quality", ["datasheet", "measured", "secondary"])
+def test_a_number_that_somebody_states_needs_an_address(quality: str) -> None:
+    (line,) = problems(changed(memory_bytes=figure("80GiB", quality)))
+    assert f"source of a {quality} number must hold an https:// address" in line
+
+
+def test_a_number_without_quality_or_source_is_refused() -> None:
+    assert problems(changed(memory_bytes={"value": "80GiB"})) == [
+        "memory_bytes.quality: is missing",
+        "memory_bytes.source: is missing",
+    ]
+
+
+def test_every_problem_is_reported_at_once_with_its_line() -> None:
+    lines = problems("platform: tpu\ndevice: X\nhbm: 3\nnotes: {}\n")
+    assert "platform (line 1): input should be 'cuda', 'npu' or 'cpu', got 'tpu'" in lines
+    assert any(line.startswith("hbm (line 3): unknown key; known are platform") for line in lines)
+    assert any(line.startswith("notes (line 4): ") for line in lines)
+    assert "memory_bytes: is missing" in lines
+
+
+def test_a_misspelt_key_of_a_number_is_named_with_the_right_one() -> None:
+    wrong = figure("25GB/s") | {"sorce": "x"}
+    (line,) = problems(changed(host_bytes_per_s=wrong))
+    assert "host_bytes_per_s.sorce" in line
+    assert "did you mean source?" in line
+
+
+def test_a_range_of_ports_is_in_order() -> None:
+    ports = {"first": 9, "last": 3, "quality": "derived", "source": "for a test"}
+    (line,) = problems(changed(avoid_ports=ports))
+    assert "first 9 is above last 3" in line
+
+
+def test_a_profile_without_ports_avoids_none() -> None:
+    profile = parse_profile(changed(avoid_ports=None))
+    assert list(profile.ports_to_avoid) == []
+
+
+def test_a_profile_cannot_be_changed() -> None:
+    profile = parse_profile(GOOD)
+    with pytest.raises(ValueError, match="frozen"):
+        profile.memory_bytes = Figure(value=1, quality="derived", source="for a test")

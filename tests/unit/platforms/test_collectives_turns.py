@@ -1,0 +1,118 @@
+"""Turns between processes; each ``Turns`` here stands for a process of its own."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from queue import Empty, Queue
+from typing import Any
+
+import pytest
+
+from epd_portable.errors import EPDError, PeerLostError, PlatformError, TransportTimeoutError
+from epd_portable.platforms.collectives_turns import Turns
+from epd_portable.platforms.handshake import Deadline
+
+AMPLE_S = 20.0
+SHORT_S = 0.2
+Take = Callable[[float], AbstractContextManager[None]]
+
+
+def pair(first: Turns, second: Turns) -> tuple[Take, Take]:
+    """Connect two processes that make one group; each end takes a number of seconds."""
+    to_first: Queue[Sequence[int]] = Queue()
+    to_second: Queue[Sequence[int]] = Queue()
+
+    def end(turns: Turns, inbox: Queue[Any], outbox: Queue[Any]) -> Take:
+        def take(timeout_s: float) -> AbstractContextManager[None]:
+            def hear() -> list[int]:
+                try:
+                    return list(inbox.get(timeout=timeout_s))
+                except Empty:
+                    raise PeerLostError("nothing heard") from None
+
+            return turns.with_peer(outbox.put, hear, Deadline(timeout_s))
+
+        return take
+
+    return end(first, to_first, to_second), end(second, to_second, to_first)
+
+
+def ordered() -> tuple[Turns, Turns]:
+    """Return two processes; the first is asked first."""
+    first, second = sorted((Turns(), Turns()), key=lambda turns: turns._token)
+    return first, second
+
+
+@pytest.mark.parametrize("count", [3, 4])
+def test_processes_in_a_ring_that_all_make_two_groups_at_once_never_lock_up(count: int) -> None:
+    processes = [Turns() for _ in range(count)]
+    inside = [0] * count
+
+    def make(take: Take, process: int, both: threading.Barrier) -> None:
+        with take(AMPLE_S):
+            inside[process] += 1
+            assert inside[process] == 1, "two groups of one process at once"
+            both.wait(AMPLE_S)
+            inside[process] -= 1
+            both.wait(AMPLE_S)
+
+    for _ in range(50):
+        with ThreadPoolExecutor(2 * count) as pool:
+            calls = []
+            for one, other in itertools.pairwise([*range(count), 0]):
+                takes = pair(processes[one], processes[other])
+                both = threading.Barrier(2)
+                for take, process in zip(takes, (one, other), strict=True):
+                    calls.append(pool.submit(make, take, process, both))
+            for call in calls:
+                call.result()
+
+
+@pytest.mark.parametrize("busy", [0, 1], ids=["the one asked first", "the other one"])
+def test_a_turn_that_does_not_come_in_time_is_an_error_at_the_deadline(busy: int) -> None:
+    processes = ordered()
+    takes = pair(*processes)
+
+    def attempt(take: Take) -> None:
+        with take(SHORT_S):
+            pytest.fail("both had their turn")
+
+    assert processes[busy]._lock.acquire(timeout=AMPLE_S)
+    with ThreadPoolExecutor(2) as pool:
+        found = [call.exception() for call in [pool.submit(attempt, take) for take in takes]]
+    assert isinstance(found[busy], TransportTimeoutError)
+    assert "were being made, one at a time, for all of 0.2 s" in str(found[busy])
+    # The other end's channel fails, and it does not keep its turn either.
+    assert isinstance(found[1 - busy], EPDError)
+    assert processes[1 - busy]._lock.acquire(timeout=AMPLE_S)
+
+
+def test_a_turn_is_given_back_when_the_making_fails() -> None:
+    takes = pair(*ordered())
+
+    def fail(take: Take) -> None:
+        with take(AMPLE_S):
+            raise PeerLostError("the library failed")
+
+    for _ in range(2):
+        with ThreadPoolExecutor(2) as pool:
+            found = [call.exception() for call in [pool.submit(fail, take) for take in takes]]
+        assert [type(error) for error in found] == [PeerLostError] * 2
+
+
+def test_two_ranks_of_a_group_in_one_process_are_refused_at_once() -> None:
+    process = Turns()
+
+    def attempt(take: Take) -> None:
+        with take(AMPLE_S):
+            pytest.fail("one process had its turn twice")
+
+    with ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(attempt, take) for take in pair(process, process)]
+    for call in calls:
+        with pytest.raises(PlatformError, match="put each rank in a process of its own"):
+            call.result()
