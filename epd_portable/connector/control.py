@@ -1,6 +1,7 @@
 """The control channel: ZMQ sockets that carry `epd_portable.wire` messages.
 
 The consumer listens (ROUTER), producers and the router connect (DEALER). Nothing here blocks.
+Off this host everything is encrypted, see `epd_portable.connector.curve`.
 """
 
 from __future__ import annotations
@@ -14,13 +15,18 @@ from pathlib import Path
 
 import zmq
 
-from epd_portable.errors import ProtocolError, TransportError
+from epd_portable.connector.connections import Connections
+from epd_portable.connector.curve import CurveGate, CurveKeys, connect_client, is_off_host
+from epd_portable.errors import ConfigError, ProtocolError, TransportError
+from epd_portable.log import trace
 from epd_portable.wire import codec
 from epd_portable.wire.messages import AnyMessage
 
 logger = logging.getLogger(__name__)
 
 _HIGH_WATER_MARK = 10_000
+MAX_AT_ONCE = 1000
+"""Messages that one call takes in, so that a flood does not keep its caller."""
 
 
 def new_session() -> str:
@@ -57,7 +63,7 @@ def _pid_exists(pid: int) -> bool:
     """Tell whether there is such a process, also where ``/proc`` hides those of other users."""
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
         return True
@@ -82,21 +88,32 @@ class ControlServer:
     Args:
         address: ZMQ address to listen on.
         session: Of this process.
+        keys: Of the deployment; needed where the address is off this host.
 
     Raises:
+        ConfigError: There are no keys, and the address is off this host.
         TransportError: The address cannot be bound.
     """
 
-    def __init__(self, address: str, session: str) -> None:
+    def __init__(self, address: str, session: str, keys: CurveKeys | None = None) -> None:
         self._session = session
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
+        # Who comes again has lost its former connection, whether that was noticed here or not.
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.set_hwm(_HIGH_WATER_MARK)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, codec.MAX_MESSAGE_BYTES)
         self._socket.setsockopt(zmq.LINGER, 200)
+        self._gate: CurveGate | None = None
         try:
+            if is_off_host(address):
+                self._gate = CurveGate(self._socket, address, keys, name="control channel")
             self._socket.bind(address)
-        except zmq.ZMQError as error:
+        except ConfigError:
             self._context.destroy(linger=0)
+            raise
+        except zmq.ZMQError as error:
+            self.close()
             raise TransportError(
                 f"control channel cannot listen on {address}: {error}; free it or take another"
             ) from error
@@ -107,12 +124,19 @@ class ControlServer:
         return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def receive(self) -> list[tuple[bytes, AnyMessage]]:
-        """Return what has arrived, as ``(identity, message)``; what is no message is logged."""
-        received = []
-        while self._socket.poll(0):
+        """Return what has arrived, as ``(identity, message)``; what is no message is logged.
+
+        At most `MAX_AT_ONCE`; the rest comes with the next call.
+        """
+        if self._gate is not None:
+            self._gate.look()
+        received: list[tuple[bytes, AnyMessage]] = []
+        for _ in range(MAX_AT_ONCE):
+            if not self._socket.poll(0):
+                break
             identity, *frames = self._socket.recv_multipart()
             try:
-                message, _ = codec.decode(b"".join(frames))
+                message, _session = codec.decode(b"".join(frames))
             except ProtocolError as error:
                 logger.warning("control message from %r dropped: %s", identity, error)
             else:
@@ -120,12 +144,18 @@ class ControlServer:
         return received
 
     def send(self, identity: bytes, message: AnyMessage) -> None:
-        """Send to a peer; if it is not connected any more the message is dropped."""
+        """Send to a peer.
+
+        Dropped if the peer is not connected any more, or does not read and too much waits for it
+        already (ZMQ's ROUTER never blocks and raises nothing then); sessions send again.
+        """
         data = codec.encode(message, session=self._session)
         self._socket.send_multipart([identity, data], flags=zmq.NOBLOCK)
 
     def close(self) -> None:
         """Close the channel; what was sent goes out for at most 0.2 s."""
+        if self._gate is not None:
+            self._gate.close()
         self._context.destroy()
 
 
@@ -133,13 +163,18 @@ class ControlClients:
     """The producer's end: a connection to each consumer that it has to do with.
 
     Not for several threads, except `wake`.
+
+    Args:
+        session: Of this process.
+        keys: Of the deployment; needed for consumers off this host.
     """
 
-    def __init__(self, session: str) -> None:
+    def __init__(self, session: str, keys: CurveKeys | None = None) -> None:
         self._session = session
+        self._keys = keys
         self._context = zmq.Context()
         self._poller = zmq.Poller()
-        self._sockets: dict[str, zmq.Socket[bytes]] = {}
+        self._sockets = Connections(self._connect, self._leave)
         self._addresses: dict[zmq.Socket[bytes], str] = {}
         self._wake_in = self._context.socket(zmq.PAIR)
         self._wake_in.bind("inproc://wake")
@@ -153,22 +188,9 @@ class ControlClients:
         Dropped if so much waits for a consumer that does not read; sessions send again.
 
         Raises:
-            TransportError: The address is none.
+            TransportError: The address is none, or off this host without keys.
         """
-        target = self._sockets.get(address)
-        if target is None:
-            target = self._context.socket(zmq.DEALER)
-            target.set_hwm(_HIGH_WATER_MARK)
-            target.setsockopt(zmq.IDENTITY, self._session.encode())
-            target.setsockopt(zmq.LINGER, 200)
-            try:
-                target.connect(address)
-            except (zmq.ZMQError, ValueError) as error:
-                target.close(linger=0)
-                raise TransportError(f"control address {address!r}: {error}") from error
-            self._sockets[address] = target
-            self._addresses[target] = address
-            self._poller.register(target, zmq.POLLIN)
+        target = self._sockets.use(address)
         with contextlib.suppress(zmq.Again):
             target.send(codec.encode(message, session=self._session), flags=zmq.NOBLOCK)
 
@@ -176,12 +198,14 @@ class ControlClients:
         """Wait for messages or `wake` and return what arrived, as ``(address, message)``."""
         received = []
         for ready, _ in self._poller.poll(int(timeout_s * 1000)):
-            while ready.poll(0):
+            for _ in range(MAX_AT_ONCE):
+                if not ready.poll(0):
+                    break
                 data = ready.recv()
                 if ready is self._wake_in:
                     continue
                 try:
-                    message, _ = codec.decode(data)
+                    message, _session = codec.decode(data)
                 except ProtocolError as error:
                     logger.warning("message from %s dropped: %s", self._addresses[ready], error)
                 else:
@@ -189,10 +213,32 @@ class ControlClients:
         return received
 
     def wake(self) -> None:
-        """End a `receive` that waits in another thread; one caller at a time."""
+        """End a `receive` that waits in another thread; one caller at a time, none during `close`.
+
+        Does nothing after it.
+        """
+        if self._wake_out.closed:
+            return
         with contextlib.suppress(zmq.Again):
             self._wake_out.send(b"", flags=zmq.NOBLOCK)
 
     def close(self) -> None:
         """Close every connection; what was sent goes out for at most 0.2 s."""
         self._context.destroy()
+
+    def _connect(self, address: str) -> zmq.Socket[bytes]:
+        target = self._context.socket(zmq.DEALER)
+        target.set_hwm(_HIGH_WATER_MARK)
+        target.setsockopt(zmq.MAXMSGSIZE, codec.MAX_MESSAGE_BYTES)
+        target.setsockopt(zmq.IDENTITY, self._session.encode())
+        target.setsockopt(zmq.LINGER, 200)
+        connect_client(target, address, self._keys, what="control address")
+        self._addresses[target] = address
+        self._poller.register(target, zmq.POLLIN)
+        trace("control.opened", address=address)
+        return target
+
+    def _leave(self, target: zmq.Socket[bytes]) -> None:
+        self._poller.unregister(target)
+        del self._addresses[target]
+        target.close()

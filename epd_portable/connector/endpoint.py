@@ -14,8 +14,10 @@ from epd_portable.connector.control import (
     new_session,
     process_is_gone,
 )
+from epd_portable.connector.curve import read_keys
 from epd_portable.connector.pool import SharedMemory
 from epd_portable.connector.transport import LeaseFence
+from epd_portable.connector.worker_endpoint import read_publication
 from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor
 from epd_portable.wire.messages import AnyMessage
 
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
     from epd_portable.config.instance import InstanceConfig
 
 logger = logging.getLogger(__name__)
+
+MAX_TOLD = 1000
+"""Producers and paths whose refusal is remembered, not to be logged again."""
 
 
 class ConsumerEndpoint:
@@ -35,8 +40,9 @@ class ConsumerEndpoint:
         fence: Lets writes through to leased slots only.
 
     Raises:
+        ConfigError: An address is off this host and there is no secret.
         CapacityError: ``/dev/shm`` has no room for the pool.
-        TransportError: An address is taken.
+        TransportError: An address is taken, or the workers have not opened their end.
     """
 
     def __init__(
@@ -44,9 +50,10 @@ class ConsumerEndpoint:
     ) -> None:
         session = new_session()
         self._config = config
+        self._keys = read_keys(config.secret_file)
         self._told: set[tuple[str, str]] = set()
         with contextlib.ExitStack() as opened:
-            self._control = ControlServer(config.control_address, session)
+            self._control = ControlServer(config.control_address, session, self._keys)
             opened.callback(self._control.close)
             self._memory = SharedMemory.create(config.pool, pool_bytes)
             opened.callback(self._memory.unlink)
@@ -77,6 +84,8 @@ class ConsumerEndpoint:
         choice = registry.choose(producer, self._peer)
         for refused in choice.refused:
             if (producer.session, refused.path) not in self._told:
+                if len(self._told) >= MAX_TOLD:
+                    self._told.clear()
                 self._told.add((producer.session, refused.path))
                 logger.info(
                     "from %s by %s, not by %s: %s",
@@ -98,11 +107,17 @@ class ConsumerEndpoint:
     def _open_paths(
         self, fence: LeaseFence, opened: contextlib.ExitStack
     ) -> Iterable[PathEndpoint]:
-        for path in registry.allowed(self._config.path):
-            make_receiver = registry.load_receiver(path)
-            if make_receiver is None:
-                yield PathEndpoint(path=path, address=self._memory.identity)
+        config = self._config
+        paths = registry.offered_by(config)
+        if any(path.in_worker for path in paths):
+            yield from read_publication(config.pool).paths
+        for path in paths:
+            if path.in_worker:
                 continue
-            receiver = make_receiver(self._memory, self._config.data_address, fence)
+            make_receiver = registry.load_receiver(path.name)
+            if make_receiver is None:
+                yield PathEndpoint(path=path.name, address=self._memory.identity)
+                continue
+            receiver = make_receiver(self._memory, config.data_address, fence, self._keys)
             opened.callback(receiver.close)
-            yield PathEndpoint(path=path, address=receiver.address)
+            yield PathEndpoint(path=path.name, address=receiver.address)

@@ -7,13 +7,18 @@
                 │  └───────────────┘  while encoding)          └─error─▶ Abort, end
                 └── NotNeeded, Nack, Abort, deadline ─▶ end
 
-Unanswered messages are sent again; what arrives twice or too late changes nothing.
+Unanswered messages are sent again; what arrives twice or too late changes nothing. Every submission
+has a number of its own, its attempt: a grant or answer to another one is not for it.
 """
 
 from __future__ import annotations
 
 import enum
+import itertools
+import secrets
 from dataclasses import dataclass, field
+
+import msgspec
 
 from epd_portable.wire.descriptors import PeerDescriptor, SlotDescriptor, TensorSpec
 from epd_portable.wire.messages import (
@@ -102,6 +107,7 @@ class _State(enum.Enum):
 @dataclass(slots=True)
 class _Transfer:
     order: TransferOrder
+    attempt: int
     deadline_s: float
     ready: bool = False
     state: _State = _State.ASKING
@@ -110,6 +116,7 @@ class _Transfer:
     next_send_s: float = 0.0
     ending: Finished | None = None
     """Set while a write is under way whose result does not matter any more."""
+    digest: str = ""
     release: bool = False
     """The consumer waits to hear that the slot is not written any more."""
 
@@ -131,6 +138,8 @@ class ProducerSession:
         self._resend_s = resend_s
         self._transfers: dict[str, _Transfer] = {}
         self._out = Actions()
+        # Not from 1: an answer to another life of this process must not fit.
+        self._attempts = itertools.count(secrets.randbits(40) << 20)
 
     def __len__(self) -> int:
         """Return the number of transfers that have not ended."""
@@ -146,7 +155,7 @@ class ProducerSession:
         """
         if order.transfer_id not in self._transfers:
             self._transfers[order.transfer_id] = _Transfer(
-                order, now + self._wait_timeout_s, ready, next_send_s=now
+                order, next(self._attempts), now + self._wait_timeout_s, ready, next_send_s=now
             )
 
     def output_ready(self, mm_hash: str) -> None:
@@ -164,9 +173,14 @@ class ProducerSession:
             now: Seconds.
         """
         transfer = self._transfers.get(message.transfer_id)
+        if transfer is not None and (consumer, message.attempt) != (
+            transfer.order.consumer,
+            transfer.attempt,
+        ):
+            transfer = None
         if isinstance(message, Abort):
             self._abort(consumer, message, transfer)
-        elif transfer is None or transfer.order.consumer != consumer:
+        elif transfer is None:
             return
         elif isinstance(message, Grant):
             if transfer.state in (_State.ASKING, _State.GRANTED):
@@ -181,9 +195,16 @@ class ProducerSession:
         elif isinstance(message, Nack):
             self._end(transfer, f"{message.code.value}: {message.detail}")
 
-    def write_done(self, transfer_id: str, now: float) -> None:
-        """A write that was asked for is complete."""
+    def write_done(self, transfer_id: str, now: float, *, digest: str = "") -> None:
+        """A write that was asked for is complete.
+
+        Args:
+            transfer_id: See `Write`.
+            now: Seconds.
+            digest: Of the item's bytes, if the consumer shall check them.
+        """
         transfer = self._transfers[transfer_id]
+        transfer.digest = digest
         if transfer.ending:
             self._close(transfer, transfer.ending)
         else:
@@ -196,11 +217,16 @@ class ProducerSession:
         if transfer.ending:
             self._close(transfer, transfer.ending)
         else:
-            self._send(transfer, Abort(transfer_id=transfer_id, reason=problem))
+            self._send(transfer, _abort(transfer, problem))
             self._close(
                 transfer,
                 Finished(transfer_id=transfer_id, mm_hash=transfer.order.mm_hash, problem=problem),
             )
+
+    def withdraw(self, path: str) -> None:
+        """Offer a path no more, because this process cannot write by it; others are chosen then."""
+        paths = tuple(endpoint for endpoint in self._peer.paths if endpoint.path != path)
+        self._peer = msgspec.structs.replace(self._peer, paths=paths)
 
     def poll(self, now: float) -> Actions:
         """Return everything to be done now."""
@@ -216,7 +242,7 @@ class ProducerSession:
             return
         if now >= transfer.deadline_s:
             problem = f"not acknowledged by {transfer.order.consumer} in {self._wait_timeout_s} s"
-            self._send(transfer, Abort(transfer_id=transfer.order.transfer_id, reason=problem))
+            self._send(transfer, _abort(transfer, problem))
             self._end(transfer, problem)
             return
         if transfer.state is _State.GRANTED:
@@ -233,9 +259,15 @@ class ProducerSession:
         order = transfer.order
         if transfer.state is _State.WRITTEN:
             assert transfer.grant is not None
-            return Written(transfer_id=order.transfer_id, generation=transfer.grant.slot.generation)
+            return Written(
+                transfer_id=order.transfer_id,
+                attempt=transfer.attempt,
+                generation=transfer.grant.slot.generation,
+                digest=transfer.digest,
+            )
         return Announce(
             transfer_id=order.transfer_id,
+            attempt=transfer.attempt,
             mm_hash=order.mm_hash,
             tensor=order.tensor,
             producer=self._peer,
@@ -258,8 +290,8 @@ class ProducerSession:
 
     def _abort(self, consumer: str, message: Abort, transfer: _Transfer | None) -> None:
         """Answer at once, unless the slot is being written: then when that has ended."""
-        if transfer is None or transfer.order.consumer != consumer:
-            self._out.messages.append((consumer, _released(message.transfer_id)))
+        if transfer is None:
+            self._out.messages.append((consumer, _released(message.transfer_id, message.attempt)))
             return
         transfer.release = True
         self._end(transfer, f"aborted by the consumer: {message.reason}")
@@ -277,7 +309,7 @@ class ProducerSession:
 
     def _close(self, transfer: _Transfer, finished: Finished) -> None:
         if transfer.release:
-            self._send(transfer, _released(finished.transfer_id))
+            self._send(transfer, _released(finished.transfer_id, transfer.attempt))
         del self._transfers[finished.transfer_id]
         self._out.finished.append(finished)
 
@@ -285,7 +317,14 @@ class ProducerSession:
         self._out.messages.append((transfer.order.consumer, message))
 
 
-def _released(transfer_id: str) -> Nack:
+def _abort(transfer: _Transfer, reason: str) -> Abort:
+    return Abort(transfer_id=transfer.order.transfer_id, attempt=transfer.attempt, reason=reason)
+
+
+def _released(transfer_id: str, attempt: int) -> Nack:
     return Nack(
-        transfer_id=transfer_id, code=NackCode.RELEASED, detail="the slot is not written any more"
+        transfer_id=transfer_id,
+        attempt=attempt,
+        code=NackCode.RELEASED,
+        detail="the slot is not written any more",
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from epd_portable.wire.descriptors import PeerDescriptor, SlotDescriptor
 from epd_portable.wire.messages import Abort, AnyMessage
@@ -11,9 +11,25 @@ from epd_portable.wire.messages import Abort, AnyMessage
 
 @dataclass(slots=True)
 class _Entry:
+    slot: SlotDescriptor
     producer: PeerDescriptor
-    slots: list[SlotDescriptor] = field(default_factory=list)
+    reason: str
     next_ask_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Writer:
+    """Who may be writing: one attempt of a producer at a transfer, which is granted one slot.
+
+    Attributes:
+        transfer_id: The grant's transfer.
+        sender: ZMQ identity of the producer.
+        attempt: Its number for the attempt.
+    """
+
+    transfer_id: str
+    sender: bytes
+    attempt: int
 
 
 class Quarantine:
@@ -27,45 +43,54 @@ class Quarantine:
     def __init__(self, is_gone: Callable[[PeerDescriptor], bool], *, ask_every_s: float) -> None:
         self._is_gone = is_gone
         self._ask_every_s = ask_every_s
-        self._entries: dict[tuple[str, bytes], _Entry] = {}
+        self._entries: dict[Writer, _Entry] = {}
         self._released: list[SlotDescriptor] = []
 
     def __len__(self) -> int:
         """Return the number of slots that are kept."""
-        return sum(len(entry.slots) for entry in self._entries.values())
+        return len(self._entries)
+
+    def __contains__(self, writer: Writer) -> bool:
+        """Tell whether a slot of this writer is kept."""
+        return writer in self._entries
 
     def add(
-        self, transfer_id: str, sender: bytes, slot: SlotDescriptor, producer: PeerDescriptor
+        self, writer: Writer, slot: SlotDescriptor, producer: PeerDescriptor, reason: str
     ) -> None:
-        """Keep the slot of a grant that failed, beside others of the same transfer.
+        """Keep the slot of a grant that failed.
 
         Args:
-            transfer_id: The grant's transfer.
-            sender: ZMQ identity of the producer.
+            writer: Who was granted it.
             slot: What was granted.
-            producer: To whom.
+            producer: The writer's end.
+            reason: Why it failed, for the producer's log.
         """
-        self._entries.setdefault((transfer_id, sender), _Entry(producer)).slots.append(slot)
+        assert writer not in self._entries, "an attempt is granted one slot"
+        self._entries[writer] = _Entry(slot, producer, reason)
 
-    def release(self, transfer_id: str, sender: bytes) -> None:
-        """The producer does not write for this transfer any more; unknown ones are ignored."""
-        entry = self._entries.pop((transfer_id, sender), None)
+    def release(self, writer: Writer) -> None:
+        """The producer does not write for this attempt any more; unknown ones are ignored."""
+        entry = self._entries.pop(writer, None)
         if entry is not None:
-            self._released += entry.slots
+            self._released.append(entry.slot)
 
     def poll(self, now: float) -> list[tuple[bytes, AnyMessage]]:
         """Let go of slots whose producers are gone; return ``(identity, question)`` for others."""
         questions: list[tuple[bytes, AnyMessage]] = []
-        for (transfer_id, sender), entry in list(self._entries.items()):
+        for writer, entry in list(self._entries.items()):
             if self._is_gone(entry.producer):
-                self.release(transfer_id, sender)
+                self.release(writer)
             elif now >= entry.next_ask_s:
                 entry.next_ask_s = now + self._ask_every_s
-                message = Abort(transfer_id=transfer_id, reason="the slot was taken back")
-                questions.append((sender, message))
+                questions.append((writer.sender, abort(writer, entry.reason)))
         return questions
 
     def take_released(self) -> list[SlotDescriptor]:
         """Return the slots that became free since the last call."""
         released, self._released = self._released, []
         return released
+
+
+def abort(writer: Writer, reason: str) -> Abort:
+    """Return the question whether a writer has stopped for good."""
+    return Abort(transfer_id=writer.transfer_id, attempt=writer.attempt, reason=reason)

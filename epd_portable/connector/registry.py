@@ -10,13 +10,19 @@ import importlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from epd_portable.connector.curve import may_be_plain
 from epd_portable.connector.pool import SHM_FOLDER
-from epd_portable.connector.transport import Clock, Receiver, Transport, TransportCapabilities
+from epd_portable.connector.transport import Receiver, Transport, TransportCapabilities
 from epd_portable.errors import ConfigError, NoCommonPathError
 from epd_portable.platforms.traits import TRAITS
 from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor
+
+if TYPE_CHECKING:
+    from epd_portable.config.instance import InstanceConfig
+    from epd_portable.connector.copies import DeviceCopies
+    from epd_portable.connector.curve import CurveKeys
 
 AUTO = "auto"
 
@@ -32,6 +38,7 @@ class PathEntry:
         name: Word in configuration, messages and metrics.
         transport: ``module:class`` of the encode side; imported when the path is first used.
         receiver: The same for the consumer's end, or empty if nobody is needed there.
+        in_worker: Rank 0's worker of the consumer opens the receiving end, not its scheduler.
         capabilities: See `TransportCapabilities`.
         summary: Half a sentence for people.
     """
@@ -39,26 +46,77 @@ class PathEntry:
     name: str
     transport: str
     receiver: str
+    in_worker: bool
     capabilities: TransportCapabilities
     summary: str
 
 
 PATHS: tuple[PathEntry, ...] = (
     PathEntry(
+        name="ipc",
+        transport="epd_portable.connector.transports.ipc:IpcTransport",
+        receiver="",
+        in_worker=True,
+        capabilities=TransportCapabilities(
+            same_host=True,
+            same_platform=True,
+            devices_only=True,
+            device_memory=True,
+            zero_copy=False,
+            one_sided=True,
+            plain_off_host=False,
+            fenced=False,
+        ),
+        summary="the producer's device copies into the memory of the consumer's",
+    ),
+    PathEntry(
         name="shm",
         transport="epd_portable.connector.transports.shm:ShmTransport",
         receiver="",
+        in_worker=False,
         capabilities=TransportCapabilities(
-            same_host=True, device_memory=False, zero_copy=True, one_sided=True, fenced=False
+            same_host=True,
+            same_platform=False,
+            devices_only=False,
+            device_memory=False,
+            zero_copy=True,
+            one_sided=True,
+            plain_off_host=False,
+            fenced=False,
         ),
         summary="the producer copies into the consumer's pool in /dev/shm",
+    ),
+    PathEntry(
+        name="collective",
+        transport="epd_portable.connector.transports.collective:CollectiveTransport",
+        receiver="epd_portable.connector.transports.collective_receiver:CollectiveReceiver",
+        in_worker=True,
+        capabilities=TransportCapabilities(
+            same_host=False,
+            same_platform=True,
+            devices_only=False,
+            device_memory=True,
+            zero_copy=True,
+            one_sided=False,
+            plain_off_host=True,
+            fenced=True,
+        ),
+        summary="a group of the two workers sends and receives",
     ),
     PathEntry(
         name="tcp",
         transport="epd_portable.connector.transports.tcp:TcpTransport",
         receiver="epd_portable.connector.transports.tcp:TcpReceiver",
+        in_worker=False,
         capabilities=TransportCapabilities(
-            same_host=False, device_memory=False, zero_copy=False, one_sided=True, fenced=True
+            same_host=False,
+            same_platform=False,
+            devices_only=False,
+            device_memory=False,
+            zero_copy=False,
+            one_sided=True,
+            plain_off_host=False,
+            fenced=True,
         ),
         summary="chunks over ZMQ, copied into the pool by the consumer",
     ),
@@ -105,10 +163,10 @@ def entry(name: str) -> PathEntry:
     raise ConfigError(f"transfer.path {name!r}: expected {AUTO} or one of {names}")
 
 
-def load_transport(name: str, clock: Clock) -> Transport:
-    """Make the encode side of a path."""
-    make: Callable[[Clock], Transport] = _load(entry(name).transport)
-    return make(clock)
+def load_transport(name: str, copies: DeviceCopies, keys: CurveKeys | None = None) -> Transport:
+    """Make the encode side of a path; ``keys`` are the deployment's."""
+    make: Callable[[DeviceCopies, CurveKeys | None], Transport] = _load(entry(name).transport)
+    return make(copies, keys)
 
 
 def load_receiver(name: str) -> Callable[..., Receiver] | None:
@@ -122,13 +180,45 @@ def fenced_paths() -> frozenset[str]:
     return frozenset(path.name for path in PATHS if path.capabilities.fenced)
 
 
-def allowed(asked: str) -> tuple[str, ...]:
-    """Return the names of the paths that a configuration allows, best first.
+def offered(asked: str, platform: str, *, plain: bool = True) -> tuple[PathEntry, ...]:
+    """Return the paths that an instance has, best first.
+
+    Args:
+        asked: ``transfer.path``.
+        platform: Of the instance.
+        plain: Whether what moves may be unencrypted: nothing leaves the host, or its network is
+            trusted.
 
     Raises:
-        ConfigError: ``asked`` is neither ``auto`` nor a path.
+        ConfigError: ``asked`` is neither ``auto`` nor a path, or one that the instance has not.
     """
-    return tuple(path.name for path in PATHS) if asked == AUTO else (entry(asked).name,)
+    if asked != AUTO:
+        wanted = entry(asked)
+        if problem := _problem(wanted, platform):
+            raise ConfigError(f"transfer.path {asked!r}: {problem}; write {AUTO}")
+        if wanted.capabilities.plain_off_host and not plain:
+            raise ConfigError(
+                f"transfer.path {asked!r}: it does not encrypt what leaves the host; write {AUTO} "
+                "or tcp, or transfer.trusted_network: true where nobody else is on the network"
+            )
+        return (wanted,)
+    return tuple(
+        path
+        for path in PATHS
+        if not _problem(path, platform)
+        and not _reserve(path, platform)
+        and (plain or not path.capabilities.plain_off_host)
+    )
+
+
+def in_device_memory(name: str, platform: str) -> bool:
+    """Tell whether slots of a path are in the slab of a consumer of that platform."""
+    return entry(name).capabilities.device_memory and TRAITS[platform].needs_device_copy
+
+
+def offered_by(config: InstanceConfig) -> tuple[PathEntry, ...]:
+    """Return the paths that an instance has by its configuration, see `offered`."""
+    return offered(config.path, config.platform, plain=may_be_plain(config))
 
 
 def choose(
@@ -139,17 +229,11 @@ def choose(
     Raises:
         NoCommonPathError: Names every path with the reason against it.
     """
-    offered = {endpoint.path for endpoint in producer.paths}
     receiving = {endpoint.path: endpoint for endpoint in consumer.paths}
     refused: list[Refused] = []
     for path in paths:
-        if path.name not in offered:
-            reason = f"not offered by {producer.instance}"
-        elif path.name not in receiving:
-            reason = f"not offered by {consumer.instance}"
-        elif path.capabilities.same_host and producer.host != consumer.host:
-            reason = f"{producer.instance} and {consumer.instance} do not share /dev/shm"
-        else:
+        reason = _reason_against(path, producer, consumer)
+        if not reason:
             return Choice(endpoint=receiving[path.name], refused=tuple(refused))
         refused.append(Refused(path=path.name, reason=reason))
     trace = "; ".join(f"{item.path}: {item.reason}" for item in refused)
@@ -159,21 +243,65 @@ def choose(
     )
 
 
-def describe(platform: str) -> list[tuple[str, bool, str]]:
-    """Return ``(path, usable, reason)`` for every path on a platform, for ``epd-launch check``."""
+def describe(producer: str, consumer: str) -> list[tuple[str, bool, str]]:
+    """Return ``(path, usable, reason)`` for every path between two platforms of this host."""
     described = []
     for path in PATHS:
-        usable, reason = True, f"{path.summary}; on {platform}, {_ends(platform, path)}"
-        if path.capabilities.same_host and not os.access(SHM_FOLDER, os.W_OK):
-            usable, reason = False, f"{SHM_FOLDER} cannot be written"
-        described.append((path.name, usable, reason))
+        problem = _problem(path, producer) or _problem(path, consumer)
+        if not problem and path.capabilities.same_platform and producer != consumer:
+            problem = f"{producer} and {consumer} are not the same platform"
+        if not problem and path.capabilities.same_host and not os.access(SHM_FOLDER, os.W_OK):
+            problem = f"{SHM_FOLDER} cannot be written"
+        reserve = _reserve(path, producer)
+        reason = f"{path.summary}; {reserve or _copies(path, producer, consumer)}"
+        described.append((path.name, not problem, problem or reason))
     return described
 
 
-def _ends(platform: str, path: PathEntry) -> str:
-    if not TRAITS[platform].needs_device_copy:
+def _reason_against(path: PathEntry, producer: PeerDescriptor, consumer: PeerDescriptor) -> str:
+    if problem := _problem(path, producer.platform) or _problem(path, consumer.platform):
+        return problem
+    if path.capabilities.same_platform and producer.platform != consumer.platform:
+        return (
+            f"{producer.instance} is on {producer.platform}, {consumer.instance} on "
+            f"{consumer.platform}"
+        )
+    for end in (producer, consumer):
+        if path.name not in {endpoint.path for endpoint in end.paths}:
+            return _reserve(path, end.platform) or f"not offered by {end.instance}"
+    if path.capabilities.same_host and producer.host != consumer.host:
+        return f"{producer.instance} and {consumer.instance} do not share {SHM_FOLDER}"
+    return ""
+
+
+def _problem(path: PathEntry, platform: str) -> str:
+    """Return why a platform does not have a path; empty if it has."""
+    if platform not in TRAITS:
+        return f"{platform!r} is no platform that this version knows"
+    if path.capabilities.devices_only and not TRAITS[platform].needs_device_copy:
+        return f"{platform} has no device memory"
+    return ""
+
+
+def _reserve(path: PathEntry, platform: str) -> str:
+    """Return why a platform offers a path only to who asks for it; empty if it always does."""
+    if not path.capabilities.one_sided and not TRAITS[platform].needs_device_copy:
+        return f"on {platform} only when asked for: without device memory tcp is faster"
+    return ""
+
+
+def _copies(path: PathEntry, producer: str, consumer: str) -> str:
+    """Say where the bytes pass through the host."""
+    ends = {
+        word: TRAITS[platform].needs_device_copy
+        for word, platform in (("from", producer), ("to", consumer))
+    }
+    if not any(ends.values()):
         return "nothing is copied after that" if path.capabilities.zero_copy else "in host memory"
-    return "staged through host memory at both ends"
+    if path.capabilities.device_memory:
+        return "device memory only"
+    copies = " and ".join(f"one {word} the device" for word, device in ends.items() if device)
+    return f"copies: {copies}"
 
 
 def _load(target: str) -> Any:

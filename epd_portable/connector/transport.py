@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,8 +15,12 @@ from epd_portable.wire.descriptors import SlotDescriptor
 if TYPE_CHECKING:
     import torch
 
-Clock = Callable[[], float]
-"""Monotonic seconds."""
+    from epd_portable.connector.copies import DeviceCopies
+    from epd_portable.connector.curve import CurveKeys
+    from epd_portable.platforms.base import DeviceEvent
+
+MAX_REVOKED = 4096
+"""Grants that were taken back, remembered one by one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,46 +29,72 @@ class TransportCapabilities:
 
     Attributes:
         same_host: Both ends must share ``/dev/shm``.
-        device_memory: Moves device memory without a copy through the host.
+        same_platform: Both ends must be devices of one platform.
+        devices_only: There is no such path between instances that compute in host memory.
+        device_memory: Slots are in device memory, on platforms that have any; the output does not
+            pass through the host.
         zero_copy: On CPU the injected tensor is the written memory itself.
         one_sided: The consumer's workers take no part in the transfer.
+        plain_off_host: What it moves between hosts is not encrypted.
         fenced: A write that comes after its lease ended cannot touch the slot, because the
             consumer's own process does the last step.
     """
 
     same_host: bool
+    same_platform: bool
+    devices_only: bool
     device_memory: bool
     zero_copy: bool
     one_sided: bool
+    plain_off_host: bool
     fenced: bool
 
 
 class Transport(ABC):
     """The encode side of one path: writes encoder outputs into granted slots.
 
-    One object serves all consumers of its process and may be called from several threads.
+    One object serves all consumers of its process and may be called from several threads, whose
+    current device is the worker's.
+
+    Args:
+        copies: The worker's device, its copy stream and the clock of deadlines.
+        keys: Of the deployment, for paths that encrypt; ``None`` where nothing leaves the host.
     """
+
+    def __init__(self, copies: DeviceCopies, keys: CurveKeys | None = None) -> None:
+        self._copies = copies
+        self._keys = keys
 
     @abstractmethod
     def write(
-        self, src: torch.Tensor, slot: SlotDescriptor, *, address: str, deadline_s: float
+        self,
+        src: torch.Tensor,
+        slot: SlotDescriptor,
+        *,
+        computed: DeviceEvent,
+        address: str,
+        deadline_s: float,
     ) -> None:
         """Copy one encoder output into the slot that its consumer granted.
 
-        Blocks until the consumer may read the bytes.
+        Blocks the calling thread, not the device's compute stream, until the consumer may read the
+        bytes.
 
         Args:
-            src: Host tensor, contiguous, of exactly ``slot.nbytes`` bytes.
+            src: On the worker's device, contiguous, of exactly ``slot.nbytes`` bytes; the caller
+                keeps it unchanged until the call returns.
             slot: From the consumer's grant; still leased.
+            computed: Event behind the work that puts ``src`` out.
             address: From the grant.
-            deadline_s: Point of this transport's clock (``time.monotonic`` unless another was
-                given) at which the lease ends; the slot is not touched after it.
+            deadline_s: Point of the copies' clock at which the lease ends; the slot is not touched
+                after it.
 
         Raises:
             LeaseExpiredError: ``deadline_s`` has passed, or the consumer took the slot back; ask
                 for a new grant.
             TransportTimeoutError: Not complete at ``deadline_s``; the slot's content is undefined.
             PeerLostError: The consumer is gone.
+            UnsupportedError: This process can never write by this path; take another.
             ValueError: ``src`` does not match ``slot``.
         """
 
@@ -112,7 +143,34 @@ class LeaseFence:
             yield slot in self._leased
 
 
-def check_source(src: torch.Tensor, slot: SlotDescriptor) -> None:
+class RevokedFence:
+    """Keeps late writes away from slots that were taken back.
+
+    For receivers in a worker, which hears of slots only when they are taken back; safe from several
+    threads. Generations grow, so the oldest are remembered by their greatest number.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._revoked: OrderedDict[int, None] = OrderedDict()
+        self._oldest = 0
+
+    def revoke(self, generation: int) -> None:
+        """Refuse writes of this grant from now on; blocks until one under way has ended."""
+        with self._lock:
+            self._revoked[generation] = None
+            if len(self._revoked) > MAX_REVOKED:
+                oldest, _ = self._revoked.popitem(last=False)
+                self._oldest = max(self._oldest, oldest)
+
+    @contextmanager
+    def writing(self, slot: SlotDescriptor) -> Iterator[bool]:
+        """Tell whether the slot may be written; it stays so until the block ends."""
+        with self._lock:
+            yield slot.generation > self._oldest and slot.generation not in self._revoked
+
+
+def check_source(src: torch.Tensor, slot: SlotDescriptor, device: torch.device) -> None:
     """Refuse a tensor that is not exactly what the slot was granted for.
 
     Raises:
@@ -126,5 +184,5 @@ def check_source(src: torch.Tensor, slot: SlotDescriptor) -> None:
         )
     if not src.is_contiguous():
         raise ValueError(f"tensor {tuple(src.shape)} is not contiguous: write a contiguous copy")
-    if not src.is_cpu:
-        raise ValueError(f"tensor is on {src.device}: this path writes host memory")
+    if src.device != device:
+        raise ValueError(f"tensor is on {src.device}: this worker writes outputs of {device}")

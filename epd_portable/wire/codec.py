@@ -1,13 +1,21 @@
-"""Messages to bytes and back (msgpack)."""
+"""Messages to bytes and back (msgpack).
+
+Whatever a peer sends is data: it is decoded into the types that are named here and nothing else,
+and every way in which that can fail is a `ProtocolError`.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
 from epd_portable.errors import IncompatiblePeerError, ProtocolError
+from epd_portable.wire.descriptors import Name
 from epd_portable.wire.messages import PROTOCOL_VERSION, AnyMessage
 
-MAX_MESSAGE_BYTES = 64 * 1024
+MAX_MESSAGE_BYTES = 16 * 1024
 """Control messages are small; a larger one is refused before it is decoded."""
 
 
@@ -21,13 +29,32 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """
 
     protocol: int
-    session: str
+    session: Name
     body: msgspec.Raw
 
 
+def reader(expected: Any, what: str) -> Callable[[bytes | memoryview], Any]:
+    """Return a function that decodes a peer's msgpack.
+
+    Args:
+        expected: Type of what it returns.
+        what: Name of that for errors; the function raises `ProtocolError` for all other bytes.
+    """
+    decoder = msgspec.msgpack.Decoder(expected)
+
+    def read(data: bytes | memoryview) -> Any:
+        try:
+            return decoder.decode(data)
+        # RecursionError: arrays within arrays, in a field that nobody reads.
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise ProtocolError(f"not {what}: {error}") from error
+
+    return read
+
+
 _encoder = msgspec.msgpack.Encoder()
-_envelope_decoder = msgspec.msgpack.Decoder(Envelope)
-_body_decoder = msgspec.msgpack.Decoder(AnyMessage)
+_read_envelope = reader(Envelope, "a control message")
+_read_body = reader(AnyMessage, "a control message")
 
 
 def encode(message: AnyMessage, *, session: str) -> bytes:
@@ -47,13 +74,11 @@ def decode(data: bytes) -> tuple[AnyMessage, str]:
         raise ProtocolError(
             f"control message of {len(data)} bytes: at most {MAX_MESSAGE_BYTES} are allowed"
         )
-    try:
-        envelope = _envelope_decoder.decode(data)
-        if envelope.protocol != PROTOCOL_VERSION:
-            raise IncompatiblePeerError(
-                f"peer speaks protocol {envelope.protocol}, this process {PROTOCOL_VERSION}: "
-                "run the same version of epd-portable at both ends"
-            )
-        return _body_decoder.decode(envelope.body), envelope.session
-    except (msgspec.MsgspecError, ValueError) as error:
-        raise ProtocolError(f"not a control message: {error}") from error
+    envelope: Envelope = _read_envelope(data)
+    if envelope.protocol != PROTOCOL_VERSION:
+        raise IncompatiblePeerError(
+            f"peer speaks protocol {envelope.protocol}, this process {PROTOCOL_VERSION}: "
+            "run the same version of epd-portable at both ends"
+        )
+    message: AnyMessage = _read_body(memoryview(envelope.body))
+    return message, envelope.session

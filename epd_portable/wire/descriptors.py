@@ -3,8 +3,20 @@
 from __future__ import annotations
 
 import math
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
+
+Word = Annotated[str, Meta(max_length=64)]
+"""Of our own making: a path, a device, a dtype."""
+Name = Annotated[str, Meta(max_length=512, pattern="^[^\ud800-\udfff]*$")]
+"""A transfer, an item, an instance, a session, a host. Limits hold for what is received; halves of
+surrogate pairs, which JSON can hold, could not be sent on in UTF-8."""
+Address = Annotated[str, Meta(max_length=4096)]
+"""Where something is reached; that of device memory holds its handle."""
+MAX_PATHS = 16
+MAX_DIMS = 8
 
 DTYPE_BYTES = {
     "float64": 8,
@@ -26,8 +38,8 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
         dtype: A key of `DTYPE_BYTES`.
     """
 
-    shape: tuple[int, ...]
-    dtype: str
+    shape: Annotated[tuple[Annotated[int, Meta(le=1 << 40)], ...], Meta(max_length=MAX_DIMS)]
+    dtype: Word
 
     @property
     def nbytes(self) -> int:
@@ -52,7 +64,7 @@ class SlotDescriptor(msgspec.Struct, frozen=True, kw_only=True):
             a message that belongs to an older grant is recognised.
     """
 
-    pool: str
+    pool: Name
     offset: int
     nbytes: int
     generation: int
@@ -66,8 +78,8 @@ class PathEndpoint(msgspec.Struct, frozen=True, kw_only=True):
         address: Where the other end reaches it, in the transport's own form; empty if nowhere.
     """
 
-    path: str
-    address: str = ""
+    path: Word
+    address: Address = ""
 
 
 class PeerDescriptor(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,9 +95,14 @@ class PeerDescriptor(msgspec.Struct, frozen=True, kw_only=True):
         paths: Transfer paths that this end has, in its own order of preference.
     """
 
-    instance: str
-    session: str
-    host: str
-    device: str
-    fingerprint: str
-    paths: tuple[PathEndpoint, ...]
+    instance: Name
+    session: Name
+    host: Name
+    device: Word
+    fingerprint: Name
+    paths: Annotated[tuple[PathEndpoint, ...], Meta(max_length=MAX_PATHS)]
+
+    @property
+    def platform(self) -> str:
+        """Name of the platform that the device belongs to."""
+        return self.device.partition(":")[0]

@@ -11,18 +11,32 @@
       │ Abort ◀─────────────────▶ │ ◀──────────── EncodeFailed │
       │                           │ Nack ────────────────────▶ │
 
-Every message names its transfer, may arrive twice or out of order, and changes nothing then.
+Every message names its transfer and the producer's attempt at it, may arrive twice or out of
+order, and changes nothing then. Text that explains is cut to `MAX_REASON` characters; a message
+with a name that is longer than its limit is refused.
 """
 
 from __future__ import annotations
 
 import enum
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
-from epd_portable.wire.descriptors import PeerDescriptor, SlotDescriptor, TensorSpec
+from epd_portable.wire.descriptors import (
+    Address,
+    Name,
+    PeerDescriptor,
+    SlotDescriptor,
+    TensorSpec,
+    Word,
+)
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
+MAX_REASON = 1000
+"""Characters of an explanation; what is longer is cut."""
+MAX_LEASE_S = 24 * 3600.0
 
 
 class NackCode(str, enum.Enum):
@@ -47,9 +61,13 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
 
     Attributes:
         transfer_id: The router's name for one item on its way to one PD request.
+        attempt: The producer's number for its work on this transfer, greater than that of every
+            earlier one of its process; answers repeat it. An attempt that was aborted is over for
+            good: nothing is written for it any more. 0 in messages from and to the router.
     """
 
-    transfer_id: str
+    transfer_id: Name
+    attempt: int = 0
 
 
 class Announce(Message, frozen=True, kw_only=True, tag="announce"):
@@ -61,7 +79,7 @@ class Announce(Message, frozen=True, kw_only=True, tag="announce"):
         producer: The announcing end.
     """
 
-    mm_hash: str
+    mm_hash: Name
     tensor: TensorSpec
     producer: PeerDescriptor
 
@@ -78,9 +96,9 @@ class Grant(Message, frozen=True, kw_only=True, tag="grant"):
     """
 
     slot: SlotDescriptor
-    path: str
-    address: str
-    lease_s: float
+    path: Word
+    address: Address
+    lease_s: Annotated[float, Meta(gt=0, le=MAX_LEASE_S)]
 
 
 class NotNeeded(Message, frozen=True, kw_only=True, tag="not_needed"):
@@ -96,9 +114,11 @@ class Written(Message, frozen=True, kw_only=True, tag="written"):
 
     Attributes:
         generation: Of the slot that was written.
+        digest: Of the item's bytes, for the consumer to check; empty if not asked for.
     """
 
     generation: int
+    digest: Word = ""
 
 
 class Injected(Message, frozen=True, kw_only=True, tag="injected"):
@@ -117,6 +137,9 @@ class Abort(Message, frozen=True, kw_only=True, tag="abort"):
 
     reason: str
 
+    def __post_init__(self) -> None:
+        _cut(self, "reason")
+
 
 class Nack(Message, frozen=True, kw_only=True, tag="nack"):
     """Refused for good.
@@ -129,6 +152,9 @@ class Nack(Message, frozen=True, kw_only=True, tag="nack"):
     code: NackCode
     detail: str
 
+    def __post_init__(self) -> None:
+        _cut(self, "detail")
+
 
 class EncodeFailed(Message, frozen=True, kw_only=True, tag="encode_failed"):
     """Router → PD: no encoder will deliver this item; walk on down the failure ladder.
@@ -139,5 +165,14 @@ class EncodeFailed(Message, frozen=True, kw_only=True, tag="encode_failed"):
 
     reason: str
 
+    def __post_init__(self) -> None:
+        _cut(self, "reason")
+
 
 AnyMessage = Announce | Grant | NotNeeded | Later | Written | Injected | Abort | Nack | EncodeFailed
+
+
+def _cut(message: Message, name: str) -> None:
+    text = getattr(message, name)
+    if len(text) > MAX_REASON:
+        msgspec.structs.force_setattr(message, name, text[: MAX_REASON - 1] + "…")

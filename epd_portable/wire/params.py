@@ -6,11 +6,16 @@ dictionary, and what the connector returns when a request ends comes back in the
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from epd_portable.errors import ProtocolError
+from epd_portable.wire.descriptors import Name, Word
+
+MAX_TRANSFERS = 4096
+"""Of one request."""
 
 
 class EncodeTransfer(msgspec.Struct, frozen=True, kw_only=True):
@@ -20,17 +25,42 @@ class EncodeTransfer(msgspec.Struct, frozen=True, kw_only=True):
         transfer_id: Unique name of the item's way to one PD request.
         mm_hash: The ``uuid`` that the router gave the item.
         consumer: ZMQ address of the PD instance's control channel.
+        modality: What it is to the model: ``image``, ``video`` or ``audio``.
     """
 
-    transfer_id: str
-    mm_hash: str
-    consumer: str
+    transfer_id: Name
+    mm_hash: Name
+    consumer: Name
+    modality: Word = "image"
 
 
 class EncodeParams(msgspec.Struct, frozen=True, kw_only=True):
     """Router → encode instance."""
 
-    transfers: tuple[EncodeTransfer, ...]
+    transfers: Annotated[tuple[EncodeTransfer, ...], Meta(max_length=MAX_TRANSFERS)]
+
+
+class EncodedItem(msgspec.Struct, frozen=True, kw_only=True):
+    """Encode instance → router: what a PD instance must know of an item in place of its media.
+
+    Attributes:
+        mm_hash: The engine's identifier.
+        modality: As the engine calls it: ``image``, ``video`` or ``audio``.
+        metadata: Fields that size the item's place in the prompt, such as Qwen-VL's
+            ``image_grid_thw``. Empty if the model's items cannot be sent without their media;
+            ``None`` if they can, but the engine does not hold this one's fields any more.
+    """
+
+    mm_hash: Name
+    modality: Word
+    metadata: dict[Word, list[Any]] | None = None
+
+
+class EncodeOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What the response of an encode instance carries in ``ec_transfer_params``."""
+
+    instance: Name
+    items: Annotated[tuple[EncodedItem, ...], Meta(max_length=MAX_TRANSFERS)]
 
 
 class ExpectedTransfer(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,12 +69,16 @@ class ExpectedTransfer(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         transfer_id: As in `EncodeTransfer`.
         mm_hash: As in `EncodeTransfer`.
-        encoder: Name of the instance that was asked first, for the report.
+        encoder: Name of the instance that was asked first, for the log when nothing comes.
+        modality: As in `EncodeTransfer`.
+        media: Whether the request holds the item's media; if not, it must never be encoded here.
     """
 
-    transfer_id: str
-    mm_hash: str
-    encoder: str = ""
+    transfer_id: Name
+    mm_hash: Name
+    encoder: Name = ""
+    modality: Word = "image"
+    media: bool = True
 
 
 class PrefillParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,8 +90,8 @@ class PrefillParams(msgspec.Struct, frozen=True, kw_only=True):
             that concern this request.
     """
 
-    transfers: tuple[ExpectedTransfer, ...]
-    reply_to: str = ""
+    transfers: Annotated[tuple[ExpectedTransfer, ...], Meta(max_length=MAX_TRANSFERS)]
+    reply_to: Name = ""
 
 
 Source = Literal["transfer", "encoder_cache", "prefix_cache", "local"]
@@ -87,14 +121,23 @@ class ItemOutcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class PrefillOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What a PD response carries in ``ec_transfer_params``."""
+    """What a PD response carries in ``ec_transfer_params``.
+
+    Attributes:
+        instance: Who answered.
+        items: How each distinct item was had, in the order of the prompt.
+        mm_inputs_done: Items whose tokens were all computed when the request ended.
+        mm_inputs_total: Items of the prompt, one that comes twice counted twice.
+    """
 
     instance: str
     items: tuple[ItemOutcome, ...]
+    mm_inputs_done: int = 0
+    mm_inputs_total: int = 0
 
 
 def to_params(
-    value: EncodeParams | PrefillParams | PrefillOutcome,
+    value: EncodeParams | EncodeOutcome | PrefillParams | PrefillOutcome,
 ) -> dict[str, Any]:
     """Return the plain dictionary that JSON carries."""
     return dict(msgspec.to_builtins(value))
@@ -108,7 +151,7 @@ def encode_params(raw: dict[str, Any]) -> EncodeParams:
     """
     try:
         return msgspec.convert(raw, EncodeParams)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, RecursionError) as error:
         raise ProtocolError(f"ec_transfer_params of an encode request: {error}") from error
 
 
@@ -120,5 +163,5 @@ def prefill_params(raw: dict[str, Any]) -> PrefillParams:
     """
     try:
         return msgspec.convert(raw, PrefillParams)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, RecursionError) as error:
         raise ProtocolError(f"ec_transfer_params of a PD request: {error}") from error

@@ -2,35 +2,47 @@
 
 A chunk is one message ``[header, bytes]`` and is answered, so at most `WINDOW` chunks of a write
 are under way. The consumer looks at the slot's generation before it copies a chunk: a write that
-comes too late is refused and touches nothing.
+comes too late is refused and touches nothing. Off this host everything is encrypted, see
+`epd_portable.connector.curve`.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
 
+from epd_portable.connector.connections import Connections
+from epd_portable.connector.copies import DeviceCopies
+from epd_portable.connector.curve import CurveGate, CurveKeys, connect_client, is_off_host
 from epd_portable.connector.pool import SharedMemory
-from epd_portable.connector.transport import (
-    Clock,
-    LeaseFence,
-    Receiver,
-    Transport,
-    check_source,
+from epd_portable.connector.transport import LeaseFence, Receiver, Transport, check_source
+from epd_portable.errors import (
+    ConfigError,
+    LeaseExpiredError,
+    ProtocolError,
+    TransportError,
+    TransportTimeoutError,
 )
-from epd_portable.errors import LeaseExpiredError, TransportError, TransportTimeoutError
+from epd_portable.log import trace
+from epd_portable.wire.codec import reader
 from epd_portable.wire.descriptors import SlotDescriptor
 
 if TYPE_CHECKING:
     import torch
 
+    from epd_portable.platforms.base import DeviceEvent
+
 CHUNK_BYTES = 4 << 20
 WINDOW = 4
+"""Chunks under way on one connection; the receiver holds no more of each in its memory."""
+MAX_HEADER_BYTES = 4096
+CONNECTIONS = 4
+"""To each consumer, made together: as many as an encode worker has writers."""
 _POLL_MS = 100
+_LONGEST_RECONNECT_MS = 10_000
 
 
 class _Chunk(msgspec.Struct, frozen=True, array_like=True):
@@ -46,31 +58,62 @@ class _Answer(msgspec.Struct, frozen=True, array_like=True):
 
 
 _encode = msgspec.msgpack.encode
-_decode_chunk = msgspec.msgpack.Decoder(_Chunk).decode
-_decode_answer = msgspec.msgpack.Decoder(_Answer).decode
+_read_chunk = reader(_Chunk, "a chunk")
+_read_answer = reader(_Answer, "an answer")
 
 
 class TcpTransport(Transport):
-    """Sends encoder outputs; each calling thread has a connection of its own to each consumer."""
+    """Sends encoder outputs; each write has a connection of its own while it lasts."""
 
-    def __init__(self, clock: Clock = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self, copies: DeviceCopies, keys: CurveKeys | None = None) -> None:
+        super().__init__(copies, keys)
         self._context = zmq.Context()
-        self._local = threading.local()
         self._lock = threading.Lock()
-        self._sockets: list[zmq.Socket[bytes]] = []
+        self._free = Connections(self._connect_all, _close_all)
 
     def write(
-        self, src: torch.Tensor, slot: SlotDescriptor, *, address: str, deadline_s: float
+        self,
+        src: torch.Tensor,
+        slot: SlotDescriptor,
+        *,
+        computed: DeviceEvent,
+        address: str,
+        deadline_s: float,
     ) -> None:
-        """See `Transport.write`."""
-        import torch
-
-        check_source(src, slot)
-        if self._clock() >= deadline_s:
+        """See `Transport.write`; from a device through page-locked host memory."""
+        check_source(src, slot, self._copies.device)
+        if self._copies.clock() >= deadline_s:
             raise LeaseExpiredError(f"lease of slot {slot.generation} ended before the write")
-        data: memoryview = src.view(-1).view(torch.uint8).numpy().data
-        socket = self._socket(address)
+        host = self._copies.to_host(src, after=computed, deadline_s=deadline_s)
+        data: memoryview = host.numpy().data
+        socket = self._take_connection(address)
+        try:
+            self._send(socket, data, slot, address, deadline_s)
+        except BaseException:
+            # Answers to chunks that are under way would be taken for those of the next write.
+            socket.close(linger=0)
+            raise
+        with self._lock:
+            free = self._free.get(address)
+            if free is not None:
+                free.append(socket)
+                return
+        socket.close(linger=0)
+
+    def close(self) -> None:
+        """Close every connection."""
+        with self._lock:
+            self._free.close()
+        self._context.term()
+
+    def _send(
+        self,
+        socket: zmq.Socket[bytes],
+        data: memoryview,
+        slot: SlotDescriptor,
+        address: str,
+        deadline_s: float,
+    ) -> None:
         pending = 0
         for start in range(0, slot.nbytes, CHUNK_BYTES):
             if pending == WINDOW:
@@ -83,49 +126,41 @@ class TcpTransport(Transport):
         for _ in range(pending):
             self._take_answer(socket, slot, address, deadline_s)
 
-    def close(self) -> None:
-        """Close every connection."""
+    def _take_connection(self, address: str) -> zmq.Socket[bytes]:
         with self._lock:
-            for socket in self._sockets:
-                socket.close(linger=0)
-            self._sockets.clear()
-        self._context.term()
+            free = self._free.use(address)
+            return free.pop() if free else self._connect(address)
 
-    def _socket(self, address: str) -> zmq.Socket[bytes]:
-        sockets: dict[str, zmq.Socket[bytes]] = self._local.__dict__.setdefault("sockets", {})
-        if address not in sockets:
-            socket = self._context.socket(zmq.DEALER)
-            try:
-                socket.connect(address)
-            except (zmq.ZMQError, ValueError) as error:
-                socket.close(linger=0)
-                raise TransportError(f"data address {address!r}: {error}") from error
-            sockets[address] = socket
-            with self._lock:
-                self._sockets.append(socket)
-        return sockets[address]
+    def _connect_all(self, address: str) -> list[zmq.Socket[bytes]]:
+        # ZMQ connects in the background: the first write waits for its own only.
+        made = [self._connect(address) for _ in range(CONNECTIONS)]
+        trace("path.opened", path="tcp", address=address)
+        return made
 
-    def _drop(self, address: str) -> None:
-        socket = self._local.sockets.pop(address)
-        with self._lock:
-            self._sockets.remove(socket)
-        socket.close(linger=0)
+    def _connect(self, address: str) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, _LONGEST_RECONNECT_MS)
+        connect_client(socket, address, self._keys, what="data address")
+        return socket
 
     def _take_answer(
         self, socket: zmq.Socket[bytes], slot: SlotDescriptor, address: str, deadline_s: float
     ) -> None:
-        """Wait for the answer to one chunk; on failure drop the connection with its rest."""
-        remaining_ms = int((deadline_s - self._clock()) * 1000)
+        """Wait for the answer to one chunk."""
+        remaining_ms = int((deadline_s - self._copies.clock()) * 1000)
         if remaining_ms <= 0 or not socket.poll(remaining_ms):
-            self._drop(address)
             raise TransportTimeoutError(
                 f"no answer from {address} for slot {slot.generation} before its lease ended; "
                 "the instance is gone or overloaded, or transfer.lease_s is too short"
             )
-        answer = _decode_answer(socket.recv())
+        answer: _Answer = _read_answer(socket.recv())
         if answer.problem:
-            self._drop(address)
             raise LeaseExpiredError(f"{address} refused slot {slot.generation}: {answer.problem}")
+
+
+def _close_all(sockets: list[zmq.Socket[bytes]]) -> None:
+    for socket in sockets:
+        socket.close(linger=0)
 
 
 class TcpReceiver(Receiver):
@@ -135,21 +170,37 @@ class TcpReceiver(Receiver):
         memory: The pool's memory.
         bind: ZMQ address to listen on, for example ``tcp://127.0.0.1:9301``.
         fence: Tells whether a slot is granted and may be written now.
+        keys: Of the deployment; needed where the address is off this host.
 
     Raises:
+        ConfigError: There are no keys, and the address is off this host.
         TransportError: The address cannot be bound.
     """
 
-    def __init__(self, memory: SharedMemory, bind: str, fence: LeaseFence) -> None:
+    def __init__(
+        self,
+        memory: SharedMemory,
+        bind: str,
+        fence: LeaseFence,
+        keys: CurveKeys | None = None,
+    ) -> None:
         self._memory = memory
         self._fence = fence
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
+        # A message is two frames, and one is being looked at.
+        self._socket.setsockopt(zmq.RCVHWM, WINDOW)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, CHUNK_BYTES)
+        self._gate: CurveGate | None = None
         try:
+            if is_off_host(bind):
+                self._gate = CurveGate(self._socket, bind, keys, name="receiver of tcp")
             self._socket.bind(bind)
+        except ConfigError:
+            self._close_sockets()
+            raise
         except zmq.ZMQError as error:
-            self._socket.close(linger=0)
-            self._context.term()
+            self._close_sockets()
             raise TransportError(f"cannot receive on {bind}: {error}") from error
         self._address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._stop = threading.Event()
@@ -166,30 +217,44 @@ class TcpReceiver(Receiver):
         self._stop.set()
         self._thread.join()
 
-    def _run(self) -> None:
-        while not self._stop.is_set():
-            if self._socket.poll(_POLL_MS):
-                identity, header, *rest = self._socket.recv_multipart(copy=False)
-                answer = self._receive(header.bytes, [frame.buffer for frame in rest])
-                self._socket.send_multipart([identity.bytes, _encode(answer)])
+    def _close_sockets(self) -> None:
+        if self._gate is not None:
+            self._gate.close()
         self._socket.close(linger=0)
         self._context.term()
 
-    def _receive(self, header: bytes, frames: list[memoryview]) -> _Answer:
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            if self._gate is not None:
+                self._gate.look()
+            if self._socket.poll(_POLL_MS):
+                identity, header, *rest = self._socket.recv_multipart(copy=False)
+                answer = self._receive(header.buffer, [frame.buffer for frame in rest])
+                self._socket.send_multipart([identity.bytes, _encode(answer)])
+        self._close_sockets()
+
+    def _receive(self, header: memoryview, frames: list[memoryview]) -> _Answer:
         import torch
 
         try:
-            chunk = _decode_chunk(header)
-        except msgspec.MsgspecError as error:
-            return _Answer(0, 0, f"not a chunk: {error}")
+            if len(header) > MAX_HEADER_BYTES:
+                raise ProtocolError(
+                    f"not a chunk: header of {len(header)} bytes, at most {MAX_HEADER_BYTES}"
+                )
+            chunk: _Chunk = _read_chunk(header)
+        except ProtocolError as error:
+            return _Answer(0, 0, str(error))
         slot, end = chunk.slot, chunk.start + chunk.nbytes
         if len(frames) != 1 or len(frames[0]) != chunk.nbytes:
             return _Answer(slot.generation, chunk.start, "chunk is not of its announced length")
         if chunk.start < 0 or chunk.nbytes <= 0 or end > slot.nbytes:
             return _Answer(slot.generation, chunk.start, "chunk is outside its slot")
+        try:
+            target = self._memory.tensor(slot.offset + chunk.start, chunk.nbytes)
+        except ValueError as error:
+            return _Answer(slot.generation, chunk.start, str(error))
         with self._fence.writing(slot) as leased:
             if not leased:
                 return _Answer(slot.generation, chunk.start, "the slot is not leased any more")
-            target = self._memory.tensor(slot.offset + chunk.start, chunk.nbytes)
             target.copy_(torch.frombuffer(frames[0], dtype=torch.uint8))
         return _Answer(slot.generation, chunk.start)

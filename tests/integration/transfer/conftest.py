@@ -11,17 +11,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from prometheus_client import CollectorRegistry
 
 from epd_portable.config.instance import InstanceConfig
-from epd_portable.connector import registry as paths
+from epd_portable.connector.copies import DeviceCopies
 from epd_portable.connector.pool import SHM_FOLDER
+from epd_portable.connector.worker_endpoint import WorkerEndpoint
 from epd_portable.platforms import registry
 from epd_portable.runners.placer import Placer
 from epd_portable.runners.prompt import PromptItem
 from epd_portable.runners.receiver import Receiver
+from epd_portable.runners.receiver_metrics import PlacerMetrics, ReceiverMetrics
 from epd_portable.scheduling.encoder_cache import EncoderCacheManager
 from epd_portable.wire.descriptors import TensorSpec
 from epd_portable.wire.params import ExpectedTransfer, PrefillOutcome, PrefillParams
+from tests.contract.pairs import ROUTES, Route
 from tests.integration.transfer.encode_side import FINGERPRINT, LEASE_S, TIMEOUT_S, WIDTH
 from tests.unit.builders import FakeRequest, request
 
@@ -31,29 +35,40 @@ DEADLINE_S = 60.0
 class PrefillSide:
     """A PD instance without an engine: a real receiver and placer, stepped by the test."""
 
-    def __init__(self, path: str, folder: Path, pool_bytes: int = 1 << 20) -> None:
+    def __init__(
+        self, route: Route, folder: Path, pool_bytes: int = 1 << 20, lease_s: float = LEASE_S
+    ) -> None:
+        pair = route.pair
+        platform = registry.get(pair.prefill)
+        platform.set_device(pair.prefill_index)
+        self.computes_in_slots = not platform.traits.needs_device_copy
         self.pool = f"epd-test-{os.getpid()}-{uuid.uuid4().hex[:12]}"
-        self.address = f"ipc://{folder}/control"
+        self.address = f"ipc://{folder}/{uuid.uuid4().hex[:8]}"
         self.cache = EncoderCacheManager(10_000)
+        config = InstanceConfig(
+            instance="prefill_decode-0",
+            platform=pair.prefill,  # type: ignore[arg-type]
+            device_index=pair.prefill_index,
+            control_address=self.address,
+            data_address="tcp://127.0.0.1:*",
+            pool=self.pool,
+            pool_bytes=pool_bytes,
+            path=route.path,
+            wait_timeout_s=TIMEOUT_S,
+            lease_s=lease_s,
+        )
+        copies = DeviceCopies(platform, pair.prefill_index)
+        self.endpoint = WorkerEndpoint(config, copies)
+        self.registry = CollectorRegistry()
+        self.placer = Placer(copies, self.endpoint, PlacerMetrics(self.registry))
         self.receiver = Receiver(
-            InstanceConfig(
-                instance="prefill_decode-0",
-                platform="cpu",
-                control_address=self.address,
-                data_address="tcp://127.0.0.1:*",
-                pool=self.pool,
-                pool_bytes=pool_bytes,
-                path=path,
-                wait_timeout_s=TIMEOUT_S,
-                lease_s=LEASE_S,
-            ),
+            config,
             fingerprint=FINGERPRINT,
             cache=self.cache,
-            alignment_bytes=64,
-            copies=False,
+            alignment_bytes=platform.traits.slot_alignment_bytes,
+            copies=platform.traits.needs_device_copy,
+            metrics=ReceiverMetrics(self.registry),
         )
-        platform = registry.get("cpu")
-        self.placer = Placer(platform, platform.device(0))
         self.encoder_cache: dict[str, torch.Tensor] = {}
         self.placed: list[str] = []
         self.requests: dict[str, FakeRequest] = {}
@@ -67,28 +82,46 @@ class PrefillSide:
         return self.receiver._pool.capacity_bytes
 
     def arrive(self, request_id: str, mm_hash: str, num_tokens: int) -> None:
-        self.requests[request_id] = request(request_id, (mm_hash, num_tokens))
-        item = PromptItem(
-            input_id=0,
-            mm_hash=mm_hash,
-            begin=1,
-            end=1 + num_tokens,
-            num_embeds=num_tokens,
-            tensor=TensorSpec(shape=(num_tokens, WIDTH), dtype="float32"),
+        """A request with one item arrives, whose transfer is ``t-<request id>``."""
+        self.arrive_with(request_id, num_tokens, {mm_hash: f"t-{request_id}"})
+
+    def arrive_with(self, request_id: str, num_tokens: int, transfers: dict[str, str]) -> None:
+        """A request arrives with items of one size, given as transfers by ``mm_hash``."""
+        self.requests[request_id] = request(
+            request_id, *((mm_hash, num_tokens) for mm_hash in transfers)
         )
-        transfer = ExpectedTransfer(transfer_id=f"t-{request_id}", mm_hash=mm_hash)
+        items = [
+            PromptItem(
+                input_id=index,
+                mm_hash=mm_hash,
+                begin=1 + index * (num_tokens + 1),
+                end=(index + 1) * (num_tokens + 1),
+                num_embeds=num_tokens,
+                tensor=TensorSpec(shape=(num_tokens, WIDTH), dtype="float32"),
+            )
+            for index, mm_hash in enumerate(transfers)
+        ]
+        expected = tuple(
+            ExpectedTransfer(transfer_id=transfer_id, mm_hash=mm_hash)
+            for mm_hash, transfer_id in transfers.items()
+        )
         self.receiver.request_arrived(
-            self.requests[request_id], [item], PrefillParams(transfers=(transfer,))
+            self.requests[request_id], items, PrefillParams(transfers=expected)
         )
+
+    def granted(self, transfer_id: str) -> bool:
+        """Whether a producer may write by this transfer."""
+        transfer = self.receiver._session._transfers.get(transfer_id)
+        return transfer is not None and transfer.grant is not None
 
     def step(self) -> None:
         self.receiver.tick()
         freed = self.cache.get_freed_mm_hashes()
-        placements = self.receiver.take_placements(freed)
-        self.placer.place(placements, self.encoder_cache)
+        orders = self.receiver.take_orders(freed, computes=True)
+        self.placer.carry_out(orders, self.encoder_cache)
         for mm_hash in freed:
             self.encoder_cache.pop(mm_hash, None)
-        self.placed += [placement.mm_hash for placement in placements]
+        self.placed += [placement.mm_hash for placement in orders.placements]
         self.receiver.step_done()
 
     def step_until(self, condition: Callable[[], bool]) -> None:
@@ -109,9 +142,9 @@ class PrefillSide:
 class EncodeSide:
     """An encode worker in a process of its own."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, platform: str, name: str = "encode-0") -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.integration.transfer.encode_side", path],
+            [sys.executable, "-m", "tests.integration.transfer.encode_side", path, platform, name],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -135,27 +168,34 @@ class EncodeSide:
         self.process.stdout.close()
 
 
-@pytest.fixture(params=[entry.name for entry in paths.PATHS])
-def path(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+@pytest.fixture(params=ROUTES, ids=str)
+def route(request: pytest.FixtureRequest) -> Route:
+    found: Route = request.param
+    return found
 
 
 @pytest.fixture
-def make_pd(path: str, tmp_path: Path) -> Iterator[Callable[..., PrefillSide]]:
+def path(route: Route) -> str:
+    return route.path
+
+
+@pytest.fixture
+def make_pd(route: Route, tmp_path: Path) -> Iterator[Callable[..., PrefillSide]]:
     made: list[PrefillSide] = []
 
-    def make(**options: int) -> PrefillSide:
-        made.append(PrefillSide(path, tmp_path, **options))
+    def make(**options: float) -> PrefillSide:
+        made.append(PrefillSide(route, tmp_path, **options))  # type: ignore[arg-type]
         return made[-1]
 
     yield make
     for pd in made:
         pd.receiver.close()
+        pd.endpoint.close()
         assert not (SHM_FOLDER / pd.pool).exists()
 
 
 @pytest.fixture
-def encode(path: str) -> Iterator[EncodeSide]:
-    side = EncodeSide(path)
+def encode(route: Route) -> Iterator[EncodeSide]:
+    side = EncodeSide(route.path, route.pair.encode)
     yield side
     side.close()

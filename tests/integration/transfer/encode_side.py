@@ -1,4 +1,4 @@
-"""An encode worker without an engine: ``python encode_side.py <path>``.
+"""An encode worker without an engine: ``python encode_side.py <path> <platform> <name>``.
 
 Obeys JSON lines: ``{"order": [transfer_id, mm_hash, consumer, num_tokens]}`` announces an item,
 ``{"output": [mm_hash, num_tokens]}`` puts it out. Each is answered with a line.
@@ -11,15 +11,19 @@ import sys
 
 import torch
 
+from epd_portable import envs
 from epd_portable.config.instance import InstanceConfig
+from epd_portable.connector.copies import DeviceCopies
 from epd_portable.connector.producer import TransferOrder
 from epd_portable.platforms import registry
 from epd_portable.runners.sender import Sender
+from epd_portable.vllm_plugin import exposition
 from epd_portable.wire.descriptors import TensorSpec
 
 WIDTH = 64
 FINGERPRINT = "same"
-LEASE_S, TIMEOUT_S = 1.0, 20.0
+LEASE_S, TIMEOUT_S = 10.0, 20.0
+"""On a busy machine the first item of `collective` takes seconds: a group is made for it."""
 
 
 def output(mm_hash: str, num_tokens: int) -> torch.Tensor:
@@ -37,29 +41,38 @@ def order(transfer_id: str, mm_hash: str, consumer: str, num_tokens: int) -> Tra
     )
 
 
-def make_sender(path: str, wait_timeout_s: float = TIMEOUT_S) -> Sender:
+def make_sender(
+    path: str,
+    wait_timeout_s: float = TIMEOUT_S,
+    platform: str = "cpu",
+    name: str = "encode-0",
+) -> Sender:
     config = InstanceConfig(
-        instance="encode-0",
-        platform="cpu",
+        instance=name,
+        platform=platform,  # type: ignore[arg-type]
         path=path,
         wait_timeout_s=wait_timeout_s,
         lease_s=LEASE_S,
     )
-    return Sender(config, FINGERPRINT, registry.get("cpu"))
+    registry.get(platform).set_device(0)
+    return Sender(config, FINGERPRINT, DeviceCopies(registry.get(platform)))
 
 
-def main(path: str) -> None:
-    sender = make_sender(path)
+def main(path: str, platform: str, name: str = "encode-0") -> None:
+    if envs.EPD_METRICS_DIR.get():
+        exposition.publish()
+    sender = make_sender(path, platform=platform, name=name)
+    device = registry.get(platform).device(0)
     print("ready", flush=True)
     for line in sys.stdin:
         ((verb, words),) = json.loads(line).items()
         if verb == "order":
             sender.submit(order(*words), None)
         else:
-            sender.output_ready(words[0], output(*words))
+            sender.output_ready(words[0], output(*words).to(device))
         print("done", flush=True)
     sender.close()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
+import psutil
 import pytest
 import zmq
 
 from epd_portable.config.instance import InstanceConfig
-from epd_portable.connector import control
+from epd_portable.connector import connections, control
 from epd_portable.connector.control import ControlClients, ControlServer
 from epd_portable.connector.endpoint import ConsumerEndpoint
 from epd_portable.connector.pool import SHM_FOLDER
@@ -67,7 +68,8 @@ def test_what_is_no_message_is_dropped_and_the_next_one_arrives(
         [b"", b""],
         [b"garbage"],
         [good[:-1]],
-        [b"\xc1" * (MAX_MESSAGE_BYTES + 1)],
+        [b"\xc1" * (MAX_MESSAGE_BYTES // 2 + 1)] * 2,
+        [b"\x91" * MAX_MESSAGE_BYTES],
         [bytes([good[0], good[1] + 1]) + good[2:]],
         [good],
     ):
@@ -75,6 +77,100 @@ def test_what_is_no_message_is_dropped_and_the_next_one_arrives(
     ((_, message),) = until(server.receive)
     assert message == Later(transfer_id="t")
     context.destroy(linger=0)
+
+
+def test_a_message_beyond_the_limit_ends_the_connection_it_came_by_and_no_other(
+    server: ControlServer, clients: ControlClients
+) -> None:
+    context = zmq.Context()
+    stranger = context.socket(zmq.DEALER)
+    monitor = stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    stranger.connect(server.address)
+    stranger.send(b"x" * (MAX_MESSAGE_BYTES + 1))
+    assert monitor.poll(DEADLINE_S * 1000)
+    clients.send(server.address, Later(transfer_id="t"))
+    assert until(server.receive) == [(b"client", Later(transfer_id="t"))]
+    context.destroy(linger=0)
+
+
+def test_a_peer_that_does_not_read_loses_messages_and_the_sender_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(control, "_HIGH_WATER_MARK", 3)
+    server = ControlServer("tcp://127.0.0.1:*", "server")
+    clients = ControlClients("client")
+    try:
+        clients.send(server.address, Later(transfer_id="hello"))
+        until(server.receive)
+        # More than the buffers of the sockets take.
+        many = 10_000
+        for number in range(many):
+            server.send(b"client", Abort(transfer_id=str(number), reason="x" * 900))
+        first = until(lambda: clients.receive(0.1))
+        while more := clients.receive(0.5):
+            first += more
+        assert len(first) < many
+        server.send(b"client", Later(transfer_id="t"))
+        assert until(lambda: clients.receive(0.1)) == [(server.address, Later(transfer_id="t"))]
+    finally:
+        clients.close()
+        server.close()
+
+
+def test_a_flood_is_taken_in_a_bounded_piece_at_a_time(
+    server: ControlServer, clients: ControlClients, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "MAX_AT_ONCE", 3)
+    for number in range(8):
+        clients.send(server.address, Later(transfer_id=str(number)))
+    pieces = []
+    while sum(pieces) < 8:
+        pieces.append(len(until(server.receive)))
+    assert max(pieces) <= 3
+
+
+def test_one_consumer_too_many_costs_the_one_that_was_sent_to_least_lately_its_connection(
+    clients: ControlClients, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "MAX_CONSUMERS", 2)
+    servers = [ControlServer("tcp://127.0.0.1:*", "server") for _ in range(3)]
+    first, second, third = (server.address for server in servers)
+
+    def connected() -> set[str]:
+        open_ = psutil.Process().net_connections("tcp")
+        return {f"tcp://{each.raddr.ip}:{each.raddr.port}" for each in open_ if each.raddr}
+
+    try:
+        for server in (0, 1, 0, 2):
+            clients.send(servers[server].address, Later(transfer_id="t"))
+            until(servers[server].receive)
+        until(lambda: [] if second in connected() else ["left"])
+        assert {first, third} <= connected()
+        clients.send(second, Later(transfer_id="again"))
+        assert until(servers[1].receive) == [(b"client", Later(transfer_id="again"))]
+        servers[1].send(b"client", Later(transfer_id="answer"))
+        assert until(lambda: clients.receive(0.1)) == [(second, Later(transfer_id="answer"))]
+    finally:
+        for each in servers:
+            each.close()
+
+
+def test_who_comes_again_by_another_connection_is_heard_there(
+    server: ControlServer, clients: ControlClients
+) -> None:
+    """As after a loss of the network that the server has not noticed yet."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as former:
+        former.identity = b"client"
+        former.linger = 0
+        former.reconnect_ivl = -1  # It is gone, and would otherwise fight for its place.
+        former.connect(server.address)
+        former.send(encode(Later(transfer_id="first"), session="client"))
+        until(server.receive)
+        clients.send(server.address, Later(transfer_id="second"))
+        assert until(server.receive) == [(b"client", Later(transfer_id="second"))]
+        server.send(b"client", Later(transfer_id="answer"))
+        answered = until(lambda: clients.receive(0.1))
+        assert answered == [(server.address, Later(transfer_id="answer"))]
 
 
 def test_sending_to_somebody_who_is_not_there_is_no_error(server: ControlServer) -> None:
@@ -117,7 +213,9 @@ def test_an_endpoint_that_cannot_be_opened_leaves_nothing(
     }
 
     def open_endpoint(**changed: str) -> ConsumerEndpoint:
-        config = InstanceConfig(instance="pd", platform="cpu", pool=pool, **(addresses | changed))
+        config = InstanceConfig(
+            instance="pd", platform="cpu", pool=pool, path="tcp", **(addresses | changed)
+        )
         return ConsumerEndpoint(config, fingerprint="", pool_bytes=4096, fence=LeaseFence())
 
     with pytest.raises(TransportError):

@@ -9,11 +9,14 @@ import pytest
 
 from epd_portable.connector.transport import Transport
 from epd_portable.errors import TransportError
-from epd_portable.runners.sender import Sender
+from epd_portable.runners.sender import _IDLE_POLL_S, Sender
+from tests.contract.pairs import Pair, Route
 from tests.integration.transfer.conftest import DEADLINE_S, PrefillSide
 from tests.integration.transfer.encode_side import make_sender, order, output
 
-pytestmark = pytest.mark.parametrize("path", ["shm"])
+pytestmark = pytest.mark.parametrize(
+    "route", [Route("shm", Pair("cpu", "cpu"))], ids=str, indirect=True
+)
 
 
 @pytest.fixture
@@ -37,6 +40,7 @@ def ended(sender: Sender, pd: PrefillSide, *transfer_ids: str) -> None:
         return set(transfer_ids) <= set(seen)
 
     pd.step_until(all_seen)
+    pd.step()  # Places what has landed at the end of the last one.
     assert sorted(seen) == sorted(transfer_ids)
 
 
@@ -160,3 +164,20 @@ def test_closing_ends_the_thread_while_transfers_are_under_way(path: str) -> Non
     sender.submit(order("t", "cat", "tcp://127.0.0.1:9", 10), None)
     sender.close()
     assert not sender._thread.is_alive()
+
+
+def test_a_sender_that_stops_at_once_can_still_be_woken(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread saw the end, and closed the channel under whoever was waking it."""
+    sender = make_sender(path)
+    wake = sender._control.wake
+
+    def late() -> None:
+        sender._thread.join(2 * _IDLE_POLL_S)
+        wake()
+
+    monkeypatch.setattr(sender._control, "wake", late)
+    sender.close()
+    assert not sender._thread.is_alive()
+    sender.close()

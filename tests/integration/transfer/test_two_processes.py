@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
+from torch import Tensor
 
 from epd_portable.connector.pool import SharedMemory
+from epd_portable.errors import CorruptPayloadError
+from epd_portable.runners.placer import WorkerOrders
+from tests.contract.pairs import Route
 from tests.integration.transfer.conftest import EncodeSide, PrefillSide
 from tests.integration.transfer.encode_side import WIDTH, output
 
 TOKEN_BYTES = WIDTH * 4
 
 
-def test_an_item_arrives_as_a_view_of_the_pool_and_equals_the_source(
+def test_an_item_arrives_and_equals_the_source_as_a_view_of_the_pool_where_that_can_be(
     make_pd: Callable[..., PrefillSide], encode: EncodeSide, path: str
 ) -> None:
     pd = make_pd()
@@ -24,9 +29,12 @@ def test_an_item_arrives_as_a_view_of_the_pool_and_equals_the_source(
     encode.tell("output", "cat", 300)
     pd.step_until(lambda: pd.placed == ["cat"])
     placed = pd.encoder_cache["cat"]
-    assert torch.equal(placed, output("cat", 300))
-    SharedMemory.open(pd.pool).tensor(0, pd.pool_bytes).zero_()
-    assert placed.eq(0).all(), "the tensor is the pool's memory"
+    assert torch.equal(placed.cpu(), output("cat", 300))
+    if pd.computes_in_slots:
+        SharedMemory.open(pd.pool).tensor(0, pd.pool_bytes).zero_()
+        assert placed.eq(0).all(), "the tensor is the pool's memory"
+    else:
+        pd.step_until(lambda: pd.free_bytes == pd.pool_bytes)
     (item,) = pd.finish("r").items
     assert (item.source, item.encoder, item.path) == ("transfer", "encode-0", path)
     assert item.nbytes == 300 * TOKEN_BYTES
@@ -35,10 +43,10 @@ def test_an_item_arrives_as_a_view_of_the_pool_and_equals_the_source(
 def test_a_producer_killed_with_a_grant_gives_its_slot_back_and_the_item_is_encoded_here(
     make_pd: Callable[..., PrefillSide], encode: EncodeSide
 ) -> None:
-    pd = make_pd()
+    pd = make_pd(lease_s=1.0)
     pd.arrive("r", "cat", 300)
     encode.tell("order", "t-r", "cat", pd.address, 300)
-    pd.step_until(lambda: pd.free_bytes < pd.pool_bytes)
+    pd.step_until(lambda: pd.granted("t-r"))
     encode.process.kill()
     pd.step_until(lambda: pd.free_bytes == pd.pool_bytes)
     assert pd.receiver.may_schedule("r", 1)
@@ -58,9 +66,41 @@ def test_a_pool_too_small_for_all_serves_them_in_the_order_of_arrival(
         encode.tell("output", name, 100)
     for served, name in enumerate(names, start=1):
         pd.step_until(lambda served=served: len(pd.placed) == served)
-        assert torch.equal(pd.encoder_cache[name], output(name, 100))
+        assert torch.equal(pd.encoder_cache[name].cpu(), output(name, 100))
         pd.finish(name)
     assert pd.placed == names
     pd.cache.reset()
     pd.step()
     assert pd.free_bytes == pd.pool_bytes
+
+
+def test_an_item_sent_with_a_digest_is_used_only_if_its_slot_still_holds_what_was_written(
+    make_pd: Callable[..., PrefillSide], route: Route, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EPD_PAYLOAD_DIGEST", "1")
+    encode = EncodeSide(route.path, route.pair.encode)
+    pd = make_pd()
+    carry_out = pd.placer.carry_out
+
+    def carry_out_with_one_bit_changed(orders: WorkerOrders, cache: dict[str, Tensor]) -> None:
+        for item in orders.placements:
+            assert item.digest
+            memory = pd.endpoint.slab if item.in_device_memory else pd.endpoint.host
+            byte = memory.tensor(item.slot.offset + 5, 1)
+            byte.bitwise_xor_(1)
+        carry_out(orders, cache)
+
+    try:
+        for name in ("cat", "dog"):
+            pd.arrive(name, name, 300)
+            encode.tell("order", f"t-{name}", name, pd.address, 300)
+            encode.tell("output", name, 300)
+            if name == "cat":
+                pd.step_until(lambda: pd.placed == ["cat"])
+                assert torch.equal(pd.encoder_cache["cat"].cpu(), output("cat", 300))
+                monkeypatch.setattr(pd.placer, "carry_out", carry_out_with_one_bit_changed)
+        with pytest.raises(CorruptPayloadError, match="item dog in slot"):
+            pd.step_until(lambda: "dog" in pd.placed)
+        assert "dog" not in pd.encoder_cache
+    finally:
+        encode.close()

@@ -84,14 +84,24 @@ class Desk:
 
 
 def announce(
-    sender: bytes = A, transfer_id: str = "t", mm_hash: str = "item", tensor: TensorSpec = SPEC
+    sender: bytes = A,
+    transfer_id: str = "t",
+    mm_hash: str = "item",
+    tensor: TensorSpec = SPEC,
+    attempt: int = 0,
 ) -> Announce:
-    return Announce(transfer_id=transfer_id, mm_hash=mm_hash, tensor=tensor, producer=PEERS[sender])
+    return Announce(
+        transfer_id=transfer_id,
+        attempt=attempt,
+        mm_hash=mm_hash,
+        tensor=tensor,
+        producer=PEERS[sender],
+    )
 
 
-def written(generation: int = 1, transfer_id: str = "t") -> Written:
-    return Written(transfer_id=transfer_id, generation=generation)
+def written(generation: int = 1, transfer_id: str = "t", attempt: int = 0) -> Written:
+    return Written(transfer_id=transfer_id, attempt=attempt, generation=generation)
 
 
-def released(transfer_id: str = "t") -> Nack:
-    return Nack(transfer_id=transfer_id, code=NackCode.RELEASED, detail="")
+def released(transfer_id: str = "t", attempt: int = 0) -> Nack:
+    return Nack(transfer_id=transfer_id, attempt=attempt, code=NackCode.RELEASED, detail="")

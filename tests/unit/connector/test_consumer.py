@@ -97,13 +97,16 @@ def test_a_repeated_written_is_acknowledged_but_lands_once(desk: Desk) -> None:
     assert len(desk.events) == 1
 
 
-@pytest.mark.parametrize(
-    "message", [written(), released(), Abort(transfer_id="t", reason=""), announce()]
-)
+@pytest.mark.parametrize("message", [released(), Abort(transfer_id="t", reason=""), announce()])
 def test_messages_of_an_unknown_transfer_change_nothing(desk: Desk, message: AnyMessage) -> None:
     desk.receive(A, message, message)
     assert desk.poll() == []
     assert desk.events == []
+
+
+def test_written_for_a_transfer_that_is_forgotten_is_not_needed(desk: Desk) -> None:
+    desk.receive(A, written(attempt=7))
+    assert desk.poll() == [NotNeeded(transfer_id="t", attempt=7)]
 
 
 @pytest.mark.parametrize(
@@ -183,9 +186,11 @@ def test_a_declined_transfer_is_not_needed_before_and_after_its_announcement(des
 
 
 def test_what_is_remembered_of_early_and_ended_transfers_is_bounded(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(consumer, "MAX_REMEMBERED", 3)
+    monkeypatch.setattr(consumer, "MAX_ENDED", 3)
+    monkeypatch.setattr(consumer, "MAX_EARLY", 3)
+    desk = Desk()
     for number in range(10):
         desk.receive(A, announce(transfer_id=f"early-{number}"))
     desk.now += TIMEOUT_S
@@ -282,15 +287,65 @@ def test_a_restarted_encoder_takes_its_own_transfer_over(desk: Desk) -> None:
     assert isinstance(grant, Grant)
 
 
-def test_slots_that_one_producer_lost_twice_all_come_back(desk: Desk) -> None:
-    desk.granted(A, generation=1)
-    for sender, generation in ((B, 2), (A, 3), (B, 4)):
-        desk.receive(sender, announce(sender))
-        desk.poll()
-        desk.slots["item"] = slot(generation)
-        desk.poll()
-    desk.receive(A, released())
-    desk.receive(B, released())
+def test_an_encoder_that_was_taken_over_from_does_not_take_over_again(desk: Desk) -> None:
+    desk.granted(A)
+    desk.receive(B, announce(B))
     desk.poll()
-    back = {event.slot.generation for event in desk.events if isinstance(event, Released)}
-    assert back == {1, 2, 3}
+    desk.slots["item"] = slot(2)
+    desk.poll()
+    desk.receive(A, announce(A))
+    assert desk.poll() == [Abort(transfer_id="t", reason="encode-b took over")]
+    desk.receive(B, written(2))
+    desk.poll()
+    assert [event.producer for event in desk.events if isinstance(event, Landed)] == [PEERS[B]]
+
+
+def test_a_release_of_an_earlier_attempt_leaves_the_slot_of_the_present_one(desk: Desk) -> None:
+    desk.granted(A, generation=1)
+    desk.receive(A, Abort(transfer_id="t", reason="gave up"))
+    desk.poll()
+    desk.expect()
+    desk.slots["item"] = slot(2)
+    desk.receive(A, announce(attempt=1))
+    desk.poll()
+    desk.receive(A, released(attempt=0))
+    desk.poll(LEASE_S + LEASE_MARGIN_S)
+    desk.receive(A, released(attempt=0))
+    desk.poll()
+    back = [event.slot.generation for event in desk.events if isinstance(event, Released)]
+    assert back == [1]
+    desk.receive(A, released(attempt=1))
+    desk.poll()
+    assert [event.slot for event in desk.events if isinstance(event, Released)][1:] == [slot(2)]
+
+
+def test_an_attempt_that_is_asked_to_stop_is_granted_nothing(desk: Desk) -> None:
+    desk.granted(A, generation=1)
+    desk.receive(b"router", EncodeFailed(transfer_id="t", reason=""))
+    desk.poll()
+    desk.expect()
+    desk.slots["item"] = slot(2)
+    desk.receive(A, announce())
+    assert desk.poll() == []
+    desk.receive(A, announce(attempt=1))
+    (grant,) = desk.poll()
+    assert isinstance(grant, Grant)
+
+
+def test_an_early_announcement_that_is_aborted_is_forgotten(desk: Desk) -> None:
+    desk.receive(A, announce(), Abort(transfer_id="t", reason="gave up"))
+    desk.receive(B, announce(B), Abort(transfer_id="t", attempt=1, reason="another"))
+    desk.expect()
+    desk.slots["item"] = slot(1)
+    desk.poll()
+    assert [sender for sender, _ in desk.sent] == [B]
+
+
+def test_attempts_without_end_fail_the_transfer(desk: Desk) -> None:
+    desk.expect()
+    for attempt in range(consumer.MAX_REFUSED + 2):
+        desk.receive(A, announce(attempt=attempt))
+    desk.poll()
+    (event,) = desk.events
+    assert isinstance(event, Failed)
+    assert f"at most {consumer.MAX_REFUSED}" in event.reason

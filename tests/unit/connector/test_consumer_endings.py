@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from epd_portable.connector.consumer import LEASE_MARGIN_S
-from epd_portable.connector.events import Failed, Landed, Released
+from epd_portable.connector.events import Failed, Landed, Refused, Released
 from epd_portable.wire.descriptors import PathEndpoint, TensorSpec
 from epd_portable.wire.messages import (
     Abort,
     Announce,
     EncodeFailed,
+    Grant,
     Injected,
     Nack,
     NackCode,
@@ -47,7 +48,7 @@ def desk() -> Desk:
         ({"tensor": TensorSpec(shape=(4, 8), dtype="float16")}, NackCode.UNEXPECTED),
     ],
 )
-def test_what_does_not_match_the_request_is_refused_and_fails(
+def test_an_encoder_that_does_not_match_is_refused_and_another_delivers(
     desk: Desk, changed: dict[str, object], code: NackCode
 ) -> None:
     desk.expect()
@@ -58,22 +59,61 @@ def test_what_does_not_match_the_request_is_refused_and_fails(
         "tensor": SPEC,
         "producer": PEERS[A],
     }
-    desk.receive(A, Announce(**(values | changed)))  # type: ignore[arg-type]
+    unfit = Announce(**(values | changed))  # type: ignore[arg-type]
+    desk.receive(A, unfit)
     (nack,) = desk.poll()
     assert isinstance(nack, Nack)
     assert nack.code is code
-    assert [(event.code, event.slot, event.last) for event in desk.events] == [(code, None, True)]
+    desk.receive(A, unfit)
+    assert desk.poll() == [nack]
+    assert [(type(event), event.code) for event in desk.events] == [(Refused, code)]
+    desk.receive(B, announce(B))
+    desk.receive(A, unfit)
+    desk.poll()
+    desk.receive(B, written())
+    desk.poll()
+    assert isinstance(desk.events[-1], Landed)
 
 
-def test_a_producer_without_a_common_path_is_refused(desk: Desk) -> None:
-    desk.path = None
+def test_an_encoder_that_does_not_match_leaves_the_grant_of_another(desk: Desk) -> None:
+    desk.granted()
+    unfit = TensorSpec(shape=(5, 8), dtype="float32")
+    desk.receive(B, announce(B, tensor=unfit))
+    assert desk.sent[-1][0] == A
+    desk.poll()
+    assert desk.sent[-1][0] == B
+    desk.receive(A, written())
+    desk.poll()
+    assert isinstance(desk.events[-1], Landed)
+
+
+def test_a_granted_encoder_that_announces_something_else_loses_its_slot(desk: Desk) -> None:
+    desk.granted()
+    desk.receive(A, announce(tensor=TensorSpec(shape=(5, 8), dtype="float32")))
+    nack, question = desk.poll()
+    assert isinstance(nack, Nack) and isinstance(question, Abort)
+    assert not desk.allowed(slot(1))
+    failed = desk.events[-1]
+    assert isinstance(failed, Failed)
+    assert (failed.slot, failed.last) == (slot(1), False)
+    assert desk.session.expects("item")
+
+
+def test_a_producer_without_a_common_path_is_refused_alone(desk: Desk) -> None:
+    path, desk.path = desk.path, None
     desk.expect()
     desk.slots["item"] = slot(1)
     desk.receive(A, announce())
     (nack,) = desk.poll()
     assert isinstance(nack, Nack)
     assert nack.code is NackCode.NO_COMMON_PATH
-    assert [(event.code, event.slot) for event in desk.events] == [(NackCode.NO_COMMON_PATH, None)]
+    assert [(type(event), event.code) for event in desk.events] == [
+        (Refused, NackCode.NO_COMMON_PATH)
+    ]
+    desk.path = path
+    desk.receive(B, announce(B))
+    (grant,) = desk.poll()
+    assert isinstance(grant, Grant)
 
 
 @pytest.mark.parametrize("announced", [False, True])
@@ -120,7 +160,7 @@ def test_an_abort_by_somebody_else_is_ignored(desk: Desk) -> None:
 
 @pytest.mark.parametrize("announced", [False, True])
 def test_a_transfer_that_is_not_granted_fails_at_its_deadline(desk: Desk, announced: bool) -> None:
-    desk.expect()
+    desk.session.expect("t", "item", SPEC, desk.now, encoder="encode-9")
     if announced:
         desk.receive(A, announce())
     desk.poll(TIMEOUT_S - 0.1)
@@ -129,6 +169,8 @@ def test_a_transfer_that_is_not_granted_fails_at_its_deadline(desk: Desk, announ
     (event,) = desk.events
     assert isinstance(event, Failed)
     assert "transfer.wait_timeout_s" in event.reason
+    assert ("announced by encode-a" in event.reason) is announced
+    assert ("encode-9 has not announced it" in event.reason) is not announced
 
 
 def test_a_lease_that_runs_out_quarantines_the_slot_until_the_producer_answers(desk: Desk) -> None:
@@ -137,6 +179,7 @@ def test_a_lease_that_runs_out_quarantines_the_slot_until_the_producer_answers(d
     assert desk.events == []
     (question,) = desk.poll(0.1)
     assert isinstance(question, Abort)
+    assert "transfer.lease_s" in question.reason
     (failed,) = desk.events
     assert isinstance(failed, Failed)
     assert "transfer.lease_s" in failed.reason

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 
 from epd_portable.connector.producer import (
@@ -39,9 +41,10 @@ def order(transfer_id: str = "t", consumer: str = PD, mm_hash: str = "item") -> 
     return TransferOrder(transfer_id=transfer_id, mm_hash=mm_hash, consumer=consumer, tensor=SPEC)
 
 
-def grant(generation: int = 1, transfer_id: str = "t") -> Grant:
+def grant(generation: int = 1, transfer_id: str = "t", attempt: int = 0) -> Grant:
     return Grant(
         transfer_id=transfer_id,
+        attempt=attempt,
         slot=slot(generation),
         path="shm",
         address="there",
@@ -86,7 +89,9 @@ class Desk:
 
 
 @pytest.fixture
-def desk() -> Desk:
+def desk(monkeypatch: pytest.MonkeyPatch) -> Desk:
+    """Return a desk whose submissions are attempts 0, 1, 2 and so on."""
+    monkeypatch.setattr(secrets, "randbits", lambda _: 0)
     return Desk()
 
 
@@ -128,7 +133,7 @@ def test_an_output_is_for_every_transfer_of_its_item_only(desk: Desk) -> None:
     desk.submit(transfer_id="u")
     desk.submit(transfer_id="v", mm_hash="another")
     for number, transfer_id in enumerate("tuv"):
-        desk.receive(grant(number, transfer_id))
+        desk.receive(grant(number, transfer_id, attempt=number))
     desk.session.output_ready("item")
     assert [write.transfer_id for write in desk.poll().writes] == ["t", "u"]
 
@@ -142,6 +147,12 @@ def test_written_is_said_until_it_is_acknowledged(desk: Desk) -> None:
     desk.receive(Injected(transfer_id="t"))
     assert desk.poll().finished == [finished()]
     assert len(desk.session) == 0
+
+
+def test_a_digest_goes_along_with_written(desk: Desk) -> None:
+    desk.writing()
+    desk.session.write_done("t", desk.now, digest="d1")
+    assert desk.messages() == [Written(transfer_id="t", generation=1, digest="d1")]
 
 
 def test_a_failed_write_is_told_and_ends_the_transfer(desk: Desk) -> None:
@@ -361,4 +372,40 @@ def test_a_transfer_may_be_submitted_again_after_it_ended(desk: Desk) -> None:
     desk.receive(NotNeeded(transfer_id="t"))
     desk.poll()
     desk.submit()
-    assert desk.messages() == [ANNOUNCED]
+    assert desk.messages() == [msgspec.structs.replace(ANNOUNCED, attempt=1)]
+
+
+def test_a_grant_of_an_earlier_attempt_is_not_written_under(desk: Desk) -> None:
+    desk.submit(ready=True)
+    desk.receive(Abort(transfer_id="t", reason="taken back"))
+    desk.submit(ready=True)
+    desk.receive(grant(attempt=0), Injected(transfer_id="t", attempt=0))
+    assert desk.poll().writes == []
+    desk.receive(grant(2, attempt=1))
+    assert [write.slot for write in desk.poll().writes] == [slot(2)]
+
+
+def test_an_abort_of_an_earlier_attempt_is_answered_and_leaves_the_present_one(desk: Desk) -> None:
+    desk.submit(ready=True)
+    desk.receive(NotNeeded(transfer_id="t"))
+    desk.poll()
+    desk.submit(ready=True)
+    desk.receive(Abort(transfer_id="t", attempt=0, reason="late"))
+    assert RELEASED in desk.messages()
+    assert len(desk.session) == 1
+
+
+def test_attempts_of_another_life_have_other_numbers() -> None:
+    lives = [Desk(), Desk()]
+    for life in lives:
+        life.submit()
+    first, second = (life.messages()[0].attempt for life in lives)
+    assert first != second
+
+
+def test_a_path_that_was_withdrawn_is_not_announced_any_more(desk: Desk) -> None:
+    desk.session.withdraw("shm")
+    desk.session.submit(order(), ready=False, now=desk.now)
+    ((_, announced),) = desk.poll().messages
+    assert isinstance(announced, Announce)
+    assert [endpoint.path for endpoint in announced.producer.paths] == ["tcp"]

@@ -2,55 +2,94 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 
 import pytest
 
 from epd_portable.connector import registry
+from epd_portable.connector.copies import DeviceCopies
+from epd_portable.connector.registry import Refused
 from epd_portable.connector.transport import Receiver, Transport
 from epd_portable.errors import ConfigError, NoCommonPathError
-from epd_portable.wire.descriptors import PathEndpoint
+from epd_portable.platforms import registry as platforms
+from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor
 from tests.unit.builders import peer
 
-CONSUMER = peer(
-    "pd-0", paths=(PathEndpoint(path="tcp", address="tcp://a:1"), PathEndpoint(path="shm"))
+EVERY_PATH = tuple(
+    PathEndpoint(path=entry.name, address=f"{entry.name}-address") for entry in registry.PATHS
 )
+NO_DEVICES = Refused(path="ipc", reason="cpu has no device memory")
 
 
-def test_the_best_path_that_both_ends_have_is_taken_with_the_consumer_s_address() -> None:
-    choice = registry.choose(peer(), CONSUMER)
-    assert (choice.endpoint.path, choice.refused) == ("shm", ())
+def on(platform: str, instance: str, **changes: object) -> PeerDescriptor:
+    """An end that offers what its platform has under ``auto``."""
+    names = {entry.name for entry in registry.offered("auto", platform)}
+    paths = tuple(endpoint for endpoint in EVERY_PATH if endpoint.path in names)
+    return peer(instance, **{"device": f"{platform}:0", "paths": paths, **changes})
+
+
+@pytest.mark.parametrize(
+    ("encode", "pd", "same_host", "taken"),
+    [
+        ("cpu", "cpu", True, "shm"),
+        ("cuda", "cuda", True, "ipc"),
+        ("npu", "npu", True, "ipc"),
+        ("cpu", "npu", True, "shm"),
+        ("npu", "cpu", True, "shm"),
+        ("cuda", "npu", True, "shm"),
+        ("npu", "npu", False, "collective"),
+        ("cpu", "cpu", False, "tcp"),
+        ("cpu", "npu", False, "tcp"),
+    ],
+)
+def test_each_pair_takes_the_best_path_that_both_ends_have(
+    encode: str, pd: str, same_host: bool, taken: str
+) -> None:
+    host = "host" if same_host else "elsewhere"
+    choice = registry.choose(on(encode, "encode-0", host=host), on(pd, "pd-0"))
+    assert choice.endpoint == PathEndpoint(path=taken, address=f"{taken}-address")
+    better = [entry.name for entry in registry.PATHS]
+    assert [refused.path for refused in choice.refused] == better[: better.index(taken)]
 
 
 def test_every_better_path_that_is_not_taken_is_named_with_its_reason() -> None:
-    choice = registry.choose(peer(host="elsewhere"), CONSUMER)
-    assert choice.endpoint == PathEndpoint(path="tcp", address="tcp://a:1")
-    (refused,) = choice.refused
-    assert (refused.path, refused.reason) == ("shm", "encode-0 and pd-0 do not share /dev/shm")
+    choice = registry.choose(on("cpu", "encode-0", host="elsewhere"), on("npu", "pd-0"))
+    assert choice.refused == (
+        NO_DEVICES,
+        Refused(path="shm", reason="encode-0 and pd-0 do not share /dev/shm"),
+        Refused(path="collective", reason="encode-0 is on cpu, pd-0 on npu"),
+    )
 
 
 @pytest.mark.parametrize("missing_at", ["encode-0", "pd-0"])
 def test_without_a_common_path_the_error_holds_every_reason(missing_at: str) -> None:
-    producer = peer(paths=() if missing_at == "encode-0" else peer().paths)
-    consumer = peer("pd-0", paths=() if missing_at == "pd-0" else CONSUMER.paths)
+    ends = [
+        on("npu", name, **({"paths": ()} if name == missing_at else {}))
+        for name in ("encode-0", "pd-0")
+    ]
     with pytest.raises(NoCommonPathError) as caught:
-        registry.choose(producer, consumer)
-    for path in ("shm", "tcp"):
-        assert f"{path}: not offered by {missing_at}" in str(caught.value)
+        registry.choose(*ends)
+    for entry in registry.PATHS:
+        assert f"{entry.name}: not offered by {missing_at}" in str(caught.value)
 
 
-def test_a_path_that_was_asked_for_is_the_only_one_allowed() -> None:
-    assert registry.allowed("tcp") == ("tcp",)
-    assert registry.allowed("auto") == ("shm", "tcp")
-    with pytest.raises(
-        ConfigError, match=r"transfer\.path 'rdma': expected auto or one of shm, tcp"
-    ):
-        registry.allowed("rdma")
+def test_a_path_that_was_asked_for_is_the_only_one_offered() -> None:
+    def names(asked: str, platform: str) -> list[str]:
+        return [entry.name for entry in registry.offered(asked, platform)]
+
+    assert names("tcp", "cpu") == ["tcp"]
+    assert names("auto", "cpu") == ["shm", "tcp"]
+    assert names("collective", "cpu") == ["collective"]
+    assert names("auto", "npu") == names("auto", "cuda") == ["ipc", "shm", "collective", "tcp"]
+    with pytest.raises(ConfigError, match=r"transfer\.path 'rdma': expected auto or one of ipc,"):
+        registry.offered("rdma", "cpu")
+    with pytest.raises(ConfigError, match=r"transfer\.path 'ipc': cpu has no device memory"):
+        registry.offered("ipc", "cpu")
 
 
 @pytest.mark.parametrize("entry", registry.PATHS, ids=lambda entry: entry.name)
 def test_every_entry_loads_what_it_names(entry: registry.PathEntry) -> None:
-    transport = registry.load_transport(entry.name, time.monotonic)
+    copies = DeviceCopies(platforms.get("cpu"))
+    transport = registry.load_transport(entry.name, copies)
     assert isinstance(transport, Transport)
     transport.close()
     receiver = registry.load_receiver(entry.name)
@@ -60,8 +99,8 @@ def test_every_entry_loads_what_it_names(entry: registry.PathEntry) -> None:
 
 def test_choosing_loads_no_transport() -> None:
     code = (
-        "import sys; from epd_portable.connector import registry; registry.allowed('auto');"
-        "print([m for m in sys.modules if 'transports' in m or m == 'torch'])"
+        "import sys; from epd_portable.connector import registry; registry.offered('auto', 'npu');"
+        "print([m for m in sys.modules if 'connector.transports.' in m or m == 'torch'])"
     )
     printed = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
@@ -70,9 +109,49 @@ def test_choosing_loads_no_transport() -> None:
 
 
 def test_fenced_paths_are_those_whose_consumer_does_the_last_step() -> None:
-    assert registry.fenced_paths() == {"tcp"}
+    assert registry.fenced_paths() == {"collective", "tcp"}
 
 
-def test_every_path_is_described() -> None:
-    described = registry.describe("cpu")
-    assert [path for path, _, _ in described] == [entry.name for entry in registry.PATHS]
+def test_slots_are_in_device_memory_only_where_path_and_platform_have_it() -> None:
+    found = {
+        (entry.name, platform)
+        for entry in registry.PATHS
+        for platform in ("cuda", "npu", "cpu")
+        if registry.in_device_memory(entry.name, platform)
+    }
+    assert found == {
+        (path, platform) for path in ("ipc", "collective") for platform in ("cuda", "npu")
+    }
+
+
+@pytest.mark.parametrize("platform", ["cuda", "npu", "cpu"])
+def test_every_path_is_described_and_what_cannot_be_used_has_its_reason(platform: str) -> None:
+    described = {path: found for path, *found in registry.describe(platform, platform)}
+    assert list(described) == [entry.name for entry in registry.PATHS]
+    assert all(reason for _, reason in described.values())
+    usable = [path for path, (usable, _) in described.items() if usable]
+    if platform == "cpu":
+        assert usable == ["shm", "collective", "tcp"]
+        assert described["ipc"] == [False, NO_DEVICES.reason]
+        assert "only when asked for" in described["collective"][1]
+    else:
+        assert usable == [entry.name for entry in registry.offered("auto", platform)]
+
+
+def test_between_platforms_a_path_says_why_it_cannot_be_used_or_where_it_copies() -> None:
+    described = {path: found for path, *found in registry.describe("cpu", "npu")}
+    assert described["ipc"] == [False, NO_DEVICES.reason]
+    assert described["collective"] == [False, "cpu and npu are not the same platform"]
+    for path in ("shm", "tcp"):
+        usable, reason = described[path]
+        assert usable and reason.endswith("; copies: one to the device")
+    (_, _, both) = registry.describe("npu", "npu")[1]
+    assert both.endswith("; copies: one from the device and one to the device")
+
+
+def test_a_path_that_does_not_encrypt_is_left_out_where_bytes_must_not_be_plain() -> None:
+    assert "collective" in {path.name for path in registry.offered("auto", "npu")}
+    left = {path.name for path in registry.offered("auto", "npu", plain=False)}
+    assert left == {"ipc", "shm", "tcp"}
+    with pytest.raises(ConfigError, match="trusted_network"):
+        registry.offered("collective", "cpu", plain=False)

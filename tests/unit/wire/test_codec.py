@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from epd_portable.errors import IncompatiblePeerError, ProtocolError
 from epd_portable.wire import codec
 from epd_portable.wire.messages import (
+    MAX_REASON,
     PROTOCOL_VERSION,
     Abort,
     Announce,
@@ -74,9 +75,25 @@ def test_a_body_that_is_no_message_is_refused(body: dict[str, object]) -> None:
 
 
 def test_a_message_that_is_too_long_is_refused_undecoded() -> None:
-    data = codec.encode(Abort(transfer_id="t", reason="x" * 70_000), session="life")
-    with pytest.raises(ProtocolError, match="at most 65536"):
+    data = msgspec.msgpack.encode([PROTOCOL_VERSION, "x" * codec.MAX_MESSAGE_BYTES, {}])
+    with pytest.raises(ProtocolError, match=f"at most {codec.MAX_MESSAGE_BYTES}"):
         codec.decode(data)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Abort(transfer_id="t", reason="x" * 70_000),
+        Nack(transfer_id="t", code=NackCode.TOO_LARGE, detail="ü" * 70_000),
+        EncodeFailed(transfer_id="t", reason="x" * 70_000),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_an_explanation_of_any_length_arrives_cut(message: AnyMessage) -> None:
+    received, _ = codec.decode(codec.encode(message, session="life"))
+    text = received.detail if isinstance(received, Nack) else received.reason  # type: ignore[union-attr]
+    assert len(text) == MAX_REASON
+    assert text.endswith("…")
 
 
 @settings(max_examples=200, deadline=None)

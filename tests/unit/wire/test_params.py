@@ -30,10 +30,12 @@ def test_params_survive_json() -> None:
 
 def test_an_outcome_names_only_what_is_known() -> None:
     item = ItemOutcome(mm_hash="h", source="local")
-    params = to_params(PrefillOutcome(instance="pd-0", items=(item,)))
+    params = to_params(PrefillOutcome(instance="pd-0", items=(item,), mm_inputs_total=1))
     assert json.loads(json.dumps(params)) == {
         "instance": "pd-0",
         "items": [{"mm_hash": "h", "source": "local"}],
+        "mm_inputs_done": 0,
+        "mm_inputs_total": 1,
     }
 
 

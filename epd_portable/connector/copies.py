@@ -1,0 +1,152 @@
+"""Copies beside the engine's work: on the device's copy stream, ordered by events."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from epd_portable.errors import (
+    CapacityError,
+    LeaseExpiredError,
+    PlatformError,
+    TransportTimeoutError,
+)
+
+if TYPE_CHECKING:
+    from epd_portable.connector.pool import SharedMemory
+    from epd_portable.platforms.base import DeviceEvent, Platform
+
+logger = logging.getLogger(__name__)
+
+Clock = Callable[[], float]
+"""Monotonic seconds."""
+
+CHUNK_BYTES = 8 << 20
+"""The lease is looked at between chunks; one takes about a millisecond at most."""
+STUCK_AFTER_S = 30.0
+"""A copy that was queued cannot be called back: it is waited for so much longer."""
+
+
+class DeviceCopies:
+    """One worker's device, as transports use it.
+
+    Safe from several threads, whose current device must be this one.
+
+    Args:
+        platform: Of the worker.
+        index: Of its device, among those that this process may see.
+        clock: Of deadlines.
+    """
+
+    def __init__(self, platform: Platform, index: int = 0, clock: Clock = time.monotonic) -> None:
+        self.platform = platform
+        self.index = index
+        self.device = platform.device(index)
+        self.clock = clock
+
+    def allocate(self, nbytes: int, *, what: str, remedy: str) -> torch.Tensor:
+        """Return ``(nbytes,)`` uint8 on the device, allocated on the current stream.
+
+        Args:
+            nbytes: Positive.
+            what: It is for, with its size; for the error.
+            remedy: For the error.
+
+        Raises:
+            CapacityError: The device has no room for it.
+        """
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        except torch.OutOfMemoryError as error:
+            free = self.platform.memory_info(self.index).free_bytes
+            raise CapacityError(
+                f"no room for {what} on {self.platform.name} device {self.index}, which has "
+                f"{free} free: {remedy}"
+            ) from error
+
+    def write(
+        self, target: torch.Tensor, src: torch.Tensor, *, after: DeviceEvent, deadline_s: float
+    ) -> None:
+        """Copy bytes and block until they are there; the compute stream is not held up.
+
+        Args:
+            target: ``(nbytes,)`` uint8, on this device, on one that it reaches, or on the host.
+            src: Contiguous, of as many bytes, on this device or on the host.
+            after: Event behind the work that fills ``src``.
+            deadline_s: Point of the clock at which the lease ends.
+
+        Raises:
+            LeaseExpiredError: ``deadline_s`` has passed; nothing was copied.
+            TransportTimeoutError: Not complete at ``deadline_s``.
+            PlatformError: The device failed.
+        """
+        source = src.view(-1).view(torch.uint8)
+        for start in range(0, source.numel(), CHUNK_BYTES):
+            remaining_s = deadline_s - self.clock()
+            if remaining_s <= 0 and start == 0:
+                raise LeaseExpiredError("the lease ended before the write; ask for a new grant")
+            if remaining_s <= 0:
+                raise TransportTimeoutError(
+                    f"{start} of {source.numel()} bytes written when the lease ended; "
+                    "raise transfer.lease_s"
+                )
+            end = start + CHUNK_BYTES
+            with self.platform.stream(self.index):
+                after.wait()
+                target[start:end].copy_(source[start:end], non_blocking=True)
+                copied = self.platform.record_event()
+            _complete(copied, remaining_s)
+
+    def to_host(self, src: torch.Tensor, *, after: DeviceEvent, deadline_s: float) -> torch.Tensor:
+        """Return the bytes of ``src`` in page-locked host memory; ``src`` itself if it is there.
+
+        Returns:
+            ``(nbytes,)`` uint8 on CPU.
+
+        Raises:
+            LeaseExpiredError: As `write`.
+            TransportTimeoutError: As `write`.
+            PlatformError: As `write`.
+        """
+        if src.is_cpu:
+            return src.view(-1).view(torch.uint8)
+        nbytes = src.numel() * src.element_size()
+        host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        self.write(host, src, after=after, deadline_s=deadline_s)
+        return host
+
+    def pin(self, memory: SharedMemory) -> None:
+        """Page-lock a receive pool, so that copies to and from it do not block."""
+        if not self.platform.traits.needs_device_copy:
+            return
+        try:
+            self.platform.pin_host(memory.tensor(0, memory.nbytes).data_ptr(), memory.nbytes)
+        except PlatformError as error:
+            logger.warning(
+                "receive pool %s is not page-locked, copies block: %s", memory.path, error
+            )
+
+    def unpin(self, memory: SharedMemory) -> None:
+        """Undo `pin`, also if that failed."""
+        if self.platform.traits.needs_device_copy:
+            with contextlib.suppress(PlatformError):
+                self.platform.unpin_host(memory.tensor(0, memory.nbytes).data_ptr())
+
+
+def _complete(copied: DeviceEvent, remaining_s: float) -> None:
+    """Block until a copy is complete, whatever its deadline.
+
+    Until then the memory at both ends is in use, so nobody may be told that the write has ended.
+    """
+    try:
+        copied.synchronize(remaining_s)
+    except TransportTimeoutError as error:
+        copied.synchronize(STUCK_AFTER_S)
+        raise TransportTimeoutError(
+            f"the device took longer than the lease to copy: {error}; raise transfer.lease_s"
+        ) from error

@@ -1,0 +1,206 @@
+"""The ZMQ channels that leave the host: encrypted, for whom, and kept alive.
+
+Both ends derive the same key pairs (CurveZMQ) from the deployment's secret: one for those who
+listen, one for those who connect. Nobody is told the public key of those who listen, and without it
+no handshake begins, so it admits holders of the secret only. On the loopback address nothing is
+encrypted: who can listen there can read the processes' memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import zmq
+import zmq.utils.monitor
+import zmq.utils.z85
+
+from epd_portable.config.secret import Secret
+from epd_portable.errors import ConfigError, TransportError
+
+if TYPE_CHECKING:
+    from epd_portable.config.instance import InstanceConfig
+
+logger = logging.getLogger(__name__)
+
+ON_HOST = frozenset({"127.0.0.1", "[::1]", "::1", "localhost"})
+"""Other loopback addresses, for example 127.0.0.2, are treated like those of a network."""
+
+_REFUSALS = (
+    zmq.Event.HANDSHAKE_FAILED_PROTOCOL
+    | zmq.Event.HANDSHAKE_FAILED_AUTH
+    | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
+)
+OVERHEAD_BYTES = 64
+"""More than encryption adds to a frame (33 bytes), for limits on what is received."""
+
+_LOG_EVERY_S = 10.0
+_KEEP_ALIVE = {
+    zmq.TCP_KEEPALIVE: 1,
+    zmq.TCP_KEEPALIVE_IDLE: 60,
+    zmq.TCP_KEEPALIVE_INTVL: 20,
+    zmq.TCP_KEEPALIVE_CNT: 3,
+}
+"""In seconds. What lies between hosts forgets idle connections, some after a few minutes, and tells
+neither end; a host that has gone does not tell either."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CurveKeys:
+    """Key pairs of one deployment, in Z85.
+
+    Attributes:
+        server_public: Of everybody who listens.
+        server_secret: Of everybody who listens.
+        client_public: Of everybody who connects.
+        client_secret: Of everybody who connects.
+    """
+
+    server_public: bytes
+    server_secret: bytes = field(repr=False)
+    client_public: bytes
+    client_secret: bytes = field(repr=False)
+
+    @classmethod
+    def derive(cls, secret: Secret) -> CurveKeys:
+        """Return the keys of a deployment."""
+        server, client = (
+            zmq.utils.z85.encode(secret.derive(f"curve {end}")) for end in ("server", "client")
+        )
+        return cls(
+            server_public=zmq.curve_public(server),
+            server_secret=server,
+            client_public=zmq.curve_public(client),
+            client_secret=client,
+        )
+
+
+def read_keys(secret_file: str) -> CurveKeys | None:
+    """Return the keys of a deployment; ``None`` where no secret file is named.
+
+    Raises:
+        ConfigError: The file cannot be used.
+    """
+    return CurveKeys.derive(Secret.read(secret_file)) if secret_file else None
+
+
+def is_off_host(address: str) -> bool:
+    """Tell whether other machines may reach an address, ``tcp://host:port`` or a host alone."""
+    scheme, separator, rest = address.rpartition("://")
+    if separator and scheme != "tcp":
+        return False
+    host = rest.rpartition(":")[0] if separator else rest
+    return host not in ON_HOST
+
+
+def may_be_plain(config: InstanceConfig) -> bool:
+    """Tell whether what an instance sends and receives may be unencrypted."""
+    return config.trusted_network or not is_off_host(config.host)
+
+
+def secure_client(socket: zmq.Socket[Any], address: str, keys: CurveKeys | None) -> None:
+    """Prepare a socket for an address off this host, if it is one; before it connects.
+
+    Raises:
+        ConfigError: The address is off this host, and there are no keys.
+    """
+    if not is_off_host(address):
+        return
+    keys = _required(address, keys)
+    socket.curve_secretkey = keys.client_secret
+    socket.curve_publickey = keys.client_public
+    socket.curve_serverkey = keys.server_public
+    _keep_alive(socket)
+
+
+def connect_client(
+    socket: zmq.Socket[Any], address: str, keys: CurveKeys | None, *, what: str
+) -> None:
+    """Connect a socket, encrypted if that goes off this host; it is closed if that cannot be.
+
+    Args:
+        socket: Not connected yet.
+        address: ZMQ address.
+        keys: Of the deployment.
+        what: Sort of address, for the error.
+
+    Raises:
+        TransportError: The address is none, or off this host without keys.
+    """
+    try:
+        secure_client(socket, address, keys)
+        socket.connect(address)
+    except (zmq.ZMQError, ValueError, ConfigError) as error:
+        socket.close(linger=0)
+        raise TransportError(f"{what} {address!r}: {error}") from error
+
+
+class CurveGate:
+    """Lets only holders of the secret through to a listening socket; made before it is bound.
+
+    Args:
+        socket: Will listen; its limit on messages is set.
+        address: Where it will listen, off this host.
+        keys: Of the deployment.
+        name: Of the channel, for the log.
+
+    Attributes:
+        refused: Connections that were refused so far: no key, a wrong one, or no encryption.
+
+    Raises:
+        ConfigError: There are no keys.
+    """
+
+    def __init__(
+        self, socket: zmq.Socket[bytes], address: str, keys: CurveKeys | None, *, name: str
+    ) -> None:
+        keys = _required(address, keys)
+        self._name = f"{name} at {address}"
+        self.refused = 0
+        self._told = 0
+        self._tell_at_s = 0.0
+        socket.curve_secretkey = keys.server_secret
+        socket.curve_publickey = keys.server_public
+        socket.curve_server = True
+        _keep_alive(socket)
+        largest = int(socket.getsockopt(zmq.MAXMSGSIZE))
+        if largest >= 0:
+            socket.setsockopt(zmq.MAXMSGSIZE, largest + OVERHEAD_BYTES)
+        self._socket = socket
+        self._events = socket.get_monitor_socket(_REFUSALS)
+
+    def look(self) -> None:
+        """Count and log what was refused since the last call."""
+        while self._events.poll(0):
+            zmq.utils.monitor.recv_monitor_message(self._events)
+            self.refused += 1
+        now = time.monotonic()
+        if self.refused > self._told and now >= self._tell_at_s:
+            logger.warning(
+                "%s has refused %d connections without the key of this deployment: is it the same "
+                "secret_file at both ends?",
+                self._name,
+                self.refused - self._told,
+            )
+            self._told, self._tell_at_s = self.refused, now + _LOG_EVERY_S
+
+    def close(self) -> None:
+        """Stop; before the socket is closed."""
+        self._socket.disable_monitor()
+        self._events.close(linger=0)
+
+
+def _keep_alive(socket: zmq.Socket[Any]) -> None:
+    for option, value in _KEEP_ALIVE.items():
+        socket.setsockopt(option, value)
+
+
+def _required(address: str, keys: CurveKeys | None) -> CurveKeys:
+    if keys is None:
+        raise ConfigError(
+            f"{address} is not on this host's loopback and there is no key to encrypt with: set "
+            "secret_file (epd-launch secret FILE makes one), or use 127.0.0.1"
+        )
+    return keys

@@ -1,0 +1,238 @@
+"""``collective``: a group of two for each pair of instances, made and torn down at run time.
+
+Both ends take part, so the consumer's worker has a thread for each producer. The two agree over a
+TCP connection, one frame after the other::
+
+    encode worker                    PD worker (rank 0)
+      │ Join(name) ──────────────────▶ │
+      │ ◀─────────────── Answer(port)  │   both make the group
+      │ Put(slot) ───────────────────▶ │
+      │ ◀────────────────────── Answer │   or a problem
+      │ group.send ═══════════════════▶ group.recv, then one copy into the slot
+      │ ◀────────────────────── Answer │
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+import uuid
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+
+from epd_portable.connector.copies import DeviceCopies
+from epd_portable.connector.transport import Transport, check_source
+from epd_portable.errors import (
+    LeaseExpiredError,
+    PeerLostError,
+    ProtocolError,
+    TransportTimeoutError,
+)
+from epd_portable.log import trace
+from epd_portable.platforms.collectives import CollectiveGroup, Rendezvous
+from epd_portable.wire.codec import reader
+from epd_portable.wire.descriptors import SlotDescriptor
+
+if TYPE_CHECKING:
+    from epd_portable.connector.curve import CurveKeys
+    from epd_portable.platforms.base import DeviceEvent
+
+CONSUMER_RANK, PRODUCER_RANK = 0, 1
+MAX_FRAME_BYTES = 4096
+FRAME_PAUSE_S = 2
+
+
+class Join(msgspec.Struct, frozen=True, tag="join"):
+    """The producer asks for a group of this name; answered with the port of the meeting point."""
+
+    name: str
+
+
+class Put(msgspec.Struct, frozen=True, tag="put"):
+    """The producer will send an item within so many seconds; answered before and after it."""
+
+    slot: SlotDescriptor
+    timeout_s: float
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """Well, or a problem: then the item is not written."""
+
+    problem: str = ""
+    port: int = 0
+
+
+encode = msgspec.msgpack.encode
+read_request = reader(Join | Put, "a request to join or to take an item")
+_read_answer = reader(Answer, "an answer")
+
+
+def frames_over(connected: socket.socket) -> Connection:
+    """Take over a connection.
+
+    Frames go out at once, because the second of two small ones would wait for the peer's delayed
+    ack. One that has begun must go on: reading it raises ``OSError`` after `FRAME_PAUSE_S`.
+    """
+    connected.setblocking(True)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", FRAME_PAUSE_S, 0))
+    return Connection(connected.detach())
+
+
+class CollectiveTransport(Transport):
+    """Has one group with each consumer; writes to the same consumer take turns."""
+
+    def __init__(self, copies: DeviceCopies, keys: CurveKeys | None = None) -> None:
+        super().__init__(copies, keys)
+        self._lock = threading.Lock()
+        self._links: dict[str, _Link] = {}
+
+    def write(
+        self,
+        src: torch.Tensor,
+        slot: SlotDescriptor,
+        *,
+        computed: DeviceEvent,
+        address: str,
+        deadline_s: float,
+    ) -> None:
+        """See `Transport.write`; the address is that of the consumer's `CollectiveReceiver`."""
+        check_source(src, slot, self._copies.device)
+        if self._copies.clock() >= deadline_s:
+            raise LeaseExpiredError(f"lease of slot {slot.generation} ended before the write")
+        left: list[_Link] = []
+        with self._lock:
+            link = self._links.get(address)
+            if link is None or link.closed:
+                # A consumer that restarts has another address: its former life is left here.
+                gone = [known for known, each in self._links.items() if each.is_over()]
+                left = [self._links.pop(known) for known in gone]
+                link = self._links[address] = _Link(self._copies, address)
+        for each in left:
+            each.close()
+        link.write(src, slot, computed, deadline_s)
+
+    def close(self) -> None:
+        """Leave all groups."""
+        with self._lock:
+            for link in self._links.values():
+                link.close()
+            self._links.clear()
+
+
+class _Link:
+    """The producer's end of one pair; any failure closes it, and the next write makes another."""
+
+    def __init__(self, copies: DeviceCopies, address: str) -> None:
+        self._copies = copies
+        self._address = address
+        self._lock = threading.Lock()
+        self._connection: Connection | None = None
+        self._group: CollectiveGroup | None = None
+        self.closed = False
+
+    def write(
+        self, src: torch.Tensor, slot: SlotDescriptor, computed: DeviceEvent, deadline_s: float
+    ) -> None:
+        if not self._lock.acquire(timeout=self._left(deadline_s)):
+            raise TransportTimeoutError(
+                f"{self._address} was busy with other items until the lease of slot "
+                f"{slot.generation} ended; raise transfer.lease_s"
+            )
+        try:
+            if self.closed:
+                raise PeerLostError(f"the group with {self._address} failed in another write")
+            self._write(src, slot, computed, deadline_s)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            self._lock.release()
+
+    def is_over(self) -> bool:
+        """Tell whether the pair has failed or the consumer has gone; not while it is written to."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            # Nothing comes from a consumer that was not asked, but the end of the connection.
+            return self.closed or (self._connection is not None and self._connection.poll(0))
+        except OSError:
+            return True
+        finally:
+            self._lock.release()
+
+    def close(self) -> None:
+        self.closed = True
+        if self._group is not None:
+            self._group.close()
+        if self._connection is not None:
+            with contextlib.suppress(OSError):
+                self._connection.close()
+
+    def _write(
+        self, src: torch.Tensor, slot: SlotDescriptor, computed: DeviceEvent, deadline_s: float
+    ) -> None:
+        copies = self._copies
+        group = self._group or self._join(deadline_s)
+        self._ask(Put(slot, self._left(deadline_s)), deadline_s)
+        with copies.platform.stream(copies.index):
+            computed.wait()
+            try:
+                group.send(src.view(-1).view(torch.uint8), CONSUMER_RANK, self._left(deadline_s))
+            except TransportTimeoutError as error:
+                raise TransportTimeoutError(
+                    f"{self._address} did not take the item within the lease: {error}; "
+                    "raise transfer.lease_s"
+                ) from error
+        self._hear(deadline_s)
+
+    def _join(self, deadline_s: float) -> CollectiveGroup:
+        host, _, port = self._address.rpartition(":")
+        try:
+            connected = socket.create_connection((host, int(port)), self._left(deadline_s))
+        except TimeoutError as error:
+            raise TransportTimeoutError(f"{self._address} did not answer in time") from error
+        except (OSError, ValueError, OverflowError) as error:
+            raise PeerLostError(f"nobody receives at {self._address!r}: {error}") from error
+        self._connection = frames_over(connected)
+        name = uuid.uuid4().hex
+        answer = self._ask(Join(name), deadline_s)
+        where = Rendezvous(host=host, port=answer.port, name=name, rank=PRODUCER_RANK, size=2)
+        self._group = self._copies.platform.new_group(
+            where, index=self._copies.index, timeout_s=self._left(deadline_s)
+        )
+        trace("path.opened", path="collective", address=self._address)
+        return self._group
+
+    def _ask(self, request: Join | Put, deadline_s: float) -> Answer:
+        assert self._connection is not None
+        try:
+            self._connection.send_bytes(encode(request))
+        except OSError as error:
+            raise PeerLostError(f"{self._address} is gone: {error}") from error
+        return self._hear(deadline_s)
+
+    def _hear(self, deadline_s: float) -> Answer:
+        assert self._connection is not None
+        try:
+            if not self._connection.poll(self._left(deadline_s)):
+                raise TransportTimeoutError(f"no answer from {self._address} within the lease")
+            answer: Answer = _read_answer(self._connection.recv_bytes(MAX_FRAME_BYTES))
+        except (OSError, EOFError) as error:
+            raise PeerLostError(f"{self._address} is gone: {error}") from error
+        except ProtocolError as error:
+            raise ProtocolError(f"{self._address}: {error}") from error
+        if answer.problem:
+            raise LeaseExpiredError(f"{self._address} refused: {answer.problem}")
+        return answer
+
+    def _left(self, deadline_s: float) -> float:
+        left_s = deadline_s - self._copies.clock()
+        if left_s <= 0:
+            raise TransportTimeoutError(f"{self._address} did not take the item within the lease")
+        return left_s

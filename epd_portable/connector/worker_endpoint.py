@@ -1,0 +1,156 @@
+"""What a PD instance's workers open to receive by themselves, and how its scheduler learns of it.
+
+Workers are made before their scheduler; rank 0 writes what it has opened into a file beside the
+pool, and the scheduler and the other ranks read it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from epd_portable.connector import registry
+from epd_portable.connector.control import new_session, process_is_gone
+from epd_portable.connector.pool import SHM_FOLDER, SharedMemory
+from epd_portable.connector.slab import DeviceSlab, OpenedSlab
+from epd_portable.connector.transport import RevokedFence
+from epd_portable.errors import CapacityError, TransportError
+from epd_portable.wire.descriptors import PathEndpoint
+
+if TYPE_CHECKING:
+    from epd_portable.config.instance import InstanceConfig
+    from epd_portable.connector.copies import DeviceCopies
+
+
+class Publication(msgspec.Struct, frozen=True):
+    """What rank 0 has opened.
+
+    Attributes:
+        session: Of its process.
+        slab: Address of the device memory for slots; empty where there is none.
+        paths: Its paths, with their addresses.
+    """
+
+    session: str
+    slab: str
+    paths: tuple[PathEndpoint, ...]
+
+
+def read_publication(pool: str) -> Publication:
+    """Return what rank 0 of the instance with this pool has opened.
+
+    Raises:
+        TransportError: It has opened nothing, or has ended.
+    """
+    path = SHM_FOLDER / _file_name(pool)
+    try:
+        found = msgspec.msgpack.decode(path.read_bytes(), type=Publication)
+    except FileNotFoundError as error:
+        raise TransportError(
+            f"{path} is not there: the instance's workers must be those of epd-portable "
+            "(--worker-cls), in the same /dev/shm as its scheduler"
+        ) from error
+    if process_is_gone(found.session):
+        raise TransportError(f"{path} was written by {found.session}, which has ended")
+    return found
+
+
+class WorkerEndpoint:
+    """One worker's way to the slots of its instance.
+
+    Args:
+        config: Of the instance.
+        copies: Of the worker's device.
+        rank: Among the instance's workers; 0 receives for all.
+
+    Raises:
+        CapacityError: The device has no room for the slab, or ``/dev/shm`` for a small file.
+        TransportError: An address cannot be bound.
+    """
+
+    def __init__(self, config: InstanceConfig, copies: DeviceCopies, rank: int = 0) -> None:
+        self._config = config
+        self._copies = copies
+        self._fence = RevokedFence()
+        self._opened = contextlib.ExitStack()
+        self._own_slab: DeviceSlab | None = None
+        if rank == 0:
+            self._open()
+
+    @property
+    def slab_bytes(self) -> int:
+        """Device memory that this worker holds for slots."""
+        return self._config.pool_bytes if self._own_slab is not None else 0
+
+    @cached_property
+    def host(self) -> SharedMemory:
+        """The pool's file; the scheduler has made it before the first slot is granted."""
+        pool = SharedMemory.open(self._config.pool)
+        self._copies.pin(pool)
+        return pool
+
+    @cached_property
+    def slab(self) -> DeviceSlab | OpenedSlab:
+        """The instance's device memory: this worker's own, or rank 0's."""
+        if self._own_slab is not None:
+            return self._own_slab
+        return OpenedSlab(self._copies.platform, read_publication(self._config.pool).slab)
+
+    def revoke(self, generations: Iterable[int]) -> None:
+        """Write nothing more for these grants; blocks until a write under way has ended."""
+        for generation in generations:
+            self._fence.revoke(generation)
+
+    def close(self) -> None:
+        """Stop receiving."""
+        self._opened.close()
+
+    def _open(self) -> None:
+        config, copies = self._config, self._copies
+        paths = [path for path in registry.offered_by(config) if path.in_worker]
+        if not paths:
+            return
+        session = new_session()
+        if any(registry.in_device_memory(path.name, config.platform) for path in paths):
+            self._own_slab = DeviceSlab(copies, config.pool_bytes, session)
+        slab = self._own_slab.address if self._own_slab is not None else ""
+        with contextlib.ExitStack() as opened:
+            endpoints = tuple(
+                PathEndpoint(path=path.name, address=self._receive(path.name, opened) or slab)
+                for path in paths
+            )
+            publication = Publication(session=session, slab=slab, paths=endpoints)
+            self._publish(publication, opened)
+            self._opened = opened.pop_all()
+
+    def _receive(self, path: str, opened: contextlib.ExitStack) -> str:
+        """Open the receiver of a path, and return its address; empty if it needs none."""
+        make = registry.load_receiver(path)
+        if make is None:
+            return ""
+        memory = (lambda: self._own_slab) if self._own_slab is not None else (lambda: self.host)
+        receiver = make(memory, self._copies, host=self._config.host, fence=self._fence)
+        opened.callback(receiver.close)
+        return receiver.address
+
+    def _publish(self, publication: Publication, opened: contextlib.ExitStack) -> None:
+        path = SHM_FOLDER / _file_name(self._config.pool)
+        fresh = path.with_suffix(f".{os.getpid()}")
+        try:
+            fresh.write_bytes(msgspec.msgpack.encode(publication))
+            fresh.replace(path)
+        except OSError as error:
+            fresh.unlink(missing_ok=True)
+            raise CapacityError(
+                f"{path} cannot be written: {error}; enlarge {SHM_FOLDER}"
+            ) from error
+        opened.callback(path.unlink, missing_ok=True)
+
+
+def _file_name(pool: str) -> str:
+    return f"{pool}.worker"

@@ -1,0 +1,84 @@
+"""Pairs of platforms whose transfers can be tested here, and the paths between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+
+from epd_portable.connector import registry as paths
+from epd_portable.connector.control import host_identity, new_session
+from epd_portable.connector.copies import Clock, DeviceCopies
+from epd_portable.connector.transport import Transport
+from epd_portable.platforms import registry
+from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor
+
+FINGERPRINT = "same"
+PLATFORMS = [name for name in registry.names() if registry.availability(name).ok]
+PATHS = [entry.name for entry in paths.PATHS]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Where an encode instance and a PD instance compute."""
+
+    encode: str
+    prefill: str
+
+    @property
+    def prefill_index(self) -> int:
+        """The PD instance's device: the second one where there are two, the other end's first."""
+        return min(1, registry.get(self.prefill).device_count() - 1)
+
+    def refusal(self, path: str) -> str:
+        """What the registry must say against a path; empty if the pair can take it."""
+        if path == "ipc" and "cpu" in (self.encode, self.prefill):
+            return "ipc: cpu has no device memory"
+        if path in ("ipc", "collective") and self.encode != self.prefill:
+            return f"{path}: encode-0 is on {self.encode}, prefill_decode-0 on {self.prefill}"
+        return ""
+
+
+@dataclass(frozen=True)
+class Route:
+    """One path between the two ends of a pair."""
+
+    path: str
+    pair: Pair
+
+    def __str__(self) -> str:
+        return f"{self.path}-{self.pair.encode}-to-{self.pair.prefill}"
+
+    def encode_copies(self, clock: Clock | None = None) -> DeviceCopies:
+        """The producer's device, which becomes this thread's current one."""
+        platform = registry.get(self.pair.encode)
+        platform.set_device(0)
+        return DeviceCopies(platform, 0) if clock is None else DeviceCopies(platform, 0, clock)
+
+    def transport(self, clock: Clock | None = None) -> Transport:
+        return paths.load_transport(self.path, self.encode_copies(clock))
+
+    @property
+    def fenced(self) -> bool:
+        return paths.entry(self.path).capabilities.fenced
+
+    @property
+    def in_device_memory(self) -> bool:
+        return paths.in_device_memory(self.path, self.pair.prefill)
+
+
+def encode_peer(platform: str, names: list[str]) -> PeerDescriptor:
+    """What an encode instance says of itself."""
+    return PeerDescriptor(
+        instance="encode-0",
+        session=new_session(),
+        host=host_identity(),
+        device=f"{platform}:0",
+        fingerprint=FINGERPRINT,
+        paths=tuple(PathEndpoint(path=name) for name in names),
+    )
+
+
+PAIRS = [Pair(*names) for names in product(PLATFORMS, PLATFORMS)]
+EVERY_ROUTE = [Route(path, pair) for pair in PAIRS for path in PATHS]
+ROUTES = [route for route in EVERY_ROUTE if not route.pair.refusal(route.path)]
+REFUSED = [route for route in EVERY_ROUTE if route.pair.refusal(route.path)]

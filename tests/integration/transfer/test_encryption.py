@@ -1,0 +1,385 @@
+"""Control and `tcp` off this host: encrypted, and for holders of the secret only.
+
+127.0.0.2 stands for an address of a network: only 127.0.0.1 counts as this host.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+import zmq
+
+from epd_portable.config.secret import Secret, make_secret_file
+from epd_portable.connector.control import ControlClients, ControlServer
+from epd_portable.connector.copies import DeviceCopies
+from epd_portable.connector.curve import CurveKeys, is_off_host, read_keys
+from epd_portable.connector.pool import SharedMemory
+from epd_portable.connector.transport import LeaseFence
+from epd_portable.connector.transports.tcp import CHUNK_BYTES, TcpReceiver, TcpTransport
+from epd_portable.errors import ConfigError, TransportError, TransportTimeoutError
+from epd_portable.platforms import registry
+from epd_portable.wire.codec import encode
+from epd_portable.wire.descriptors import SlotDescriptor
+from epd_portable.wire.messages import Abort, Later
+
+OFF_HOST = "127.0.0.2"
+DEADLINE_S = 20.0
+SHORT_S = 1.0
+"""How long what must not arrive is waited for."""
+
+WORDS = b"nobody else reads this, " * 40
+
+
+def keys() -> CurveKeys:
+    return CurveKeys.derive(Secret(uuid.uuid4().hex))
+
+
+class Forwarder:
+    """Passes bytes on between a client and a server, and keeps them."""
+
+    def __init__(self, target: tuple[str, int]) -> None:
+        self.seen = bytearray()
+        self._target = target
+        self._listener = socket.create_server((OFF_HOST, 0))
+        self.address = f"tcp://{OFF_HOST}:{self._listener.getsockname()[1]}"
+        self._open = [self._listener]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        for end in self._open:
+            end.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            server = socket.create_connection(self._target)
+            self._open += [client, server]
+            for ends in ((client, server), (server, client)):
+                threading.Thread(target=self._pump, args=ends, daemon=True).start()
+
+    def _pump(self, source: socket.socket, target: socket.socket) -> None:
+        try:
+            while data := source.recv(65536):
+                self.seen += data
+                target.sendall(data)
+        except OSError:
+            pass
+
+
+def port_of(address: str) -> int:
+    return int(address.rpartition(":")[2])
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as opened:
+        yield opened
+
+
+Make = Callable[..., ControlServer]
+
+
+@pytest.fixture
+def make_server(stack: ExitStack) -> Make:
+    def make(held: CurveKeys | None, host: str = OFF_HOST) -> ControlServer:
+        server = ControlServer(f"tcp://{host}:*", "server", held)
+        stack.callback(server.close)
+        return server
+
+    return make
+
+
+def clients(stack: ExitStack, held: CurveKeys | None) -> ControlClients:
+    made = ControlClients("client", held)
+    stack.callback(made.close)
+    return made
+
+
+def plain_socket(stack: ExitStack, kind: int) -> zmq.Socket[bytes]:
+    context = zmq.Context()
+    stack.callback(context.term)
+    made = context.socket(kind)
+    stack.callback(made.close, linger=0)
+    return made
+
+
+def arrives(server: ControlServer, limit_s: float) -> bool:
+    deadline_s = time.monotonic() + limit_s
+    while time.monotonic() < deadline_s:
+        if server.receive():
+            return True
+        time.sleep(0.005)
+    return False
+
+
+def until_refused(server: ControlServer) -> None:
+    deadline_s = time.monotonic() + DEADLINE_S
+    assert server._gate is not None
+    while not server._gate.refused:
+        assert time.monotonic() < deadline_s, "nothing was counted"
+        assert server.receive() == []
+        time.sleep(0.005)
+
+
+# -- control ---------------------------------------------------------------------------------------
+
+
+def test_holders_of_the_secret_understand_each_other(stack: ExitStack, make_server: Make) -> None:
+    held = keys()
+    server, client = make_server(held), clients(stack, held)
+    client.send(server.address, Abort(transfer_id="t", reason="why"))
+    assert arrives(server, DEADLINE_S)
+    answer = Later(transfer_id="t")
+    server.send(b"client", answer)
+    received = []
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not received and time.monotonic() < deadline_s:
+        received = client.receive(0.1)
+    assert received == [(server.address, answer)]
+
+
+def test_idle_connections_are_kept_alive_by_both_ends(stack: ExitStack, make_server: Make) -> None:
+    def timers() -> list[str]:
+        # Columns of proc(5): addresses, state and queues come before timer and its time.
+        lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        port, established = f"{port_of(server.address):04X}", "01"
+        return [
+            line[5].partition(":")[0]
+            for line in lines
+            if line[3] == established and port in (line[1][-4:], line[2][-4:])
+        ]
+
+    held = keys()
+    server, client = make_server(held), clients(stack, held)
+    client.send(server.address, Later(transfer_id="t"))
+    assert arrives(server, DEADLINE_S)
+    keep_alive_is_pending = "02"
+    deadline_s = time.monotonic() + DEADLINE_S
+    while timers() != 2 * [keep_alive_is_pending]:
+        assert time.monotonic() < deadline_s, timers()
+        time.sleep(0.01)
+
+
+def test_another_secret_gets_nothing_and_is_counted_and_logged(
+    stack: ExitStack, make_server: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    server, stranger = make_server(keys()), clients(stack, keys())
+    stranger.send(server.address, Abort(transfer_id="t", reason="why"))
+    until_refused(server)
+    assert "without the key of this deployment" in caplog.text
+
+
+def test_who_knows_the_clients_key_only_is_refused_too(stack: ExitStack, make_server: Make) -> None:
+    held = keys()
+    server = make_server(held)
+    stranger = plain_socket(stack, zmq.DEALER)
+    stranger.curve_publickey, stranger.curve_secretkey = held.client_public, held.client_secret
+    stranger.curve_serverkey, _ = zmq.curve_keypair()
+    stranger.connect(server.address)
+    stranger.send(encode(Abort(transfer_id="t", reason="why"), session="s"))
+    until_refused(server)
+
+
+def test_who_does_not_encrypt_is_refused_and_counted(stack: ExitStack, make_server: Make) -> None:
+    server = make_server(keys())
+    stranger = plain_socket(stack, zmq.DEALER)
+    stranger.connect(server.address)
+    stranger.send(encode(Abort(transfer_id="t", reason="why"), session="s"))
+    until_refused(server)
+
+
+def test_the_server_serves_on_after_strangers(stack: ExitStack, make_server: Make) -> None:
+    held = keys()
+    server = make_server(held)
+    clients(stack, keys()).send(server.address, Abort(transfer_id="t", reason="why"))
+    until_refused(server)
+    clients(stack, held).send(server.address, Abort(transfer_id="t", reason="why"))
+    assert arrives(server, DEADLINE_S)
+
+
+def test_a_client_with_keys_tells_nothing_to_a_server_without(stack: ExitStack) -> None:
+    """Somebody who listens in a consumer's place learns nothing."""
+    listener = plain_socket(stack, zmq.ROUTER)
+    port = listener.bind_to_random_port(f"tcp://{OFF_HOST}")
+    client = clients(stack, keys())
+    client.send(f"tcp://{OFF_HOST}:{port}", Abort(transfer_id="t", reason="why"))
+    assert not listener.poll(SHORT_S * 1000)
+
+
+def test_a_listener_between_the_two_reads_nothing(stack: ExitStack, make_server: Make) -> None:
+    held = keys()
+    server = make_server(held)
+    forwarder = Forwarder((OFF_HOST, port_of(server.address)))
+    stack.callback(forwarder.close)
+    message = Abort(transfer_id="t", reason=WORDS.decode())
+    clients(stack, held).send(forwarder.address, message)
+    assert arrives(server, DEADLINE_S)
+    assert len(forwarder.seen) > len(WORDS)
+    assert WORDS[:12] not in forwarder.seen
+
+
+def test_without_a_secret_nothing_listens_off_this_host(make_server: Make) -> None:
+    with pytest.raises(ConfigError, match="secret_file"):
+        make_server(None)
+
+
+def test_without_a_secret_nothing_is_sent_off_this_host(stack: ExitStack) -> None:
+    with pytest.raises(TransportError, match="secret_file"):
+        clients(stack, None).send(f"tcp://{OFF_HOST}:9", Later(transfer_id="t"))
+
+
+def test_on_this_host_a_secret_changes_nothing(stack: ExitStack, make_server: Make) -> None:
+    server = make_server(keys(), host="127.0.0.1")
+    clients(stack, None).send(server.address, Abort(transfer_id="t", reason="why"))
+    assert arrives(server, DEADLINE_S)
+
+
+# -- data ------------------------------------------------------------------------------------------
+
+SLOT = SlotDescriptor(pool="pool", offset=0, nbytes=len(WORDS), generation=1)
+
+
+@pytest.fixture
+def receive(stack: ExitStack) -> Callable[[CurveKeys | None], tuple[TcpReceiver, SharedMemory]]:
+    def make(held: CurveKeys | None) -> tuple[TcpReceiver, SharedMemory]:
+        memory = SharedMemory.create(f"epd-test-{os.getpid()}-{uuid.uuid4().hex[:12]}", 4096)
+        stack.callback(memory.unlink)
+        fence = LeaseFence()
+        fence.allow(SLOT)
+        receiver = TcpReceiver(memory, f"tcp://{OFF_HOST}:*", fence, held)
+        stack.callback(receiver.close)
+        return receiver, memory
+
+    return make
+
+
+def write(
+    address: str,
+    held: CurveKeys | None,
+    limit_s: float = DEADLINE_S,
+    item: torch.Tensor | None = None,
+    slot: SlotDescriptor = SLOT,
+) -> None:
+    copies = DeviceCopies(registry.get("cpu"))
+    transport = TcpTransport(copies, held)
+    try:
+        transport.write(
+            torch.frombuffer(bytearray(WORDS), dtype=torch.uint8) if item is None else item,
+            slot,
+            computed=copies.platform.record_event(),
+            address=address,
+            deadline_s=copies.clock() + limit_s,
+        )
+    finally:
+        transport.close()
+
+
+def content(memory: SharedMemory) -> bytes:
+    return bytes(memory.tensor(0, len(WORDS)).tolist())
+
+
+Receive = Callable[[CurveKeys | None], tuple[TcpReceiver, SharedMemory]]
+
+
+def test_an_item_arrives_and_a_listener_between_the_two_reads_nothing(
+    stack: ExitStack, receive: Receive
+) -> None:
+    held = keys()
+    receiver, memory = receive(held)
+    forwarder = Forwarder((OFF_HOST, port_of(receiver.address)))
+    stack.callback(forwarder.close)
+    write(forwarder.address, held)
+    assert content(memory) == WORDS
+    assert len(forwarder.seen) > len(WORDS)
+    assert WORDS[:12] not in forwarder.seen
+
+
+def test_an_item_of_many_chunks_arrives_whole(stack: ExitStack) -> None:
+    """A chunk is longer when it is encrypted; the receiver's limit must let it through."""
+    held, nbytes = keys(), 3 * CHUNK_BYTES + 1
+    memory = SharedMemory.create(f"epd-test-{os.getpid()}-{uuid.uuid4().hex[:12]}", nbytes)
+    stack.callback(memory.unlink)
+    fence, slot = LeaseFence(), msgspec.structs.replace(SLOT, nbytes=nbytes)
+    fence.allow(slot)
+    receiver = TcpReceiver(memory, f"tcp://{OFF_HOST}:*", fence, held)
+    stack.callback(receiver.close)
+    item = torch.arange(nbytes, dtype=torch.int64).to(torch.uint8)
+    write(receiver.address, held, item=item, slot=slot)
+    assert memory.tensor(0, nbytes).equal(item)
+
+
+def test_the_listener_does_read_what_is_not_encrypted(stack: ExitStack) -> None:
+    """Else the tests above would prove nothing."""
+    memory = SharedMemory.create(f"epd-test-{os.getpid()}-{uuid.uuid4().hex[:12]}", 4096)
+    stack.callback(memory.unlink)
+    fence = LeaseFence()
+    fence.allow(SLOT)
+    receiver = TcpReceiver(memory, "tcp://127.0.0.1:*", fence)
+    stack.callback(receiver.close)
+    forwarder = Forwarder(("127.0.0.1", port_of(receiver.address)))
+    stack.callback(forwarder.close)
+    sender = plain_socket(stack, zmq.DEALER)
+    sender.connect(forwarder.address)
+    sender.send(WORDS)
+    assert sender.poll(DEADLINE_S * 1000)
+    assert WORDS in forwarder.seen
+
+
+@pytest.mark.parametrize("stranger", [keys(), None], ids=["another secret", "no secret"])
+def test_a_stranger_writes_nothing(receive: Receive, stranger: CurveKeys | None) -> None:
+    receiver, memory = receive(keys())
+    before = content(memory)
+    with pytest.raises((TransportTimeoutError, TransportError)):
+        write(receiver.address, stranger, limit_s=SHORT_S)
+    assert content(memory) == before
+
+
+def test_without_a_secret_no_item_is_received_off_this_host(receive: Receive) -> None:
+    with pytest.raises(ConfigError, match="secret_file"):
+        receive(None)
+
+
+# -- keys ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("address", "off"),
+    [
+        ("tcp://127.0.0.1:5", False),
+        ("tcp://127.0.0.1:*", False),
+        ("tcp://localhost:5", False),
+        ("tcp://[::1]:5", False),
+        ("ipc:///tmp/x", False),
+        ("127.0.0.1", False),
+        ("tcp://127.0.0.2:5", True),
+        ("tcp://10.0.0.1:5", True),
+        ("tcp://0.0.0.0:5", True),
+        ("tcp://127.0.0.1.example.org:5", True),
+        ("tcp://*:5", True),
+        ("10.0.0.1", True),
+    ],
+)
+def test_only_one_address_is_this_host(address: str, off: bool) -> None:
+    assert is_off_host(address) == off
+
+
+def test_copies_of_a_secret_give_the_same_keys_and_nothing_shows_them(tmp_path: Path) -> None:
+    make_secret_file(str(tmp_path / "secret"))
+    one, two = (read_keys(str(tmp_path / "secret")) for _ in range(2))
+    assert one is not None and one == two
+    assert one.server_public != one.client_public
+    for hidden in (one.server_secret, one.client_secret):
+        assert hidden.decode() not in repr(one)

@@ -1,0 +1,442 @@
+"""What a stranger may send to the receiver of `collective`: it stays alive and leaves nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import resource
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+
+import msgspec
+import pytest
+import torch
+
+from epd_portable.connector.copies import DeviceCopies
+from epd_portable.connector.transport import RevokedFence
+from epd_portable.connector.transports import collective, collective_receiver
+from epd_portable.connector.transports.collective import (
+    FRAME_PAUSE_S,
+    MAX_FRAME_BYTES,
+    PRODUCER_RANK,
+    Answer,
+    CollectiveTransport,
+    Join,
+    Put,
+    encode,
+)
+from epd_portable.connector.transports.collective_receiver import CollectiveReceiver
+from epd_portable.errors import LeaseExpiredError, PeerLostError, TransportError
+from epd_portable.platforms import registry
+from epd_portable.platforms.collectives import CollectiveGroup, Rendezvous
+from epd_portable.wire.descriptors import SlotDescriptor
+
+HOST = "127.0.0.1"
+NBYTES = 4096
+SLOT = SlotDescriptor(pool="pool", offset=0, nbytes=64, generation=1)
+FILL = 0xA5
+DEADLINE_S = 20.0
+PROMPT_S = 1.5
+"""A receiver that nothing holds up has closed by then: it looks at its orders every 0.1 s."""
+
+
+class Memory:
+    """Where slots are."""
+
+    def __init__(self) -> None:
+        self.bytes = torch.full((NBYTES,), FILL, dtype=torch.uint8)
+
+    def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
+        if offset < 0 or nbytes <= 0 or offset + nbytes > NBYTES:
+            raise ValueError(f"bytes {offset} to {offset + nbytes} are outside")
+        return self.bytes[offset : offset + nbytes]
+
+
+class Consumer:
+    """A receiver on CPU with its memory and its fence."""
+
+    def __init__(self) -> None:
+        self.memory, self.fence = Memory(), RevokedFence()
+        self.copies = DeviceCopies(registry.get("cpu"))
+        self.receiver = CollectiveReceiver(
+            lambda: self.memory, self.copies, host=HOST, fence=self.fence
+        )
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, _, port = self.receiver.address.rpartition(":")
+        return host, int(port)
+
+    @property
+    def untouched(self) -> bool:
+        return bool(self.memory.bytes.eq(FILL).all())
+
+    def assert_serves(self) -> None:
+        """Another producer joins and writes an item."""
+        transport = CollectiveTransport(self.copies)
+        slot = SlotDescriptor(pool="pool", offset=128, nbytes=256, generation=99)
+        self.write(transport, slot, 7)
+        transport.close()
+        assert self.memory.tensor(128, 256).eq(7).all()
+
+    def write(self, transport: CollectiveTransport, slot: SlotDescriptor, value: int) -> None:
+        transport.write(
+            torch.full((slot.nbytes,), value, dtype=torch.uint8),
+            slot,
+            computed=self.copies.platform.record_event(),
+            address=self.receiver.address,
+            deadline_s=self.copies.clock() + DEADLINE_S,
+        )
+
+
+def until(condition: Callable[[], bool], otherwise: Callable[[], object]) -> None:
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline_s, otherwise()
+        gc.collect()
+        time.sleep(0.01)
+
+
+def descriptors() -> list[str]:
+    """What this process has open."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found.append(os.readlink(f"/proc/self/fd/{name}"))
+        except FileNotFoundError:
+            continue  # Of the listing itself.
+    return found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm() -> None:
+    """Let torch open what it keeps for the life of the process."""
+    made = Consumer()
+    made.assert_serves()
+    made.receiver.close()
+
+
+@pytest.fixture
+def _texts_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Log texts: pytest keeps records, and with their errors the sockets of where they rose."""
+
+    def as_text(record: logging.LogRecord) -> bool:
+        record.msg, record.args = record.getMessage(), ()
+        return True
+
+    monkeypatch.setattr(collective_receiver.logger, "filters", [as_text])
+
+
+@pytest.fixture
+def consumer(_texts_only: None) -> Iterator[Consumer]:
+    """A receiver that leaves no thread and no descriptor, whatever was sent to it."""
+    threads, files = set(threading.enumerate()), len(descriptors())
+    made = Consumer()
+    yield made
+    begin_s = time.monotonic()
+    made.receiver.close()
+    assert time.monotonic() - begin_s < PROMPT_S
+    until(
+        lambda: set(threading.enumerate()) <= threads,
+        lambda: set(threading.enumerate()) - threads,
+    )
+    del made
+    until(lambda: len(descriptors()) <= files, lambda: (files, descriptors()))
+
+
+@contextlib.contextmanager
+def stranger(consumer: Consumer) -> Iterator[socket.socket]:
+    with socket.create_connection(consumer.address, DEADLINE_S) as connected:
+        yield connected
+
+
+@contextlib.contextmanager
+def producer(consumer: Consumer) -> Iterator[tuple[Connection, CollectiveGroup]]:
+    """One that has joined, and whose frames are the test's."""
+    connection = collective.frames_over(socket.create_connection(consumer.address, DEADLINE_S))
+    connection.send_bytes(encode(Join("group")))
+    where = Rendezvous(
+        host=HOST, port=hear(connection).port, name="group", rank=PRODUCER_RANK, size=2
+    )
+    group = consumer.copies.platform.new_group(where, index=0, timeout_s=DEADLINE_S)
+    try:
+        yield connection, group
+    finally:
+        group.close()
+        connection.close()
+
+
+def hear(connection: Connection) -> Answer:
+    assert connection.poll(DEADLINE_S), "the receiver does not answer"
+    return msgspec.msgpack.decode(connection.recv_bytes(), type=Answer)
+
+
+def assert_hung_up(connected: socket.socket) -> None:
+    connected.settimeout(DEADLINE_S)
+    with contextlib.suppress(ConnectionResetError):  # It had not read all that was sent.
+        assert connected.recv(1) == b""
+
+
+def frame(payload: bytes) -> bytes:
+    return struct.pack("!i", len(payload)) + payload
+
+
+# -- before a producer has joined ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sent", "why"),
+    [
+        (frame(b"garbage"), "MessagePack data is malformed|Expected|trailing"),
+        (frame(b""), "truncated"),
+        (frame(encode({"type": "leave"})), "Invalid value 'leave'"),
+        (frame(encode(Join("x")) + b"more"), "trailing"),
+        (frame(encode(Join("x"))[:-1]), "truncated"),
+        (struct.pack("!i", MAX_FRAME_BYTES + 1), "bad message length"),
+        (struct.pack("!iQ", -1, 1 << 62), "bad message length"),
+        (struct.pack("!i", -7), "truncated"),
+        (b"GET / HTTP/1.1\r\n\r\n", "bad message length"),
+        (frame(encode(Put(SLOT, 1.0))), "a producer joins once, and then puts items"),
+    ],
+    ids=[
+        "garbage",
+        "nothing",
+        "another request",
+        "more than one",
+        "cut short",
+        "too long a frame",
+        "far too long a frame",
+        "a negative length",
+        "a browser",
+        "put before join",
+    ],
+)
+def test_what_is_no_request_ends_its_connection_and_no_other(
+    consumer: Consumer, caplog: pytest.LogCaptureFixture, sent: bytes, why: str
+) -> None:
+    with caplog.at_level(logging.WARNING), stranger(consumer) as connected:
+        connected.sendall(sent)
+        assert_hung_up(connected)
+    (record,) = caplog.records
+    assert record.message.startswith("receiving by a group ended: ")
+    assert any(part in record.message for part in why.split("|")), record.message
+    assert consumer.untouched
+    consumer.assert_serves()
+
+
+@pytest.mark.parametrize("sent", [b"\0\0", frame(encode(Join("group")))[:-3]], ids=["4", "rest"])
+def test_half_a_frame_ends_its_connection_and_holds_up_nobody(
+    consumer: Consumer, sent: bytes
+) -> None:
+    with stranger(consumer) as connected:
+        connected.sendall(sent)
+        consumer.assert_serves()
+        begin_s = time.monotonic()
+        assert_hung_up(connected)
+        assert time.monotonic() - begin_s < FRAME_PAUSE_S + PROMPT_S
+
+
+def test_half_a_frame_of_one_who_leaves_is_no_frame(consumer: Consumer) -> None:
+    with stranger(consumer) as connected:
+        connected.sendall(frame(encode(Join("group")))[:-3])
+    consumer.assert_serves()
+
+
+def test_a_receiver_closes_at_once_beside_producers_that_say_nothing(consumer: Consumer) -> None:
+    with stranger(consumer) as first, stranger(consumer) as second:
+        consumer.assert_serves()
+        begin_s = time.monotonic()
+        consumer.receiver.close()
+        assert time.monotonic() - begin_s < PROMPT_S
+        assert_hung_up(first)
+        assert_hung_up(second)
+
+
+def test_a_producer_that_vanishes_while_it_joins_does_not_hold_up_closing(
+    consumer: Consumer,
+) -> None:
+    with stranger(consumer) as connected:
+        connected.sendall(frame(encode(Join("group"))))
+        connected.settimeout(DEADLINE_S)
+        assert connected.recv(1), "the receiver has begun to make the group"
+    consumer.assert_serves()
+
+
+def test_when_descriptors_run_out_producers_wait_and_are_served_later(
+    consumer: Consumer, caplog: pytest.LogCaptureFixture
+) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with caplog.at_level(logging.WARNING), socket.socket() as connected:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (connected.fileno() + 1, hard))
+        try:
+            connected.connect(consumer.address)
+            until(lambda: bool(caplog.records), lambda: "nothing was logged")
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert "Too many open files" in caplog.records[0].message
+        connected.sendall(frame(b""))
+        assert_hung_up(connected)
+    consumer.assert_serves()
+
+
+# -- after it has joined -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "slot",
+    [
+        msgspec.structs.replace(SLOT, offset=NBYTES),
+        msgspec.structs.replace(SLOT, offset=-1),
+        msgspec.structs.replace(SLOT, nbytes=0),
+        msgspec.structs.replace(SLOT, nbytes=1 << 62),
+    ],
+    ids=["behind", "before", "empty", "too large"],
+)
+def test_a_slot_outside_the_memory_is_refused_and_the_pair_goes_on(
+    consumer: Consumer, slot: SlotDescriptor
+) -> None:
+    with producer(consumer) as (connection, group):
+        connection.send_bytes(encode(Put(slot, DEADLINE_S)))
+        assert "are outside" in hear(connection).problem
+        assert consumer.untouched
+        put(connection, group)
+    assert consumer.memory.tensor(0, 64).eq(5).all()
+
+
+@pytest.mark.parametrize("seconds", [1e300, float("inf")])
+def test_a_lease_that_never_ends_is_none_of_the_receiver_s_problems(
+    consumer: Consumer, seconds: float
+) -> None:
+    with producer(consumer) as (connection, group):
+        put(connection, group, seconds=seconds)
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
+def test_an_item_without_time_to_write_it_is_refused_and_the_pair_goes_on(
+    consumer: Consumer, seconds: float
+) -> None:
+    with producer(consumer) as (connection, group):
+        connection.send_bytes(encode(Put(SLOT, seconds)))
+        assert f"{seconds} s to write an item" in hear(connection).problem
+        put(connection, group)
+
+
+def test_a_slot_that_was_taken_back_is_refused_and_the_pair_goes_on(consumer: Consumer) -> None:
+    consumer.fence.revoke(SLOT.generation)
+    with producer(consumer) as (connection, group):
+        connection.send_bytes(encode(Put(SLOT, DEADLINE_S)))
+        assert hear(connection).problem == "the slot is not leased any more"
+        assert consumer.untouched
+        put(connection, group, msgspec.structs.replace(SLOT, generation=2))
+
+
+def test_the_error_of_a_producer_tells_the_receiver_s_problem(consumer: Consumer) -> None:
+    transport = CollectiveTransport(consumer.copies)
+    with pytest.raises(LeaseExpiredError, match=r"refused: bytes 4096 to 4160 are outside"):
+        consumer.write(transport, msgspec.structs.replace(SLOT, offset=NBYTES), 1)
+    consumer.write(transport, SLOT, 3)
+    transport.close()
+    assert consumer.memory.tensor(0, 64).eq(3).all()
+
+
+def test_a_second_join_ends_the_pair(consumer: Consumer, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING), producer(consumer) as (connection, _):
+        connection.send_bytes(encode(Join("another")))
+        assert connection.poll(DEADLINE_S)
+        with pytest.raises(EOFError):
+            connection.recv_bytes()
+    assert "a producer joins once" in caplog.text
+    consumer.assert_serves()
+
+
+def test_a_producer_that_announces_an_item_and_sends_none_loses_its_pair_and_no_other(
+    consumer: Consumer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING), producer(consumer) as (connection, _):
+        connection.send_bytes(encode(Put(SLOT, 0.5)))
+        assert hear(connection).problem == ""
+        consumer.assert_serves()
+        with pytest.raises(EOFError):
+            assert connection.poll(DEADLINE_S)
+            connection.recv_bytes()
+    assert "within 0.5 s" in caplog.text
+    assert consumer.memory.tensor(0, 64).eq(FILL).all()
+
+
+def test_an_item_for_which_the_device_has_no_room_is_refused_with_what_to_do(
+    consumer: Consumer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    transport = CollectiveTransport(consumer.copies)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", refuse)
+        with pytest.raises(LeaseExpiredError) as caught:
+            consumer.write(transport, SLOT, 1)
+    for part in ("64 bytes on cpu", "free: lower gpu_memory_utilization", "transfer.path"):
+        assert part in str(caught.value)
+    assert consumer.untouched
+    consumer.write(transport, SLOT, 3)
+    transport.close()
+
+
+# -- what a consumer may answer ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (b"\0\0", PeerLostError),
+        (frame(encode(Answer(port=9)))[:-1], PeerLostError),
+        (struct.pack("!i", MAX_FRAME_BYTES + 1), PeerLostError),
+        (frame(encode(Answer(port=9))), PeerLostError),
+        (b"", TransportError),
+    ],
+    ids=["half a length", "half a frame", "too long", "nobody at its port", "nothing"],
+)
+def test_a_consumer_that_answers_nonsense_is_an_error_soon_after_the_deadline(
+    answer: bytes, error: type[Exception]
+) -> None:
+    copies = DeviceCopies(registry.get("cpu"))
+    transport = CollectiveTransport(copies)
+    with socket.create_server((HOST, 0)) as server:
+        threading.Thread(target=_answer, args=(server, answer), daemon=True).start()
+        begin_s = time.monotonic()
+        with pytest.raises(error):
+            transport.write(
+                torch.ones(64, dtype=torch.uint8),
+                SLOT,
+                computed=copies.platform.record_event(),
+                address=f"{HOST}:{server.getsockname()[1]}",
+                deadline_s=copies.clock() + 0.5,
+            )
+        assert time.monotonic() - begin_s < FRAME_PAUSE_S + PROMPT_S
+    transport.close()
+
+
+def _answer(server: socket.socket, answer: bytes) -> None:
+    connected, _ = server.accept()
+    with connected:
+        connected.sendall(answer)
+        while connected.recv(MAX_FRAME_BYTES):
+            pass
+
+
+def put(
+    connection: Connection,
+    group: CollectiveGroup,
+    slot: SlotDescriptor = SLOT,
+    seconds: float = DEADLINE_S,
+) -> None:
+    """Write an item as a producer does."""
+    connection.send_bytes(encode(Put(slot, seconds)))
+    assert hear(connection).problem == ""
+    group.send(torch.full((slot.nbytes,), 5, dtype=torch.uint8), 0, DEADLINE_S)
+    assert hear(connection).problem == ""

@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import logging
+import os
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from epd_portable.connector import copies as copies_module
+from epd_portable.connector.copies import CHUNK_BYTES, DeviceCopies
+from epd_portable.connector.pool import SharedMemory
+from epd_portable.errors import LeaseExpiredError, PlatformError, TransportTimeoutError
+from epd_portable.platforms.base import DeviceEvent
+from epd_portable.platforms.cpu import CpuPlatform, PassedEvent
+
+NEVER_S = 1e9
+
+
+class SpyPlatform(CpuPlatform):
+    """The CPU with a page-locking that is asked for, and events that tests can hold back."""
+
+    traits = replace(CpuPlatform.traits, needs_device_copy=True)
+
+    def __init__(self) -> None:
+        self.event: DeviceEvent = PassedEvent()
+        self.pinned: list[tuple[int, int]] = []
+        self.unpinned: list[int] = []
+        self.refuses = False
+
+    def record_event(self) -> DeviceEvent:
+        return self.event
+
+    def pin_host(self, address: int, nbytes: int) -> None:
+        if self.refuses:
+            raise PlatformError("no more page-locked memory")
+        self.pinned.append((address, nbytes))
+
+    def unpin_host(self, address: int) -> None:
+        if self.refuses:
+            raise PlatformError("nothing is pinned there")
+        self.unpinned.append(address)
+
+
+class SpyEvent(DeviceEvent):
+    """Passes when a test says so; counts who waits for it."""
+
+    def __init__(self, passed: Callable[[], bool] = lambda: True) -> None:
+        self.waits = 0
+        self._passed = passed
+
+    def wait(self) -> None:
+        self.waits += 1
+
+    def done(self) -> bool:
+        return self._passed()
+
+
+@pytest.fixture
+def platform() -> SpyPlatform:
+    return SpyPlatform()
+
+
+@pytest.fixture
+def memory() -> Iterator[SharedMemory]:
+    made = SharedMemory.create(f"epd-test-{os.getpid()}-{uuid.uuid4().hex[:12]}", 8192)
+    yield made
+    made.unlink()
+
+
+def test_every_chunk_waits_for_the_computation_and_all_bytes_arrive(platform: SpyPlatform) -> None:
+    src = torch.arange(2 * CHUNK_BYTES // 4 + 3, dtype=torch.int32)
+    target, computed = torch.zeros(src.numel() * 4, dtype=torch.uint8), SpyEvent()
+    DeviceCopies(platform).write(target, src, after=computed, deadline_s=NEVER_S)
+    assert torch.equal(target.view(torch.int32), src)
+    assert computed.waits == 3
+
+
+def test_a_lease_that_ended_before_the_write_touches_nothing(platform: SpyPlatform) -> None:
+    target = torch.zeros(8, dtype=torch.uint8)
+    with pytest.raises(LeaseExpiredError, match="ask for a new grant"):
+        DeviceCopies(platform, clock=lambda: 5.0).write(
+            target, torch.ones(8, dtype=torch.uint8), after=PassedEvent(), deadline_s=5.0
+        )
+    assert target.eq(0).all()
+
+
+def test_a_lease_that_ends_between_chunks_leaves_the_rest_alone_and_says_how_far_it_came(
+    platform: SpyPlatform,
+) -> None:
+    looks = iter([0.0, 1.0])
+    target = torch.zeros(3 * CHUNK_BYTES, dtype=torch.uint8)
+    with pytest.raises(TransportTimeoutError, match=f"{CHUNK_BYTES} of {3 * CHUNK_BYTES} bytes"):
+        DeviceCopies(platform, clock=lambda: next(looks)).write(
+            target, torch.ones_like(target), after=PassedEvent(), deadline_s=1.0
+        )
+    assert target[:CHUNK_BYTES].eq(1).all()
+    assert target[CHUNK_BYTES:].eq(0).all()
+
+
+def test_a_copy_that_takes_longer_than_its_lease_is_waited_for_and_then_an_error(
+    platform: SpyPlatform,
+) -> None:
+    looks = iter(range(10_000))
+    platform.event = SpyEvent(lambda: next(looks) > 100)
+    with pytest.raises(TransportTimeoutError, match=r"raise transfer\.lease_s"):
+        DeviceCopies(platform, clock=lambda: 0.0).write(
+            torch.zeros(8, dtype=torch.uint8), torch.ones(2), after=PassedEvent(), deadline_s=1e-6
+        )
+    assert next(looks) > 100, "it returned while the device could still write"
+
+
+def test_a_copy_that_is_stuck_for_good_is_an_error_in_the_end(
+    platform: SpyPlatform, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copies_module, "STUCK_AFTER_S", 0.01)
+    platform.event = SpyEvent(lambda: False)
+    with pytest.raises(TransportTimeoutError, match="stuck"):
+        DeviceCopies(platform, clock=lambda: 0.0).write(
+            torch.zeros(8, dtype=torch.uint8), torch.ones(2), after=PassedEvent(), deadline_s=0.01
+        )
+
+
+def test_bytes_that_are_on_the_host_already_are_not_copied(platform: SpyPlatform) -> None:
+    src = torch.ones(2, 3, dtype=torch.bfloat16)
+    host = DeviceCopies(platform).to_host(src, after=PassedEvent(), deadline_s=NEVER_S)
+    assert (host.dtype, host.shape) == (torch.uint8, (12,))
+    assert host.data_ptr() == src.data_ptr()
+
+
+def test_a_pool_is_page_locked_whole_and_let_go(
+    platform: SpyPlatform, memory: SharedMemory
+) -> None:
+    copies = DeviceCopies(platform)
+    copies.pin(memory)
+    copies.unpin(memory)
+    assert platform.pinned == [(memory.tensor(0, 1).data_ptr(), 8192)]
+    assert platform.unpinned == [platform.pinned[0][0]]
+
+
+def test_a_pool_that_cannot_be_page_locked_is_used_all_the_same_and_logged(
+    platform: SpyPlatform, memory: SharedMemory, caplog: pytest.LogCaptureFixture
+) -> None:
+    platform.refuses = True
+    copies = DeviceCopies(platform)
+    with caplog.at_level(logging.WARNING):
+        copies.pin(memory)
+    copies.unpin(memory)
+    assert "is not page-locked, copies block: no more page-locked memory" in caplog.text
+
+
+def test_where_devices_compute_in_host_memory_nothing_is_page_locked(
+    platform: SpyPlatform, memory: SharedMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform, "traits", CpuPlatform.traits)
+    copies = DeviceCopies(platform)
+    copies.pin(memory)
+    copies.unpin(memory)
+    assert (platform.pinned, platform.unpinned) == ([], [])

@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import base64
+from dataclasses import replace
+
+import msgspec
+import pytest
+import torch
+
+from epd_portable.connector import slab as slab_module
+from epd_portable.connector.control import new_session
+from epd_portable.connector.copies import DeviceCopies
+from epd_portable.connector.slab import DeviceSlab, OpenedSlab
+from epd_portable.errors import (
+    CapacityError,
+    PeerLostError,
+    PlatformError,
+    TransportError,
+    UnsupportedError,
+)
+from epd_portable.platforms.base import ShareHandle
+from epd_portable.platforms.cpu import CpuPlatform
+
+ALIGNMENT = 4096
+NBYTES = 3 * ALIGNMENT
+
+
+class SharingPlatform(CpuPlatform):
+    """The CPU, whose tensors are opened in the same process by their place in a list."""
+
+    traits = replace(CpuPlatform.traits, slab_alignment_bytes=ALIGNMENT)
+
+    def __init__(self) -> None:
+        self.shared: list[torch.Tensor] = []
+        self.problem: Exception | None = None
+
+    def share_tensor(self, tensor: torch.Tensor) -> ShareHandle:
+        self.shared.append(tensor)
+        return ShareHandle(
+            device_type="cpu",
+            device_uuid="",
+            dtype="uint8",
+            shape=tuple(tensor.shape),
+            stride=tensor.stride(),
+            offset=0,
+            storage_bytes=tensor.numel(),
+            storage_offset_bytes=0,
+            memory=str(len(self.shared) - 1).encode(),
+            ref_counter=b"",
+            ref_counter_offset=0,
+            event=b"",
+            event_sync_required=False,
+        )
+
+    def open_tensor(self, handle: ShareHandle) -> torch.Tensor:
+        if self.problem is not None:
+            raise self.problem
+        return self.shared[int(handle.memory)]
+
+
+@pytest.fixture
+def platform() -> SharingPlatform:
+    return SharingPlatform()
+
+
+@pytest.fixture
+def slab(platform: SharingPlatform) -> DeviceSlab:
+    return DeviceSlab(DeviceCopies(platform), NBYTES, new_session())
+
+
+def test_a_slab_begins_at_the_platform_s_alignment_and_has_its_size(
+    platform: SharingPlatform, slab: DeviceSlab
+) -> None:
+    (memory,) = platform.shared
+    assert memory.data_ptr() % ALIGNMENT == 0
+    assert memory.numel() == NBYTES
+
+
+def test_what_one_end_writes_the_other_reads_at_the_same_offset(
+    platform: SharingPlatform, slab: DeviceSlab
+) -> None:
+    opened = OpenedSlab(platform, slab.address)
+    opened.tensor(100, 28).fill_(7)
+    assert slab.tensor(100, 28).eq(7).all()
+    assert slab.tensor(99, 1).ne(7).any() or slab.tensor(128, 1).ne(7).any()
+    assert not opened.is_gone
+
+
+@pytest.mark.parametrize(
+    ("offset", "nbytes"), [(-1, 4), (0, 0), (0, -4), (NBYTES - 3, 4), (NBYTES, 1), (1 << 60, 1)]
+)
+def test_a_range_outside_is_refused_at_both_ends(
+    platform: SharingPlatform, slab: DeviceSlab, offset: int, nbytes: int
+) -> None:
+    for end in (slab, OpenedSlab(platform, slab.address)):
+        with pytest.raises(ValueError, match=f"outside a slab of {NBYTES}"):
+            end.tensor(offset, nbytes)
+
+
+@pytest.mark.parametrize("address", ["", "nonsense", "~~~~~", "\ud800", "0" * 10_000])
+def test_a_text_that_is_no_address_is_an_error(platform: SharingPlatform, address: str) -> None:
+    with pytest.raises(TransportError, match="names no device memory"):
+        OpenedSlab(platform, address)
+
+
+def test_a_part_of_an_address_is_an_error(platform: SharingPlatform, slab: DeviceSlab) -> None:
+    for end in range(len(slab.address)):
+        with pytest.raises(TransportError, match="names no device memory"):
+            OpenedSlab(platform, slab.address[:end])
+
+
+def test_a_slab_whose_process_has_ended_is_not_opened(
+    platform: SharingPlatform, slab: DeviceSlab
+) -> None:
+    pid, start, namespace, rest = new_session().split("-")
+    ended = "-".join([pid, str(int(start) + 1), namespace, rest])
+    packed = msgspec.msgpack.decode(base64.b85decode(slab.address))
+    address = base64.b85encode(msgspec.msgpack.encode({**packed, "session": ended})).decode()
+    with pytest.raises(PeerLostError, match=f"{ended} is gone with its process"):
+        OpenedSlab(platform, address)
+
+
+def test_memory_that_cannot_be_opened_is_a_lost_peer_or_a_path_that_cannot_be_taken(
+    platform: SharingPlatform, slab: DeviceSlab
+) -> None:
+    platform.problem = PlatformError("no such memory")
+    with pytest.raises(PeerLostError, match="is gone: no such memory"):
+        OpenedSlab(platform, slab.address)
+    platform.problem = UnsupportedError("its device is not visible here")
+    with pytest.raises(UnsupportedError, match="not visible"):
+        OpenedSlab(platform, slab.address)
+
+
+def test_memory_of_another_platform_is_an_error_with_what_to_do(
+    platform: SharingPlatform, slab: DeviceSlab
+) -> None:
+    platform.problem = ValueError("a handle of npu memory, opened on cuda")
+    with pytest.raises(TransportError, match=r"of npu memory.*set transfer\.path") as caught:
+        OpenedSlab(platform, slab.address)
+    assert not isinstance(caught.value, PeerLostError)
+
+
+def test_a_device_without_room_is_an_error_with_what_it_has_and_what_to_do(
+    platform: SharingPlatform, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    free = platform.memory_info(0)
+    monkeypatch.setattr(platform, "memory_info", lambda index: free)
+    monkeypatch.setattr(slab_module.torch, "empty", refuse)
+    with pytest.raises(CapacityError) as caught:
+        DeviceSlab(DeviceCopies(platform), NBYTES, new_session())
+    for part in (str(NBYTES), str(free.free_bytes), "transfer.pool_bytes", "transfer.path"):
+        assert part in str(caught.value)

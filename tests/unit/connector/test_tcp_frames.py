@@ -1,0 +1,130 @@
+"""What a stranger may send to the receiver of `tcp`: it stays alive and writes nothing."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import msgspec
+import pytest
+import torch
+import zmq
+
+from epd_portable.connector.copies import DeviceCopies
+from epd_portable.connector.pool import SharedMemory
+from epd_portable.connector.transport import LeaseFence
+from epd_portable.connector.transports.tcp import TcpReceiver, TcpTransport
+from epd_portable.errors import LeaseExpiredError
+from epd_portable.platforms import registry
+from epd_portable.wire.descriptors import SlotDescriptor
+
+NBYTES = 4096
+FILL = 0xA5
+SLOT = SlotDescriptor(pool="pool", offset=0, nbytes=64, generation=1)
+DEADLINE_S = 20.0
+
+
+@dataclass(frozen=True)
+class Consumer:
+    """A receiver with its pool and its fence."""
+
+    memory: SharedMemory
+    fence: LeaseFence
+    receiver: TcpReceiver
+
+    def write(self, slot: SlotDescriptor) -> None:
+        """Write ones into a slot by the real other end."""
+        copies = DeviceCopies(registry.get("cpu"))
+        transport = TcpTransport(copies)
+        try:
+            transport.write(
+                torch.ones(slot.nbytes, dtype=torch.uint8),
+                slot,
+                computed=copies.platform.record_event(),
+                address=self.receiver.address,
+                deadline_s=copies.clock() + DEADLINE_S,
+            )
+        finally:
+            transport.close()
+
+    def assert_serves(self) -> None:
+        slot = msgspec.structs.replace(SLOT, offset=128, generation=9)
+        self.fence.allow(slot)
+        self.write(slot)
+        assert self.memory.tensor(128, 64).eq(1).all()
+
+    @property
+    def untouched(self) -> bool:
+        return bool(self.memory.tensor(0, NBYTES).eq(FILL).all())
+
+
+@pytest.fixture
+def consumer() -> Iterator[Consumer]:
+    memory = SharedMemory.create(f"epd-test-{os.getpid()}-{uuid.uuid4().hex[:12]}", NBYTES)
+    memory.tensor(0, NBYTES).fill_(FILL)
+    fence = LeaseFence()
+    receiver = TcpReceiver(memory, "tcp://127.0.0.1:*", fence)
+    yield Consumer(memory, fence, receiver)
+    receiver.close()
+    memory.unlink()
+
+
+@pytest.mark.parametrize("offset", [-64, NBYTES, NBYTES - 63, 1 << 60])
+def test_a_slot_outside_the_pool_is_refused_with_both_bounds_and_the_next_one_served(
+    consumer: Consumer, offset: int
+) -> None:
+    slot = msgspec.structs.replace(SLOT, offset=offset)
+    consumer.fence.allow(slot)
+    with pytest.raises(LeaseExpiredError, match=f"bytes {offset} to {offset + 64} are outside"):
+        consumer.write(slot)
+    assert consumer.untouched
+    consumer.assert_serves()
+
+
+def chunk(slot: SlotDescriptor, start: int, nbytes: int) -> bytes:
+    return msgspec.msgpack.encode((slot, start, nbytes))
+
+
+@pytest.mark.parametrize(
+    ("frames", "problem"),
+    [
+        ([b""], "not a chunk"),
+        ([b"garbage"], "not a chunk"),
+        ([b"", b""], "not a chunk"),
+        ([chunk(SLOT, 0, 64)[:-1], b"x" * 64], "not a chunk"),
+        ([chunk(SLOT, 0, 64)], "announced length"),
+        ([chunk(SLOT, 0, 64), b"x" * 63], "announced length"),
+        ([chunk(SLOT, 0, 64), b"x" * 64, b"y"], "announced length"),
+        ([chunk(SLOT, 0, 0), b""], "outside its slot"),
+        ([chunk(SLOT, 1, 64), b"x" * 64], "outside its slot"),
+        ([chunk(SLOT, -1, 4), b"x" * 4], "outside its slot"),
+        ([chunk(msgspec.structs.replace(SLOT, generation=2), 0, 4), b"x" * 4], "not leased"),
+    ],
+    ids=[
+        "nothing",
+        "garbage",
+        "two of nothing",
+        "half a header",
+        "no bytes",
+        "too few bytes",
+        "two pieces",
+        "empty",
+        "behind",
+        "before",
+        "another grant",
+    ],
+)
+def test_what_is_no_chunk_of_a_granted_slot_is_answered_and_writes_nothing(
+    consumer: Consumer, frames: list[bytes], problem: str
+) -> None:
+    consumer.fence.allow(SLOT)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.linger = 0
+        stranger.connect(consumer.receiver.address)
+        stranger.send_multipart(frames)
+        assert stranger.poll(int(DEADLINE_S * 1000)), "no answer"
+        assert problem in msgspec.msgpack.decode(stranger.recv())[2]
+    assert consumer.untouched
+    consumer.assert_serves()
