@@ -56,7 +56,7 @@ class EncoderCacheManager:
 
     Preallocated room counts as used, but the item is not an entry yet: `check_and_update_cache`
     misses it. An *awaited* item is never given room for local encoding by `can_allocate`, so that
-    the scheduler prefills only what stands before it.
+    the scheduler prefills only what stands before it. Neither is one that cannot be encoded here.
 
     Attributes:
         cache_size: Room in all.
@@ -73,6 +73,7 @@ class EncoderCacheManager:
         self._inputs: dict[str, set[int]] = {}
         self._preallocated: dict[str, int] = {}
         self._awaited: set[str] = set()
+        self._never: dict[str, frozenset[int]] = {}
         self._freed: list[str] = []
 
     # -- two-step allocation ---------------------------------------------------------------------
@@ -164,6 +165,17 @@ class EncoderCacheManager:
         """Allow local encoding of the item again."""
         self._awaited.discard(mm_hash)
 
+    def never_encode(self, request_id: str, input_ids: Iterable[int]) -> None:
+        """Refuse to encode these items of a request here, whatever becomes of them.
+
+        An engine that encodes an item without its media, or without an encoder, dies of it.
+        """
+        self._never[request_id] = frozenset(input_ids)
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended: drop what `never_encode` was told of it."""
+        self._never.pop(request_id, None)
+
     def __contains__(self, mm_hash: str) -> bool:
         """Tell whether the item has an entry."""
         return mm_hash in self._entries
@@ -215,6 +227,8 @@ class EncoderCacheManager:
             num_embeds_to_schedule: Embeddings that this step already wants to allocate.
         """
         if request.mm_features[input_id].identifier in self._awaited:
+            return False
+        if input_id in self._never.get(request.request_id, ()):
             return False
         num_embeds = request.get_num_encoder_embeds(input_id)
         if num_embeds > encoder_compute_budget:

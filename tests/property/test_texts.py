@@ -1,0 +1,154 @@
+"""Configuration files and request bodies: any text is read or refused, at a bounded cost."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import hypothesis.strategies as st
+import msgspec
+import pytest
+import yaml
+from hypothesis import given
+
+from epd_portable.config.load import parse_topology
+from epd_portable.config.problems import MAX_FILE_BYTES, MAX_PROBLEMS, read_text
+from epd_portable.errors import ConfigError, RequestError
+from epd_portable.router.fields import CHAT
+from epd_portable.router.requests import MAX_COMMAS, read_chat, read_completion
+from tests.property.budget import budget
+from tests.property.limited import BODIES, CONFIGURATIONS
+
+ROOT = Path(__file__).parents[2]
+FILES = [path.read_text("utf-8") for path in sorted((ROOT / "configs").rglob("*.yaml"))]
+DEADLINE_S = 120.0
+
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=20)
+    | st.sampled_from(["text", "image_url", "input_image", "data:image/png;base64,AAAA", "data:"])
+)
+names = st.sampled_from(
+    [*sorted(CHAT), "type", "text", "url", "content", "role", "uuid", "image_url", "audio_url"]
+)
+values = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(names, inner, max_size=4),
+    max_leaves=10,
+)
+
+
+@st.composite
+def edited(draw: st.DrawFn, texts: list[str]) -> str:
+    """Draw one of the texts with a few edits of its characters."""
+    text = draw(st.sampled_from(texts))
+    for _ in range(draw(st.integers(1, 5))):
+        place = draw(st.integers(0, len(text)))
+        end = place + draw(st.integers(0, 6))
+        new = draw(
+            st.sampled_from(
+                [
+                    "",
+                    ":",
+                    "- ",
+                    "&a ",
+                    "*a",
+                    "!!int ",
+                    "{",
+                    "[",
+                    "\t",
+                    "\x00",
+                    "|",
+                    "? ",
+                    "<<: ",
+                    "'",
+                ]
+            )
+            | st.text(max_size=4)
+        )
+        text = text[:place] + new + text[end:]
+    return text
+
+
+@budget(60)
+@given(
+    text=edited(FILES) | st.text(max_size=60) | values.map(lambda value: yaml.safe_dump(value)),
+    override=st.text(max_size=20)
+    | st.sampled_from(["model=&a [*a]", "a=!!int x", "a='\\UFFFFFFFF'"]),
+)
+def test_any_text_is_a_topology_or_a_configuration_error(text: str, override: str) -> None:
+    for overrides in ([], [override]):
+        try:
+            parse_topology(text, "cpu", overrides=overrides)
+        except ConfigError:
+            continue
+
+
+@budget(300)
+@given(
+    body=st.dictionaries(names, values).map(msgspec.json.encode)
+    | st.builds(
+        lambda content: msgspec.json.encode({"messages": [{"role": "user", "content": content}]}),
+        values,
+    )
+    | st.binary(max_size=80)
+    | edited(
+        [
+            '{"messages": [{"content": [{"type": "image_url", '
+            '"image_url": {"url": "data:image/png;base64,AAAA"}}]}]}'
+        ]
+    ).map(lambda text: text.encode("utf-8", "replace"))
+)
+def test_any_body_is_a_request_or_a_request_error(body: bytes) -> None:
+    for read in (
+        lambda: read_chat(body, model="demo", max_items=4),
+        lambda: read_completion(body, model="demo"),
+    ):
+        try:
+            call = read()
+        except RequestError as error:
+            assert 400 <= error.status < 500
+            continue
+        call.for_pd(None)
+
+
+@pytest.mark.parametrize("what", [*CONFIGURATIONS, *BODIES])
+def test_a_bomb_is_read_or_refused_in_little_memory(what: str) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.property.limited", "160", what],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+
+
+def test_a_body_has_at_most_so_many_values() -> None:
+    with pytest.raises(RequestError, match="1000001 commas") as caught:
+        read_chat(b'{"messages":[' + b"0," * (MAX_COMMAS + 1) + b"0]}", model="demo", max_items=1)
+    assert caught.value.status == 413
+
+
+def test_a_report_names_some_problems_and_counts_the_rest() -> None:
+    text = "model: demo\n" + "".join(f"key{number}: 1\n" for number in range(80))
+    with pytest.raises(ConfigError) as caught:
+        parse_topology(text, "cpu")
+    lines = str(caught.value).splitlines()
+    assert len(lines) == MAX_PROBLEMS + 2
+    assert lines[-1].endswith(f"and {80 - MAX_PROBLEMS + int('80' not in lines[0])} more")
+
+
+def test_a_file_that_is_no_configuration_is_not_read_whole(tmp_path: Path) -> None:
+    large = tmp_path / "weights.yaml"
+    with large.open("wb") as file:
+        file.truncate(MAX_FILE_BYTES + 1)
+    with pytest.raises(ConfigError, match=f"more than {MAX_FILE_BYTES} bytes"):
+        read_text(large)
+    large.write_bytes(b"a" * MAX_FILE_BYTES)
+    assert len(read_text(large)) == MAX_FILE_BYTES

@@ -1,0 +1,388 @@
+"""The whole protocol between encode and PD instances, whatever the network and the instances do.
+
+A slot is never granted to two writers, and never written when it is somebody else's; what is placed
+is the item's own bytes; every item that a request awaits is there or given up at its deadline; and
+when all is quiet nobody holds anything, in tables that never grow beyond their limits.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from typing import ClassVar
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from epd_portable.connector import consumer
+from epd_portable.connector.consumer import LEASE_MARGIN_S
+from epd_portable.wire.messages import EncodeFailed, Grant
+from tests.property.budget import budget, seeded
+from tests.property.world import Encoder, Item, Parcel, Pd, tokens, write_unit
+from tests.unit.runners.harness import LEASE_S, TIMEOUT_S, PrefillSide, assert_everything_is_back
+
+SIZES = {"cat": 1, "dog": 2, "emu": 3, "fox": 4}
+PDS, ENCODERS = ("p", "q"), ("a", "b", "unfit")
+MAX_REQUESTS, MAX_LIVES, HISTORY = 5, 4, 30
+MAX_ENDED, MAX_EARLY = 4, 2
+EXAMPLES, STEPS = 80, 60
+STEPS_IN_ALL = 10_000
+"""Of the four kinds of instance below, at the least."""
+
+seldom = st.integers(0, 3).map(lambda number: number == 0)
+names = st.lists(st.sampled_from(sorted(SIZES)), min_size=1, max_size=3)
+
+
+class Transfers(RuleBasedStateMachine):
+    path = "shm"
+    copies = False
+    seen: ClassVar[Counter[str]]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pds = {name: Pd(name, path=self.path, copies=self.copies) for name in PDS}
+        self.encoders = {
+            name: Encoder(name, *(["other"] if name == "unfit" else [])) for name in ENCODERS
+        }
+        self.network: list[Parcel] = []
+        self.history: deque[Parcel] = deque(maxlen=HISTORY)
+        self.grants: deque[Parcel] = deque(maxlen=HISTORY)
+        self.orders: dict[str, tuple[str, Item]] = {}
+        self.count = 0
+
+    # -- what clients, the router and the encoders do ----------------------------------------------
+
+    @rule(
+        pd=st.sampled_from(PDS),
+        wanted=names,
+        encoder=st.sampled_from(("a", "b", "a", "b", "unfit")),
+        ready=st.sampled_from([True, True, False]),
+        order_first=st.booleans(),
+    )
+    def arrive(
+        self, pd: str, wanted: list[str], encoder: str, ready: bool, order_first: bool
+    ) -> None:
+        end = self.pds[pd]
+        if len(end.side.requests) >= MAX_REQUESTS:
+            return
+        self.count += 1
+        request_id = f"r{self.count}"
+        items = [Item(name, SIZES[name], f"{request_id}-{name}") for name in wanted]
+        self.orders.update({item.transfer_id: (pd, item) for item in items})
+        if order_first:
+            self._order(encoder, items, ready)
+        end.side.arrive(request_id, *items)
+        end.arrivals[request_id] = end.clock.now
+        if not order_first:
+            self._order(encoder, items, ready)
+
+    @precondition(lambda self: self.orders)
+    @rule(data=st.data())
+    def arrive_again(self, data: st.DataObject) -> None:
+        """A request comes that names a transfer of old, perhaps to another life of the instance."""
+        pd, item = self.orders[data.draw(st.sampled_from(sorted(self.orders)))]
+        end = self.pds[pd]
+        if len(end.side.requests) < MAX_REQUESTS:
+            self.count += 1
+            end.side.arrive(f"r{self.count}", item)
+            end.arrivals[f"r{self.count}"] = end.clock.now
+
+    def _order(self, encoder: str, items: list[Item], ready: bool) -> None:
+        for item in items:
+            address = self.pds[self.orders[item.transfer_id][0]].address
+            self.encoders[encoder].side.submit(item, ready=ready, consumer=address)
+
+    @precondition(lambda self: self.orders)
+    @rule(data=st.data(), encoder=st.sampled_from(ENCODERS), ready=st.just(True))
+    def ask(self, data: st.DataObject, encoder: str, ready: bool) -> None:
+        """Ask any encoder for any transfer, perhaps not for the first time."""
+        transfer_id = data.draw(st.sampled_from(sorted(self.orders)))
+        self._order(encoder, [self.orders[transfer_id][1]], ready)
+
+    @rule(encoder=st.sampled_from(ENCODERS), name=st.sampled_from(sorted(SIZES)))
+    def output_ready(self, encoder: str, name: str) -> None:
+        self.encoders[encoder].side.session.output_ready(name)
+
+    @precondition(lambda self: self.orders)
+    @rule(data=st.data())
+    def encode_failed(self, data: st.DataObject) -> None:
+        transfer_id = data.draw(st.sampled_from(sorted(self.orders)))
+        pd = self.pds[self.orders[transfer_id][0]]
+        message = EncodeFailed(transfer_id=transfer_id, reason="nobody encodes it")
+        pd.side.mailbox.inbox.append((b"router", message))
+
+    # -- what the engines do -----------------------------------------------------------------------
+
+    @rule(pd=st.sampled_from(PDS), data=st.data(), really=seldom)
+    def finish(self, pd: str, data: st.DataObject, really: bool) -> None:
+        """End a request: it is answered, or the client went away."""
+        end = self.pds[pd]
+        if really and end.side.requests:
+            request_id = data.draw(st.sampled_from(sorted(end.side.requests)))
+            end.side.finish(request_id)
+            del end.arrivals[request_id]
+
+    @rule(pd=st.sampled_from(PDS), data=st.data())
+    def compute(self, pd: str, data: st.DataObject) -> None:
+        """Let a request take what it may: items in the cache, and those that it encodes here."""
+        side = self.pds[pd].side
+        if not side.requests:
+            return
+        request_id = data.draw(st.sampled_from(sorted(side.requests)))
+        for item in side.items[request_id]:
+            if not side.receiver.may_schedule(request_id, item.begin):
+                break
+            if not side.encode_here(request_id, item.input_id):
+                break
+            side.cache.free_encoder_input(side.requests[request_id], item.input_id)
+
+    @rule(pd=st.sampled_from(PDS), really=seldom)
+    def reset_cache(self, pd: str, really: bool) -> None:
+        """Somebody empties the encoder cache of an instance."""
+        if really:
+            self.pds[pd].side.cache.reset()
+
+    @rule(encoder=st.sampled_from(ENCODERS), really=seldom)
+    def restart_encoder(self, encoder: str, really: bool) -> None:
+        end = self.encoders[encoder]
+        if really and end.life < MAX_LIVES:
+            for pd in self.pds.values():
+                pd.gone.add(end.side.session_id)
+            end.start()
+
+    @rule(pd=st.sampled_from(PDS), really=seldom)
+    def restart_pd(self, pd: str, really: bool) -> None:
+        if really and self.pds[pd].life < MAX_LIVES:
+            self.pds[pd].start()
+
+    # -- time --------------------------------------------------------------------------------------
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 1.0, LEASE_S / 2, LEASE_S + LEASE_MARGIN_S]))
+    def wait(self, seconds: float) -> None:
+        for end in (*self.pds.values(), *self.encoders.values()):
+            end.clock.now += seconds
+        self.step()
+
+    @rule(
+        name=st.sampled_from(PDS + ENCODERS),
+        seconds=st.sampled_from([LEASE_S + LEASE_MARGIN_S, TIMEOUT_S, 1e6]),
+        really=seldom,
+    )
+    def jump(self, name: str, seconds: float, really: bool) -> None:
+        """The clock of one process jumps, or the process was stopped for so long."""
+        if not really:
+            return
+        end = self.pds.get(name) or self.encoders[name]
+        end.clock.now += seconds
+        self.step()
+
+    @precondition(lambda self: any(e.side.writes for e in self.encoders.values()))
+    @rule(data=st.data(), rounds=st.integers(0, 3))
+    def outlive_a_lease(self, data: st.DataObject, rounds: int) -> None:
+        """A write that is under way takes longer than its lease, and messages are exchanged."""
+        busy = [encoder for encoder in self.encoders.values() if encoder.side.writes]
+        encoder = data.draw(st.sampled_from(busy))
+        transfer_id = data.draw(st.sampled_from(sorted(encoder.side.writes)))
+        self.pds[self.orders[transfer_id][0]].clock.now += LEASE_S + LEASE_MARGIN_S
+        self.step()
+        for _ in range(rounds):
+            self.deliver_all()
+
+    @rule()
+    def step(self) -> None:
+        for name, pd in self.pds.items():
+            pd.step()
+            for identity, message in pd.side.mailbox.outbox:
+                encoder = identity.decode().partition("-")[0]
+                if encoder in self.encoders:
+                    self._send(Parcel(encoder, identity, name, False, message))
+            pd.side.mailbox.outbox.clear()
+        for name, encoder in self.encoders.items():
+            for address, message in encoder.poll():
+                (pd_name,) = (n for n, each in self.pds.items() if each.address == address)
+                self._send(Parcel(name, encoder.side.identity, pd_name, True, message))
+
+    # -- the network -------------------------------------------------------------------------------
+
+    def _send(self, parcel: Parcel) -> None:
+        self.network.append(parcel)
+        self.history.append(parcel)
+        if isinstance(parcel.message, Grant):
+            self.grants.append(parcel)
+
+    def _deliver(self, parcel: Parcel) -> None:
+        self.seen[type(parcel.message).__name__] += 1
+        pd = self.pds[parcel.pd]
+        if parcel.to_pd:
+            pd.side.mailbox.inbox.append((parcel.identity, parcel.message))
+        else:
+            self.encoders[parcel.encoder].side.receive(parcel.message, consumer=pd.address)
+
+    @precondition(lambda self: self.network)
+    @rule(data=st.data(), keep=seldom, lose=seldom)
+    def move(self, data: st.DataObject, keep: bool, lose: bool) -> None:
+        """Deliver, repeat or lose any message that is under way, whenever it was sent."""
+        index = data.draw(st.integers(0, len(self.network) - 1))
+        parcel = self.network[index] if keep else self.network.pop(index)
+        if keep or not lose:
+            self._deliver(parcel)
+
+    @precondition(lambda self: self.history)
+    @rule(data=st.data())
+    def replay(self, data: st.DataObject) -> None:
+        """Deliver an old message again, to whatever life its receiver has."""
+        index = data.draw(st.integers(0, len(self.history) - 1))
+        self.seen["replayed"] += 1
+        self._deliver(self.history[index])
+
+    @precondition(lambda self: self.grants)
+    @rule(data=st.data())
+    def haunt(self, data: st.DataObject) -> None:
+        """An encoder is asked for a transfer again, and hears the grant of an earlier attempt."""
+        parcel = self.grants[data.draw(st.integers(0, len(self.grants) - 1))]
+        transfer_id = parcel.message.transfer_id
+        self._order(parcel.encoder, [self.orders[transfer_id][1]], True)
+        self._deliver(parcel)
+        self.step()
+
+    @rule()
+    def deliver_all(self) -> None:
+        moved, self.network = self.network, []
+        for parcel in moved:
+            self._deliver(parcel)
+        self.step()
+
+    @rule(rounds=st.integers(2, 6))
+    def all_goes_well_for_a_while(self, rounds: int) -> None:
+        for _ in range(rounds):
+            self.deliver_all()
+            for encoder in self.encoders.values():
+                for transfer_id in list(encoder.side.writes):
+                    self._write(encoder, transfer_id)
+
+    # -- writes ------------------------------------------------------------------------------------
+
+    @precondition(lambda self: any(e.side.writes for e in self.encoders.values()))
+    @rule(data=st.data(), problem=st.sampled_from(["", "", "", "it broke"]), one=st.booleans())
+    def write(self, data: st.DataObject, problem: str, one: bool) -> None:
+        """Go on with a write that is under way: one unit of it, or its rest and its end."""
+        busy = [encoder for encoder in self.encoders.values() if encoder.side.writes]
+        encoder = data.draw(st.sampled_from(busy))
+        transfer_id = data.draw(st.sampled_from(sorted(encoder.side.writes)))
+        if one and encoder.progress.get(transfer_id, 0) < tokens(encoder.side.writes[transfer_id]):
+            problem = write_unit(encoder, transfer_id, self.pds[self.orders[transfer_id][0]])
+            if not problem:
+                return
+        self._write(encoder, transfer_id, problem)
+
+    def _write(self, encoder: Encoder, transfer_id: str, problem: str = "") -> None:
+        pd = self.pds[self.orders[transfer_id][0]]
+        size = tokens(encoder.side.writes[transfer_id])
+        while not problem and encoder.progress.get(transfer_id, 0) < size:
+            problem = write_unit(encoder, transfer_id, pd)
+        encoder.progress.pop(transfer_id, None)
+        encoder.side.finish_write(transfer_id, problem)
+
+    # -- what must hold ----------------------------------------------------------------------------
+
+    @invariant()
+    def what_is_resident_holds_its_own_bytes(self) -> None:
+        self.seen["steps"] += 1
+        for pd in self.pds.values():
+            used = pd.side.pool._used
+            for placement in pd.resident:
+                if placement.slot.generation in used:
+                    pd.check(placement)
+
+    @invariant()
+    def every_slot_that_is_out_has_one_owner(self) -> None:
+        for pd in self.pds.values():
+            receiver, session = pd.side.receiver, pd.side.receiver._session
+            owned = [c.slot for c in receiver._preallocator._claims.values() if c.slot is not None]
+            owned += receiver._preallocator._resident.values()
+            owned += (entry.slot for entry in session._quarantine._entries.values())
+            owned += session._quarantine._released
+            owned += receiver._orders._taken_back
+            assert sorted(slot.generation for slot in owned) == sorted(pd.side.pool._used)
+
+    @invariant()
+    def nobody_waits_beyond_the_deadline(self) -> None:
+        for pd in self.pds.values():
+            for request_id, record in pd.side.receiver._requests.items():
+                late = pd.clock.now >= pd.arrivals[request_id] + TIMEOUT_S
+                assert not (record.awaited and late)
+            for transfer in pd.side.receiver._session._transfers.values():
+                assert pd.clock.now < transfer.deadline_s
+                assert transfer.grant is None or pd.clock.now < transfer.lease_end_s
+
+    @invariant()
+    def tables_are_bounded(self) -> None:
+        for pd in self.pds.values():
+            session = pd.side.receiver._session
+            self.seen["quarantined"] += len(session._quarantine)
+            assert len(session._ended) <= MAX_ENDED
+            assert len(session._early) <= MAX_EARLY
+            for transfer in session._transfers.values():
+                self.seen["refused"] += len(transfer.refused)
+                assert len(transfer.refused) <= consumer.MAX_REFUSED
+
+    @invariant()
+    def room_in_the_cache_adds_up(self) -> None:
+        for pd in self.pds.values():
+            cache = pd.side.cache
+            used = sum(entry.num_embeds for entry in cache._entries.values())
+            used += sum(cache._preallocated.values())
+            idle = sum(cache._entries[name].num_embeds for name in cache._idle)
+            assert cache.num_free_slots == cache.cache_size - used
+            assert cache.num_freeable_slots == cache.num_free_slots + idle
+
+    def teardown(self) -> None:
+        """Let the network be perfect from here on: everything ends, everything comes back."""
+        for _ in range(3):
+            self.wait(TIMEOUT_S)
+            self.all_goes_well_for_a_while(4)
+        for encoder in self.encoders.values():
+            assert len(encoder.side.session) == 0
+        self.seen["placed"] += sum(pd.placed for pd in self.pds.values())
+        for pd in self.pds.values():
+            for request_id in list(pd.side.requests):
+                pd.side.finish(request_id)
+        self.all_goes_well_for_a_while(4)
+        for pd in self.pds.values():
+            session = pd.side.receiver._session
+            assert not session._transfers
+            assert not len(session._quarantine)
+            assert not len(session._early)
+            assert_everything_is_back(pd.side)
+
+
+@pytest.mark.parametrize(
+    ("number", "path", "copies", "preallocation"),
+    [
+        (1, "shm", False, "sync"),
+        (2, "shm", True, "sync"),
+        (3, "tcp", False, "sync"),
+        (4, "tcp", True, "sync"),
+        (5, "shm", False, "async"),
+        (6, "tcp", True, "async"),
+    ],
+)
+def test_whatever_happens_no_byte_goes_astray_and_nothing_stays_held(
+    number: int, path: str, copies: bool, preallocation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PrefillSide, "preallocation", preallocation)
+    monkeypatch.setattr(consumer, "MAX_ENDED", MAX_ENDED)
+    monkeypatch.setattr(consumer, "MAX_EARLY", MAX_EARLY)
+    seen: Counter[str] = Counter()
+    machine = type("Machine", (Transfers,), {"path": path, "copies": copies, "seen": seen})
+    run_state_machine_as_test(seeded(number, machine), settings=budget(EXAMPLES, steps=STEPS))
+    assert seen["steps"] > STEPS_IN_ALL / 4, seen
+    common = {"Announce", "Grant", "Written", "Injected", "Abort", "Nack", "NotNeeded", "Later"}
+    assert common | {"placed", "refused", "replayed"} <= set(+seen), seen
+    assert path == "tcp" or seen["quarantined"], seen

@@ -1,0 +1,221 @@
+"""What a peer may send: any bytes at all are a message or a `ProtocolError`, at a bounded cost."""
+
+from __future__ import annotations
+
+import tracemalloc
+from typing import Any
+
+import hypothesis.strategies as st
+import msgspec
+import pytest
+from hypothesis import given
+
+from epd_portable.connector import registry
+from epd_portable.connector.control import process_is_gone
+from epd_portable.errors import NoCommonPathError, ProtocolError
+from epd_portable.platforms.base import ShareHandle
+from epd_portable.wire import codec
+from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor
+from epd_portable.wire.messages import PROTOCOL_VERSION, Announce, AnyMessage
+from epd_portable.wire.params import encode_params, prefill_params
+from tests.property.budget import budget
+from tests.unit.builders import peer
+from tests.unit.runners.harness import CAT, DOG, EncodeSide, PrefillSide
+from tests.unit.wire.test_codec import MESSAGES
+
+VALID = [codec.encode(message, session="life") for message in MESSAGES]
+BOMBS = {
+    "nested arrays": b"\x91" * codec.MAX_MESSAGE_BYTES,
+    "nested in a field that nobody reads": b"\x93\x02\xa1s\x81\xa1x" + b"\x91" * 16_000,
+    "nested maps": b"\x81\xa0" * (codec.MAX_MESSAGE_BYTES // 2),
+    "a huge array": b"\xdd\xff\xff\xff\xff",
+    "a huge map": b"\xdf\xff\xff\xff\xff",
+    "a huge text": b"\x93\x02\xdb\xff\xff\xff\xff",
+    "huge bytes": b"\x93\x02\xc6\xff\xff\xff\xff",
+    "a huge extension": b"\xc9\xff\xff\xff\xff\x01",
+    "many empty arrays": b"\xdc\x3f\xf0" + b"\x90" * 16_000,
+    "many empty maps": b"\x93\x02\xa1s\xdc\x3f\xe0" + b"\x80" * 16_000,
+}
+
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=20)
+    | st.binary(max_size=20)
+    | st.sampled_from(["t-cat", "cat", "t-dog", "dog", "shm", "tcp", "cpu:0", "float32", "x" * 600])
+)
+values = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=9), inner),
+    max_leaves=8,
+)
+
+
+@st.composite
+def damaged(draw: st.DrawFn) -> bytes:
+    """Draw a valid message with a few edits of its bytes."""
+    data = bytearray(draw(st.sampled_from(VALID)))
+    for _ in range(draw(st.integers(1, 4))):
+        place = draw(st.integers(0, len(data)))
+        edit = draw(st.sampled_from(["set", "cut", "insert", "splice"]))
+        if edit == "set" and place < len(data):
+            data[place] = draw(st.integers(0, 255))
+        elif edit == "cut":
+            del data[place : place + draw(st.integers(1, 8))]
+        elif edit == "insert":
+            data[place:place] = draw(st.binary(min_size=1, max_size=9))
+        else:
+            data[place:] = draw(st.sampled_from(VALID))[place:]
+    return bytes(data)
+
+
+@st.composite
+def shaped(draw: st.DrawFn) -> bytes:
+    """Draw a message whose fields hold anything, most often what they should."""
+    body: dict[str, Any] = msgspec.to_builtins(draw(st.sampled_from(MESSAGES)))
+    body["transfer_id"] = draw(st.sampled_from(["t-cat", "t-dog"]))
+    target = body
+    while inner := [name for name, value in target.items() if isinstance(value, dict)]:
+        if not draw(st.booleans()):
+            break
+        target = target[draw(st.sampled_from(inner))]
+    target[draw(st.sampled_from([*target, "more"]))] = draw(values)
+    return msgspec.msgpack.encode([PROTOCOL_VERSION, "life", body])
+
+
+def decoded(data: bytes) -> AnyMessage | None:
+    try:
+        return codec.decode(data)[0]
+    except ProtocolError:
+        return None
+
+
+@budget(400)
+@given(data=damaged() | st.binary(max_size=100) | shaped())
+def test_any_bytes_are_a_message_that_can_be_sent_on_or_a_protocol_error(data: bytes) -> None:
+    message = decoded(data)
+    if message is not None:
+        assert decoded(codec.encode(message, session="life")) == message
+
+
+@budget(150)
+@given(data=st.lists(damaged() | shaped(), min_size=1, max_size=8), sender=st.booleans())
+def test_whatever_decodes_is_taken_in_by_both_sides_and_costs_them_nothing(
+    data: list[bytes], sender: bool
+) -> None:
+    pd = PrefillSide()
+    encode = EncodeSide("encode-0", pd.clock)
+    pd.arrive("r", CAT, DOG)
+    encode.submit(CAT, ready=True)
+    encode.poll()
+    pd.mailbox.inbox += [(encode.identity, message) for message in encode.outbox]
+    for each in data:
+        message = decoded(each)
+        if message is not None:
+            encode.receive(message)
+            encode.poll()
+            pd.mailbox.inbox.append((encode.identity if sender else b"stranger", message))
+            pd.step()
+    pd.clock.now += 1e5
+    pd.step()
+    assert not pd.receiver._session._transfers
+    assert not pd.receiver._requests["r"].awaited
+
+
+@budget(200)
+@given(data=shaped())
+def test_any_producer_has_a_path_or_a_reason_against_it_and_a_process_or_none(data: bytes) -> None:
+    message = decoded(data)
+    if isinstance(message, Announce):
+        process_is_gone(message.producer.session)
+        try:
+            registry.choose(message.producer, peer("pd", paths=(PathEndpoint(path="shm"),)))
+        except NoCommonPathError:
+            return
+
+
+@pytest.mark.parametrize("device", ["tpu:0", "", ":", "cpu", "x" * 64])
+def test_a_producer_on_a_platform_that_nobody_knows_has_no_path(device: str) -> None:
+    with pytest.raises(NoCommonPathError):
+        registry.choose(peer(device=device), peer("pd", paths=()))
+
+
+@pytest.mark.parametrize("pid", ["9" * 20, "9" * 400, "٣", "0", "00000000001"])
+def test_a_session_may_name_any_process(pid: str) -> None:
+    _, start, namespace, unique = (
+        new for new in peer(session=process_session()).session.split("-")
+    )
+    assert process_is_gone(f"{pid}-{start}-{namespace}-{unique}") in (True, False)
+
+
+def process_session() -> str:
+    from epd_portable.connector.control import new_session
+
+    return new_session()
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_a_message_of_any_form_takes_little_memory_to_refuse(bomb: str) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(ProtocolError):
+            codec.decode(BOMBS[bomb])
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 64 * codec.MAX_MESSAGE_BYTES
+
+
+def test_what_is_kept_of_the_largest_announcement_is_bounded() -> None:
+    largest = PeerDescriptor(
+        instance="i" * 512,
+        session="s" * 512,
+        host="h" * 512,
+        device="d" * 64,
+        fingerprint="f" * 512,
+        paths=tuple(PathEndpoint(path="p" * 64, address="a" * 4096) for _ in range(16)),
+    )
+    (valid,) = (message for message in MESSAGES if isinstance(message, Announce))
+    announced = msgspec.structs.replace(valid, producer=largest)
+    with pytest.raises(ProtocolError, match="at most"):
+        codec.decode(codec.encode(announced, session="life"))
+
+
+@budget(300)
+@given(
+    raw=st.dictionaries(st.sampled_from(["transfers", "reply_to", "more"]), values)
+    | st.builds(
+        lambda fields: {"transfers": [fields]},
+        st.dictionaries(
+            st.sampled_from(["transfer_id", "mm_hash", "consumer", "encoder", "modality"]),
+            st.text(st.characters(codec=None), max_size=600) | scalars,
+        ),
+    )
+)
+def test_any_transfer_parameters_can_travel_or_are_a_protocol_error(raw: dict[str, Any]) -> None:
+    for read in (encode_params, prefill_params):
+        try:
+            msgspec.msgpack.encode(read(raw))
+        except ProtocolError:
+            continue
+
+
+def test_transfer_parameters_have_limits() -> None:
+    transfer = {"transfer_id": "t", "mm_hash": "h", "consumer": "c"}
+    with pytest.raises(ProtocolError, match="4096"):
+        prefill_params({"transfers": [transfer] * 5000})
+    with pytest.raises(ProtocolError, match="512"):
+        encode_params({"transfers": [transfer | {"mm_hash": "h" * 600}]})
+    with pytest.raises(ProtocolError):
+        prefill_params({"transfers": [], "reply_to": "\ud800"})
+
+
+@budget(200)
+@given(data=st.binary(max_size=200))
+def test_any_bytes_are_a_share_handle_or_a_protocol_error(data: bytes) -> None:
+    try:
+        ShareHandle.from_bytes(data)
+    except ProtocolError:
+        return
