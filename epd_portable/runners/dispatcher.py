@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from epd_portable.connector.producer import TransferOrder
 from epd_portable.log import trace
+from epd_portable.runners.matching import engine_names
 from epd_portable.scheduling.encoder_cache import EncoderCacheManager
 from epd_portable.wire.descriptors import TensorSpec
-from epd_portable.wire.params import EncodeParams
+from epd_portable.wire.params import EncodedItem, EncodeOutcome, EncodeParams
 
 logger = logging.getLogger(__name__)
 
@@ -22,10 +24,14 @@ class EncodeItem:
     Attributes:
         mm_hash: The engine's identifier.
         tensor: What the encoder will put out.
+        modality: As in `EncodedItem`.
+        metadata: As in `EncodedItem`.
     """
 
     mm_hash: str
     tensor: TensorSpec
+    modality: str = "image"
+    metadata: dict[str, list[Any]] | None = None
 
 
 class Dispatcher:
@@ -33,10 +39,16 @@ class Dispatcher:
 
     An item's room in the encoder cache is kept for its transfer beyond the life of the request:
     the request is finished once its items are encoded, the transfer when the consumer said so.
+
+    Args:
+        cache: The scheduler's encoder cache.
+        instance: Name of this instance, for its answers.
     """
 
-    def __init__(self, cache: EncoderCacheManager) -> None:
+    def __init__(self, cache: EncoderCacheManager, instance: str = "") -> None:
         self._cache = cache
+        self._instance = instance
+        self._items: dict[str, tuple[EncodedItem, ...]] = {}
         self._waiting: dict[str, list[TransferOrder]] = {}
         self._sending: dict[str, str] = {}
 
@@ -48,24 +60,22 @@ class Dispatcher:
     def request_arrived(
         self, request_id: str, items: list[EncodeItem], params: EncodeParams
     ) -> None:
-        """Remember whom the items of a request are for.
-
-        Items are matched to transfers by ``mm_hash``, and where the engine derived identifiers of
-        its own (processor settings in the request) by their order.
-        """
+        """Remember whom the items of a request are for."""
         distinct = {item.mm_hash: item for item in items}
-        in_order = list(distinct.values())
+        self._items[request_id] = tuple(
+            EncodedItem(mm_hash=item.mm_hash, modality=item.modality, metadata=item.metadata)
+            for item in distinct.values()
+        )
+        names = engine_names(items, params.transfers)
         orders = []
-        for index, transfer in enumerate(params.transfers):
-            item = distinct.get(transfer.mm_hash)
-            if item is None and index < len(in_order):
-                item = in_order[index]
+        for transfer in params.transfers:
+            item = distinct.get(names.get(transfer.mm_hash, ""))
             if item is None:
                 logger.warning(
                     "request %s names %d transfers but has %d items: %s is not delivered",
                     request_id,
                     len(params.transfers),
-                    len(in_order),
+                    len(distinct),
                     transfer.transfer_id,
                 )
                 continue
@@ -80,9 +90,15 @@ class Dispatcher:
         if orders:
             self._waiting[request_id] = orders
 
-    def request_finished(self, request_id: str) -> None:
-        """The request ended; orders that never got room are dropped."""
+    def request_finished(self, request_id: str) -> EncodeOutcome | None:
+        """The request ended; orders that never got room are dropped.
+
+        Returns:
+            What its items are; ``None`` for a request that named no transfers.
+        """
         self._waiting.pop(request_id, None)
+        items = self._items.pop(request_id, None)
+        return None if items is None else EncodeOutcome(instance=self._instance, items=items)
 
     def take_orders(self, scheduled: Iterable[str]) -> list[TransferOrder]:
         """Return the orders whose items got room by this step, for the worker.

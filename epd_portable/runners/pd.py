@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 class PDRunnerMixin(TracedRunner):
     """Places items that have arrived into the encoder cache before the step computes with them.
 
-    vLLM's V1 runner leaves the connector out of steps without tokens (0.26 to 0.33); items are
-    placed in those too. Every tensor-parallel rank maps the same pool, so one transfer serves all.
+    vLLM's V1 runner leaves the connector out of steps without tokens (0.26 to 0.33); workers must
+    hear of grants that were taken back in those too. Every tensor-parallel rank reads the same
+    slots, so one transfer serves all.
     """
 
     epd: PDHooks

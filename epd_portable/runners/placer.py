@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from epd_portable.connector.pool import SharedMemory
-from epd_portable.errors import PlatformError
+from epd_portable.connector.digest import check_digest
+from epd_portable.errors import CorruptPayloadError
 from epd_portable.log import trace
+from epd_portable.runners.receiver_metrics import PlacerMetrics
 from epd_portable.wire.descriptors import SlotDescriptor, TensorSpec
 
 if TYPE_CHECKING:
     import torch
 
-    from epd_portable.platforms.base import Platform
+    from epd_portable.connector.copies import DeviceCopies
+    from epd_portable.connector.worker_endpoint import WorkerEndpoint
+
 
 logger = logging.getLogger(__name__)
 
@@ -26,55 +29,127 @@ class Placement:
     Attributes:
         mm_hash: Key in the encoder cache.
         slot: Where its bytes are.
-        tensor: What they are.
+        in_device_memory: The slot is in the instance's slab, not in its pool's file.
+        tensor: What the bytes are.
+        digest: Of what was written there; empty if not to be checked.
     """
 
     mm_hash: str
     slot: SlotDescriptor
+    in_device_memory: bool
     tensor: TensorSpec
+    digest: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerOrders:
+    """What the workers of a PD instance do in one step.
+
+    Attributes:
+        placements: Items that have arrived.
+        revoked: Generations of grants that were taken back: nothing may be written for them.
+    """
+
+    placements: list[Placement] = field(default_factory=list)
+    revoked: list[int] = field(default_factory=list)
 
 
 class Placer:
     """Places items; on platforms that compute in host memory the tensor is a view of the slot.
 
+    Elsewhere items are copied to the worker's device on its copy stream, beside work that was
+    queued before; the current stream waits for the copies, the host does not (but torch_npu blocks
+    the host for copies from memory that it did not allocate, such as the pool's file).
+
     Args:
-        platform: Of the worker.
-        device: Of the worker.
+        copies: Of the worker's device.
+        endpoint: The worker's way to slots.
+        metrics: Counts what is placed; ``None`` counts where nobody looks.
     """
 
-    def __init__(self, platform: Platform, device: torch.device) -> None:
-        self._platform = platform
-        self._device = device
-        self._memory: SharedMemory | None = None
+    def __init__(
+        self,
+        copies: DeviceCopies,
+        endpoint: WorkerEndpoint,
+        metrics: PlacerMetrics | None = None,
+    ) -> None:
+        self._metrics = metrics or PlacerMetrics()
+        self._copies = copies
+        self._endpoint = endpoint
 
-    def place(self, placements: list[Placement], encoder_cache: dict[str, torch.Tensor]) -> None:
-        """Make the items entries of ``encoder_cache``.
+    def carry_out(self, orders: WorkerOrders, encoder_cache: dict[str, torch.Tensor]) -> None:
+        """Make the items entries of ``encoder_cache``, ready for work that is queued from now on.
 
-        A copy to the device is queued on the current stream, before the model's own work.
+        Args:
+            orders: Of this step.
+            encoder_cache: Outputs ``(num_tokens, width)`` by ``mm_hash``; after an error without
+                any of these items.
+
+        Raises:
+            CapacityError: The device has no room for the items. It ends the engine, as when an
+                encoder has no room for its output: the other ranks have placed the item.
+            CorruptPayloadError: A slot does not hold what was written into it (only where encode
+                instances send digests, ``EPD_PAYLOAD_DIGEST``). It ends the engine: the request
+                cannot be answered rightly, and nobody knows what else was overwritten.
         """
-        import torch
-
-        for item in placements:
-            memory = self._pool(item.slot.pool)
-            flat = memory.tensor(item.slot.offset, item.slot.nbytes)
-            host = flat.view(getattr(torch, item.tensor.dtype)).view(item.tensor.shape)
-            if self._platform.traits.needs_device_copy:
-                encoder_cache[item.mm_hash] = host.to(self._device, non_blocking=True)
-            else:
-                encoder_cache[item.mm_hash] = host
+        self._endpoint.revoke(orders.revoked)
+        if not orders.placements:
+            return
+        for item in orders.placements:
+            if item.digest:
+                self._check(item)
+        if self._copies.platform.traits.needs_device_copy:
+            self._copy(orders.placements, encoder_cache)
+        else:
+            for item in orders.placements:
+                encoder_cache[item.mm_hash] = _shaped(self._bytes(item), item.tensor)
+        for item in orders.placements:
             trace("item.placed", mm_hash=item.mm_hash, nbytes=item.slot.nbytes)
+            self._metrics.placed(item.slot.nbytes)
 
-    def _pool(self, name: str) -> SharedMemory:
-        if self._memory is None:
-            self._memory = SharedMemory.open(name)
-            if self._platform.traits.needs_device_copy:
-                self._pin(self._memory)
-        return self._memory
-
-    def _pin(self, memory: SharedMemory) -> None:
+    def _check(self, item: Placement) -> None:
+        """Compare a slot with what its producer wrote, before anything reads it."""
+        slot = item.slot
+        what = f"item {item.mm_hash} in slot {slot.generation} at {slot.offset} of {slot.pool}"
         try:
-            self._platform.pin_host(memory.tensor(0, memory.nbytes).data_ptr(), memory.nbytes)
-        except PlatformError as error:
-            logger.warning(
-                "receive pool %s is not page-locked, copies from it block: %s", memory.path, error
-            )
+            check_digest(self._bytes(item), item.digest, what)
+        except CorruptPayloadError as error:
+            logger.critical("%s", error)
+            trace("item.corrupt", mm_hash=item.mm_hash, generation=slot.generation)
+            raise
+        trace("item.checked", mm_hash=item.mm_hash, digest=item.digest)
+
+    def _bytes(self, item: Placement) -> torch.Tensor:
+        """Return ``(nbytes,)`` uint8 that is the item's slot."""
+        memory = self._endpoint.slab if item.in_device_memory else self._endpoint.host
+        return memory.tensor(item.slot.offset, item.slot.nbytes)
+
+    def _copy(self, placements: list[Placement], encoder_cache: dict[str, torch.Tensor]) -> None:
+        platform = self._copies.platform
+        with platform.stream(self._copies.index):
+            sources = [self._bytes(item) for item in placements]
+            targets = [self._room_for(item, placements) for item in placements]
+            for item, source, target in zip(placements, sources, targets, strict=True):
+                target.copy_(source, non_blocking=True)
+                encoder_cache[item.mm_hash] = _shaped(target, item.tensor)
+            copied = platform.record_event()
+        copied.wait()
+        for item in placements:
+            platform.adopt(encoder_cache[item.mm_hash])
+
+    def _room_for(self, item: Placement, placements: list[Placement]) -> torch.Tensor:
+        """Return ``(nbytes,)`` uint8 on the device, allocated on the current stream."""
+        step = sum(each.slot.nbytes for each in placements)
+        return self._copies.allocate(
+            item.slot.nbytes,
+            what=f"item {item.mm_hash} of {item.slot.nbytes} bytes ({step} in this step)",
+            remedy="lower gpu_memory_utilization, which leaves more beside the KV cache, or "
+            "max_num_batched_tokens, which bounds the encoder cache",
+        )
+
+
+def _shaped(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """Return bytes as the tensor that they are."""
+    import torch
+
+    return flat.view(getattr(torch, spec.dtype)).view(spec.shape)

@@ -13,17 +13,22 @@ from typing import TYPE_CHECKING
 
 from epd_portable.connector import registry
 from epd_portable.connector.control import ControlClients, host_identity, new_session
+from epd_portable.connector.curve import read_keys
+from epd_portable.connector.digest import digest_of
 from epd_portable.connector.producer import Actions, ProducerSession, TransferOrder, Write
 from epd_portable.connector.transport import Transport
-from epd_portable.errors import EPDError, TransportError
+from epd_portable.envs import EPD_PAYLOAD_DIGEST
+from epd_portable.errors import EPDError, TransportError, UnsupportedError
 from epd_portable.log import trace
+from epd_portable.runners.sender_metrics import SenderMetrics
 from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor
 
 if TYPE_CHECKING:
     import torch
 
     from epd_portable.config.instance import InstanceConfig
-    from epd_portable.platforms.base import DeviceEvent, Platform
+    from epd_portable.connector.copies import DeviceCopies
+    from epd_portable.platforms.base import DeviceEvent
 
 logger = logging.getLogger(__name__)
 
@@ -40,25 +45,38 @@ class Sender:
     Args:
         config: Of this instance.
         fingerprint: What consumers must agree with.
-        platform: Of the worker.
+        copies: Of the worker's device.
+        metrics: Counts what happens; ``None`` counts where nobody looks.
     """
 
-    def __init__(self, config: InstanceConfig, fingerprint: str, platform: Platform) -> None:
+    def __init__(
+        self,
+        config: InstanceConfig,
+        fingerprint: str,
+        copies: DeviceCopies,
+        metrics: SenderMetrics | None = None,
+    ) -> None:
+        self._metrics = metrics or SenderMetrics()
         session = new_session()
-        paths = registry.allowed(config.path)
+        platform, index = copies.platform, copies.index
+        paths = registry.offered_by(config)
+        self._keys = read_keys(config.secret_file)
         peer = PeerDescriptor(
             instance=config.instance,
             session=session,
             host=host_identity(),
-            device=f"{config.platform}:{config.device_index}",
+            device=f"{platform.name}:{index}",
             fingerprint=fingerprint,
-            paths=tuple(PathEndpoint(path=path) for path in paths),
+            paths=tuple(PathEndpoint(path=path.name) for path in paths),
         )
-        self._platform = platform
+        self._copies = copies
+        self._digests = EPD_PAYLOAD_DIGEST.get()
         self._session = ProducerSession(peer, wait_timeout_s=config.wait_timeout_s)
-        self._control = ControlClients(session)
+        self._control = ControlClients(session, self._keys)
         self._transports: dict[str, Transport] = {}
-        self._writers = ThreadPoolExecutor(_WRITERS, thread_name_prefix="epd-writer")
+        self._writers = ThreadPoolExecutor(
+            _WRITERS, "epd-writer", initializer=platform.set_device, initargs=(index,)
+        )
         self._orders: dict[str, TransferOrder] = {}
         self._users: Counter[str] = Counter()
         self._outputs: dict[str, tuple[torch.Tensor, DeviceEvent]] = {}
@@ -88,6 +106,7 @@ class Sender:
             if output is not None:
                 self._keep(order.mm_hash, output)
             ready = order.mm_hash in self._outputs
+        self._metrics.submitted(cached=ready)
         self._post(partial(self._submit, order, ready))
 
     def output_ready(self, mm_hash: str, output: torch.Tensor) -> None:
@@ -107,8 +126,8 @@ class Sender:
 
     def close(self) -> None:
         """Stop; writes that are under way end first."""
-        self._stop = True
         with self._lock:
+            self._stop = True
             self._control.wake()
         self._thread.join()
 
@@ -122,7 +141,8 @@ class Sender:
             self._writers.shutdown(wait=True)
             for transport in self._transports.values():
                 transport.close()
-            self._control.close()
+            with self._lock:  # Nobody is just waking it.
+                self._control.close()
 
     def _turn(self) -> None:
         received = self._control.receive(_BUSY_POLL_S if len(self._session) else _IDLE_POLL_S)
@@ -137,6 +157,7 @@ class Sender:
         for address, message in actions.messages:
             try:
                 self._control.send(address, message)
+                self._metrics.sent(message)
             except TransportError as error:
                 logger.error("transfer %s: %s", message.transfer_id, error)
         for write in actions.writes:
@@ -145,12 +166,15 @@ class Sender:
         for finished in actions.finished:
             if finished.problem:
                 logger.warning("transfer %s ended: %s", finished.transfer_id, finished.problem)
+            self._metrics.finished(finished)
             with self._lock:
                 del self._orders[finished.transfer_id]
                 self._users[finished.mm_hash] -= 1
                 if not self._users[finished.mm_hash]:
                     del self._users[finished.mm_hash]
-                    self._outputs.pop(finished.mm_hash, None)
+                    output = self._outputs.pop(finished.mm_hash, None)
+                    if output is not None:
+                        self._metrics.kept(-output[0].nbytes)
                 self._ended.add(finished.transfer_id)
 
     def _submit(self, order: TransferOrder, ready: bool, now: float) -> None:
@@ -163,11 +187,15 @@ class Sender:
 
     def _keep(self, mm_hash: str, output: torch.Tensor) -> None:
         if mm_hash not in self._outputs:
-            self._outputs[mm_hash] = (output.detach(), self._platform.record_event())
+            # Behind the computation, and behind the copy if that is not in one piece.
+            whole = output.detach().contiguous()
+            self._outputs[mm_hash] = (whole, self._copies.platform.record_event())
+            self._metrics.kept(whole.nbytes)
 
     # -- a writer's thread -----------------------------------------------------------------------
 
-    def _write(self, write: Write) -> None:
+    def _write(self, write: Write) -> str:
+        """Write an item; return its digest, if that is asked for."""
         with self._lock:
             order = self._orders[write.transfer_id]
             output, computed = self._outputs[write.mm_hash]
@@ -177,33 +205,47 @@ class Sender:
                 f"encoder put out {shape} {dtype}, announced was {order.tensor.shape} "
                 f"{order.tensor.dtype}"
             )
+        digest = ""
+        if self._digests:
+            deadline_s = write.deadline_s
+            digest = digest_of(self._copies.to_host(output, after=computed, deadline_s=deadline_s))
+        trace("transfer.begun", transfer=write.transfer_id, mm_hash=write.mm_hash, path=write.path)
         begin_s = time.monotonic()
-        computed.synchronize(max(write.deadline_s - begin_s, 0.001))
-        host = output.contiguous().cpu()
         self._transport(write.path).write(
-            host, write.slot, address=write.address, deadline_s=write.deadline_s
+            output,
+            write.slot,
+            computed=computed,
+            address=write.address,
+            deadline_s=write.deadline_s,
         )
+        write_s = time.monotonic() - begin_s
         trace(
             "transfer.written",
             transfer=write.transfer_id,
             mm_hash=write.mm_hash,
             path=write.path,
             nbytes=write.slot.nbytes,
-            write_s=time.monotonic() - begin_s,
+            write_s=write_s,
         )
+        self._metrics.written(write, write_s)
+        return digest
 
-    def _written(self, write: Write, task: Future[None]) -> None:
+    def _written(self, write: Write, task: Future[str]) -> None:
         error = task.exception()
         if error is None:
-            self._post(partial(self._session.write_done, write.transfer_id))
+            self._post(partial(self._session.write_done, write.transfer_id, digest=task.result()))
             return
+        self._metrics.write_failed(write)
         if not isinstance(error, EPDError):
             logger.error("transfer %s: write failed", write.transfer_id, exc_info=error)
+        if isinstance(error, UnsupportedError):
+            logger.warning("path %s is not offered any more: %s", write.path, error)
+            self._post(lambda now: self._session.withdraw(write.path))
         problem = str(error) or repr(error)
         self._post(lambda now: self._session.write_failed(write.transfer_id, problem, now))
 
     def _transport(self, path: str) -> Transport:
         with self._lock:
             if path not in self._transports:
-                self._transports[path] = registry.load_transport(path, time.monotonic)
+                self._transports[path] = registry.load_transport(path, self._copies, self._keys)
             return self._transports[path]

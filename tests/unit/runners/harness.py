@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 from unittest import mock
+
+from prometheus_client import CollectorRegistry
 
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.connector.producer import ProducerSession, TransferOrder, Write
@@ -16,6 +19,7 @@ from epd_portable.runners import receiver as receiver_module
 from epd_portable.runners.placer import Placement
 from epd_portable.runners.prompt import PromptItem
 from epd_portable.runners.receiver import Receiver
+from epd_portable.runners.receiver_metrics import ReceiverMetrics
 from epd_portable.scheduling.encoder_cache import EncoderCacheManager
 from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor, TensorSpec
 from epd_portable.wire.messages import AnyMessage
@@ -47,6 +51,7 @@ class Mailbox:
     """Stands for `ConsumerEndpoint`: messages lie in lists until the test moves them."""
 
     path: str = "shm"
+    address: str = ""
     inbox: list[tuple[bytes, AnyMessage]] = field(default_factory=list)
     outbox: list[tuple[bytes, AnyMessage]] = field(default_factory=list)
     gone: set[str] = field(default_factory=set)
@@ -60,7 +65,7 @@ class Mailbox:
         self.outbox.append((identity, message))
 
     def choose(self, producer: PeerDescriptor) -> PathEndpoint:
-        return PathEndpoint(path=self.path)
+        return PathEndpoint(path=self.path, address=self.address)
 
     def is_gone(self, producer: PeerDescriptor) -> bool:
         return producer.session in self.gone
@@ -76,6 +81,8 @@ class Item:
     mm_hash: str
     num_tokens: int = 2
     transfer_id: str = ""
+    has_media: bool = True
+    sent_with_media: bool = True
 
 
 CAT = Item("cat", transfer_id="t-cat")
@@ -83,7 +90,15 @@ DOG = Item("dog", transfer_id="t-dog")
 
 
 class PrefillSide:
-    """A `Receiver` and the encoder cache, called as the engine calls them."""
+    """A `Receiver` and the encoder cache, called as the engine calls them.
+
+    Attributes:
+        preallocation: Of sides that are not told.
+        computed: Tokens that requests have computed, where the engine asks in every step whether
+            they may be scheduled.
+    """
+
+    preallocation: Literal["sync", "async"] = "sync"
 
     def __init__(
         self,
@@ -93,8 +108,10 @@ class PrefillSide:
         copies: bool = False,
         can_encode: bool = True,
         path: str = "shm",
+        preallocation: Literal["sync", "async"] | None = None,
     ) -> None:
         self.clock = Clock()
+        self.registry = CollectorRegistry()
         self.mailbox = Mailbox(path=path)
         self.cache = EncoderCacheManager(cache_tokens)
         config = InstanceConfig(
@@ -105,6 +122,7 @@ class PrefillSide:
             wait_timeout_s=TIMEOUT_S,
             lease_s=LEASE_S,
             can_encode=can_encode,
+            preallocation=preallocation or self.preallocation,
         )
         with mock.patch.object(
             receiver_module, "ConsumerEndpoint", lambda *args, **kwargs: self.mailbox
@@ -116,11 +134,13 @@ class PrefillSide:
                 alignment_bytes=ALIGNMENT,
                 copies=copies,
                 clock=self.clock,
+                metrics=ReceiverMetrics(self.registry),
             )
         self.pool = self.receiver._pool
         self.requests: dict[str, FakeRequest] = {}
         self.items: dict[str, Sequence[PromptItem]] = {}
         self.failed: set[str] = set()
+        self.computed: dict[str, int] = {}
 
     def arrive(self, request_id: str, *items: Item, reply_to: str = "router") -> None:
         """Add a request: one token of text, then an item, and so on."""
@@ -140,11 +160,14 @@ class PrefillSide:
                     end=end,
                     num_embeds=item.num_tokens,
                     tensor=spec(item.num_tokens),
+                    has_media=item.has_media,
                 )
             )
             begin = end
         transfers = {
-            item.mm_hash: ExpectedTransfer(transfer_id=item.transfer_id, mm_hash=item.mm_hash)
+            item.mm_hash: ExpectedTransfer(
+                transfer_id=item.transfer_id, mm_hash=item.mm_hash, media=item.sent_with_media
+            )
             for item in items
             if item.transfer_id
         }
@@ -154,17 +177,20 @@ class PrefillSide:
             self.requests[request_id], prompt, params if transfers else None
         )
 
-    def step(self) -> list[Placement]:
-        """Run one step of the engine that schedules nothing; return what the workers place."""
+    def step(self, *, computes: bool = True) -> list[Placement]:
+        """Run one step of the engine; return what the workers place."""
         self.receiver.tick()
-        placements = self.receiver.take_placements(self.cache.get_freed_mm_hashes())
+        for request_id, computed in self.computed.items():
+            self.receiver.may_schedule(request_id, computed)
+        orders = self.receiver.take_orders(self.cache.get_freed_mm_hashes(), computes=computes)
         self.failed |= self.receiver.take_unavailable()
         self.receiver.step_done()
-        return placements
+        return orders.placements
 
     def finish(self, request_id: str) -> PrefillOutcome | None:
         """End a request, well or not, as vLLM does."""
-        outcome = self.receiver.request_finished(request_id)
+        computed = self.computed.pop(request_id, 0)
+        outcome = self.receiver.request_finished(request_id, computed)
         self.cache.free(self.requests.pop(request_id))
         del self.items[request_id]
         return outcome
@@ -190,34 +216,38 @@ class PrefillSide:
 class EncodeSide:
     """A `ProducerSession` whose writes end when the test says so."""
 
-    def __init__(self, name: str, clock: Clock, life: int = 1) -> None:
+    def __init__(
+        self, name: str, clock: Clock, life: int = 1, *, fingerprint: str = FINGERPRINT
+    ) -> None:
         self.session_id = f"{name}-life-{life}"
         self.identity = self.session_id.encode()
         self.clock = clock
         self.session = ProducerSession(
-            peer(name, session=self.session_id), wait_timeout_s=TIMEOUT_S
+            peer(name, session=self.session_id, fingerprint=fingerprint), wait_timeout_s=TIMEOUT_S
         )
+        self.sent: list[tuple[str, AnyMessage]] = []
         self.outbox: list[AnyMessage] = []
         self.writes: dict[str, Write] = {}
         self.ended: list[str] = []
 
-    def submit(self, item: Item, *, ready: bool = False) -> None:
+    def submit(self, item: Item, *, ready: bool = False, consumer: str = PD) -> None:
         self.session.submit(
             TransferOrder(
                 transfer_id=item.transfer_id,
                 mm_hash=item.mm_hash,
-                consumer=PD,
+                consumer=consumer,
                 tensor=spec(item.num_tokens),
             ),
             ready=ready,
             now=self.clock(),
         )
 
-    def receive(self, message: AnyMessage) -> None:
-        self.session.receive(PD, message, self.clock())
+    def receive(self, message: AnyMessage, *, consumer: str = PD) -> None:
+        self.session.receive(consumer, message, self.clock())
 
     def poll(self) -> None:
         actions = self.session.poll(self.clock())
+        self.sent += actions.messages
         self.outbox += [message for _, message in actions.messages]
         for write in actions.writes:
             assert write.transfer_id not in self.writes
@@ -273,6 +303,17 @@ class Pair:
         return placements
 
 
+def counted(registry: CollectorRegistry) -> dict[str, float]:
+    """Return every sample that is not zero, as the exposition writes it without quotes."""
+    found = {}
+    for metric in registry.collect():
+        for sample in metric.samples:
+            labels = ",".join(f"{key}={value}" for key, value in sample.labels.items())
+            if sample.value and not sample.name.endswith(("_bucket", "_created", "_sum")):
+                found[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
+    return found
+
+
 def sources(pd: PrefillSide, request_id: str) -> dict[str, str]:
     """End a request; return how each of its items was had."""
     outcome = pd.finish(request_id)
@@ -288,3 +329,4 @@ def assert_everything_is_back(pd: PrefillSide) -> None:
     assert not pd.receiver._preallocator._claims
     assert not pd.receiver._preallocator._resident
     assert not pd.cache._awaited
+    assert not pd.cache._never

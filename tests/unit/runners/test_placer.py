@@ -3,13 +3,21 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
+from epd_portable.config.instance import InstanceConfig
+from epd_portable.connector.copies import DeviceCopies
+from epd_portable.connector.digest import digest_of
 from epd_portable.connector.pool import SharedMemory
+from epd_portable.connector.worker_endpoint import WorkerEndpoint
+from epd_portable.errors import CapacityError, CorruptPayloadError
 from epd_portable.platforms import registry
-from epd_portable.runners.placer import Placement, Placer
+from epd_portable.platforms.base import MemoryInfo, Platform
+from epd_portable.platforms.cpu import CpuPlatform
+from epd_portable.runners.placer import Placement, Placer, WorkerOrders
 from epd_portable.wire.descriptors import SlotDescriptor, TensorSpec
 
 
@@ -20,16 +28,88 @@ def memory() -> Iterator[SharedMemory]:
     made.unlink()
 
 
+def make_placer(memory: SharedMemory, platform: Platform) -> Placer:
+    config = InstanceConfig(
+        instance="prefill_decode-0", platform="cpu", path="shm", pool=memory.path.name
+    )
+    copies = DeviceCopies(platform)
+    return Placer(copies, WorkerEndpoint(config, copies))
+
+
+def arrive(
+    memory: SharedMemory, mm_hash: str, source: torch.Tensor, offset: int = 128
+) -> Placement:
+    """Have an item in a slot."""
+    dtype = str(source.dtype).removeprefix("torch.")
+    tensor = TensorSpec(shape=tuple(source.shape), dtype=dtype)
+    memory.tensor(offset, tensor.nbytes).copy_(source.view(-1).view(torch.uint8))
+    slot = SlotDescriptor(
+        pool=memory.path.name, offset=offset, nbytes=tensor.nbytes, generation=offset
+    )
+    return Placement(mm_hash=mm_hash, slot=slot, in_device_memory=False, tensor=tensor)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_on_cpu_a_placed_item_is_a_view_of_its_slot(memory: SharedMemory, dtype: str) -> None:
-    platform = registry.get("cpu")
-    placer = Placer(platform, platform.device(0))
-    tensor = TensorSpec(shape=(3, 5), dtype=dtype)
     source = torch.arange(15).to(getattr(torch, dtype)).view(3, 5)
-    memory.tensor(128, tensor.nbytes).copy_(source.view(-1).view(torch.uint8))
-    slot = SlotDescriptor(pool=memory.path.name, offset=128, nbytes=tensor.nbytes, generation=1)
     encoder_cache: dict[str, torch.Tensor] = {}
-    placer.place([Placement(mm_hash="cat", slot=slot, tensor=tensor)], encoder_cache)
+    placer = make_placer(memory, registry.get("cpu"))
+    placer.carry_out(WorkerOrders(placements=[arrive(memory, "cat", source)]), encoder_cache)
     assert torch.equal(encoder_cache["cat"], source)
-    memory.tensor(128, tensor.nbytes).zero_()
+    memory.tensor(128, 4096 - 128).zero_()
     assert encoder_cache["cat"].eq(0).all()
+
+
+class FullPlatform(CpuPlatform):
+    """The CPU as a device, with 7 bytes free."""
+
+    traits = replace(CpuPlatform.traits, needs_device_copy=True)
+
+    def pin_host(self, address: int, nbytes: int) -> None:
+        """Nothing to do."""
+
+    def memory_info(self, index: int) -> MemoryInfo:
+        return MemoryInfo(free_bytes=7, total_bytes=4096)
+
+
+def test_a_device_without_room_places_nothing_and_says_how_much_is_missing_and_what_to_do(
+    memory: SharedMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = arrive(memory, "cat", torch.ones(3, 5))
+    second = arrive(memory, "dog", torch.full((4, 5), 2.0), offset=256)
+    real, room = torch.empty, [True, False]
+
+    def empty(*size: int, **options: object) -> torch.Tensor:
+        if not room.pop(0):
+            raise torch.OutOfMemoryError("out of memory")
+        return real(*size, **options)  # type: ignore[call-overload, no-any-return]
+
+    placer, encoder_cache = make_placer(memory, FullPlatform()), {"old": torch.zeros(1)}
+    orders = WorkerOrders(placements=[first, second])
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", empty)
+        with pytest.raises(CapacityError) as caught:
+            placer.carry_out(orders, encoder_cache)
+    assert list(encoder_cache) == ["old"]
+    for part in ("item dog of 80 bytes", "140 in this step", "device 0", "7 free: lower gpu_mem"):
+        assert part in str(caught.value)
+    placer.carry_out(orders, encoder_cache)
+    assert encoder_cache["cat"].eq(1).all()
+    assert encoder_cache["dog"].eq(2).all()
+
+
+def test_an_item_whose_slot_holds_other_bytes_is_never_placed_and_nor_is_its_step(
+    memory: SharedMemory, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = torch.ones(3, 5)
+    good = replace(arrive(memory, "cat", source), digest=digest_of(source))
+    bad = replace(arrive(memory, "dog", source, offset=512), digest=digest_of(source))
+    memory.tensor(512 + 59, 1).fill_(7)
+    encoder_cache: dict[str, torch.Tensor] = {}
+    placer = make_placer(memory, registry.get("cpu"))
+    with pytest.raises(CorruptPayloadError, match=r"item dog in slot 512 at 512"):
+        placer.carry_out(WorkerOrders(placements=[good, bad]), encoder_cache)
+    assert not encoder_cache
+    assert [record.levelname for record in caplog.records] == ["CRITICAL"]
+    placer.carry_out(WorkerOrders(placements=[good]), encoder_cache)
+    assert torch.equal(encoder_cache["cat"], source)

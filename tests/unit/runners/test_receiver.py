@@ -17,6 +17,8 @@ from tests.unit.runners.harness import (
     sources,
 )
 
+pytestmark = pytest.mark.usefixtures("either_preallocation")
+
 
 @pytest.fixture
 def pair() -> Pair:
@@ -72,8 +74,8 @@ def test_a_slot_is_not_given_back_before_the_step_that_forgets_its_item_has_ende
     pair.pd.cache.reset()
     receiver, pool = pair.pd.receiver, pair.pd.pool
     receiver.tick()
-    receiver.take_placements([])
-    receiver.take_placements(pair.pd.cache.get_freed_mm_hashes())
+    receiver.take_orders([], computes=True)
+    receiver.take_orders(pair.pd.cache.get_freed_mm_hashes(), computes=True)
     receiver.step_done()
     assert pool.free_bytes < pool.capacity_bytes, "only the first of two steps has ended"
     receiver.step_done()
@@ -145,6 +147,60 @@ def test_an_item_that_the_prefix_cache_covers_is_given_up(pair: Pair) -> None:
     assert_everything_is_back(pair.pd)
 
 
+@pytest.mark.parametrize("granted", [False, True])
+def test_an_item_that_the_prefix_cache_comes_to_cover_while_it_is_awaited_is_given_up(
+    granted: bool,
+) -> None:
+    """Another request has computed the same beginning meanwhile."""
+    pair = Pair(PrefillSide(pool_tokens=2))
+    pair.pd.arrive("first", DOG)
+    if not granted:  # DOG takes the only slot
+        pair.encode.submit(DOG)
+        pair.round()
+    else:
+        pair.pd.finish("first")
+    pair.pd.arrive("r", CAT)
+    pair.encode.submit(CAT, ready=True)
+    pair.round()
+    assert bool(pair.encode.writes) == granted
+    assert not pair.pd.receiver.may_schedule("r", 1)
+    assert pair.pd.receiver.may_schedule("r", 3)
+    pair.settle()
+    assert "t-cat" in pair.encode.ended
+    assert "cat" not in pair.pd.cache
+    assert sources(pair.pd, "r") == {"cat": "prefix_cache"}
+    if not granted:
+        pair.pd.finish("first")
+        pair.settle()
+    assert_everything_is_back(pair.pd)
+
+
+def test_progress_counts_items_that_lie_wholly_in_what_is_computed(pair: Pair) -> None:
+    pair.pd.arrive("r", CAT, DOG, CAT)  # 1-2 cat, 4-5 dog, 7-8 cat
+    record = pair.pd.receiver._requests["r"]
+    assert record.mm_inputs_total == 3
+    counted = []
+    for computed in (0, 2, 3, 5, 6, 4, 9):
+        pair.pd.receiver.may_schedule("r", computed)
+        counted.append(record.mm_inputs_done)
+    assert counted == [0, 0, 1, 1, 2, 2, 3], "and never fewer, after a preemption either"
+    assert_everything_is_given_up(pair)
+
+
+def assert_everything_is_given_up(pair: Pair) -> None:
+    assert not pair.pd.receiver._preallocator._claims
+    pair.pd.finish("r")
+    assert_everything_is_back(pair.pd)
+
+
+def test_the_outcome_tells_how_many_items_were_computed_in_the_end(pair: Pair) -> None:
+    pair.pd.arrive("r", CAT, DOG)
+    pair.pd.computed["r"] = 4
+    outcome = pair.pd.finish("r")
+    assert outcome is not None
+    assert (outcome.mm_inputs_done, outcome.mm_inputs_total) == (1, 2)
+
+
 def test_an_item_that_comes_twice_in_a_prompt_is_needed_until_its_last_place(pair: Pair) -> None:
     pair.pd.arrive("r", CAT, CAT)
     assert not pair.pd.receiver.may_schedule("r", 4), "past the first place, before the second"
@@ -163,6 +219,39 @@ def test_an_item_that_comes_twice_in_a_prompt_is_needed_until_its_last_place(pai
 
 
 @pytest.mark.parametrize("copies", [False, True])
+def test_an_item_is_placed_in_a_step_that_computes_whose_end_tells_that_its_slot_was_read(
+    copies: bool,
+) -> None:
+    pair = Pair(PrefillSide(copies=copies))
+    pair.pd.arrive("r", CAT)
+    pair.encode.submit(CAT, ready=True)
+    pair.round()
+    pair.encode.finish_write("t-cat")
+    pair.to_pd()
+    pool = pair.pd.pool
+    for _ in range(2):
+        assert pair.pd.step(computes=False) == []
+        assert pool.free_bytes < pool.capacity_bytes, "nobody has read the slot yet"
+    assert [item.mm_hash for item in pair.pd.step()] == ["cat"]
+    assert (pool.free_bytes == pool.capacity_bytes) == copies
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_an_item_evicted_while_its_placement_waits_for_tokens_is_not_placed(copies: bool) -> None:
+    pair = Pair(PrefillSide(copies=copies))
+    pair.pd.arrive("r", CAT)
+    pair.encode.submit(CAT, ready=True)
+    pair.round()
+    pair.encode.finish_write("t-cat")
+    pair.to_pd()
+    assert pair.pd.step(computes=False) == []
+    pair.pd.finish("r")
+    pair.pd.forget_everything()
+    assert pair.pd.step() == []
+    assert pair.pd.pool.free_bytes == pair.pd.pool.capacity_bytes
+
+
+@pytest.mark.parametrize("copies", [False, True])
 def test_an_item_evicted_before_its_placement_is_not_placed(copies: bool) -> None:
     pair = Pair(PrefillSide(cache_tokens=2, copies=copies))
     pair.pd.arrive("r", CAT)
@@ -174,7 +263,9 @@ def test_an_item_evicted_before_its_placement_is_not_placed(copies: bool) -> Non
     pair.pd.finish("r")
     pair.pd.arrive("s", Item("local", 2))
     assert pair.pd.encode_here("s", 0), "takes the room of the idle cat"
-    assert pair.pd.receiver.take_placements(pair.pd.cache.get_freed_mm_hashes()) == []
+    assert not pair.pd.receiver.take_orders(
+        pair.pd.cache.get_freed_mm_hashes(), computes=True
+    ).placements
     pair.pd.receiver.step_done()
     assert pair.pd.pool.free_bytes == pair.pd.pool.capacity_bytes
     pair.pd.finish("s")

@@ -20,6 +20,8 @@ from tests.unit.runners.harness import (
     sources,
 )
 
+pytestmark = pytest.mark.usefixtures("either_preallocation")
+
 
 @pytest.fixture
 def pair() -> Pair:
@@ -117,6 +119,38 @@ def test_a_producer_killed_during_its_write_gives_its_slot_back_when_it_is_gone(
     pair.pd.step()
     assert pair.pd.pool.free_bytes == pair.pd.pool.capacity_bytes
     assert pair.pd.encode_here("r", 0)
+
+
+def test_what_was_written_during_a_step_that_outlasts_its_lease_is_used(pair: Pair) -> None:
+    pair.pd.arrive("r", CAT)
+    pair.encode.submit(CAT, ready=True)
+    pair.round()
+    pair.pd.receiver.tick()
+    pair.pd.receiver.take_orders([], computes=True)
+    pair.encode.finish_write("t-cat")
+    pair.to_pd()
+    pair.pd.clock.now += LEASE_S + LEASE_MARGIN_S
+    pair.pd.receiver.step_done()
+    assert [placement.mm_hash for placement in pair.settle()] == ["cat"]
+    assert sources(pair.pd, "r") == {"cat": "transfer"}
+    assert_everything_is_back(pair.pd)
+
+
+def test_an_encoder_that_says_during_such_a_step_that_it_works_on_keeps_its_slot(
+    pair: Pair,
+) -> None:
+    pair.pd.arrive("r", CAT)
+    pair.encode.submit(CAT)
+    pair.round()
+    pair.pd.receiver.tick()
+    pair.pd.receiver.take_orders([], computes=True)
+    pair.pd.clock.now += LEASE_S / 2
+    pair.to_pd()
+    pair.pd.clock.now += LEASE_S / 2 + LEASE_MARGIN_S
+    pair.pd.receiver.step_done()
+    pair.encode.session.output_ready("cat")
+    assert [placement.mm_hash for placement in pair.settle()] == ["cat"]
+    assert sources(pair.pd, "r") == {"cat": "transfer"}
 
 
 # -- a request that is cancelled at every point --------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from epd_portable.wire.messages import EncodeFailed
+from epd_portable.wire.messages import EncodeFailed, Grant
 from tests.unit.runners.harness import (
     CAT,
     DOG,
@@ -15,6 +15,8 @@ from tests.unit.runners.harness import (
     assert_everything_is_back,
     sources,
 )
+
+pytestmark = pytest.mark.usefixtures("either_preallocation")
 
 
 @pytest.fixture
@@ -111,6 +113,55 @@ def test_items_are_delivered_in_the_order_of_arrival_when_the_pool_is_short() ->
             pair.pd.finish(placement.mm_hash)
     assert order == names
     assert_everything_is_back(pair.pd)
+
+
+def test_room_that_nobody_waits_for_any_more_serves_the_next_in_the_same_tick() -> None:
+    pair = Pair(PrefillSide(pool_tokens=3))
+    ant = Item("ant", 1, "t-ant")
+    for request_id, item in (("r", CAT), ("s", DOG), ("t", ant)):
+        pair.pd.arrive(request_id, item)
+        pair.encode.submit(item)
+    pair.round()
+    assert pair.pd.receiver._preallocator.get("ant").slot is None, "behind dog"  # type: ignore[union-attr]
+    pair.pd.mailbox.inbox.append((b"router", EncodeFailed(transfer_id="t-dog", reason="")))
+    pair.pd.receiver.tick()
+    assert granted(pair) == ["t-ant"]
+
+
+def test_slots_that_come_back_with_a_step_serve_the_next_in_that_step() -> None:
+    pair = Pair(PrefillSide(pool_tokens=2))
+    pair.pd.arrive("r", CAT)
+    pair.pd.arrive("s", DOG)
+    for item in (CAT, DOG):
+        pair.encode.submit(item, ready=True)
+    pair.settle()
+    pair.pd.finish("r")
+    receiver, cache = pair.pd.receiver, pair.pd.cache
+    receiver.tick()
+    assert granted(pair) == []
+    receiver.take_orders(cache.get_freed_mm_hashes(), computes=True)
+    receiver.step_done()
+    assert granted(pair) == ["t-dog"], "without another tick"
+
+
+def test_an_item_that_lands_serves_another_transfer_of_it_in_the_same_tick(pair: Pair) -> None:
+    pair.pd.arrive("r", CAT)
+    pair.pd.arrive("s", Item("cat", transfer_id="t-other"))
+    pair.encode.submit(CAT, ready=True)
+    pair.encode.submit(Item("cat", transfer_id="t-other"), ready=True)
+    pair.round()
+    pair.encode.finish_write(*pair.encode.writes)
+    pair.to_pd()
+    pair.pd.receiver.tick()
+    kinds = {type(message).__name__ for _, message in pair.pd.mailbox.outbox}
+    assert kinds == {"Injected", "NotNeeded"}
+
+
+def granted(pair: Pair) -> list[str]:
+    """Return the transfers that were granted since the last round."""
+    return [
+        message.transfer_id for _, message in pair.pd.mailbox.outbox if isinstance(message, Grant)
+    ]
 
 
 def test_idle_items_make_way_for_awaited_ones_when_slots_are_short() -> None:

@@ -1,0 +1,74 @@
+"""What the workers are told with each step, and which slots that frees."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from epd_portable.connector.pool import ReceivePool
+from epd_portable.runners.placer import Placement, WorkerOrders
+from epd_portable.scheduling.preallocator import EncoderCachePreallocator
+from epd_portable.wire.descriptors import SlotDescriptor
+
+
+class OrderBook:
+    """Takes slots from *landed* or *taken back* through the workers until they are free.
+
+    Args:
+        pool: Slots that were taken back from producers go straight back to it.
+        preallocator: Keeps the slots of items that are in the encoder cache.
+        copies: Whether workers copy items out of their slots. If not, a slot is kept as long as
+            its item is in the encoder cache.
+    """
+
+    def __init__(
+        self,
+        pool: ReceivePool,
+        preallocator: EncoderCachePreallocator[SlotDescriptor],
+        *,
+        copies: bool,
+    ) -> None:
+        self._pool = pool
+        self._preallocator = preallocator
+        self._copies = copies
+        self._placements: list[Placement] = []
+        self._taken_back: list[SlotDescriptor] = []
+        self._under_way: deque[tuple[list[SlotDescriptor], list[SlotDescriptor]]] = deque()
+
+    def place(self, placement: Placement) -> None:
+        """An item has landed: workers put it into their encoder caches."""
+        self._placements.append(placement)
+
+    def take_back(self, slot: SlotDescriptor) -> None:
+        """Nobody may write a slot any more that a producer had."""
+        self._taken_back.append(slot)
+
+    def take(self, freed: Iterable[str], *, computes: bool) -> WorkerOrders:
+        """Return what the workers must do in the step that was just scheduled.
+
+        Items are placed in steps that compute: the end of such a step tells that all ranks have
+        read their slots. Slots that were taken back from their producers pass through the workers
+        too, which may be about to write them, and are free when this step has ended.
+
+        Args:
+            freed: Items that the workers forget in that step.
+            computes: The step has tokens.
+        """
+        unused = list(freed)
+        arrived = [item for item in self._placements if item.mm_hash not in unused]
+        placements, self._placements = (arrived, []) if computes else ([], arrived)
+        taken_back, self._taken_back = self._taken_back, []
+        if self._copies:
+            unused += [item.mm_hash for item in placements]
+        slots = [self._preallocator.retire(mm_hash) for mm_hash in unused]
+        self._under_way.append((taken_back, [slot for slot in slots if slot is not None]))
+        return WorkerOrders(placements=placements, revoked=[slot.generation for slot in taken_back])
+
+    def step_done(self) -> None:
+        """The oldest step under way has ended: nobody reads what it made the workers forget."""
+        if not self._under_way:
+            return
+        taken_back, retired = self._under_way.popleft()
+        for slot in taken_back:
+            self._pool.give_back(slot)
+        self._preallocator.give_back(retired)

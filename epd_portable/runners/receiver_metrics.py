@@ -1,0 +1,178 @@
+"""What a PD instance counts; each is listed in ``docs/metrics.md``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import get_args
+
+from prometheus_client import CollectorRegistry
+
+from epd_portable.connector.events import Failed, FailureCause, Landed, Refused
+from epd_portable.connector.pool import ReceivePool
+from epd_portable.runners.instruments import Instruments
+from epd_portable.scheduling.encoder_cache import EncoderCacheManager
+from epd_portable.wire.descriptors import SlotDescriptor
+from epd_portable.wire.messages import AnyMessage, Grant, Later, NackCode, NotNeeded
+from epd_portable.wire.params import ItemOutcome, Source
+
+_CODES = tuple(code.value for code in NackCode if code is not NackCode.RELEASED)
+
+
+class ReceiverMetrics(Instruments):
+    """Of the scheduler's process. Not for several threads."""
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        super().__init__(registry)
+        counter, seconds, gauge = self._counter, self._seconds, self._gauge
+        self._granted: set[int] = set()
+        self._told_to_wait: set[str] = set()
+        self._room: tuple[int, int, int] | None = None
+        self._items = counter(
+            "epd_pd_items",
+            "Items of requests that have ended, by how they were had.",
+            "source",
+            get_args(Source),
+        )
+        self._fallbacks = counter(
+            "epd_pd_fallbacks", "Items encoded here although a transfer was expected."
+        )
+        self._requests_failed = counter(
+            "epd_pd_requests_failed", "Requests that could not be answered.", "code", _CODES
+        )
+        self._grants = counter("epd_pd_grants", "Slots granted.", "path")
+        self._grants_repeated = counter(
+            "epd_pd_grants_repeated", "Grants sent again, with a lease from then on.", "path"
+        )
+        self._waits = counter(
+            "epd_pd_waits", "Transfers that found no room when they were announced."
+        )
+        self._not_needed = counter(
+            "epd_pd_not_needed", "Answers that an item is there already or wanted by nobody."
+        )
+        self._refusals = counter(
+            "epd_pd_refusals", "Encoders whose announcement was refused.", "code", _CODES
+        )
+        self._transfers_failed = counter(
+            "epd_pd_transfers_failed",
+            "Transfers that ended without their item.",
+            "cause",
+            get_args(FailureCause),
+        )
+        self._received_items = counter("epd_pd_received_items", "Items received.", "path")
+        self._received_bytes = counter("epd_pd_received_bytes", "Bytes of these items.", "path")
+        self._transfer_s = seconds(
+            "epd_pd_transfer_seconds", "From the grant of a slot to the news of its write.", "path"
+        )
+        self._wait_s = seconds(
+            "epd_pd_item_wait_seconds", "From a request's arrival to that of an item it awaited."
+        )
+        self._in_flight = gauge("epd_pd_transfers_in_flight", "Slots granted and not yet written.")
+        self._waiting = gauge(
+            "epd_pd_transfers_waiting", "Transfers that are announced and have no room yet."
+        )
+        self._pool = gauge("epd_pd_pool_bytes", "Size of the receive pool.")
+        self._pool_used = gauge("epd_pd_pool_used_bytes", "Bytes of it that are in slots.")
+        self._cache = gauge("epd_pd_encoder_cache_embeddings", "Size of the encoder cache.")
+        self._cache_used = gauge(
+            "epd_pd_encoder_cache_used_embeddings",
+            "Room in it that is taken, by entries and for awaited items.",
+        )
+        self._cache_held = gauge(
+            "epd_pd_encoder_cache_held_embeddings",
+            "Room in it that cannot be had: requests hold the entry, or an item is awaited.",
+        )
+
+    def sent(self, message: AnyMessage) -> None:
+        """A message goes to a producer."""
+        if isinstance(message, Grant):
+            generation = message.slot.generation
+            again = generation in self._granted
+            (self._grants_repeated if again else self._grants).labels(message.path).inc()
+            self._granted.add(generation)
+            self._in_flight.set(len(self._granted))
+            self._wait_ended(message.transfer_id)
+        elif isinstance(message, Later):
+            if message.transfer_id not in self._told_to_wait:
+                self._waits.inc()
+            self._told_to_wait.add(message.transfer_id)
+            self._waiting.set(len(self._told_to_wait))
+        elif isinstance(message, NotNeeded):
+            self._not_needed.inc()
+            self._wait_ended(message.transfer_id)
+
+    def landed(self, event: Landed, slot: SlotDescriptor) -> None:
+        """An item is in its slot."""
+        self._received_items.labels(event.path).inc()
+        self._received_bytes.labels(event.path).inc(event.tensor.nbytes)
+        self._transfer_s.labels(event.path).observe(event.transfer_s)
+        self.ended(slot)
+
+    def waited(self, wait_s: float) -> None:
+        """A request has an item that it awaited, this long after it arrived."""
+        self._wait_s.observe(wait_s)
+
+    def failed(self, event: Failed) -> None:
+        """A transfer ended without its item."""
+        self._transfers_failed.labels(event.cause).inc()
+        self._wait_ended(event.transfer_id)
+        self.ended(event.slot)
+
+    def refused(self, event: Refused) -> None:
+        """An encoder was refused; its transfer goes on without it."""
+        self._refusals.labels(event.code.value).inc()
+        self._wait_ended(event.transfer_id)
+
+    def ended(self, slot: SlotDescriptor | None) -> None:
+        """A slot, if there was one, is granted no more."""
+        if slot is not None:
+            self._granted.discard(slot.generation)
+            self._in_flight.set(len(self._granted))
+
+    def request_ended(self, items: Iterable[ItemOutcome], expected: Mapping[str, object]) -> None:
+        """A request ended, well or not.
+
+        Args:
+            items: How its items were had.
+            expected: Those that a transfer was to bring, by ``mm_hash``.
+        """
+        for item in items:
+            self._items.labels(item.source).inc()
+            if item.source == "local" and item.mm_hash in expected:
+                self._fallbacks.inc()
+
+    def request_failed(self, code: NackCode) -> None:
+        """A request cannot be answered."""
+        self._requests_failed.labels(code.value).inc()
+
+    def room(self, pool: ReceivePool, cache: EncoderCacheManager) -> None:
+        """Note how much room is taken; cheap if that has not changed, as after most steps."""
+        now = (pool.free_bytes, cache.num_free_slots, cache.num_freeable_slots)
+        if now == self._room:
+            return
+        self._room = now
+        free_bytes, free, freeable = now
+        self._pool.set(pool.capacity_bytes)
+        self._pool_used.set(pool.capacity_bytes - free_bytes)
+        self._cache.set(cache.cache_size)
+        self._cache_used.set(cache.cache_size - free)
+        self._cache_held.set(cache.cache_size - freeable)
+
+    def _wait_ended(self, transfer_id: str) -> None:
+        self._told_to_wait.discard(transfer_id)
+        self._waiting.set(len(self._told_to_wait))
+
+
+class PlacerMetrics(Instruments):
+    """Of one worker's process."""
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        super().__init__(registry)
+        self._placements = self._counter(
+            "epd_pd_placements", "Items placed into encoder caches; every rank counts its own."
+        )
+        self._placed_bytes = self._counter("epd_pd_placed_bytes", "Bytes of these items.")
+
+    def placed(self, nbytes: int) -> None:
+        """An item is in the worker's encoder cache."""
+        self._placements.inc()
+        self._placed_bytes.inc(nbytes)

@@ -1,0 +1,11 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.runners.harness import PrefillSide
+
+
+@pytest.fixture(params=["sync", "async"])
+def either_preallocation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `PrefillSide` have either preallocator where a test names none."""
+    monkeypatch.setattr(PrefillSide, "preallocation", request.param)
