@@ -14,15 +14,24 @@ from epd_portable.errors import EngineError
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from epd_portable.platforms.base import Platform
+
 Version = tuple[int, int]
 
 OLDEST: Version = (0, 26)
 NEWEST: Version = (0, 33)
 
-FEEDS_CONNECTOR_OUTPUT: Version = (0, 29)
+OUR_MODULES = "epd_portable.vllm_plugin."
+"""Where the scheduler that an engine was started with must be from."""
+FEEDS_CONNECTOR_OUTPUT: Version = (0, 28)
 """From here on the scheduler hands worker reports to the connector by itself."""
-FAILS_UNAVAILABLE: Version = (0, 31)
+ENDS_ENCODED: Version = (0, 29)
+"""From here on an encode instance ends a request when its prompt is encoded; before, with the
+first token, which it makes up in every step."""
+FAILS_UNAVAILABLE: Version = (0, 30)
 """From here on the scheduler asks ``take_unavailable_requests``."""
+HAS_METADATA: Version = (0, 31)
+"""From here on vLLM knows what an item is without its media, and takes it as plain JSON."""
 
 
 @cache
@@ -62,6 +71,11 @@ def check_supported(vllm_config: VllmConfig) -> None:
             f"pipeline_parallel_size={parallel.pipeline_parallel_size}: items are placed on the "
             "first stage only, which is not supported yet; use tensor_parallel_size"
         )
+    if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
+        raise EngineError(
+            f"prefill_context_parallel_size={parallel.prefill_context_parallel_size}: items are "
+            "not divided among such ranks, which is not supported yet; use tensor_parallel_size"
+        )
     if parallel.data_parallel_size > 1:
         raise EngineError(
             f"data_parallel_size={parallel.data_parallel_size}: start more instances instead"
@@ -73,9 +87,61 @@ def check_supported(vllm_config: VllmConfig) -> None:
             f"tensor_parallel_size={parallel.tensor_parallel_size} on an encode instance: "
             "start more encode instances instead"
         )
+    if transfer.is_ec_producer and vllm_config.scheduler_config.async_scheduling:
+        raise EngineError(
+            "async_scheduling on an encode instance: it generates nothing, so no step can be "
+            "scheduled ahead; pass --no-async-scheduling"
+        )
+    scheduler_cls = vllm_config.scheduler_config.scheduler_cls
+    if not str(scheduler_cls).startswith(OUR_MODULES):
+        raise EngineError(
+            f"the engine schedules with {scheduler_cls}: leave scheduler_cls to the launcher, and "
+            "leave out platform options that replace it (in vllm-ascend: recompute, dyntra, batch "
+            "job and profiling chunk settings in additional_config)"
+        )
+    manager = getattr(vllm_config, "ec_manager_config", None)
+    if manager is not None and manager.encoder_cache_manager_cls is not None:
+        raise EngineError(
+            f"ec_manager_config: {manager.encoder_cache_manager_cls} cannot be used beside the "
+            "encoder cache of epd-portable: leave it out"
+        )
+    pruning = getattr(vllm_config.model_config.multimodal_config, "video_pruning_rate", None)
+    if pruning:
+        raise EngineError(
+            f"video_pruning_rate={pruning}: what is left of a video is known only when it is "
+            "encoded, too late to make room for it elsewhere; leave it out"
+        )
     if vllm_config.model_config.is_encoder_decoder:
         raise EngineError(
             "encoder-decoder models have no encoder outputs to transfer; serve them in one process"
+        )
+
+
+def check_metadata() -> None:
+    """Refuse an instance without encoder where vLLM takes items by their media only.
+
+    Raises:
+        EngineError: Names both versions.
+    """
+    if version() < HAS_METADATA:
+        raise EngineError(
+            f"vLLM {vllm.__version__} takes no item without its media: a prefill+decode instance "
+            f"without encoder needs {HAS_METADATA[0]}.{HAS_METADATA[1]} or later; set "
+            "instances.prefill_decode.encoder to true"
+        )
+
+
+def check_dtype(vllm_config: VllmConfig, platform: Platform) -> None:
+    """Refuse a dtype in which the worker's current device does not compute.
+
+    Raises:
+        EngineError: Names it and the remedy.
+    """
+    dtype = vllm_config.model_config.dtype
+    if not platform.supports_dtype(dtype):
+        raise EngineError(
+            f"this {platform.name} device does not compute in {dtype}: set engine_args.dtype, for "
+            "example to float16"
         )
 
 
@@ -88,7 +154,12 @@ def encoder_output_width(vllm_config: VllmConfig, modality: str) -> int:
     """Return the last dimension of the encoder's outputs.
 
     From 0.32 on a producer measures it at start-up; elsewhere it is the language model's hidden
-    size, times one more than the number of DeepStack levels (Qwen3-VL packs them side by side).
+    size, for what is seen times one more than the number of DeepStack levels: Qwen3-VL and its
+    like pack them side by side, but have none for sound.
+
+    Args:
+        vllm_config: Of the engine.
+        modality: As the engine calls it.
     """
     measured: dict[str, int] = getattr(
         vllm_config.ec_transfer_config, "mm_encoder_output_widths", {}
@@ -96,9 +167,14 @@ def encoder_output_width(vllm_config: VllmConfig, modality: str) -> int:
     if modality in measured:
         return measured[modality]
     model = vllm_config.model_config
-    vision = getattr(model.hf_config, "vision_config", None)
+    width = int(model.get_inputs_embeds_size())
+    if modality == "audio":
+        return width
+    whole = model.hf_config
+    # Omni models hold what sees and hears in a part of its own.
+    vision = getattr(getattr(whole, "thinker_config", whole), "vision_config", None)
     levels = getattr(vision, "deepstack_visual_indexes", None) or ()
-    return int(model.get_inputs_embeds_size()) * (1 + len(levels))
+    return width * (1 + len(levels))
 
 
 def fingerprint(vllm_config: VllmConfig) -> str:
@@ -116,6 +192,29 @@ def fingerprint(vllm_config: VllmConfig) -> str:
     }
     text = json.dumps(agreed, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def metadata_resolver(vllm_config: VllmConfig) -> Any:
+    """Return vLLM's ``PlaceholderMetadataResolver``, or ``None`` where it has none."""
+    if version() < HAS_METADATA:
+        return None
+    from vllm.distributed.ec_transfer.ec_connector import utils
+
+    return utils.PlaceholderMetadataResolver(vllm_config.model_config)
+
+
+def item_metadata(feature: Any, resolver: Any) -> dict[str, list[Any]]:
+    """Return the metadata fields that the engine holds of one item, as JSON values.
+
+    Args:
+        feature: A ``MultiModalFeatureSpec``.
+        resolver: From `metadata_resolver`.
+    """
+    from vllm.distributed.ec_transfer.ec_connector import utils
+
+    items = utils.collect_ec_item_metadata([feature], resolver)
+    metadata: dict[str, list[Any]] = items[feature.identifier]["metadata"]
+    return metadata
 
 
 def transfer_params(request: Any) -> dict[str, Any] | None:

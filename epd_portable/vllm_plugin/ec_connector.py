@@ -6,9 +6,9 @@ Hooks by version are listed in `epd_portable.vllm_plugin.compat`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.distributed.ec_transfer.ec_connector.base import (
     ECConnectorBase,
@@ -19,14 +19,18 @@ from vllm.v1.outputs import ECConnectorOutput
 
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.connector.producer import TransferOrder
-from epd_portable.errors import EngineError, ProtocolError
+from epd_portable.connector.worker_endpoint import WorkerEndpoint
+from epd_portable.errors import ProtocolError
 from epd_portable.platforms.traits import TRAITS
 from epd_portable.runners.dispatcher import Dispatcher, EncodeItem
-from epd_portable.runners.placer import Placement, Placer
+from epd_portable.runners.placer import Placer, WorkerOrders
 from epd_portable.runners.prompt import PromptItem
 from epd_portable.runners.receiver import Receiver
+from epd_portable.runners.receiver_metrics import PlacerMetrics, ReceiverMetrics
 from epd_portable.runners.sender import Sender
-from epd_portable.vllm_plugin import compat
+from epd_portable.runners.sender_metrics import SenderMetrics
+from epd_portable.vllm_plugin import compat, exposition
+from epd_portable.vllm_plugin.metadata import ItemMetadata
 from epd_portable.wire.descriptors import TensorSpec
 from epd_portable.wire.params import encode_params, prefill_params, to_params
 
@@ -36,9 +40,12 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
+    from epd_portable.scheduling.encode_queue import EncodeQueue
     from epd_portable.scheduling.encoder_cache import EncoderCacheManager
 
 logger = logging.getLogger(__name__)
+
+ParamsT = TypeVar("ParamsT")
 
 
 @dataclass
@@ -47,11 +54,11 @@ class StepMetadata(ECConnectorMetadata):
 
     Attributes:
         orders: Encode instance: transfers whose items got room in this step.
-        placements: PD instance: items that have arrived.
+        receipts: PD instance: items that have arrived, grants that were taken back.
     """
 
     orders: list[TransferOrder] = field(default_factory=list)
-    placements: list[Placement] = field(default_factory=list)
+    receipts: WorkerOrders = field(default_factory=WorkerOrders)
 
 
 class EPDConnector(ECConnectorBase):
@@ -68,18 +75,25 @@ class EPDConnector(ECConnectorBase):
         self._config = InstanceConfig.parse(
             vllm_config.ec_transfer_config.ec_connector_extra_config
         )
+        if not self._config.can_encode:
+            compat.check_metadata()
         self._fingerprint = compat.fingerprint(vllm_config)
+        exposition.publish()
         self._dispatcher: Dispatcher | None = None
+        self._queue: EncodeQueue | None = None
         self._receiver: Receiver | None = None
         self._sender: Sender | None = None
         self._placer: Placer | None = None
+        self._end: WorkerEndpoint | None = None
+        self._metadata: ItemMetadata | None = None
 
     # -- scheduler half, called by our scheduler subclass ----------------------------------------
 
     def attach(self, cache: EncoderCacheManager) -> None:
         """Start working with the scheduler's encoder cache."""
+        self._metadata = ItemMetadata(self._vllm_config)
         if self.is_producer:
-            self._dispatcher = Dispatcher(cache)
+            self._dispatcher = Dispatcher(cache, self._config.instance)
             return
         traits = TRAITS[self._config.platform]
         self._receiver = Receiver(
@@ -88,25 +102,26 @@ class EPDConnector(ECConnectorBase):
             cache=cache,
             alignment_bytes=traits.slot_alignment_bytes,
             copies=traits.needs_device_copy,
+            metrics=ReceiverMetrics(),
         )
+
+    def attach_queue(self, queue: EncodeQueue) -> None:
+        """Let the queue of an encode instance say which requests may start."""
+        self._queue = queue
 
     def request_arrived(self, request: Request) -> None:
         """A request was added; one without media is none of our business."""
         if not request.mm_features:
             return
         raw = compat.transfer_params(request)
-        try:
-            if self._dispatcher is not None and raw is not None:
-                items = [
-                    EncodeItem(mm_hash=feature.identifier, tensor=self._tensor(feature))
-                    for feature in request.mm_features
-                ]
-                self._dispatcher.request_arrived(request.request_id, items, encode_params(raw))
-            elif self._receiver is not None:
-                params = prefill_params(raw) if raw is not None else None
-                self._receiver.request_arrived(request, self._prompt_items(request), params)
-        except ProtocolError as error:
-            logger.error("request %s is served without transfer: %s", request.request_id, error)
+        if self._dispatcher is not None and raw is not None:
+            asked = self._read(encode_params, request, raw)
+            if asked is not None:
+                items = self._encode_items(request)
+                self._dispatcher.request_arrived(request.request_id, items, asked)
+        elif self._receiver is not None:
+            expected = self._read(prefill_params, request, raw)
+            self._receiver.request_arrived(request, self._prompt_items(request), expected)
 
     def before_schedule(self) -> None:
         """A step is about to be scheduled."""
@@ -125,7 +140,9 @@ class EPDConnector(ECConnectorBase):
         return False
 
     def ensure_cache_available(self, request: Request, num_computed_tokens: int) -> bool:
-        """Tell whether the request's next token can be computed."""
+        """Tell whether the request's next token can be computed, or its items be encoded."""
+        if self._queue is not None:
+            return self._queue.may_start(request.request_id)
         if self._receiver is None:
             return True
         return self._receiver.may_schedule(request.request_id, num_computed_tokens)
@@ -142,9 +159,11 @@ class EPDConnector(ECConnectorBase):
                 orders=self._dispatcher.take_orders(scheduler_output.num_scheduled_tokens)
             )
         assert self._receiver is not None, "the scheduler did not attach its encoder cache"
-        return StepMetadata(
-            placements=self._receiver.take_placements(scheduler_output.free_encoder_mm_hashes)
+        receipts = self._receiver.take_orders(
+            scheduler_output.free_encoder_mm_hashes,
+            computes=scheduler_output.total_num_scheduled_tokens > 0,
         )
+        return StepMetadata(receipts=receipts)
 
     def update_connector_output(self, connector_output: ECConnectorOutput) -> None:
         """Take in the ids of transfers that ended."""
@@ -153,30 +172,63 @@ class EPDConnector(ECConnectorBase):
 
     def take_unavailable_requests(self) -> set[str]:
         """Return requests whose items cannot be had."""
+        if self._queue is not None:
+            return self._queue.take_hopeless()
         return self._receiver.take_unavailable() if self._receiver is not None else set()
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         """Give up what the request awaited; never delays the freeing of its blocks."""
+        if self._queue is not None:
+            self._queue.withdraw(request.request_id)
         if self._dispatcher is not None:
-            self._dispatcher.request_finished(request.request_id)
-        elif self._receiver is not None:
-            outcome = self._receiver.request_finished(request.request_id)
-            if outcome is not None:
-                return False, to_params(outcome)
+            encoded = self._dispatcher.request_finished(request.request_id)
+            return False, None if encoded is None else to_params(encoded)
+        if self._receiver is not None:
+            outcome = self._receiver.request_finished(
+                request.request_id, request.num_computed_tokens
+            )
+            return False, None if outcome is None else to_params(outcome)
         return False, None
 
     def has_pending_push_work(self) -> bool:
         """Whether the engine must go on stepping although it has no requests."""
         return self._dispatcher is not None and self._dispatcher.busy
 
-    # -- worker half, called by our runner mixin -------------------------------------------------
+    # -- worker half, called by our worker and its runner's mixin --------------------------------
+
+    def open_worker(self, device: torch.device, rank: int) -> int:
+        """Open what the worker needs to send or receive; before the scheduler is made.
+
+        Args:
+            device: Of the worker.
+            rank: Among the workers of the instance.
+
+        Returns:
+            Device memory, in bytes, that this takes.
+
+        Raises:
+            EngineError: The device does not compute in the model's dtype.
+        """
+        from epd_portable.connector.copies import DeviceCopies
+        from epd_portable.platforms import registry
+
+        platform = registry.get(self._config.platform)
+        compat.check_dtype(self._vllm_config, platform)
+        copies = DeviceCopies(platform, device.index or 0)
+        if self.is_producer:
+            self._sender = Sender(self._config, self._fingerprint, copies, SenderMetrics())
+            return 0
+        self._end = WorkerEndpoint(self._config, copies, rank)
+        self._placer = Placer(copies, self._end, PlacerMetrics())
+        return self._end.slab_bytes
 
     def submit_orders(
         self, metadata: StepMetadata, encoder_cache: Mapping[str, torch.Tensor]
     ) -> None:
         """See `epd_portable.runners.host.EncodeHooks`."""
+        assert self._sender is not None, "the worker did not open its end"
         for order in metadata.orders:
-            self._worker_sender().submit(order, encoder_cache.get(order.mm_hash))
+            self._sender.submit(order, encoder_cache.get(order.mm_hash))
 
     def report_transfers(self) -> ECConnectorOutput | None:
         """See `epd_portable.runners.host.EncodeHooks`."""
@@ -185,13 +237,13 @@ class EPDConnector(ECConnectorBase):
 
     def place_items(self, metadata: StepMetadata, encoder_cache: dict[str, torch.Tensor]) -> None:
         """See `epd_portable.runners.host.PDHooks`."""
-        if metadata.placements:
-            self._worker_placer().place(metadata.placements, encoder_cache)
+        assert self._placer is not None, "the worker did not open its end"
+        self._placer.carry_out(metadata.receipts, encoder_cache)
 
     # -- worker half, called by vLLM -------------------------------------------------------------
 
     def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], **kwargs: Any) -> None:
-        """Do nothing: `place_items` has placed what arrived, in steps without tokens too."""
+        """Do nothing: `place_items` has placed what arrived."""
 
     def save_caches(
         self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: Any
@@ -208,6 +260,9 @@ class EPDConnector(ECConnectorBase):
         receiver, self._receiver = self._receiver, None
         if receiver is not None:
             receiver.close()
+        end, self._end = self._end, None
+        if end is not None:
+            end.close()
 
     # --------------------------------------------------------------------------------------------
 
@@ -218,7 +273,34 @@ class EPDConnector(ECConnectorBase):
             dtype=compat.dtype_name(self._vllm_config),
         )
 
+    def _read(
+        self,
+        reader: Callable[[dict[str, Any]], ParamsT],
+        request: Request,
+        raw: dict[str, Any] | None,
+    ) -> ParamsT | None:
+        if raw is None:
+            return None
+        try:
+            return reader(raw)
+        except ProtocolError as error:
+            logger.error("request %s is served without transfer: %s", request.request_id, error)
+            return None
+
+    def _encode_items(self, request: Request) -> list[EncodeItem]:
+        assert self._metadata is not None
+        return [
+            EncodeItem(
+                mm_hash=feature.identifier,
+                tensor=self._tensor(feature),
+                modality=feature.modality,
+                metadata=self._metadata.of(feature),
+            )
+            for feature in request.mm_features
+        ]
+
     def _prompt_items(self, request: Request) -> list[PromptItem]:
+        assert self._metadata is not None
         return [
             PromptItem(
                 input_id=index,
@@ -227,24 +309,8 @@ class EPDConnector(ECConnectorBase):
                 end=feature.mm_position.offset + feature.mm_position.length,
                 num_embeds=feature.mm_position.get_num_embeds(),
                 tensor=self._tensor(feature),
+                modality=feature.modality,
+                has_media=self._metadata.has_media(feature),
             )
             for index, feature in enumerate(request.mm_features)
         ]
-
-    def _worker_sender(self) -> Sender:
-        if self._sender is None:
-            self._sender = Sender(self._config, self._fingerprint, self._platform())
-        return self._sender
-
-    def _worker_placer(self) -> Placer:
-        if self._placer is None:
-            platform = self._platform()
-            self._placer = Placer(platform, platform.device(self._config.device_index))
-        return self._placer
-
-    def _platform(self) -> Any:
-        from epd_portable.platforms import registry
-
-        if self.role is not ECConnectorRole.WORKER:
-            raise EngineError("the scheduler half has no device")
-        return registry.get(self._config.platform)

@@ -10,5 +10,7 @@ def register() -> None:
     launcher puts on an engine's command line.
     """
     from epd_portable import log
+    from epd_portable.vllm_plugin import exposition
 
     log.configure()
+    exposition.serve()

@@ -13,6 +13,7 @@ from typing import Any
 from epd_portable.errors import EngineError
 from epd_portable.scheduling.encoder_cache import EncoderCacheManager
 from epd_portable.vllm_plugin import compat
+from epd_portable.vllm_plugin.encoder_scheduler import encoder_scheduler
 
 
 def make_scheduler(**kwargs: Any) -> Any:
@@ -21,7 +22,11 @@ def make_scheduler(**kwargs: Any) -> Any:
     Args:
         **kwargs: What vLLM gives its scheduler class.
     """
-    return _scheduler_class(kwargs["vllm_config"].scheduler_config.async_scheduling)(**kwargs)
+    config = kwargs["vllm_config"]
+    found = _scheduler_class(config.scheduler_config.async_scheduling)
+    if config.ec_transfer_config.is_ec_producer:
+        found = encoder_scheduler(found)
+    return found(**kwargs)
 
 
 @cache

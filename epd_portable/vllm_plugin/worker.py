@@ -38,9 +38,13 @@ class _WorkerMixin:
         chosen = type(runner)
         runner.__class__ = type(f"EPD{chosen.__name__}", (mixin, chosen), {})
         runner.epd = connector
+        self._slab_bytes = connector.open_worker(runner.device, self.rank)  # type: ignore[attr-defined]
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)  # type: ignore[misc]
+        if self._slab_bytes:
+            # vLLM would take it for free memory, and fill it with KV blocks.
+            self.model_runner.model_memory_usage += self._slab_bytes  # type: ignore[attr-defined]
         model = self.model_runner.get_model()  # type: ignore[attr-defined]
         # Parts that belong to another stage stay on the meta device.
         loaded = {

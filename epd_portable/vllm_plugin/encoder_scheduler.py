@@ -1,0 +1,62 @@
+"""The scheduler of an encode instance: all items of a request in one step.
+
+vLLM's ``schedule`` stays as it is; it asks the connector (``ensure_cache_available``, 0.26 to 0.33)
+whether a waiting request may start, and the answer is `EncodeQueue`'s.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from epd_portable.scheduling.encode_queue import EncodeQueue, StepLimits
+from epd_portable.vllm_plugin import compat
+
+
+@cache
+def encoder_scheduler(base: type) -> type:
+    """Return the encode instance's class over ours for every instance.
+
+    Args:
+        base: ``EPDScheduler`` over vLLM's synchronous scheduler.
+    """
+
+    class EncoderScheduler(base):
+        """See the module."""
+
+        def __init__(self, **kwargs: Any) -> None:
+            super().__init__(**kwargs)
+            # Without KV cache vLLM turns chunks off; up to 0.31 it then never schedules a prompt
+            # longer than a step. Nothing is generated here, so a chunk harms nothing.
+            self.scheduler_config.enable_chunked_prefill = True
+            limits = StepLimits(
+                embeddings=self.max_num_encoder_input_tokens,
+                tokens=self.max_num_scheduled_tokens,
+            )
+            self.encode_queue = EncodeQueue(self.encoder_cache_manager, limits)
+            self.ec_connector.attach_queue(self.encode_queue)
+
+        def add_request(self, request: Any) -> None:
+            super().add_request(request)
+            if request.mm_features:
+                self.encode_queue.arrived(request)
+
+        def schedule(self, *args: Any, **kwargs: Any) -> Any:
+            self.encode_queue.admit()
+            output = super().schedule(*args, **kwargs)
+            self.encode_queue.scheduled(output.num_scheduled_tokens)
+            return output
+
+        def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+            if compat.version() < compat.ENDS_ENCODED:
+                self._drop_early_tokens(model_runner_output)
+            return super().update_from_output(scheduler_output, model_runner_output)
+
+        def _drop_early_tokens(self, model_runner_output: Any) -> None:
+            """Keep requests that are encoded in parts from ending with the first part."""
+            for request_id, index in model_runner_output.req_id_to_index.items():
+                request = self.requests.get(request_id)
+                if request and request.num_computed_tokens < request.num_prompt_tokens:
+                    model_runner_output.sampled_token_ids[index] = []
+
+    return EncoderScheduler

@@ -1,0 +1,97 @@
+"""Brings what the processes of an engine count to the ``/metrics`` page that it serves.
+
+The scheduler and the workers run in processes of their own; the page is the API server's and shows
+that process's registry (vLLM 0.26 to 0.33). So the other processes write their values into mapped
+files, in prometheus_client's own multi-process form, and a collector in the API server's registry
+reads them. vLLM's series stay as they are.
+
+Where ``PROMETHEUS_MULTIPROC_DIR`` is set (by vLLM for several API servers, or by the user), vLLM
+serves everything in that folder, and the values go there.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+from prometheus_client import REGISTRY, values
+from prometheus_client.metrics_core import Metric
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.registry import Collector
+
+from epd_portable import envs
+
+logger = logging.getLogger(__name__)
+
+_MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
+_PREFIX = "epd_"
+
+
+class FolderCollector(Collector):
+    """Reads this package's series from what processes publish in a folder.
+
+    Args:
+        folder: Need not exist yet.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def describe(self) -> Iterable[Metric]:
+        """Return nothing: what there is depends on the other processes."""
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        """Return each series, added up over the processes."""
+        if not self._folder.is_dir():
+            return ()
+        files = MultiProcessCollector(None, str(self._folder))  # type: ignore[no-untyped-call]
+        metrics: Iterable[Metric] = files.collect()  # type: ignore[no-untyped-call]
+        return [metric for metric in metrics if metric.name.startswith(_PREFIX)]
+
+
+@cache
+def serve() -> None:
+    """Show on this process's page what its children publish; does nothing the second time.
+
+    The first process of an engine names the folder, for its children by their environment, and
+    removes it at its end. It is made only when something is published.
+    """
+    if _MULTIPROCESS in os.environ:
+        return
+    folder = envs.EPD_METRICS_DIR.get()
+    if not folder:
+        folder = str(Path(tempfile.gettempdir(), f"epd-metrics-{secrets.token_hex(8)}"))
+        os.environ[envs.EPD_METRICS_DIR.name] = folder
+        atexit.register(_remove, folder, os.getpid())
+    REGISTRY.register(FolderCollector(Path(folder)))
+
+
+def publish() -> None:
+    """Let what is counted in this process from now on be seen on the page of the API server."""
+    if _MULTIPROCESS not in os.environ:
+        folder = envs.EPD_METRICS_DIR.get()
+        if not folder:
+            logger.warning(
+                "this process's metrics are not on the engine's /metrics page: let VLLM_PLUGINS "
+                "name epd_portable too, or leave it unset"
+            )
+            return
+        Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.environ[_MULTIPROCESS] = folder
+    if values.ValueClass is values.MutexValue:
+        # prometheus_client looks at the variable when it is first imported, which vLLM has done.
+        values.ValueClass = values.MultiProcessValue()  # type: ignore[no-untyped-call]
+
+
+def _remove(folder: str, owner: int) -> None:
+    """Remove the folder, unless this is a fork of the process that named it."""
+    if os.getpid() == owner:
+        shutil.rmtree(folder, ignore_errors=True)

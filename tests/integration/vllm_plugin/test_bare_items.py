@@ -1,0 +1,195 @@
+"""Items without media under vLLM's real scheduler: it never chooses them to be encoded here."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from epd_portable.bench.servers import free_port
+from epd_portable.config.instance import InstanceConfig
+from epd_portable.demo import MODEL_DIR
+from epd_portable.launch.engine import CONNECTOR, SCHEDULER_CLS
+from epd_portable.wire.params import ExpectedTransfer, PrefillParams, to_params
+
+pytestmark = pytest.mark.needs_vllm
+
+TEXT, ITEM = 20, 16
+BLOCK = 16
+WAIT_S = 5.0
+
+
+@pytest.fixture
+def vllm_config() -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    instance = InstanceConfig(
+        instance="prefill_decode-0",
+        platform="cpu",
+        control_address=f"tcp://127.0.0.1:{free_port()}",
+        data_address=f"tcp://127.0.0.1:{free_port()}",
+        pool=f"epd-test-{uuid.uuid4().hex}",
+        pool_bytes=1 << 20,
+        wait_timeout_s=WAIT_S,
+    )
+    config = EngineArgs(
+        model=str(MODEL_DIR),
+        max_model_len=1024,
+        dtype="float32",
+        enforce_eager=True,
+        enable_prefix_caching=False,
+        limit_mm_per_prompt={"video": 0},
+        scheduler_cls=SCHEDULER_CLS,
+        ec_transfer_config={
+            **CONNECTOR,
+            "ec_role": "ec_consumer",
+            "ec_connector_extra_config": instance.model_dump(),
+        },
+    ).create_engine_config()
+    config.cache_config.num_gpu_blocks = 64
+    return config
+
+
+class Engine:
+    """Steps a scheduler as vLLM's engine core does; every token is a 1."""
+
+    def __init__(self, config: Any) -> None:
+        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+        from vllm.v1.structured_output import StructuredOutputManager
+
+        from epd_portable.vllm_plugin.scheduler import make_scheduler
+
+        attention = FullAttentionSpec(
+            block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32
+        )
+        self.scheduler = make_scheduler(
+            vllm_config=config,
+            kv_cache_config=KVCacheConfig(
+                num_blocks=64,
+                kv_cache_tensors=[],
+                kv_cache_groups=[KVCacheGroupSpec(["layer"], attention)],
+            ),
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=BLOCK,
+            log_stats=False,
+        )
+        self.now_s = 1000.0
+        self.scheduler.ec_connector._receiver._clock = lambda: self.now_s
+        self.encoded: list[tuple[str, int]] = []
+        self.ended: dict[str, str] = {}
+
+    def arrive(self, request_id: str, *, pixels: bool, transfer: bool = False) -> None:
+        """Add a request of text, an item and text."""
+        from vllm import SamplingParams
+        from vllm.multimodal.inputs import (
+            MultiModalFeatureSpec,
+            MultiModalFieldConfig,
+            MultiModalKwargsItem,
+            PlaceholderRange,
+        )
+        from vllm.v1.request import Request
+
+        fields = {"image_grid_thw": torch.tensor([[1, 8, 8]])}
+        if pixels:
+            fields["pixel_values"] = torch.zeros(1, 64, 8)
+        elements = {
+            key: MultiModalFieldConfig.batched(
+                "image", keep_on_cpu=key == "image_grid_thw"
+            ).build_elems(key, value)[0]
+            for key, value in fields.items()
+        }
+        name = f"item of {request_id}"
+        expected = ExpectedTransfer(transfer_id=f"to {request_id}", mm_hash=name, media=pixels)
+        params = to_params(PrefillParams(transfers=(expected,)))
+        self.scheduler.add_request(
+            Request(
+                request_id=request_id,
+                prompt_token_ids=[1] * (TEXT + ITEM + TEXT),
+                sampling_params=SamplingParams(
+                    max_tokens=1,
+                    extra_args={"ec_transfer_params": params} if transfer else None,
+                ),
+                pooling_params=None,
+                mm_features=[
+                    MultiModalFeatureSpec(
+                        data=MultiModalKwargsItem(elements),
+                        modality="image",
+                        identifier=name,
+                        mm_position=PlaceholderRange(offset=TEXT, length=ITEM),
+                    )
+                ],
+            )
+        )
+
+    def step(self) -> dict[str, int]:
+        """Run one step; return the number of tokens that each request computed."""
+        from vllm.v1.outputs import ModelRunnerOutput
+
+        planned = self.scheduler.schedule()
+        for request_id, indices in planned.scheduled_encoder_inputs.items():
+            self.encoded += [(request_id, index) for index in indices]
+        computed: dict[str, int] = dict(planned.num_scheduled_tokens)
+        requests = list(computed)
+        output = ModelRunnerOutput(
+            req_ids=requests,
+            req_id_to_index={request_id: index for index, request_id in enumerate(requests)},
+            sampled_token_ids=[
+                [1]
+                if self.scheduler.requests[each].num_computed_tokens >= TEXT + ITEM + TEXT
+                else []
+                for each in requests
+            ],
+        )
+        for outputs in self.scheduler.update_from_output(planned, output).values():
+            for each in outputs.outputs:
+                if each.finish_reason is not None:
+                    self.ended[each.request_id] = str(each.finish_reason)
+        return computed
+
+
+@pytest.fixture
+def engine(vllm_config: Any) -> Iterator[Engine]:
+    made = Engine(vllm_config)
+    yield made
+    made.scheduler.shutdown()
+
+
+def test_with_its_media_an_item_is_encoded_here(engine: Engine) -> None:
+    engine.arrive("r", pixels=True)
+    assert engine.step() == {"r": TEXT + ITEM + TEXT}
+    assert engine.encoded == [("r", 0)]
+    assert engine.ended == {"r": "length"}
+
+
+def test_without_media_and_transfer_its_request_fails_and_blocks_nobody(engine: Engine) -> None:
+    engine.arrive("bare", pixels=False)
+    engine.arrive("behind", pixels=True)
+    assert engine.step() == {"behind": TEXT + ITEM + TEXT}
+    assert engine.encoded == [("behind", 0)]
+    assert engine.ended == {"bare": "error", "behind": "length"}
+    assert not engine.scheduler.has_unfinished_requests()
+
+
+def test_without_media_text_before_it_is_computed_and_no_deadline_makes_it_be_encoded(
+    engine: Engine,
+) -> None:
+    engine.arrive("bare", pixels=False, transfer=True)
+    assert engine.step() == {"bare": TEXT}
+    assert engine.step() == {}
+    engine.now_s += WAIT_S
+    for _ in range(3):
+        assert engine.step() == {}
+    assert engine.ended == {"bare": "error"}
+    assert engine.encoded == []
+
+
+def test_with_media_the_same_deadline_makes_it_be_encoded(engine: Engine) -> None:
+    engine.arrive("r", pixels=True, transfer=True)
+    assert engine.step() == {"r": TEXT}
+    engine.now_s += WAIT_S
+    engine.step()
+    assert engine.step() in ({"r": ITEM + TEXT}, {})
+    assert engine.encoded == [("r", 0)]

@@ -1,0 +1,135 @@
+"""What the plug-in refuses to serve, with the setting and the remedy."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from epd_portable.errors import EngineError
+from epd_portable.launch.engine import SCHEDULER_CLS
+from epd_portable.platforms import registry
+
+pytestmark = pytest.mark.needs_vllm
+
+
+def config(**changes: Any) -> Any:
+    """The parts of a ``VllmConfig`` that are looked at, with ``section__name`` replaced."""
+    sections: dict[str, dict[str, Any]] = {
+        "parallel_config": {
+            "pipeline_parallel_size": 1,
+            "data_parallel_size": 1,
+            "tensor_parallel_size": 1,
+        },
+        "ec_transfer_config": {"is_ec_producer": True, "is_ec_consumer": False},
+        "scheduler_config": {"scheduler_cls": SCHEDULER_CLS, "async_scheduling": False},
+        "ec_manager_config": {"encoder_cache_manager_cls": None},
+        "model_config": {
+            "is_encoder_decoder": False,
+            "dtype": torch.float32,
+            "multimodal_config": SimpleNamespace(video_pruning_rate=None),
+        },
+    }
+    top: dict[str, Any] = {"use_v2_model_runner": False}
+    for key, value in changes.items():
+        section, _, name = key.partition("__")
+        (sections[section] if name else top)[name or section] = value
+    built = {section: SimpleNamespace(**values) for section, values in sections.items()}
+    return SimpleNamespace(**built, **top)
+
+
+def test_what_is_supported_is_not_refused() -> None:
+    from epd_portable.vllm_plugin import compat
+
+    compat.check_supported(config())
+    compat.check_supported(
+        config(
+            ec_transfer_config__is_ec_producer=False,
+            ec_transfer_config__is_ec_consumer=True,
+            parallel_config__tensor_parallel_size=2,
+            scheduler_config__async_scheduling=True,
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"use_v2_model_runner": True}, "VLLM_USE_V2_MODEL_RUNNER=0"),
+        ({"parallel_config__pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
+        ({"parallel_config__prefill_context_parallel_size": 2}, "prefill_context_parallel_size=2"),
+        ({"scheduler_config__async_scheduling": True}, "pass --no-async-scheduling"),
+        ({"parallel_config__data_parallel_size": 2}, "start more instances instead"),
+        ({"ec_transfer_config__is_ec_consumer": True}, "use ec_producer or ec_consumer"),
+        ({"parallel_config__tensor_parallel_size": 2}, "start more encode instances instead"),
+        ({"model_config__is_encoder_decoder": True}, "serve them in one process"),
+        ({"scheduler_config__scheduler_cls": None}, "schedules with None: leave scheduler_cls"),
+        (
+            {"scheduler_config__scheduler_cls": "vllm_ascend.core.recompute_scheduler.Recompute"},
+            "leave out platform options that replace it",
+        ),
+        (
+            {"model_config__multimodal_config": SimpleNamespace(video_pruning_rate=0.3)},
+            r"video_pruning_rate=0\.3: .* leave it out",
+        ),
+        ({"ec_manager_config__encoder_cache_manager_cls": "a.b.Scores"}, "a.b.Scores cannot be"),
+    ],
+)
+def test_what_cannot_be_served_correctly_is_refused_with_the_remedy(
+    changes: dict[str, Any], why: str
+) -> None:
+    from epd_portable.vllm_plugin import compat
+
+    with pytest.raises(EngineError, match=why):
+        compat.check_supported(config(**changes))
+
+
+def test_an_instance_without_encoder_is_refused_where_items_come_by_their_media_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from epd_portable.vllm_plugin import compat
+
+    compat.check_metadata()
+    monkeypatch.setattr(compat, "version", lambda: (0, 30))
+    with pytest.raises(EngineError, match=r"encoder needs 0\.31 or later; set instances"):
+        compat.check_metadata()
+
+
+def test_a_dtype_that_the_device_does_not_compute_in_is_refused() -> None:
+    from epd_portable.vllm_plugin import compat
+
+    cpu = registry.get("cpu")
+    compat.check_dtype(config(), cpu)
+    with pytest.raises(EngineError, match=r"cpu device does not compute in torch\.float64: set"):
+        compat.check_dtype(config(model_config__dtype=torch.float64), cpu)
+
+
+def widths(hf_config: Any, measured: dict[str, int] | None = None) -> dict[str, int]:
+    """Return the width by modality of a model whose hidden size is 64."""
+    from epd_portable.vllm_plugin import compat
+
+    transfer = SimpleNamespace(mm_encoder_output_widths=measured or {})
+    model = SimpleNamespace(hf_config=hf_config, get_inputs_embeds_size=lambda: 64)
+    engine: Any = SimpleNamespace(ec_transfer_config=transfer, model_config=model)
+    return {
+        modality: compat.encoder_output_width(engine, modality)
+        for modality in ("image", "video", "audio")
+    }
+
+
+def test_outputs_are_as_wide_as_the_language_model() -> None:
+    without_levels = SimpleNamespace(vision_config=SimpleNamespace(deepstack_visual_indexes=None))
+    for hf_config in (SimpleNamespace(), without_levels):
+        assert widths(hf_config) == {"image": 64, "video": 64, "audio": 64}
+
+
+def test_deepstack_levels_lie_beside_what_is_seen_but_not_beside_what_is_heard() -> None:
+    vision = SimpleNamespace(vision_config=SimpleNamespace(deepstack_visual_indexes=[0, 1]))
+    for hf_config in (vision, SimpleNamespace(thinker_config=vision)):
+        assert widths(hf_config) == {"image": 192, "video": 192, "audio": 64}
+
+
+def test_a_measured_width_counts_more_than_a_derived_one() -> None:
+    assert widths(SimpleNamespace(), {"image": 100}) == {"image": 100, "video": 64, "audio": 64}

@@ -1,0 +1,220 @@
+"""The encode instance's scheduler over vLLM's real one; no engine, and outputs without content.
+
+A step computes, and the encoder cache holds, 1024 embeddings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from epd_portable.config.instance import InstanceConfig
+from epd_portable.demo import MODEL_DIR
+from epd_portable.launch.engine import CONNECTOR, ROLE_ARGS, SCHEDULER_CLS
+from epd_portable.wire.params import EncodeParams, EncodeTransfer, to_params
+
+pytestmark = pytest.mark.needs_vllm
+
+LIMIT = 1024
+
+
+@pytest.fixture(scope="module")
+def vllm_config() -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    config = EngineArgs(
+        model=str(MODEL_DIR),
+        max_model_len=4096,
+        max_num_batched_tokens=LIMIT,
+        dtype="float32",
+        enforce_eager=True,
+        limit_mm_per_prompt={"video": 0},
+        scheduler_cls=SCHEDULER_CLS,
+        ec_transfer_config={
+            **CONNECTOR,
+            "ec_role": "ec_producer",
+            "ec_connector_extra_config": InstanceConfig(
+                instance="encode-0", platform="cpu"
+            ).model_dump(),
+        },
+        **ROLE_ARGS["encode"],
+    ).create_engine_config()
+    config.cache_config.num_gpu_blocks = 1
+    return config
+
+
+class Engine:
+    """Steps a scheduler as vLLM's engine core does; nothing is computed."""
+
+    def __init__(self, config: Any) -> None:
+        from vllm.v1.kv_cache_interface import KVCacheConfig
+        from vllm.v1.structured_output import StructuredOutputManager
+
+        from epd_portable.vllm_plugin.scheduler import make_scheduler
+
+        # As the engine core does for a model without KV cache.
+        config.scheduler_config.enable_chunked_prefill = False
+        self.scheduler = make_scheduler(
+            vllm_config=config,
+            kv_cache_config=KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[]),
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=16,
+            log_stats=False,
+        )
+        self.cache = self.scheduler.encoder_cache_manager
+        self.sending: list[str] = []
+        self.ended: dict[str, str] = {}
+
+    def arrive(self, request_id: str, *items: tuple[str, int], text: int = 2) -> None:
+        """Add a request: each item stands behind some tokens of text."""
+        from vllm import SamplingParams
+        from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+        from vllm.v1.request import Request
+
+        features, offset = [], text
+        for mm_hash, size in items:
+            place = PlaceholderRange(offset=offset, length=size)
+            features.append(
+                MultiModalFeatureSpec(
+                    data=None, modality="image", identifier=mm_hash, mm_position=place
+                )
+            )
+            offset += size + text
+        transfers = tuple(
+            EncodeTransfer(transfer_id=f"{mm_hash} to {request_id}", mm_hash=mm_hash, consumer="")
+            for mm_hash, _ in items
+        )
+        params = to_params(EncodeParams(transfers=transfers))
+        self.scheduler.add_request(
+            Request(
+                request_id=request_id,
+                prompt_token_ids=[1] * offset,
+                sampling_params=SamplingParams(
+                    max_tokens=1, extra_args={"ec_transfer_params": params}
+                ),
+                pooling_params=None,
+                mm_features=features,
+            )
+        )
+
+    def step(self, *transferred: str) -> dict[str, list[str]]:
+        """Run one step; return the items that each request has encoded in it.
+
+        Args:
+            transferred: Transfers whose end the worker reports with it.
+        """
+        from vllm.v1.outputs import ECConnectorOutput, make_empty_encoder_model_runner_output
+
+        planned = self.scheduler.schedule()
+        self.sending += [order.transfer_id for order in planned.ec_connector_metadata.orders]
+        encoded = {
+            request_id: [
+                self.scheduler.requests[request_id].mm_features[index].identifier
+                for index in indices
+            ]
+            for request_id, indices in planned.scheduled_encoder_inputs.items()
+        }
+        output = make_empty_encoder_model_runner_output(planned)
+        if not planned.num_scheduled_tokens:
+            # The empty output is one object for everybody.
+            output = type(output)(req_ids=[], req_id_to_index={})
+        output.ec_connector_output = ECConnectorOutput(finished_sending=set(transferred))
+        for outputs in self.scheduler.update_from_output(planned, output).values():
+            for each in outputs.outputs:
+                if each.finish_reason is not None:
+                    self.ended[each.request_id] = str(each.finish_reason)
+        return encoded
+
+    def empty(self) -> bool:
+        return (
+            not self.scheduler.has_requests()
+            and self.cache.num_freeable_slots == self.cache.cache_size
+        )
+
+
+@pytest.fixture
+def engine(vllm_config: Any) -> Iterator[Engine]:
+    made = Engine(vllm_config)
+    assert made.cache.cache_size == made.scheduler.max_num_encoder_input_tokens == LIMIT
+    yield made
+    made.scheduler.shutdown()
+
+
+def test_requests_are_encoded_whole_in_order_as_transfers_give_room_back(engine: Engine) -> None:
+    engine.arrive("a", ("cat", 300), ("dog", 300))
+    engine.arrive("b", ("emu", 300), ("fox", 300))
+    engine.arrive("c", ("gnu", 10))
+    assert engine.step() == {"a": ["cat", "dog"]}
+    assert set(engine.ended) == {"a"}, "it is finished although nothing is transferred"
+    assert engine.step() == {}
+    assert engine.step("cat to a") == {}
+    assert engine.step() == {"b": ["emu", "fox"], "c": ["gnu"]}
+    assert set(engine.ended) == {"a", "b", "c"}
+    assert not engine.empty()
+    engine.step(*(transfer for transfer in engine.sending if transfer != "cat to a"))
+    assert engine.empty()
+
+
+def test_items_in_the_cache_are_sent_again_and_not_encoded_again(engine: Engine) -> None:
+    engine.arrive("a", ("cat", 500))
+    assert engine.step() == {"a": ["cat"]}
+    engine.step("cat to a")
+    engine.arrive("b", ("dog", 500), ("cat", 500))
+    assert engine.step() == {"b": ["dog"]}
+    assert engine.sending == ["cat to a", "dog to b", "cat to b"]
+    engine.step("dog to b", "cat to b")
+    assert engine.empty()
+
+
+def test_a_request_larger_than_the_cache_is_encoded_in_as_few_steps_as_hold_it(
+    engine: Engine,
+) -> None:
+    engine.arrive("a", *((f"item-{number}", 400) for number in range(5)))
+    engine.arrive("b", ("cat", 1))
+    assert engine.step() == {"a": ["item-0", "item-1"]}
+    assert engine.step() == {}
+    assert engine.step("item-0 to a", "item-1 to a") == {}
+    assert engine.step() == {"a": ["item-2", "item-3"]}
+    assert engine.step("item-2 to a", "item-3 to a") == {}
+    assert engine.ended == {}
+    assert engine.step() == {"a": ["item-4"]}
+    assert set(engine.ended) == {"a"}
+    assert engine.step("item-4 to a") == {"b": ["cat"]}
+    engine.step("cat to b")
+    assert engine.empty()
+
+
+def test_a_prompt_longer_than_a_step_is_passed_in_several(engine: Engine) -> None:
+    engine.arrive("a", ("cat", 300), ("dog", 300), text=500)
+    encoded = [engine.step() for _ in range(3)]
+    assert [items for step in encoded for items in step.values()] == [["cat"], ["dog"]]
+    assert set(engine.ended) == {"a"}
+    engine.step("cat to a", "dog to a")
+    assert engine.empty()
+
+
+def test_an_item_that_no_step_can_compute_fails_its_request_and_holds_up_nobody(
+    engine: Engine,
+) -> None:
+    engine.arrive("a", ("cat", LIMIT + 1))
+    engine.arrive("b", ("dog", 10))
+    assert engine.step() == {"b": ["dog"]}
+    assert "error" in engine.ended["a"].lower()
+    engine.step("dog to b")
+    assert engine.empty()
+
+
+def test_requests_aborted_while_they_wait_or_go_in_parts_leave_nothing(engine: Engine) -> None:
+    from vllm.v1.request import RequestStatus
+
+    engine.arrive("a", *((f"item-{number}", 400) for number in range(5)))
+    engine.arrive("b", ("cat", 600))
+    engine.arrive("c", ("dog", 600))
+    engine.step()
+    engine.scheduler.finish_requests(["a", "b"], RequestStatus.FINISHED_ABORTED)
+    assert engine.step("item-0 to a") == {}
+    assert engine.step() == {"c": ["dog"]}
+    engine.step("item-1 to a", "dog to c")
+    assert engine.empty()

@@ -1,0 +1,99 @@
+"""One page for what several processes count, with real processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+WORKER = """
+import sys
+from epd_portable.vllm_plugin import exposition
+exposition.serve()
+exposition.publish()
+exposition.publish()
+from prometheus_client import Counter, Gauge
+from epd_portable.runners.receiver_metrics import PlacerMetrics
+from epd_portable.runners.sender_metrics import SenderMetrics
+PlacerMetrics().placed(100)
+SenderMetrics().submitted(cached=True)
+Counter("vllm:something", "of the engine").inc()
+"""
+SERVER = f"""
+import os, subprocess, sys
+import prometheus_client
+from epd_portable.vllm_plugin import exposition
+exposition.serve()
+exposition.serve()
+assert not os.path.exists(os.environ["EPD_METRICS_DIR"]), "nothing is published yet"
+prometheus_client.generate_latest()
+for _ in range(2):
+    subprocess.run([sys.executable, "-c", {WORKER!r}], check=True)
+mine = prometheus_client.Counter("vllm:requests", "of the server")
+mine.inc()
+print(prometheus_client.generate_latest().decode())
+"""
+
+
+@pytest.fixture
+def environ(tmp_path: Path) -> dict[str, str]:
+    return {**os.environ, "TMPDIR": str(tmp_path)}
+
+
+def page(environ: dict[str, str], program: str = SERVER) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_the_page_adds_up_what_the_processes_count_and_keeps_its_own_series(
+    environ: dict[str, str],
+) -> None:
+    lines = page(environ)
+    assert lines.count("epd_pd_placements_total 2.0") == 1, "one collector, however often asked"
+    assert "epd_pd_placed_bytes_total 200.0" in lines
+    assert "epd_encode_transfers_in_flight 2.0" in lines
+    assert 'epd_encode_transfers_total{source="cache"} 2.0' in lines
+    assert 'epd_encode_transfers_total{source="encoder"} 0.0' in lines
+    assert "vllm:requests_total 1.0" in lines
+    assert any(line.startswith("process_resident_memory_bytes ") for line in lines)
+    assert not any("something" in line for line in lines), "not ours, and not shown before"
+
+
+def test_the_folder_goes_with_the_first_process(environ: dict[str, str], tmp_path: Path) -> None:
+    page(environ)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_vllm_serves_by_itself_is_used_instead(
+    environ: dict[str, str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "several"
+    folder.mkdir()
+    environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder)
+    page(environ, WORKER)
+    lines = page(
+        environ,
+        "from prometheus_client import CollectorRegistry, generate_latest, multiprocess\n"
+        "registry = CollectorRegistry()\n"
+        "multiprocess.MultiProcessCollector(registry)\n"
+        "print(generate_latest(registry).decode())\n",
+    )
+    assert "epd_pd_placements_total 1.0" in lines
+
+
+def test_a_process_whose_engine_has_no_page_for_it_says_so_and_counts_for_itself(
+    environ: dict[str, str], tmp_path: Path
+) -> None:
+    program = WORKER.replace("exposition.serve()", "")
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert "VLLM_PLUGINS" in done.stderr
+    assert list(tmp_path.iterdir()) == []
