@@ -20,6 +20,9 @@ from epd_portable.router.settings import RouterSettings, load_settings
 logger = logging.getLogger("epd_portable.router")
 
 BACKLOG = 2048
+KEEP_ALIVE_S = 65
+"""How long an idle connection of a client stays open: longer than clients keep theirs, or one that
+sends in the moment in which it is closed gets no answer."""
 SHUTDOWN_S = 5
 """How long answers that have begun may go on after SIGTERM."""
 
@@ -82,6 +85,7 @@ def serve(settings: RouterSettings, listener: socket.socket) -> None:
         log_config=None,
         access_log=False,
         lifespan="on",
+        timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=SHUTDOWN_S,
     )
     uvicorn.Server(config).run(sockets=[listener])

@@ -12,12 +12,17 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from epd_portable.config.secret import Secret
+from epd_portable.connector.curve import CurveKeys
 from epd_portable.errors import RequestError
 from epd_portable.router.control import ControlChannels
 from epd_portable.router.generation import Generation, headers_for_instances
+from epd_portable.router.introduction import Introducer
+from epd_portable.router.membership import Membership
 from epd_portable.router.metrics import Metrics
 from epd_portable.router.pipeline import Pipeline
 from epd_portable.router.pool import Pool, describe
+from epd_portable.router.registration import INSTANCE_PATH, INSTANCES_PATH, Registration
 from epd_portable.router.replies import Reply, error_reply, unavailable
 from epd_portable.router.requests import (
     CHAT_PATH,
@@ -30,16 +35,24 @@ from epd_portable.router.settings import RouterSettings
 
 
 class Router:
-    """Everything that lives as long as the server."""
+    """Everything that lives as long as the server.
+
+    Raises:
+        ConfigError: The secret file cannot be used.
+    """
 
     def __init__(self, settings: RouterSettings) -> None:
         self.settings = settings
         self.pool = Pool(settings)
-        self.metrics = Metrics(self.pool.instances)
-        self.control = ControlChannels(
-            {instance.name: instance.control for instance in self.pool.of_role("prefill-decode")}
-        )
+        self.metrics = Metrics(lambda: self.pool.instances)
+        secret = Secret.read(settings.secret_file) if settings.secret_file else None
+        self.control = ControlChannels(CurveKeys.derive(secret) if secret else None)
         self.pipeline = Pipeline(settings, self.pool, self.control, self.metrics)
+        introducer = Introducer(settings, self.pool)
+        self.membership = Membership(
+            settings, self.pool, self.control, self.metrics, introducer.introduce
+        )
+        self.registration = Registration(self.membership, self.pool, secret)
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -49,12 +62,11 @@ class Router:
             ConfigError: An address cannot be used.
         """
         try:
-            await self.control.open()
-            await self.pool.open()
+            await self.membership.open()
             yield
         finally:
             await self.pipeline.close()
-            await self.pool.close()
+            await self.membership.close()
             await self.control.close()
 
     def read_chat(self, data: bytes) -> Call:
@@ -76,12 +88,14 @@ class Router:
             instance.name: {
                 "role": instance.role,
                 "healthy": instance.healthy,
+                "state": instance.state,
                 "in_flight": instance.in_flight,
                 **({} if instance.healthy else {"reason": instance.reason}),
+                **({"problem": instance.problem} if instance.problem else {}),
             }
             for instance in self.pool.instances
         }
-        usable = any(instance.healthy for instance in self.pool.of_role("prefill-decode"))
+        usable = any(instance.usable for instance in self.pool.of_role("prefill-decode"))
         return JSONResponse(
             {"status": "ok" if usable else "unavailable", "instances": instances},
             status_code=200 if usable else 503,
@@ -97,13 +111,14 @@ class Router:
         """Answer with a PD instance's list of models."""
         pd = self.pool.prefill_decode("models")
         if pd is None:
-            return _response(error_reply(unavailable("no prefill+decode instance is healthy")))
+            return _response(error_reply(unavailable("no prefill+decode instance can serve")))
         try:
-            answer = await pd.client.get(
-                "/v1/models",
-                headers=headers_for_instances(request),
-                timeout=self.settings.probe_timeout_s,
-            )
+            with pd.held():
+                answer = await pd.client.get(
+                    "/v1/models",
+                    headers=headers_for_instances(request),
+                    timeout=self.settings.probe_timeout_s,
+                )
         except httpx.RequestError as error:
             pd.suspect()
             message = f"instance {pd.name}: {describe(error)}"
@@ -134,6 +149,8 @@ def create_app(settings: RouterSettings) -> Starlette:
             Route("/v1/models", router.models),
             Route("/health", router.health),
             Route("/metrics", router.show_metrics),
+            Route(INSTANCES_PATH, router.registration.instances, methods=["GET", "POST"]),
+            Route(INSTANCE_PATH, router.registration.instance, methods=["DELETE"]),
         ],
         exception_handlers={HTTPException: _http_error},
     )

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-
+import anyio
 from starlette.requests import ClientDisconnect, Request
 
 from epd_portable.errors import RequestError
@@ -27,7 +25,7 @@ async def read_body(request: Request, *, max_bytes: int) -> bytes:
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > max_bytes:
         if request.headers.get("expect", "").lower() != "100-continue":
-            await _drain(request)
+            await drain(request)
         raise _too_large(f"{announced} bytes", max_bytes)
     pieces: list[bytes] = []
     size = 0
@@ -36,23 +34,25 @@ async def read_body(request: Request, *, max_bytes: int) -> bytes:
         size += len(piece)
         if size > max_bytes:
             pieces.clear()
-            await _drain(request)
+            await drain(request)
             raise _too_large(f"more than {max_bytes} bytes", max_bytes)
         pieces.append(piece)
     return b"".join(pieces)
 
 
-async def _drain(request: Request) -> None:
-    async def drop() -> None:
+async def drain(request: Request) -> None:
+    """Read and drop the rest of a body, for a limited time.
+
+    Raises:
+        ClientDisconnect: The client is gone.
+    """
+    with anyio.move_on_after(DRAIN_TIMEOUT_S):
         while True:
             message = await request.receive()
             if message["type"] == "http.disconnect":
                 raise ClientDisconnect
             if not message.get("more_body", False):
                 return
-
-    with contextlib.suppress(asyncio.TimeoutError):
-        await asyncio.wait_for(drop(), DRAIN_TIMEOUT_S)
 
 
 def _too_large(size: str, max_bytes: int) -> RequestError:

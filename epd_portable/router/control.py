@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import logging
 import uuid
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 
+import anyio
 import zmq
 import zmq.asyncio
 
 from epd_portable.connector.control import new_session
+from epd_portable.connector.curve import CurveKeys, secure_client
 from epd_portable.errors import ConfigError, EPDError
 from epd_portable.wire import codec
 from epd_portable.wire.messages import EncodeFailed, Nack, NackCode
@@ -21,72 +23,96 @@ logger = logging.getLogger(__name__)
 HEARTBEAT_MS = 5000
 
 DECISIVE = frozenset({NackCode.TOO_LARGE, NackCode.UNAVAILABLE})
-"""Refusals that end a request; after the others the instance goes on by itself."""
+"""Refusals that end a request; the others are of one encoder, and the instance awaits another."""
 
 
 class Inbox:
-    """Why one request's transfers were refused, if that ends the request."""
+    """What was refused of one request's transfers.
+
+    Attributes:
+        nacks: Refusals that end the request.
+    """
 
     def __init__(self) -> None:
         self.nacks: list[Nack] = []
         self._arrived = asyncio.Event()
+        self._encoders: dict[str, asyncio.Queue[Nack]] = {}
 
     def put(self, nack: Nack) -> None:
-        """Add a refusal, unless the instance goes on in spite of it."""
-        if nack.code not in DECISIVE:
-            return
-        self.nacks.append(nack)
-        self._arrived.set()
+        """Add a refusal."""
+        if nack.code in DECISIVE:
+            self.nacks.append(nack)
+            self._arrived.set()
+        else:
+            self._refused(nack.transfer_id).put_nowait(nack)
+
+    async def encoder_refused(self, transfer_id: str) -> Nack:
+        """Return when an encoder was refused for a transfer; each refusal is returned once."""
+        return await self._refused(transfer_id).get()
 
     async def wait(self, timeout_s: float) -> None:
         """Return when there is a refusal, at the latest after ``timeout_s``."""
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._arrived.wait(), timeout_s)
+        with anyio.move_on_after(timeout_s):
+            await self._arrived.wait()
+
+    def _refused(self, transfer_id: str) -> asyncio.Queue[Nack]:
+        return self._encoders.setdefault(transfer_id, asyncio.Queue())
 
 
 class ControlChannels:
     """One connection to each prefill+decode instance.
 
+    Args:
+        keys: Of the deployment; needed for instances off this host.
+
     Attributes:
         identity: The name under which the instances can send to this router.
     """
 
-    def __init__(self, addresses: Mapping[str, str]) -> None:
+    def __init__(self, keys: CurveKeys | None = None) -> None:
+        self._keys = keys
         self.identity = f"router-{uuid.uuid4().hex}"
         self._session = new_session()
-        self._addresses = dict(addresses)
         self._context = zmq.asyncio.Context()
         self._sockets: dict[str, zmq.asyncio.Socket] = {}
-        self._readers: list[asyncio.Task[None]] = []
+        self._readers: dict[str, asyncio.Task[None]] = {}
         self._inboxes: dict[str, Inbox] = {}
 
-    async def open(self) -> None:
-        """Connect to every instance, present or not, and listen.
+    def connect(self, name: str, address: str) -> None:
+        """Connect to an instance, present or not, and listen; from within the event loop.
 
         Raises:
-            ConfigError: An address is not one that ZMQ can use.
+            ConfigError: The address is not one that ZMQ can use, or off this host without keys.
         """
-        for name, address in self._addresses.items():
-            socket = self._context.socket(zmq.DEALER)
-            socket.setsockopt(zmq.IDENTITY, self.identity.encode())
-            socket.setsockopt(zmq.LINGER, 0)
-            # A message for an instance that is away would reach its next life: refuse it instead.
-            socket.setsockopt(zmq.IMMEDIATE, 1)
-            socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-            self._sockets[name] = socket
-            try:
-                socket.connect(address)
-            except zmq.ZMQError as error:
-                raise ConfigError(
-                    f"instance {name!r}: control address {address!r} cannot be used: {error}"
-                ) from error
-            self._readers.append(asyncio.create_task(self._read(name, socket)))
+        assert name not in self._sockets
+        socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.IDENTITY, self.identity.encode())
+        socket.setsockopt(zmq.LINGER, 0)
+        # A message for an instance that is away would reach its next life: refuse it instead.
+        socket.setsockopt(zmq.IMMEDIATE, 1)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        try:
+            secure_client(socket, address, self._keys)
+            socket.connect(address)
+        except (zmq.ZMQError, ConfigError) as error:
+            socket.close()
+            raise ConfigError(
+                f"instance {name!r}: control address {address!r} cannot be used: {error}"
+            ) from error
+        self._sockets[name] = socket
+        self._readers[name] = asyncio.create_task(self._read(name, socket))
+
+    async def disconnect(self, name: str) -> None:
+        """Close the connection to an instance."""
+        reader = self._readers.pop(name)
+        reader.cancel()
+        await asyncio.gather(reader, return_exceptions=True)
+        self._sockets.pop(name).close()
 
     async def close(self) -> None:
         """Stop listening and close every connection."""
-        for task in self._readers:
-            task.cancel()
-        await asyncio.gather(*self._readers, return_exceptions=True)
+        for name in list(self._sockets):
+            await self.disconnect(name)
         self._context.destroy(linger=0)
 
     async def encode_failed(self, instance: str, transfer_id: str, reason: str) -> None:
@@ -96,8 +122,12 @@ class ControlChannels:
         """
         message = EncodeFailed(transfer_id=transfer_id, reason=reason)
         data = codec.encode(message, session=self._session)
+        socket = self._sockets.get(instance)
+        if socket is None:
+            logger.warning("%s has left: it learns nothing of %s", instance, message)
+            return
         try:
-            await self._sockets[instance].send(data, flags=zmq.NOBLOCK)
+            await socket.send(data, flags=zmq.NOBLOCK)
         except zmq.Again:
             logger.warning(
                 "control channel of %s is away: it learns nothing of %s", instance, message

@@ -17,6 +17,10 @@ STRIPPED = frozenset({"ec_transfer_params", "kv_transfer_params"})
 """Names that travel between the router and its instances; what a client puts there is dropped."""
 
 
+MAX_NAMED = 10
+"""Unknown fields that one answer names."""
+
+
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
@@ -65,9 +69,11 @@ def check_names(names: Iterable[str], known: frozenset[str]) -> None:
     if not unknown:
         return
     described = []
-    for name in unknown:
-        near = difflib.get_close_matches(name, known, n=1)
+    for name in unknown[:MAX_NAMED]:
+        near = difflib.get_close_matches(name[:64], known, n=1)
         described.append(f"{name[:64]!r}" + (f" (did you mean {near[0]!r}?)" if near else ""))
+    if len(unknown) > MAX_NAMED:
+        described.append(f"and {len(unknown) - MAX_NAMED} more")
     raise RequestError(
         f"unknown field{'s' if len(unknown) > 1 else ''} {', '.join(described)} in the request "
         "body: correct the name or remove it",

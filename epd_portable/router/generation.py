@@ -16,7 +16,7 @@ from epd_portable.errors import RequestError
 from epd_portable.router.bodies import read_body
 from epd_portable.router.metrics import Metrics
 from epd_portable.router.pipeline import Pipeline
-from epd_portable.router.replies import Reply, error_reply
+from epd_portable.router.replies import Reply, error_reply, unavailable
 from epd_portable.router.requests import Call
 
 logger = logging.getLogger(__name__)
@@ -53,15 +53,20 @@ class Generation:
         metrics = self._metrics
         request = Request(scope, receive)
         with metrics.in_flight.track_inprogress():
-            answer: asyncio.Task[None] | None = None
+            headers = headers_for_instances(request)
+            outgoing = _Outgoing(send, headers["x-request-id"])
             try:
-                headers = headers_for_instances(request)
                 call_or_refusal = await self._receive(request)
-                answer = asyncio.create_task(self._answer(call_or_refusal, headers, send))
+                answer = asyncio.create_task(self._answer(call_or_refusal, headers, outgoing))
                 if not await _finished_before_disconnect(answer, receive):
                     raise ClientDisconnect
             except ClientDisconnect:
                 metrics.disconnects.labels(self._path).inc()
+            except asyncio.CancelledError:
+                # The server stops and waits no longer.
+                if outgoing.status:
+                    raise
+                await outgoing.send(error_reply(unavailable("the router is stopping")))
 
     async def _receive(self, request: Request) -> Call | RequestError:
         try:
@@ -72,10 +77,11 @@ class Generation:
         except RequestError as error:
             return error
 
-    async def _answer(self, call: Call | RequestError, headers: dict[str, str], send: Send) -> None:
+    async def _answer(
+        self, call: Call | RequestError, headers: dict[str, str], outgoing: _Outgoing
+    ) -> None:
         started = time.monotonic()
         metrics = self._metrics
-        outgoing = _Outgoing(send, headers["x-request-id"])
         try:
             if isinstance(call, RequestError):
                 raise call

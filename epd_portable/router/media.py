@@ -1,36 +1,53 @@
-"""Images in chat messages: found, checked, and keyed by content. Pure.
+"""Images, videos and audio clips in chat messages: found, checked, and keyed by content. Pure.
 
-The engine's caches trust the ``uuid`` of an item, so a client's own is replaced (images) or removed
+The engine's caches trust the ``uuid`` of an item, so a client's own is replaced (media) or removed
 (everything else): with a forged one, a request could read or overwrite what belongs to another.
 
-Images must come as base64 data URLs. Video and audio parts go to the prefill+decode instance as
-they are, which encodes them itself. Parts that hold embeddings are refused.
+Media must come as base64: in data URLs, or as ``input_audio`` has it. Parts that hold embeddings
+are refused, and so is a part with two items: the engine would look at one of them only, and not
+necessarily at the one that was keyed.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Mapping
 from typing import TypeVar
 
 import msgspec
 
 from epd_portable.errors import RequestError
+from epd_portable.router.data_urls import (
+    AUDIO,
+    IMAGE,
+    VIDEO,
+    Bytes,
+    Kind,
+    Modality,
+    check_base64,
+    split_data_url,
+)
 
-IMAGE_TYPES = frozenset({"image_url", "input_image"})
+INPUT_AUDIO = "input_audio"
+KINDS: Mapping[str, Kind] = {
+    "image_url": IMAGE,
+    "video_url": VIDEO,
+    "audio_url": AUDIO,
+    INPUT_AUDIO: AUDIO,
+}
+"""Fields of a part that hold an item (vLLM 0.26 to 0.33)."""
+FIELDS: Mapping[str, str] = {"input_image": "image_url", **{name: name for name in KINDS}}
+"""Types of parts with an item, and the field that holds it."""
 REFUSED_PARTS = frozenset(
     {"image_embeds", "video_embeds", "audio_embeds", "prompt_embeds", "image_pil"}
 )
-MAX_HEADER_BYTES = 256
-"""Longest ``data:<media type>;base64`` prefix that is looked at."""
 
-_BASE64 = re.compile(rb"[A-Za-z0-9+/]*={0,2}")
 _ESCAPE = re.compile(rb"\\")
+_FORMAT = re.compile(r"[a-z0-9][a-z0-9.+-]{0,31}")
 
 T = TypeVar("T")
 Part = dict[str, msgspec.Raw]
-Bytes = bytes | memoryview
-"""Views where it matters: every copy of an image costs more than what is looked up in it."""
 
 _text_decoder = msgspec.json.Decoder(str)
 _raws = msgspec.json.Decoder(list[msgspec.Raw])
@@ -38,14 +55,16 @@ _object = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
-    """One distinct image of a request.
+    """One distinct item of a request.
 
     Attributes:
-        mm_hash: 64 hexadecimal digits that depend on the content alone.
+        mm_hash: 64 hexadecimal digits that depend on modality and content alone.
+        modality: What it is to the model.
         part: The content part as the client sent it, with ``uuid`` set to `mm_hash`.
     """
 
     mm_hash: str
+    modality: Modality
     part: Part
 
 
@@ -54,7 +73,7 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         messages: To be sent, as JSON values; what needed no change is the client's own bytes.
-        items: Distinct images in the order of their first place.
+        items: Distinct ones in the order of their first place.
         changed: Whether `messages` differs from what the client sent.
     """
 
@@ -64,12 +83,12 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_conversation(raw: msgspec.Raw, *, salt: bytes = b"", max_items: int) -> Conversation:
-    """Find every image, key it, and write the keys into the messages.
+    """Find every item, key it, and write the keys into the messages.
 
     Args:
         raw: The ``messages`` field of a chat request.
         salt: Whatever else the encoder's output depends on; becomes part of every key.
-        max_items: Most image parts allowed, repeated ones included.
+        max_items: Most media parts allowed, repeated ones included.
 
     Raises:
         RequestError: 400; names the place, the value and the remedy.
@@ -98,67 +117,21 @@ def read_conversation(raw: msgspec.Raw, *, salt: bytes = b"", max_items: int) ->
         messages.append({**fields, "content": parts} if touched else message)
     if count > max_items:
         raise RequestError(
-            f"{count} images in one request: at most {max_items} are allowed; send fewer, or raise "
-            "router.max_media_items",
+            f"{count} images, videos and audio clips in one request: at most {max_items} are "
+            "allowed; send fewer, or raise router.max_media_items",
             status=400,
-            code="too_many_images",
+            code="too_many_items",
         )
     return Conversation(messages=messages, items=tuple(items.values()), changed=changed)
 
 
-def content_key(media_type: str, base64_text: Bytes, salt: bytes = b"") -> str:
-    """Return 64 hexadecimal digits that name an image by its content."""
+def content_key(modality: Modality, media_type: str, base64_text: Bytes, salt: bytes = b"") -> str:
+    """Return 64 hexadecimal digits that name an item by its content."""
     digest = hashlib.sha256()
-    for field in (media_type.encode(), salt, base64_text):
+    for field in (modality.encode(), media_type.encode(), salt, base64_text):
         digest.update(b"%d:" % len(field))
         digest.update(field)
     return digest.hexdigest()
-
-
-def split_data_url(url: Bytes, where: str) -> tuple[str, Bytes]:
-    """Return media type and base64 text of an image's data URL.
-
-    Raises:
-        RequestError: 400; it is no data URL, not base64, empty, or not of an image.
-    """
-    head = bytes(url[:MAX_HEADER_BYTES])
-    shown = repr(head[:48].decode("utf-8", "replace")) + ("…" if len(url) > 48 else "")
-
-    def refuse(problem: str, code: str = "invalid_data_url") -> RequestError:
-        return RequestError(f"{where}: {shown}: {problem}", status=400, code=code)
-
-    if head[:5].lower() != b"data:":
-        raise refuse(
-            "only data URLs are supported by this version; inline the image as "
-            "data:image/png;base64,<base64 of the file>",
-            code="unsupported_url",
-        )
-    comma = head.find(b",")
-    if comma < 0:
-        raise refuse("the data URL has no ',' before its data; write data:image/png;base64,<data>")
-    media_type, _, parameters = head[5:comma].decode("ascii", "replace").partition(";")
-    media_type = media_type.lower()
-    if not media_type.startswith("image/") or len(media_type) == len("image/"):
-        raise refuse(f"media type {media_type!r} is no image; write for example image/png")
-    if parameters.rpartition(";")[2] != "base64":
-        raise refuse("the data URL is not base64; write ';base64' before the ','")
-    data = url[comma + 1 :]
-    if not data:
-        raise refuse("the data URL holds no data after the ','")
-    if not _BASE64.fullmatch(data):
-        found = _BASE64.match(data)
-        assert found is not None
-        wrong = bytes(data[found.end() : found.end() + 1]).decode("latin-1")
-        raise refuse(
-            f"character {wrong!r} at position {found.end()} of the data is not allowed in base64 "
-            "there; use A-Z, a-z, 0-9, '+', '/' and '=' at the end, no line breaks"
-        )
-    if len(data) % 4:
-        raise refuse(
-            f"{len(data)} characters of base64 data are not a multiple of 4: the data is cut off, "
-            "or its '=' padding is missing"
-        )
-    return media_type, data
 
 
 def _read_part(raw: msgspec.Raw, where: str, salt: bytes) -> tuple[object, MediaItem | None]:
@@ -169,40 +142,81 @@ def _read_part(raw: msgspec.Raw, where: str, salt: bytes) -> tuple[object, Media
     refused = sorted(REFUSED_PARTS & ({kind} | part.keys()))
     if refused:
         raise RequestError(
-            f"{where}: {refused[0]} is not accepted from clients; send the image itself as an "
-            "image_url part with a data URL",
+            f"{where}: {refused[0]} is not accepted from clients; send the item itself, for "
+            "example as an image_url part with a data URL",
             status=400,
             code="unsupported_part",
         )
-    if kind not in IMAGE_TYPES and "image_url" not in part:
+    name = _media_field(part, kind, where)
+    if name is None:
         if "uuid" not in part:
             return raw, None
         del part["uuid"]
         return part, None
-    if kind is not None and kind not in IMAGE_TYPES:
+    place = f"{where}.{name}"
+    if name == INPUT_AUDIO:
+        media_type, data = _read_input_audio(part.get(name), place)
+    else:
+        url = _url(part.get(name), KINDS[name], place)
+        media_type, data = split_data_url(url, KINDS[name], place)
+    modality = KINDS[name].modality
+    mm_hash = content_key(modality, media_type, data, salt)
+    part["uuid"] = msgspec.Raw(b'"%s"' % mm_hash.encode())
+    return part, MediaItem(mm_hash=mm_hash, modality=modality, part=part)
+
+
+def _media_field(part: Part, kind: str | None, where: str) -> str | None:
+    """Return the field of a part that holds its item, by its type and the fields it has."""
+    present = sorted(KINDS.keys() & part.keys())
+    expected = FIELDS.get(kind) if kind is not None else None
+    if len(present) > 1:
         raise RequestError(
-            f"{where}: a part of type {kind[:64]!r} holds image_url; its type must be 'image_url'",
+            f"{where}: one part holds {' and '.join(present)}; give each item a part of its own",
             status=400,
             code="invalid_part",
         )
-    place = f"{where}.image_url"
-    media_type, data = split_data_url(_url(part.get("image_url"), place), place)
-    mm_hash = content_key(media_type, data, salt)
-    part["uuid"] = msgspec.Raw(b'"%s"' % mm_hash.encode())
-    return part, MediaItem(mm_hash=mm_hash, part=part)
+    if present and kind is not None and expected != present[0]:
+        raise RequestError(
+            f"{where}: a part of type {kind[:64]!r} holds {present[0]}; its type must be "
+            f"{present[0]!r}",
+            status=400,
+            code="invalid_part",
+        )
+    return present[0] if present else expected
 
 
-def _url(raw: msgspec.Raw | None, where: str) -> Bytes:
+def _url(raw: msgspec.Raw | None, kind: Kind, where: str) -> Bytes:
     if raw is not None and _opens(raw, b"{"):
         raw = _fields(raw, where).get("url")
         where = f"{where}.url"
     if raw is None:
+        raise _missing(where, f"a data URL, data:{kind.example};base64,<data>")
+    return _text_bytes(raw, where)
+
+
+def _read_input_audio(raw: msgspec.Raw | None, where: str) -> tuple[str, Bytes]:
+    """Return media type and base64 text, as if the clip had come as a data URL."""
+    expected = '{"data": "<base64 of the file>", "format": "wav"}'
+    if raw is None:
+        raise _missing(where, expected)
+    fields = _fields(raw, where)
+    for name in ("data", "format"):
+        if name not in fields:
+            raise _missing(f"{where}.{name}", f"the audio clip as {expected}")
+    sort = _text(fields["format"], f"{where}.format").lower()
+    if not _FORMAT.fullmatch(sort):
         raise RequestError(
-            f"{where} is missing: give a data URL, data:image/png;base64,<data>",
+            f"{where}.format: {sort[:32]!r} is no audio format; write for example 'wav' or 'mp3'",
             status=400,
             code="invalid_part",
         )
-    return _text_bytes(raw, where)
+    data = _text_bytes(fields["data"], f"{where}.data")
+    check_base64(data, f"{where}.data")
+    return f"audio/{sort}", data
+
+
+def _missing(where: str, expected: str) -> RequestError:
+    return RequestError(f"{where} is missing: give {expected}", status=400, code="invalid_part")
 
 
 def _opens(raw: msgspec.Raw, bracket: bytes) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -17,9 +18,13 @@ failed and the PD instance was told to encode. ``no_encoder``: none was healthy 
 ``not_needed``: its job failed when the answer had already begun. ``cancelled``: the request ended
 first."""
 
-Rung = Literal["other_encoder", "local_encode", "pd_again", "unavailable"]
-"""Steps of the failure ladder, from the mildest to 503. ``pd_again``: the request was lost with its
-PD instance and sent once more."""
+Rung = Literal[
+    "encoder_full", "other_encoder", "original_media", "local_encode", "pd_again", "unavailable"
+]
+"""Steps of the failure ladder, from the mildest to 503. ``encoder_full``: an encoder answered 429,
+so that another is asked, or the same later. ``original_media``: a request could not be
+answered by metadata and was sent with its media. ``pd_again``: the request was lost with its PD
+instance and sent once more."""
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
@@ -27,8 +32,8 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 class _InstanceCollector(Collector):
     """Reads the state of the instances when the metrics are read."""
 
-    def __init__(self, instances: Iterable[Instance]) -> None:
-        self._instances = tuple(instances)
+    def __init__(self, instances: Callable[[], Iterable[Instance]]) -> None:
+        self._instances = instances
 
     def collect(self) -> Iterable[Metric]:
         labels = ("instance", "role")
@@ -36,7 +41,7 @@ class _InstanceCollector(Collector):
         load = GaugeMetricFamily(
             "epd_router_instance_in_flight", "Requests or jobs in flight.", labels=labels
         )
-        for instance in self._instances:
+        for instance in self._instances():
             where = (instance.name, instance.role)
             up.add_metric(where, float(instance.healthy))
             load.add_metric(where, float(instance.in_flight))
@@ -46,10 +51,14 @@ class _InstanceCollector(Collector):
 class Metrics:
     """Counters and histograms of one router.
 
-    Label values come from the settings and from the literals above, never from clients.
+    Label values come from the settings, from registrations and from the literals above, never from
+    clients.
+
+    Args:
+        instances: Returns those that there are.
     """
 
-    def __init__(self, instances: Iterable[Instance] = ()) -> None:
+    def __init__(self, instances: Callable[[], Iterable[Instance]] = tuple) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_InstanceCollector(instances))
         registry = self._registry
@@ -66,7 +75,13 @@ class Metrics:
             registry=registry,
         )
         self.items = Counter(
-            "epd_router_items", "Images by what became of them.", ("fate",), registry=registry
+            "epd_router_items", "Media items by what became of them.", ("fate",), registry=registry
+        )
+        self.modalities = Counter(
+            "epd_router_items_by_modality",
+            "Media items of requests; one that a request repeats counts once.",
+            ("modality",),
+            registry=registry,
         )
         self.ladder = Counter(
             "epd_router_ladder", "Steps down the failure ladder.", ("rung",), registry=registry
@@ -106,6 +121,11 @@ class Metrics:
     def rung(self, rung: Rung) -> None:
         """Count one step down the failure ladder."""
         self.ladder.labels(rung).inc()
+
+    def forget(self, instance: str) -> None:
+        """Drop what was counted of an instance that has left."""
+        with contextlib.suppress(KeyError):  # Older clients raise it for what was never counted.
+            self.encode_s.remove(instance)
 
     def exposition(self) -> bytes:
         """Return everything in Prometheus text format."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import cast
 
 import msgspec
 
 from epd_portable.errors import RequestError
 from epd_portable.router import fields
 from epd_portable.router.media import MediaItem, read_conversation
-from epd_portable.wire.params import EncodeParams, EncodeTransfer, PrefillParams
+from epd_portable.router.substitution import rename_media, replace_media
+from epd_portable.wire.params import EncodedItem, EncodeParams, EncodeTransfer, PrefillParams
 
 CHAT_PATH = "/v1/chat/completions"
 COMPLETION_PATH = "/v1/completions"
@@ -17,7 +19,21 @@ COMPLETION_PATH = "/v1/completions"
 _ENCODER_SETTINGS = ("mm_processor_kwargs", "media_io_kwargs")
 """Fields that change what the encoder computes."""
 
+_WITH_SOUND = frozenset({"video", "audio"})
+"""Modalities of which an item can be two to the engine, if a video's sound is taken too; those are
+encoded where the whole prompt is."""
+
+MAX_COMMAS = 1_000_000
+"""In one body. Every value of a list or object takes some 60 bytes while the body is read, even one
+of 2 bytes in it; there are no more of them than commas. No model reads a text with as many."""
+
 _object = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+class _ProcessorSettings(msgspec.Struct):
+    """What is read of ``mm_processor_kwargs``."""
+
+    use_audio_in_video: object = False
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,7 +44,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
         model: Served name of the model.
         original: The client's bytes, if they may be sent as they are.
         body: Top-level fields, rewritten.
-        items: Distinct images.
+        items: Distinct images, videos and audio clips.
         stream: Whether the answer comes in pieces.
     """
 
@@ -39,11 +55,26 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     items: tuple[MediaItem, ...] = ()
     stream: bool = False
 
-    def for_pd(self, params: PrefillParams | None) -> bytes:
-        """Return the body for a prefill+decode instance; ``None`` if it expects no transfer."""
+    def for_pd(
+        self, params: PrefillParams | None, told: Mapping[str, EncodedItem] | None = None
+    ) -> bytes:
+        """Return the body for a prefill+decode instance.
+
+        Args:
+            params: ``None`` if it expects no transfer.
+            told: What encoders said of the items, by the items' names here: goes in place of their
+                media.
+        """
+        body = self.body if told is None else {**self.body, "messages": self._bare(told)}
         if params is not None:
-            return msgspec.json.encode({**self.body, "ec_transfer_params": params})
+            return msgspec.json.encode({**body, "ec_transfer_params": params})
         return msgspec.json.encode(self.body) if self.original is None else self.original
+
+    def renamed(self) -> Call:
+        """Return this call with names for its items that were never sent without media."""
+        messages, items = rename_media(cast("list[object]", self.body["messages"]), self.items)
+        body = {**self.body, "messages": messages}
+        return msgspec.structs.replace(self, body=body, items=items)
 
     def for_encoder(self, item: MediaItem, transfer: EncodeTransfer) -> bytes:
         """Return the body of the encode job for one item: nothing of the text is in it."""
@@ -60,6 +91,9 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
             }
         )
 
+    def _bare(self, told: Mapping[str, EncodedItem]) -> list[object]:
+        return replace_media(cast("list[object]", self.body["messages"]), told)
+
 
 def read_chat(data: bytes, *, model: str, max_items: int) -> Call:
     """Read the body of a chat request.
@@ -67,7 +101,7 @@ def read_chat(data: bytes, *, model: str, max_items: int) -> Call:
     Args:
         data: As the client sent it.
         model: Served name of the model.
-        max_items: Most images allowed.
+        max_items: Most images, videos and audio clips allowed.
 
     Raises:
         RequestError: 4xx; names the place, the value and the remedy.
@@ -77,12 +111,17 @@ def read_chat(data: bytes, *, model: str, max_items: int) -> Call:
         raise _missing("messages", 'a list of messages, [{"role": "user", "content": "..."}]')
     salt = b"".join(bytes(body.get(name, b"")) + b"\0" for name in _ENCODER_SETTINGS)
     conversation = read_conversation(body["messages"], salt=salt, max_items=max_items)
+    sound_in_video = _uses_sound_of_videos(body.get("mm_processor_kwargs"))
     return Call(
         path=CHAT_PATH,
         model=model,
         original=data if untouched and not conversation.changed else None,
         body={**body, "messages": conversation.messages},
-        items=conversation.items,
+        items=tuple(
+            item
+            for item in conversation.items
+            if not (sound_in_video and item.modality in _WITH_SOUND)
+        ),
         stream=_is_true(body.get("stream")),
     )
 
@@ -109,6 +148,14 @@ def _read_object(
     data: bytes, known: frozenset[str], model: str
 ) -> tuple[dict[str, msgspec.Raw], bool]:
     """Return the checked top level and whether nothing was dropped from it."""
+    commas = data.count(b",")
+    if commas > MAX_COMMAS:
+        raise RequestError(
+            f"request body of {len(data)} bytes holds {commas} commas: at most {MAX_COMMAS} are "
+            "allowed; send fewer values",
+            status=413,
+            code="too_many_values",
+        )
     try:
         body = _object.decode(data)
     except msgspec.ValidationError as error:
@@ -131,6 +178,20 @@ def _read_object(
     for name in forged:
         del body[name]
     return body, not forged
+
+
+def _uses_sound_of_videos(settings: msgspec.Raw | None) -> bool:
+    if settings is None:
+        return False
+    try:
+        use = msgspec.json.decode(settings, type=_ProcessorSettings | None)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(
+            f"mm_processor_kwargs: {error}; give an object of the processor's settings",
+            status=400,
+            code="invalid_field",
+        ) from error
+    return use is not None and bool(use.use_audio_in_video)
 
 
 def _check_model(asked: msgspec.Raw, served: str) -> None:

@@ -62,7 +62,12 @@ class Sender:
             PeerLostError: The instance cannot be reached, or is lost before the first piece.
             RequestError: 504; it stays silent.
         """
-        trace("pd_request", request_id=headers["x-request-id"], instance=pd.name)
+        trace(
+            "pd_request",
+            request_id=headers["x-request-id"],
+            instance=pd.name,
+            nbytes=len(body),
+        )
         request = pd.client.build_request("POST", call.path, content=body, headers=headers)
         with _translated(pd):
             response = await pd.client.send(request, stream=True)

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from epd_portable.config.problems import in_one_line
 from epd_portable.errors import ConfigError
 
 Role = Literal["encode", "prefill-decode"]
@@ -19,7 +20,7 @@ class InstanceSettings(BaseModel):
     """One instance behind the router.
 
     Attributes:
-        name: Unique; appears in logs, metrics and answers.
+        name: Unique; appears in logs, metrics, answers and paths of addresses.
         role: What it serves.
         url: ``http://host:port`` of its OpenAI server, without a path.
         control: ZMQ address of its control channel; for ``prefill-decode`` only. Encode instances
@@ -28,7 +29,7 @@ class InstanceSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    name: str = Field(min_length=1)
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,127}$")
     role: Role
     url: HttpUrl
     control: str = Field(default="", pattern=r"^(tcp://\S+:\d+|ipc://\S+)?$")
@@ -55,7 +56,16 @@ class RouterSettings(BaseModel):
         host: Address to listen on.
         port: Port to listen on; 0 takes a free one.
         model: Served name of the model; requests for another are refused.
-        instances: At least one of role ``prefill-decode``.
+        instances: Those that are there from the beginning; without a secret at least one of role
+            ``prefill-decode``.
+        secret_file: File with the secret that registers instances while the router runs; empty
+            for none, then none can be registered.
+        warm_up: Send every instance its first requests, and an item over every pair of instances,
+            before clients' requests.
+        forget_after_s: A registered instance that is not healthy for this long is forgotten.
+        media: ``concurrent``: PD instances get the media, at the same time as encoders.
+            ``metadata``: they get what encoders say of the items in place of their media.
+        local_encode: Whether PD instances hold the encoder, so that media are of use to them.
         encode_timeout_s: Longest time of one encode job.
         wait_timeout_s: How long a PD instance waits for an item; afterwards no further encoder is
             tried for it.
@@ -67,7 +77,7 @@ class RouterSettings(BaseModel):
         probe_interval_s: Time between two health probes of one instance.
         probe_timeout_s: Longest time of one probe.
         max_body_bytes: Largest request body.
-        max_media_items: Most images in one request.
+        max_media_items: Most images, videos and audio clips in one request.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -76,6 +86,11 @@ class RouterSettings(BaseModel):
     port: int = Field(ge=0, le=65535)
     model: str = Field(min_length=1)
     instances: tuple[InstanceSettings, ...]
+    secret_file: str = ""
+    warm_up: bool = False
+    forget_after_s: float = Field(default=600.0, gt=0)
+    media: Literal["concurrent", "metadata"] = "concurrent"
+    local_encode: bool = True
     encode_timeout_s: float = Field(default=30.0, gt=0)
     wait_timeout_s: float = Field(default=30.0, gt=0)
     connect_timeout_s: float = Field(default=2.0, gt=0)
@@ -92,8 +107,11 @@ class RouterSettings(BaseModel):
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(f"instance names {twice} occur more than once: give each its own")
-        if not self.of_role("prefill-decode"):
-            raise ValueError("no instance has role 'prefill-decode': the router needs at least one")
+        if not self.of_role("prefill-decode") and not self.secret_file:
+            raise ValueError(
+                "no instance has role 'prefill-decode': the router needs at least one, or a "
+                "secret_file, with which instances can be registered later"
+            )
         return self
 
     def of_role(self, role: Role) -> tuple[InstanceSettings, ...]:
@@ -117,8 +135,4 @@ def load_settings(text: str) -> RouterSettings:
     try:
         return RouterSettings.model_validate_json(text)
     except ValidationError as error:
-        problems = "; ".join(
-            f"{'.'.join(map(str, item['loc'])) or 'value'}: {item['msg']}"
-            for item in error.errors(include_url=False)
-        )
-        raise ConfigError(f"router settings from {source}: {problems}") from error
+        raise ConfigError(f"router settings from {source}: {in_one_line(error)}") from error

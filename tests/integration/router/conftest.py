@@ -11,7 +11,14 @@ import pytest
 
 from epd_portable.router.app import create_app
 from epd_portable.router.settings import RouterSettings
-from tests.integration.router.stand_in import DEADLINE_S, ControlEnd, Serving, StandIn
+from tests.integration.router.stand_in import (
+    DEADLINE_S,
+    Behaviour,
+    ControlEnd,
+    Serving,
+    StandIn,
+    answer,
+)
 
 
 @dataclass
@@ -23,6 +30,14 @@ class Topology:
     controls: list[ControlEnd]
     client: httpx.AsyncClient
     router: Serving
+    settings: RouterSettings
+
+    async def start_router_again(self) -> None:
+        """Start another router in the place of the one that was stopped."""
+        after = Serving(create_app(self.settings))
+        after.port = self.router.port
+        await after.start()
+        self.router = after
 
     @property
     def pd(self) -> StandIn:
@@ -71,9 +86,15 @@ Build = Callable[..., Awaitable[Topology]]
 async def build() -> AsyncIterator[Build]:
     built: list[Topology] = []
 
-    async def make(encoders: int = 1, pds: int = 1, **settings: Any) -> Topology:
-        e = [StandIn(f"encode-{n}", "encode") for n in range(encoders)]
-        pd = [StandIn(f"pd-{n}", "prefill-decode") for n in range(pds)]
+    async def make(
+        encoders: int = 1,
+        pds: int = 1,
+        behaviour: Behaviour = answer,
+        encoding: Behaviour = answer,
+        **settings: Any,
+    ) -> Topology:
+        e = [StandIn(f"encode-{n}", "encode", encoding) for n in range(encoders)]
+        pd = [StandIn(f"pd-{n}", "prefill-decode", behaviour) for n in range(pds)]
         await asyncio.gather(*(instance.serving.start() for instance in e + pd))
         controls = [ControlEnd() for _ in pd]
         addresses = [""] * encoders + [control.address for control in controls]
@@ -89,10 +110,11 @@ async def build() -> AsyncIterator[Build]:
             "nack_grace_s": 0.3,
             **settings,
         }
-        router = Serving(create_app(RouterSettings.model_validate(options)))
+        router_settings = RouterSettings.model_validate(options)
+        router = Serving(create_app(router_settings))
         await router.start()
         client = httpx.AsyncClient(base_url=router.url, timeout=DEADLINE_S)
-        built.append(Topology(e, pd, controls, client, router))
+        built.append(Topology(e, pd, controls, client, router, router_settings))
         return built[-1]
 
     yield make

@@ -65,7 +65,7 @@ async def test_another_encoder_is_tried_for_the_same_transfer(build: Build) -> N
     assert await t.metric('epd_router_ladder_total{rung="other_encoder"}') == 1
 
 
-@pytest.mark.parametrize("status", [500, 503, 400, 429])
+@pytest.mark.parametrize("status", [500, 503, 400])
 async def test_without_another_encoder_the_pd_instance_is_told_to_encode(
     build: Build, status: int
 ) -> None:
@@ -79,6 +79,121 @@ async def test_without_another_encoder_the_pd_instance_is_told_to_encode(
     assert f"answered {status}" in response.json()["reason"]
     assert await t.metric('epd_router_ladder_total{rung="local_encode"}') == 1
     assert await t.metric('epd_router_items_total{fate="local"}') == 1
+
+
+def full(*, for_ms: int) -> Behaviour:
+    """An encoder that is full, and says for how long."""
+
+    async def behave(received: Received) -> Response:
+        return JSONResponse({}, status_code=429, headers={"retry-after-ms": str(for_ms)})
+
+    return behave
+
+
+async def test_while_one_encoder_is_full_another_is_asked_at_once(build: Build) -> None:
+    t = await build(encoders=2)
+    asked: list[str] = []
+    done = asyncio.Event()
+
+    def behaviour(name: str) -> Behaviour:
+        async def behave(received: Received) -> Response:
+            asked.append(name)
+            if len(asked) == 1:
+                return await full(for_ms=20_000)(received)
+            done.set()
+            return JSONResponse({})
+
+        return behave
+
+    async def generate(received: Received) -> Response:
+        await done.wait()
+        return JSONResponse({})
+
+    for encoder in t.encoders:
+        encoder.behaviour = behaviour(encoder.name)
+    t.pd.behaviour = generate
+
+    assert (await t.chat(RED)).status_code == 200
+    assert sorted(asked) == ["encode-0", "encode-1"]
+    await t.until_metric('epd_router_items_total{fate="other_encoder"}', 1)
+    assert await t.metric('epd_router_ladder_total{rung="encoder_full"}') == 1
+    assert await t.metric('epd_router_ladder_total{rung="other_encoder"}') == 0
+
+
+async def test_when_all_encoders_are_full_one_is_asked_again_when_it_has_room(
+    build: Build,
+) -> None:
+    t = await build(encoders=2)
+    done = asyncio.Event()
+
+    async def encode(received: Received) -> Response:
+        if sum(len(encoder.received) for encoder in t.encoders) <= 6:
+            return await full(for_ms=60)(received)
+        done.set()
+        return JSONResponse({})
+
+    async def generate(received: Received) -> Response:
+        await done.wait()
+        return JSONResponse({})
+
+    for encoder in t.encoders:
+        encoder.behaviour = encode
+    t.pd.behaviour = generate
+
+    assert (await t.chat(RED)).status_code == 200
+    assert [len(encoder.received) for encoder in t.encoders].count(3) == 1
+    await t.until_metric('epd_router_ladder_total{rung="encoder_full"}', 6)
+    assert await t.metric('epd_router_ladder_total{rung="local_encode"}') == 0
+    health = await t.until_health(lambda _: True)
+    assert all(state["healthy"] for state in health.json()["instances"].values())
+
+
+@pytest.mark.parametrize("for_ms", [100, 60_000])
+async def test_an_encoder_that_stays_full_costs_no_more_than_the_longest_wait(
+    build: Build, for_ms: int
+) -> None:
+    t = await build(wait_timeout_s=0.5)
+    t.encoders[0].behaviour = full(for_ms=for_ms)
+    t.pd.behaviour = until_told_to_encode(t)
+
+    response = await t.chat(RED)
+
+    assert response.json()["reason"].startswith("encoders full: encode-0; last: answered 429")
+    assert 1 <= len(t.encoders[0].received) <= 5
+    assert await t.metric('epd_router_ladder_total{rung="local_encode"}') == 1
+
+
+async def test_a_full_encoder_that_tells_no_time_is_asked_again(build: Build) -> None:
+    t = await build()
+    done = asyncio.Event()
+
+    async def encode(received: Received) -> Response:
+        if len(t.encoders[0].received) == 1:
+            return await refuse(429)(received)
+        done.set()
+        return JSONResponse({})
+
+    async def generate(received: Received) -> Response:
+        await done.wait()
+        return JSONResponse({})
+
+    t.encoders[0].behaviour, t.pd.behaviour = encode, generate
+    assert (await t.chat(RED)).status_code == 200
+    await t.until_metric('epd_router_items_total{fate="encoded"}', 1)
+
+
+async def test_nobody_waits_for_a_full_encoder_once_the_answer_has_begun(build: Build) -> None:
+    t = await build()
+    t.encoders[0].behaviour = full(for_ms=5_000)
+
+    async def generate(received: Received) -> Response:
+        await t.encoders[0].until(lambda encoder: len(encoder.received) == 1)
+        return JSONResponse({})
+
+    t.pd.behaviour = generate
+    assert (await t.chat(RED)).status_code == 200
+    await t.until_metric('epd_router_items_total{fate="not_needed"}', 1)
+    assert len(t.encoders[0].received) == 1
 
 
 async def test_a_picture_that_an_encoder_refuses_is_not_tried_elsewhere(build: Build) -> None:
@@ -225,6 +340,35 @@ async def test_a_failed_request_is_answered_with_the_reason_from_the_control_cha
     assert response.status_code == status
     assert response.json()["error"]["message"] == "value, limit and remedy"
     assert ("retry-after" in response.headers) is retry
+
+
+async def test_an_encoder_that_the_pd_instance_refuses_is_replaced_by_another(
+    build: Build,
+) -> None:
+    t = await build(encoders=2)
+
+    async def generate(received: Received) -> Response:
+        await t.control.refuse(received.params, NackCode.INCOMPATIBLE, "serves something else")
+        await asyncio.gather(*(e.until(lambda e: len(e.received) == 1) for e in t.encoders))
+        return JSONResponse({})
+
+    t.pd.behaviour = generate
+    assert (await t.chat(RED)).status_code == 200
+    await t.until_metric('epd_router_items_total{fate="other_encoder"}', 1)
+
+
+async def test_without_another_encoder_a_refusal_leads_to_local_encoding(build: Build) -> None:
+    t = await build()
+    told = until_told_to_encode(t)
+
+    async def generate(received: Received) -> Response:
+        await t.control.refuse(received.params, NackCode.NO_COMMON_PATH, "no path from there")
+        return await told(received)
+
+    t.pd.behaviour = generate
+    response = await t.chat(RED)
+    assert "refused: no path from there" in response.json()["reason"]
+    assert await t.metric('epd_router_ladder_total{rung="local_encode"}') == 1
 
 
 @pytest.mark.parametrize("code", [NackCode.INCOMPATIBLE, NackCode.NO_COMMON_PATH])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import signal
@@ -13,7 +14,11 @@ import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
+from starlette.responses import Response
+
+from tests.integration.router.stand_in import Received, StandIn
 
 TIMEOUT_S = 20
 
@@ -62,6 +67,40 @@ def test_it_stops_cleanly_on_a_signal(
     _, errors = router.communicate(timeout=TIMEOUT_S)
     assert router.returncode == 0
     assert "Traceback" not in errors
+
+
+async def test_a_request_that_is_under_way_when_it_stops_is_refused_in_openai_form() -> None:
+    async def never(received: Received) -> Response:
+        await asyncio.Event().wait()
+        return Response()
+
+    pd = StandIn("pd", "prefill-decode", never)
+    await pd.serving.start()
+    instance = {**SETTINGS["instances"][0], "url": pd.serving.url}
+    process = start(json.dumps({**SETTINGS, "instances": [instance], "probe_interval_s": 0.1}))
+    try:
+        assert process.stderr is not None
+        found = re.search(r"http://127\.0\.0\.1:\d+", process.stderr.readline())
+        assert found
+        async with httpx.AsyncClient(
+            base_url=found[0], timeout=TIMEOUT_S, trust_env=False
+        ) as client:
+            while (await client.get("/health")).status_code != 200:
+                await asyncio.sleep(0.02)
+            body = {"messages": [{"role": "user", "content": "hello"}]}
+            asked = asyncio.create_task(client.post("/v1/chat/completions", json=body))
+            await pd.until(lambda pd: bool(pd.received))
+            process.send_signal(signal.SIGTERM)
+            answer = await asked
+        _, errors = await asyncio.to_thread(process.communicate, timeout=TIMEOUT_S)
+        assert answer.status_code == 503
+        assert answer.headers["retry-after"]
+        assert answer.json()["error"]["message"] == "the router is stopping"
+        assert "Traceback" not in errors
+    finally:
+        process.kill()
+        process.communicate()
+        await pd.serving.stop()
 
 
 def test_a_port_in_use_is_refused_with_its_number() -> None:

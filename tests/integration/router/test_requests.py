@@ -99,6 +99,26 @@ async def test_images_of_one_request_are_spread_over_encoders(build: Build) -> N
     assert counts[0] >= 2
 
 
+async def test_videos_and_audio_clips_are_encode_jobs_of_their_own(build: Build) -> None:
+    t = await build()
+    film = {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,ZmlsbQ=="}}
+    clip = {"type": "input_audio", "input_audio": {"data": "Y2xpcA==", "format": "wav"}}
+
+    await t.chat(film, clip, RED, film)
+    await t.until_metric('epd_router_items_total{fate="encoded"}', 3)
+
+    jobs = [job.body["messages"][0]["content"] for job in t.encoders[0].received]
+    assert sorted(part["type"] for (part,) in jobs) == ["image_url", "input_audio", "video_url"]
+    expected = prefill_params(t.pd.received[0].params).transfers
+    assert [transfer.modality for transfer in expected] == ["video", "audio", "image"]
+    asked = [encode_params(job.params) for job in t.encoders[0].received]
+    assert {each.mm_hash: each.modality for params in asked for each in params.transfers} == {
+        each.mm_hash: each.modality for each in expected
+    }
+    for modality in ("video", "audio", "image"):
+        assert await t.metric(f'epd_router_items_by_modality_total{{modality="{modality}"}}') == 1
+
+
 async def test_streams_pass_piece_by_piece(build: Build) -> None:
     t = await build()
     go_on = asyncio.Event()

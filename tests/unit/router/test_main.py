@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import socket
 
+import httpx
 import pytest
 
 from epd_portable.errors import ConfigError, PortInUseError
-from epd_portable.router.__main__ import listen
+from epd_portable.router.__main__ import KEEP_ALIVE_S, listen
 from epd_portable.router.settings import RouterSettings
 
 
@@ -22,6 +23,12 @@ def test_small_pieces_of_an_answer_are_sent_without_delay() -> None:
             connection, _ = listener.accept()
         with connection:
             assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+def test_idle_connections_stay_open_for_longer_than_clients_keep_them() -> None:
+    kept_s = httpx.Limits().keepalive_expiry
+    assert kept_s is not None
+    assert kept_s * 2 < KEEP_ALIVE_S
 
 
 def test_a_port_in_use_is_refused_with_its_number() -> None:

@@ -10,19 +10,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epd_portable.errors import RequestError
-from epd_portable.router.media import (
-    Conversation,
-    content_key,
-    read_conversation,
-    split_data_url,
-)
+from epd_portable.router.data_urls import AUDIO, IMAGE, VIDEO, Kind, split_data_url
+from epd_portable.router.media import Conversation, content_key, read_conversation
 
 RED = "data:image/png;base64," + base64.b64encode(b"red picture!").decode()
 BLUE = "data:image/png;base64," + base64.b64encode(b"blue picture").decode()
 
 
+CLIP = base64.b64encode(b"one clip").decode()
+FILM = "data:video/mp4;base64," + base64.b64encode(b"one film").decode()
+
+
 def image(url: Any, **more: Any) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url}, **more}
+
+
+def video(url: Any, **more: Any) -> dict[str, Any]:
+    return {"type": "video_url", "video_url": {"url": url}, **more}
+
+
+def sound(url: Any, **more: Any) -> dict[str, Any]:
+    return {"type": "audio_url", "audio_url": {"url": url}, **more}
+
+
+def input_audio(data: Any, sort: Any = "wav") -> dict[str, Any]:
+    return {"type": "input_audio", "input_audio": {"data": data, "format": sort}}
 
 
 def read(*parts: Any, max_items: int = 8, salt: bytes = b"") -> Conversation:
@@ -66,25 +78,43 @@ def test_escaped_slashes_do_not_change_the_key() -> None:
     assert conversation.items[0].mm_hash == read(image(RED)).items[0].mm_hash
 
 
-def test_a_clients_own_uuid_is_replaced_on_images_and_removed_elsewhere() -> None:
+def test_a_clients_own_uuid_is_replaced_on_media_and_removed_elsewhere() -> None:
     conversation = read(
         image(RED, uuid="forged"),
-        {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AA=="}, "uuid": "forged"},
+        video(FILM, uuid="forged"),
+        sound("data:audio/wav;base64," + CLIP, uuid="forged"),
+        {**input_audio(CLIP, "mp3"), "uuid": "forged"},
+        {"type": "text", "text": "x", "uuid": "forged"},
     )
 
-    assert "forged" not in json.dumps(parts_of(conversation))
-    assert "uuid" not in parts_of(conversation)[1]
+    *media, words = parts_of(conversation)
+    assert [part["uuid"] for part in media] == [item.mm_hash for item in conversation.items]
+    assert words == {"type": "text", "text": "x"}
 
 
-def test_video_and_audio_pass_without_becoming_items() -> None:
-    video = {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AA=="}}
-    audio = {"type": "input_audio", "input_audio": {"data": "AA==", "format": "wav"}}
+def test_videos_and_clips_are_items_of_their_own_modality() -> None:
+    conversation = read(video(FILM), input_audio(CLIP), image(RED))
 
-    conversation = read(video, audio)
+    assert [item.modality for item in conversation.items] == ["video", "audio", "image"]
+    film, clip, _ = parts_of(conversation)
+    assert film["video_url"] == {"url": FILM}
+    assert clip["input_audio"] == {"data": CLIP, "format": "wav"}
 
-    assert conversation.items == ()
-    assert not conversation.changed
-    assert parts_of(conversation) == [video, audio]
+
+def test_a_clip_is_the_same_item_in_either_form() -> None:
+    conversation = read(input_audio(CLIP), sound("data:audio/wav;base64," + CLIP))
+    assert len(conversation.items) == 1
+
+
+def test_a_film_and_its_sound_are_two_items() -> None:
+    conversation = read(video(FILM), sound(FILM))
+    assert [item.modality for item in conversation.items] == ["video", "audio"]
+
+
+def test_a_list_of_frames_is_one_video() -> None:
+    frames = "data:video/jpeg;base64,AAAA,AA==,AAA="
+    (item,) = read(video(frames)).items
+    assert json.loads(bytes(item.part["video_url"])) == {"url": frames}
 
 
 def test_messages_without_images_keep_the_clients_bytes() -> None:
@@ -103,12 +133,12 @@ def test_what_else_the_encoder_depends_on_changes_the_key() -> None:
 
 @given(st.lists(st.tuples(st.binary(max_size=6), st.binary(max_size=6)), min_size=2, unique=True))
 def test_keys_differ_wherever_the_fields_are_cut(pairs: list[tuple[bytes, bytes]]) -> None:
-    keys = {content_key("image/png", data, salt) for salt, data in pairs}
+    keys = {content_key("image", "image/png", data, salt) for salt, data in pairs}
     assert len(keys) == len(pairs)
 
 
 def test_a_key_has_64_hexadecimal_digits() -> None:
-    key = content_key("image/png", b"AAAA")
+    key = content_key("image", "image/png", b"AAAA")
     assert len(key) == 64 and set(key) <= set("0123456789abcdef")
 
 
@@ -125,6 +155,7 @@ def test_a_key_has_64_hexadecimal_digits() -> None:
         ("data:text/plain;base64,AAAA", ["'text/plain' is no image"]),
         ("data:;base64,AAAA", ["'' is no image"]),
         ("data:image/;base64,AAAA", ["'image/' is no image"]),
+        ("data:video/mp4;base64,AAAA", ["'video/mp4' is no image"]),
         ("data:image/png;base64,", ["no data"]),
         ("data:image/png;base64,AA-A", ["character '-' at position 2"]),
         ("data:image/png;base64,AAAA\nAAAA", ["position 4", "line breaks"]),
@@ -145,11 +176,54 @@ def test_a_bad_url_is_refused_with_place_value_and_remedy(url: str, words: list[
 
 
 @pytest.mark.parametrize(
-    "url", ["data:image/png;base64,AA==", "DATA:image/PNG;name=a;base64,AAA=", RED]
+    ("part", "words"),
+    [
+        (video("https://example.com/a.mp4"), ["video_url", "only data URLs", "data:video/mp4"]),
+        (video(RED), ["'image/png' is no video", "video/mp4"]),
+        (video("data:video/jpeg;base64,AAAA,,AAAA"), ["frame 1", "no data"]),
+        (video("data:video/jpeg;base64,AAAA,A-AA"), ["frame 1", "character '-' at position 1"]),
+        (video("data:video/mp4;base64,AAAA,AAAA"), ["character ',' at position 4"]),
+        (sound(RED), ["'image/png' is no audio", "audio/wav"]),
+        (sound("data:audio/wav;base64,AAA"), ["multiple of 4"]),
+        (input_audio("A-AA"), ["input_audio.data", "character '-'"]),
+        (input_audio(""), ["input_audio.data", "no data"]),
+        (input_audio(7), ["input_audio.data", "got `int`"]),
+        (input_audio(CLIP, "wav;base64,AAAA"), ["input_audio.format", "'wav'"]),
+        (input_audio(CLIP, None), ["input_audio.format", "got `null`"]),
+        ({"type": "input_audio"}, ["input_audio is missing", "format"]),
+        ({"type": "input_audio", "input_audio": {"data": CLIP}}, ["format is missing"]),
+        ({"type": "input_audio", "input_audio": {"format": "wav"}}, ["data is missing"]),
+        ({"type": "input_audio", "input_audio": CLIP}, ["input_audio", "got `str`"]),
+        ({"type": "video_url"}, ["video_url is missing", "data:video/mp4"]),
+        ({**image(RED), **video(FILM)}, ["image_url and video_url", "a part of its own"]),
+        ({"type": "image_url", "video_url": FILM}, ["type must be 'video_url'"]),
+    ],
 )
-def test_good_data_urls_pass(url: str) -> None:
-    media_type, data = split_data_url(url.encode(), "here")
-    assert media_type == "image/png"
+def test_a_bad_item_is_refused_with_place_and_remedy(
+    part: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        read(part)
+
+    assert caught.value.status == 400
+    for word in ["messages[0].content[0]", *words]:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "kind", "expected"),
+    [
+        ("data:image/png;base64,AA==", IMAGE, "image/png"),
+        ("DATA:image/PNG;name=a;base64,AAA=", IMAGE, "image/png"),
+        (RED, IMAGE, "image/png"),
+        (FILM, VIDEO, "video/mp4"),
+        ("data:audio/x-wav;codecs=1;base64,AAAA", AUDIO, "audio/x-wav"),
+        (FILM, AUDIO, "video/mp4"),
+    ],
+)
+def test_good_data_urls_pass(url: str, kind: Kind, expected: str) -> None:
+    media_type, data = split_data_url(url.encode(), kind, "here")
+    assert media_type == expected
     assert base64.b64decode(data, validate=True)
 
 
@@ -175,13 +249,15 @@ def test_a_bad_part_is_refused(part: dict[str, Any], words: str) -> None:
     assert words in str(caught.value)
 
 
-def test_an_image_without_a_type_is_found_all_the_same() -> None:
-    assert len(read({"image_url": RED}).items) == 1
+@pytest.mark.parametrize("name", ["image_url", "video_url", "audio_url"])
+def test_an_item_without_a_type_is_found_all_the_same(name: str) -> None:
+    family = name.removesuffix("_url")
+    assert len(read({name: f"data:{family}/x;base64,AAAA"}).items) == 1
 
 
-def test_too_many_images_are_refused_with_the_limit() -> None:
-    with pytest.raises(RequestError, match=r"3 images .* at most 2"):
-        read(image(RED), image(RED), image(BLUE), max_items=2)
+def test_too_many_items_are_refused_with_the_limit() -> None:
+    with pytest.raises(RequestError, match=r"3 images, videos .* at most 2"):
+        read(image(RED), image(RED), video(FILM), max_items=2)
 
 
 @pytest.mark.parametrize("raw", [b"7", b"{}", b'["x"]', b"null"])

@@ -5,8 +5,8 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
-from epd_portable.router.pool import PROBES_UNTIL_DOWN, Instance
-from epd_portable.router.settings import InstanceSettings
+from epd_portable.router.pool import PROBES_UNTIL_DOWN, Instance, Pool
+from epd_portable.router.settings import InstanceSettings, RouterSettings
 
 
 class Server:
@@ -32,7 +32,7 @@ async def instance(server: Server) -> AsyncIterator[Instance]:
     async with httpx.AsyncClient(
         transport=httpx.MockTransport(server), base_url="http://e"
     ) as client:
-        yield Instance(settings, client)
+        yield Instance(settings, client, warm_up=True)
 
 
 async def test_an_instance_is_down_until_a_probe_succeeds(instance: Instance) -> None:
@@ -88,8 +88,61 @@ async def test_an_instance_comes_back(instance: Instance) -> None:
     assert instance.healthy
 
 
+@pytest.mark.parametrize("answer", [httpx.ConnectError("refused"), httpx.Response(503)])
+async def test_after_its_process_was_gone_it_has_to_be_introduced_again(
+    instance: Instance, server: Server, answer: httpx.Response | Exception
+) -> None:
+    await instance.probe(1)
+    assert instance.state == "joining"
+    instance.introduced()
+    assert instance.state == "up"
+    server.answer = answer
+    await instance.probe(1)
+    instance.introduced()
+    server.answer = httpx.Response(200)
+    await instance.probe(1)
+    assert instance.state == "joining"
+
+
+async def test_after_a_lost_connection_or_silence_it_goes_on(
+    instance: Instance, server: Server
+) -> None:
+    await instance.probe(1)
+    instance.introduced()
+    instance.mark_down("lost")
+    await instance.probe(1)
+    assert instance.state == "up"
+    server.answer = httpx.ReadTimeout("slow")
+    for _ in range(PROBES_UNTIL_DOWN):
+        await instance.probe(1)
+    assert instance.state == "down"
+    server.answer = httpx.Response(200)
+    await instance.probe(1)
+    assert instance.state == "up"
+
+
 def test_work_in_flight_is_counted_even_when_it_fails(instance: Instance) -> None:
     with pytest.raises(ValueError, match="broken"), instance.working(), instance.working():
         assert instance.in_flight == 2
         raise ValueError("broken")
     assert instance.in_flight == 0
+
+
+async def test_a_connection_reset_while_it_is_made_is_an_error_of_the_client(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What anyio raises then came as an ``AttributeError``, which ended who had asked."""
+
+    async def reset(self: httpx.AsyncHTTPTransport, request: httpx.Request) -> httpx.Response:
+        raise AttributeError("'NoneType' object has no attribute 'getpeername'")
+
+    monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", reset)
+    pd = InstanceSettings(
+        name="pd", role="prefill-decode", url="http://pd", control="tcp://127.0.0.1:9"
+    )
+    pool = Pool(RouterSettings(port=0, model="demo", instances=(pd,)))
+    instance = pool.add(pd)
+    await instance.probe(1.0)
+    assert not instance.healthy
+    assert "reset while connecting" in instance.reason
+    await pool.remove("pd")

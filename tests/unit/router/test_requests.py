@@ -90,6 +90,49 @@ def test_processor_settings_change_the_key_of_an_image() -> None:
     assert plain.items[0].mm_hash != small.items[0].mm_hash
 
 
+FILM = {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,ZmlsbQ=="}}
+CLIP = {"type": "input_audio", "input_audio": {"data": "Y2xpcA==", "format": "wav"}}
+PICTURE = {"type": "image_url", "image_url": {"url": RED}}
+
+
+@pytest.mark.parametrize(("part", "modality"), [(FILM, "video"), (CLIP, "audio")])
+def test_an_encode_job_holds_a_video_or_a_clip_alone(part: dict[str, Any], modality: str) -> None:
+    call = chat([{"role": "user", "content": [part, {"type": "text", "text": "secret"}]}])
+    (item,) = call.items
+    transfer = EncodeTransfer(
+        transfer_id="t", mm_hash=item.mm_hash, consumer="tcp://c:1", modality=item.modality
+    )
+
+    body = json.loads(call.for_encoder(item, transfer))
+
+    assert item.modality == modality
+    assert body["messages"][0]["content"] == [{**part, "uuid": item.mm_hash}]
+    assert encode_params(body["ec_transfer_params"]).transfers == (transfer,)
+
+
+@pytest.mark.parametrize(
+    ("settings", "modalities"),
+    [
+        ({"use_audio_in_video": True}, ["image"]),
+        ({"use_audio_in_video": False}, ["video", "audio", "image"]),
+        ({"fps": 2}, ["video", "audio", "image"]),
+        (None, ["video", "audio", "image"]),
+    ],
+)
+def test_videos_whose_sound_is_taken_too_are_left_to_the_instance_with_the_prompt(
+    settings: dict[str, Any] | None, modalities: list[str]
+) -> None:
+    messages = [{"role": "user", "content": [FILM, CLIP, PICTURE]}]
+    call = chat(messages, mm_processor_kwargs=settings)
+    assert [item.modality for item in call.items] == modalities
+
+
+def test_processor_settings_of_another_form_are_refused() -> None:
+    with pytest.raises(RequestError, match=r"mm_processor_kwargs: .* give an object") as caught:
+        chat(WITH_IMAGE, mm_processor_kwargs=["fps"])
+    assert caught.value.status == 400
+
+
 @pytest.mark.parametrize("asked", ["demo", None])
 def test_the_served_model_may_be_named_or_left_out(asked: str | None) -> None:
     assert chat(model=asked).model == "demo"

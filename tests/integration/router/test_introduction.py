@@ -1,0 +1,258 @@
+"""Before clients' requests every instance has answered first ones, and every pair has met."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from epd_portable.config.secret import Secret, make_secret_file
+from tests.integration.router.conftest import Build, Topology
+from tests.integration.router.stand_in import Behaviour, Received, StandIn, refuse
+from tests.integration.router.test_requests import RED, TEXT
+
+
+def transferring(source: str = "transfer") -> Behaviour:
+    """Answer as a prefill+decode instance that had its items from the encoder asked first."""
+
+    async def behave(received: Received) -> Response:
+        items = [
+            {
+                "mm_hash": t["mm_hash"],
+                "source": source,
+                "encoder": t.get("encoder", ""),
+                "path": "shm",
+            }
+            for t in (received.params or {"transfers": []})["transfers"]
+        ]
+        return JSONResponse({"ec_transfer_params": {"instance": "pd", "items": items}})
+
+    return behave
+
+
+def pairs(t: Topology) -> list[tuple[str, str]]:
+    """Return ``(encoder, prefill+decode instance)`` of every item that was sent over a pair."""
+    return [
+        (transfer["encoder"], pd.name)
+        for pd in t.pds
+        for received in pd.received
+        if received.params
+        for transfer in received.params["transfers"]
+    ]
+
+
+def ids(received: Received) -> list[str]:
+    return [transfer["transfer_id"] for transfer in received.params["transfers"]]
+
+
+def is_up(instances: dict[str, Any]) -> bool:
+    return all(instance["state"] == "up" for instance in instances.values())
+
+
+async def test_every_pair_meets_once_before_it_serves(build: Build) -> None:
+    t = await build(encoders=2, pds=2, warm_up=True, behaviour=transferring())
+    await t.until_health(is_up)
+    assert sorted(pairs(t)) == [(encoder.name, pd.name) for encoder in t.encoders for pd in t.pds]
+    jobs = [i for e in t.encoders for r in e.received if r.params for i in ids(r)]
+    requests = [i for pd in t.pds for r in pd.received if r.params for i in ids(r)]
+    assert sorted(jobs) == sorted(requests)
+
+
+async def test_every_instance_has_first_requests_of_its_own(build: Build) -> None:
+    t = await build(warm_up=True, behaviour=transferring())
+    await t.until_health(is_up)
+    assert [r.params is None for r in t.encoders[0].received] == [True, False]
+    assert [r.params is None for r in t.pd.received] == [True, True, False]
+
+
+async def test_no_two_pictures_are_the_same_so_no_cache_has_them(build: Build) -> None:
+    t = await build(encoders=2, pds=2, warm_up=True, behaviour=transferring())
+    await t.until_health(is_up)
+    urls = [
+        part["image_url"]["url"]
+        for encoder in t.encoders
+        for received in encoder.received
+        for part in received.body["messages"][0]["content"]
+    ]
+    assert len(set(urls)) == len(urls) == 6
+
+
+async def test_a_model_that_takes_no_pictures_is_shown_clips(build: Build) -> None:
+    hears = transferring()
+
+    async def deaf_to_pictures(received: Received) -> Response:
+        seen = b"image_url" in received.raw
+        return await (refuse(400)(received) if seen else hears(received))
+
+    t = await build(warm_up=True, behaviour=deaf_to_pictures, encoding=deaf_to_pictures)
+    health = await t.until_health(is_up)
+    assert not any("problem" in seen for seen in health.json()["instances"].values())
+    assert pairs(t) == [("encode-0", "pd-0")]
+
+
+async def test_an_instance_without_the_encoder_expects_the_engines_own_name(build: Build) -> None:
+    item = {"mm_hash": "engine's", "modality": "image", "metadata": {"image_grid_thw": [1, 2, 2]}}
+
+    async def rename(received: Received) -> Response:
+        return JSONResponse({"ec_transfer_params": {"instance": "encode-0", "items": [item]}})
+
+    t = await build(
+        warm_up=True,
+        behaviour=transferring(),
+        encoding=rename,
+        media="metadata",
+        local_encode=False,
+    )
+    await t.until_health(is_up)
+    expected = t.pd.received[-1].params["transfers"]
+    assert [(each["mm_hash"], each["media"]) for each in expected] == [("engine's", False)]
+
+
+async def test_clients_are_told_to_wait_until_then(build: Build) -> None:
+    release = asyncio.Event()
+    answer = transferring()
+
+    async def slow(received: Received) -> Response:
+        await release.wait()
+        return await answer(received)
+
+    t = await build(warm_up=True, behaviour=slow)
+    await t.pd.until(lambda pd: len(pd.received) == 1)
+    response = await t.chat(TEXT)
+    assert response.status_code == 503
+    assert "pd-0: joining" in response.json()["error"]["message"]
+    health = await t.client.get("/health")
+    assert health.status_code == 503
+    assert health.json()["instances"]["pd-0"]["healthy"]
+    release.set()
+    await t.until_health(is_up)
+    assert (await t.chat(RED)).status_code == 200
+
+
+async def test_a_newcomer_meets_everybody_before_it_gets_work(build: Build, tmp_path: Path) -> None:
+    make_secret_file(str(tmp_path / "secret"))
+    headers = {"authorization": f"Bearer {Secret.read(str(tmp_path / 'secret')).token()}"}
+    t = await build(
+        encoders=2,
+        pds=1,
+        warm_up=True,
+        behaviour=transferring(),
+        secret_file=str(tmp_path / "secret"),
+    )
+    await t.until_health(is_up)
+    newcomer = StandIn("pd-1", "prefill-decode", transferring())
+    await newcomer.serving.start()
+    t.pds.append(newcomer)
+    body = {
+        "name": "pd-1",
+        "role": "prefill-decode",
+        "url": newcomer.serving.url,
+        "control": t.controls[0].address,
+    }
+    joined = await t.client.post("/epd/instances", json=body, headers=headers)
+    assert joined.json()["state"] == "joining"
+    await t.until_health(is_up)
+    met = [pair for pair in pairs(t) if pair[1] == "pd-1"]
+    assert sorted(met) == [("encode-0", "pd-1"), ("encode-1", "pd-1")]
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "words"),
+    [
+        (refuse(400, "too small a picture"), "answered a first request 400"),
+        (transferring("local"), "had it by local"),
+        (refuse(500), "answered a first request 500"),
+    ],
+)
+async def test_what_does_not_answer_as_it_should_is_named_and_serves_all_the_same(
+    build: Build, behaviour: Behaviour, words: str
+) -> None:
+    t = await build(warm_up=True, behaviour=behaviour)
+    health = await t.until_health(is_up)
+    problems = [instance.get("problem", "") for instance in health.json()["instances"].values()]
+    assert any(words in problem for problem in problems)
+
+
+async def test_a_pair_whose_first_item_came_too_late_is_tried_once_more(build: Build) -> None:
+    late, in_time = transferring("local"), transferring()
+    items = 0
+
+    async def late_once(received: Received) -> Response:
+        nonlocal items
+        items += received.params is not None
+        return await (late if items == 1 else in_time)(received)
+
+    t = await build(warm_up=True, behaviour=late_once)
+    health = await t.until_health(is_up)
+    assert not any("problem" in seen for seen in health.json()["instances"].values())
+    assert pairs(t) == 2 * [("encode-0", "pd-0")]
+
+
+async def test_one_that_dies_over_its_first_request_gets_them_again_when_it_is_back(
+    build: Build,
+) -> None:
+    answer, died = transferring(), False
+
+    async def broken() -> AsyncIterator[bytes]:
+        yield b"{"
+        raise ConnectionResetError
+
+    async def dies_once(received: Received) -> Response:
+        nonlocal died
+        if not died:
+            died = True
+            return StreamingResponse(broken())
+        return await answer(received)
+
+    t = await build(warm_up=True, behaviour=dies_once)
+    await t.until_health(is_up)
+    assert [r.params is None for r in t.pd.received][-3:] == [True, True, False]
+    assert len(t.pd.received) == 4
+
+
+async def test_one_that_was_gone_meets_everybody_again_before_it_gets_work(build: Build) -> None:
+    t = await build(encoders=2, warm_up=True, behaviour=transferring())
+    await t.until_health(is_up)
+    back = t.encoders[1]
+    await back.serving.stop()
+    await t.until_health(lambda seen: seen[back.name]["state"] == "down")
+    before, release = len(back.received), asyncio.Event()
+    answer = back.behaviour
+
+    async def slow(received: Received) -> Response:
+        await release.wait()
+        return await answer(received)
+
+    back.behaviour = slow
+    await back.serving.start()
+    await back.until(lambda back: len(back.received) > before)
+    for _ in range(4):
+        assert (await t.chat(RED)).status_code == 200
+    assert len(back.received) == before + 1
+    release.set()
+    await t.until_health(is_up)
+    assert [r.params is None for r in back.received[before:]] == [True, False]
+
+
+async def test_one_that_lost_a_connection_goes_on_without(build: Build) -> None:
+    t = await build(warm_up=True, behaviour=transferring())
+    await t.until_health(is_up)
+    before = len(t.pd.received)
+    answer = t.pd.behaviour
+
+    async def broken() -> AsyncIterator[bytes]:
+        yield b""
+        raise ConnectionResetError
+
+    async def breaks_once(received: Received) -> Response:
+        t.pd.behaviour = answer
+        return StreamingResponse(broken())
+
+    t.pd.behaviour = breaks_once
+    assert (await t.chat(TEXT)).status_code == 200
+    await t.until_health(is_up)
+    assert len(t.pd.received) == before + 2

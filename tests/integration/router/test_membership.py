@@ -1,0 +1,314 @@
+"""Instances join and leave while the router serves, by registration with a shared secret."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from starlette.responses import JSONResponse, Response
+
+from epd_portable.config.secret import Secret, make_secret_file
+from epd_portable.wire.messages import NackCode
+from tests.integration.router.conftest import Build, Topology
+from tests.integration.router.stand_in import DEADLINE_S, ControlEnd, Received, StandIn, answer
+from tests.integration.router.test_requests import RED, TEXT
+
+INSTANCES = "/epd/instances"
+
+
+@pytest.fixture
+def secret_file(tmp_path: Path) -> str:
+    path = str(tmp_path / "secret")
+    make_secret_file(path)
+    return path
+
+
+@pytest.fixture
+def auth(secret_file: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {Secret.read(secret_file).token()}"}
+
+
+@pytest.fixture
+async def newcomers() -> AsyncIterator[Newcomers]:
+    made = Newcomers()
+    yield made
+    for control in made.controls:
+        control.close()
+    await asyncio.gather(*(instance.serving.stop() for instance in made.instances))
+
+
+class Newcomers:
+    """Instances that the router is not told of when it starts."""
+
+    def __init__(self) -> None:
+        self.instances: list[StandIn] = []
+        self.controls: list[ControlEnd] = []
+
+    async def start(self, name: str, role: str) -> dict[str, str]:
+        """Start one and return what it is registered with."""
+        instance = StandIn(name, role)
+        await instance.serving.start()
+        self.instances.append(instance)
+        body = {"name": name, "role": role, "url": instance.serving.url}
+        if role == "prefill-decode":
+            self.controls.append(ControlEnd())
+            body["control"] = self.controls[-1].address
+        return body
+
+
+async def shown(t: Topology, auth: dict[str, str]) -> dict[str, dict[str, Any]]:
+    listed = (await t.client.get(INSTANCES, headers=auth)).json()["instances"]
+    return {instance["name"]: instance for instance in listed}
+
+
+async def until_gone(t: Topology, auth: dict[str, str], name: str) -> None:
+    async def gone() -> None:
+        while name in await shown(t, auth):
+            await asyncio.sleep(0.02)
+
+    await asyncio.wait_for(gone(), DEADLINE_S)
+
+
+async def test_a_router_without_instances_serves_those_that_join(
+    build: Build, secret_file: str, auth: dict[str, str], newcomers: Newcomers
+) -> None:
+    t = await build(encoders=0, pds=0, secret_file=secret_file)
+    assert (await t.chat(RED)).status_code == 503
+
+    bodies = [await newcomers.start("e", "encode"), await newcomers.start("p", "prefill-decode")]
+    for body in bodies:
+        joined = await t.client.post(INSTANCES, json=body, headers=auth)
+        assert (joined.status_code, joined.json()["state"]) == (201, "up")
+
+    assert (await t.chat(RED)).status_code == 200
+    encoder, pd = newcomers.instances
+    (transfer,) = encoder.received[0].params["transfers"]
+    assert transfer["consumer"] == bodies[1]["control"]
+    assert pd.received[0].params["transfers"][0]["encoder"] == "e"
+
+
+async def test_a_newcomer_is_heard_on_its_control_channel(
+    build: Build, secret_file: str, auth: dict[str, str], newcomers: Newcomers
+) -> None:
+    t = await build(encoders=1, pds=0, secret_file=secret_file)
+    body = await newcomers.start("p", "prefill-decode")
+    await t.client.post(INSTANCES, json=body, headers=auth)
+
+    async def refuse(received: Received) -> Response:
+        (control,) = newcomers.controls
+        await control.refuse(received.params, NackCode.TOO_LARGE, "9 bytes, at most 8")
+        return JSONResponse({}, status_code=500)
+
+    newcomers.instances[0].behaviour = refuse
+    response = await t.chat(RED)
+    assert (response.status_code, "9 bytes" in response.text) == (413, True)
+
+
+@pytest.mark.parametrize("token", ["", "Bearer", "Bearer wrong", "Bearer \xe4", "Basic x"])
+async def test_without_the_token_nothing_is_shown_or_changed(
+    build: Build, secret_file: str, auth: dict[str, str], token: str
+) -> None:
+    t = await build(secret_file=secret_file)
+    body = {"name": "x", "role": "encode", "url": "http://127.0.0.1:1"}
+    headers = {"authorization": token.encode("latin-1")}
+    answers = [
+        await t.client.get(INSTANCES, headers=headers),
+        await t.client.post(INSTANCES, json=body, headers=headers),
+        await t.client.delete(f"{INSTANCES}/pd-0", headers=headers),
+    ]
+    assert [a.status_code for a in answers] == [401, 401, 401]
+    assert {name: i["state"] for name, i in (await shown(t, auth)).items()} == {
+        "encode-0": "up",
+        "pd-0": "up",
+    }
+
+
+async def test_without_a_secret_nobody_can_register(build: Build, auth: dict[str, str]) -> None:
+    t = await build()
+    response = await t.client.get(INSTANCES, headers=auth)
+    assert response.status_code == 404
+    assert "secret_file" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("{", "JSON"),
+        ('{"name": "a/b", "role": "encode", "url": "http://h:1"}', "name"),
+        ('{"name": "a", "role": "decode", "url": "http://h:1"}', "role"),
+        ('{"name": "a", "role": "encode", "url": "h:1"}', "url"),
+        ('{"name": "a", "role": "encode", "url": "http://h:1", "x": 1}', "x"),
+        ('{"name": "a", "role": "prefill-decode", "url": "http://h:1"}', "control"),
+    ],
+)
+async def test_a_wrong_registration_is_refused_by_key(
+    build: Build, secret_file: str, auth: dict[str, str], body: str, words: str
+) -> None:
+    t = await build(secret_file=secret_file)
+    response = await t.client.post(INSTANCES, content=body, headers=auth)
+    assert response.status_code == 400
+    assert words in response.json()["error"]["message"]
+    assert set(await shown(t, auth)) == {"encode-0", "pd-0"}
+
+
+async def test_registering_twice_is_registering_once(
+    build: Build, secret_file: str, auth: dict[str, str], newcomers: Newcomers
+) -> None:
+    t = await build(secret_file=secret_file)
+    body = await newcomers.start("p", "prefill-decode")
+    answers = [await t.client.post(INSTANCES, json=body, headers=auth) for _ in range(2)]
+    assert [a.status_code for a in answers] == [201, 200]
+    assert set(await shown(t, auth)) == {"encode-0", "pd-0", "p"}
+
+
+async def test_a_name_changes_hands_only_when_its_holder_is_gone(
+    build: Build, secret_file: str, auth: dict[str, str], newcomers: Newcomers
+) -> None:
+    t = await build(secret_file=secret_file)
+    first = await newcomers.start("p", "prefill-decode")
+    second = await newcomers.start("p", "prefill-decode")
+    await t.client.post(INSTANCES, json=first, headers=auth)
+
+    taken = await t.client.post(INSTANCES, json=second, headers=auth)
+    assert taken.status_code == 409
+    assert first["url"] in taken.json()["error"]["message"]
+
+    await newcomers.instances[0].serving.stop()
+    assert (await t.client.post(INSTANCES, json=second, headers=auth)).status_code == 201
+    assert (await shown(t, auth))["p"]["url"] == second["url"]
+
+
+async def test_one_that_leaves_finishes_its_work_and_gets_no_more(
+    build: Build, secret_file: str, auth: dict[str, str]
+) -> None:
+    t = await build(pds=2, secret_file=secret_file)
+    release = asyncio.Event()
+
+    async def slow(received: Received) -> Response:
+        await release.wait()
+        return await answer(received)
+
+    for pd in t.pds:
+        pd.behaviour = slow
+    running = [asyncio.create_task(t.chat(TEXT)) for _ in range(2)]
+    for pd in t.pds:
+        await pd.until(lambda pd: len(pd.received) == 1)
+
+    left = await t.client.delete(f"{INSTANCES}/pd-0", headers=auth)
+    assert (left.status_code, left.json()["state"], left.json()["in_flight"]) == (
+        202,
+        "draining",
+        1,
+    )
+    t.pds[1].behaviour = answer
+    for _ in range(4):
+        assert (await t.chat(TEXT)).status_code == 200
+    assert len(t.pds[0].received) == 1
+
+    release.set()
+    assert [(await r).status_code for r in running] == [200, 200]
+    await until_gone(t, auth, "pd-0")
+    again = await t.client.delete(f"{INSTANCES}/pd-0", headers=auth)
+    assert again.status_code == 404
+    assert "pd-1" in again.json()["error"]["message"]
+
+
+async def test_an_encoder_stays_until_the_answer_that_needs_its_item_has_begun(
+    build: Build, secret_file: str, auth: dict[str, str]
+) -> None:
+    """Its job is answered before the item is written."""
+    t = await build(secret_file=secret_file)
+    release = asyncio.Event()
+
+    async def slow(received: Received) -> Response:
+        await release.wait()
+        return await answer(received)
+
+    t.pd.behaviour = slow
+    running = asyncio.create_task(t.chat(RED))
+    await t.encoders[0].until(lambda encoder: len(encoder.received) == 1)
+    await t.pd.until(lambda pd: len(pd.received) == 1)
+    await t.client.delete(f"{INSTANCES}/encode-0", headers=auth)
+
+    async def job_answered() -> None:
+        while (await shown(t, auth))["encode-0"]["in_flight"]:
+            await asyncio.sleep(0.01)
+
+    await asyncio.wait_for(job_answered(), DEADLINE_S)
+    assert (await shown(t, auth))["encode-0"]["state"] == "draining"
+    release.set()
+    assert (await running).status_code == 200
+    await until_gone(t, auth, "encode-0")
+
+
+async def test_one_that_registers_again_while_it_leaves_stays(
+    build: Build, secret_file: str, auth: dict[str, str], newcomers: Newcomers
+) -> None:
+    t = await build(encoders=0, pds=0, secret_file=secret_file)
+    body = await newcomers.start("p", "prefill-decode")
+    await t.client.post(INSTANCES, json=body, headers=auth)
+    release = asyncio.Event()
+
+    async def slow(received: Received) -> Response:
+        await release.wait()
+        return await answer(received)
+
+    newcomers.instances[0].behaviour = slow
+    running = asyncio.create_task(t.chat(TEXT))
+    await newcomers.instances[0].until(lambda pd: len(pd.received) == 1)
+    await t.client.delete(f"{INSTANCES}/p", headers=auth)
+    assert (await t.client.post(INSTANCES, json=body, headers=auth)).status_code == 200
+
+    release.set()
+    assert (await running).status_code == 200
+    assert (await t.chat(TEXT)).status_code == 200
+    assert (await shown(t, auth))["p"]["state"] == "up"
+
+
+async def test_a_registered_instance_that_stays_away_is_forgotten_a_configured_one_is_not(
+    build: Build, secret_file: str, auth: dict[str, str], newcomers: Newcomers
+) -> None:
+    t = await build(secret_file=secret_file, forget_after_s=0.3)
+    body = await newcomers.start("p", "prefill-decode")
+    await t.client.post(INSTANCES, json=body, headers=auth)
+    assert "p" in await shown(t, auth)
+
+    await t.pd.serving.stop()
+    await newcomers.instances[0].serving.stop()
+    await until_gone(t, auth, "p")
+    assert (await shown(t, auth))["pd-0"]["state"] == "down"
+
+
+async def test_clients_come_and_go_while_instances_do(
+    build: Build, secret_file: str, auth: dict[str, str], newcomers: Newcomers
+) -> None:
+    t = await build(encoders=2, pds=2, secret_file=secret_file)
+    bodies = [await newcomers.start("e", "encode"), await newcomers.start("p", "prefill-decode")]
+    stop = asyncio.Event()
+
+    async def ask() -> list[int]:
+        statuses = []
+        while not stop.is_set():
+            statuses.append((await t.chat(RED)).status_code)
+        return statuses
+
+    clients = [asyncio.create_task(ask()) for _ in range(4)]
+    try:
+        for _ in range(5):
+            for body in bodies:
+                joined = await t.client.post(INSTANCES, json=body, headers=auth)
+                assert joined.status_code == 201
+            for body in bodies:
+                await t.client.delete(f"{INSTANCES}/{body['name']}", headers=auth)
+            for body in bodies:
+                await until_gone(t, auth, body["name"])
+    finally:
+        stop.set()
+        with contextlib.suppress(httpx.HTTPError):
+            results = await asyncio.gather(*clients)
+    assert {status for statuses in results for status in statuses} == {200}

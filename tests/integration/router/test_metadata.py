@@ -1,0 +1,266 @@
+"""With ``media=metadata`` the PD instance gets what encoders say of items; the ladder under it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from starlette.responses import JSONResponse, Response
+
+from epd_portable.wire.messages import NackCode
+from tests.integration.router.conftest import Build, Topology
+from tests.integration.router.stand_in import Behaviour, Received, answer, refuse
+from tests.integration.router.test_requests import BLUE, RED, TEXT
+
+GRID = {"image_grid_thw": [1, 4, 4]}
+
+
+def describe(metadata: Any = GRID) -> Behaviour:
+    """An encode instance that says this of every item."""
+
+    async def behave(received: Received) -> Response:
+        [part] = received.body["messages"][0]["content"]
+        item = {"mm_hash": part["uuid"], "modality": "image", "metadata": metadata}
+        return JSONResponse({"ec_transfer_params": {"instance": "e", "items": [item]}})
+
+    return behave
+
+
+@pytest.fixture
+def build_bare(build: Build) -> Callable[..., Any]:
+    async def make(**settings: Any) -> Topology:
+        t = await build(media="metadata", **settings)
+        for encoder in t.encoders:
+            encoder.behaviour = describe()
+        return t
+
+    return make
+
+
+def parts(received: Received) -> list[dict[str, Any]]:
+    content: list[dict[str, Any]] = received.body["messages"][0]["content"]
+    return content
+
+
+def kinds(received: Received) -> list[str]:
+    return [part["type"] for part in parts(received)]
+
+
+async def test_the_pd_instance_is_asked_after_the_encoders_and_without_media(
+    build_bare: Build,
+) -> None:
+    t = await build_bare(encoders=2)
+    gate = asyncio.Event()
+
+    async def late(received: Received) -> Response:
+        await gate.wait()
+        return await describe()(received)
+
+    for encoder in t.encoders:
+        encoder.behaviour = late
+    chat = asyncio.create_task(t.chat(TEXT, RED, BLUE, RED))
+    while sum(len(encoder.received) for encoder in t.encoders) < 2:
+        await asyncio.sleep(0.01)
+    assert t.pd.received == []
+    gate.set()
+    assert (await chat).status_code == 200
+    [received] = t.pd.received
+    assert kinds(received) == ["text", "image_embeds", "image_embeds", "image_embeds"]
+    assert b"base64" not in received.raw
+    transfers = received.params["transfers"]
+    assert [transfer["mm_hash"] for transfer in transfers] == [
+        parts(received)[1]["uuid"],
+        parts(received)[2]["uuid"],
+    ]
+    assert [transfer["media"] for transfer in transfers] == [False, False]
+    assert await t.metric('epd_router_ladder_total{rung="original_media"}') == 0
+
+
+async def test_the_engine_s_own_name_of_an_item_is_expected_at_the_pd_instance(
+    build_bare: Build,
+) -> None:
+    t = await build_bare()
+
+    async def rename(received: Received) -> Response:
+        item = {"mm_hash": "engine's", "modality": "image", "metadata": GRID}
+        return JSONResponse({"ec_transfer_params": {"instance": "e", "items": [item]}})
+
+    t.encoders[0].behaviour = rename
+    await t.chat(RED)
+    [received] = t.pd.received
+    assert [transfer["mm_hash"] for transfer in received.params["transfers"]] == ["engine's"]
+    assert parts(received)[0]["uuid"] == parts(t.encoders[0].received[0])[0]["uuid"]
+
+
+async def test_text_goes_straight_to_the_pd_instance(build_bare: Build) -> None:
+    t = await build_bare()
+    body = b'{ "messages": [{"role":"user","content":"hello"}] }'
+    await t.client.post("/v1/chat/completions", content=body)
+    assert [r.raw for r in t.pd.received] == [body]
+    assert t.encoders[0].received == []
+
+
+async def test_another_encoder_is_asked_for_the_metadata(build_bare: Build) -> None:
+    t = await build_bare(encoders=2)
+
+    async def first_fails(received: Received) -> Response:
+        if sum(len(encoder.received) for encoder in t.encoders) == 1:
+            return Response(status_code=500)
+        return await describe()(received)
+
+    for encoder in t.encoders:
+        encoder.behaviour = first_fails
+    assert (await t.chat(RED)).status_code == 200
+    assert [kinds(received) for received in t.pd.received] == [["image_embeds"]]
+    assert await t.metric('epd_router_ladder_total{rung="other_encoder"}') == 1
+
+
+SILENT: dict[str, Behaviour] = {
+    "refuses it": refuse(400),
+    "fails": refuse(500),
+    "says nothing of it": answer,
+    "has forgotten its metadata": describe(None),
+    "knows of none with this model": describe({}),
+}
+
+
+@pytest.mark.parametrize("behaviour", SILENT.values(), ids=SILENT)
+async def test_when_the_encoder_the_media_go_under_a_name_of_their_own(
+    build_bare: Build, behaviour: Behaviour
+) -> None:
+    t = await build_bare()
+    t.encoders[0].behaviour = behaviour
+    assert (await t.chat(TEXT, RED)).status_code == 200
+    [received] = t.pd.received
+    assert kinds(received) == ["text", "image_url"]
+    assert parts(received)[1]["uuid"].endswith("-media")
+    assert parts(received)[1]["image_url"] == RED["image_url"]
+    assert await t.metric('epd_router_ladder_total{rung="original_media"}') == 1
+
+
+async def test_a_model_without_metadata_is_tried_once(build_bare: Build) -> None:
+    t = await build_bare()
+    t.encoders[0].behaviour = describe({})
+    for _ in range(3):
+        await t.chat(RED)
+    names = [parts(received)[0]["uuid"] for received in t.pd.received]
+    assert [name.endswith("-media") for name in names] == [True, False, False]
+    assert await t.metric('epd_router_ladder_total{rung="original_media"}') == 1
+
+
+async def test_a_modality_without_metadata_does_not_hold_up_the_others(build_bare: Build) -> None:
+    t = await build_bare()
+    clip = {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,Y2xpcA=="}}
+
+    async def only_pictures(received: Received) -> Response:
+        is_clip = kinds(received) == ["video_url"]
+        item = {"mm_hash": parts(received)[0]["uuid"], "metadata": {} if is_clip else GRID}
+        item["modality"] = "video" if is_clip else "image"
+        return JSONResponse({"ec_transfer_params": {"instance": "e", "items": [item]}})
+
+    t.encoders[0].behaviour = only_pictures
+    for _ in range(2):
+        assert (await t.chat(RED, clip)).status_code == 200
+    first, second = t.pd.received
+    assert kinds(first) == ["image_url", "video_url"]
+    assert kinds(second) == ["image_embeds", "video_url"]
+    assert [transfer["media"] for transfer in second.params["transfers"]] == [False, True]
+
+
+async def test_without_encoders_the_media_go_to_the_pd_instance(build_bare: Build) -> None:
+    t = await build_bare(encoders=0)
+    assert (await t.chat(RED)).status_code == 200
+    [received] = t.pd.received
+    assert kinds(received) == ["image_url"]
+    assert received.params is None
+
+
+def lost_once(t: Topology, code: NackCode = NackCode.UNAVAILABLE) -> Behaviour:
+    """A PD instance that loses an item that came without its media."""
+
+    async def behave(received: Received) -> Response:
+        if "image_embeds" not in kinds(received):
+            return JSONResponse({"choices": [], "seen": kinds(received)})
+        await t.control.refuse(received.params, code, "gone: 7 > 5; send it again")
+        return JSONResponse({"error": {"message": "internal"}}, status_code=500)
+
+    return behave
+
+
+async def test_a_request_that_lost_an_item_is_sent_once_more_with_its_media(
+    build_bare: Build,
+) -> None:
+    t = await build_bare()
+    t.pd.behaviour = lost_once(t)
+    response = await t.chat(RED, BLUE)
+    assert response.status_code == 200
+    assert response.json()["seen"] == ["image_url", "image_url"]
+    assert len(t.pd.received) == 2
+    assert len({t_["transfer_id"] for r in t.pd.received for t_ in r.params["transfers"]}) == 4
+    assert await t.metric('epd_router_ladder_total{rung="original_media"}') == 1
+    assert await t.metric('epd_router_ladder_total{rung="unavailable"}') == 0
+
+
+async def test_a_request_that_is_lost_with_its_media_too_is_refused(build_bare: Build) -> None:
+    t = await build_bare()
+
+    async def lose(received: Received) -> Response:
+        await t.control.refuse(received.params, NackCode.UNAVAILABLE, "gone; send it again")
+        return Response(status_code=500)
+
+    t.pd.behaviour = lose
+    response = await t.chat(RED)
+    assert response.status_code == 503
+    assert "retry-after" in response.headers
+    assert len(t.pd.received) == 2
+
+
+async def test_an_item_that_is_too_large_is_not_sent_again(build_bare: Build) -> None:
+    t = await build_bare()
+    t.pd.behaviour = lost_once(t, NackCode.TOO_LARGE)
+    response = await t.chat(RED)
+    assert response.status_code == 413
+    assert len(t.pd.received) == 1
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "status"), [(refuse(500), 503), (refuse(400), 400), (describe({}), 503)]
+)
+async def test_media_are_not_sent_to_an_instance_without_encoder(
+    build_bare: Build, behaviour: Behaviour, status: int
+) -> None:
+    t = await build_bare(local_encode=False)
+    t.encoders[0].behaviour = behaviour
+    for _ in range(2):
+        response = await t.chat(RED)
+        assert response.status_code == status
+        assert ("retry-after" in response.headers) is (status == 503)
+    assert t.pd.received == []
+
+
+async def test_a_client_that_leaves_while_the_encoder_works_takes_its_job_along(
+    build_bare: Build,
+) -> None:
+    t = await build_bare()
+
+    async def forever(received: Received) -> Response:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    t.encoders[0].behaviour = forever
+    chat = asyncio.create_task(t.chat(RED))
+    await t.encoders[0].until(lambda encoder: len(encoder.received) == 1)
+    chat.cancel()
+    await t.encoders[0].until(lambda encoder: encoder.aborted == 1)
+    assert t.pd.received == []
+
+
+@pytest.mark.parametrize("name", ["image_embeds", "video_embeds", "audio_embeds", "prompt_embeds"])
+async def test_clients_may_not_send_what_the_router_sends(build_bare: Build, name: str) -> None:
+    t = await build_bare()
+    response = await t.chat({"type": name, name: GRID, "uuid": "another's"})
+    assert response.status_code == 400
+    assert json.loads(response.text)["error"]["code"] == "unsupported_part"
