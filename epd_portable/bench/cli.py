@@ -16,12 +16,17 @@ from epd_portable.bench import (
     transfer_report,
     workload,
 )
-from epd_portable.bench.options import output_options, read_pixels, read_sizes
+from epd_portable.bench.options import choose_paths, output_options, read_pixels, read_sizes
 from epd_portable.config.instance import PlatformName
 from epd_portable.config.load import PLATFORMS
 from epd_portable.connector import registry
 from epd_portable.errors import MeasurementError
 
+BASELINES: dict[str, serve.Baseline | None] = {
+    "one-process": serve.ONE_PROCESS,
+    "concurrent": serve.CONCURRENT,
+    "none": None,
+}
 DEFAULT_SIZES = ("4KiB", "64KiB", "1MiB", "4MiB", "16MiB", "64MiB")
 
 
@@ -32,9 +37,13 @@ How much sooner or later a topology answers than plain vLLM in one process:
   epd-bench serve --config configs/1e1pd.yaml --platform cpu
   epd-bench serve --config configs/1e1pd.yaml --platform cpu --set transfer.path=tcp \\
     --requests 50 --concurrency 4 --images 1 --size 448
+What the prefill+decode instance saves when it gets no pixels:
+  epd-bench serve --config configs/1e1pd.yaml --platform cpu --set transfer.media=metadata \\
+    --baseline concurrent
 How long an encoder output takes to the other instance, by path and size, against memcpy:
   epd-bench transfer
   epd-bench transfer --path shm --bytes 64KiB --bytes 16MiB --repeat 200
+  epd-bench transfer --platform npu
 Keep the figures:
   epd-bench transfer --json t.json --markdown t.md --png t.png
 
@@ -108,8 +117,9 @@ def main() -> None:
     "--baseline",
     default="one-process",
     show_default=True,
-    type=click.Choice(["one-process", "none"]),
-    help="What to compare with: plain vLLM with the same engine arguments, or nothing.",
+    type=click.Choice(["one-process", "concurrent", "none"]),
+    help="What to compare with: plain vLLM with the same engine arguments, the same topology with "
+    "transfer.media concurrent, or nothing.",
 )
 @click.option("--allow-fallback", is_flag=True, help="Exit 0 even if something fell back.")
 @output_options
@@ -128,7 +138,7 @@ def serve_command(
     markdown_file: Path | None,
     png_file: Path | None,
 ) -> None:
-    """Measure a topology against plain vLLM in one process, request by request in turns.
+    """Measure a topology against a peer, request by request in turns.
 
     Kinds of requests: text; every number of pictures in every size; text while pictures are being
     encoded. Both sides are started together and stay up; only one is asked at a time.
@@ -148,7 +158,7 @@ def serve_command(
             requests=requests,
             concurrency=concurrency,
             max_tokens=max_tokens,
-            baseline=baseline == "one-process",
+            baseline=BASELINES[baseline],
         )
         results = serve.measure(plan, console.progress)
         made = serve_report.make_report(results, command=console.command(), load_before=load_before)
@@ -162,11 +172,17 @@ def serve_command(
 
 @main.command("transfer")
 @click.option(
+    "--platform",
+    default="cpu",
+    show_default=True,
+    type=click.Choice(PLATFORMS),
+    help="Of both ends; they take a device each where there are two.",
+)
+@click.option(
     "--path",
     "paths",
     multiple=True,
-    default=[entry.name for entry in registry.PATHS],
-    show_default=True,
+    show_default="all that the platform has",
     type=click.Choice([entry.name for entry in registry.PATHS]),
     help="Transfer path; may be repeated.",
 )
@@ -196,6 +212,7 @@ def serve_command(
 )
 @output_options
 def transfer_command(
+    platform: PlatformName,
     paths: tuple[str, ...],
     sizes: list[int],
     repeat: int,
@@ -206,23 +223,27 @@ def transfer_command(
 ) -> None:
     """Measure from the encoder's output to the placed tensor, by path and size.
 
-    A real sender and a real receiver in processes of their own on the CPU, no engine. Every
-    content is checked on arrival. Exit status: 0, 1 when something failed, 2 on bad input.
+    A real sender and a real receiver in processes of their own, no engine. Every content is checked
+    on arrival. Exit status: 0, 1 when something failed, 2 on bad input.
     """
     with console.messages():
         if png_file is not None:
             chart.require()
         load_before = report.load_average()
-        cases = [
-            transfer.Case(path=path, nbytes=nbytes)
-            for nbytes in sizes
-            for path in dict.fromkeys(paths)
-        ]
+        place = transfer.find(platform)
+        chosen, left_out = choose_paths(paths, platform, place.devices)
+        cases = [transfer.Case(path=path, nbytes=nbytes) for nbytes in sizes for path in chosen]
+        encode_s = encode_ms / 1000
         samples = transfer.measure(
-            cases, repeat=repeat, encode_s=encode_ms / 1000, report=console.progress
+            cases, place, repeat=repeat, encode_s=encode_s, report=console.progress
         )
         made = transfer_report.make_report(
-            samples, command=console.command(), encode_s=encode_ms / 1000, load_before=load_before
+            samples,
+            place,
+            left_out=left_out,
+            command=console.command(),
+            encode_s=encode_s,
+            load_before=load_before,
         )
         console.finish(
             made, [transfer_report.make_chart(samples)], json_file, markdown_file, png_file

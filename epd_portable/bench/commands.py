@@ -24,6 +24,7 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
         value: What the item is filled with, 1 to `VALUES`.
         encode_s: Time from the order to the encoder's output.
         consumer: Control address of the consumer.
+        device: The consumer's; the plain copy goes there too.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
     value: int
     encode_s: float
     consumer: str
+    device: int
 
     @property
     def tensor(self) -> TensorSpec:

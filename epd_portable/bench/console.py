@@ -12,7 +12,8 @@ from pathlib import Path
 import click
 
 from epd_portable.bench import chart, report
-from epd_portable.errors import ConfigError, EPDError, MeasurementError
+from epd_portable.errors import ConfigError, MeasurementError
+from epd_portable.launch.messages import messages as launch_messages
 
 
 def finish(
@@ -54,12 +55,7 @@ def messages() -> Iterator[None]:
     """
     before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
-        yield
-    except ConfigError as error:
-        click.echo(f"epd-bench: {error}", err=True)
-        sys.exit(2)
-    except EPDError as error:
-        click.echo(f"epd-bench: {error}", err=True)
-        sys.exit(1)
+        with launch_messages("epd-bench", bad_input=(ConfigError,)):
+            yield
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -1,8 +1,11 @@
 """The two processes of a transfer measurement: real ends, without an engine around them.
 
-``python -m epd_portable.bench.ends produce|consume CONFIG`` reads commands, one JSON object a line,
-and answers each with one line. `transfer` starts both and gives the commands; the times come from
-the event traces that the ends write.
+``python -m epd_portable.bench.ends produce|consume CONFIG DESCRIPTOR`` reads commands, one JSON
+object a line, and answers each with one line on that file descriptor. `transfer` starts both and
+gives the commands; the times come from the event traces that the ends write.
+
+On devices work is queued and done later. Nothing here is measured by when it was queued: outputs
+are complete before they are handed over, and copies are waited for.
 """
 
 from __future__ import annotations
@@ -11,16 +14,20 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import BinaryIO
 
 import msgspec
 import torch
 
 from epd_portable.bench.commands import DTYPE, TOKEN_BYTES, Answer, Command
 from epd_portable.config.instance import InstanceConfig
+from epd_portable.connector.copies import DeviceCopies
 from epd_portable.connector.producer import TransferOrder
+from epd_portable.connector.worker_endpoint import WorkerEndpoint
 from epd_portable.errors import MeasurementError
+from epd_portable.log import trace
 from epd_portable.platforms import registry
-from epd_portable.platforms.base import Platform
+from epd_portable.platforms.base import DeviceEvent, Platform
 from epd_portable.runners.placer import Placer
 from epd_portable.runners.prompt import PromptItem
 from epd_portable.runners.receiver import Receiver
@@ -56,14 +63,21 @@ class Consumer:
     def __init__(self, config: InstanceConfig, platform: Platform) -> None:
         self._timeout_s = config.wait_timeout_s
         self._cache = EncoderCacheManager(config.pool_bytes // TOKEN_BYTES)
-        self._receiver = Receiver(
-            config,
-            fingerprint=_FINGERPRINT,
-            cache=self._cache,
-            alignment_bytes=platform.traits.slot_alignment_bytes,
-            copies=platform.traits.needs_device_copy,
-        )
-        self._placer = Placer(platform, platform.device(config.device_index))
+        self._platform = platform
+        copies = DeviceCopies(platform, config.device_index)
+        self._endpoint = WorkerEndpoint(config, copies)
+        try:
+            self._receiver = Receiver(
+                config,
+                fingerprint=_FINGERPRINT,
+                cache=self._cache,
+                alignment_bytes=platform.traits.slot_alignment_bytes,
+                copies=platform.traits.needs_device_copy,
+            )
+        except BaseException:
+            self._endpoint.close()
+            raise
+        self._placer = Placer(copies, self._endpoint)
         self._outputs: dict[str, torch.Tensor] = {}
 
     def run(self, command: Command) -> Answer:
@@ -89,7 +103,7 @@ class Consumer:
             if self._receiver.take_unavailable():
                 raise MeasurementError(f"item {name} did not arrive in {self._timeout_s:g} s")
             time.sleep(STEP_S)
-        if not bool((self._outputs[name] == command.value).all()):
+        if not bool((self._outputs[name].cpu() == command.value).all()):
             raise MeasurementError(f"item {name} of {command.tensor} arrived with other content")
         self._receiver.request_finished(name)
         self._cache.free(request)
@@ -100,14 +114,20 @@ class Consumer:
     def close(self) -> None:
         """Stop receiving."""
         self._receiver.close()
+        self._endpoint.close()
 
     def _step(self) -> None:
         self._receiver.tick()
         freed = self._cache.get_freed_mm_hashes()
-        placements = self._receiver.take_placements(freed)
+        orders = self._receiver.take_orders(freed, computes=True)
         for mm_hash in freed:
             self._outputs.pop(mm_hash, None)
-        self._placer.place(placements, self._outputs)
+        self._placer.carry_out(orders, self._outputs)
+        if orders.placements and self._platform.traits.needs_device_copy:
+            # The current stream waits for the placer's copies, so an event on it is behind them.
+            _wait(self._platform.record_event(), self._timeout_s)
+            for item in orders.placements:
+                trace("item.complete", mm_hash=item.mm_hash)
         self._receiver.step_done()
 
 
@@ -116,7 +136,9 @@ class Producer:
 
     def __init__(self, config: InstanceConfig, platform: Platform) -> None:
         self._timeout_s = config.wait_timeout_s
-        self._sender = Sender(config, _FINGERPRINT, platform)
+        self._platform = platform
+        self._device = platform.device(config.device_index)
+        self._sender = Sender(config, _FINGERPRINT, DeviceCopies(platform, config.device_index))
         self._dtype: torch.dtype = getattr(torch, DTYPE)
         self._copy = torch.empty(0, dtype=self._dtype)
 
@@ -126,8 +148,11 @@ class Producer:
         Raises:
             MeasurementError: It was not acknowledged in time.
         """
-        output = torch.full(command.tensor.shape, command.value, dtype=self._dtype)
-        memcpy_s = self._memcpy(output)
+        output = torch.full(
+            command.tensor.shape, command.value, dtype=self._dtype, device=self._device
+        )
+        _wait(self._platform.record_event(), self._timeout_s)
+        memcpy_s = self._memcpy(output, self._platform.device(command.device))
         order = TransferOrder(
             transfer_id=command.name,
             mm_hash=command.name,
@@ -150,32 +175,50 @@ class Producer:
         """Stop sending."""
         self._sender.close()
 
-    def _memcpy(self, output: torch.Tensor) -> float:
+    def _memcpy(self, output: torch.Tensor, device: torch.device) -> float:
+        """Copy within this process, to the consumer's device; return seconds until it is complete.
+
+        The target is kept, so that its allocation is not measured.
+        """
         if self._copy.numel() < output.numel():
-            self._copy = torch.zeros(output.numel(), dtype=self._dtype)
+            self._copy = torch.empty(output.numel(), dtype=self._dtype, device=device)
         target = self._copy[: output.numel()].view(output.shape)
         begin_s = time.monotonic()
-        target.copy_(output)
+        target.copy_(output, non_blocking=True)
+        _wait(self._platform.record_event(), self._timeout_s)
         return time.monotonic() - begin_s
 
 
-def main(role: str, config_json: str) -> None:
+def main(role: str, config_json: str, descriptor: str) -> None:
     """Carry out commands until standard input ends."""
     torch.set_num_threads(1)
     config = InstanceConfig.model_validate_json(config_json)
     platform = registry.get(config.platform)
+    platform.set_device(config.device_index)
     end = Consumer(config, platform) if role == "consume" else Producer(config, platform)
-    try:
-        _say(Answer())
-        for line in sys.stdin:
-            _say(end.run(msgspec.json.decode(line, type=Command)))
-    finally:
-        end.close()
+    with open(int(descriptor), "wb", buffering=0) as answers:
+        try:
+            _say(answers, Answer())
+            for line in sys.stdin:
+                _say(answers, end.run(msgspec.json.decode(line, type=Command)))
+        finally:
+            end.close()
 
 
-def _say(answer: Answer) -> None:
-    sys.stdout.write(msgspec.json.encode(answer).decode() + "\n")
-    sys.stdout.flush()
+def _wait(event: DeviceEvent, timeout_s: float) -> None:
+    """Block until device work is complete, without pauses: they would be measured too.
+
+    Raises:
+        MeasurementError: It is not in time.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while not event.done():
+        if time.monotonic() > deadline_s:
+            raise MeasurementError(f"the device did not complete a copy in {timeout_s:g} s")
+
+
+def _say(answers: BinaryIO, answer: Answer) -> None:
+    answers.write(msgspec.json.encode(answer) + b"\n")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,9 @@ import click
 
 from epd_portable.bench.commands import TOKEN_BYTES
 from epd_portable.config.schema import parse_size
+from epd_portable.connector import registry
+from epd_portable.errors import ConfigError
+from epd_portable.platforms.traits import TRAITS
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -36,6 +39,38 @@ def read_sizes(context: click.Context, option: click.Parameter, texts: Sequence[
             )
         found.append(nbytes)
     return list(dict.fromkeys(found))
+
+
+def choose_paths(
+    asked: Sequence[str], platform: str, devices: int
+) -> tuple[list[str], dict[str, str]]:
+    """Return the transfer paths to measure.
+
+    Args:
+        asked: Paths; all that the platform has if empty.
+        platform: Of both ends.
+        devices: How many the platform has here.
+
+    Returns:
+        The paths, and those that nobody asked for and cannot be measured, with the reason.
+
+    Raises:
+        ConfigError: A path that was asked for cannot be measured.
+    """
+    described = registry.describe(platform, platform)
+    reasons = {name: reason for name, usable, reason in described if not usable}
+    for entry in registry.offered(registry.AUTO, platform):
+        in_group = entry.capabilities.same_platform and not entry.capabilities.one_sided
+        if in_group and TRAITS[platform].needs_device_copy and devices < 2:
+            reasons[entry.name] = "each of the two ends of a group needs a device of its own"
+    names = [entry.name for entry in registry.PATHS]
+    usable = [name for name in names if name not in reasons]
+    for path in asked:
+        if path in reasons:
+            raise ConfigError(
+                f"--path {path}: {reasons[path]}; on {platform} there are {', '.join(usable)} here"
+            )
+    return (list(dict.fromkeys(asked)), {}) if asked else (usable, reasons)
 
 
 def read_pixels(context: click.Context, option: click.Parameter, text: str) -> list[int]:

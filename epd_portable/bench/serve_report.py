@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from epd_portable.bench.chart import Chart, Series
 from epd_portable.bench.client import Timing
+from epd_portable.bench.cpu_time import CpuTime
 from epd_portable.bench.report import Plain, Report, Table, conditions, format_bytes
-from epd_portable.bench.serve import ONE_PROCESS, SPLIT, Results
+from epd_portable.bench.serve import CONCURRENT, ONE_PROCESS, SPLIT, Baseline, Results
 from epd_portable.bench.stats import Ratio, paired_ratio, quantile, summarize
 from epd_portable.bench.traces import Handover
 
@@ -18,8 +19,17 @@ _QUANTITIES: dict[str, Callable[[Timing], float]] = {
     "longest_gap_s": lambda timing: timing.longest_gap_s,
     "latency_s": lambda timing: timing.latency_s,
 }
+_CPU: dict[str, Callable[[CpuTime], float]] = {
+    "prefill_decode_s": lambda cpu: cpu.prefill_decode_s,
+    "whole_s": lambda cpu: cpu.whole_s,
+}
 _TITLES = ("TTFT", "TPOT", "longest gap", "latency")
 _PARTS = ("total_s", "grant_wait_s", "write_s", "notice_s", "place_s")
+
+_PEERS: dict[Baseline, str] = {
+    ONE_PROCESS: "plain vLLM in one process",
+    CONCURRENT: "the same with transfer.media concurrent",
+}
 
 Groups = dict[tuple[str, str], list[Timing]]
 """Timings by kind and side."""
@@ -28,23 +38,26 @@ Groups = dict[tuple[str, str], list[Timing]]
 def make_report(results: Results, *, command: str, load_before: float) -> Report:
     """Return the report of `epd_portable.bench.serve.measure`'s results."""
     groups = by_kind_and_side(results)
-    tables = [_startup(results), _absolute(groups), _provenance(results)]
-    if ONE_PROCESS in results.startup_s:
-        tables.insert(0, _ratios(groups))
+    tables = [_startup(results), _absolute(groups), _cpu(results), _provenance(results)]
+    baseline = _baseline(results)
+    if baseline is not None:
+        tables.insert(0, _ratios(groups, baseline))
     if results.handovers:
         tables.append(_handovers(results.handovers))
     return Report(
-        title="A topology against plain vLLM in one process",
+        title=f"A topology against {_PEERS[baseline]}" if baseline else "A topology",
         command=command,
         conditions=conditions(load_before),
         notes=(
-            "Ratios are split by one process, pair by pair: below 1 the topology is faster. Given "
-            "is the median of the pairs with their quartiles, which show the noise.",
+            "Ratios are the topology by its peer, pair by pair: below 1 the topology is faster. "
+            "Given is the median of the pairs with their quartiles, which show the noise.",
             "Both sides ran on the same cores, were started at the same time and stayed up; only "
-            "one was asked at a time, in turns. The topology wrote event traces, the other not.",
+            "one was asked at a time, in turns. Topologies wrote event traces, plain vLLM not.",
             "TTFT: time to the first token. TPOT: time per token after it. Longest gap: between "
             "two tokens of an answer. All are seen by the client, which shares the cores: tokens "
             "that reach it together have no time between them.",
+            "CPU seconds are those of a side's processes while it was asked, divided by the "
+            "requests; the clock counts hundredths of a second in each process.",
         ),
         tables=tuple(tables),
         summary=_summary(results, groups),
@@ -88,15 +101,19 @@ def by_kind_and_side(results: Results) -> Groups:
     return groups
 
 
-def _ratios(groups: Groups) -> Table:
+def _baseline(results: Results) -> Baseline | None:
+    return next((side for side in _PEERS if side in results.startup_s), None)
+
+
+def _ratios(groups: Groups, baseline: Baseline) -> Table:
     rows = []
     for kind in dict.fromkeys(kind for kind, _ in groups):
-        split, one = groups[kind, SPLIT], groups[kind, ONE_PROCESS]
+        split, one = groups[kind, SPLIT], groups[kind, baseline]
         ratios = [_ratio(split, one, pick) for pick in _QUANTITIES.values()]
         cells = ["–" if ratio is None else str(ratio) for ratio in ratios]
         rows.append((kind, *cells, str(len(split))))
     return Table(
-        title="Split by one process",
+        title=f"Split by {baseline}",
         columns=("request", *_TITLES, "pairs"),
         rows=tuple(rows),
     )
@@ -106,21 +123,25 @@ def _ratio(
     split: Sequence[Timing], one: Sequence[Timing], pick: Callable[[Timing], float]
 ) -> Ratio | None:
     """Compare a quantity; pairs in which an answer has none (a single piece) do not count."""
-    pairs = [(pick(left), pick(right)) for left, right in zip(split, one, strict=True)]
+    return _known_ratio((pick(left), pick(right)) for left, right in zip(split, one, strict=True))
+
+
+def _known_ratio(pairs: Iterable[tuple[float, float]]) -> Ratio | None:
     known = [pair for pair in pairs if min(pair) > 0]
     return paired_ratio(*zip(*known, strict=True)) if known else None
 
 
 def _startup(results: Results) -> Table:
     seconds = results.startup_s
-    one = seconds.get(ONE_PROCESS)
+    baseline = _baseline(results)
+    one = seconds[baseline] if baseline else None
     rows = [
         (side, f"{value / one:.2f}" if one else "–", f"{value:.1f}")
         for side, value in seconds.items()
     ]
     return Table(
         title="Start-up, once; the topology's ends after its warm-up requests",
-        columns=("side", "ratio to one process", "s"),
+        columns=("side", f"ratio to {baseline}" if baseline else "ratio", "s"),
         rows=tuple(rows),
     )
 
@@ -154,6 +175,38 @@ def _absolute(groups: Groups) -> Table:
             "latency median",
             "latency p90",
             "latency p99",
+        ),
+        rows=tuple(rows),
+    )
+
+
+def _cpu_s(results: Results, kind: str, side: str, quantity: str) -> list[float]:
+    """Return CPU seconds of each request."""
+    pick = _CPU[quantity]
+    return [pick(each.cpu) for each in results.samples if (each.kind, each.side) == (kind, side)]
+
+
+def _cpu(results: Results) -> Table:
+    baseline = _baseline(results)
+    rows = []
+    for kind, side in by_kind_and_side(results):
+        cells = []
+        for quantity in _CPU:
+            used = _cpu_s(results, kind, side, quantity)
+            ratio = None
+            if baseline is not None and side != baseline:
+                peer = _cpu_s(results, kind, baseline, quantity)
+                ratio = _known_ratio(zip(used, peer, strict=True))
+            cells += ["–" if ratio is None else str(ratio), f"{quantile(used, 0.5) * 1000:.0f}"]
+        rows.append((f"{kind}: {side}", *cells))
+    return Table(
+        title="CPU time per request: ratio, and median in ms",
+        columns=(
+            "request: side",
+            "prefill+decode instance, ratio",
+            "ms",
+            "whole side, ratio",
+            "ms",
         ),
         rows=tuple(rows),
     )
@@ -217,9 +270,10 @@ def _summary(results: Results, groups: Groups) -> Plain:
             }
             for side in results.startup_s
         }
-        if ONE_PROCESS in results.startup_s:
+        baseline = _baseline(results)
+        if baseline is not None:
             ratios = {
-                name: _ratio(groups[kind, SPLIT], groups[kind, ONE_PROCESS], pick)
+                name: _ratio(groups[kind, SPLIT], groups[kind, baseline], pick)
                 for name, pick in _QUANTITIES.items()
             }
             sides["ratio"] = {
@@ -230,6 +284,13 @@ def _summary(results: Results, groups: Groups) -> Plain:
     return {
         "startup_s": dict(results.startup_s),
         "kinds": kinds,
+        "cpu_s": {
+            f"{kind}: {side}": {
+                name: dataclasses.asdict(summarize(_cpu_s(results, kind, side, name)))
+                for name in _CPU
+            }
+            for kind, side in groups
+        },
         "provenance": dataclasses.asdict(results.provenance),
     }
 

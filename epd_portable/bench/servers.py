@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-import socket
+import secrets
 import subprocess
 import sys
 import time
@@ -20,6 +20,8 @@ from epd_portable.errors import LaunchError
 from epd_portable.launch import sessions
 from epd_portable.launch.engine import render_arguments
 from epd_portable.launch.model import resolve_model
+from epd_portable.launch.ports import port_source
+from epd_portable.platforms.traits import TRAITS
 
 _POLL_S = 0.25
 _STOP_GRACE_S = 30.0
@@ -27,11 +29,8 @@ _TAIL_LINES = 15
 
 
 def free_port() -> int:
-    """Return a port of the loopback address that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Return a port of the loopback address that is free, and no outgoing connection takes."""
+    return port_source(secrets.token_hex(4))()
 
 
 @dataclass(kw_only=True)
@@ -186,6 +185,7 @@ def one_process(
     *,
     log: Path,
     engine_args: Mapping[str, JsonValue],
+    platform: str = "cpu",
     env: Mapping[str, str] | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> Server:
@@ -195,6 +195,7 @@ def one_process(
         model: As in a topology file.
         log: File for what it prints.
         engine_args: As in a topology file.
+        platform: What it runs on.
         env: Variables beyond those of this process.
         report: Gets one line for each stage of its start.
     """
@@ -203,10 +204,11 @@ def one_process(
     argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     argv += ["--model", source.argument, "--served-model-name", source.served_name]
     argv += ["--host", "127.0.0.1", "--port", str(port), *render_arguments(engine_args)]
+    # Ours lets plain vLLM read pictures where only a CUDA build of torchvision is to be had.
+    plugins = ("epd_portable_media_guard", *TRAITS[platform].engine_plugins)
     variables = {
         "HF_HUB_OFFLINE": "1",
-        # Lets plain vLLM read pictures where only a CUDA build of torchvision is to be had.
-        "VLLM_PLUGINS": "epd_portable_media_guard",
+        "VLLM_PLUGINS": ",".join(plugins),
         "VLLM_USE_V2_MODEL_RUNNER": "0",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_NO_USAGE_STATS": "1",

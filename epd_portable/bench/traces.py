@@ -31,7 +31,8 @@ class Handover:
         write_begin_s: The producer had a grant and a free writer.
         written_s: All bytes were in the slot.
         landed_s: The consumer's scheduler knew that.
-        placed_s: The tensor was in the encoder cache of the consumer's worker.
+        placed_s: The tensor was in the encoder cache of the consumer's worker. On devices the copy
+            to it was queued, unless `handovers` was asked for another end.
     """
 
     transfer: str
@@ -99,7 +100,7 @@ def named(events: Iterable[Event], name: str) -> list[Event]:
     return [event for event in events if event["event"] == name]
 
 
-def handovers(events: Sequence[Event]) -> list[Handover]:
+def handovers(events: Sequence[Event], *, end: str = "item.placed") -> list[Handover]:
     """Return every complete way of an item, in the order of the writes.
 
     An item that was encoded or placed several times is matched by time: the last output before
@@ -108,12 +109,13 @@ def handovers(events: Sequence[Event]) -> list[Handover]:
 
     Args:
         events: In the order of time, see `read_events`.
+        end: Event with which the way of an item ends.
     """
     ready: dict[str, list[float]] = defaultdict(list)
     placed: dict[str, list[float]] = defaultdict(list)
     for event in named(events, "output.ready"):
         ready[str(event["mm_hash"])].append(time_of(event))
-    for event in named(events, "item.placed"):
+    for event in named(events, end):
         placed[str(event["mm_hash"])].append(time_of(event))
     landed = {str(event["transfer"]): event for event in named(events, "item.landed")}
     found = []

@@ -2,7 +2,7 @@
 
 A real sender in one process and a real receiver and placer in another (`ends`) move items of
 several sizes by several paths; all combinations take turns, so that what disturbs the machine
-disturbs all of them. Each item is copied once by a plain memcpy too: the peer.
+disturbs all of them. Each item is copied once within one process too: the peer.
 """
 
 from __future__ import annotations
@@ -24,14 +24,47 @@ import msgspec
 from epd_portable.bench.commands import TOKEN_BYTES, VALUES, Answer, Command
 from epd_portable.bench.servers import free_port
 from epd_portable.bench.traces import Handover, handovers, read_events
-from epd_portable.config.instance import InstanceConfig
+from epd_portable.config.instance import InstanceConfig, PlatformName
 from epd_portable.errors import MeasurementError
+from epd_portable.platforms import registry
+from epd_portable.platforms.traits import TRAITS
 
 WARM_UP_ROUNDS = 2
 
 _START_TIMEOUT_S = 120.0
 _WAIT_TIMEOUT_S = 30.0
 _STOP_GRACE_S = 10.0
+_STDERR = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where the two ends are.
+
+    Attributes:
+        platform: Of both.
+        runtime: What was found there, with its version.
+        devices: How many there are; a CPU is one.
+    """
+
+    platform: PlatformName
+    runtime: str
+    devices: int
+
+    @property
+    def producer(self) -> int:
+        """Device of the producer."""
+        return 0
+
+    @property
+    def consumer(self) -> int:
+        """Device of the consumer: another one where there is one."""
+        return min(1, self.devices - 1)
+
+    @property
+    def is_device(self) -> bool:
+        """Whether items are in device memory at both ends."""
+        return TRAITS[self.platform].needs_device_copy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +92,8 @@ class Sample:
         write_s: As above.
         notice_s: As above.
         place_s: As above.
-        memcpy_s: A plain copy of the same bytes right before.
+        memcpy_s: A plain copy of the same bytes within one process right before; on devices from
+            the producer's device to the consumer's.
     """
 
     path: str
@@ -72,13 +106,31 @@ class Sample:
     memcpy_s: float
 
 
+def find(platform: PlatformName) -> Place:
+    """Look where a platform's ends can be.
+
+    Raises:
+        PlatformUnavailableError: The platform cannot be used here; says why.
+    """
+    found = registry.get(platform)
+    return Place(
+        platform=platform, runtime=found.availability().reason, devices=found.device_count()
+    )
+
+
 def measure(
-    cases: Sequence[Case], *, repeat: int, encode_s: float, report: Callable[[str], None]
+    cases: Sequence[Case],
+    place: Place,
+    *,
+    repeat: int,
+    encode_s: float,
+    report: Callable[[str], None],
 ) -> list[Sample]:
     """Measure every case ``repeat`` times, in turns, after unmeasured rounds.
 
     Args:
         cases: Combinations; sizes are multiples of `TOKEN_BYTES`.
+        place: Where the ends are started.
         repeat: Measured rounds.
         encode_s: Time from the order to the output. With a few milliseconds the grant is there
             before the output, as in an engine; with 0 it is waited for.
@@ -91,7 +143,9 @@ def measure(
         report("starting a producer and a consumer for each path")
         paths = dict.fromkeys(case.path for case in cases)
         room = 2 * max(case.nbytes for case in cases)
-        pairs = {path: stack.enter_context(_pair(path, room, Path(folder))) for path in paths}
+        pairs = {
+            path: stack.enter_context(_pair(path, place, room, Path(folder))) for path in paths
+        }
         memcpy_s: dict[str, float] = {}
         number = 0
         for turn in range(-WARM_UP_ROUNDS, repeat):
@@ -102,7 +156,8 @@ def measure(
                 memcpy_s[name] = pairs[case.path].move(name, case.nbytes, number, encode_s)
             what = f"round {turn + 1} of {repeat}" if turn >= 0 else "warm-up"
             report(f"{what}: {len(cases)} transfers in {time.monotonic() - begin_s:.1f} s")
-        ways = handovers(read_events(Path(folder)))
+        end = "item.complete" if place.is_device else "item.placed"
+        ways = handovers(read_events(Path(folder)), end=end)
     measured = [way for way in ways if way.transfer.startswith("item-")]
     if len(measured) != len(cases) * repeat:
         raise MeasurementError(
@@ -132,6 +187,7 @@ class _Pair:
     producer: _End
     consumer: _End
     control: str
+    device: int
 
     def move(self, name: str, nbytes: int, number: int, encode_s: float) -> float:
         """Move one item; return what a plain copy of it took, in seconds."""
@@ -141,6 +197,7 @@ class _Pair:
             value=number % VALUES + 1,
             encode_s=encode_s,
             consumer=self.control,
+            device=self.device,
         )
         for end in (self.consumer, self.producer):
             end.tell(command)
@@ -149,14 +206,19 @@ class _Pair:
 
 
 @contextmanager
-def _pair(path: str, pool_bytes: int, trace_dir: Path) -> Iterator[_Pair]:
+def _pair(path: str, place: Place, pool_bytes: int, trace_dir: Path) -> Iterator[_Pair]:
     control = f"tcp://127.0.0.1:{free_port()}"
     producer = InstanceConfig(
-        instance=f"producer-{path}", platform="cpu", path=path, wait_timeout_s=_WAIT_TIMEOUT_S
+        instance=f"producer-{path}",
+        platform=place.platform,
+        device_index=place.producer,
+        path=path,
+        wait_timeout_s=_WAIT_TIMEOUT_S,
     )
     consumer = InstanceConfig(
         instance=f"consumer-{path}",
-        platform="cpu",
+        platform=place.platform,
+        device_index=place.consumer,
         path=path,
         wait_timeout_s=_WAIT_TIMEOUT_S,
         control_address=control,
@@ -172,7 +234,7 @@ def _pair(path: str, pool_bytes: int, trace_dir: Path) -> Iterator[_Pair]:
         ]
         for end in ends:
             end.hear(_START_TIMEOUT_S)
-        yield _Pair(ends[0], ends[1], control)
+        yield _Pair(ends[0], ends[1], control, place.consumer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,21 +275,26 @@ def _end(role: str, config: InstanceConfig, trace_dir: Path) -> Iterator[_End]:
         "EPD_INSTANCE": config.instance,
         "OMP_NUM_THREADS": "1",
     }
-    process = subprocess.Popen(
-        [sys.executable, "-m", "epd_portable.bench.ends", role, config.model_dump_json()],
-        env={**os.environ, **env},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        bufsize=0,
-    )
-    assert process.stdin is not None and process.stdout is not None
-    try:
-        yield _End(config.instance, process.stdin, process.stdout)
-    finally:
-        process.stdin.close()
+    # Not by standard output, on which runtimes of devices speak too.
+    answers, out = os.pipe()
+    argv = [sys.executable, "-m", "epd_portable.bench.ends", role, config.model_dump_json()]
+    with os.fdopen(answers, "rb", buffering=0) as said:
+        process = subprocess.Popen(
+            [*argv, str(out)],
+            env={**os.environ, **env},
+            stdin=subprocess.PIPE,
+            stdout=_STDERR,
+            bufsize=0,
+            pass_fds=(out,),
+        )
+        os.close(out)
+        assert process.stdin is not None
         try:
-            process.wait(_STOP_GRACE_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        process.stdout.close()
+            yield _End(config.instance, process.stdin, said)
+        finally:
+            process.stdin.close()
+            try:
+                process.wait(_STOP_GRACE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()

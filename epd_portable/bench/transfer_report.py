@@ -3,35 +3,55 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from epd_portable.bench.chart import Chart, Series
 from epd_portable.bench.report import Plain, Report, Table, conditions, format_bytes
 from epd_portable.bench.stats import paired_ratio, quantile, summarize
-from epd_portable.bench.transfer import Sample
+from epd_portable.bench.transfer import Place, Sample
 
 _PARTS = ("grant_wait_s", "write_s", "notice_s", "place_s")
 
 
 def make_report(
-    samples: Sequence[Sample], *, command: str, encode_s: float, load_before: float
+    samples: Sequence[Sample],
+    place: Place,
+    *,
+    left_out: Mapping[str, str],
+    command: str,
+    encode_s: float,
+    load_before: float,
 ) -> Report:
-    """Return the report of `epd_portable.bench.transfer.measure`'s samples."""
+    """Return the report of `epd_portable.bench.transfer.measure`'s samples.
+
+    Args:
+        samples: Of all paths and sizes.
+        place: Where they were measured.
+        left_out: Paths that were not measured, with the reason.
+        command: That made them.
+        encode_s: Time from an order to its output.
+        load_before: See `conditions`.
+    """
     groups = by_case(samples)
     return Report(
         title="From the encoder's output to the placed tensor, by path and size",
         command=command,
         conditions=conditions(load_before),
         notes=(
+            _where(place, left_out),
             "One producer and one consumer process for each path, no engine; the combinations take "
             "turns. The consumer looks for news every 0.1 ms; an engine does so between steps.",
             f"The order comes {encode_s * 1000:g} ms before the output, so a grant that is not "
             "there by then is waited for.",
             "Ratio: total time by that of a memcpy of the same bytes right before, median of the "
             "pairs with their quartiles. Other times are medians over all rounds.",
+            *_on_devices(place),
         ),
         tables=(_ratios(groups), _parts(groups)),
-        summary=[_summary(path, nbytes, group) for (path, nbytes), group in groups.items()],
+        summary=[
+            {"platform": place.platform, **_summary(path, nbytes, group)}
+            for (path, nbytes), group in groups.items()
+        ],
         samples=[dataclasses.asdict(sample) for sample in samples],
     )
 
@@ -68,6 +88,27 @@ def by_case(samples: Sequence[Sample]) -> dict[tuple[str, int], list[Sample]]:
     for sample in order:
         groups.setdefault((sample.path, sample.nbytes), []).append(sample)
     return groups
+
+
+def _where(place: Place, left_out: Mapping[str, str]) -> str:
+    ends = "both ends on its cores"
+    if place.is_device:
+        ends = f"producer on device {place.producer}, consumer on device {place.consumer}"
+        if place.devices == 1:
+            ends = "both ends on device 0, the only one"
+    found = f"Platform {place.platform} ({place.runtime}): {ends}."
+    reasons = "; ".join(f"{path} ({reason})" for path, reason in left_out.items())
+    return f"{found} Not measured: {reasons}." if reasons else found
+
+
+def _on_devices(place: Place) -> tuple[str, ...]:
+    if not place.is_device:
+        return ()
+    return (
+        "Outputs are made on the producer's device. Placed means that the copy into the consumer's "
+        "encoder cache is complete, not only queued. Memcpy is a copy from the one device to the "
+        "other within one process, until its event has passed.",
+    )
 
 
 def _ratios(groups: dict[tuple[str, int], list[Sample]]) -> Table:
@@ -110,7 +151,7 @@ def _parts(groups: dict[tuple[str, int], list[Sample]]) -> Table:
     )
 
 
-def _summary(path: str, nbytes: int, group: Sequence[Sample]) -> Plain:
+def _summary(path: str, nbytes: int, group: Sequence[Sample]) -> dict[str, Plain]:
     total = [sample.total_s for sample in group]
     ratio = paired_ratio(total, [sample.memcpy_s for sample in group])
     return {

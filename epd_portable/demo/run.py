@@ -98,6 +98,14 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m epd_portable.demo.run", description=__doc__)
     parser.add_argument("--config", type=Path, default=Path("configs/1e1pd.yaml"))
     parser.add_argument("--platform", default="cpu", choices=PLATFORMS)
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        dest="settings",
+        metavar="KEY=VALUE",
+        help="replace one key of the file for both, as in transfer.path=tcp",
+    )
     parser.add_argument("--seed", type=int, default=20, help="which picture to draw (default 20)")
     options = parser.parse_args(argv)
     picture = draw(options.seed)
@@ -116,16 +124,21 @@ def _both(
 ) -> tuple[Answer, Answer]:
     _say("starting 1 encode + 1 prefill+decode instance of vLLM and the router")
     with servers.topology(
-        options.config, platform=options.platform, log_dir=folder / "split", report=_say
+        options.config,
+        platform=options.platform,
+        log_dir=folder / "split",
+        settings=options.settings,
+        report=_say,
     ) as split_server:
         split = ask(split_server.url, picture, question)
         _say("answered; stopping the topology")
     _say("starting plain vLLM in one process, for comparison")
-    config = load_topology(options.config, platform=options.platform)
+    config = load_topology(options.config, platform=options.platform, overrides=options.settings)
     with servers.one_process(
         config.model,
         log=folder / "reference.log",
         engine_args=config.engine_args,
+        platform=options.platform,
         report=_say,
     ) as reference_server:
         return split, ask(reference_server.url, picture, question)

@@ -32,7 +32,8 @@ class CoreAssignment:
     """CPU cores of every instance.
 
     Attributes:
-        cores: For each group, for each of its instances, the cores of each rank.
+        cores: For each group, for each of its instances, the cores of each rank; nothing for one
+            whose ranks are not bound.
         warnings: What the user should know, for example a core used twice.
     """
 
@@ -87,6 +88,9 @@ def assign_devices(
 def assign_cores(groups: dict[str, InstanceGroup], allowed: Sequence[int]) -> CoreAssignment:
     """Give every rank CPU cores of its own, as evenly as the number of cores permits.
 
+    With fewer cores than ranks, and no list, no rank is bound: one that waits for another spins,
+    and on the same core it would keep from running what it waits for.
+
     Args:
         groups: Instance groups by their name in the topology file.
         allowed: Cores that this process may use.
@@ -107,13 +111,22 @@ def assign_cores(groups: dict[str, InstanceGroup], allowed: Sequence[int]) -> Co
         if again:
             warnings.append(f"core {again[0]} is in the list of more than one group: they share it")
         listed |= set(group.cores or ())
+    ranks = sum(map(seats, groups.values()))
+    if not listed and len(allowed) < ranks:
+        return CoreAssignment(
+            cores={name: [()] * group.count for name, group in groups.items()},
+            warnings=(
+                f"the topology has {ranks} ranks for {len(allowed)} CPU cores "
+                f"({_ranges(allowed)}): none is bound to a core, and they slow each other down",
+            ),
+        )
     rest = [core for core in sorted(allowed) if core not in listed]
     unlisted = {name: group for name, group in groups.items() if group.cores is None}
     if unlisted and not rest:
         warnings.append("the lists take every core: groups without a list share those cores")
         rest = sorted(allowed)
     result: dict[str, list[tuple[Cores, ...]]] = {}
-    shares = _split(rest, sum(map(seats, unlisted.values())), "the topology", warnings)
+    shares = _split(rest, sum(map(seats, unlisted.values())), "the rest of the topology", warnings)
     for name, group in groups.items():
         if group.cores is None:
             flat, shares = shares[: seats(group)], shares[seats(group) :]

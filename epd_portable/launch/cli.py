@@ -2,40 +2,42 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import click
 
 from epd_portable import envs
+from epd_portable.config.instance import PlatformName
 from epd_portable.config.load import PLATFORMS, load_topology
 from epd_portable.config.schema import Topology
-from epd_portable.errors import (
-    ConfigError,
-    EPDError,
-    PlatformUnavailableError,
-    PortInUseError,
-)
+from epd_portable.config.secret import Secret
+from epd_portable.launch import members
 from epd_portable.launch.check import inspect
-from epd_portable.launch.machine import assumed_machine, probed_machine, require_shm
+from epd_portable.launch.machine import (
+    assumed_machine,
+    described_machine,
+    probed_machine,
+    require_shm,
+)
+from epd_portable.launch.messages import messages
 from epd_portable.launch.model import resolve_model
 from epd_portable.launch.plan import Machine, Plan, make_plan, new_run_id
 from epd_portable.launch.ports import port_source, require_free
 from epd_portable.launch.show import findings_table, plan_table
 from epd_portable.launch.supervisor import Supervisor
-from epd_portable.platforms.traits import TRAITS
+from epd_portable.launch.target import Target, find_hardware, find_target, require_platform
+from epd_portable.platforms.traits import PlatformTraits
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-BAD_INPUT = (ConfigError, PlatformUnavailableError, PortInUseError)
 DEFAULT_COMMAND = "up"
 
 
@@ -54,8 +56,13 @@ def _topology_options(command: F) -> F:
             "--platform",
             type=click.Choice(PLATFORMS),
             envvar=envs.EPD_PLATFORM.name,
-            required=True,
-            help="What the instances run on.",
+            help="What the instances run on; may be left out with --hardware.",
+        ),
+        click.option(
+            "--hardware",
+            metavar="PROFILE",
+            help="Hold the plan against a hardware profile: a name in the folder hardware beside "
+            "the topology file or in configs/hardware, for example 910b-64g, or a file.",
         ),
         click.option(
             "--config",
@@ -98,6 +105,11 @@ Three prefill+decode instances, bytes over TCP:
 See what would be started, and what this machine can do:
   epd-launch plan --platform npu --config configs/1e1pd.yaml
   epd-launch check
+Plan for a machine that is not here:
+  epd-launch plan --hardware 910b-64g --config configs/1e1pd.yaml
+Let instances join and leave a router that serves, with a secret that both sides hold:
+  epd-launch secret ~/epd.secret
+  epd-launch join --help
 
 It runs in the foreground until Ctrl-C or SIGTERM, and then nothing of it is left. `up` is the
 command when none is named; `epd-launch up --help` lists its options.
@@ -123,7 +135,8 @@ def main() -> None:
     "removed when a stop was asked for, and kept when something failed.",
 )
 def up(
-    platform: str,
+    platform: str | None,
+    hardware: str | None,
     config: Path,
     overrides: tuple[str, ...],
     model: str | None,
@@ -134,10 +147,13 @@ def up(
 
     Exit status: 0 when a stop was asked for, 1 when a process did not start, 2 on bad input.
     """
-    with _messages():
-        topology = _load(platform, config, overrides, model, port)
+    with messages():
+        target = find_target(platform, hardware, config)
+        topology = _load(target.traits, config, overrides, model, port)
+        if topology.secret_file is not None:
+            Secret.read(topology.secret_file)
         run_id = new_run_id()
-        plan = _plan(topology, platform, run_id, measured=True)
+        plan = _plan(topology, target, run_id, probed_machine(target.traits, os.environ))
         require_free(topology.router.port, topology.router.host)
         require_shm(topology.transfer.pool_bytes, topology.instances.prefill_decode.count)
         _warn(plan)
@@ -145,7 +161,7 @@ def up(
         logs.mkdir(parents=True, exist_ok=True)
         _temp_dir(run_id).mkdir(mode=0o700)
         names = ", ".join(spec.name for spec in plan.processes)
-        click.echo(f"starting {names} on {platform}; logs in {logs}")
+        click.echo(f"starting {names} on {plan.platform}; logs in {logs}")
         Supervisor(
             plan, topology.launch, log_dir=logs, temp_dir=_temp_dir(run_id), say=click.echo
         ).run()
@@ -157,17 +173,26 @@ def up(
 @_topology_options
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
 def plan(
-    platform: str,
+    platform: str | None,
+    hardware: str | None,
     config: Path,
     overrides: tuple[str, ...],
     model: str | None,
     port: int | None,
     as_json: bool,
 ) -> None:
-    """Show the processes that would be started; needs no device and starts nothing."""
-    with _messages():
-        topology = _load(platform, config, overrides, model, port)
-        result = _plan(topology, platform, new_run_id(), measured=False)
+    """Show the processes that would be started; needs no device and starts nothing.
+
+    With --hardware it plans for the devices of that profile, whatever this machine has.
+    """
+    with messages():
+        target = find_target(platform, hardware, config)
+        topology = _load(target.traits, config, overrides, model, port)
+        if target.hardware:
+            machine = described_machine(target.hardware.profile.devices_per_node.value)
+        else:
+            machine = assumed_machine(target.traits, os.environ)
+        result = _plan(topology, target, new_run_id(), machine)
         if not as_json:
             _warn(result)
         click.echo(json.dumps(result.as_json(), indent=2) if as_json else plan_table(result))
@@ -175,23 +200,36 @@ def plan(
 
 @main.command()
 @click.option("--platform", type=click.Choice(PLATFORMS), help="Look at this platform only.")
+@click.option(
+    "--hardware",
+    metavar="PROFILE",
+    help="Compare the devices with a hardware profile: a name in configs/hardware, or a file.",
+)
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
-def check(platform: str | None, as_json: bool) -> None:
-    """Say which platforms and transfer paths can be used here, and why the others cannot.
+def check(platform: str | None, hardware: str | None, as_json: bool) -> None:
+    """Say which platforms, devices and transfer paths can be used here, and why others cannot.
 
-    Exit status: 0 when the platform, or any platform, can be used; otherwise 1.
+    Exit status: 0 when the platform, or any platform, can be used, and with --hardware is what the
+    profile says; otherwise 1; 2 on bad input.
     """
-    findings = inspect([platform] if platform else list(PLATFORMS))
+    with messages():
+        expected = find_hardware(hardware) if hardware else None
+        if expected:
+            require_platform(expected, platform)
+            platform = expected.profile.platform
+    findings = inspect([platform] if platform else list(PLATFORMS), expected)
     if as_json:
         click.echo(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
     else:
         click.echo(findings_table(findings))
-    if not any(finding.usable for finding in findings if finding.kind == "platform"):
+    platforms = [finding.usable for finding in findings if finding.kind == "platform"]
+    compared = [finding.usable for finding in findings if finding.kind == "hardware"]
+    if not any(platforms) or not all(compared):
         sys.exit(1)
 
 
 def _load(
-    platform: str,
+    traits: PlatformTraits,
     config: Path,
     overrides: tuple[str, ...],
     model: str | None,
@@ -202,22 +240,25 @@ def _load(
         shortcuts.append(f"model={json.dumps(model)}")
     if port is not None:
         shortcuts.append(f"router.port={port}")
-    (name,) = (known for known in PLATFORMS if known == platform)
+    name = cast("PlatformName", traits.name)
     return load_topology(config, name, overrides=[*overrides, *shortcuts])
 
 
-def _plan(topology: Topology, platform: str, run_id: str, *, measured: bool) -> Plan:
-    traits = TRAITS[platform]
-    model = resolve_model(topology.model, served_name=topology.served_model_name)
-    machine: Machine = (probed_machine if measured else assumed_machine)(traits, os.environ)
+def _plan(topology: Topology, target: Target, run_id: str, machine: Machine) -> Plan:
+    avoid = target.hardware.profile.ports_to_avoid if target.hardware else ()
     return make_plan(
         topology,
-        model=model,
-        traits=traits,
+        model=resolve_model(topology.model, served_name=topology.served_model_name),
+        traits=target.traits,
         machine=machine,
         run_id=run_id,
-        free_port=port_source(run_id, reserved=frozenset({topology.router.port})),
+        free_port=port_source(
+            run_id,
+            reserved=frozenset({topology.router.port, *avoid}),
+            host=topology.launch.host,
+        ),
         temp_dir=str(_temp_dir(run_id)),
+        hardware=target.hardware,
     )
 
 
@@ -230,17 +271,8 @@ def _warn(plan: Plan) -> None:
         click.echo(f"warning: {warning}", err=True)
 
 
-@contextlib.contextmanager
-def _messages() -> Iterator[None]:
-    """Turn errors raised on purpose into one message and an exit status."""
-    try:
-        yield
-    except BAD_INPUT as error:
-        click.echo(f"epd-launch: {error}", err=True)
-        sys.exit(2)
-    except EPDError as error:
-        click.echo(f"epd-launch: {error}", err=True)
-        sys.exit(1)
+for _member_command in (members.secret, members.join, members.leave, members.instances):
+    main.add_command(_member_command)
 
 
 if __name__ == "__main__":

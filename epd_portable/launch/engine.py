@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from pydantic import JsonValue
 
 from epd_portable.config.instance import InstanceConfig
-from epd_portable.config.schema import InstanceGroup, Topology
+from epd_portable.config.schema import EncodeGroup, InstanceGroup, PrefillDecodeGroup, Topology
 from epd_portable.errors import ConfigError
-from epd_portable.launch.assign import Cores
 from epd_portable.launch.model import ModelSource
+from epd_portable.launch.seats import Seat
 from epd_portable.platforms.traits import PlatformTraits
 
 SCHEDULER_CLS = "epd_portable.vllm_plugin.scheduler.make_scheduler"
@@ -21,6 +20,7 @@ CONNECTOR = {
     "ec_connector": "EPDConnector",
     "ec_connector_module_path": "epd_portable.vllm_plugin.ec_connector",
 }
+ADMISSION = "epd_portable.vllm_plugin.admission.AdmissionMiddleware"
 EC_ROLES = {"encode": "ec_producer", "prefill_decode": "ec_consumer"}
 ROLE_ARGS: dict[str, dict[str, JsonValue]] = {
     # An encoder computes no KV blocks, so there is no prefix to find again. It generates nothing,
@@ -32,21 +32,6 @@ ROLE_ARGS: dict[str, dict[str, JsonValue]] = {
     },
     "prefill_decode": {},
 }
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Seat:
-    """Where one instance runs.
-
-    Attributes:
-        port: Its HTTP port on the loopback address.
-        devices: One device per rank; empty where the platform has no numbered devices.
-        cores: The CPU cores of each rank; empty where ranks are not bound to cores.
-    """
-
-    port: int
-    devices: tuple[str, ...] = ()
-    cores: tuple[Cores, ...] = ()
 
 
 def engine_argv(
@@ -70,6 +55,7 @@ def engine_argv(
         **topology.engine_args,
         **ROLE_ARGS[group_name],
         **group.engine_args,
+        **_without_encoder(topology, group),
         "tensor_parallel_size": group.tensor_parallel_size,
         "ec_transfer_config": {
             **CONNECTOR,
@@ -80,9 +66,23 @@ def engine_argv(
     return (
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", model.argument, "--served-model-name", model.served_name),
-        *("--host", "127.0.0.1", "--port", str(port)),
+        *("--host", topology.launch.host, "--port", str(port)),
         *render_arguments(arguments),
+        # Written out, because a list becomes JSON and every mention of this flag adds one.
+        *(("--middleware", ADMISSION) if group_name == "encode" else ()),
     )
+
+
+def _without_encoder(topology: Topology, group: InstanceGroup) -> dict[str, JsonValue]:
+    """Return what makes vLLM leave the encoder out (0.31 and later): no media, embeddings only."""
+    if not isinstance(group, PrefillDecodeGroup) or group.encoder:
+        return {}
+    wished = {**topology.engine_args, **group.engine_args}.get("limit_mm_per_prompt")
+    limits = dict(wished) if isinstance(wished, dict) else {}
+    return {
+        "limit_mm_per_prompt": {**limits, **dict.fromkeys(("image", "video", "audio"), 0)},
+        "enable_mm_embeds": True,
+    }
 
 
 def render_arguments(arguments: Mapping[str, JsonValue]) -> list[str]:
@@ -128,10 +128,18 @@ def engine_env(
         # Engines leave sockets and rendezvous files there; the folder is removed with the run.
         "TMPDIR": temp_dir,
     }
+    remedies: dict[str, str] = {}
+    if isinstance(group, EncodeGroup):
+        owned["EPD_MAX_QUEUED_ITEMS"] = str(group.max_queued_items)
+        owned["EPD_MAX_QUEUED_BYTES"] = str(group.max_queued_bytes)
+        remedies["EPD_MAX_QUEUED_ITEMS"] = "write max_queued_items beside count"
+        remedies["EPD_MAX_QUEUED_BYTES"] = "write max_queued_bytes beside count"
     if traits.visible_devices_env is not None:
-        owned[traits.visible_devices_env] = ",".join(seat.devices)
+        remedies[traits.visible_devices_env] = "list devices instead"
+        # An engine takes the first tensor_parallel_size of them.
+        owned[traits.visible_devices_env] = ",".join((*seat.devices, *seat.peers))
     for name in sorted(owned.keys() & wished.keys()):
-        remedy = "list devices instead" if name == traits.visible_devices_env else "remove it"
+        remedy = remedies.get(name, "remove it")
         raise ConfigError(f"env: {name} of instances.{group_name} is set by the launcher; {remedy}")
     defaults = {
         # The connector's hooks are those of the first model runner.
@@ -143,9 +151,15 @@ def engine_env(
     }
     if model.is_folder:
         defaults["HF_HUB_OFFLINE"] = "1"
-    if seat.cores:
-        defaults["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(
-            ",".join(map(str, cores)) for cores in seat.cores
-        )
-        defaults["VLLM_CPU_KVCACHE_SPACE"] = "1"
+    if traits.visible_devices_env is None:
+        defaults |= _cpu_env(seat)
     return {**defaults, **wished, **owned}
+
+
+def _cpu_env(seat: Seat) -> dict[str, str]:
+    fixed = {"VLLM_CPU_KVCACHE_SPACE": "1"}
+    if not seat.cores:
+        # Else each rank would have a thread for every core, and there are too few cores already.
+        return {**fixed, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    bound = "|".join(",".join(map(str, cores)) for cores in seat.cores)
+    return {**fixed, "VLLM_CPU_OMP_THREADS_BIND": bound}

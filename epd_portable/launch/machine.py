@@ -44,6 +44,12 @@ def assumed_machine(traits: PlatformTraits, environ: Mapping[str, str]) -> Machi
     return Machine(devices=visible_devices(traits, environ), cores=allowed_cores())
 
 
+def described_machine(devices_per_node: int) -> Machine:
+    """Describe a machine that is not here: the devices of its profile, the cores of this one."""
+    devices = tuple(str(index) for index in range(devices_per_node))
+    return Machine(devices=devices, cores=allowed_cores())
+
+
 def probed_machine(traits: PlatformTraits, environ: Mapping[str, str]) -> Machine:
     """Describe the machine as the platform's runtime sees it.
 

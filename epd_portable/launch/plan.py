@@ -8,16 +8,21 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from epd_portable.config.instance import InstanceConfig
-from epd_portable.config.schema import InstanceGroup, Topology
+from epd_portable.config.schema import Topology
+from epd_portable.connector.curve import is_off_host
+from epd_portable.connector.registry import offered
 from epd_portable.errors import ConfigError
-from epd_portable.launch.assign import Cores, assign_cores, assign_devices
-from epd_portable.launch.engine import Seat, engine_argv, engine_env
+from epd_portable.launch.assign import Cores
+from epd_portable.launch.engine import engine_argv, engine_env
+from epd_portable.launch.fit import HardwareFit, fit, memory_warnings
 from epd_portable.launch.model import ModelSource
+from epd_portable.launch.seats import Seat, place_instances
+from epd_portable.launch.target import Hardware
 from epd_portable.platforms.traits import PlatformTraits
 from epd_portable.router.settings import InstanceSettings, Role, RouterSettings
 
@@ -76,6 +81,7 @@ class Plan:
         url: Base address for OpenAI clients.
         processes: Instances first, the router last.
         warnings: What the user should know before starting.
+        hardware: What a hardware profile says of it; ``None`` without one.
     """
 
     run_id: str
@@ -84,6 +90,7 @@ class Plan:
     url: str
     processes: tuple[ProcessSpec, ...]
     warnings: tuple[str, ...]
+    hardware: HardwareFit | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Return the plan as plain JSON values."""
@@ -109,6 +116,7 @@ def make_plan(
     run_id: str,
     free_port: Callable[[], int],
     temp_dir: str,
+    hardware: Hardware | None = None,
 ) -> Plan:
     """Decide processes, command lines, devices, cores and ports.
 
@@ -118,13 +126,18 @@ def make_plan(
         traits: The chosen platform.
         machine: Devices and cores to share out.
         run_id: See ``new_run_id``.
-        free_port: Hands out one loopback port after another.
+        free_port: Hands out one free port of ``launch.host`` after another.
         temp_dir: Folder for the engines' own sockets and temporary files.
+        hardware: The profile to hold the plan against.
 
     Raises:
         ConfigError: The topology does not fit the platform or the machine.
     """
-    seats, warnings = _seats(topology, traits, machine, free_port)
+    _check_queue(topology)
+    _check_host(topology, traits)
+    seats, warnings = place_instances(
+        topology, traits, devices=machine.devices, cores=machine.cores, free_port=free_port
+    )
     specs: list[ProcessSpec] = []
     backends: list[InstanceSettings] = []
     for group_name, role in ROLES.items():
@@ -135,7 +148,7 @@ def make_plan(
                 ports |= {"control": free_port(), "data": free_port()}
             instance = _instance(topology, traits, name, ports, run_id)
             shared: dict[str, Any] = {"model": model, "traits": traits, "instance": instance}
-            url = f"http://127.0.0.1:{seat.port}"
+            url = _base_url(topology.launch.host, seat.port)
             backends.append(
                 InstanceSettings(name=name, role=role, url=url, control=instance.control_address)
             )
@@ -159,54 +172,74 @@ def make_plan(
         model=model.served_name,
         url=f"{_base_url(topology.router.host, topology.router.port)}/v1",
         processes=tuple(specs),
-        warnings=tuple(warnings),
+        warnings=(*warnings, *_hardware_warnings(topology, traits, seats, hardware)),
+        hardware=fit(hardware) if hardware else None,
     )
 
 
-def _seats(
+def _check_queue(topology: Topology) -> None:
+    queue, largest = topology.instances.encode.max_queued_bytes, topology.router.max_body_bytes
+    if queue < largest:
+        raise ConfigError(
+            f"instances.encode.max_queued_bytes {queue} is less than router.max_body_bytes "
+            f"{largest}: a body that the router accepts could never be queued; raise the one or "
+            "lower the other"
+        )
+
+
+def _hardware_warnings(
     topology: Topology,
     traits: PlatformTraits,
-    machine: Machine,
-    free_port: Callable[[], int],
-) -> tuple[dict[str, list[Seat]], Sequence[str]]:
-    groups: dict[str, InstanceGroup] = {name: getattr(topology.instances, name) for name in ROLES}
-    numbered = traits.visible_devices_env is not None
-    refused = "cores" if numbered else "devices"
-    for name, group in groups.items():
-        if getattr(group, refused) is not None:
-            raise ConfigError(
-                f"instances.{name}.{refused}: platform {traits.name} has no use for it; move it "
-                "under platform.<name> of the platform that it is meant for"
-            )
-    if numbered:
-        by_device = assign_devices(groups, machine.devices)
-        return {
-            name: [Seat(port=free_port(), devices=devices) for devices in instances]
-            for name, instances in by_device.devices.items()
-        }, by_device.warnings
-    by_core = assign_cores(groups, machine.cores)
-    return {
-        name: [Seat(port=free_port(), cores=cores) for cores in instances]
-        for name, instances in by_core.cores.items()
-    }, by_core.warnings
+    seats: Mapping[str, Sequence[Seat]],
+    hardware: Hardware | None,
+) -> list[str]:
+    if hardware is None:
+        return []
+    profile = hardware.profile
+    devices = {name: [seat.devices for seat in group] for name, group in seats.items()}
+    found = memory_warnings(topology, traits, devices, profile.usable_memory_bytes)
+    avoid = profile.ports_to_avoid
+    if topology.router.port in avoid:
+        found.append(
+            f"router.port {topology.router.port}: on {hardware.name} other software takes ports "
+            f"{avoid[0]} to {avoid[-1]}; choose one outside them"
+        )
+    return found
 
 
 def _instance(
     topology: Topology, traits: PlatformTraits, name: str, ports: dict[str, int], run_id: str
 ) -> InstanceConfig:
-    transfer = topology.transfer
+    transfer, host = topology.transfer, topology.launch.host
     receives = "control" in ports
     return InstanceConfig(
         instance=name,
         platform=traits.name,
-        control_address=f"tcp://127.0.0.1:{ports['control']}" if receives else "",
-        data_address=f"tcp://127.0.0.1:{ports['data']}" if receives else "",
+        control_address=f"tcp://{host}:{ports['control']}" if receives else "",
+        data_address=f"tcp://{host}:{ports['data']}" if receives else "",
         pool=f"{shm_prefix(run_id)}{name}" if receives else "",
         pool_bytes=transfer.pool_bytes if receives else 0,
         path=transfer.path,
+        preallocation=transfer.preallocation,
         wait_timeout_s=transfer.wait_timeout_s,
         lease_s=transfer.lease_s,
+        host=host,
+        secret_file=topology.secret_file or "",
+        trusted_network=transfer.trusted_network,
+        can_encode=topology.instances.prefill_decode.encoder or not receives,
     )
+
+
+def _check_host(topology: Topology, traits: PlatformTraits) -> None:
+    host, transfer = topology.launch.host, topology.transfer
+    if not is_off_host(host):
+        return
+    if topology.secret_file is None:
+        raise ConfigError(
+            f"launch.host {host} is not the loopback address: set secret_file, from which the "
+            "keys of control and data come (epd-launch secret FILE makes one)"
+        )
+    offered(transfer.path, traits.name, plain=transfer.trusted_network)
 
 
 def _router(
@@ -218,6 +251,11 @@ def _router(
         port=router.port,
         model=model.served_name,
         instances=tuple(backends),
+        secret_file=topology.secret_file or "",
+        warm_up=topology.launch.warm_up,
+        forget_after_s=router.forget_after_s,
+        media=topology.transfer.media,
+        local_encode=topology.instances.prefill_decode.encoder,
         encode_timeout_s=router.encode_timeout_s,
         idle_timeout_s=router.idle_timeout_s,
         wait_timeout_s=topology.transfer.wait_timeout_s,

@@ -31,7 +31,7 @@ def is_free(port: int, host: str = "127.0.0.1") -> bool:
         if error.errno == errno.EADDRINUSE:
             return False
         raise ConfigError(
-            f"router.host {host}, port {port}: cannot listen there: {error.strerror or error}; "
+            f"host {host}, port {port}: cannot listen there: {error.strerror or error}; "
             "use an address of this machine and a port that you may open"
         ) from error
     return True
@@ -54,9 +54,13 @@ def require_free(port: int, host: str) -> None:
 
 
 def port_source(
-    run_id: str, *, reserved: frozenset[int] = frozenset(), free: Callable[[int], bool] = is_free
+    run_id: str,
+    *,
+    reserved: frozenset[int] = frozenset(),
+    host: str = "127.0.0.1",
+    free: Callable[[int, str], bool] = is_free,
 ) -> Callable[[], int]:
-    """Return a function that hands out one free loopback port after another.
+    """Return a function that hands out one free port after another.
 
     The search starts at a point that follows from ``run_id``, so that topologies started at the
     same moment do not meet.
@@ -64,16 +68,20 @@ def port_source(
     Args:
         run_id: Hexadecimal id of the run.
         reserved: Ports never to hand out.
-        free: Tells whether a port may be used.
+        host: Address of this machine whose ports they are.
+        free: Tells whether a port of an address may be used.
+
+    Raises:
+        ConfigError: By the function, as `is_free`.
     """
-    span = LAST_PORT - FIRST_PORT + 1
-    start = int(run_id, 16) % span
-    candidates = (FIRST_PORT + (start + step) % span for step in range(span))
+    allowed = [port for port in range(FIRST_PORT, LAST_PORT + 1) if port not in reserved]
+    start = int(run_id, 16) % len(allowed) if allowed else 0
+    candidates = iter(allowed[start:] + allowed[:start])
 
     def next_port() -> int:
         for port in candidates:
-            if port not in reserved and free(port):
+            if free(port, host):
                 return port
-        raise LaunchError(f"no free loopback port from {FIRST_PORT} to {LAST_PORT} is left")
+        raise LaunchError(f"no free port of {host} from {FIRST_PORT} to {LAST_PORT} is left")
 
     return next_port

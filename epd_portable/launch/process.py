@@ -9,14 +9,17 @@ import signal
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
+from epd_portable import envs
 from epd_portable.errors import LaunchError
 from epd_portable.launch.plan import ProcessSpec
 from epd_portable.launch.sessions import SHM
 
 _PROBE_TIMEOUT_S = 1.0
 _TAIL_BYTES = 256 << 10
+_OF_ONE_ENGINE = ("PROMETHEUS_MULTIPROC_DIR", envs.EPD_METRICS_DIR.name)
 
 
 class Child:
@@ -66,8 +69,20 @@ class Child:
         """Ask ``GET /health``; anything but 200 within a second is no.
 
         Args:
-            with_instances: Whether a router must also have found every instance healthy.
+            with_instances: Whether a router must also be ready to use every instance.
         """
+        answer = self._health()
+        if answer is None or self.spec.role != "router" or not with_instances:
+            return answer is not None
+        return all(seen["state"] == "up" for seen in answer["instances"].values())
+
+    def problems(self) -> list[str]:
+        """Return what went wrong when a router warmed its instances up."""
+        instances = (self._health() or {"instances": {}})["instances"].values()
+        return [seen["problem"] for seen in instances if "problem" in seen]
+
+    def _health(self) -> dict[str, Any] | None:
+        """Return the answer to ``GET /health``, empty for an instance; ``None`` if not healthy."""
         address = urlsplit(self.spec.url)
         assert address.hostname is not None
         connection = http.client.HTTPConnection(
@@ -77,12 +92,10 @@ class Child:
             connection.request("GET", "/health")
             answer = connection.getresponse()
             if answer.status != http.HTTPStatus.OK:
-                return False
-            if self.spec.role != "router" or not with_instances:
-                return True
-            return all(seen["healthy"] for seen in json.load(answer)["instances"].values())
+                return None
+            return dict(json.load(answer)) if self.spec.role == "router" else {}
         except (OSError, http.client.HTTPException):
-            return False
+            return None
         finally:
             connection.close()
 
@@ -100,11 +113,12 @@ def _environment(
     """Lay a process's own variables over the launcher's.
 
     Kernels that torch compiles would go with the run's temporary folder; the next run wants them.
+    Folders of metrics are left out: every engine on the host would show what all of them count.
     """
     cache = environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return {
         "TORCHINDUCTOR_CACHE_DIR": str(Path(cache, "epd-portable", "torchinductor")),
-        **environ,
+        **{name: value for name, value in environ.items() if name not in _OF_ONE_ENGINE},
         **mine,
         "EPD_RUN_ID": run_id,
         "PYTHONUNBUFFERED": "1",

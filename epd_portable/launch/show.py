@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Sequence
 
 from epd_portable.launch.check import Finding
+from epd_portable.launch.fit import HardwareFit
 from epd_portable.launch.plan import Plan, ProcessSpec
 
 
@@ -15,6 +16,8 @@ def plan_table(plan: Plan) -> str:
     rows += [(spec.name, spec.role, _place(spec), _ports(spec)) for spec in plan.processes]
     lines = [f"platform {plan.platform}, model {plan.model}, clients use {plan.url}", ""]
     lines += _columns(rows)
+    if plan.hardware:
+        lines += ["", *_hardware(plan.hardware)]
     for spec in plan.processes:
         lines += ["", f"{spec.name}:"]
         lines += [f"  {name}={shlex.quote(value)} \\" for name, value in spec.env.items()]
@@ -29,6 +32,18 @@ def findings_table(findings: Sequence[Finding]) -> str:
         for finding in findings
     ]
     return "\n".join(_columns([("what", "name", "usable", "why"), *rows]))
+
+
+def _hardware(hardware: HardwareFit) -> list[str]:
+    times: dict[float, list[str]] = {}
+    for path, seconds in hardware.transfer_s.items():
+        times.setdefault(seconds, []).append(path)
+    each = "; ".join(f"{seconds * 1e3:.2f} ms by {', '.join(p)}" for seconds, p in times.items())
+    return [
+        f"planned for {hardware.profile}: {hardware.device}",
+        f"an item of {hardware.item_bytes >> 20} MiB takes at least {each}; tcp adds its sockets "
+        "to the time of shm",
+    ]
 
 
 def _place(spec: ProcessSpec) -> str:

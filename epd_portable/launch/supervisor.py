@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -22,7 +21,6 @@ from epd_portable.launch.logs import latest_stage, telling_line
 from epd_portable.launch.plan import Plan, shm_prefix
 from epd_portable.launch.process import Child, describe_exit
 from epd_portable.launch.progress import Progress
-from epd_portable.launch.warmup import warm_up
 
 _STEP_S = 0.1
 _PROBE_EVERY_S = 0.5
@@ -55,7 +53,7 @@ class Supervisor:
         self._launch = launch
         self._log_dir = log_dir
         self._temp_dir = temp_dir
-        self._say = say
+        self._say = _whatever_happens(say)
         self._specs = {spec.name: spec for spec in plan.processes}
         self._children: dict[str, Child] = {}
         self._lifecycle = Lifecycle(
@@ -96,37 +94,14 @@ class Supervisor:
             self._step()
             for line in progress.lines(self._stages(), time.monotonic()):
                 self._say(line)
-        if self._launch.warm_up and self._lifecycle.phase is Phase.SERVING:
-            self._warm_up()
         if self._lifecycle.phase is Phase.SERVING and not self._stop_requests:
+            for child in self._children.values():
+                for problem in child.problems():
+                    self._say(f"serving all the same: {problem}")
             self._say(
                 f"ready: {self._plan.url} ({self._census()}) in "
                 f"{time.monotonic() - started_at:.0f} s"
             )
-
-    def _warm_up(self) -> None:
-        """Send the instances their first requests; goes on if one does not answer well.
-
-        Raises:
-            LaunchError: A process ended over it.
-        """
-        self._say("warming up: the first step of every engine takes longer than the others")
-        problems: list[str] = []
-        thread = threading.Thread(
-            target=lambda: problems.extend(warm_up(self._plan.processes, self._plan.model)),
-            name="warm-up",
-            daemon=True,
-        )
-        thread.start()
-        while thread.is_alive() and not self._stop_requests:
-            for name, child in self._children.items():
-                status = child.exit_status()
-                if status is not None:
-                    words = _last_words(child, status=status)
-                    raise LaunchError(f"{name} {describe_exit(status)} at its first request{words}")
-            time.sleep(_STEP_S)
-        for problem in problems:
-            self._say(f"serving all the same: {problem}")
 
     def main_loop(self) -> None:
         """Keep every process alive until a stop is asked for."""
@@ -250,6 +225,17 @@ class Supervisor:
         finally:
             for signum, handler in before.items():
                 signal.signal(signum, handler)
+
+
+def _whatever_happens(say: Callable[[str], None]) -> Callable[[str], None]:
+    """Let what cannot be printed, on a full disk or into a closed pipe, end no topology."""
+
+    def try_to(line: str) -> None:
+        # There is nowhere left to say that it failed.
+        with contextlib.suppress(OSError):
+            say(line)
+
+    return try_to
 
 
 def _last_words(child: Child, *, status: int | None) -> str:

@@ -152,7 +152,7 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     runs: list[Run] = []
 
     def start(servers: dict[str, list[str]], **settings: Any) -> Run:
-        runs.append(Run(tmp_path, servers, {"stop_grace_s": 2.0, "warm_up": False, **settings}))
+        runs.append(Run(tmp_path, servers, {"stop_grace_s": 2.0, **settings}))
         return runs[-1]
 
     yield start

@@ -7,6 +7,7 @@ reproduce anything that an engine computes.
 from __future__ import annotations
 
 import argparse
+import json
 import signal
 import subprocess
 import sys
@@ -20,13 +21,18 @@ class Answer(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.send_response(200)
         self.end_headers()
-        self.wfile.write(b'{"instances": {}}')
+        seen = {"state": "up", "problem": problem} if problem else {"state": "up"}
+        self.wfile.write(json.dumps({"instances": {"encode-0": seen}}).encode())
 
     def log_message(self, format: str, *args: object) -> None:
         pass
 
 
+problem = ""
+
+
 def main() -> None:
+    global problem
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--shm", default="")
@@ -34,7 +40,9 @@ def main() -> None:
     parser.add_argument("--hang", action="store_true", help="never answer")
     parser.add_argument("--stubborn", action="store_true", help="ignore SIGTERM")
     parser.add_argument("--child", action="store_true", help="start a process that ignores SIGTERM")
+    parser.add_argument("--problem", default="", help="what a router says of its instance")
     options = parser.parse_args()
+    problem = options.problem
     print("Starting to load model nothing", flush=True)
     if options.shm:
         Path("/dev/shm", options.shm).write_bytes(b"x" * 4096)

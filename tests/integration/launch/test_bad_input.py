@@ -99,6 +99,28 @@ def test_a_platform_that_is_not_here_is_refused_with_its_reason(refuse: Refuse) 
     assert "`epd-launch check` shows what can" in message
 
 
+def test_more_devices_than_the_profile_has_is_refused(
+    refuse: Refuse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What this machine shows of its devices does not count.
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "4")
+    arguments = ["--hardware", "910b-64g", "--config", CONFIG, "--set"]
+    message = refuse("plan", *arguments, "instances.prefill_decode.count=8")
+    assert "wants 9 devices (encode 1 × 1 + prefill_decode 8 × 1) and there are 8" in message
+
+
+@pytest.mark.parametrize("words", [["plan", "--config", CONFIG], ["--config", CONFIG], ["check"]])
+def test_a_profile_of_another_platform_is_refused(refuse: Refuse, words: list[object]) -> None:
+    message = refuse(*words, "--platform", "cuda", "--hardware", "910b-64g")
+    assert "910b-64g is a profile of platform npu" in message
+    assert message.count("\n") == 1
+
+
+def test_a_path_that_the_platform_cannot_have_is_refused(refuse: Refuse) -> None:
+    arguments = ["--platform", "cpu", "--config", CONFIG, "--set", "transfer.path=ipc"]
+    assert "transfer.path: ipc writes into the memory of a device" in refuse("plan", *arguments)
+
+
 def test_pools_larger_than_shared_memory_are_refused(refuse: Refuse) -> None:
     arguments = ["--platform", "cpu", "--config", CONFIG, "--port", "29999", "--set"]
     message = refuse(*arguments, "transfer.pool_bytes=9000TiB")
@@ -109,6 +131,8 @@ def test_pools_larger_than_shared_memory_are_refused(refuse: Refuse) -> None:
     ("arguments", "complaint"),
     [
         (["--platform", "tpu"], "'tpu' is not one of 'cuda', 'npu', 'cpu'"),
+        (["--config", CONFIG], "name a platform with --platform, or a hardware profile with"),
+        (["--hardware", "a1", "--config", CONFIG], "there are 910b-32g, 910b-64g, a100-40g"),
         (["--platform", "cpu"], "Missing option '--config'"),
         (["--platform", "cpu", "--config", "/no/such.yaml"], "No such file or directory"),
         (["--platform", "cpu", "--config", ROOT], "Is a directory"),
@@ -132,6 +156,23 @@ def test_a_plan_for_programs_is_json(command: Command) -> None:
     result = command("plan", "--platform", "cuda", "--config", CONFIG, "--json")
     plan = json.loads(result.stdout)
     assert [spec["devices"] for spec in plan["processes"]] == [["0"], ["1"], []]
+
+
+def test_a_plan_for_a_machine_that_is_not_here_says_which(command: Command) -> None:
+    result = command("plan", "--hardware", "910b-64g", "--config", CONFIG)
+    assert result.returncode == 0
+    assert result.stdout.startswith("platform npu, ")
+    assert "planned for 910b-64g: Ascend 910B" in result.stdout
+
+
+def test_check_says_how_this_machine_differs_from_a_profile(command: Command) -> None:
+    pytest.importorskip("torch")
+    result = command("check", "--hardware", "h200", "--json")
+    findings = {item["kind"]: item for item in json.loads(result.stdout)}
+    # Only a server with eight of them is one; elsewhere the platform or the comparison says why.
+    judge = findings.get("hardware", findings["platform"])
+    assert result.returncode == (0 if judge["usable"] else 1)
+    assert judge["reason"]
 
 
 def test_help_teaches_by_example(command: Command) -> None:

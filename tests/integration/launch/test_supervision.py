@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from epd_portable import envs
 from epd_portable.launch import sessions
 
 Launch = Callable[..., Any]
@@ -20,6 +22,18 @@ def test_the_ready_line_says_where_and_what(launch: Launch) -> None:
     line = run.wait_for("ready:")
     assert line.startswith("ready: http://127.0.0.1/v1 (1 encode, cpu) in ")
     assert any("encode-0: ready" in earlier for earlier in run.lines)
+
+
+def test_no_process_has_the_folder_in_which_another_counts(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines that share one show each other's metrics as theirs."""
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", "/of/another")
+    monkeypatch.setenv(envs.EPD_METRICS_DIR.name, "/of/another")
+    run = launch({"encode-0": [], "router": []})
+    run.wait_for("ready:")
+    for name in ("encode-0", "router"):
+        assert b"/of/another" not in Path(f"/proc/{run.pid_of(name)}/environ").read_bytes()
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -39,18 +53,10 @@ def test_a_stop_signal_while_starting_ends_everything_with_status_0(launch: Laun
     assert run.nothing_left()
 
 
-def test_a_stop_while_starting_sends_no_first_requests(launch: Launch) -> None:
-    run = launch({"encode-0": ["--hang"], "router": []}, warm_up=True)
-    run.wait_for("encode-0: loading the model")
-    assert run.stop(signal.SIGTERM) == 0
-    run.wait_for("stopping")
-    assert not any("warming up" in line for line in run.lines)
-
-
-def test_an_instance_that_refuses_its_first_request_is_named(launch: Launch) -> None:
-    run = launch({"encode-0": [], "router": []}, warm_up=True)
+def test_what_went_wrong_when_the_router_warmed_up_is_said(launch: Launch) -> None:
+    run = launch({"encode-0": [], "router": ["--problem=encode-0 answered a first request 501"]})
     line = run.wait_for("serving all the same")
-    assert "encode-0 answered its first request 501" in line
+    assert "encode-0 answered a first request 501" in line
     run.wait_for("ready:")
 
 

@@ -38,6 +38,8 @@ def test_the_help_of_a_command_tells_its_exit_statuses_and_defaults(command: str
         (["transfer", "--bytes", "many"], "'many' is not a size"),
         (["transfer", "--path", "pigeon"], "'pigeon' is not one of"),
         (["transfer", "--repeat", "0"], "0 is not in the range"),
+        (["transfer", "--platform", "abacus"], "'abacus' is not one of"),
+        (["transfer", "--path", "shm", "--path", "ipc"], "--path ipc: cpu has no device memory"),
         ([*SERVE, "x.yaml", "--size", "large"], "'large': expected pixels, as in 112,448"),
         ([*SERVE, "x.yaml", "--size", "112,7"], "7 pixels: expected 28 to 4096"),
         ([*SERVE, "x.yaml", "--baseline", "hope"], "'hope' is not one of"),

@@ -9,11 +9,12 @@ import pytest
 
 from epd_portable.bench import chart, console, report, serve_report, transfer_report
 from epd_portable.bench.client import Timing
+from epd_portable.bench.cpu_time import CpuTime
 from epd_portable.bench.provenance import Provenance
-from epd_portable.bench.serve import ONE_PROCESS, SPLIT, Results
+from epd_portable.bench.serve import CONCURRENT, ONE_PROCESS, SPLIT, Results
 from epd_portable.bench.serve import Sample as ServeSample
 from epd_portable.bench.traces import Handover
-from epd_portable.bench.transfer import Sample
+from epd_portable.bench.transfer import Place, Sample
 from epd_portable.errors import MeasurementError
 
 COMMAND = "epd-bench transfer --repeat 2"
@@ -40,8 +41,13 @@ TRANSFERS = [
 ]
 
 
-def transfer_page() -> report.Report:
-    return transfer_report.make_report(TRANSFERS, command=COMMAND, encode_s=0.01, load_before=0.25)
+CPU = Place(platform="cpu", runtime="torch 1", devices=1)
+
+
+def transfer_page(place: Place = CPU, **left_out: str) -> report.Report:
+    return transfer_report.make_report(
+        TRANSFERS, place, left_out=left_out, command=COMMAND, encode_s=0.01, load_before=0.25
+    )
 
 
 def timing(scale: float) -> Timing:
@@ -65,7 +71,12 @@ def results(*sides: str) -> Results:
     return Results(
         startup_s={side: 30.0 if side == SPLIT else 20.0 for side in sides},
         samples=[
-            ServeSample(kind="text", side=side, timing=timing(2.0 if side == SPLIT else 1.0))
+            ServeSample(
+                kind="text",
+                side=side,
+                timing=timing(2.0 if side == SPLIT else 1.0),
+                cpu=CpuTime(prefill_decode_s=0.1 if side == SPLIT else 0.4, whole_s=0.5),
+            )
             for side in sides
         ],
         provenance=Provenance(
@@ -89,10 +100,36 @@ def test_transfers_are_shown_by_path_and_rising_size_with_the_ratio_first() -> N
     assert parts.rows[1][1:] == ("1.000", "6.000", "2.000", "1.000")
 
 
+@pytest.mark.parametrize(
+    ("devices", "words"),
+    [
+        (1, "both ends on device 0, the only one"),
+        (2, "producer on device 0, consumer on device 1"),
+        (8, "producer on device 0, consumer on device 1"),
+    ],
+)
+def test_a_page_says_what_it_ran_on_and_that_copies_of_devices_were_waited_for(
+    devices: int, words: str
+) -> None:
+    place = Place(platform="npu", runtime="torch_npu 2.13.0", devices=devices)
+    page = report.to_markdown(transfer_page(place))
+    assert f"Platform npu (torch_npu 2.13.0): {words}." in page
+    assert "is complete, not only queued" in page
+
+
+def test_a_page_of_the_cpu_names_the_paths_that_were_left_out_and_no_device() -> None:
+    page = report.to_markdown(transfer_page(ipc="cpu has no device memory"))
+    assert "Not measured: ipc (cpu has no device memory)." in page
+    assert "device 0" not in page
+    assert "queued" not in page
+
+
 def test_json_holds_every_sample_and_the_summary() -> None:
     data = json.loads(report.to_json(transfer_page()))
     assert len(data["samples"]) == len(TRANSFERS)
     assert data["command"] == COMMAND
+    assert [row["platform"] for row in data["summary"]] == ["cpu", "cpu", "cpu"]
+    assert [row["path"] for row in data["summary"]] == ["tcp", "shm", "shm"]
     assert data["summary"][0]["ratio_to_memcpy"]["median"] == pytest.approx(2.0)
     assert data["conditions"]["versions"]["epd-portable"]
 
@@ -111,6 +148,16 @@ def test_serving_without_a_peer_has_no_ratios() -> None:
     page = serve_report.make_report(results(SPLIT), command="c", load_before=0.0)
     assert not [table for table in page.tables if table.title == "Split by one process"]
     assert "2.00 (" not in report.to_markdown(page)
+
+
+def test_cpu_time_is_shown_per_request_beside_that_of_the_peer() -> None:
+    page = serve_report.make_report(results(SPLIT, CONCURRENT), command="c", load_before=0.0)
+    (cpu,) = (table for table in page.tables if table.title.startswith("CPU time"))
+    assert cpu.rows == (
+        (f"text: {SPLIT}", "0.25 (0.25–0.25)", "100", "1.00 (1.00–1.00)", "500"),
+        (f"text: {CONCURRENT}", "–", "400", "–", "500"),
+    )
+    assert page.title == "A topology against the same with transfer.media concurrent"
 
 
 def test_every_row_of_every_table_has_a_cell_for_each_column() -> None:
@@ -156,7 +203,10 @@ def test_without_matplotlib_the_message_says_how_to_get_it(monkeypatch: pytest.M
 def test_an_answer_in_one_piece_has_no_gaps_to_compare() -> None:
     whole = Timing(ttft_s=0.1, gaps_s=(), latency_s=0.1, tokens=3)
     found = results(SPLIT, ONE_PROCESS)
-    samples = [ServeSample(kind="text", side=side, timing=whole) for side in (SPLIT, ONE_PROCESS)]
+    cpu = CpuTime(prefill_decode_s=0.1, whole_s=0.2)
+    samples = [
+        ServeSample(kind="text", side=side, timing=whole, cpu=cpu) for side in (SPLIT, ONE_PROCESS)
+    ]
     page = serve_report.make_report(
         dataclasses.replace(found, samples=samples), command="c", load_before=0.0
     )

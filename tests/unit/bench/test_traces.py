@@ -49,6 +49,13 @@ def test_each_part_is_between_its_two_events() -> None:
     assert (found.grant_wait_s, found.write_s, found.notice_s, found.place_s) == (1, 2, 3, 4)
 
 
+def test_a_way_ends_with_the_event_that_was_asked_for() -> None:
+    events = [*way("t", 100.0), event("item.complete", 112.0, mm_hash="a")]
+    (queued,), (complete,) = handovers(events), handovers(events, end="item.complete")
+    assert (queued.place_s, complete.place_s) == (4, 6)
+    assert handovers(way("t", 100.0), end="item.complete") == []
+
+
 def test_an_item_that_is_encoded_again_later_is_matched_by_time() -> None:
     first, second = handovers(way("t", 100.0) + way("u", 200.0))
     assert (first.total_s, second.total_s) == (10, 10)

@@ -83,10 +83,16 @@ def test_cores_are_divided_evenly_and_the_first_get_what_is_over() -> None:
     assert result.warnings == ()
 
 
-def test_more_ranks_than_cores_share_them_with_a_warning() -> None:
+def test_more_ranks_than_cores_are_bound_to_none_with_a_warning() -> None:
     result = assign_cores(groups({}, {"count": 3}), [4, 6])
-    assert result.cores == {"encode": [((4,),)], "prefill_decode": [((6,),), ((4,),), ((6,),)]}
+    assert result.cores == {"encode": [()], "prefill_decode": [(), (), ()]}
     assert "4 ranks for 2 CPU cores (4,6)" in result.warnings[0]
+
+
+def test_more_ranks_than_cores_share_them_where_a_list_keeps_the_others() -> None:
+    result = assign_cores(groups({"cores": [4]}, {"tensor_parallel_size": 2}), [4, 6])
+    assert result.cores == {"encode": [((4,),)], "prefill_decode": [((6,), (6,))]}
+    assert "2 ranks for 1 CPU cores (6)" in result.warnings[0]
 
 
 def test_a_core_list_is_kept_and_the_others_get_the_rest() -> None:
@@ -113,7 +119,7 @@ def test_a_core_that_this_process_may_not_use_is_refused() -> None:
     widths=st.tuples(st.integers(1, 3), st.integers(1, 3)),
     cores=st.sets(st.integers(0, 200), min_size=1, max_size=64),
 )
-def test_every_rank_gets_allowed_cores_and_none_is_shared_in_silence(
+def test_every_rank_gets_cores_of_its_own_or_none_is_bound_and_told(
     counts: tuple[int, int], widths: tuple[int, int], cores: set[int]
 ) -> None:
     wish = groups(
@@ -121,8 +127,11 @@ def test_every_rank_gets_allowed_cores_and_none_is_shared_in_silence(
         {"count": counts[1], "tensor_parallel_size": widths[1]},
     )
     result = assign_cores(wish, sorted(cores))
+    assert [len(group) for group in result.cores.values()] == list(counts)
     ranks = [rank for group in result.cores.values() for one in group for rank in one]
-    assert len(ranks) == sum(c * w for c, w in zip(counts, widths, strict=True))
+    expected = sum(c * w for c, w in zip(counts, widths, strict=True))
+    enough = len(cores) >= expected
+    assert len(ranks) == (expected if enough else 0)
     used = [core for rank in ranks for core in rank]
-    assert all(ranks) and set(used) <= cores
-    assert (len(used) == len(set(used))) == (not result.warnings)
+    assert all(ranks) and set(used) <= cores and len(used) == len(set(used))
+    assert bool(result.warnings) == (not enough)

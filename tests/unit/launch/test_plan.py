@@ -1,26 +1,23 @@
-"""One file, three platforms: plans that differ only where they must."""
+"""What a plan is made of, and what is refused; whole plans are in test_golden_plans."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from epd_portable.config.instance import InstanceConfig
-from epd_portable.config.load import PLATFORMS, load_topology, parse_topology
+from epd_portable.config.load import PLATFORMS, parse_topology
 from epd_portable.errors import ConfigError
 from epd_portable.launch.engine import render_arguments
 from epd_portable.launch.model import ModelSource
 from epd_portable.launch.plan import Machine, Plan, ProcessSpec, make_plan
-from epd_portable.launch.show import plan_table
 from epd_portable.platforms.traits import TRAITS
 from epd_portable.router.settings import load_settings
 
-CONFIGS = sorted((Path(__file__).resolve().parents[3] / "configs").glob("*.yaml"))
 FOLDER = ModelSource(argument="/models/m", served_name="m", is_folder=True)
 HUB = ModelSource(argument="org/m", served_name="org/m", is_folder=False)
 
@@ -33,7 +30,7 @@ platform:
 
 
 def plan_of(
-    text: str | Path,
+    text: str,
     platform: str,
     *,
     model: ModelSource = FOLDER,
@@ -41,10 +38,9 @@ def plan_of(
     cores: tuple[int, ...] = (0, 1, 2, 3),
 ) -> Plan:
     (name,) = (known for known in PLATFORMS if known == platform)
-    read = parse_topology if isinstance(text, str) else load_topology
     counter = itertools.count(20000)
     return make_plan(
-        read(text, name),  # type: ignore[arg-type]
+        parse_topology(text, name),
         model=model,
         traits=TRAITS[platform],
         machine=Machine(devices=devices, cores=cores),
@@ -93,6 +89,7 @@ def test_a_cpu_plan_in_full() -> None:
         "--no-enable-prefix-caching": "",
         "--no-async-scheduling": "",
         "--ec-transfer-config": options(encode)["--ec-transfer-config"],
+        "--middleware": "epd_portable.vllm_plugin.admission.AdmissionMiddleware",
     }
     assert options(pd) == common | {
         "--port": "20001",
@@ -109,6 +106,8 @@ def test_a_cpu_plan_in_full() -> None:
         "EPD_INSTANCE": "encode-0",
         "EPD_PLATFORM": "cpu",
         "TMPDIR": "/tmp/epd-00c0ffee",
+        "EPD_MAX_QUEUED_ITEMS": "256",
+        "EPD_MAX_QUEUED_BYTES": str(512 << 20),
     }
     assert pd.env["VLLM_CPU_OMP_THREADS_BIND"] == "2,3"
     assert pd.ports == {"http": 20001, "control": 20002, "data": 20003}
@@ -145,50 +144,82 @@ def test_the_connector_of_each_instance_gets_settings_that_it_can_read() -> None
     )
 
 
-def test_plans_of_one_file_differ_by_platform_only_where_they_must() -> None:
-    text = "model: demo\nengine_args: {max_model_len: 4096}"
-
-    def without_platform(platform: str, worker: str, env: set[str]) -> list[dict[str, Any]]:
-        plan = json.dumps(plan_of(text, platform).as_json()["processes"])
-        for own in (f'"{platform}"', f'\\"{platform}\\"'):
-            plan = plan.replace(own, own.replace(platform, "P"))
-        processes: list[dict[str, Any]] = json.loads(plan.replace(worker, "W"))
-        for process in processes[:-1]:
-            assert env <= process["env"].keys()
-            process["env"] = {k: v for k, v in process["env"].items() if k not in env}
-            del process["devices"], process["cores"]
-        return processes
-
-    cuda = without_platform("cuda", "EPDGPUWorker", {"CUDA_VISIBLE_DEVICES"})
-    npu = without_platform("npu", "EPDNPUWorker", {"ASCEND_RT_VISIBLE_DEVICES"})
-    cpu = without_platform(
-        "cpu",
-        "EPDCPUWorker",
-        {"VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_KVCACHE_SPACE"},
-    )
-    assert cuda == npu == cpu
-
-
-@pytest.mark.parametrize(
-    ("platform", "variable"),
-    [("cuda", "CUDA_VISIBLE_DEVICES"), ("npu", "ASCEND_RT_VISIBLE_DEVICES")],
+BARE = (
+    TEXT
+    + """
+transfer: {media: metadata}
+instances: {prefill_decode: {encoder: false}}
+"""
 )
-def test_each_instance_sees_its_own_devices_only(platform: str, variable: str) -> None:
-    text = "model: m\ninstances: {prefill_decode: {count: 2, tensor_parallel_size: 2}}"
+
+
+def test_an_instance_without_encoder_takes_embeddings_only_and_everybody_knows() -> None:
+    encode, pd, router = plan_of(BARE, "cpu").processes
+    limits = json.loads(pd.argv[pd.argv.index("--limit-mm-per-prompt") + 1])
+    assert limits == {"video": 0, "image": 0, "audio": 0}
+    assert "--enable-mm-embeds" in pd.argv
+    assert "--enable-mm-embeds" not in encode.argv
+    assert not connector(pd)["ec_connector_extra_config"]["can_encode"]
+    assert connector(encode)["ec_connector_extra_config"]["can_encode"]
+    settings = load_settings(router.argv[4])
+    assert (settings.media, settings.local_encode) == ("metadata", False)
+
+
+def test_the_router_is_told_what_becomes_of_media() -> None:
+    *_, router = plan_of(TEXT, "cpu").processes
+    settings = load_settings(router.argv[4])
+    assert (settings.media, settings.local_encode) == ("concurrent", True)
+
+
+def visible(text: str, platform: str) -> list[str | None]:
+    """Return what each process of a plan for five devices sees of them."""
+    variable = TRAITS[platform].visible_devices_env
+    assert variable is not None
     plan = plan_of(text, platform, devices=("2", "3", "4", "5", "6"))
-    assert [spec.env.get(variable) for spec in plan.processes] == ["2", "3,4", "5,6", None]
+    return [spec.env.get(variable) for spec in plan.processes]
+
+
+TWO_PAIRS = "model: m\ninstances: {prefill_decode: {count: 2, tensor_parallel_size: 2}}"
+
+
+@pytest.mark.parametrize("path", ["auto", "ipc"])
+def test_where_memory_is_opened_by_device_each_instance_sees_all_its_own_first(path: str) -> None:
+    text = f"{TWO_PAIRS}\ntransfer: {{path: {path}}}"
+    assert visible(text, "cuda") == ["2,3,4,5,6", "3,4,2,5,6", "5,6,2,3,4", None]
+    # What it runs on is not what it sees.
+    plan = plan_of(text, "cuda", devices=("2", "3", "4", "5", "6"))
+    assert [spec.devices for spec in plan.processes[:2]] == [("2",), ("3", "4")]
     assert options(plan.processes[1])["--tensor-parallel-size"] == "2"
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
-@pytest.mark.parametrize("platform", PLATFORMS)
-def test_every_shipped_file_plans_on_every_platform(path: Path, platform: str) -> None:
-    plan = plan_of(path, platform)
-    count = int(path.stem[0]) + int(path.stem[2])
-    assert len(plan.processes) == count + 1
-    ports = [port for spec in plan.processes for port in spec.ports.values()]
-    assert len(ports) == len(set(ports))
-    assert plan.url in plan_table(plan)
+@pytest.mark.parametrize(
+    ("platform", "path"),
+    [("npu", "auto"), ("npu", "ipc"), ("cuda", "shm"), ("cuda", "tcp"), ("cuda", "collective")],
+)
+def test_elsewhere_each_instance_sees_its_own_devices_only(platform: str, path: str) -> None:
+    assert visible(f"{TWO_PAIRS}\ntransfer: {{path: {path}}}", platform) == [
+        "2",
+        "3,4",
+        "5,6",
+        None,
+    ]
+
+
+def test_a_device_that_instances_share_is_seen_once() -> None:
+    text = "model: m\ninstances: {encode: {devices: [3]}, prefill_decode: {devices: [3]}}"
+    assert visible(text, "cuda") == ["3", "3", None]
+
+
+def test_ranks_without_cores_of_their_own_have_one_thread_that_is_not_bound() -> None:
+    plan = plan_of(
+        "model: m\ninstances: {prefill_decode: {tensor_parallel_size: 2}}", "cpu", cores=(0, 1)
+    )
+    for spec in plan.processes[:2]:
+        assert spec.cores == ()
+        assert spec.env["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+        assert spec.env["OMP_NUM_THREADS"] == "1"
+        assert spec.env["VLLM_CPU_KVCACHE_SPACE"] == "1"
+    assert len(plan.warnings) == 1 and "3 ranks for 2 CPU cores (0-1)" in plan.warnings[0]
 
 
 def test_the_most_special_argument_and_variable_win() -> None:
@@ -208,6 +239,37 @@ def test_the_most_special_argument_and_variable_win() -> None:
     assert options(pd)["--worker-cls"] == "mine.Worker"
 
 
+def test_the_queue_of_an_encode_instance_is_as_long_as_the_file_says() -> None:
+    queue = "instances: {encode: {max_queued_items: 7, max_queued_bytes: 1GiB}}"
+    encode, pd, _ = plan_of(TEXT + queue, "cpu").processes
+    assert encode.env["EPD_MAX_QUEUED_ITEMS"] == "7"
+    assert encode.env["EPD_MAX_QUEUED_BYTES"] == str(1 << 30)
+    assert not any(name.startswith("EPD_MAX_QUEUED") for name in pd.env)
+    assert "--middleware" not in options(pd)
+
+
+def test_middleware_of_the_user_stays() -> None:
+    encode = plan_of(TEXT + "instances: {encode: {engine_args: {middleware: a.b}}}", "cpu")
+    argv = encode.processes[0].argv
+    assert [argv[at + 1] for at, word in enumerate(argv) if word == "--middleware"] == [
+        "a.b",
+        "epd_portable.vllm_plugin.admission.AdmissionMiddleware",
+    ]
+
+
+def test_a_queue_that_holds_no_body_of_the_router_is_refused() -> None:
+    queue = "instances: {encode: {max_queued_bytes: 1MiB}}"
+    with pytest.raises(ConfigError, match=r"1048576 is less than router\.max_body_bytes"):
+        plan_of(TEXT + queue, "cpu")
+    plan_of(TEXT + queue + "\nrouter: {max_body_bytes: 1MiB}", "cpu")
+
+
+def test_the_limits_of_the_queue_are_no_variables_of_the_file() -> None:
+    text = TEXT + "instances: {encode: {env: {EPD_MAX_QUEUED_ITEMS: '1'}}}"
+    with pytest.raises(ConfigError, match="write max_queued_items beside count"):
+        plan_of(text, "cpu")
+
+
 def test_a_model_from_the_hub_may_be_downloaded() -> None:
     assert "HF_HUB_OFFLINE" not in plan_of(TEXT, "cuda", model=HUB).processes[0].env
 
@@ -222,6 +284,13 @@ def test_a_variable_that_only_the_launcher_can_set_is_refused() -> None:
 def test_a_list_that_the_platform_has_no_use_for_is_refused(platform: str, key: str) -> None:
     with pytest.raises(ConfigError, match=rf"instances\.encode\.{key}: platform {platform} has no"):
         plan_of(f"model: m\ninstances: {{encode: {{{key}: [0]}}}}", platform)
+
+
+def test_a_path_through_device_memory_is_refused_where_devices_have_none() -> None:
+    text = "model: m\ntransfer: {path: ipc}"
+    with pytest.raises(ConfigError, match=r"transfer\.path: ipc .* platform cpu .* auto or shm"):
+        plan_of(text, "cpu")
+    assert plan_of(text, "npu").processes
 
 
 def test_a_wildcard_host_is_probed_on_the_loopback_address() -> None:

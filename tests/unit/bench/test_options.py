@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import pytest
+
+from epd_portable.bench.options import choose_paths
+from epd_portable.connector.registry import AUTO, offered
+from epd_portable.errors import ConfigError
+
+
+def names(platform: str) -> list[str]:
+    return [entry.name for entry in offered(AUTO, platform)]
+
+
+@pytest.mark.parametrize("platform", ["cuda", "npu"])
+def test_two_devices_are_measured_by_every_path(platform: str) -> None:
+    assert choose_paths([], platform, devices=2) == (names(platform), {})
+
+
+def test_the_cpu_is_measured_by_the_paths_that_it_has_and_the_rest_is_named_with_its_reason() -> (
+    None
+):
+    paths, left_out = choose_paths([], "cpu", devices=1)
+    assert paths == ["shm", "collective", "tcp"]
+    assert left_out == {"ipc": "cpu has no device memory"}
+
+
+def test_paths_that_were_asked_for_are_measured_once_each_and_nothing_else() -> None:
+    assert choose_paths(["tcp", "shm", "tcp"], "npu", devices=2) == (["tcp", "shm"], {})
+
+
+def test_a_group_is_left_out_where_its_two_ends_would_share_a_device() -> None:
+    paths, left_out = choose_paths([], "cuda", devices=1)
+    assert paths == ["ipc", "shm", "tcp"]
+    assert "a device of its own" in left_out["collective"]
+
+
+@pytest.mark.parametrize(
+    ("path", "platform", "words"),
+    [
+        ("ipc", "cpu", "cpu has no device memory; on cpu there are shm, collective, tcp here"),
+        ("collective", "npu", "a device of its own; on npu there are ipc, shm, tcp here"),
+    ],
+)
+def test_a_path_that_cannot_be_measured_is_refused_with_its_reason(
+    path: str, platform: str, words: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"--path {path}: .*{words}"):
+        choose_paths(["shm", path], platform, devices=1)

@@ -1,0 +1,165 @@
+"""A plan held against a hardware profile."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from epd_portable.config.hardware import parse_profile
+from epd_portable.config.load import parse_topology
+from epd_portable.launch.check import compare
+from epd_portable.launch.fit import fit
+from epd_portable.launch.model import ModelSource
+from epd_portable.launch.plan import Machine, Plan, make_plan
+from epd_portable.launch.show import plan_table
+from epd_portable.launch.target import Hardware
+from epd_portable.platforms.traits import TRAITS
+
+FIGURE = "quality: derived, source: made up for tests"
+PROFILE = f"""
+platform: npu
+device: Device X
+devices_per_node: {{value: 2, {FIGURE}}}
+memory_bytes: {{value: 10GiB, {FIGURE}}}
+memory_bytes_per_s: {{value: 1TB/s, {FIGURE}}}
+bf16_flops: {{value: 300TFLOPS, {FIGURE}}}
+pair_bytes_per_s: {{value: 32GB/s, {FIGURE}}}
+host_bytes_per_s: {{value: 16GB/s, {FIGURE}}}
+network_bytes_per_s: {{value: 25GB/s, {FIGURE}}}
+avoid_ports: {{first: 20000, last: 20009, {FIGURE}}}
+"""
+X = Hardware(name="x", profile=parse_profile(PROFILE))
+
+
+def warnings(extra: str, *, platform: str = "npu", hardware: Hardware | None = X) -> list[str]:
+    return list(plan(extra, platform=platform, hardware=hardware).warnings)
+
+
+def plan(extra: str, *, platform: str = "npu", hardware: Hardware | None = X) -> Plan:
+    return make_plan(
+        parse_topology(f"model: m\n{extra}", platform),  # type: ignore[arg-type]
+        model=ModelSource(argument="m", served_name="m", is_folder=False),
+        traits=TRAITS[platform],
+        machine=Machine(devices=("0", "1"), cores=(0, 1)),
+        run_id="00c0ffee",
+        free_port=lambda: 28000,
+        temp_dir="/tmp/epd",
+        hardware=hardware,
+    )
+
+
+def test_a_pool_that_fits_beside_the_engine_is_no_reason_for_a_warning() -> None:
+    assert warnings("transfer: {pool_bytes: 512MiB}") == []
+
+
+@pytest.mark.parametrize("path", ["auto", "ipc", "collective"])
+def test_a_pool_that_does_not_fit_beside_the_engine_is_warned_of_with_both_figures(
+    path: str,
+) -> None:
+    (warning,) = warnings(f"transfer: {{pool_bytes: 1GiB, path: {path}}}")
+    assert warning == (
+        "device 1: the receive pool wants 1024 MiB in device memory, but gpu_memory_utilization "
+        "0.92 leaves 819 MiB of 10240 MiB; lower it or transfer.pool_bytes"
+    )
+
+
+@pytest.mark.parametrize("path", ["shm", "tcp"])
+def test_a_pool_in_host_memory_takes_nothing_of_a_device(path: str) -> None:
+    assert warnings(f"transfer: {{pool_bytes: 4GiB, path: {path}}}") == []
+
+
+def test_the_share_of_a_role_counts_before_the_common_one() -> None:
+    text = """
+transfer: {pool_bytes: 1GiB}
+engine_args: {gpu_memory_utilization: 0.95}
+instances: {prefill_decode: {engine_args: {gpu_memory_utilization: 0.9}}}
+"""
+    assert warnings(text) == []
+
+
+def test_instances_that_share_a_device_are_counted_together() -> None:
+    def of_memory(path: str, share: float) -> list[str]:
+        text = f"""
+transfer: {{pool_bytes: 1GiB, path: {path}}}
+instances:
+  encode: {{devices: [0], engine_args: {{gpu_memory_utilization: 0.25}}}}
+  prefill_decode: {{devices: [0], engine_args: {{gpu_memory_utilization: {share}}}}}
+"""
+        return [line for line in warnings(text) if "MiB" in line]
+
+    assert of_memory("auto", 0.5) == []
+    assert "gpu_memory_utilization 0.95 leaves 512 MiB of 10240 MiB" in of_memory("auto", 0.7)[0]
+    assert of_memory("shm", 0.7) == []
+    assert of_memory("shm", 0.8) == [
+        "device 0: its engines together take 10752 MiB of 10240 MiB; lower "
+        "gpu_memory_utilization, which adds up to 1.05"
+    ]
+
+
+def test_only_the_first_rank_of_an_instance_keeps_a_pool() -> None:
+    text = """
+transfer: {pool_bytes: 1GiB}
+instances:
+  encode: {devices: [1], engine_args: {gpu_memory_utilization: 0.04}}
+  prefill_decode: {devices: [0, 1], tensor_parallel_size: 2}
+"""
+    found = [line for line in warnings(text) if "receive pool" in line]
+    assert [line.partition(":")[0] for line in found] == ["device 0"]
+
+
+def test_without_a_profile_nothing_is_known_of_memory() -> None:
+    result = plan("transfer: {pool_bytes: 1GiB}", hardware=None)
+    assert result.warnings == ()
+    assert result.hardware is None
+
+
+def test_a_public_port_that_other_software_takes_is_warned_of() -> None:
+    assert warnings("router: {port: 20009}\ntransfer: {path: shm}") == [
+        "router.port 20009: on x other software takes ports 20000 to 20009; choose one outside them"
+    ]
+    assert warnings("router: {port: 20010}\ntransfer: {path: shm}") == []
+
+
+def test_times_follow_from_the_rates() -> None:
+    found = fit(X)
+    assert found.item_bytes == 32 * 2**20
+    assert found.transfer_s["ipc"] == found.transfer_s["collective"] == pytest.approx(2**20 / 1e9)
+    # Twice over the slower way: down from one device, up to the other.
+    assert found.transfer_s["shm"] == pytest.approx(4 * 2**20 / 1e9)
+
+
+def test_a_plan_for_people_says_what_it_is_planned_for() -> None:
+    text = plan_table(plan(""))
+    assert "planned for x: Device X" in text
+    assert "32 MiB takes at least 1.05 ms by ipc, collective; 4.19 ms by shm" in text
+    assert "planned for" not in plan_table(plan("", hardware=None))
+
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("sizes", "usable", "reason"),
+    [
+        ([10 * GIB, 10 * GIB], True, "2 devices with 10.00 GiB each, as expected"),
+        ([int(9.5 * GIB)] * 2, True, "2 devices with 10.00 GiB each, as expected"),
+        ([10 * GIB], False, "1 devices answer, 2 expected"),
+        ([10 * GIB, 5 * GIB], False, "torch sees 5.00 GiB of a device, 10.00 GiB expected"),
+        ([], False, "0 devices answer, 2 expected"),
+    ],
+)
+def test_a_machine_is_compared_with_a_profile(sizes: list[int], usable: bool, reason: str) -> None:
+    finding = compare(X, sizes)
+    assert (finding.kind, finding.name, finding.usable, finding.reason) == (
+        *("hardware", "x"),
+        usable,
+        reason,
+    )
+
+
+def test_what_torch_sees_counts_before_what_the_device_has() -> None:
+    text = f"{PROFILE}torch_memory_bytes: {{value: 9GiB, {FIGURE}}}"
+    seen = replace(X, profile=parse_profile(text))
+    assert "leaves 737 MiB of 9216 MiB" in warnings("transfer: {}", hardware=seen)[0]
+    assert compare(seen, [9 * GIB] * 2).usable

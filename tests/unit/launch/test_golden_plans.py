@@ -1,0 +1,217 @@
+"""The plan of every shipped topology, as recorded; and what differs between two platforms.
+
+``golden/<topology>.<target>.json`` holds what ``epd-launch plan --json`` prints, where a target is
+``cpu`` or a hardware profile. To record the plans anew after a change that is meant::
+
+    python tests/unit/launch/test_golden_plans.py
+
+and read the difference before committing it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from epd_portable.config.hardware import load_profile
+from epd_portable.launch import cli, machine
+from epd_portable.launch.model import resolve_model
+from epd_portable.launch.ports import port_source
+from epd_portable.platforms.traits import TRAITS
+
+GOLDEN = Path(__file__).with_name("golden")
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+TOPOLOGIES = sorted(CONFIGS.glob("*.yaml"))
+PROFILES = {path.stem: load_profile(path) for path in sorted(CONFIGS.glob("hardware/*.yaml"))}
+TARGETS = ["cpu", *PROFILES]
+# Ports start where a profile may say to avoid them.
+RUN_ID = "0000002a"
+
+
+@contextlib.contextmanager
+def pinned() -> Iterator[None]:
+    """Hold still what differs from run to run and from machine to machine."""
+
+    def every_port_is_free(run_id: str, *, reserved: frozenset[int], host: str) -> Any:
+        return port_source(run_id, reserved=reserved, host=host, free=lambda *_: True)
+
+    with (
+        mock.patch.object(cli, "new_run_id", lambda: RUN_ID),
+        mock.patch.object(cli, "port_source", every_port_is_free),
+        mock.patch.object(machine, "allowed_cores", lambda: tuple(range(16))),
+        mock.patch.object(tempfile, "gettempdir", lambda: "/tmp"),
+        mock.patch.dict("os.environ"),
+    ):
+        for traits in TRAITS.values():
+            os.environ.pop(traits.visible_devices_env or "", None)
+        yield
+
+
+def plan(topology: Path, *options: str) -> dict[str, Any]:
+    """Run ``epd-launch plan --json``, with this machine's paths replaced."""
+    with pinned():
+        arguments = ["plan", "--config", str(topology), *options, "--json"]
+        result = CliRunner().invoke(cli.main, arguments)
+    assert result.exit_code == 0, result.output
+    model = resolve_model("demo").argument
+    text = result.stdout.replace(json.dumps(sys.executable), '"PYTHON"')
+    return opened(json.loads(text.replace(json.dumps(model), '"MODEL"')))  # type: ignore[no-any-return]
+
+
+def opened(value: Any) -> Any:
+    """Return the value with every text that holds JSON parsed, so that differences can be read."""
+    if isinstance(value, dict):
+        return {key: opened(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [opened(item) for item in value]
+    return json.loads(value) if isinstance(value, str) and value.startswith("{") else value
+
+
+def recorded(topology: Path, target: str) -> Path:
+    return GOLDEN / f"{topology.stem}.{target}.json"
+
+
+def plan_for(topology: Path, target: str) -> dict[str, Any]:
+    if target not in PROFILES:
+        return plan(topology, "--platform", target)
+    return plan(topology, "--platform", PROFILES[target].platform, "--hardware", target)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=lambda path: path.stem)
+def test_a_shipped_topology_plans_as_recorded(topology: Path, target: str) -> None:
+    golden = recorded(topology, target)
+    assert golden.is_file(), f"record it: python {Path(__file__).name}"
+    assert plan_for(topology, target) == json.loads(golden.read_text("utf-8")), (
+        "if the change is meant, run tests/unit/launch/test_golden_plans.py and read the difference"
+    )
+
+
+def test_nothing_is_recorded_that_is_not_shipped() -> None:
+    expected = {recorded(topology, target) for topology in TOPOLOGIES for target in TARGETS}
+    assert set(GOLDEN.iterdir()) == expected
+
+
+@pytest.mark.parametrize("target", PROFILES)
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=lambda path: path.stem)
+def test_a_shipped_topology_fits_every_shipped_profile(topology: Path, target: str) -> None:
+    assert plan_for(topology, target)["warnings"] == []
+
+
+# -- two platforms ---------------------------------------------------------------------------------
+
+# Where the plans of one file may differ between two platforms with devices, and why.
+MAY_DIFFER = {
+    r"\.platform": "the platform's name",
+    r"\.processes\[\d+\]\.argv\.--worker-cls": "each platform has its own worker",
+    r"\.processes\[\d+\]\.argv\.--ec-transfer-config\.ec_connector_extra_config\.platform": (
+        "the connector is told the platform's name"
+    ),
+    r"\.processes\[\d+\]\.env\.EPD_PLATFORM": "the platform's name",
+    r"\.processes\[\d+\]\.env\.(CUDA|ASCEND_RT)_VISIBLE_DEVICES": (
+        "the variable's name; its value, where instances must see each other's devices"
+    ),
+}
+MISSING = object()
+
+
+def places(value: Any, at: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every plain value with its place; a command line counts as a mapping of its flags."""
+    if isinstance(value, list) and at.endswith(".argv"):
+        value = flags(value)
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from places(item, f"{at}.{key}")
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from places(item, f"{at}[{index}]")
+    else:
+        yield at, value
+
+
+def flags(argv: list[Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    name = "command"
+    for word in argv:
+        if isinstance(word, str) and word.startswith("--"):
+            name = word
+            found[name] = True
+        else:
+            found[name] = word if found.get(name, True) is True else [found[name], word]
+    return found
+
+
+def written_by_overlays(topology: Path) -> set[str]:
+    """Return patterns of the places that the file itself makes differ by platform."""
+    overlays = yaml.safe_load(topology.read_text("utf-8")).get("platform") or {}
+    patterns = set()
+    for overlay in overlays.values():
+        groups = [overlay, *(overlay.get("instances") or {}).values()]
+        for group in groups:
+            for name in group.get("engine_args") or {}:
+                flag = name.replace("_", "-")
+                patterns.add(rf"\.processes\[\d+\]\.argv\.--(no-)?{flag}(\..*)?")
+            patterns |= {rf"\.processes\[\d+\]\.env\.{name}" for name in group.get("env") or {}}
+    return patterns
+
+
+def differences(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
+    left, right = dict(places(one)), dict(places(other))
+    return {
+        place
+        for place in left.keys() | right.keys()
+        if left.get(place, MISSING) != right.get(place, MISSING)
+    }
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=lambda path: path.stem)
+def test_plans_for_npu_and_cuda_differ_only_where_they_must(topology: Path) -> None:
+    npu, cuda = plan(topology, "--platform", "npu"), plan(topology, "--platform", "cuda")
+    found = differences(npu, cuda)
+    allowed = MAY_DIFFER.keys() | written_by_overlays(topology)
+    unexpected = {p for p in found if not any(re.fullmatch(pattern, p) for pattern in allowed)}
+    assert not unexpected
+    unused = {p for p in MAY_DIFFER if not any(re.fullmatch(p, place) for place in found)}
+    assert not unused, "these places are alike: remove them from MAY_DIFFER"
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=lambda path: path.stem)
+def test_plans_for_the_cpu_differ_from_those_for_devices_only_where_they_must(
+    topology: Path,
+) -> None:
+    found = differences(plan(topology, "--platform", "cpu"), plan(topology, "--platform", "npu"))
+    allowed = MAY_DIFFER.keys() | written_by_overlays(topology)
+    # Instances are bound to cores there, not to devices.
+    allowed |= {
+        r"\.processes\[\d+\]\.(cores|devices).*",
+        r"\.processes\[\d+\]\.env\.VLLM_CPU_(OMP_THREADS_BIND|KVCACHE_SPACE)",
+    }
+    assert not {p for p in found if not any(re.fullmatch(pattern, p) for pattern in allowed)}
+
+
+def record() -> None:
+    """Write every plan anew, and remove those of what is no longer shipped."""
+    GOLDEN.mkdir(exist_ok=True)
+    for old in GOLDEN.iterdir():
+        old.unlink()
+    for topology in TOPOLOGIES:
+        for target in TARGETS:
+            text = json.dumps(plan_for(topology, target), indent=1, ensure_ascii=False)
+            recorded(topology, target).write_text(text + "\n", "utf-8")
+    print(f"wrote {len(TOPOLOGIES) * len(TARGETS)} plans to {GOLDEN}")
+
+
+if __name__ == "__main__":
+    record()
