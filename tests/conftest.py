@@ -7,6 +7,14 @@ import shutil
 from collections.abc import Callable
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# Time is measured elsewhere: a busy machine fails no test.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
+
+# Run by ci/jobs/npu-sim.sh in its own environment, the only one with the simulated runtime.
+collect_ignore = [] if importlib.util.find_spec("ascend_sim") else ["npu_sim"]
 
 
 def _no_cuda() -> str | None:
@@ -53,6 +61,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=[marker.removeprefix("needs_") for marker in REQUIREMENTS],
         help="fail, instead of skipping, the tests that need it when it is missing",
     )
+    parser.addoption(
+        "--full",
+        action="store_true",
+        help="run also what takes hours: the whole of `make faults`",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--full"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("full")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

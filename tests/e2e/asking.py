@@ -14,14 +14,20 @@ import httpx
 from epd_portable.demo.pictures import draw
 
 TIMEOUT_S = 120.0
+TOP_LOGPROBS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """One chat completion: its tokens, their log-probabilities and the items' reports."""
+    """One chat completion: its tokens, their log-probabilities and the items' reports.
+
+    Attributes:
+        alternatives: For each token, log-probabilities of the likeliest ones at its place.
+    """
 
     tokens: tuple[str, ...]
     logprobs: tuple[float, ...]
+    alternatives: tuple[dict[str, float], ...]
     items: tuple[dict[str, Any], ...] = ()
 
     @property
@@ -44,6 +50,7 @@ def text(words: str) -> dict[str, Any]:
 def body(content: Sequence[dict[str, Any]] | str, **extra: Any) -> dict[str, Any]:
     messages = [{"role": "user", "content": content}]
     fixed = {"model": "demo", "temperature": 0, "max_tokens": 16, "logprobs": True}
+    fixed["top_logprobs"] = TOP_LOGPROBS
     return {**fixed, "messages": messages, **extra}
 
 
@@ -105,9 +112,39 @@ def assert_equal(
     assert max(differences[:first]) <= tolerance
 
 
+def assert_close(split: Answer, reference: Answer, *, tolerance: float) -> None:
+    """Check two answers in a dtype whose rounding may decide between tokens that are as likely.
+
+    Up to the first place where the tokens differ their log-probabilities are compared; at that
+    place each side must hold the other's token for as likely as its own. What follows is about
+    another text.
+
+    Args:
+        split: From the instances.
+        reference: From one process.
+        tolerance: Largest difference between log-probabilities.
+    """
+    assert reference.tokens, "an empty answer proves nothing"
+    places = list(zip(split.tokens, reference.tokens, strict=False))
+    parted = next((index for index, (one, other) in enumerate(places) if one != other), None)
+    if parted is None:
+        assert split.tokens == reference.tokens
+    else:
+        ours, theirs = places[parted]
+        for answer in (split, reference):
+            likely = answer.alternatives[parted]
+            assert ours in likely and theirs in likely, (ours, theirs, likely)
+            assert abs(likely[ours] - likely[theirs]) <= tolerance, (ours, theirs, likely)
+    pairs = zip(split.logprobs[:parted], reference.logprobs[:parted], strict=True)
+    assert max((abs(one - other) for one, other in pairs), default=0.0) <= tolerance
+
+
 def _answer(steps: list[dict[str, Any]], items: Iterable[dict[str, Any]]) -> Answer:
     return Answer(
         tokens=tuple(step["token"] for step in steps),
         logprobs=tuple(step["logprob"] for step in steps),
+        alternatives=tuple(
+            {each["token"]: each["logprob"] for each in step["top_logprobs"]} for step in steps
+        ),
         items=tuple(items),
     )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import pytest
 
 from epd_portable.bench import servers
 from epd_portable.config.load import load_topology
+from tests.e2e import flags
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "1e1pd.yaml"
@@ -27,6 +28,7 @@ class Split:
     url: str
     pid: int
     trace_dir: Path
+    log_dir: Path
     flags: Path
     ready_s: float
 
@@ -46,6 +48,10 @@ class Split:
             event for event in found if event["t_s"] >= begin_s and name in ("", event["event"])
         ]
 
+    def encoding(self, since_s: float) -> set[str]:
+        """Return the instances that have begun to encode since then."""
+        return {event["instance"] for event in self.events("encode.begin", since_s=since_s)}
+
     def encoded_by(self, role: str) -> list[str]:
         """Return the items that instances of a role have encoded."""
         return [
@@ -64,6 +70,42 @@ class Pair:
     reference_url: str
 
 
+@contextmanager
+def running(
+    folder: Path,
+    settings: Sequence[str],
+    *,
+    platform: str = "cpu",
+    env: Mapping[str, str] | None = None,
+) -> Iterator[Split]:
+    """Start a topology that writes its event trace, and stop it."""
+    flags = folder / "flags"
+    flags.mkdir()
+    variables = {
+        "EPD_TRACE_DIR": str(folder / "trace"),
+        "EPD_TEST_FLAGS": str(flags),
+        "PYTHONPATH": str(ROOT),
+        **(env or {}),
+    }
+    with servers.topology(
+        CONFIG, platform=platform, log_dir=folder / "logs", settings=settings, env=variables
+    ) as server:
+        yield Split(
+            url=server.url,
+            pid=server.pid,
+            trace_dir=folder / "trace",
+            log_dir=folder / "logs",
+            flags=flags,
+            ready_s=time.monotonic(),
+        )
+
+
+def reference(folder: Path, **engine_args: Any) -> servers.Server:
+    """Return plain vLLM on the CPU with the engine arguments of the topology, and these."""
+    args = load_topology(CONFIG, platform="cpu").engine_args | engine_args
+    return servers.one_process("demo", log=folder / "reference.log", engine_args=args)
+
+
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
     """Start topologies and references that live as long as the module's tests."""
@@ -71,33 +113,43 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., An
 
         def begin(settings: Sequence[str], *, reference_args: dict[str, Any] | None = None) -> Any:
             folder = tmp_path_factory.mktemp("engines")
-            flags = folder / "flags"
-            flags.mkdir()
-            env = {
-                "EPD_TRACE_DIR": str(folder / "trace"),
-                "EPD_TEST_FLAGS": str(flags),
-                "PYTHONPATH": str(ROOT),
-            }
-            topology = servers.topology(
-                CONFIG, platform="cpu", log_dir=folder / "logs", settings=settings, env=env
-            )
-            pending = [topology]
+            pending: list[AbstractContextManager[Any]] = [running(folder, settings)]
             if reference_args is not None:
-                args = load_topology(CONFIG, platform="cpu").engine_args | reference_args
-                pending.append(
-                    servers.one_process("demo", log=folder / "reference.log", engine_args=args)
-                )
+                pending.append(reference(folder, **reference_args))
             with ThreadPoolExecutor() as pool:
-                running = list(pool.map(stack.enter_context, pending))
-            split = Split(
-                url=running[0].url,
-                pid=running[0].pid,
-                trace_dir=folder / "trace",
-                flags=flags,
-                ready_s=time.monotonic(),
-            )
+                started = list(pool.map(stack.enter_context, pending))
             if reference_args is None:
-                return split
-            return Pair(split=split, reference_url=running[1].url)
+                return started[0]
+            return Pair(split=started[0], reference_url=started[1].url)
 
         yield begin
+
+
+@contextmanager
+def encoders_held(split: Split) -> Iterator[float]:
+    """Let no slow encoder end what it begins; gives the time from which that holds."""
+    flag = split.flags / flags.HOLD
+    flag.touch()
+    try:
+        yield time.monotonic()
+    finally:
+        flag.unlink()
+
+
+@contextmanager
+def slow_steps(split: Split, seconds: float) -> Iterator[None]:
+    """Let each step of a slow PD instance take that much longer."""
+    flag = split.flags / flags.SLOW_STEPS
+    flag.write_text(str(seconds))
+    try:
+        yield
+    finally:
+        flag.unlink()
+
+
+@pytest.fixture
+def slow(pair: Pair) -> Iterator[Callable[[float], Any]]:
+    """Set how much longer a module's slow encoder takes for the items of one step."""
+    flag = pair.split.flags / flags.SLOW
+    yield lambda seconds: flag.write_text(str(seconds))
+    flag.unlink(missing_ok=True)

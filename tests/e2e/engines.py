@@ -2,43 +2,82 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import httpx
 import psutil
 
+from epd_portable.config.instance import InstanceConfig
+
 DEADLINE_S = 90.0
 
 
 def instance(launcher: int, ec_role: str) -> psutil.Process:
     """Return the API server of the instance with this role."""
-    for child in psutil.Process(launcher).children():
-        if any(f'"ec_role": "{ec_role}"' in word for word in child.cmdline()):
-            return child
-    raise AssertionError(f"no instance with {ec_role}")
+    return _child(launcher, f'"ec_role": "{ec_role}"')
+
+
+def named(launcher: int, name: str) -> psutil.Process:
+    """Return the API server of the instance with this name."""
+    return _child(launcher, f'"instance": "{name}"')
+
+
+def config_of(server: psutil.Process) -> InstanceConfig:
+    """Return what the connector of an instance was told."""
+    told = json.loads(_option(server, "--ec-transfer-config"))
+    return InstanceConfig.parse(told["ec_connector_extra_config"])
+
+
+def url_of(server: psutil.Process) -> str:
+    """Return the base address of an API server."""
+    return f"http://{_option(server, '--host')}:{_option(server, '--port')}"
+
+
+def address(launcher: int, ec_role: str) -> str:
+    """Return the base address of an instance's own server."""
+    return url_of(instance(launcher, ec_role))
+
+
+def exposition(launcher: int, ec_role: str) -> list[str]:
+    """Return the lines of the metrics page of an instance."""
+    page = httpx.get(f"{address(launcher, ec_role)}/metrics", timeout=30, trust_env=False)
+    return page.text.splitlines()
 
 
 def metric(launcher: int, ec_role: str, name: str) -> float:
-    """Return a metric of an instance, summed over its labels, as vLLM itself reports it."""
-    command = instance(launcher, ec_role).cmdline()
-    port = command[command.index("--port") + 1]
-    exposition = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=30, trust_env=False).text
-    lines = [line for line in exposition.splitlines() if line.startswith(f"{name}{{")]
+    """Return a metric of an instance, summed over its labels, as its API server reports it."""
+    beginnings = (f"{name}{{", f"{name} ")
+    lines = [line for line in exposition(launcher, ec_role) if line.startswith(beginnings)]
     assert lines, f"no metric {name}"
     return sum(float(line.rpartition(" ")[2]) for line in lines)
 
 
-def wait_until(condition: Callable[[], bool], what: str) -> None:
+def counts(launcher: int, ec_role: str) -> Counter[str]:
+    """Return what this package counts in an instance: every counter by name and label."""
+    samples = (line.rpartition(" ") for line in exposition(launcher, ec_role))
+    return Counter(
+        {
+            name: int(float(value))
+            for name, _, value in samples
+            if name.startswith("epd_") and "_total" in name
+        }
+    )
+
+
+def wait_until(condition: Callable[[], bool], what: str, *, within_s: float = DEADLINE_S) -> None:
     """Poll a condition until it holds.
 
     Raises:
         AssertionError: It did not in time.
     """
-    deadline_s = time.monotonic() + DEADLINE_S
+    deadline_s = time.monotonic() + within_s
     while not condition():
-        assert time.monotonic() < deadline_s, f"not within {DEADLINE_S:g} s: {what}"
+        assert time.monotonic() < deadline_s, f"not within {within_s:g} s: {what}"
         time.sleep(0.1)
 
 
@@ -46,3 +85,17 @@ def shared_memory(processes: Iterable[psutil.Process]) -> set[Path]:
     """Return the files of ``/dev/shm`` that processes map."""
     mapped = (Path(each.path) for process in processes for each in process.memory_maps())
     return {path for path in mapped if path.parent == Path("/dev/shm") and path.exists()}
+
+
+def _child(launcher: int, words: str) -> psutil.Process:
+    for child in psutil.Process(launcher).children():
+        # One that was killed stays for a moment, and has no command line.
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if any(words in word for word in child.cmdline()):
+                return child
+    raise AssertionError(f"no instance with {words}")
+
+
+def _option(server: psutil.Process, name: str) -> str:
+    command = server.cmdline()
+    return command[command.index(name) + 1]

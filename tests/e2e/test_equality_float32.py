@@ -5,17 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import httpx
 import pytest
 
-from tests.e2e.asking import ask, ask_all, ask_streamed, assert_equal, picture, text
-from tests.e2e.cases import ASK, REPEATED, SINGLE, mixed_32
 from tests.e2e.conftest import Pair
-from tests.e2e.engines import metric
+from tests.e2e.equality import FloatEquality
 
 pytestmark = [pytest.mark.e2e, pytest.mark.needs_vllm, pytest.mark.timeout(900)]
-
-TOLERANCE = 1e-3
 
 
 @pytest.fixture(scope="module")
@@ -24,70 +19,5 @@ def pair(start: Callable[..., Any]) -> Pair:
     return started
 
 
-@pytest.mark.parametrize("content", SINGLE.values(), ids=SINGLE)
-def test_an_answer_is_that_of_one_process(pair: Pair, content: Any) -> None:
-    split, reference = ask(pair.split.url, content), ask(pair.reference_url, content)
-    assert_equal(split, reference, tolerance=TOLERANCE)
-    assert set(split.sources) <= {"transfer"}
-
-
-def test_answers_depend_on_the_picture(pair: Pair) -> None:
-    answers = {ask(pair.split.url, [picture(seed), ASK]).text for seed in range(10, 16)}
-    assert len(answers) >= 4
-
-
-def test_a_picture_of_an_earlier_request_is_not_transferred_again(pair: Pair) -> None:
-    first = ask(pair.split.url, REPEATED)
-    again = ask(pair.split.url, [text("Look: "), *REPEATED])
-    assert first.sources == ["transfer"]
-    assert again.sources == ["encoder_cache"]
-    reference = ask(pair.reference_url, [text("Look: "), *REPEATED])
-    assert_equal(again, reference, tolerance=TOLERANCE)
-
-
-def test_a_streamed_answer_is_that_of_one_process(pair: Pair) -> None:
-    content = [picture(31), ASK]
-    split = ask_streamed(pair.split.url, content)
-    assert_equal(split, ask_streamed(pair.reference_url, content), tolerance=TOLERANCE)
-
-
-def test_32_mixed_requests_at_once_are_answered_as_by_one_process(pair: Pair) -> None:
-    contents = mixed_32()
-    split = ask_all(pair.split.url, contents)
-    for content, answer in zip(contents, split, strict=True):
-        assert_equal(answer, ask(pair.reference_url, content), tolerance=TOLERANCE)
-
-
-def test_completions_are_those_of_one_process(pair: Pair) -> None:
-    request = {"model": "demo", "prompt": "a red", "max_tokens": 8, "temperature": 0}
-    texts = [
-        httpx.post(f"{url}/v1/completions", json=request, timeout=60, trust_env=False).json()[
-            "choices"
-        ][0]["text"]
-        for url in (pair.split.url, pair.reference_url)
-    ]
-    assert texts[0] == texts[1] != ""
-
-
-def test_the_encode_instance_holds_the_vision_tower_and_no_kv_cache(pair: Pair) -> None:
-    loaded = {
-        event["instance"]: event["parameters"]
-        for event in pair.split.events("model.loaded", since_s=0)
-    }
-    layers = {
-        event["instance"]: event["layers"]
-        for event in pair.split.events("kv_cache.ready", since_s=0)
-    }
-    assert loaded["encode-0"]["visual"] == loaded["prefill_decode-0"]["visual"] > 0
-    assert loaded["encode-0"]["language_model"] == 0
-    assert loaded["prefill_decode-0"]["language_model"] > 0
-    assert layers["encode-0"] == 0
-    assert layers["prefill_decode-0"] > 0
-
-
-def test_the_pd_instance_encoded_nothing_and_the_encoder_generated_nothing(pair: Pair) -> None:
-    """Runs last: it looks back at everything above."""
-    assert len(pair.split.encoded_by("encode")) >= 30
-    assert pair.split.encoded_by("prefill_decode") == []
-    assert metric(pair.split.pid, "ec_producer", "vllm:generation_tokens_total") == 0
-    assert metric(pair.split.pid, "ec_consumer", "vllm:generation_tokens_total") > 100
+class TestOnCpu(FloatEquality):
+    """By shared memory, the path that two instances on CPU take by themselves."""

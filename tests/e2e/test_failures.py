@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -16,17 +16,18 @@ import pytest
 from epd_portable.demo import MODEL_DIR
 from tests.e2e import flags
 from tests.e2e.asking import ask, ask_all, assert_equal, body, picture, post, text
-from tests.e2e.conftest import Pair, Split
-from tests.e2e.engines import instance, metric, shared_memory, wait_until
+from tests.e2e.conftest import Pair, Split, encoders_held
+from tests.e2e.engines import counts, instance, metric, shared_memory, wait_until
+from tests.e2e.equality import TOLERANCE
 
 pytestmark = [pytest.mark.e2e, pytest.mark.needs_vllm, pytest.mark.timeout(900)]
 
 ASK = text("What is in the picture?")
-TOLERANCE = 1e-3
 ITEM_BYTES = (
     16 * json.loads((MODEL_DIR / "config.json").read_text())["vision_config"]["out_hidden_size"] * 4
 )
 """One picture of 112 × 112 pixels in float32: 16 tokens."""
+MANY_TOKENS = 4000
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +38,7 @@ def pair(start: Callable[..., Any]) -> Pair:
             "engine_args.dtype=float32",
             f"transfer.pool_bytes={2 * ITEM_BYTES}",
             "transfer.wait_timeout_s=20",
+            "transfer.lease_s=4",
             "instances.encode.engine_args.worker_cls=tests.e2e.workers.SlowEncodeWorker",
             "instances.prefill_decode.engine_args.worker_cls=tests.e2e.workers.SpoilingPDWorker",
         ],
@@ -45,69 +47,112 @@ def pair(start: Callable[..., Any]) -> Pair:
     return started
 
 
-@pytest.fixture
-def slow(pair: Pair) -> Iterator[Callable[[float], Any]]:
-    """Set how much longer the encoder takes for the items of one step."""
-    flag = pair.split.flags / flags.SLOW
-    yield lambda seconds: flag.write_text(str(seconds))
-    flag.unlink(missing_ok=True)
-
-
-def healthy(split: Split, name: str) -> bool:
+def is_up(split: Split, name: str) -> bool:
     states = httpx.get(f"{split.url}/health", timeout=10, trust_env=False).json()
-    return bool(states["instances"][name]["healthy"])
+    return bool(states["instances"][name]["state"] == "up")
 
 
-def test_text_before_a_picture_is_prefilled_while_the_encoder_works(
-    pair: Pair, slow: Callable[[float], Any]
-) -> None:
-    slow(1.5)
-    begun = len(pair.split.events("step"))
+def test_text_before_a_picture_is_prefilled_while_the_encoder_works(pair: Pair) -> None:
+    def steps() -> list[dict[str, Any]]:
+        events = pair.split.events("step", since_s=held_s)
+        return [event for event in events if event["instance"].startswith("prefill_decode")]
+
     content = [text("Look at this picture, please, and say what it shows: "), picture(1), ASK]
-    answer = ask(pair.split.url, content)
+    with ThreadPoolExecutor() as pool:
+        with encoders_held(pair.split) as held_s:
+            pending = pool.submit(ask, pair.split.url, content)
+            wait_until(lambda: bool(steps()), "the text is computed")
+        answer = pending.result()
     [item] = answer.items
     encoded = next(e for e in pair.split.events("encode.end") if item["mm_hash"] in e["items"])
-    steps = [
-        event
-        for event in pair.split.events("step")[begun:]
-        if event["instance"].startswith("prefill_decode")
-    ]
-    assert steps[0]["t_s"] < encoded["t_s"] - 1.0
-    assert steps[1]["t_s"] > encoded["t_s"]
+    first, second, *_ = steps()
+    assert first["t_s"] < encoded["t_s"] < second["t_s"]
     assert_equal(answer, ask(pair.reference_url, content), tolerance=TOLERANCE)
 
 
-def test_text_requests_do_not_wait_for_a_slow_picture(
-    pair: Pair, slow: Callable[[float], Any]
-) -> None:
-    slow(3.0)
-    begun = len(pair.split.events("encode.begin"))
+def test_text_requests_do_not_wait_for_a_slow_picture(pair: Pair) -> None:
     with ThreadPoolExecutor() as pool:
-        pending = pool.submit(ask, pair.split.url, [picture(2), ASK])
-        wait_until(lambda: len(pair.split.events("encode.begin")) > begun, "the encoder began")
-        ask(pair.split.url, "hello")
-        assert not pending.done()
+        with encoders_held(pair.split) as held_s:
+            pending = pool.submit(ask, pair.split.url, [picture(2), ASK])
+            wait_until(lambda: bool(pair.split.encoding(held_s)), "the encoder began")
+            ask(pair.split.url, "hello")
+            assert not pending.done()
         assert pending.result().sources == ["transfer"]
 
 
-def test_a_killed_encoder_costs_no_answer_and_comes_back(
-    pair: Pair, slow: Callable[[float], Any]
-) -> None:
-    slow(6.0)
+def test_both_instances_count_every_item_and_its_bytes(pair: Pair) -> None:
+    def seen(role: str) -> dict[str, int]:
+        return dict(counts(pair.split.pid, role) - before[role])
+
+    before = {role: counts(pair.split.pid, role) for role in ("ec_producer", "ec_consumer")}
+    for seed in (20, 21, 22):
+        assert ask(pair.split.url, [picture(seed), ASK]).sources == ["transfer"]
+    received = seen("ec_consumer")
+    received.pop("epd_pd_waits_total", None)  # The announcement may come a step before the room.
+    assert received == {
+        'epd_pd_items_total{source="transfer"}': 3,
+        'epd_pd_grants_total{path="shm"}': 3,
+        'epd_pd_received_items_total{path="shm"}': 3,
+        'epd_pd_received_bytes_total{path="shm"}': 3 * ITEM_BYTES,
+        "epd_pd_placements_total": 3,
+        "epd_pd_placed_bytes_total": 3 * ITEM_BYTES,
+    }
+    sent = {
+        'epd_encode_transfers_total{source="encoder"}': 3,
+        'epd_encode_transfers_ended_total{result="settled"}': 3,
+        "epd_encode_announcements_total": 3,
+        'epd_encode_writes_total{path="shm"}': 3,
+        'epd_encode_sent_bytes_total{path="shm"}': 3 * ITEM_BYTES,
+    }
+    wait_until(lambda: seen("ec_producer") == sent, "the encode instance counts them as settled")
+
+
+def test_an_encoder_that_stands_still_loses_its_lease_and_costs_no_answer(pair: Pair) -> None:
+    before = counts(pair.split.pid, "ec_consumer")
+    engine = instance(pair.split.pid, "ec_producer").children(recursive=True)
+    with ThreadPoolExecutor() as pool, encoders_held(pair.split) as held_s:
+        pending = pool.submit(ask, pair.split.url, [picture(30), ASK])
+        wait_until(lambda: bool(pair.split.encoding(held_s)), "the encoder began")
+        for process in engine:
+            process.suspend()
+        try:
+            assert pending.result().sources == ["local"]
+        finally:
+            for process in engine:
+                process.resume()
+    counted = counts(pair.split.pid, "ec_consumer") - before
+    counted.pop("epd_pd_waits_total", None)  # As above.
+    assert dict(counted) == {
+        'epd_pd_items_total{source="local"}': 1,
+        "epd_pd_fallbacks_total": 1,
+        'epd_pd_grants_total{path="shm"}': 1,
+        'epd_pd_transfers_failed_total{cause="lease"}': 1,
+    }
+    assert ask(pair.split.url, [picture(31), ASK]).sources == ["transfer"]
+
+
+def test_a_killed_encoder_costs_no_answer_and_comes_back(pair: Pair) -> None:
     content = [picture(3), ASK]
-    begun = len(pair.split.events("encode.begin"))
-    with ThreadPoolExecutor() as pool:
+    before = counts(pair.split.pid, "ec_consumer")
+    with ThreadPoolExecutor() as pool, encoders_held(pair.split) as held_s:
         pending = pool.submit(ask, pair.split.url, content)
-        wait_until(lambda: len(pair.split.events("encode.begin")) > begun, "the encoder began")
+        wait_until(lambda: bool(pair.split.encoding(held_s)), "the encoder began")
         encoder = instance(pair.split.pid, "ec_producer")
         shared = shared_memory([encoder, *encoder.children(recursive=True)])
+        killed_s = time.monotonic()
         os.killpg(encoder.pid, signal.SIGKILL)
         answer = pending.result()
     assert answer.sources == ["local"]
+    counted = counts(pair.split.pid, "ec_consumer") - before
+    assert counted["epd_pd_fallbacks_total"] == 1
+    assert counted['epd_pd_transfers_failed_total{cause="no_encoder"}'] == 1
     assert_equal(answer, ask(pair.reference_url, content), tolerance=TOLERANCE)
-    (pair.split.flags / flags.SLOW).unlink()
-    wait_until(lambda: healthy(pair.split, "encode-0"), "the encoder is back")
+    wait_until(lambda: is_up(pair.split, "encode-0"), "the encoder is back")
     assert ask(pair.split.url, [picture(4), ASK]).sources == ["transfer"]
+    assert [met["encoder"] for met in pair.split.events("pair.met", since_s=killed_s)] == [
+        "encode-0"
+    ]
+    assert counts(pair.split.pid, "ec_producer")["epd_encode_announcements_total"] >= 2
     assert any(path.name.startswith("psm_") for path in shared)
     assert [path for path in shared if path.exists() and not path.name.startswith("epd-")] == []
 
@@ -156,11 +201,15 @@ def test_a_spoiled_item_is_seen_by_the_comparison(pair: Pair) -> None:
 def test_a_client_that_leaves_takes_its_work_along(
     pair: Pair, slow: Callable[[float], Any]
 ) -> None:
+    def generated() -> float:
+        return metric(pair.split.pid, "ec_consumer", "vllm:generation_tokens_total")
+
     slow(2.0)
-    with suppress(httpx.ReadTimeout):
+    before = generated()
+    with pytest.raises(httpx.ReadTimeout):
         httpx.post(
             f"{pair.split.url}/v1/chat/completions",
-            json=body([picture(90), ASK], max_tokens=4000, ignore_eos=True),
+            json=body([picture(90), ASK], max_tokens=MANY_TOKENS, ignore_eos=True),
             timeout=0.5,
             trust_env=False,
         )
@@ -170,6 +219,7 @@ def test_a_client_that_leaves_takes_its_work_along(
                 lambda role=role, gauge=gauge: metric(pair.split.pid, role, gauge) == 0,
                 f"{role} has no request left",
             )
+    assert generated() < before + MANY_TOKENS
 
 
 PNG = picture(91)["image_url"]["url"]

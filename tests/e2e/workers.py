@@ -5,6 +5,7 @@ Named on an engine's command line by ``--set instances.<role>.engine_args.worker
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from pathlib import Path
@@ -18,11 +19,18 @@ from tests.e2e import flags
 FLAGS = Path(os.environ["EPD_TEST_FLAGS"])
 
 
+def _delay(flag: str) -> None:
+    """Take as much longer as a file says; it may go at any moment."""
+    with contextlib.suppress(FileNotFoundError):
+        time.sleep(float((FLAGS / flag).read_text() or 0))
+
+
 class _SlowEncoder:
     def _execute_mm_encoder(self, scheduler_output: Any) -> Any:
-        flag = FLAGS / flags.SLOW
-        if scheduler_output.scheduled_encoder_inputs and flag.exists():
-            time.sleep(float(flag.read_text()))
+        if scheduler_output.scheduled_encoder_inputs:
+            _delay(flags.SLOW)
+            while (FLAGS / flags.HOLD).exists():
+                time.sleep(0.01)
         return super()._execute_mm_encoder(scheduler_output)  # type: ignore[misc]
 
 
@@ -35,7 +43,7 @@ class _SpoiledItems:
     def place_items(self, metadata: Any, encoder_cache: dict[str, torch.Tensor]) -> None:
         self._real.place_items(metadata, encoder_cache)
         if (FLAGS / flags.SPOIL).exists():
-            for placement in metadata.placements:
+            for placement in metadata.receipts.placements:
                 encoder_cache[placement.mm_hash] = encoder_cache[placement.mm_hash].roll(1, 1)
 
 
@@ -55,3 +63,12 @@ class SpoilingPDWorker(worker.EPDCPUWorker):  # type: ignore[misc,name-defined]
     def init_device(self) -> None:
         super().init_device()
         self.model_runner.epd = _SpoiledItems(self.model_runner.epd)
+
+
+class SlowPDWorker(worker.EPDCPUWorker):  # type: ignore[misc,name-defined]
+    """A PD worker whose steps take as long as a file says."""
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        if scheduler_output.total_num_scheduled_tokens:
+            _delay(flags.SLOW_STEPS)
+        return super().execute_model(scheduler_output)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +36,9 @@ def test_every_script_of_a_job_exists_and_every_script_has_a_job() -> None:
 @pytest.mark.parametrize("path", [*sorted((ROOT / "ci").rglob("*.sh")), ROOT / ".ci/run"], ids=str)
 def test_a_script_can_be_run_and_stops_at_its_first_error(path: Path) -> None:
     text = path.read_text("utf-8")
-    assert text.startswith("#!/usr/bin/env bash\n")
-    assert "\nset -euo pipefail\n" in text
+    stops = {"#!/usr/bin/env bash": "set -euo pipefail", "#!/bin/sh": "set -eu"}
+    first, _, rest = text.partition("\n")
+    assert f"\n{stops[first]}\n" in rest
     assert os.access(path, os.X_OK)
 
 
@@ -49,3 +52,40 @@ def test_the_workflow_calls_scripts_of_ci_and_nothing_else() -> None:
     for name, job in WORKFLOW["jobs"].items():
         commands = [step["run"] for step in job["steps"] if "run" in step]
         assert commands == [RUNNING[name]["script"]]
+
+
+UNAVAILABLE, BROKEN = 3, 2
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "status"),
+    [
+        (["--or-skip"], UNAVAILABLE, 0),
+        ([], UNAVAILABLE, UNAVAILABLE),
+        (["--or-skip"], BROKEN, BROKEN),
+    ],
+)
+def test_the_simulated_npu_is_skipped_only_where_it_cannot_be_had_and_where_that_is_allowed(
+    tmp_path: Path, options: list[str], environment: int, status: int
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho 'env: no gcc' >&2; exit {environment}\n")
+    python.chmod(0o755)
+    result = subprocess.run(
+        [ROOT / "ci/jobs/npu-sim.sh", *options],
+        env={**os.environ, "PYTHON": str(python)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == status
+    assert "env: no gcc" in result.stderr
+    assert ("# SKIPPED" in result.stderr) is (status == 0)
+
+
+def test_the_simulated_job_runs_every_one_of_its_tests() -> None:
+    script = (ROOT / "ci" / "jobs" / "npu-sim.sh").read_text("utf-8")
+    named = tuple(re.findall(r"tests/[\w/.]+", script))
+    tests = [path.relative_to(ROOT).as_posix() for path in ROOT.glob("tests/npu_sim/**/test_*.py")]
+    assert tests
+    assert [test for test in tests if not test.startswith(named)] == []

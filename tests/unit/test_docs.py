@@ -15,18 +15,31 @@ import click
 import pytest
 import tomllib
 from click.testing import CliRunner
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics import MetricWrapperBase
 from pydantic import BaseModel
+from starlette.types import Receive, Scope, Send
 
 from epd_portable import envs
 from epd_portable.config.load import OVERLAYS, PLATFORMS, parse_topology
-from epd_portable.config.schema import LAUNCHER_OWNED_ARGS, UNITS, InstanceGroup, Topology
+from epd_portable.config.schema import (
+    LAUNCHER_OWNED_ARGS,
+    UNITS,
+    InstanceGroup,
+    Topology,
+)
 from epd_portable.router import app
+from epd_portable.runners.receiver_metrics import PlacerMetrics, ReceiverMetrics
+from epd_portable.runners.sender_metrics import SenderMetrics
+from epd_portable.scheduling.admission import AdmissionLimits
+from epd_portable.vllm_plugin.admission import AdmissionMiddleware
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "epd_portable"
 README = ROOT / "README.md"
 STRUCTURES = ROOT / "docs/structures.md"
 CONFIGURATION = ROOT / "docs/configuration.md"
+METRICS = ROOT / "docs/metrics.md"
 TROUBLESHOOTING = ROOT / "docs/troubleshooting.md"
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 
@@ -106,8 +119,8 @@ def test_every_path_in_code_font_exists(document: Path) -> None:
 
 
 def test_every_make_target_in_the_readme_exists() -> None:
-    targets = re.findall(r"^([a-z]+):", read(ROOT / "Makefile"), re.MULTILINE)
-    named = [m for line in commands(README) for m in re.findall(r"\bmake ([a-z]+)", line)]
+    targets = re.findall(r"^([a-z-]+):", read(ROOT / "Makefile"), re.MULTILINE)
+    named = [m for line in commands(README) for m in re.findall(r"\bmake ([a-z-]+)", line)]
     assert "demo" in named and "test" in named
     assert set(named) <= set(targets)
 
@@ -153,8 +166,12 @@ def test_the_addresses_in_the_readme_are_those_that_are_served() -> None:
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "Route":
             path = node.args[0]
             served.add(path.value if isinstance(path, ast.Constant) else vars(app)[path.id])
-    named = {span for span in code_spans(README) if re.fullmatch(r"/(v1/.*|health|metrics)", span)}
-    assert named == served
+    named = {
+        span
+        for span in code_spans(README)
+        if re.fullmatch(r"/(v1/.*|epd/[a-z]+|health|metrics)", span)
+    }
+    assert named == {path for path in served if "{" not in path}
 
 
 def test_every_variable_that_documents_name_exists() -> None:
@@ -186,14 +203,15 @@ def shown_default(name: str, model: type[BaseModel]) -> str:
 
 
 def keys(model: type[BaseModel] = Topology, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield every key that may be written and its default; both roles of instances as ``*``."""
+    """Yield every key that may be written and its default; what all roles have as ``*``."""
+    shared = InstanceGroup.model_fields if InstanceGroup in model.__bases__ else ()
     for name, field in model.model_fields.items():
         kind = field.annotation
         if isinstance(kind, type) and issubclass(kind, BaseModel):
-            inner = "*" if kind is InstanceGroup else name
-            yield from keys(kind, f"{prefix}{inner}.")
+            yield from keys(kind, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{name}", shown_default(name, model)
+            where = "instances.*." if name in shared else prefix
+            yield f"{where}{name}", shown_default(name, model)
 
 
 def test_every_key_of_the_topology_file_is_documented_with_its_default() -> None:
@@ -225,7 +243,7 @@ def test_every_key_in_code_font_exists() -> None:
         for span in code_spans(document):
             key = re.sub(r"^instances\.(encode|prefill_decode)\.", "instances.*.", span)
             if KEY.fullmatch(key) and span not in other:
-                assert key in known, f"{document.name}: there is no key {span}"
+                assert {key, span} & known, f"{document.name}: there is no key {span}"
 
 
 @pytest.mark.parametrize("document", [README, CONFIGURATION, TROUBLESHOOTING])
@@ -264,8 +282,34 @@ def test_every_event_of_a_trace_is_explained() -> None:
     assert named == literals_of_calls("trace")
 
 
+def test_every_metric_of_an_instance_is_documented_with_its_type_label_and_meaning() -> None:
+    made: list[MetricWrapperBase] = []
+    for owner in (ReceiverMetrics, PlacerMetrics, SenderMetrics):
+        counted = vars(owner(CollectorRegistry())).values()
+        made += [metric for metric in counted if isinstance(metric, MetricWrapperBase)]
+    rows = re.findall(
+        r"^\| `(epd_\w+)` \| (\w+) \| (?:`(\w+)`|–) \| (.+) \|$", read(METRICS), re.MULTILINE
+    )
+    expected = []
+    for metric in made:
+        name = f"{metric._name}_total" if metric._type == "counter" else metric._name
+        label = metric._labelnames[0] if metric._labelnames else ""
+        expected.append((name, metric._type, label, metric._documentation))
+    limits = AdmissionLimits(items=1, nbytes=1)
+    admission = AdmissionMiddleware(no_app, limits=limits, registry=CollectorRegistry())
+    for family in admission.collect():
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        label = family.samples[0].labels and next(iter(family.samples[0].labels))
+        expected.append((name, family.type, label or "", family.documentation))
+    assert sorted(rows) == sorted(expected), "docs/metrics.md and the metrics of instances differ"
+
+
+async def no_app(scope: Scope, receive: Receive, send: Send) -> None:
+    raise AssertionError("nobody calls it")
+
+
 def test_every_metric_of_the_router_is_in_the_readme() -> None:
     counters = {f"{name}_total" for name in literals_of_calls("Counter")}
     others = set().union(*map(literals_of_calls, ("Gauge", "Histogram", "GaugeMetricFamily")))
     rows = re.findall(r"^\| `(epd_router_\w+)` \|", read(README), re.MULTILINE)
-    assert set(rows) == counters | others
+    assert set(rows) == {name for name in counters | others if name.startswith("epd_router_")}

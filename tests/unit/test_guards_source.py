@@ -49,16 +49,60 @@ def strings(node: ast.AST, pattern: re.Pattern[str]) -> Iterator[ast.Constant]:
             yield inner
 
 
-def vendor_branches(tree: ast.AST) -> Iterator[ast.Constant]:
-    """Yield the vendor names that code branches on: comparisons, match cases, startswith."""
+# What tells one platform from another, and what asks for one by name.
+IDENTITY = ("name", "device_type", "dist_backend")
+OWNER = re.compile(r"_?(.*_)?(platform|traits)")
+QUESTION = re.compile(r"is_(cuda|npu|rocm|xpu|hip)(_\w+)?")
+
+
+def belongs_to_a_platform(node: ast.Attribute) -> bool:
+    """Tell whether an attribute is one of a platform, as in ``self._platform.name``."""
+    owner = node.value
+    word = owner.attr if isinstance(owner, ast.Attribute) else getattr(owner, "id", "")
+    return OWNER.fullmatch(word) is not None
+
+
+def identifies_a_platform(node: ast.AST) -> bool:
+    return isinstance(node, ast.Attribute) and node.attr in IDENTITY and belongs_to_a_platform(node)
+
+
+def asks_for_a_vendor(node: ast.AST) -> bool:
+    """Tell whether an expression asks for one vendor; ``tensor.is_cpu`` asks for host memory."""
+    if not isinstance(node, ast.Attribute):
+        return isinstance(node, ast.Name) and QUESTION.fullmatch(node.id) is not None
+    if node.attr == "is_cpu":
+        return belongs_to_a_platform(node)
+    return QUESTION.fullmatch(node.attr) is not None
+
+
+def vendor_branches(tree: ast.AST) -> Iterator[str]:
+    """Yield ``line: what`` of everything that branches on a vendor.
+
+    That is a vendor's name in a comparison, a match case, a prefix test or as the key of a mapping;
+    a comparison or match of what identifies a platform, whatever the other side is; and torch's
+    and vLLM's questions for one vendor.
+    """
     for node in ast.walk(tree):
-        is_prefix_test = (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and node.func.attr in ("startswith", "endswith")
-        )
-        if isinstance(node, ast.Compare | ast.MatchValue) or is_prefix_test:
-            yield from strings(node, VENDOR_OR_CPU)
+        literals: list[ast.AST] = []
+        match node:
+            case ast.Compare(left=left, comparators=others):
+                literals = [node]
+                for side in (left, *others):
+                    if identifies_a_platform(side):
+                        yield f"{node.lineno}: {ast.unparse(node)}"
+            case ast.Match(subject=subject) if identifies_a_platform(subject):
+                yield f"{node.lineno}: match {ast.unparse(subject)}"
+            case ast.MatchValue():
+                literals = [node]
+            case ast.Call(func=ast.Attribute(attr="startswith" | "endswith")):
+                literals = [node]
+            case ast.Dict(keys=keys):
+                literals = [key for key in keys if isinstance(key, ast.Constant)]
+            case ast.Attribute() | ast.Name() if asks_for_a_vendor(node):
+                yield f"{node.lineno}: {ast.unparse(node)}"
+        for literal in literals:
+            for found in strings(literal, VENDOR_OR_CPU):
+                yield f"{found.lineno}: {found.value!r}"
 
 
 def vendor_names(tree: ast.AST) -> Iterator[ast.Constant]:
@@ -73,9 +117,9 @@ def outside_platforms() -> list[Path]:
 
 def test_no_code_outside_platforms_branches_on_a_vendor() -> None:
     found = [
-        f"{path.relative_to(ROOT)}:{node.lineno}: {node.value!r}"
+        f"{path.relative_to(ROOT)}:{branch}"
         for path in outside_platforms()
-        for node in vendor_branches(ast.parse(path.read_text("utf-8")))
+        for branch in vendor_branches(ast.parse(path.read_text("utf-8")))
     ]
     assert not found, "ask the platform for a capability instead:\n" + "\n".join(found)
 
@@ -103,14 +147,36 @@ def test_a_place_that_may_name_vendors_still_does(relative: str) -> None:
         'if "cuda" != kind: ...',
         'if kind in ("cpu", "cuda"): ...',
         'match kind:\n    case "npu": ...',
+        'match kind:\n    case "npu" | "cuda": ...',
         'device.startswith("npu:")',
+        'x = 1 if device.type == "cuda" else 2',
+        'assert "npu" in names',
+        '{"cpu": f, "other": g}[kind]()',
+        "if platform.name == wanted: ...",
+        "while NAMES[0] != self._platform.name: ...",
+        "[p for p in all if p.traits.device_type in GPUS]",
+        "match traits.dist_backend:\n    case HCCL: ...",
+        "if tensor.is_npu: ...",
+        "if current_platform.is_cuda_alike(): ...",
+        "if current_platform.is_cpu(): ...",
     ],
 )
 def test_the_guard_sees_each_way_to_branch_on_a_vendor(source: str) -> None:
     assert list(vendor_branches(ast.parse(source)))
 
 
-@pytest.mark.parametrize("source", ['"""cuda"""', 'x = "cuda graphs"', 'name = "visible"'])
+@pytest.mark.parametrize(
+    "source",
+    [
+        '"""cuda"""',
+        'x = "cuda graphs"',
+        'name = "visible"',
+        "if path.name == wanted: ...",
+        "if traits.needs_device_copy: ...",
+        "if tensor.is_cpu: ...",
+        "label = platform.name",
+    ],
+)
 def test_the_guard_leaves_prose_alone(source: str) -> None:
     tree = ast.parse(source)
     assert not [*vendor_branches(tree), *vendor_names(tree)]

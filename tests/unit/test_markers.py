@@ -49,3 +49,15 @@ def test_a_job_for_a_device_fails_when_its_tests_would_be_skipped(suite: pytest.
     result = suite.runpytest("--require-device=cuda")
     result.assert_outcomes(passed=1, errors=1)
     result.stdout.fnmatch_lines(["*no such device, and --require-device demands it*"])
+
+
+@pytest.mark.parametrize("simulated", [True, False])
+def test_the_simulated_npu_is_tested_only_in_its_own_environment(
+    suite: pytest.Pytester, simulated: bool
+) -> None:
+    suite.mkdir("npu_sim").joinpath("test_npu.py").write_text("def test_npu():\n    pass\n")
+    suite.makepyfile("def test_plain():\n    pass\n")
+    if simulated:
+        suite.mkpydir("ascend_sim")
+        suite.syspathinsert()
+    suite.runpytest().assert_outcomes(passed=1 + simulated)

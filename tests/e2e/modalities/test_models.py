@@ -1,0 +1,183 @@
+"""Each kind of model, with items that the encode instance sends: as if encoded in one process.
+
+The reference is the prefill+decode instance itself, asked without the router: nothing is
+transferred then, and its own tower encodes.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+
+from epd_portable.router.requests import read_chat
+from tests.checkpoints import NAMES
+from tests.e2e.asking import Answer, ask, assert_equal, body, text
+from tests.e2e.conftest import Split, running
+from tests.e2e.engines import address
+from tests.e2e.equality import TOLERANCE
+from tests.e2e.modalities.parts import audio_url, frames, image, input_audio, video
+
+pytestmark = [pytest.mark.e2e, pytest.mark.needs_vllm, pytest.mark.timeout(900)]
+
+ASK = text("What is it?")
+
+IMAGES: dict[str, list[dict[str, Any]]] = {
+    "one image": [image(1), ASK],
+    "three images and text between": [image(2), text("and"), image(3), image(4), ASK],
+    "the same image twice": [text("Twice:"), image(5), image(5), ASK],
+    "a wide and a tall image": [image(6, 112, 56), image(7, 56, 84), ASK],
+}
+VIDEOS: dict[str, list[dict[str, Any]]] = {
+    "a video": [video(1), ASK],
+    "two videos and an image": [video(2), text("and"), video(3), image(8), ASK],
+    "frames of a video": [frames(4), ASK],
+    "the same video twice": [video(5), video(5), ASK],
+}
+VIDEOS_OF_TWO_LENGTHS = {"a long and a short video": [video(6), video(7, 4), ASK]}
+"""vLLM 0.32 ends when LLaVA-OneVision has to encode two such in one step, in one process too."""
+CLIPS: dict[str, list[dict[str, Any]]] = {
+    "one clip": [input_audio(1), ASK],
+    "two clips": [input_audio(2), text("and"), audio_url(3, 2.5), ASK],
+    "the same clip twice": [input_audio(4), audio_url(4), ASK],
+}
+MIXED: dict[str, list[dict[str, Any]]] = {
+    "an image, a clip and a video": [image(12), input_audio(7), frames(10, 2), ASK],
+    "one after the other, and again": [
+        audio_url(8, 0.5),
+        image(13, 112, 56),
+        text("and"),
+        frames(11, 2),
+        image(14),
+        audio_url(8, 0.5),
+        frames(11, 2),
+        input_audio(9, 1.5),
+        ASK,
+    ],
+}
+CROPS: dict[str, list[dict[str, Any]]] = {
+    "crops of images": [image(9, 112, 56), text("and"), image(10), image(11, 56, 84), ASK],
+}
+SHORTENED: dict[str, list[dict[str, Any]]] = {
+    "shortened videos beside others": [
+        input_audio(10),
+        frames(12),
+        image(15),
+        frames(13),
+        image(16),
+        ASK,
+    ],
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "crops of images": {
+        "mm_processor_kwargs": {
+            "do_pan_and_scan": True,
+            "pan_and_scan_min_crop_size": 16,
+            "pan_and_scan_max_num_crops": 2,
+        }
+    },
+    "shortened videos beside others": {"media_io_kwargs": {"video": {"num_frames": 2}}},
+}
+"""Of some requests, for which the engine gives items names of its own."""
+CONTENTS = {
+    "qwen2_5_vl": IMAGES | VIDEOS | VIDEOS_OF_TWO_LENGTHS,
+    "qwen3_vl": IMAGES | VIDEOS | VIDEOS_OF_TWO_LENGTHS,
+    "llava_onevision": IMAGES | VIDEOS,
+    "gemma3": IMAGES | CROPS,
+    "qwen2_audio": CLIPS,
+    "qwen2_5_omni": MIXED | SHORTENED,
+}
+PAIRS = {
+    "image": (image(20, 112, 112), image(21, 112, 112)),
+    "video": (video(20), video(21)),
+    "audio": (input_audio(20), input_audio(21)),
+}
+MODALITIES = {
+    "qwen2_5_vl": ("image", "video"),
+    "qwen3_vl": ("image", "video"),
+    "llava_onevision": ("image", "video"),
+    "gemma3": ("image",),
+    "qwen2_audio": ("audio",),
+    "qwen2_5_omni": ("image", "video", "audio"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """A model in an encode and a prefill+decode instance."""
+
+    name: str
+    split: Split
+
+    def ask(self, content: Any, **more: Any) -> Answer:
+        return ask(self.split.url, content, **self._fixed(), **more)
+
+    def ask_alone(self, content: Any, **more: Any) -> Answer:
+        """Ask the prefill+decode instance, which has to encode every item then."""
+        alone = address(self.split.pid, "ec_consumer")
+        return ask(alone, content, **self._fixed(), cache_salt=uuid.uuid4().hex, **more)
+
+    def _fixed(self) -> dict[str, Any]:
+        return {"model": self.name, "max_tokens": 8, "ignore_eos": True}
+
+
+def router_names(content: Any, settings: dict[str, Any]) -> set[str]:
+    """Return the names that the router gives the items of a request."""
+    sent = httpx.Request("POST", "http://router", json=body(content, **settings)).content
+    return {item.mm_hash for item in read_chat(sent, model="demo", max_items=64).items}
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    name = request.param
+    folder = tmp_path_factory.mktemp("model")
+    checkpoint = folder / name
+    subprocess.run([sys.executable, "-m", "tests.checkpoints", name, checkpoint], check=True)
+    limits = json.dumps(dict.fromkeys(MODALITIES[name], 4))
+    settings = [
+        f"model={checkpoint}",
+        "engine_args.dtype=float32",
+        "engine_args.max_model_len=2048",
+        "engine_args.skip_mm_profiling=true",
+        "engine_args.trust_request_mm_kwargs=true",
+        f"engine_args.limit_mm_per_prompt={limits}",
+        "transfer.pool_bytes=16MiB",
+        # A slow machine must not make the other instance encode.
+        "transfer.lease_s=30",
+        "transfer.wait_timeout_s=60",
+    ]
+    with running(folder, settings) as split:
+        yield Served(name=name, split=split)
+
+
+def test_answers_with_transferred_items_are_those_of_one_process(
+    served: Served, subtests: pytest.Subtests
+) -> None:
+    for title, content in CONTENTS[served.name].items():
+        with subtests.test(title):
+            settings = SETTINGS.get(title, {})
+            split = served.ask(content, **settings)
+            reference = served.ask_alone(content, **settings)
+            keys = router_names(content, settings)
+            assert len(split.items) == len(keys)
+            assert bool({item["mm_hash"] for item in split.items} - keys) == bool(settings)
+            assert set(split.sources) == {"transfer"}
+            assert set(reference.sources) == {"local"}
+            assert_equal(split, reference, tolerance=TOLERANCE)
+
+
+def test_another_item_gives_another_answer(served: Served) -> None:
+    """Otherwise equality would prove nothing."""
+    for modality in MODALITIES[served.name]:
+        one, other = (served.ask([item, ASK]) for item in PAIRS[modality])
+        with pytest.raises(AssertionError):
+            assert_equal(one, other, tolerance=10 * TOLERANCE)

@@ -1,0 +1,289 @@
+"""Two encode instances and one PD instance, encrypted as between hosts, beside one process.
+
+Only 127.0.0.1 counts as this host, so 127.0.0.2 stands for an address of a network.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from epd_portable.connector.control import ControlClients
+from epd_portable.connector.curve import read_keys
+from epd_portable.connector.transports import tcp
+from epd_portable.router.requests import read_chat
+from epd_portable.wire.codec import encode
+from epd_portable.wire.descriptors import PeerDescriptor, TensorSpec
+from epd_portable.wire.messages import Announce, NotNeeded
+from tests.e2e.asking import Answer, ask, assert_equal, body, picture, text
+from tests.e2e.cases import ASK
+from tests.e2e.conftest import Pair, Split, encoders_held
+from tests.e2e.engines import config_of, named, url_of, wait_until
+from tests.e2e.equality import TOLERANCE
+
+pytestmark = [pytest.mark.e2e, pytest.mark.needs_vllm, pytest.mark.timeout(900)]
+
+OFF_HOST = "127.0.0.2"
+ENCODERS = {"encode-0", "encode-1"}
+PD = "prefill_decode-0"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deployment:
+    """The topology beside its reference, and what it had open when it was ready.
+
+    Attributes:
+        secret_file: Of the topology.
+        opened: See `connections`.
+    """
+
+    pair: Pair
+    secret_file: Path
+    opened: dict[str, set[Any]]
+
+    @property
+    def split(self) -> Split:
+        return self.pair.split
+
+    def members(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """Run a command that shows or changes who takes part."""
+        where = ("--router", self.split.url, "--secret-file", str(self.secret_file))
+        return epd_launch(*words, *where)
+
+    def states(self) -> dict[str, str]:
+        """Return the state of each instance, as ``epd-launch instances`` shows it."""
+        shown = self.members("instances")
+        assert shown.returncode == 0, shown.stderr
+        columns = [line.split() for line in shown.stdout.splitlines()]
+        return {name: state for name, _, state, *_ in columns}
+
+    def compare(self, content: Any, answer: Answer) -> None:
+        """Check that an answer is that of one process, with every item from an encoder."""
+        assert_equal(answer, ask(self.pair.reference_url, content), tolerance=TOLERANCE)
+        assert {(item["source"], item["path"]) for item in answer.items} == {("transfer", "tcp")}
+
+
+def epd_launch(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "epd_portable.launch.cli", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def connections(split: Split) -> dict[str, set[Any]]:
+    """Return the connections of each encoder to the PD instance: own address and remote one."""
+    config = config_of(named(split.pid, PD))
+    ports = {port_of(config.control_address), port_of(config.data_address)}
+    found: dict[str, set[Any]] = {}
+    for name in ENCODERS:
+        server = named(split.pid, name)
+        found[name] = {
+            (open_.laddr, open_.raddr)
+            for process in (server, *server.children(recursive=True))
+            for open_ in process.net_connections("tcp")
+            if open_.raddr and open_.raddr.port in ports
+        }
+    return found
+
+
+def port_of(address: str) -> int:
+    return int(address.rpartition(":")[2])
+
+
+def pictures(first: int, count: int = 4) -> list[dict[str, Any]]:
+    """Return a question about several pictures; with four, each encoder gets at least one."""
+    return [*(picture(seed) for seed in range(first, first + count)), ASK]
+
+
+def encoders_of(answers: list[Answer]) -> set[str]:
+    return {item.get("encoder", item["source"]) for answer in answers for item in answer.items}
+
+
+@pytest.fixture(scope="module")
+def deployment(
+    start: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Deployment]:
+    secret_file = tmp_path_factory.mktemp("secret") / "secret"
+    made = epd_launch("secret", str(secret_file))
+    assert made.returncode == 0, made.stderr
+    pair: Pair = start(
+        [
+            "engine_args.dtype=float32",
+            "instances.encode.count=2",
+            "instances.encode.engine_args.worker_cls=tests.e2e.workers.SlowEncodeWorker",
+            "transfer.path=tcp",
+            "transfer.wait_timeout_s=120",
+            "transfer.lease_s=60",
+            f"launch.host={OFF_HOST}",
+            f"secret_file={secret_file}",
+        ],
+        reference_args={"dtype": "float32"},
+    )
+    yield Deployment(pair=pair, secret_file=secret_file, opened=connections(pair.split))
+
+
+def test_every_pair_has_met_before_the_first_request_which_connects_nothing(
+    deployment: Deployment,
+) -> None:
+    split = deployment.split
+    config = config_of(named(split.pid, PD))
+    control, data = (
+        (OFF_HOST, port_of(address)) for address in (config.control_address, config.data_address)
+    )
+    for opened in deployment.opened.values():
+        remote = sorted(each for _, each in opened)
+        assert remote == sorted([control] + tcp.CONNECTIONS * [data])
+    met = [event["encoder"] for event in split.events("pair.met", since_s=0)]
+    assert sorted(met) == sorted(ENCODERS)
+    content = pictures(700)
+    answer = ask(split.url, content)
+    deployment.compare(content, answer)
+    assert encoders_of([answer]) == ENCODERS
+    assert connections(split) == deployment.opened
+    assert split.events("control.opened") == split.events("path.opened") == []
+
+
+def test_items_of_a_request_are_encoded_by_both_encoders_at_once_and_keep_their_order(
+    deployment: Deployment,
+) -> None:
+    split = deployment.split
+    content = [text("The first one:"), picture(710), text("and then:"), *pictures(711, 3)]
+    with ThreadPoolExecutor() as pool:
+        with encoders_held(split) as held_s:
+            pending = pool.submit(ask, split.url, content)
+            wait_until(lambda: split.encoding(held_s) == ENCODERS, "both encoders work")
+            assert split.events("encode.end", since_s=held_s) == []
+        answer = pending.result()
+    deployment.compare(content, answer)
+    encoded_by = {
+        item: event["instance"]
+        for event in split.events("encode.begin", since_s=held_s)
+        for item in event["items"]
+    }
+    assert {item["mm_hash"]: item["encoder"] for item in answer.items} == encoded_by
+    call = read_chat(json.dumps(body(content)).encode(), model="demo", max_items=4)
+    assert [item["mm_hash"] for item in answer.items] == [item.mm_hash for item in call.items]
+    swapped = ask(deployment.pair.reference_url, [*content[:1], *content[3:6], content[1], ASK])
+    assert swapped.tokens != answer.tokens, "the order of these pictures makes no difference"
+
+
+def test_only_holders_of_the_secret_are_heard(deployment: Deployment) -> None:
+    split = deployment.split
+    assert {config_of(named(split.pid, name)).host for name in (*ENCODERS, PD)} == {OFF_HOST}
+    config = config_of(named(split.pid, PD))
+    # Of a transfer that is over: whoever is heard is answered.
+    over = split.events("encode_job")[0]["transfer_id"]
+    peer = PeerDescriptor(
+        instance="x", session="x", host="x", device="cpu:0", fingerprint="x", paths=()
+    )
+    spec = TensorSpec(shape=(1, 1), dtype="float32")
+    announcement = Announce(transfer_id=over, mm_hash="x", tensor=spec, producer=peer)
+    with zmq.Context() as context, contextlib.ExitStack() as opened:
+        strangers = []
+        for address in (config.control_address, config.data_address):
+            stranger = opened.enter_context(context.socket(zmq.DEALER))
+            stranger.linger = 0
+            stranger.connect(address)
+            stranger.send(encode(announcement, session="x"))
+            strangers.append(stranger)
+        holder = ControlClients("holder", read_keys(str(deployment.secret_file)))
+        opened.callback(holder.close)
+        holder.send(config.control_address, announcement)
+        answers: list[Any] = []
+
+        def told() -> bool:
+            # Control messages are read in steps, and without a request there are none.
+            ask(split.url, "hello", max_tokens=1)
+            answers.extend(message for _, message in holder.receive(0.1))
+            log = (split.log_dir / f"{PD}.log").read_text()
+            refused = (f"{where} has refused" for where in addresses_in_log)
+            return bool(answers) and all(words in log for words in refused)
+
+        addresses_in_log = (
+            f"control channel at {config.control_address}",
+            f"receiver of tcp at {config.data_address}",
+        )
+        wait_until(told, "the holder is answered and both strangers are refused")
+        assert answers == [NotNeeded(transfer_id=over)]
+        assert not any(stranger.poll(0) for stranger in strangers)
+
+
+def test_a_wrong_secret_is_refused_and_the_command_says_so(
+    deployment: Deployment, tmp_path: Path
+) -> None:
+    assert epd_launch("secret", str(tmp_path / "other")).returncode == 0
+    for words in (["instances"], ["leave", "encode-1"]):
+        refused = epd_launch(
+            *words, "--router", deployment.split.url, "--secret-file", str(tmp_path / "other")
+        )
+        assert refused.returncode == 1
+        assert "bearer token is missing or wrong: use the secret_file" in refused.stderr
+    assert deployment.states() == dict.fromkeys([*sorted(ENCODERS), PD], "up")
+
+
+def test_an_encoder_leaves_and_joins_again_and_no_answer_is_lost(deployment: Deployment) -> None:
+    split = deployment.split
+    server = named(split.pid, "encode-1")
+    asked: list[tuple[Any, Answer]] = []
+    enough = threading.Event()
+    seeds = itertools.count(800, 2)
+
+    def keep_asking() -> None:
+        while not enough.is_set():
+            content = pictures(next(seeds), 2)
+            asked.append((content, ask(split.url, content)))
+
+    def answered_by(since: int) -> set[str]:
+        return encoders_of([answer for _, answer in asked[since:]])
+
+    with ThreadPoolExecutor() as pool, contextlib.ExitStack() as ended:
+        ended.callback(enough.set)
+        with encoders_held(split) as held_s:
+            inflight = pool.submit(ask, split.url, pictures(720))
+            wait_until(lambda: split.encoding(held_s) == ENCODERS, "both encoders work")
+            leaving = pool.submit(deployment.members, "leave", "encode-1")
+            wait_until(lambda: deployment.states()["encode-1"] == "draining", "it leaves")
+            clients = [pool.submit(keep_asking) for _ in range(2)]
+            assert not leaving.done()
+        left = leaving.result()
+        assert (left.returncode, left.stdout) == (0, f"encode-1 has left {split.url}\n")
+        asked.append((pictures(720), inflight.result()))
+        assert encoders_of([inflight.result()]) == ENCODERS
+        away_s = time.monotonic()
+        assert deployment.states() == {"encode-0": "up", PD: "up"}
+        before = len(asked)
+        wait_until(lambda: len(asked) >= before + 4, "others are answered")
+        assert answered_by(before) == {"encode-0"}
+
+        words = ("join", "encode-1", "--role", "encode", "--url", url_of(server))
+        joined = deployment.members(*words)
+        assert (joined.returncode, joined.stdout) == (0, f"encode-1 has joined {split.url}\n")
+        before = len(asked)
+        wait_until(lambda: answered_by(before) == ENCODERS, "both encode again")
+        enough.set()
+        for client in clients:
+            client.result()
+    assert deployment.states()["encode-1"] == "up"
+    [met] = split.events("pair.met", since_s=away_s)
+    jobs = [e for e in split.events("encode_job", since_s=away_s) if e["encoder"] == "encode-1"]
+    assert met["encoder"] == "encode-1"
+    assert met["t_s"] < jobs[0]["t_s"]
+    for content, answer in asked:
+        deployment.compare(content, answer)
+
+
+def test_the_pd_instance_encoded_nothing(deployment: Deployment) -> None:
+    """Runs last: it looks back at everything above."""
+    assert len(deployment.split.encoded_by("encode")) >= 20
+    assert deployment.split.encoded_by("prefill_decode") == []

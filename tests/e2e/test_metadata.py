@@ -1,0 +1,118 @@
+"""With ``transfer.media: metadata`` the PD instance gets no picture, and answers as one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.asking import ask, assert_equal, body, picture, text
+from tests.e2e.conftest import Pair, encoders_held, slow_steps
+from tests.e2e.engines import instance, metric, wait_until
+from tests.e2e.equality import TOLERANCE, FloatEquality
+
+pytestmark = [pytest.mark.e2e, pytest.mark.needs_vllm, pytest.mark.timeout(900)]
+
+ASK = text("What is in the picture?")
+SEATS = 4
+"""Requests that the PD instance runs at once."""
+
+
+@pytest.fixture(scope="module")
+def pair(start: Callable[..., Any]) -> Pair:
+    started: Pair = start(
+        [
+            "engine_args.dtype=float32",
+            "transfer.media=metadata",
+            "transfer.wait_timeout_s=20",
+            f"instances.prefill_decode.engine_args.max_num_seqs={SEATS}",
+            "instances.prefill_decode.env={VLLM_SERVER_DEV_MODE: '1'}",
+            "instances.prefill_decode.engine_args.worker_cls=tests.e2e.workers.SlowPDWorker",
+            "instances.encode.engine_args.worker_cls=tests.e2e.workers.SlowEncodeWorker",
+        ],
+        reference_args={"dtype": "float32"},
+    )
+    return started
+
+
+class TestMetadata(FloatEquality):
+    """What holds when the media go to both instances holds without them."""
+
+
+def test_no_picture_reaches_the_pd_instance(pair: Pair) -> None:
+    content = [picture(500, 448), ASK]
+    begun = len(pair.split.events("pd_request"))
+    answer = ask(pair.split.url, content)
+    [sent] = pair.split.events("pd_request")[begun:]
+    assert sent["nbytes"] < 1500 < len(json.dumps(body(content)))
+    assert answer.sources == ["transfer"]
+    assert_equal(answer, ask(pair.reference_url, content), tolerance=TOLERANCE)
+
+
+def test_a_prompt_in_the_prefix_cache_needs_no_item(pair: Pair) -> None:
+    content = [picture(501), text("What is in the picture? Please say it. " * 8)]
+    first = ask(pair.split.url, content)
+    assert first.sources == ["transfer"]
+    empty_encoder_cache(pair)
+    again = ask(pair.split.url, content)
+    assert again.sources == ["prefix_cache"]
+    assert_equal(again, first, tolerance=TOLERANCE)
+    assert metric(pair.split.pid, "ec_consumer", "vllm:prefix_cache_hits_total") > 0
+
+
+def test_an_item_that_went_before_it_was_used_is_asked_for_again_with_its_media(
+    pair: Pair,
+) -> None:
+    shown = picture(502)
+    content = [shown, ASK]
+    landed = len(pair.split.events("item.landed"))
+    with ThreadPoolExecutor(SEATS + 1) as pool:
+        with slow_steps(pair.split, 0.1):
+            # Others keep every seat until the item is there and gone again.
+            others = [
+                pool.submit(ask, pair.split.url, "hello", max_tokens=800, ignore_eos=True)
+                for _ in range(SEATS)
+            ]
+            wait_until(
+                lambda: metric(pair.split.pid, "ec_consumer", "vllm:num_requests_running") == SEATS,
+                "every seat is taken",
+            )
+            pending = pool.submit(ask, pair.split.url, content)
+            wait_until(lambda: len(pair.split.events("item.landed")) > landed, "the item landed")
+            empty_encoder_cache(pair)
+            assert not any(other.done() for other in others)
+        answer = pending.result()
+    assert answer.sources == ["transfer"]
+    sent = pair.split.events("pd_request")[-2:]
+    assert sent[0]["request_id"] == sent[1]["request_id"]
+    assert sent[0]["nbytes"] < len(shown["image_url"]["url"]) < sent[1]["nbytes"]
+    assert_equal(answer, ask(pair.reference_url, content), tolerance=TOLERANCE)
+
+
+def test_a_killed_encoder_costs_no_answer(pair: Pair) -> None:
+    """Runs last: the encoder is slow to come back."""
+    content = [picture(503), ASK]
+    with ThreadPoolExecutor() as pool, encoders_held(pair.split) as held_s:
+        pending = pool.submit(ask, pair.split.url, content)
+        wait_until(lambda: bool(pair.split.encoding(held_s)), "the encoder began")
+        os.killpg(instance(pair.split.pid, "ec_producer").pid, signal.SIGKILL)
+        answer = pending.result()
+    assert answer.sources == ["local"]
+    assert_equal(answer, ask(pair.reference_url, content), tolerance=TOLERANCE)
+    metrics = httpx.get(f"{pair.split.url}/metrics", timeout=30, trust_env=False).text
+    assert 'epd_router_ladder_total{rung="original_media"}' in metrics
+
+
+def empty_encoder_cache(pair: Pair) -> None:
+    command = instance(pair.split.pid, "ec_consumer").cmdline()
+    port = command[command.index("--port") + 1]
+    response = httpx.post(
+        f"http://127.0.0.1:{port}/reset_encoder_cache", timeout=30, trust_env=False
+    )
+    assert response.status_code == 200

@@ -1,0 +1,127 @@
+"""An encode instance whose queue is short: what it encodes in one step, and whom it turns away."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.asking import ask, assert_equal, body, picture, post
+from tests.e2e.cases import ASK
+from tests.e2e.conftest import Pair, encoders_held
+from tests.e2e.engines import address, metric, wait_until
+from tests.e2e.equality import TOLERANCE
+
+pytestmark = [pytest.mark.e2e, pytest.mark.needs_vllm]
+
+QUEUE = 3
+
+
+@pytest.fixture(scope="module")
+def pair(start: Callable[..., Any]) -> Pair:
+    started: Pair = start(
+        [
+            "engine_args.dtype=float32",
+            f"instances.encode.max_queued_items={QUEUE}",
+            "instances.encode.engine_args.worker_cls=tests.e2e.workers.SlowEncodeWorker",
+        ],
+        reference_args={"dtype": "float32"},
+    )
+    return started
+
+
+def refused(pair: Pair) -> float:
+    return metric(pair.split.pid, "ec_producer", "epd_encode_refused_requests_total")
+
+
+def until_nothing_is_held(pair: Pair) -> None:
+    for name in (
+        "epd_encode_queued_items",
+        "epd_encode_queued_bytes",
+        "vllm:num_requests_running",
+        "vllm:num_requests_waiting",
+    ):
+        wait_until(
+            lambda name=name: metric(pair.split.pid, "ec_producer", name) == 0, f"{name} is 0"
+        )
+
+
+def test_an_item_in_the_cache_of_the_encode_instance_is_not_encoded_again(pair: Pair) -> None:
+    url = address(pair.split.pid, "ec_producer")
+    begun = len(pair.split.encoded_by("encode"))
+    for pictures in ([picture(300)], [picture(300)], [picture(301), picture(300)]):
+        assert post(url, body(pictures, max_tokens=1)).status_code == 200
+    assert len(pair.split.encoded_by("encode")) == begun + 2
+
+
+def test_all_items_of_a_request_are_encoded_in_one_step(pair: Pair) -> None:
+    url = address(pair.split.pid, "ec_producer")
+    begun = len(pair.split.events("encode.begin"))
+    with ThreadPoolExecutor() as pool:
+        pending = [
+            pool.submit(post, url, body([picture(seed + n) for n in range(QUEUE)], max_tokens=1))
+            for seed in (310, 320, 330)
+        ]
+        answers = [each.result().status_code for each in pending]
+    events = pair.split.events("encode.begin")[begun:]
+    assert answers.count(200) * QUEUE == sum(len(event["items"]) for event in events)
+    assert all(len(event["items"]) % QUEUE == 0 for event in events)
+
+
+def test_a_flooded_encode_instance_answers_429_and_every_request_is_answered_in_the_end(
+    pair: Pair,
+) -> None:
+    before = refused(pair)
+    contents = [[picture(seed), ASK] for seed in range(340, 352)]
+    with ThreadPoolExecutor(len(contents)) as pool:
+        with encoders_held(pair.split):
+            pending = [pool.submit(ask, pair.split.url, content) for content in contents]
+            wait_until(lambda: refused(pair) > before, "requests are turned away")
+        answers = [each.result() for each in pending]
+    for content, answer in zip(contents, answers, strict=True):
+        assert answer.sources == ["transfer"]
+        assert_equal(answer, ask(pair.reference_url, content), tolerance=TOLERANCE)
+    counted = httpx.get(f"{pair.split.url}/metrics", timeout=10, trust_env=False).text
+    assert 'epd_router_ladder_total{rung="encoder_full"}' in counted
+    assert 'epd_router_ladder_total{rung="local_encode"}' not in counted
+    until_nothing_is_held(pair)
+
+
+def test_who_asks_a_full_encode_instance_directly_hears_when_to_come_back(pair: Pair) -> None:
+    url = address(pair.split.pid, "ec_producer")
+    requests = [body([picture(seed)], max_tokens=1) for seed in range(360, 368)]
+    turned_away = len(requests) - QUEUE
+    with ThreadPoolExecutor(len(requests)) as pool:
+        with encoders_held(pair.split):
+            pending = [pool.submit(post, url, request) for request in requests]
+            wait_until(
+                lambda: sum(each.done() for each in pending) == turned_away, "the rest is refused"
+            )
+        answers = [each.result() for each in pending]
+    full = [answer for answer in answers if answer.status_code == 429]
+    assert len(full) == turned_away
+    for answer in full:
+        assert int(answer.headers["retry-after"]) >= 1
+        assert f"of at most {QUEUE} items are queued" in answer.json()["error"]["message"]
+    assert httpx.get(f"{url}/health", timeout=10, trust_env=False).status_code == 200
+    until_nothing_is_held(pair)
+    for request in requests[:2]:
+        assert post(url, request).status_code == 200
+
+
+def test_a_client_that_leaves_a_full_encode_instance_gives_its_place_back(
+    pair: Pair, slow: Callable[[float], Any]
+) -> None:
+    url = address(pair.split.pid, "ec_producer")
+    slow(3.0)
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(
+            f"{url}/v1/chat/completions",
+            json=body([picture(370 + n) for n in range(QUEUE)], max_tokens=1),
+            timeout=1.0,
+            trust_env=False,
+        )
+    until_nothing_is_held(pair)

@@ -1,0 +1,276 @@
+"""The scheduler processes of small engines: vLLM's hooks, called in vLLM's order."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from multiprocessing.connection import Connection
+
+from epd_portable import log
+from epd_portable.config.instance import InstanceConfig
+from epd_portable.platforms.traits import TRAITS
+from epd_portable.runners.dispatcher import Dispatcher, EncodeItem
+from epd_portable.runners.prompt import PromptItem
+from epd_portable.runners.receiver import Receiver
+from epd_portable.scheduling.encoder_cache import EncoderCacheManager
+from epd_portable.wire.descriptors import TensorSpec
+from epd_portable.wire.params import encode_params, prefill_params, to_params
+from tests.faults.small.pictures import WIDTH
+from tests.faults.small.steps import Abort, Answer, Done, Item, Question, Request, Step
+from tests.faults.small.workers import FINGERPRINT
+
+CACHE_EMBEDS = 40_000
+TEXT_TOKENS = 4
+"""Before each picture."""
+_BUSY_POLL_S = 0.001
+
+
+class Scheduler(ABC):
+    """Steps while there is something to do; waits for requests otherwise, as an engine does."""
+
+    def __init__(self, front: Connection, worker: Connection) -> None:
+        self.cache = EncoderCacheManager(CACHE_EMBEDS)
+        self.requests: dict[str, Request] = {}
+        self._front = front
+        self._worker = worker
+        self._worker_state: dict[str, int] = {}
+
+    def serve(self) -> None:
+        """Go on until the front end is gone."""
+        while True:
+            while self._front.poll(_BUSY_POLL_S if self.busy else None):
+                self._take_in(self._front.recv())
+            self._step()
+
+    @property
+    def busy(self) -> bool:
+        """Whether to step."""
+        return bool(self.requests)
+
+    @abstractmethod
+    def arrived(self, request: Request) -> None:
+        """A request was added."""
+
+    @abstractmethod
+    def ended(self, request: Request) -> dict[str, object] | None:
+        """A request has ended, well or not; returns what its answer carries."""
+
+    @abstractmethod
+    def schedule(self) -> Step:
+        """Return the next step."""
+
+    @abstractmethod
+    def take_output(self, step: Step, done: Done) -> list[Answer]:
+        """Take in what a step brought; returns the answers that are complete."""
+
+    @abstractmethod
+    def state(self) -> dict[str, int]:
+        """Return counts of what is kept: all as at the start when nothing is under way."""
+
+    def _take_in(self, message: Request | Abort | Question) -> None:
+        if isinstance(message, Request):
+            self.requests[message.request_id] = message
+            self.arrived(message)
+        elif isinstance(message, Abort):
+            self._end(message.request_id)
+        else:
+            if message.reset:
+                self.cache.reset()
+            self._step()
+            worker = {f"worker.{name}": count for name, count in self._worker_state.items()}
+            common = {
+                "requests": len(self.requests),
+                "cache.entries": len(self.cache._entries),
+                "cache.used": self.cache.cache_size - self.cache.num_free_slots,
+                "cache.awaited": len(self.cache._awaited),
+                "cache.inputs": len(self.cache._inputs),
+            }
+            self._front.send({**common, **self.state(), **worker})
+
+    def _step(self) -> None:
+        step = self.schedule()
+        self._worker.send(step)
+        done = self._worker.recv()
+        self._worker_state = done.state
+        for answer in self.take_output(step, done):
+            params = self._end(answer.request_id)
+            self._front.send(Answer(answer.request_id, answer.text, params, problem=answer.problem))
+
+    def _end(self, request_id: str) -> dict[str, object] | None:
+        request = self.requests.pop(request_id, None)
+        if request is None:
+            return None
+        params = self.ended(request)
+        self.cache.free(request)
+        return params
+
+
+class EncodeScheduler(Scheduler):
+    """Gives items room, encodes them, and answers when that is done."""
+
+    def __init__(self, front: Connection, worker: Connection) -> None:
+        super().__init__(front, worker)
+        self._dispatcher = Dispatcher(self.cache)
+        self._scheduled: list[str] = []
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.requests) or self._dispatcher.busy
+
+    def arrived(self, request: Request) -> None:
+        items = [
+            EncodeItem(mm_hash=item.identifier, tensor=tensor(item)) for item in request.mm_features
+        ]
+        assert request.params is not None, "an encode job names its transfers"
+        self._dispatcher.request_arrived(request.request_id, items, encode_params(request.params))
+
+    def ended(self, request: Request) -> None:
+        self._dispatcher.request_finished(request.request_id)
+
+    def schedule(self) -> Step:
+        encode: list[Item] = []
+        self._scheduled = []
+        for request in self.requests.values():
+            for input_id, item in enumerate(request.mm_features):
+                if self.cache.check_and_update_cache(request, input_id):
+                    continue
+                if not self.cache.can_allocate(request, input_id, CACHE_EMBEDS, 0):
+                    break
+                self.cache.allocate(request, input_id)
+                encode.append(item)
+            else:
+                self._scheduled.append(request.request_id)
+        freed = self.cache.get_freed_mm_hashes()
+        return Step(freed, encode, orders=self._dispatcher.take_orders(self._scheduled))
+
+    def take_output(self, step: Step, done: Done) -> list[Answer]:
+        self._dispatcher.transfers_ended(done.ended)
+        return [Answer(request_id) for request_id in self._scheduled]
+
+    def state(self) -> dict[str, int]:
+        dispatcher = self._dispatcher
+        return {"waiting": len(dispatcher._waiting), "sending": len(dispatcher._sending)}
+
+
+class PDScheduler(Scheduler):
+    """Computes the text and the pictures of each request in order."""
+
+    def __init__(self, config: InstanceConfig, front: Connection, worker: Connection) -> None:
+        super().__init__(front, worker)
+        traits = TRAITS[config.platform]
+        self._receiver = Receiver(
+            config,
+            fingerprint=FINGERPRINT,
+            cache=self.cache,
+            alignment_bytes=traits.slot_alignment_bytes,
+            copies=traits.needs_device_copy,
+        )
+        self._computed: dict[str, int] = {}
+        self._digests: dict[str, list[str]] = {}
+
+    def arrived(self, request: Request) -> None:
+        self._computed[request.request_id] = 0
+        self._digests[request.request_id] = []
+        params = prefill_params(request.params) if request.params is not None else None
+        self._receiver.request_arrived(request, prompt(request), params)
+
+    def ended(self, request: Request) -> dict[str, object] | None:
+        del self._computed[request.request_id], self._digests[request.request_id]
+        outcome = self._receiver.request_finished(request.request_id)
+        return to_params(outcome) if outcome is not None else None
+
+    def schedule(self) -> Step:
+        self._receiver.tick()
+        encode: list[Item] = []
+        read: list[tuple[str, int, str]] = []
+        for request in self.requests.values():
+            self._advance(request, encode, read)
+        freed = self.cache.get_freed_mm_hashes()
+        receipts = self._receiver.take_orders(freed, computes=True)
+        return Step(freed, encode, read=read, receipts=receipts)
+
+    def _advance(
+        self, request: Request, encode: list[Item], read: list[tuple[str, int, str]]
+    ) -> None:
+        """Compute as much of a request as can be had, each picture in one piece."""
+        request_id = request.request_id
+        for place in prompt(request):
+            computed = self._computed[request_id]
+            if place.end <= computed:
+                continue
+            if not self._receiver.may_schedule(request_id, computed):
+                return
+            self._computed[request_id] = place.begin
+            item = request.mm_features[place.input_id]
+            if not self.cache.check_and_update_cache(request, place.input_id):
+                if not self.cache.can_allocate(request, place.input_id, CACHE_EMBEDS, 0):
+                    return
+                self.cache.allocate(request, place.input_id)
+                self._receiver.encoding_here(request_id, item.identifier)
+                encode.append(item)
+            read.append((request_id, place.input_id, item.identifier))
+            self._computed[request_id] = place.end
+
+    def take_output(self, step: Step, done: Done) -> list[Answer]:
+        self._receiver.step_done()
+        for (request_id, input_id, _), found in zip(step.read, done.digests, strict=True):
+            self._digests[request_id].append(found)
+            self.cache.free_encoder_input(self.requests[request_id], input_id)
+        failed = [
+            Answer(request_id, problem="an item of this request cannot be had")
+            for request_id in self._receiver.take_unavailable()
+        ]
+        complete = [
+            Answer(request_id, " ".join(self._digests[request_id]))
+            for request_id, request in self.requests.items()
+            if len(self._digests[request_id]) == len(request.mm_features)
+        ]
+        return failed + complete
+
+    def state(self) -> dict[str, int]:
+        receiver = self._receiver
+        session, preallocator = receiver._session, receiver._preallocator
+        return {
+            "pool.used": receiver._pool.capacity_bytes - receiver._pool.free_bytes,
+            "claims": len(preallocator._claims),
+            "resident": len(preallocator._resident),
+            "retiring": preallocator._retiring,
+            "transfers": len(session._transfers),
+            "early": len(session._early),
+            "quarantined": len(session._quarantine),
+            "records": len(receiver._requests),
+        }
+
+
+def serve(config: InstanceConfig, front: Connection, worker: Connection) -> None:
+    """Run the scheduler of one instance, once its worker is there."""
+    log.configure()
+    assert worker.recv() == "ready"
+    scheduler = (
+        PDScheduler(config, front, worker) if config.pool else EncodeScheduler(front, worker)
+    )
+    front.send("ready")
+    scheduler.serve()
+
+
+def tensor(item: Item) -> TensorSpec:
+    """Return what the encoder puts out for an item."""
+    return TensorSpec(shape=(item.picture.num_tokens, WIDTH), dtype="float32")
+
+
+def prompt(request: Request) -> list[PromptItem]:
+    """Return the places of a request's items."""
+    places, begin = [], 0
+    for input_id, item in enumerate(request.mm_features):
+        begin += TEXT_TOKENS
+        end = begin + item.picture.num_tokens
+        place = PromptItem(
+            input_id=input_id,
+            mm_hash=item.identifier,
+            begin=begin,
+            end=end,
+            num_embeds=item.picture.num_tokens,
+            tensor=tensor(item),
+        )
+        places.append(place)
+        begin = end
+    return places

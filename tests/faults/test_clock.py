@@ -1,0 +1,102 @@
+"""Clocks that jump: the wall clock in every process, and a monotonic one that leaps."""
+
+from __future__ import annotations
+
+import ast
+import os
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.faults.ends import WAIT_S, Consumer, addresses, make_sender, order, settle
+from tests.faults.points import ENCODER_WORKER
+from tests.faults.small.pictures import Picture
+from tests.faults.topology import ROOT, Topology
+from tests.faults.traffic import check, quiet, requests, send
+
+REQUESTS = 8
+WALL_CLOCK = {"time", "time_ns", "now", "utcnow"}
+ASKS_THE_WALL_CLOCK = {
+    "launch/supervisor.py": "files older than the run are not its own, by their change times",
+}
+
+
+def test_nothing_but_the_age_of_files_is_decided_by_the_wall_clock() -> None:
+    package = ROOT / "epd_portable"
+    found = set()
+    for path in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if (
+                isinstance(node, ast.Attribute)
+                and node.attr in WALL_CLOCK
+                and isinstance(node.value, ast.Name)
+                and node.value.id in ("time", "datetime")
+            ):
+                found.add(str(path.relative_to(package)))
+    assert found == set(ASKS_THE_WALL_CLOCK)
+
+
+def test_a_topology_whose_wall_clocks_jump_by_hours_serves_and_restarts(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """Every call of ``time.time`` is up to a day wrong, in another way each time."""
+    folder = tmp_path_factory.mktemp("clock") / "run"
+    topology = Topology(
+        folder, encoders=("shm",), prefills=("shm",), env={"EPD_TEST_CLOCK": "jumps"}
+    )
+    try:
+        topology.faults.arm("transfer.begun", ENCODER_WORKER)
+        asked = requests("clock", 1, REQUESTS)
+        check(asked, send(topology, asked), failures=False)
+        assert topology.faults.struck()
+        topology.until(topology.recovered, "a new encoder serves")
+        asked = requests("clock", 2, REQUESTS)
+        check(asked, send(topology, asked), failures=False)
+        topology.until_empty(lambda: quiet(topology))
+    finally:
+        topology.close()
+
+
+@pytest.mark.parametrize("path", ["shm", "tcp", "collective"])
+def test_a_monotonic_clock_that_leaps_ends_leases_and_waits_and_loses_nothing(
+    tmp_path: Path, path: str
+) -> None:
+    """As after a machine was asleep and its clock went on: every deadline has passed at once."""
+    leap_s = 0.0
+    address, _ = addresses(tmp_path)
+    pool = f"epd-test-{os.getpid()}-{uuid.uuid4().hex[:12]}"
+    consumer = Consumer(address, pool, path, clock=lambda: time.monotonic() + leap_s)
+    sender = make_sender(path)
+    try:
+        pictures = [Picture(f"leap-{number}", 60) for number in range(4)]
+        for picture in pictures:
+            consumer.arrive(picture, f"t-{picture.name}")
+            sender.submit(order(picture, f"t-{picture.name}", address), None)
+        _until(consumer, lambda: consumer.granted() == len(pictures))
+        leap_s = 100 * WAIT_S
+        consumer.step()
+        assert consumer.served() == dict.fromkeys((p.name for p in pictures), "local")
+        for picture in pictures:
+            sender.output_ready(picture.name, picture.output())
+        settle(consumer, sender)
+        late = Picture("late", 60)
+        consumer.arrive(late, "t-late")
+        sender.submit(order(late, "t-late", address), late.output())
+        _until(consumer, lambda: "late" in consumer.outputs)
+        assert torch.equal(consumer.outputs["late"], late.output())
+        assert consumer.served() == {"late": "transfer"}
+        settle(consumer, sender)
+    finally:
+        sender.close()
+        consumer.close()
+
+
+def _until(consumer: Consumer, condition: object) -> None:
+    end_s = time.monotonic() + 30.0
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < end_s, "not in time"
+        consumer.step()
+        time.sleep(0.001)

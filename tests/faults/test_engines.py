@@ -1,0 +1,255 @@
+"""Real engines: SIGKILL for every process of the topology, and clients that go away.
+
+All of it needs ``--full``: an engine takes most of a minute to start again. `tests/e2e` kills
+an encoder and the launcher of real engines every time.
+"""
+
+from __future__ import annotations
+
+import base64
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.e2e.asking import body, picture, text
+from tests.e2e.conftest import ROOT, Split, running
+from tests.e2e.engines import address, metric, wait_until
+from tests.faults.leaving import ask_and_leave
+from tests.faults.payloads import WITH_DIGESTS, Payloads
+from tests.faults.points import (
+    ENCODER_SCHEDULER,
+    ENCODER_WORKER,
+    LAUNCHER,
+    PD_SCHEDULER,
+    PD_WORKER,
+    POINTS,
+    ROUTER,
+    Faults,
+    Victim,
+)
+
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.e2e,
+    pytest.mark.needs_vllm,
+    pytest.mark.timeout(900),
+]
+
+WAIT_S, LEASE_S = 8.0, 2.0
+DEADLINE_S = 60.0
+"""Of a request: two attempts of which each may wait for its items, on a machine that is busy."""
+RESTART_S = 400.0
+"""Of an engine, on a machine that is busy."""
+IDLE = (
+    ("ec_producer", "vllm:num_requests_running"),
+    ("ec_producer", "vllm:num_requests_waiting"),
+    ("ec_producer", "epd_encode_transfers_in_flight"),
+    ("ec_producer", "epd_encode_kept_bytes"),
+    ("ec_consumer", "vllm:num_requests_waiting"),
+    ("ec_consumer", "epd_pd_transfers_in_flight"),
+    ("ec_consumer", "epd_pd_transfers_waiting"),
+    ("ec_consumer", "epd_pd_encoder_cache_held_embeddings"),
+)
+"""Gauges that are zero when nothing is under way."""
+FAILED = (500, 502, 503, 504)
+ASK = text("What is in the picture?")
+QUESTIONS: list[Any] = [
+    [picture(seed), picture(seed + 1), ASK] if seed % 4 == 0 else [picture(seed), ASK]
+    for seed in range(500, 512, 2)
+]
+FIRST = ("encode_job", "transfer.begun", "item.landed")
+"""Whoever has no time for all points strikes everybody at these."""
+CASES = [
+    pytest.param(victim, point)
+    for point in sorted(POINTS, key=lambda point: point not in FIRST)
+    for victim in (ENCODER_WORKER, ENCODER_SCHEDULER, PD_WORKER, PD_SCHEDULER, ROUTER)
+]
+REQUESTS, LEAVING, AT_ONCE, LONGEST_PATIENCE_S = 1000, 100, 24, 1.0
+
+
+class Engines:
+    """A topology whose scheduler and workers are processes of their own, and its right answers."""
+
+    def __init__(self, split: Split, faults: Faults) -> None:
+        self.split = split
+        self.faults = faults
+        self.payloads = Payloads(split.trace_dir)
+        faults.know("launcher", split.pid)
+        self.right = [self.ask(question) for question in QUESTIONS]
+        assert all(status == 200 for status, _ in self.right), self.right
+        assert self.payloads.check(), "nothing was delivered"
+        self.processes = self.count()
+
+    def ask(self, content: Any) -> tuple[int, str]:
+        """Return status and text of an answer; status 0 if the connection broke."""
+        try:
+            answer = httpx.post(
+                f"{self.split.url}/v1/chat/completions",
+                json=body(content, max_tokens=8),
+                timeout=DEADLINE_S,
+                trust_env=False,
+            )
+        except httpx.TimeoutException as error:
+            raise AssertionError(f"no end within {DEADLINE_S:g} s") from error
+        except httpx.RequestError as error:
+            return 0, repr(error)
+        if answer.status_code != 200:
+            return answer.status_code, answer.json()["error"]["message"]
+        return 200, answer.json()["choices"][0]["message"]["content"]
+
+    def ask_all(self) -> list[tuple[int, str]]:
+        """Ask every question at once."""
+        with ThreadPoolExecutor(len(QUESTIONS)) as pool:
+            return list(pool.map(self.ask, QUESTIONS))
+
+    def forget(self) -> None:
+        """Empty every cache, so that the questions have to be encoded and computed again."""
+        for role in ("ec_producer", "ec_consumer"):
+            url = address(self.split.pid, role)
+            for cache in ("prefix", "mm", "encoder"):
+                answer = httpx.post(f"{url}/reset_{cache}_cache", timeout=30, trust_env=False)
+                assert answer.status_code == 200, answer.text
+
+    def servers(self) -> set[int]:
+        """Return the processes that the launcher has started: instances, router and guard."""
+        return {process.pid for process in psutil.Process(self.split.pid).children()}
+
+    def back(self, before: set[int]) -> bool:
+        """Whether another process has come for a killed one, and all serve and get requests.
+
+        The router alone does not tell: it may not have missed the killed one yet.
+        """
+        servers = self.servers()
+        if servers == before or len(servers) < len(before):
+            return False
+        with suppress(httpx.RequestError, AssertionError):
+            for role in ("ec_producer", "ec_consumer"):
+                url = address(self.split.pid, role)
+                if not httpx.get(f"{url}/health", timeout=10, trust_env=False).is_success:
+                    return False
+            seen = httpx.get(f"{self.split.url}/health", timeout=10, trust_env=False).json()
+            return all(each["state"] == "up" for each in seen["instances"].values())
+        return False
+
+    def left(self) -> list[str]:
+        """Return what instances still keep besides cached items; the text lets them step."""
+        assert self.ask("hello")[0] == 200
+        left = [f"{name} of {role}" for role, name in IDLE if metric(self.split.pid, role, name)]
+        return left + [f"{self.count()} processes"] * (self.count() != self.processes)
+
+    def pool_is_empty(self) -> bool:
+        """Whether every slot is free, after the encoder cache was emptied."""
+        assert self.ask("hello")[0] == 200
+        return metric(self.split.pid, "ec_consumer", "epd_pd_pool_used_bytes") == 0
+
+    def check_nothing_is_left(self) -> None:
+        """Wait until nothing is kept; every payload up to then was compared with its digest."""
+        wait_until(lambda: not self.left(), "nothing is kept")
+        self.forget()
+        wait_until(self.pool_is_empty, "the pool is empty")
+        self.payloads.check()
+
+    def count(self) -> int:
+        """Return the number of processes under the launcher."""
+        return len(psutil.Process(self.split.pid).children(recursive=True))
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    folder = tmp_path_factory.mktemp("engines")
+    faults = Faults(folder / "faults")
+    settings = [
+        "engine_args.dtype=float32",
+        "engine_args.distributed_executor_backend=mp",
+        f"transfer.wait_timeout_s={WAIT_S}",
+        f"transfer.lease_s={LEASE_S}",
+        "launch.restart.first_delay_s=0.2",
+        "launch.restart.max_delay_s=0.2",
+    ]
+    env = {
+        **faults.environment,
+        **WITH_DIGESTS,
+        "PYTHONPATH": f"{Faults.HOOKS}:{ROOT}",
+        "VLLM_SERVER_DEV_MODE": "1",
+    }
+    with running(folder, settings, env=env) as split:
+        yield Engines(split, faults)
+
+
+@pytest.mark.parametrize(("victim", "point"), CASES, ids=str)
+def test_a_killed_process_costs_no_wrong_answer(
+    engines: Engines, victim: Victim, point: str
+) -> None:
+    engines.forget()
+    nth = random.Random(f"engines/{victim}/{point}").randint(1, 3)
+    servers = engines.servers()
+    engines.faults.arm(point, victim, nth=nth)
+    replies = engines.ask_all()
+    assert engines.faults.struck(), f"{point} was not passed"
+    for reply, right in zip(replies, engines.right, strict=True):
+        lost = reply[0] in FAILED or (victim is ROUTER and reply[0] == 0)
+        assert reply == right or (victim.role != "encode-" and lost and reply[1]), reply
+    wait_until(lambda: engines.back(servers), f"a new {victim} serves", within_s=RESTART_S)
+    engines.forget()
+    assert engines.ask_all() == engines.right
+    engines.check_nothing_is_left()
+
+
+def test_a_tenth_of_1000_clients_goes_away_and_the_others_are_answered(engines: Engines) -> None:
+    chance = random.Random("engines/aborts")
+    pool = [picture(seed, size=56) for seed in range(600, 640)]
+    right = [engines.ask([part, ASK]) for part in pool]
+    assert all(status == 200 for status, _ in right), right
+    asked = []
+    for number in range(REQUESTS):
+        place = chance.randrange(len(pool))
+        request = body([item_of_its_own(pool[place], number), ASK], max_tokens=8)
+        asked.append((request, right[place][1]))
+    leaving = chance.sample(range(REQUESTS), LEAVING)
+    before = engines.payloads.check()
+    outcome = ask_and_leave(
+        engines.split.url,
+        asked,
+        {number: chance.uniform(0.0, LONGEST_PATIENCE_S) for number in leaving},
+        at_once=AT_ONCE,
+        deadline_s=DEADLINE_S,
+    )
+    assert outcome.wrong == []
+    assert outcome.left > LEAVING / 2
+    assert engines.payloads.check() - before > REQUESTS / 2, "most items were not transferred"
+    engines.check_nothing_is_left()
+
+
+def item_of_its_own(part: dict[str, Any], number: int) -> dict[str, Any]:
+    """Return a picture that looks the same and is another item: bytes after its end differ."""
+    head, _, data = part["image_url"]["url"].partition(",")
+    png = base64.b64decode(data) + number.to_bytes(2, "big")
+    return {
+        "type": "image_url",
+        "image_url": {"url": f"{head},{base64.b64encode(png).decode()}"},
+    }
+
+
+def test_a_killed_launcher_leaves_no_process(engines: Engines) -> None:
+    """Runs last: nothing is left to test after it."""
+    engines.forget()
+    family = psutil.Process(engines.split.pid).children(recursive=True)
+    engines.faults.arm("item.landed", LAUNCHER)
+    for reply, right in zip(engines.ask_all(), engines.right, strict=True):
+        assert reply == right or reply[0] in (0, *FAILED), reply
+    assert engines.faults.struck()
+    wait_until(lambda: not any(map(_alive, family)), "every process has ended")
+    engines.payloads.check()
+
+
+def _alive(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,203 @@
+"""No room: in /dev/shm, on the disk that traces go to, and in files at all."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import httpx
+import pytest
+
+from epd_portable.connector.pool import SHM_FOLDER
+from epd_portable.launch import sessions
+from epd_portable.launch.ports import port_source
+
+ROOT = Path(__file__).parents[2]
+SHM_BYTES = 1 << 20
+DEADLINE_S = 60.0
+
+
+def python(
+    code: str, *, before: tuple[str, ...] = (), **env: str
+) -> subprocess.CompletedProcess[str]:
+    """Run code in a process of its own."""
+    return subprocess.run(
+        [*before, sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **env},
+    )
+
+
+def small_shm() -> tuple[str, ...]:
+    """Return a command's beginning by which it gets a /dev/shm of its own, of one MiB.
+
+    Skips the test where that is not allowed.
+    """
+    mount = f"mount -t tmpfs -o size={SHM_BYTES} tmpfs {SHM_FOLDER}"
+    begin = ("unshare", "--mount", "sh", "-c", f'{mount} && exec "$@"', "sh")
+    tried = subprocess.run([*begin, "true"], capture_output=True, text=True)
+    if tried.returncode:
+        pytest.skip(f"no mount namespace here: {tried.stderr.strip()}")
+    return begin
+
+
+POOL = """
+import sys
+from pathlib import Path
+from epd_portable.connector.pool import SharedMemory
+from epd_portable.errors import CapacityError
+try:
+    SharedMemory.create("epd-test", int(sys.argv[1]) if len(sys.argv) > 1 else {nbytes})
+except CapacityError as error:
+    print(error)
+print(sorted(path.name for path in Path("/dev/shm").iterdir()))
+"""
+
+
+def test_a_pool_that_does_not_fit_into_shm_is_refused_at_the_start_and_leaves_no_file() -> None:
+    done = python(POOL.format(nbytes=SHM_BYTES + 4096), before=small_shm())
+    assert done.returncode == 0, done.stderr
+    refusal, left = done.stdout.splitlines()
+    assert str(SHM_BYTES + 4096) in refusal and "transfer.pool_bytes" in refusal
+    assert left == "[]"
+
+
+SHRINKING = """
+import os
+from epd_portable.connector.pool import SharedMemory
+pool = SharedMemory.create("epd-test", 512 << 10)
+filler = os.open("/dev/shm/filler", os.O_WRONLY | os.O_CREAT)
+try:
+    while os.write(filler, b"x" * 4096):
+        pass
+except OSError as error:
+    print(error.errno)
+pool.tensor(0, pool.nbytes).fill_(7)
+print(int(pool.tensor(0, pool.nbytes).sum()))
+"""
+
+
+def test_a_pool_has_all_its_memory_when_shm_is_filled_by_others_later() -> None:
+    """Memory that is given only when it is first touched would end the process there (SIGBUS)."""
+    done = python(SHRINKING, before=small_shm())
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["28", str(7 * (512 << 10))]
+
+
+WORKER = """
+import os, sys
+from pathlib import Path
+from epd_portable.config.instance import InstanceConfig
+from epd_portable.connector.copies import DeviceCopies
+from epd_portable.connector.worker_endpoint import WorkerEndpoint
+from epd_portable.errors import CapacityError
+from epd_portable.platforms import registry
+with open("/dev/shm/filler", "wb") as filler:
+    os.posix_fallocate(filler.fileno(), 0, os.statvfs("/dev/shm").f_bavail * 4096)
+config = InstanceConfig(
+    instance="prefill_decode-0", platform="cpu", pool="epd-test", pool_bytes=4096,
+    path="collective",
+)
+try:
+    WorkerEndpoint(config, DeviceCopies(registry.get("cpu")))
+except CapacityError as error:
+    print(error)
+print(sorted(path.name for path in Path("/dev/shm").iterdir()))
+"""
+
+
+def test_a_worker_that_cannot_publish_its_end_says_why_and_leaves_no_file() -> None:
+    done = python(WORKER, before=small_shm())
+    assert done.returncode == 0, done.stderr
+    refusal, left = done.stdout.splitlines()
+    assert "/dev/shm" in refusal and "enlarge" in refusal
+    assert left == "['filler']"
+
+
+TRACE = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (200, 200))
+from epd_portable import log
+log.configure()
+for number in range(20):
+    log.trace("some.event", number=number)
+print("still here")
+"""
+
+
+def test_a_full_disk_ends_the_trace_and_not_the_process(tmp_path: Path) -> None:
+    done = python(TRACE, EPD_TRACE_DIR=str(tmp_path))
+    assert (done.returncode, done.stdout) == (0, "still here\n"), done.stderr
+    assert done.stderr.count("EPD_TRACE_DIR") == 1, done.stderr
+    (path,) = tmp_path.iterdir()
+    assert path.stat().st_size <= 200
+
+
+def test_a_pool_larger_than_files_may_be_is_refused() -> None:
+    name = f"epd-test-{uuid.uuid4().hex[:12]}"
+    limited = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
+    done = python(limited + POOL.format(nbytes=1 << 20).replace("epd-test", name))
+    assert done.returncode == 0, done.stderr
+    assert "receive pool of 1048576 bytes" in done.stdout
+    assert not (SHM_FOLDER / name).exists()
+
+
+def test_a_launcher_whose_output_cannot_be_written_goes_on_and_restarts(tmp_path: Path) -> None:
+    run_id = secrets.token_hex(4)
+    port = port_source(run_id)()
+    server = [sys.executable, "-m", "tests.integration.launch.stand_in", f"--port={port}"]
+    spec = {"name": "encode-0", "role": "encode", "argv": server, "env": {}, "ports": {}}
+    plan = {
+        "run_id": run_id,
+        "processes": [{**spec, "url": f"http://127.0.0.1:{port}"}],
+        "launch": {"warm_up": False, "restart": {"first_delay_s": 0.1}},
+        "log_dir": str(tmp_path),
+        "temp_dir": str(tmp_path / "temp"),
+    }
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "tests.integration.launch.run_plan", tmp_path / "plan.json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert launcher.stdout is not None
+    with launcher.stdout as lines:
+        assert any(line.startswith("ready:") for line in lines)
+    try:
+        first = serving(run_id, port)
+        os.kill(first, signal.SIGKILL)
+        assert serving(run_id, port, but=first) != first
+        assert launcher.poll() is None
+    finally:
+        launcher.terminate()
+        launcher.wait(DEADLINE_S)
+    assert not sessions.members([], run_id)
+
+
+def serving(run_id: str, port: int, *, but: int = 0) -> int:
+    """Wait for a process of a run that answers on a port; return its pid."""
+    end_s = time.monotonic() + DEADLINE_S
+    while True:
+        assert time.monotonic() < end_s, "nobody serves"
+        wanted = f"--port={port}".encode()
+        for process in sessions.members([], run_id):
+            with contextlib.suppress(OSError, httpx.RequestError):
+                words = Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0")
+                if wanted in words and process.pid != but:
+                    httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False)
+                    return process.pid
+        time.sleep(0.05)

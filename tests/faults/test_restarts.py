@@ -1,0 +1,63 @@
+"""A consumer that restarts again and again: its producers keep nothing of its former lives."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import uuid
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from epd_portable.bench.servers import free_port
+from tests.faults.ends import PATIENT_S, Consumer, addresses, deliver, make_sender, settle
+from tests.faults.small.pictures import Picture
+
+LIVES = 6
+PER_LIFE = 4
+
+
+def open_files() -> Counter[str]:
+    """Return the open descriptors of this process by kind, mapped pools and threads."""
+    gc.collect()
+    kinds: Counter[str] = Counter()
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{descriptor}")
+        except FileNotFoundError:
+            continue
+        kinds[target.partition(":")[0] if target[0] != "/" else "file"] += 1
+    kinds["mapped"] = Path("/proc/self/maps").read_text().count("/dev/shm/epd-test-")
+    kinds["threads"] = threading.active_count()
+    return kinds
+
+
+@pytest.mark.parametrize("path", ["shm", "tcp", "collective"])
+def test_a_producer_has_as_many_files_after_six_restarts_as_after_one(
+    tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Writers start, and connect, when they first have something to do.
+    monkeypatch.setattr("epd_portable.runners.sender._WRITERS", 1)
+    address, _ = addresses(tmp_path)
+    pool = f"epd-test-{os.getpid()}-{uuid.uuid4().hex[:12]}"
+    data = f"tcp://127.0.0.1:{free_port()}"
+    patient = {"lease_s": PATIENT_S, "wait_s": PATIENT_S}
+    sender = make_sender(path, **patient)
+    counts = []
+    try:
+        for life in range(LIVES):
+            consumer = Consumer(address, pool, path, data_address=data, **patient)
+            try:
+                asked = [Picture(f"{life}-{number}", 16) for number in range(PER_LIFE)]
+                sources = deliver(consumer, sender, address, asked, life)
+                assert "transfer" in sources.values()
+                settle(consumer, sender)
+            finally:
+                consumer.close()
+            del consumer
+            counts.append(open_files())
+    finally:
+        sender.close()
+    assert counts[-1] - counts[1] == Counter(), counts
