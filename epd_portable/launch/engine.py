@@ -52,6 +52,9 @@ def engine_argv(
     arguments: dict[str, JsonValue] = {
         "scheduler_cls": SCHEDULER_CLS,
         "worker_cls": traits.worker_cls,
+        "distributed_executor_backend": (
+            traits.pd_executor_cls if group_name == "prefill_decode" else None
+        ),
         **topology.engine_args,
         **ROLE_ARGS[group_name],
         **group.engine_args,

@@ -69,6 +69,12 @@ def counts(launcher: int, ec_role: str) -> Counter[str]:
     )
 
 
+def cpu_s(server: psutil.Process) -> float:
+    """Return the CPU time that an instance's processes have taken, in seconds."""
+    times = [each.cpu_times() for each in (server, *server.children(recursive=True))]
+    return sum(each.user + each.system for each in times)
+
+
 def wait_until(condition: Callable[[], bool], what: str, *, within_s: float = DEADLINE_S) -> None:
     """Poll a condition until it holds.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from tests.e2e.asking import ask, assert_equal, body, picture, post
 from tests.e2e.cases import ASK
 from tests.e2e.conftest import Pair, encoders_held
-from tests.e2e.engines import address, metric, wait_until
+from tests.e2e.engines import address, cpu_s, instance, metric, wait_until
 from tests.e2e.equality import TOLERANCE
 
 pytestmark = [pytest.mark.e2e, pytest.mark.needs_vllm]
@@ -125,3 +126,23 @@ def test_a_client_that_leaves_a_full_encode_instance_gives_its_place_back(
             trust_env=False,
         )
     until_nothing_is_held(pair)
+
+
+def test_an_instance_whose_requests_wait_leaves_the_cores_to_others(pair: Pair) -> None:
+    """Its workers used to poll meanwhile, for the whole of a core each."""
+    waits = instance(pair.split.pid, "ec_consumer")
+
+    def rests() -> bool:
+        before_s = cpu_s(waits)
+        time.sleep(1)
+        return cpu_s(waits) - before_s < 0.75
+
+    with ThreadPoolExecutor() as pool:
+        with encoders_held(pair.split) as since_s:
+            answer = pool.submit(ask, pair.split.url, [picture(380), ASK])
+            wait_until(
+                lambda: bool(pair.split.events("request.arrived", since_s=since_s)), "it waits"
+            )
+            wait_until(rests, "the instance takes less than three quarters of a core")
+            assert not answer.done()
+        assert answer.result().sources == ["transfer"]

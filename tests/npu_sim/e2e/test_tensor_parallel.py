@@ -15,7 +15,10 @@ pytestmark = [pytest.mark.e2e, pytest.mark.needs_vllm, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory, reference_url: str) -> Iterator[Pair]:
-    settings = ["transfer.path=ipc", TWO_RANKS]
+    backend = "instances.prefill_decode.engine_args.distributed_executor_backend"
+    # The ranks have two cores for themselves, the encoder and the reference.
+    rests = f"{backend}=epd_portable.vllm_plugin.executor.EPDExecutor"
+    settings = ["transfer.path=ipc", TWO_RANKS, rests]
     with simulated(tmp_path_factory.mktemp("ranks"), settings, devices=3) as split:
         yield Pair(split=split, reference_url=reference_url)
 

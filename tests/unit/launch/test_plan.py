@@ -93,6 +93,7 @@ def test_a_cpu_plan_in_full() -> None:
     }
     assert options(pd) == common | {
         "--port": "20001",
+        "--distributed-executor-backend": "epd_portable.vllm_plugin.executor.EPDExecutor",
         "--ec-transfer-config": options(pd)["--ec-transfer-config"],
     }
     assert encode.env == {
@@ -228,7 +229,7 @@ def test_the_most_special_argument_and_variable_win() -> None:
     engine_args: {enable_prefix_caching: true, seed: 1, worker_cls: mine.Worker}
     env: {A: "1", VLLM_CPU_KVCACHE_SPACE: "4"}
     instances:
-      prefill_decode: {engine_args: {seed: 2}, env: {A: "2"}}
+      prefill_decode: {engine_args: {seed: 2, distributed_executor_backend: mp}, env: {A: "2"}}
     """
     encode, pd, _ = plan_of(text, "cpu").processes
     assert "--no-enable-prefix-caching" in options(encode)
@@ -237,6 +238,7 @@ def test_the_most_special_argument_and_variable_win() -> None:
     assert (encode.env["A"], pd.env["A"]) == ("1", "2")
     assert pd.env["VLLM_CPU_KVCACHE_SPACE"] == "4"
     assert options(pd)["--worker-cls"] == "mine.Worker"
+    assert options(pd)["--distributed-executor-backend"] == "mp"
 
 
 def test_the_queue_of_an_encode_instance_is_as_long_as_the_file_says() -> None:

@@ -1,0 +1,116 @@
+"""Which steps the workers of a PD instance on the CPU hear of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+from epd_portable.runners.placer import Placement, WorkerOrders
+from epd_portable.vllm_plugin import executor
+from epd_portable.vllm_plugin.ec_connector import StepMetadata
+from epd_portable.wire.descriptors import SlotDescriptor, TensorSpec
+
+pytestmark = pytest.mark.needs_vllm
+
+
+class NothingButMetadata(KVConnectorMetadata):
+    """Of a KV connector, whose workers look in every step for what has arrived."""
+
+
+def waiting() -> SchedulerOutput:
+    """Return what a step holds while all requests wait."""
+    empty = SchedulerOutput.make_empty()
+    return replace(empty, num_common_prefix_blocks=[0, 0], ec_connector_metadata=StepMetadata())
+
+
+def cached(**what: Any) -> CachedRequestData:
+    return replace(CachedRequestData.make_empty(), **what)
+
+
+def placement() -> Placement:
+    return Placement(
+        mm_hash="item",
+        slot=SlotDescriptor(pool="pool", offset=0, nbytes=4, generation=1),
+        in_device_memory=False,
+        tensor=TensorSpec(shape=(1, 1), dtype="float32"),
+    )
+
+
+CONCERNS: dict[str, dict[str, Any]] = {
+    "a token": {"total_num_scheduled_tokens": 1, "num_scheduled_tokens": {"r": 1}},
+    "a request that ended": {"finished_req_ids": {"r"}},
+    "an item to forget": {"free_encoder_mm_hashes": ["item"]},
+    "an item that arrived": {
+        "ec_connector_metadata": StepMetadata(receipts=WorkerOrders(placements=[placement()]))
+    },
+    "a grant that was taken back": {
+        "ec_connector_metadata": StepMetadata(receipts=WorkerOrders(revoked=[7]))
+    },
+    "a request that goes on": {"scheduled_cached_reqs": cached(req_ids=["r"])},
+    "another connector": {"kv_connector_metadata": NothingButMetadata()},
+}
+
+
+def test_a_step_in_which_everybody_waits_concerns_no_worker() -> None:
+    assert not executor.concerns_workers(waiting())
+
+
+@pytest.mark.parametrize("held", CONCERNS.values(), ids=CONCERNS)
+def test_a_step_that_holds_something_for_workers_reaches_them(held: dict[str, Any]) -> None:
+    assert executor.concerns_workers(replace(waiting(), **held))
+
+
+def test_what_no_version_of_vllm_sets_yet_reaches_workers_too() -> None:
+    assert all(
+        executor.concerns_workers(replace(waiting(), **{each.name: ["something"]}))
+        for each in fields(SchedulerOutput)
+    )
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[SchedulerOutput]:
+    """Return the steps of which vLLM's executor told its workers."""
+    steps: list[SchedulerOutput] = []
+    monkeypatch.setattr(
+        MultiprocExecutor, "execute_model", lambda _, step, non_block: steps.append(step)
+    )
+    return steps
+
+
+@pytest.fixture
+def execute() -> Callable[..., Any]:
+    """Return how an engine runs a step; no worker is started."""
+    found: Any = executor.EPDExecutor.__new__(executor.EPDExecutor)
+    found.shutdown = lambda: None  # vLLM's finalizer calls it.
+    return found.execute_model  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("non_block", [False, True])
+def test_workers_are_left_alone_and_the_engine_gets_an_empty_output(
+    told: list[SchedulerOutput], execute: Callable[..., Any], non_block: bool
+) -> None:
+    output = execute(waiting(), non_block=non_block)
+    if non_block:
+        assert isinstance(output, Future)
+        output = output.result(timeout=0)
+    assert output.req_ids == []
+    assert told == []
+
+
+def test_other_steps_are_told(told: list[SchedulerOutput], execute: Callable[..., Any]) -> None:
+    step = replace(waiting(), **CONCERNS["a token"])
+    execute(step, non_block=True)
+    assert told == [step]
+
+
+def test_an_engine_finds_the_class_by_its_name() -> None:
+    assert issubclass(executor.EPDExecutor, MultiprocExecutor)
+    with pytest.raises(AttributeError, match="Nothing"):
+        executor.Nothing  # noqa: B018
