@@ -12,7 +12,7 @@ import torch
 from vllm.platforms import current_platform
 from vllm_ascend.worker.model_runner_v1 import NPUModelRunner
 
-from epd_portable.vllm_plugin import scheduler, worker
+from epd_portable.vllm_plugin import executor, scheduler, worker
 from epd_portable.vllm_plugin.ec_connector import EPDConnector
 from epd_portable.vllm_plugin.encoder_scheduler import encoder_scheduler
 
@@ -20,6 +20,8 @@ from epd_portable.vllm_plugin.encoder_scheduler import encoder_scheduler
 current_platform.pre_register_and_update()
 
 EPDNPUWorker = worker.EPDNPUWorker
+EPDExecutor = executor.EPDExecutor
+InstalledExecutor: type = EPDExecutor.__mro__[2]
 EPDScheduler = scheduler._scheduler_class(False)
 EPDAsyncScheduler = scheduler._scheduler_class(True)
 EncoderScheduler = encoder_scheduler(EPDScheduler)

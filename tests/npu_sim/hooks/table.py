@@ -88,6 +88,27 @@ WORKER += [
     ]
 ]
 
+EXECUTOR: list[Hook] = [
+    Implements(
+        caller="executor.py: EPDExecutor",
+        ours=f"{OURS}:EPDExecutor",
+        base=f"{OURS}:InstalledExecutor",
+    ),
+    Calls(
+        caller="executor.py: _ExecutorMixin.execute_model",
+        target=f"{OURS}:InstalledExecutor.execute_model",
+        arguments=("self", "scheduler_output"),
+        keywords=("non_block",),
+    ),
+    Serves(
+        caller="executor.py: EPDExecutor.execute_model",
+        owner="vllm.v1.engine.core:EngineCore",
+        attribute="model_executor",
+        ours=f"{OURS}:EPDExecutor",
+        at_least=("execute_model",),
+    ),
+]
+
 RUNNER: list[Hook] = []
 for runner, mixin in {"EncodeRunner": "EncoderRunnerMixin", "PDRunner": "PDRunnerMixin"}.items():
     RUNNER += [
@@ -446,4 +467,4 @@ CONNECTING += [
     for attribute in attributes
 ]
 
-HOOKS: tuple[Hook, ...] = (*WORKER, *RUNNER, *SCHEDULER, *ENCODE_SCHEDULER, *CONNECTING)
+HOOKS: tuple[Hook, ...] = (*WORKER, *EXECUTOR, *RUNNER, *SCHEDULER, *ENCODE_SCHEDULER, *CONNECTING)
