@@ -33,11 +33,15 @@ SOON_S = 10
 def test_a_receiver_that_expects_another_type_or_size_fails(
     sent: tuple[int, int], expected: tuple[int, int], said: str
 ) -> None:
+    is_sent = threading.Event()
+
     def work(rank: Rank) -> None:
         buffer = rank.device_memory(bytes(16))
         if rank.number == 0:
             rank.do("HcclSend", buffer, *sent, 1)
+            is_sent.set()
             return
+        assert is_sent.wait(SOON_S)
         with pytest.raises(acl.RuntimeCallError, match=said):
             rank.do("HcclRecv", buffer, *expected, 0)
         assert rank.state() == hccl.PARA
@@ -58,12 +62,16 @@ def test_ranks_that_call_different_operations_fail() -> None:
 
 
 def test_a_communicator_that_failed_stays_failed() -> None:
+    are_sent = threading.Event()
+
     def work(rank: Rank) -> None:
         buffer = rank.device_memory(bytes(16))
         if rank.number == 0:
             rank.do("HcclSend", buffer, 1, hccl.FP32, 1)
             rank.do("HcclSend", buffer, 2, hccl.FP32, 1)
+            are_sent.set()
             return
+        assert are_sent.wait(SOON_S)
         for _ in range(2):
             with pytest.raises(acl.RuntimeCallError, match=r"sent op 0 type 4 of 4$"):
                 rank.do("HcclRecv", buffer, 2, hccl.FP32, 0)
