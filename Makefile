@@ -35,7 +35,7 @@ unit: env  ## Run the unit and contract tests (seconds, no engine)
 
 test: check  ## Run the checks, then every test that this machine can run
 	@status=0; $(BIN)/python -m pytest || status=$$?; \
-	PYTHON=$(PYTHON) ci/jobs/npu-sim.sh --or-skip || status=$$?; exit $$status
+	PYTHON=$(PYTHON) ci/jobs/npu-sim.sh --or-skip --short || status=$$?; exit $$status
 
 npu-sim:  ## Test the NPU side: the real torch_npu over a simulated Ascend runtime, .venv-npu-sim
 	PYTHON=$(PYTHON) ci/jobs/npu-sim.sh

@@ -64,7 +64,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--full",
         action="store_true",
-        help="run also what takes hours: the whole of `make faults`",
+        help="run also what takes long and shows little that the rest does not",
     )
 
 

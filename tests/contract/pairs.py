@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
+
+import pytest
 
 from epd_portable.connector import registry as paths
 from epd_portable.connector.control import host_identity, new_session
@@ -76,6 +80,21 @@ def encode_peer(platform: str, names: list[str]) -> PeerDescriptor:
         fingerprint=FINGERPRINT,
         paths=tuple(PathEndpoint(path=name) for name in names),
     )
+
+
+def parameters(routes: Iterable[Route]) -> list[Any]:
+    """Routes as parameters of a test, each marked with the devices that it needs."""
+    return [
+        pytest.param(
+            route,
+            id=str(route),
+            marks=[
+                getattr(pytest.mark, f"needs_{name}")
+                for name in sorted({route.pair.encode, route.pair.prefill} - {"cpu"})
+            ],
+        )
+        for route in routes
+    ]
 
 
 PAIRS = [Pair(*names) for names in product(PLATFORMS, PLATFORMS)]

@@ -26,7 +26,7 @@ from epd_portable.connector.transport import Transport
 from epd_portable.errors import LeaseExpiredError, NoCommonPathError, TransportError
 from epd_portable.platforms.base import DeviceEvent
 from epd_portable.wire.descriptors import SlotDescriptor
-from tests.contract.pairs import REFUSED, ROUTES, Route, encode_peer
+from tests.contract.pairs import REFUSED, ROUTES, Route, encode_peer, parameters
 from tests.contract.transport_consumer import CONTEXT, DEADLINE_S, MIB, Consumer, digest
 
 GUARD = 512
@@ -37,7 +37,7 @@ PROMPT_S = 5.0
 """A call whose deadline is within a second must be over by then."""
 
 
-@pytest.fixture(scope="module", params=ROUTES, ids=str)
+@pytest.fixture(scope="module", params=parameters(ROUTES))
 def route(request: pytest.FixtureRequest) -> Route:
     found: Route = request.param
     return found
@@ -143,7 +143,7 @@ def assert_serves(transport: Transport, consumer: Consumer) -> None:
 # -- which pairs have which paths ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("refused", REFUSED, ids=str)
+@pytest.mark.parametrize("refused", parameters(REFUSED))
 def test_a_pair_that_a_path_does_not_connect_is_refused_with_the_reason(refused: Route) -> None:
     producer = encode_peer(refused.pair.encode, _offered(refused.pair.encode))
     ends = _offered(refused.pair.prefill)
@@ -283,7 +283,7 @@ def test_a_lease_that_ends_during_the_write_ends_the_write(
 
 @pytest.mark.parametrize("at", [3, 5, 8, 9, 10])
 @pytest.mark.parametrize(
-    "route", [route for route in ROUTES if route.fenced], ids=str, indirect=True
+    "route", parameters(route for route in ROUTES if route.fenced), indirect=True
 )
 def test_a_slot_that_is_taken_back_is_not_touched_by_a_fenced_write_under_way(
     route: Route, consumer: Consumer, at: int
@@ -312,7 +312,7 @@ def test_a_slot_that_is_taken_back_is_not_touched_by_a_fenced_write_under_way(
 
 
 @pytest.mark.parametrize(
-    "route", [route for route in ROUTES if route.fenced], ids=str, indirect=True
+    "route", parameters(route for route in ROUTES if route.fenced), indirect=True
 )
 def test_a_fenced_path_refuses_what_is_not_leased_and_goes_on(
     transport: Transport, consumer: Consumer

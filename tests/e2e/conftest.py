@@ -106,6 +106,21 @@ def reference(folder: Path, **engine_args: Any) -> servers.Server:
     return servers.one_process("demo", log=folder / "reference.log", engine_args=args)
 
 
+@contextmanager
+def without_compiling() -> Iterator[None]:
+    """Let engines that start here compile nothing: each takes ten seconds for the sampler alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHDYNAMO_DISABLE", "1")
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiling() -> Iterator[None]:
+    """Whether engines compile; a module that serves as users do defines it anew."""
+    with without_compiling():
+        yield
+
+
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
     """Start topologies and references that live as long as the module's tests."""

@@ -22,6 +22,11 @@ FIRST = 5
 
 
 @pytest.fixture(scope="module")
+def compiling() -> None:
+    """As vLLM does it by itself."""
+
+
+@pytest.fixture(scope="module")
 def pair(start: Callable[..., Any]) -> Pair:
     started: Pair = start(["transfer.path=tcp"], reference_args={})
     return started

@@ -134,7 +134,16 @@ def router_names(content: Any, settings: dict[str, Any]) -> set[str]:
     return {item.mm_hash for item in read_chat(sent, model="demo", max_items=64).items}
 
 
-@pytest.fixture(scope="module", params=NAMES)
+IN_OTHER_MODULES = {"qwen2_5_vl"}
+"""The kind of the demo's model, which they serve."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=[pytest.mark.full] * (name in IN_OTHER_MODULES)) for name in NAMES
+    ],
+)
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:

@@ -25,7 +25,7 @@ from epd_portable.runners.receiver_metrics import PlacerMetrics, ReceiverMetrics
 from epd_portable.scheduling.encoder_cache import EncoderCacheManager
 from epd_portable.wire.descriptors import TensorSpec
 from epd_portable.wire.params import ExpectedTransfer, PrefillOutcome, PrefillParams
-from tests.contract.pairs import ROUTES, Route
+from tests.contract.pairs import ROUTES, Route, parameters
 from tests.integration.transfer.encode_side import FINGERPRINT, LEASE_S, TIMEOUT_S, WIDTH
 from tests.unit.builders import FakeRequest, request
 
@@ -168,13 +168,13 @@ class EncodeSide:
         self.process.stdout.close()
 
 
-@pytest.fixture(params=ROUTES, ids=str)
+@pytest.fixture(scope="module", params=parameters(ROUTES))
 def route(request: pytest.FixtureRequest) -> Route:
     found: Route = request.param
     return found
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def path(route: Route) -> str:
     return route.path
 

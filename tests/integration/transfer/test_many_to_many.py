@@ -15,8 +15,9 @@ TOKENS = 50
 ENCODERS = ("encode-0", "encode-1")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def encoders(route: Route) -> Iterator[dict[str, EncodeSide]]:
+    """Two of them for all tests of a route; each test has items and instances of its own."""
     sides = {name: EncodeSide(route.path, route.pair.encode, name) for name in ENCODERS}
     yield sides
     for side in sides.values():

