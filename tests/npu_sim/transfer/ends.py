@@ -7,6 +7,7 @@ import functools
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -28,7 +29,7 @@ class EncodeWorker(logging.Handler):
 
     def __init__(self, path: str, wait_timeout_s: float) -> None:
         super().__init__()
-        self.said: list[str] = []
+        self._said: deque[str] = deque()
         logging.getLogger("epd_portable").addHandler(self)
         self._writing = threading.Event()
         # The device has the copy of `ipc`; both ends have agreed on the item of `collective`.
@@ -38,7 +39,11 @@ class EncodeWorker(logging.Handler):
         self._ended: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
+        self._said.append(record.getMessage())
+
+    def take_said(self) -> list[str]:
+        """Return what was logged since the last call; other threads may be logging."""
+        return [self._said.popleft() for _ in range(len(self._said))]
 
     def order(
         self, transfer_id: str, mm_hash: str, consumer: str, shape: tuple[int, ...], dtype: str
@@ -119,8 +124,7 @@ class Encode:
 
     def said(self) -> str:
         """What it has logged since the last call."""
-        said: list[str] = ast.literal_eval(self._child.tell("worker.said"))
-        do(self._child, "worker.said.clear()")
+        said: list[str] = ast.literal_eval(self._child.tell("worker.take_said()"))
         return "\n".join(said)
 
     def kill(self) -> None:
