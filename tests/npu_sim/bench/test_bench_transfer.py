@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.full
+
 TIMEOUT_S = 300
 COPY_S = 0.02
 """Of a copy between devices or from the host; the simulation delays none within one device."""

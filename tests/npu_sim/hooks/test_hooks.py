@@ -36,13 +36,13 @@ class Pair:
     folder: str = ""
 
 
-PAIRS = [
-    Pair(vllm="0.26.0", ascend="0.26.0rc1", folder=str(Path(sys.prefix, "pairs", "0.26"))),
-    Pair(vllm="0.30.0", ascend="0.30.0rc2"),
-]
+OLDEST = Pair(vllm="0.26.0", ascend="0.26.0rc1", folder=str(Path(sys.prefix, "pairs", "0.26")))
+NEWEST = Pair(vllm="0.30.0", ascend="0.30.0rc2")
 
 
-@pytest.fixture(scope="module", params=PAIRS, ids=lambda pair: f"vllm-ascend {pair.ascend}")
+@pytest.fixture(
+    scope="module", params=[OLDEST, NEWEST], ids=lambda pair: f"vllm-ascend {pair.ascend}"
+)
 def pair(request: pytest.FixtureRequest) -> Pair:
     chosen: Pair = request.param
     return chosen

@@ -15,7 +15,14 @@ from tests.npu_sim.platform.children import Child, run
 MIB = 1 << 20
 
 
-@pytest.fixture(scope="module", params=["expandable_segments:False", "expandable_segments:True"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        # That of the contract suite.
+        pytest.param("expandable_segments:False", marks=pytest.mark.full),
+        "expandable_segments:True",
+    ],
+)
 def allocator(request: pytest.FixtureRequest) -> str:
     """Return a setting of the exporter's allocator; vllm-ascend's default is the second."""
     setting: str = request.param
