@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,6 +69,15 @@ class Pair:
     reference_url: str
 
 
+IN_ENGINE = (
+    "engine_args.distributed_executor_backend=vllm.v1.executor.uniproc_executor.UniProcExecutor"
+)
+"""The worker in the engine's process, as vLLM has it by itself on one device that is not a CPU."""
+
+Start = Callable[[Sequence[str]], Pair]
+"""Starts a topology with these settings."""
+
+
 @contextmanager
 def running(
     folder: Path,
@@ -121,21 +129,25 @@ def compiling() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="package")
+def reference_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Plain vLLM in float32, started once for all modules; one with another dtype has its own."""
+    with ExitStack() as stack:
+        with without_compiling():
+            folder = tmp_path_factory.mktemp("reference")
+            server = stack.enter_context(reference(folder, dtype="float32"))
+        yield server.url
+
+
 @pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
-    """Start topologies and references that live as long as the module's tests."""
+def start(tmp_path_factory: pytest.TempPathFactory, reference_url: str) -> Iterator[Start]:
+    """Start topologies that live as long as the module's tests, beside the reference."""
     with ExitStack() as stack:
 
-        def begin(settings: Sequence[str], *, reference_args: dict[str, Any] | None = None) -> Any:
+        def begin(settings: Sequence[str]) -> Pair:
             folder = tmp_path_factory.mktemp("engines")
-            pending: list[AbstractContextManager[Any]] = [running(folder, settings)]
-            if reference_args is not None:
-                pending.append(reference(folder, **reference_args))
-            with ThreadPoolExecutor() as pool:
-                started = list(pool.map(stack.enter_context, pending))
-            if reference_args is None:
-                return started[0]
-            return Pair(split=started[0], reference_url=started[1].url)
+            split = stack.enter_context(running(folder, settings))
+            return Pair(split=split, reference_url=reference_url)
 
         yield begin
 

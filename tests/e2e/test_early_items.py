@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 
 from tests.e2e.asking import ask, ask_all, assert_equal, body, picture, post, text
 from tests.e2e.cases import ASK
-from tests.e2e.conftest import Pair, slow_steps
+from tests.e2e.conftest import IN_ENGINE, Pair, Start, slow_steps
 from tests.e2e.engines import instance, wait_until
 from tests.e2e.equality import TOLERANCE
 
@@ -21,14 +20,14 @@ PICTURES = 8
 
 
 @pytest.fixture(scope="module")
-def pair(start: Callable[..., Any]) -> Pair:
+def pair(start: Start) -> Pair:
     settings = [
         "engine_args.dtype=float32",
+        IN_ENGINE,
         "transfer.preallocation=async",
         "instances.prefill_decode.engine_args.worker_cls=tests.e2e.workers.SlowPDWorker",
     ]
-    started: Pair = start(settings, reference_args={"dtype": "float32"})
-    return started
+    return start(settings)
 
 
 def test_an_item_announced_before_its_request_is_accepted_and_answers_stay_equal(
@@ -36,10 +35,10 @@ def test_an_item_announced_before_its_request_is_accepted_and_answers_stay_equal
 ) -> None:
     """The API server of the PD instance stands still; its scheduler goes on."""
     server = instance(pair.split.pid, "ec_consumer")
-    long = body("hello", max_tokens=1000, ignore_eos=True, logprobs=False, top_logprobs=None)
+    long = body("hello", max_tokens=100, ignore_eos=True, logprobs=False, top_logprobs=None)
     content = [*(picture(seed, 224) for seed in range(300, 300 + PICTURES)), ASK]
     with ThreadPoolExecutor() as pool:
-        with slow_steps(pair.split, 0.05):
+        with slow_steps(pair.split, 0.5):
             # An instance without requests does not step, and so accepts nothing.
             asked_s = time.monotonic()
             busy = pool.submit(post, pair.split.url, long)

@@ -16,7 +16,7 @@ import pytest
 from epd_portable.demo import MODEL_DIR
 from tests.e2e import flags
 from tests.e2e.asking import ask, ask_all, assert_equal, body, picture, post, text
-from tests.e2e.conftest import Pair, Split, encoders_held
+from tests.e2e.conftest import Pair, Split, Start, encoders_held
 from tests.e2e.engines import counts, instance, metric, shared_memory, wait_until
 from tests.e2e.equality import TOLERANCE
 
@@ -31,9 +31,9 @@ MANY_TOKENS = 4000
 
 
 @pytest.fixture(scope="module")
-def pair(start: Callable[..., Any]) -> Pair:
+def pair(start: Start) -> Pair:
     """A topology whose pool holds two pictures, with workers that can be slowed and spoiled."""
-    started: Pair = start(
+    return start(
         [
             "engine_args.dtype=float32",
             f"transfer.pool_bytes={2 * ITEM_BYTES}",
@@ -42,9 +42,7 @@ def pair(start: Callable[..., Any]) -> Pair:
             "instances.encode.engine_args.worker_cls=tests.e2e.workers.SlowEncodeWorker",
             "instances.prefill_decode.engine_args.worker_cls=tests.e2e.workers.SpoilingPDWorker",
         ],
-        reference_args={"dtype": "float32"},
     )
-    return started
 
 
 def is_up(split: Split, name: str) -> bool:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +30,7 @@ from epd_portable.wire.descriptors import PeerDescriptor, TensorSpec
 from epd_portable.wire.messages import Announce, NotNeeded
 from tests.e2e.asking import Answer, ask, assert_equal, body, picture, text
 from tests.e2e.cases import ASK
-from tests.e2e.conftest import Pair, Split, encoders_held
+from tests.e2e.conftest import IN_ENGINE, Pair, Split, Start, encoders_held
 from tests.e2e.engines import config_of, named, url_of, wait_until
 from tests.e2e.equality import TOLERANCE
 
@@ -111,15 +111,14 @@ def encoders_of(answers: list[Answer]) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def deployment(
-    start: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Deployment]:
+def deployment(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     secret_file = tmp_path_factory.mktemp("secret") / "secret"
     made = epd_launch("secret", str(secret_file))
     assert made.returncode == 0, made.stderr
-    pair: Pair = start(
+    pair = start(
         [
             "engine_args.dtype=float32",
+            IN_ENGINE,
             "instances.encode.count=2",
             "instances.encode.engine_args.worker_cls=tests.e2e.workers.SlowEncodeWorker",
             "transfer.path=tcp",
@@ -128,7 +127,6 @@ def deployment(
             f"launch.host={OFF_HOST}",
             f"secret_file={secret_file}",
         ],
-        reference_args={"dtype": "float32"},
     )
     yield Deployment(pair=pair, secret_file=secret_file, opened=connections(pair.split))
 

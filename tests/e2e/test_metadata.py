@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import httpx
 import pytest
 
 from tests.e2e.asking import ask, assert_equal, body, picture, text
-from tests.e2e.conftest import Pair, encoders_held, slow_steps
+from tests.e2e.conftest import IN_ENGINE, Pair, Start, encoders_held, slow_steps
 from tests.e2e.engines import instance, metric, wait_until
 from tests.e2e.equality import TOLERANCE, FloatEquality
 
@@ -25,10 +23,11 @@ SEATS = 4
 
 
 @pytest.fixture(scope="module")
-def pair(start: Callable[..., Any]) -> Pair:
-    started: Pair = start(
+def pair(start: Start) -> Pair:
+    return start(
         [
             "engine_args.dtype=float32",
+            IN_ENGINE,
             "transfer.media=metadata",
             "transfer.wait_timeout_s=20",
             f"instances.prefill_decode.engine_args.max_num_seqs={SEATS}",
@@ -36,9 +35,7 @@ def pair(start: Callable[..., Any]) -> Pair:
             "instances.prefill_decode.engine_args.worker_cls=tests.e2e.workers.SlowPDWorker",
             "instances.encode.engine_args.worker_cls=tests.e2e.workers.SlowEncodeWorker",
         ],
-        reference_args={"dtype": "float32"},
     )
-    return started
 
 
 class TestMetadata(FloatEquality):
@@ -73,10 +70,10 @@ def test_an_item_that_went_before_it_was_used_is_asked_for_again_with_its_media(
     content = [shown, ASK]
     landed = len(pair.split.events("item.landed"))
     with ThreadPoolExecutor(SEATS + 1) as pool:
-        with slow_steps(pair.split, 0.1):
+        with slow_steps(pair.split, 0.5):
             # Others keep every seat until the item is there and gone again.
             others = [
-                pool.submit(ask, pair.split.url, "hello", max_tokens=800, ignore_eos=True)
+                pool.submit(ask, pair.split.url, "hello", max_tokens=200, ignore_eos=True)
                 for _ in range(SEATS)
             ]
             wait_until(

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from tests.e2e.asking import ask, assert_equal, body, picture, post, text
 from tests.e2e.cases import SINGLE
-from tests.e2e.conftest import Pair
+from tests.e2e.conftest import IN_ENGINE, Pair, Start
 from tests.e2e.engines import instance
 from tests.e2e.equality import TOLERANCE
 
@@ -21,16 +20,15 @@ ASK = text("What is in the picture?")
 
 
 @pytest.fixture(scope="module")
-def pair(start: Callable[..., Any]) -> Pair:
-    started: Pair = start(
+def pair(start: Start) -> Pair:
+    return start(
         [
             "engine_args.dtype=float32",
+            IN_ENGINE,
             "transfer.media=metadata",
             "instances.prefill_decode.encoder=false",
         ],
-        reference_args={"dtype": "float32"},
     )
-    return started
 
 
 @pytest.mark.parametrize("content", SINGLE.values(), ids=SINGLE)

@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.asking import ask, assert_equal, body, picture, post
 from tests.e2e.cases import ASK
-from tests.e2e.conftest import Pair, encoders_held
+from tests.e2e.conftest import Pair, Start, encoders_held
 from tests.e2e.engines import address, cpu_s, instance, metric, wait_until
 from tests.e2e.equality import TOLERANCE
 
@@ -22,16 +22,14 @@ QUEUE = 3
 
 
 @pytest.fixture(scope="module")
-def pair(start: Callable[..., Any]) -> Pair:
-    started: Pair = start(
+def pair(start: Start) -> Pair:
+    return start(
         [
             "engine_args.dtype=float32",
             f"instances.encode.max_queued_items={QUEUE}",
             "instances.encode.engine_args.worker_cls=tests.e2e.workers.SlowEncodeWorker",
         ],
-        reference_args={"dtype": "float32"},
     )
-    return started
 
 
 def refused(pair: Pair) -> float:

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 
-from tests.e2e.conftest import Pair
+from tests.e2e.conftest import Pair, Start
 from tests.e2e.ranks import TWO_RANKS, TwoRanks
 
 pytestmark = [pytest.mark.e2e, pytest.mark.needs_vllm, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
-def pair(start: Callable[..., Any]) -> Pair:
+def pair(start: Start) -> Pair:
     # Ranks that share cores with other work answer slowly at times.
     patience = ["transfer.wait_timeout_s=120", "transfer.lease_s=60"]
-    started: Pair = start(
-        ["engine_args.dtype=float32", TWO_RANKS, *patience], reference_args={"dtype": "float32"}
-    )
-    return started
+    return start(["engine_args.dtype=float32", TWO_RANKS, *patience])
 
 
 class TestTwoRanks(TwoRanks):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import psutil
@@ -12,7 +12,7 @@ import pytest
 from epd_portable.demo.score import evaluate
 from tests.e2e.asking import ask, ask_all, ask_streamed, assert_equal
 from tests.e2e.cases import REPEATED, SINGLE, mixed_32
-from tests.e2e.conftest import Pair
+from tests.e2e.conftest import Pair, Start, reference
 from tests.e2e.engines import shared_memory, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.needs_vllm, pytest.mark.timeout(900)]
@@ -27,9 +27,15 @@ def compiling() -> None:
 
 
 @pytest.fixture(scope="module")
-def pair(start: Callable[..., Any]) -> Pair:
-    started: Pair = start(["transfer.path=tcp"], reference_args={})
-    return started
+def reference_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Plain vLLM in bfloat16."""
+    with reference(tmp_path_factory.mktemp("reference")) as server:
+        yield server.url
+
+
+@pytest.fixture(scope="module")
+def pair(start: Start) -> Pair:
+    return start(["transfer.path=tcp"])
 
 
 @pytest.mark.parametrize("content", SINGLE.values(), ids=SINGLE)

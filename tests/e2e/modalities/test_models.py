@@ -20,7 +20,7 @@ import pytest
 from epd_portable.router.requests import read_chat
 from tests.checkpoints import NAMES
 from tests.e2e.asking import Answer, ask, assert_equal, body, text
-from tests.e2e.conftest import Split, running
+from tests.e2e.conftest import IN_ENGINE, Split, running
 from tests.e2e.engines import address
 from tests.e2e.equality import TOLERANCE
 from tests.e2e.modalities.parts import audio_url, frames, image, input_audio, video
@@ -156,6 +156,7 @@ def served(
         f"model={checkpoint}",
         "engine_args.dtype=float32",
         "engine_args.max_model_len=2048",
+        IN_ENGINE,
         "engine_args.skip_mm_profiling=true",
         "engine_args.trust_request_mm_kwargs=true",
         f"engine_args.limit_mm_per_prompt={limits}",
