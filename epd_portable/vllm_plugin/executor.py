@@ -21,6 +21,8 @@ from epd_portable.runners.placer import WorkerOrders
 from epd_portable.vllm_plugin.ec_connector import StepMetadata
 
 _LISTS = (SchedulerOutput, CachedRequestData, StepMetadata, WorkerOrders)
+_HINTS = frozenset({"num_common_prefix_blocks"})
+"""How tokens are best computed; vLLM 0.26 and 0.30 work it out for steps without any too."""
 
 
 def concerns_workers(output: Any) -> bool:
@@ -32,7 +34,8 @@ def concerns_workers(output: Any) -> bool:
         output: A ``SchedulerOutput``, or what it holds.
     """
     if isinstance(output, _LISTS):
-        return any(concerns_workers(getattr(output, each.name)) for each in fields(output))
+        names = {each.name for each in fields(output)} - _HINTS
+        return any(concerns_workers(getattr(output, name)) for name in names)
     return any(output) if isinstance(output, list) else bool(output)
 
 
