@@ -15,6 +15,8 @@ import psutil
 from epd_portable.config.instance import InstanceConfig
 
 DEADLINE_S = 90.0
+RESTART_S = 400.0
+"""Of an engine, on a machine that is busy."""
 
 
 def instance(launcher: int, ec_role: str) -> psutil.Process:

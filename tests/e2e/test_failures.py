@@ -17,7 +17,7 @@ from epd_portable.demo import MODEL_DIR
 from tests.e2e import flags
 from tests.e2e.asking import ask, ask_all, assert_equal, body, picture, post, text
 from tests.e2e.conftest import Pair, Split, Start, encoders_held
-from tests.e2e.engines import counts, instance, metric, shared_memory, wait_until
+from tests.e2e.engines import RESTART_S, counts, instance, metric, shared_memory, wait_until
 from tests.e2e.equality import TOLERANCE
 
 pytestmark = [pytest.mark.e2e, pytest.mark.needs_vllm, pytest.mark.timeout(900)]
@@ -145,7 +145,8 @@ def test_a_killed_encoder_costs_no_answer_and_comes_back(pair: Pair) -> None:
     assert counted["epd_pd_fallbacks_total"] == 1
     assert counted['epd_pd_transfers_failed_total{cause="no_encoder"}'] == 1
     assert_equal(answer, ask(pair.reference_url, content), tolerance=TOLERANCE)
-    wait_until(lambda: is_up(pair.split, "encode-0"), "the encoder is back")
+    back = "the encoder is back"
+    wait_until(lambda: is_up(pair.split, "encode-0"), back, within_s=RESTART_S)
     assert ask(pair.split.url, [picture(4), ASK]).sources == ["transfer"]
     assert [met["encoder"] for met in pair.split.events("pair.met", since_s=killed_s)] == [
         "encode-0"

@@ -19,7 +19,7 @@ import pytest
 
 from tests.e2e.asking import body, picture, text
 from tests.e2e.conftest import ROOT, Split, running
-from tests.e2e.engines import address, metric, wait_until
+from tests.e2e.engines import RESTART_S, address, metric, wait_until
 from tests.faults.leaving import ask_and_leave
 from tests.faults.payloads import WITH_DIGESTS, Payloads
 from tests.faults.points import (
@@ -44,8 +44,6 @@ pytestmark = [
 WAIT_S, LEASE_S = 8.0, 2.0
 DEADLINE_S = 60.0
 """Of a request: two attempts of which each may wait for its items, on a machine that is busy."""
-RESTART_S = 400.0
-"""Of an engine, on a machine that is busy."""
 IDLE = (
     ("ec_producer", "vllm:num_requests_running"),
     ("ec_producer", "vllm:num_requests_waiting"),
