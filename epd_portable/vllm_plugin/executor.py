@@ -28,14 +28,18 @@ _HINTS = frozenset({"num_common_prefix_blocks"})
 def concerns_workers(output: Any) -> bool:
     """Tell whether a step holds anything for workers: tokens, receipts, requests that ended.
 
-    Whatever is set counts, metadata of a KV connector and what later versions add included.
+    Whatever is set counts, metadata of a KV connector and what later versions add included, but
+    for hints on how to compute tokens.
 
     Args:
         output: A ``SchedulerOutput``, or what it holds.
     """
     if isinstance(output, _LISTS):
-        names = {each.name for each in fields(output)} - _HINTS
-        return any(concerns_workers(getattr(output, name)) for name in names)
+        return any(
+            concerns_workers(getattr(output, each.name))
+            for each in fields(output)
+            if each.name not in _HINTS
+        )
     return any(output) if isinstance(output, list) else bool(output)
 
 

@@ -145,8 +145,7 @@ def test_a_killed_encoder_costs_no_answer_and_comes_back(pair: Pair) -> None:
     assert counted["epd_pd_fallbacks_total"] == 1
     assert counted['epd_pd_transfers_failed_total{cause="no_encoder"}'] == 1
     assert_equal(answer, ask(pair.reference_url, content), tolerance=TOLERANCE)
-    back = "the encoder is back"
-    wait_until(lambda: is_up(pair.split, "encode-0"), back, within_s=RESTART_S)
+    wait_until(lambda: is_up(pair.split, "encode-0"), "the encoder is back", within_s=RESTART_S)
     assert ask(pair.split.url, [picture(4), ASK]).sources == ["transfer"]
     assert [met["encoder"] for met in pair.split.events("pair.met", since_s=killed_s)] == [
         "encode-0"
