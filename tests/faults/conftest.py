@@ -13,8 +13,16 @@ from tests.faults.payloads import WITH_DIGESTS
 from tests.faults.topology import Topology
 from tests.faults.traffic import check, quiet, requests, send
 
+HERE = Path(__file__).parent
 SLACK = 8
 """Descriptors that a process may have more: pooled HTTP connections, sockets of writer threads."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the tests last that share a topology: it probes and watches for as long as it is up."""
+    items.sort(
+        key=lambda item: HERE in item.path.parents and "served" in getattr(item, "fixturenames", ())
+    )
 
 
 @pytest.fixture(autouse=True)

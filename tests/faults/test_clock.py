@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.faults.ends import WAIT_S, Consumer, addresses, make_sender, order, settle
-from tests.faults.points import ENCODER_WORKER
+from tests.faults.points import ENCODER_WORKER, LAUNCHER
 from tests.faults.small.pictures import Picture
 from tests.faults.topology import ROOT, Topology
 from tests.faults.traffic import check, quiet, requests, send
@@ -39,10 +39,13 @@ def test_nothing_but_the_age_of_files_is_decided_by_the_wall_clock() -> None:
     assert found == set(ASKS_THE_WALL_CLOCK)
 
 
-def test_a_topology_whose_wall_clocks_jump_by_hours_serves_and_restarts(
+def test_a_topology_whose_wall_clocks_jump_serves_restarts_and_goes_with_its_launcher(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """Every call of ``time.time`` is up to a day wrong, in another way each time."""
+    """Every call of ``time.time`` is up to a day wrong, in another way each time.
+
+    The launcher is killed while requests are under way: its guard leaves nothing.
+    """
     folder = tmp_path_factory.mktemp("clock") / "run"
     topology = Topology(
         folder, encoders=("shm",), prefills=("shm",), env={"EPD_TEST_CLOCK": "jumps"}
@@ -56,6 +59,11 @@ def test_a_topology_whose_wall_clocks_jump_by_hours_serves_and_restarts(
         asked = requests("clock", 2, REQUESTS)
         check(asked, send(topology, asked), failures=False)
         topology.until_empty(lambda: quiet(topology))
+        topology.faults.arm("item.landed", LAUNCHER)
+        asked = requests("clock", 3, REQUESTS)
+        check(asked, send(topology, asked), failures=True, broken=True)
+        assert topology.faults.struck()
+        topology.until(topology.nothing_left, "the guard has ended everything")
     finally:
         topology.close()
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import pytest
 
 from tests.faults.conftest import Served
 from tests.faults.points import (
+    ENCODER_SCHEDULER,
     ENCODER_WORKER,
     LAUNCHER,
+    PD_SCHEDULER,
     PD_WORKER,
     POINTS,
     ROUTER,
@@ -22,28 +23,24 @@ from tests.faults.topology import Topology
 from tests.faults.traffic import check, requests, send, send_until_struck
 
 REQUESTS = 8
-SELDOM = ("request.arrived", "item.reserved", "transfer.written", "item.placed")
-"""Points at which router and launcher hold nothing else than at the point before."""
-
-IN_A_GROUP = {
-    (victim, point)
-    for victim in (ENCODER_WORKER, PD_WORKER)
-    for point in ("transfer.begun", "transfer.written", "item.landed")
+ALWAYS = {
+    (ENCODER_WORKER, "transfer.begun"),
+    (ENCODER_SCHEDULER, "encode_job"),
+    (PD_WORKER, "item.landed"),
+    (PD_SCHEDULER, "transfer.written"),
+    (ROUTER, "encode.begin"),
 }
-"""Where the two members of a group hold something of each other's; the rest with ``--full``."""
-
-
-def case(victim: Victim, point: str) -> Any:
-    """Return the parameters of one kill; those that say little more need ``--full``."""
-    seldom = victim in (ROUTER, LAUNCHER) and point in SELDOM
-    marks = pytest.mark.full if seldom else ()
-    return pytest.param(victim, point, id=f"{victim}-{point}", marks=marks)
+"""Where a process takes most with it that others have to miss; the rest with ``--full``."""
+ALWAYS_IN_A_GROUP = {(ENCODER_WORKER, "transfer.begun"), (PD_WORKER, "transfer.begun")}
+"""Where the other member of a group counts on the one that is gone; the rest with ``--full``."""
+CASES = [(victim, point) for victim in VICTIMS if victim is not LAUNCHER for point in POINTS]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(
     ("victim", "point"),
-    [case(victim, point) for victim in VICTIMS if victim is not LAUNCHER for point in POINTS],
+    [pytest.param(*case, marks=() if case in ALWAYS else pytest.mark.full) for case in CASES],
+    ids=str,
 )
 def test_a_killed_process_costs_no_wrong_answer_and_leaves_nothing(
     served: Served, victim: Victim, point: str, seed: int
@@ -55,10 +52,8 @@ def test_a_killed_process_costs_no_wrong_answer_and_leaves_nothing(
 @pytest.mark.parametrize(
     ("victim", "point"),
     [
-        pytest.param(victim, point, marks=() if (victim, point) in IN_A_GROUP else pytest.mark.full)
-        for victim in VICTIMS
-        if victim is not LAUNCHER
-        for point in POINTS
+        pytest.param(*case, marks=() if case in ALWAYS_IN_A_GROUP else pytest.mark.full)
+        for case in CASES
     ],
     ids=str,
 )
@@ -82,17 +77,19 @@ def kill_and_recover(served: Served, victim: Victim, point: str, seed: int) -> N
     served.check_nothing_is_left()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize(("victim", "point"), [case(LAUNCHER, point) for point in POINTS])
+@pytest.mark.parametrize("point", POINTS)
 def test_a_killed_launcher_leaves_nothing_whatever_is_under_way(
-    tmp_path_factory: pytest.TempPathFactory, victim: Victim, point: str, seed: int
+    tmp_path_factory: pytest.TempPathFactory, point: str, seed: int
 ) -> None:
+    """`test_clock` kills one every time, at the end of a topology that it has anyhow."""
     path = random.Random(f"{point}/{seed}").choice(("shm", "tcp", "collective"))
     folder = tmp_path_factory.mktemp("launcher") / "run"
     topology = Topology(folder, encoders=(path,), prefills=(path,))
     try:
         asked = requests(f"launcher/{point}", seed, REQUESTS)
-        topology.faults.arm(point, victim)
+        topology.faults.arm(point, LAUNCHER)
         check(asked, send(topology, asked), failures=True, broken=True)
         assert topology.faults.struck(), f"{point} was not passed"
         topology.until(topology.nothing_left, "the guard has ended everything")

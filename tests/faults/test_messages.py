@@ -11,21 +11,36 @@ from pathlib import Path
 import pytest
 
 from tests.faults.ends import PATIENT_S, Consumer, addresses, deliver, make_sender, settle
-from tests.faults.meddler import FAULTS, LOSSY, Fault, Meddler, delayed, everything, untouched
+from tests.faults.meddler import (
+    FAULTS,
+    LOSSY,
+    Fault,
+    Meddler,
+    delayed,
+    duplicated,
+    everything,
+    reordered,
+    untouched,
+)
 from tests.faults.seeds import SEEDS
 from tests.faults.small.pictures import TOKEN_BYTES, Picture
 
 PATHS = ("shm", "tcp", "collective")
+ALWAYS = {(everything, path) for path in PATHS} | {
+    (duplicated, "tcp"),
+    (reordered, "shm"),
+}
+"""Everything at once by every path, and alone what waits for no deadline; the rest with
+``--full``."""
 CASES = [
     pytest.param(
         fault,
         path,
         id=f"{fault.__name__}-{path}",
-        # Each fault by one path, and everything at once by all; the rest with --full.
-        marks=() if fault is everything or number % 3 == place else pytest.mark.full,
+        marks=() if (fault, path) in ALWAYS else pytest.mark.full,
     )
-    for number, fault in enumerate(FAULTS)
-    for place, path in enumerate(PATHS)
+    for fault in FAULTS
+    for path in PATHS
 ]
 
 
@@ -108,7 +123,14 @@ def test_messages_of_a_former_life_change_nothing(
     settle(second, sender)
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    "path",
+    [
+        "shm",
+        pytest.param("tcp", marks=pytest.mark.full),
+        pytest.param("collective", marks=pytest.mark.full),
+    ],
+)
 def test_a_pool_for_one_item_serves_everybody_through_late_messages(
     tmp_path: Path, pool: str, close: Callable[[Callable[[], None]], None], path: str
 ) -> None:

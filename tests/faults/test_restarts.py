@@ -15,7 +15,6 @@ from epd_portable.bench.servers import free_port
 from tests.faults.ends import PATIENT_S, Consumer, addresses, deliver, make_sender, settle
 from tests.faults.small.pictures import Picture
 
-LIVES = 6
 PER_LIFE = 4
 
 
@@ -34,9 +33,10 @@ def open_files() -> Counter[str]:
     return kinds
 
 
+@pytest.mark.parametrize("lives", [4, pytest.param(6, marks=pytest.mark.full)])
 @pytest.mark.parametrize("path", ["shm", "tcp", "collective"])
-def test_a_producer_has_as_many_files_after_six_restarts_as_after_one(
-    tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch
+def test_a_producer_has_as_many_files_after_many_restarts_as_after_one(
+    tmp_path: Path, path: str, lives: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Writers start, and connect, when they first have something to do.
     monkeypatch.setattr("epd_portable.runners.sender._WRITERS", 1)
@@ -47,7 +47,7 @@ def test_a_producer_has_as_many_files_after_six_restarts_as_after_one(
     sender = make_sender(path, **patient)
     counts = []
     try:
-        for life in range(LIVES):
+        for life in range(lives):
             consumer = Consumer(address, pool, path, data_address=data, **patient)
             try:
                 asked = [Picture(f"{life}-{number}", 16) for number in range(PER_LIFE)]

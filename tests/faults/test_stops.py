@@ -28,11 +28,8 @@ STOP_S = LEASE_S + LEASE_MARGIN_S + 0.5
 REQUESTS = 8
 ALWAYS = {
     (ENCODER_WORKER, "transfer.begun"),
-    (ENCODER_WORKER, "transfer.written"),
-    (ENCODER_SCHEDULER, "encode_job"),
     (PD_SCHEDULER, "transfer.written"),
     (PD_WORKER, "item.landed"),
-    (ROUTER, "encode.begin"),
 }
 """Where a process holds something that others want back; the rest with ``--full``."""
 CASES = [

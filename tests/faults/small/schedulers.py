@@ -21,7 +21,7 @@ from tests.faults.small.workers import FINGERPRINT
 CACHE_EMBEDS = 40_000
 TEXT_TOKENS = 4
 """Before each picture."""
-_BUSY_POLL_S = 0.001
+_BUSY_POLL_S = 0.004
 
 
 class Scheduler(ABC):
