@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -72,7 +73,21 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.import_plugin("tests.timetable")
 
 
+def pytest_unconfigure() -> None:
+    warm = sys.modules.get("tests.warm")
+    if warm is not None:
+        warm.close()
+
+
+def _share_out(items: list[pytest.Item]) -> None:
+    """Say which tests of `pytest -n` one worker takes together: with --dist=loadgroup."""
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.split("::")[0]))
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _share_out(items)
     if config.getoption("--full"):
         return
     left_out = [item for item in items if item.get_closest_marker("full")]

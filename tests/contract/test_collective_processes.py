@@ -9,13 +9,11 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,9 +23,10 @@ from epd_portable.platforms import registry
 from epd_portable.platforms.collectives import CollectiveGroup, Rendezvous
 from epd_portable.platforms.collectives_torch import RendezvousHost
 from epd_portable.platforms.npu import NpuPlatform
+from tests import warm
 from tests.contract.remote_ranks import RankProcess
+from tests.contract.transport_consumer import CONTEXT as FORKED
 
-REPOSITORY = Path(__file__).parents[2]
 PEER = """
 import sys, time, torch
 from epd_portable.platforms import registry
@@ -84,13 +83,16 @@ def host() -> Iterator[RendezvousHost]:
 
 
 @contextmanager
-def peer(platform_name: str, host: RendezvousHost, stop: str) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", PEER, platform_name, str(host.port), stop],
-        cwd=REPOSITORY,
-        env=dict(os.environ, OMP_NUM_THREADS="1"),
+def peer(platform_name: str, host: RendezvousHost, stop: str) -> Iterator[warm.Process]:
+    process = warm.start(
+        "-c",
+        PEER,
+        platform_name,
+        host.port,
+        stop,
+        cold=platform_name != "cpu",
         stdout=subprocess.PIPE,
-        text=True,
+        env=dict(os.environ, OMP_NUM_THREADS="1"),
     )
     try:
         yield process
@@ -101,7 +103,7 @@ def peer(platform_name: str, host: RendezvousHost, stop: str) -> Iterator[subpro
         process.stdout.close()
 
 
-def await_stop(process: subprocess.Popen[str]) -> None:
+def await_stop(process: warm.Process) -> None:
     assert process.stdout is not None
     assert any(line == "STOP\n" for line in process.stdout), "the peer ended by itself"
 
@@ -242,7 +244,9 @@ def test_groups_with_two_peers_can_be_made_at_once_and_again(
     with ExitStack() as ends:
         # The third is the one with two groups. It is not this process, where peers were killed:
         # torch_npu gives the stream of a failed group to the 32nd after it, which fails too.
-        processes += [ends.enter_context(closing(RankProcess())) for _ in range(3)]
+        peers = FORKED if platform_name == "cpu" else None
+        for context in (peers, peers, None):
+            processes.append(ends.enter_context(closing(RankProcess(context))))
         for attempt in range(20):
             with ThreadPoolExecutor(2) as pool:
                 for made in [pool.submit(meet_and_part, number, attempt) for number in (0, 1)]:

@@ -10,8 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm
+
 REPOSITORY = Path(__file__).parents[2]
 INSTALL = "from epd_portable.platforms import torchvision_guard; torchvision_guard.install(); "
+
+
+def last_line(result: subprocess.CompletedProcess[str]) -> str:
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip().splitlines()[-1]
 
 
 def run(code: str, **environment: str) -> str:
@@ -24,8 +31,7 @@ def run(code: str, **environment: str) -> str:
         cwd=REPOSITORY,
         env=dict(os.environ, OMP_NUM_THREADS="1", **environment),
     )
-    assert result.returncode == 0, result.stderr
-    return result.stdout.strip().splitlines()[-1]
+    return last_line(result)
 
 
 @pytest.mark.skipif(
@@ -36,7 +42,7 @@ def test_transforms_work_with_the_guard_whatever_build_is_installed() -> None:
         "import torch; from torchvision.transforms import v2;"
         "print(tuple(v2.functional.resize(torch.zeros(3, 8, 8), [4, 4]).shape))"
     )
-    assert run(INSTALL + code) == "(3, 4, 4)"
+    assert last_line(warm.nursery().run("-c", INSTALL + code, timeout=180)) == "(3, 4, 4)"
 
 
 @pytest.mark.needs_vllm
@@ -48,7 +54,7 @@ def test_the_image_processor_of_transformers_works_with_the_guard() -> None:
         "out = Qwen2VLImageProcessor()(images=[picture], return_tensors='pt');"
         "print(tuple(out['pixel_values'].shape))"
     )
-    assert run(INSTALL + code) == "(64, 1176)"
+    assert last_line(warm.nursery().run("-c", INSTALL + code, timeout=180)) == "(64, 1176)"
 
 
 @pytest.mark.needs_vllm

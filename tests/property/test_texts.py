@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -19,6 +18,7 @@ from epd_portable.router.fields import CHAT
 from epd_portable.router.requests import MAX_COMMAS, read_chat, read_completion
 from tests.property.budget import budget
 from tests.property.limited import BODIES, CONFIGURATIONS
+from tests.warm import Nursery
 
 ROOT = Path(__file__).parents[2]
 FILES = [path.read_text("utf-8") for path in sorted((ROOT / "configs").rglob("*.yaml"))]
@@ -116,16 +116,17 @@ def test_any_body_is_a_request_or_a_request_error(body: bytes) -> None:
         call.for_pd(None)
 
 
+@pytest.fixture(scope="module")
+def readers() -> Iterator[Nursery]:
+    """Of children that can read both, and have nothing else in their memory."""
+    nursery = Nursery("epd_portable.config.load", "epd_portable.router.requests", "resource")
+    yield nursery
+    nursery.close()
+
+
 @pytest.mark.parametrize("what", [*CONFIGURATIONS, *BODIES])
-def test_a_bomb_is_read_or_refused_in_little_memory(what: str) -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "tests.property.limited", "160", what],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
+def test_a_bomb_is_read_or_refused_in_little_memory(readers: Nursery, what: str) -> None:
+    result = readers.run("-m", "tests.property.limited", "160", what, timeout=DEADLINE_S)
     assert result.returncode == 0, result.stderr[-2000:]
 
 

@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -25,6 +24,7 @@ from epd_portable.runners.receiver_metrics import PlacerMetrics, ReceiverMetrics
 from epd_portable.scheduling.encoder_cache import EncoderCacheManager
 from epd_portable.wire.descriptors import TensorSpec
 from epd_portable.wire.params import ExpectedTransfer, PrefillOutcome, PrefillParams
+from tests import warm
 from tests.contract.pairs import ROUTES, Route, parameters
 from tests.integration.transfer.encode_side import FINGERPRINT, LEASE_S, TIMEOUT_S, WIDTH
 from tests.unit.builders import FakeRequest, request
@@ -143,12 +143,15 @@ class EncodeSide:
     """An encode worker in a process of its own."""
 
     def __init__(self, path: str, platform: str, name: str = "encode-0") -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.integration.transfer.encode_side", path, platform, name],
+        self.process = warm.start(
+            "-m",
+            "tests.integration.transfer.encode_side",
+            path,
+            platform,
+            name,
+            cold=platform != "cpu",
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            text=True,
-            cwd=Path(__file__).parents[3],
         )
         self._answer()
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm
+
 REPOSITORY = Path(__file__).parents[3]
 
 
@@ -47,9 +49,11 @@ def test_the_link_at_the_top_refuses_to_be_a_second_package() -> None:
 
 
 def test_asking_every_platform_on_this_machine_creates_no_device_context() -> None:
-    result = run(
+    result = warm.nursery().run(
+        "-c",
         "import torch; from epd_portable.platforms import registry;"
         "[registry.availability(name) for name in registry.names()];"
-        "print(torch.cuda.is_initialized())"
+        "print(torch.cuda.is_initialized())",
+        timeout=60,
     )
     assert result.stdout.strip() == "False", result.stderr

@@ -9,15 +9,22 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm
+
 REPOSITORY = Path(__file__).parents[3]
 INSTALL = "from epd_portable.platforms import torchvision_guard as guard; guard.install(); "
 LOG = "import logging; logging.basicConfig(level=logging.DEBUG); "
 
 
-def run(code: str, *, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+def run(
+    code: str, *, path: Path | None = None, with_torch: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """Run it in a new python; one that has torch already, which takes long, if that is said."""
     environment = dict(os.environ, OMP_NUM_THREADS="1")
     if path is not None:
         environment["PYTHONPATH"] = str(path)
+    if with_torch:
+        return warm.nursery().run("-c", code, env=environment, timeout=60)
     return subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
@@ -63,8 +70,9 @@ TORCHVISION = {
 def test_operators_that_are_missing_are_declared_and_that_is_logged(tmp_path: Path) -> None:
     extension = {"torchvision/extension.py": "def _has_ops(): return False\n"}
     path = package(tmp_path, TORCHVISION | extension)
-    assert "torchvision::nms does not exist" in run("import torchvision", path=path).stderr
-    result = run(LOG + INSTALL + "import torchvision", path=path)
+    bare = run("import torchvision", path=path, with_torch=True)
+    assert "torchvision::nms does not exist" in bare.stderr
+    result = run(LOG + INSTALL + "import torchvision", path=path, with_torch=True)
     assert result.returncode == 0, result.stderr
     assert "declared nms, qnms" in result.stderr
 
@@ -81,6 +89,7 @@ def test_a_torchvision_whose_operators_load_is_left_untouched(tmp_path: Path) ->
     result = run(
         LOG + INSTALL + "import torchvision; print(guard._declared)",
         path=package(tmp_path, TORCHVISION | extension),
+        with_torch=True,
     )
     assert result.stdout.strip() == "None", result.stderr
     assert "are loaded: left untouched" in result.stderr
@@ -99,6 +108,7 @@ def test_operators_that_somebody_else_declared_are_not_declared_again(tmp_path: 
     result = run(
         INSTALL + "import torchvision; print(guard._declared)",
         path=package(tmp_path, TORCHVISION | extension),
+        with_torch=True,
     )
     assert result.stdout.strip() == "None", result.stderr
 

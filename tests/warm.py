@@ -1,0 +1,268 @@
+"""Children that need not start: forked from one process which has imported what they need.
+
+A python that imports torch takes two seconds of CPU, and tests start many. What such a child runs
+is its own process all the same, with its own arguments, environment and streams. What it does not
+show is how libraries are loaded and unloaded: a test of what is imported, or of a process that ends
+while it holds what a library gave, starts a python of its own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import importlib
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import IO, Any, TypeAlias
+
+ROOT = Path(__file__).parents[1]
+START_S = 120.0
+Ended: TypeAlias = subprocess.CompletedProcess[str]
+MAX_REQUEST_BYTES = 1 << 20
+PRELOADED = (
+    "torch.distributed",
+    "epd_portable.launch.plan",
+    "epd_portable.platforms.collectives_torch",
+    "epd_portable.platforms.cpu",
+    "epd_portable.runners.sender",
+    "epd_portable.vllm_plugin.exposition",
+)
+# Threads do not survive a fork, so that the process may have none.
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+class Child:
+    """What tests use of subprocess.Popen, for a process that another one started."""
+
+    def __init__(self, pid: int, end: socket.socket, streams: Sequence[IO[str] | None]) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self.stdin, self.stdout, self.stderr = streams
+        self._end = end
+
+    def poll(self) -> int | None:
+        """Return the exit status, negative for a signal; None while it runs."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(1e-6)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            self._end.settimeout(timeout)
+            try:
+                said = self._end.recv(16)
+            except (TimeoutError, BlockingIOError):
+                raise subprocess.TimeoutExpired("warm child", timeout or 0.0) from None
+            assert said, "the process that children are forked from has ended"
+            self.returncode = int(said)
+            self._end.close()
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class Nursery:
+    """The process that children are forked from.
+
+    Args:
+        preload: Modules that it imports; none may start a thread.
+    """
+
+    def __init__(self, *preload: str) -> None:
+        self._pipe, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.warm", str(theirs.fileno()), *preload],
+                cwd=ROOT,
+                env={**os.environ, **ONE_THREAD},
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+            )
+        self._pipe.settimeout(START_S)
+        assert self._pipe.recv(16) == b"ready", f"{preload} could not be imported"
+
+    def close(self) -> None:
+        """End it; its children must have ended."""
+        self._pipe.close()
+        self._process.wait(START_S)
+
+    def popen(
+        self,
+        *words: object,
+        stdin: IO[str] | int | None = None,
+        stdout: IO[str] | int | None = None,
+        stderr: IO[str] | int | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> Child:
+        """Start in the repository what python does with ``-m MODULE ...`` or ``-c CODE ...``.
+
+        Streams are files or PIPE, as with subprocess.Popen, and of text.
+        """
+        ours: list[IO[str] | None] = []
+        theirs: dict[int, int] = {}
+        end, far_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with far_end, contextlib.ExitStack() as far:
+            for number, stream in enumerate((stdin, stdout, stderr)):
+                if stream == subprocess.PIPE:
+                    ends = os.pipe()
+                    theirs[number] = ends[number > 0]
+                    far.callback(os.close, theirs[number])
+                    near, mode = ends[number == 0], "r" if number else "w"
+                    ours.append(os.fdopen(near, mode, encoding="utf-8"))
+                    continue
+                ours.append(None)
+                if stream is not None:
+                    theirs[number] = stream if isinstance(stream, int) else stream.fileno()
+            request = {
+                "argv": [str(word) for word in words],
+                "env": dict(os.environ if env is None else env),
+                "streams": list(theirs),
+            }
+            message = json.dumps(request).encode()
+            socket.send_fds(self._pipe, [message], [far_end.fileno(), *theirs.values()])
+        end.settimeout(START_S)
+        return Child(int(end.recv(16)), end, ours)
+
+    def run(self, *words: object, env: Mapping[str, str] | None = None, timeout: float) -> Ended:
+        """Return how it ended and what it wrote; kills it at the timeout."""
+        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+            child = self.popen(*words, stdout=out, stderr=err, env=env)
+            try:
+                child.wait(timeout)
+            finally:
+                child.kill()
+            texts = [(file.seek(0), file.read())[1] for file in (out, err)]
+        assert child.returncode is not None
+        return subprocess.CompletedProcess([*map(str, words)], child.returncode, *texts)
+
+
+@cache
+def nursery() -> Nursery:
+    """Return the one for what needs torch, as everything that moves tensors does."""
+    return Nursery(*PRELOADED)
+
+
+Process: TypeAlias = "Child | subprocess.Popen[str]"
+
+
+def start(*words: object, cold: bool, **streams: Any) -> Process:
+    """Start a child of `nursery`, or where what it imports may not be forked a python of its own.
+
+    A library of a device has threads, and a device belongs to the process that opened it.
+    """
+    if not cold:
+        return nursery().popen(*words, **streams)
+    argv = [sys.executable, *map(str, words)]
+    return subprocess.Popen(argv, cwd=ROOT, text=True, **streams)
+
+
+def close() -> None:
+    """End it at the end of the run, if there is one."""
+    if nursery.cache_info().currsize:
+        nursery().close()
+        nursery.cache_clear()
+
+
+def serve(pipe: socket.socket) -> list[str] | None:
+    """Fork a child for each request; returns None at the end, and in a child what it is to run."""
+    running: dict[int, tuple[int, socket.socket]] = {}
+    with selectors.DefaultSelector() as selector:
+        selector.register(pipe, selectors.EVENT_READ)
+        pipe.send(b"ready")
+        while True:
+            for key, _ in selector.select():
+                if key.fileobj is not pipe:
+                    watch = key.fd
+                    selector.unregister(watch)
+                    pid, end = running.pop(watch)
+                    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                    os.close(watch)
+                    with end, contextlib.suppress(OSError):
+                        end.send(str(status).encode())
+                    continue
+                message, fds, _, _ = socket.recv_fds(pipe, MAX_REQUEST_BYTES, 4)
+                if not message:
+                    return None
+                pid = os.fork()
+                end = socket.socket(fileno=fds[0])
+                if pid == 0:
+                    for watch, (_, other) in running.items():
+                        os.close(watch)
+                        other.close()
+                    end.close()
+                    pipe.close()
+                    return become(json.loads(message), fds[1:])
+                for fd in fds[1:]:
+                    os.close(fd)
+                watch = os.pidfd_open(pid)
+                running[watch] = (pid, end)
+                selector.register(watch, selectors.EVENT_READ)
+                end.send(str(pid).encode())
+
+
+def become(request: dict[str, list[str] | dict[str, str]], fds: Sequence[int]) -> list[str]:
+    """Take on the streams and the environment of a request; returns its words."""
+    for stream, fd in zip(request["streams"], fds, strict=True):
+        os.dup2(fd, int(stream))
+        os.close(fd)
+    os.environ.clear()
+    os.environ.update(request["env"])
+    # What python takes from its environment at the start.
+    tempfile.tempdir = None
+    sys.path[1:1] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    return list(request["argv"])
+
+
+def main(fd: str, *preload: str) -> None:
+    for name in preload:
+        importlib.import_module(name)
+    assert len(os.listdir("/proc/self/task")) == 1, f"one of {preload} starts threads"
+    # What was imported stays: to look at it again in every child would copy its memory.
+    gc.freeze()
+    with socket.socket(fileno=int(fd)) as pipe:
+        words = serve(pipe)
+    if words is None:
+        return
+    kind, what, *arguments = words
+    sys.argv = [kind if kind == "-c" else what, *arguments]
+    try:
+        if kind == "-m":
+            runpy.run_module(what, run_name="__main__", alter_sys=True)
+        else:
+            exec(compile(what, "<string>", "exec"), {"__name__": "__main__"})
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        status = 1
+    else:
+        status = 0
+    # To take apart what was forked costs as much as to import it.
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
