@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from types import TracebackType
 
-REPOSITORY = Path(__file__).parents[3]
+from tests import warm
+from tests.npu_sim.forks import Nursery, remove_counters
+
 DEADLINE_S = 180.0
+IMPORTS = """
+import torch
+from epd_portable.config import instance
+from epd_portable.connector import copies, endpoint, pool, producer, registry, worker_endpoint
+from epd_portable.platforms import collectives_torch, npu
+from epd_portable.runners import placer, receiver, sender
+"""
 
 
 def environment(settings: Mapping[str, str | None]) -> dict[str, str]:
@@ -19,20 +28,47 @@ def environment(settings: Mapping[str, str | None]) -> dict[str, str]:
     return {name: value for name, value in changed.items() if value is not None}
 
 
-def run(code: str, **settings: str | None) -> str:
-    """Run a script to its end, and return what it printed."""
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=environment(settings),
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        timeout=DEADLINE_S,
-        check=False,
-    )
+@functools.cache
+def nursery(**settings: str) -> Nursery:
+    """Return what processes are forked off: with torch_npu, our platform and our connector.
+
+    Args:
+        settings: What must be set before anything is imported.
+    """
+    return Nursery(IMPORTS, **settings)
+
+
+@functools.cache
+def nursery_with_engine() -> Nursery:
+    """Return what processes are forked off that need vLLM and vllm-ascend as well."""
+    return Nursery("import torch, vllm_ascend.vllm_ascend_C, vllm_ascend.worker.model_runner_v1")
+
+
+def checked(done: subprocess.CompletedProcess[str]) -> str:
     assert done.returncode == 0, f"exit status {done.returncode}:\n{done.stdout}\n{done.stderr}"
     return done.stdout
+
+
+def run(code: str, **settings: str | None) -> str:
+    """Run a script to its end, and return what it printed."""
+    preload = {name: value for name, value in settings.items() if value and name == "LD_PRELOAD"}
+    return checked(nursery(**preload).finish(code, environment(settings), DEADLINE_S))
+
+
+def run_afresh(code: str, **settings: str | None) -> str:
+    """Do the same in a process that imports everything itself, and ends as a process does."""
+    return checked(
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env=environment(settings),
+            cwd=warm.ROOT,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=DEADLINE_S,
+            check=False,
+        )
+    )
 
 
 class Child:
@@ -58,13 +94,11 @@ for line in sys.stdin:
 """
 
     def __init__(self, **settings: str | None) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", self.LOOP],
+        self.process = nursery().popen(
+            *("-c", self.LOOP),
             env=environment(settings),
-            cwd=REPOSITORY,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            text=True,
         )
 
     def tell(self, code: str) -> str:
@@ -79,11 +113,10 @@ for line in sys.stdin:
         raise AssertionError(f"the child ended with {self.process.wait(DEADLINE_S)} on {code!r}")
 
     def kill(self) -> None:
-        """End it as a crash would; removes torch's counters of openers, which it then leaves."""
+        """End it as a crash would."""
         self.process.kill()
         self.process.wait(DEADLINE_S)
-        for left in Path("/dev/shm").glob(f"torch_{self.process.pid}_*"):
-            left.unlink()
+        remove_counters(self.process.pid)
 
     def __enter__(self) -> Child:
         return self
@@ -100,6 +133,6 @@ for line in sys.stdin:
             self.process.stdin.close()
             self.process.wait(DEADLINE_S)
         except (BrokenPipeError, subprocess.TimeoutExpired):
-            self.process.kill()
-            self.process.wait(DEADLINE_S)
+            self.kill()
+        remove_counters(self.process.pid)
         self.process.stdout.close()

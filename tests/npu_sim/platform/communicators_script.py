@@ -7,8 +7,12 @@ end.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkContext, ForkProcess
+from typing import Any
 
 import torch
 
@@ -20,6 +24,27 @@ from tests.contract.remote_ranks import RankProcess, memory
 DEADLINE_S = 60.0
 # In an order that locks up processes which do not agree on one.
 PAIRS = [(0, 1), (1, 2), (2, 0)]
+
+
+class Forking(ForkContext):
+    """Forks, and leaves to no process the end of a pipe that is another's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kept: list[Connection] = []
+
+    def Pipe(self, duplex: bool = True) -> tuple[Connection, Connection]:
+        ours, theirs = super().Pipe(duplex)
+        self._kept.append(ours)
+        return ours, theirs
+
+    def Process(self, *, target: Callable[..., None], **options: Any) -> ForkProcess:
+        def alone(*arguments: Any) -> None:
+            for end in self._kept:
+                end.close()
+            target(*arguments)
+
+        return ForkProcess(target=alone, **options)
 
 
 class World:
@@ -66,8 +91,10 @@ class World:
 
 def main(rounds: int) -> None:
     """Play three rounds, in which caches fill, and then ``rounds`` more."""
+    # Forked while no device has been used; how processes with groups end is not asked here.
+    context = Forking()
     with ExitStack() as ends:
-        world = World([ends.enter_context(closing(RankProcess())) for _ in range(2)])
+        world = World([ends.enter_context(closing(RankProcess(context))) for _ in range(2)])
         for number in range(3):
             world.round(number)
         before = world.memory()

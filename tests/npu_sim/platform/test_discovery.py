@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from importlib.metadata import distribution, version
 from pathlib import Path
 
 import pytest
 
-from tests.npu_sim.platform.children import run
+from tests.npu_sim.platform.children import run, run_afresh
 
 LOOK = """
 import json
@@ -21,7 +22,7 @@ print("@@" + json.dumps([npu.ok, npu.reason, count, again == npu, cpu.ok, cpu.re
 """
 
 
-def look(**settings: str | None) -> tuple[bool, str, int, bool, str]:
+def look(run: Callable[..., str] = run, **settings: str | None) -> tuple[bool, str, int, bool, str]:
     """Return what a process finds: the NPU's state, reason and devices; the CPU's state, reason."""
     printed = run(LOOK, **settings)
     line = next(line for line in printed.splitlines() if line.startswith("@@"))
@@ -94,7 +95,7 @@ def test_without_a_runtime_torch_itself_does_not_load_and_the_reason_says_how_it
     without_runtime: str,
 ) -> None:
     ok, reason, _, cpu_ok, cpu_reason = look(
-        PYTHONPATH=without_runtime, TORCH_DEVICE_BACKEND_AUTOLOAD=None
+        run_afresh, PYTHONPATH=without_runtime, TORCH_DEVICE_BACKEND_AUTOLOAD=None
     )
     assert not ok
     assert not cpu_ok
@@ -107,7 +108,9 @@ def test_without_a_runtime_torch_itself_does_not_load_and_the_reason_says_how_it
 def test_without_a_runtime_and_without_autoload_only_the_npu_is_refused(
     without_runtime: str,
 ) -> None:
-    ok, reason, _, cpu_ok, _ = look(PYTHONPATH=without_runtime, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    ok, reason, _, cpu_ok, _ = look(
+        run_afresh, PYTHONPATH=without_runtime, TORCH_DEVICE_BACKEND_AUTOLOAD="0"
+    )
     assert not ok
     assert reason.startswith("no CANN runtime: libhccl.so: cannot open shared object file")
     assert reason.endswith("install CANN and source its set_env.sh")

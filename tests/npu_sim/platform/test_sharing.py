@@ -10,7 +10,7 @@ import torch
 
 from epd_portable.errors import PlatformError
 from epd_portable.platforms.base import Platform, ShareHandle
-from tests.npu_sim.platform.children import Child, run
+from tests.npu_sim.platform.children import Child, run_afresh
 
 MIB = 1 << 20
 
@@ -141,7 +141,7 @@ def test_a_process_that_lost_a_peer_of_a_group_lets_go_of_memory_and_ends_well(
 ) -> None:
     handle = share(exporter, "x", "torch.full((100,), 3.0).to('npu:1')").to_bytes().hex()
     script = f"from tests.npu_sim.platform.lost_peer_script import main; main({handle!r})"
-    assert "ALIVE [3.0]" in run(script).splitlines()
+    assert "ALIVE [3.0]" in run_afresh(script).splitlines()
 
 
 def test_what_cannot_be_shared_is_refused(npu: Platform) -> None:

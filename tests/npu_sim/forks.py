@@ -1,0 +1,82 @@
+"""Processes that are forked off one which has imported torch_npu and has used no device.
+
+Each has an environment of its own: torch_npu and the runtime read theirs when a device is first
+used, but for what decides what is imported. They end as torch_npu wants it, without taking the
+interpreter down, which takes a second: that, and imports, fresh processes show.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tests import warm
+
+
+class Nursery(warm.Nursery):
+    """The process that others are forked off.
+
+    Args:
+        imports: Python that is run in it.
+        options: Of the interpreter.
+        settings: Environment variables.
+    """
+
+    def __init__(self, imports: str, *, options: Sequence[str] = (), **settings: str) -> None:
+        self._pipe, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        code = f"{imports}\nfrom tests.npu_sim.forks import serve\nserve({theirs.fileno()})"
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, *options, "-c", code],
+                cwd=warm.ROOT,
+                env={**os.environ, **warm.ONE_THREAD, **settings},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+            )
+        self._pipe.settimeout(warm.START_S)
+        assert self._pipe.recv(16) == b"ready", f"cannot be run: {imports}"
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        atexit.unregister(self.close)
+        super().close()
+
+    def finish(self, code: str, env: Mapping[str, str], timeout_s: float) -> warm.Ended:
+        """Run a script to its end; killed at the timeout."""
+        return self.run("-c", code, env=env, timeout=timeout_s)
+
+
+def remove_counters(pid: int) -> None:
+    """Remove the files in which torch counts the openers of memory that a process shared.
+
+    Only a process that takes itself down removes its own.
+    """
+    for left in Path("/dev/shm").glob(f"torch_{pid}_*"):
+        left.unlink()
+
+
+def serve(number: int) -> None:
+    """Be the nursery, and in a process forked off it run what is asked for, and end it."""
+    with socket.socket(fileno=number) as pipe:
+        words = warm.serve(pipe)
+    status = 1
+    try:
+        if words is not None:
+            exec(compile(words[1], "<forked>", "exec"), {"__name__": "__main__"})
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
