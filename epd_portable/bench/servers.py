@@ -46,6 +46,7 @@ class Server:
         ready: Start of the line by which it says that it is ready; empty waits for ``/health``.
         startup_timeout_s: Longest time until it is ready.
         report: Called with progress lines while it starts.
+        popen: What starts the process; takes and gives what `subprocess.Popen` does.
         startup_s: Seconds that the start took.
     """
 
@@ -57,6 +58,7 @@ class Server:
     ready: str = ""
     startup_timeout_s: float = 600.0
     report: Callable[[str], None] = lambda line: None
+    popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
     startup_s: float = 0.0
 
     def __enter__(self) -> Server:
@@ -69,7 +71,7 @@ class Server:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as output:
             self._begin = output.tell()
-            self._process = subprocess.Popen(
+            self._process = self.popen(
                 self.argv,
                 env={**os.environ, **self.env},
                 stdin=subprocess.DEVNULL,

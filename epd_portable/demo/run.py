@@ -1,7 +1,8 @@
 """``python -m epd_portable.demo.run``: a picture's way through two instances, shown and checked.
 
 Starts one encode and one prefill+decode instance and the router, asks about a picture that it
-draws, then asks plain vLLM in one process the same and compares tokens and log-probabilities.
+draws and prints the answer; then asks plain vLLM in one process the same and compares tokens and
+log-probabilities. On a CPU with room for both, plain vLLM starts while the topology warms up.
 """
 
 from __future__ import annotations
@@ -10,22 +11,29 @@ import argparse
 import sys
 import tempfile
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
+from psutil import virtual_memory
 
 from epd_portable.bench import servers
 from epd_portable.config.load import PLATFORMS, load_topology
 from epd_portable.demo.pictures import QUESTIONS, Picture, QuestionKind, draw
 from epd_portable.errors import EPDError
+from epd_portable.platforms.traits import TRAITS
 
 LOGPROB_TOLERANCE = 0.1
 """Between two runs in bfloat16; the tests compare float32 within 1e-3."""
 COMPARED_TOKENS = 5
 _MAX_TOKENS = 24
 _TIMEOUT_S = 120.0
+_ENGINES_ARE_UP = "router: warming up the instances"
+_ROOM_BYTES = 6 << 30
+"""Free memory with which plain vLLM fits beside the topology: 3.2 GB, and as much again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,59 +120,79 @@ def main(argv: list[str] | None = None) -> int:
     question = QUESTIONS[QuestionKind.DESCRIBE]
     try:
         with tempfile.TemporaryDirectory(prefix="epd-demo-") as folder:
-            split, reference = _both(options, picture, question, Path(folder))
+            return _show(options, picture, question, Path(folder))
     except EPDError as error:
         print(f"demo failed: {error}", file=sys.stderr)
         return 1
-    return _report(picture, question, split, reference)
 
 
-def _both(
-    options: argparse.Namespace, picture: Picture, question: str, folder: Path
-) -> tuple[Answer, Answer]:
-    _say("starting 1 encode + 1 prefill+decode instance of vLLM and the router")
-    with servers.topology(
-        options.config,
-        platform=options.platform,
-        log_dir=folder / "split",
-        settings=options.settings,
-        report=_say,
-    ) as split_server:
-        split = ask(split_server.url, picture, question)
-        _say("answered; stopping the topology")
-    _say("starting plain vLLM in one process, for comparison")
+def _show(options: argparse.Namespace, picture: Picture, question: str, folder: Path) -> int:
     config = load_topology(options.config, platform=options.platform, overrides=options.settings)
-    with servers.one_process(
+    reference = servers.one_process(
         config.model,
         log=folder / "reference.log",
         engine_args=config.engine_args,
         platform=options.platform,
+        # As the launcher has it where `enforce_eager` asks for it.
+        env={"TORCH_COMPILE_DISABLE": "1"} if config.engine_args.get("enforce_eager") else {},
         report=_say,
-    ) as reference_server:
-        return split, ask(reference_server.url, picture, question)
+    )
+    # Devices with memory of their own are the topology's, as long as it runs.
+    shares_memory = not TRAITS[options.platform].needs_device_copy
+    beside = shares_memory and virtual_memory().available >= _ROOM_BYTES
+    with ExitStack() as ended, ThreadPoolExecutor() as pool:
+        started: Future[servers.Server] | None = None
+
+        def follow(line: str) -> None:
+            nonlocal started
+            _say(line)
+            if beside and started is None and line.endswith(_ENGINES_ARE_UP):
+                _say("starting plain vLLM in one process beside it, for comparison")
+                started = pool.submit(ended.enter_context, reference)
+
+        _say("starting 1 encode + 1 prefill+decode instance of vLLM and the router")
+        with servers.topology(
+            options.config,
+            platform=options.platform,
+            log_dir=folder / "split",
+            settings=options.settings,
+            report=follow,
+        ) as server:
+            split = ask(server.url, picture, question)
+            _report(picture, question, split)
+            _say("stopping the topology")
+        if started is None:
+            _say("starting plain vLLM in one process, for comparison")
+            started = pool.submit(ended.enter_context, reference)
+        return _compare(split, ask(started.result().url, picture, question))
 
 
-def _report(picture: Picture, question: str, split: Answer, reference: Answer) -> int:
+def _report(picture: Picture, question: str, split: Answer) -> None:
     item = split.items[0] if split.items else {}
-    print()
-    print(f"picture:       {picture.scene.answer(QuestionKind.DESCRIBE)}")
-    print(f"question:      {question}")
-    print(f"answer:        {split.text}")
-    print(f"in one process {reference.text}")
-    print(f"encoded by:    {item.get('encoder') or 'the prefill+decode instance itself'}")
-    print(f"transfer path: {item.get('path') or 'none'}, {item.get('nbytes', 0)} bytes")
-    print(
+    _say("")
+    _say(f"picture:       {picture.scene.answer(QuestionKind.DESCRIBE)}")
+    _say(f"question:      {question}")
+    _say(f"answer:        {split.text}")
+    _say(f"encoded by:    {item.get('encoder') or 'the prefill+decode instance itself'}")
+    _say(f"transfer path: {item.get('path') or 'none'}, {item.get('nbytes', 0)} bytes")
+    _say(
         f"time:          {item.get('transfer_ms', 0)} ms from the grant to the written item, "
         f"{item.get('wait_ms', 0)} ms until the item was there, {split.latency_s * 1000:.0f} ms "
         "for the whole answer"
     )
+    _say("")
+
+
+def _compare(split: Answer, reference: Answer) -> int:
+    _say(f"in one process {reference.text}")
+    item = split.items[0] if split.items else {}
     problem = difference(split, reference)
     if not problem and item.get("source") != "transfer":
         problem = f"the item came from {item.get('source') or 'nowhere'}, not from the encoder"
     if problem:
-        print(f"NOT EQUAL: {problem}")
+        _say(f"NOT EQUAL: {problem}")
         return 1
-    print("equal:         tokens and log-probabilities are those of one process")
+    _say("equal:         tokens and log-probabilities are those of one process")
     return 0
 
 

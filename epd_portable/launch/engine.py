@@ -52,9 +52,7 @@ def engine_argv(
     arguments: dict[str, JsonValue] = {
         "scheduler_cls": SCHEDULER_CLS,
         "worker_cls": traits.worker_cls,
-        "distributed_executor_backend": (
-            traits.pd_executor_cls if group_name == "prefill_decode" else None
-        ),
+        "distributed_executor_backend": _executor(traits, group_name, group.tensor_parallel_size),
         **topology.engine_args,
         **ROLE_ARGS[group_name],
         **group.engine_args,
@@ -74,6 +72,13 @@ def engine_argv(
         # Written out, because a list becomes JSON and every mention of this flag adds one.
         *(("--middleware", ADMISSION) if group_name == "encode" else ()),
     )
+
+
+def _executor(traits: PlatformTraits, group_name: str, ranks: int) -> str | None:
+    """Return the import path of an instance's executor, or nothing: vLLM chooses."""
+    if ranks == 1:
+        return traits.single_rank_executor_cls
+    return traits.pd_ranks_executor_cls if group_name == "prefill_decode" else None
 
 
 def _without_encoder(topology: Topology, group: InstanceGroup) -> dict[str, JsonValue]:
@@ -155,14 +160,27 @@ def engine_env(
     if model.is_folder:
         defaults["HF_HUB_OFFLINE"] = "1"
     if traits.visible_devices_env is None:
-        defaults |= _cpu_env(seat)
+        arguments = {**topology.engine_args, **group.engine_args}
+        defaults |= _cpu_env(
+            seat, group.tensor_parallel_size, eager=arguments.get("enforce_eager") is True
+        )
     return {**defaults, **wished, **owned}
 
 
-def _cpu_env(seat: Seat) -> dict[str, str]:
+def _cpu_env(seat: Seat, ranks: int, *, eager: bool) -> dict[str, str]:
+    """Return how many threads an instance computes with, and where.
+
+    One rank computes in the engine's own process, which the launcher keeps on its cores with
+    everything that it starts. Of several ranks vLLM binds each worker's threads itself.
+    """
     fixed = {"VLLM_CPU_KVCACHE_SPACE": "1"}
-    if not seat.cores:
-        # Else each rank would have a thread for every core, and there are too few cores already.
-        return {**fixed, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    if eager:
+        # vLLM compiles parts of its sampler all the same, within the first request that needs them.
+        fixed["TORCH_COMPILE_DISABLE"] = "1"
+    if ranks == 1 or not seat.cores:
+        # Without cores of its own each rank would have a thread for every core, and there are too
+        # few cores already.
+        threads = str(len(seat.cores[0]) if seat.cores else 1)
+        return {**fixed, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": threads}
     bound = "|".join(",".join(map(str, cores)) for cores in seat.cores)
     return {**fixed, "VLLM_CPU_OMP_THREADS_BIND": bound}

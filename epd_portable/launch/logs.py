@@ -8,7 +8,7 @@ import re
 MILESTONES = (
     ("non-default args:", "reading the configuration"),
     ("Resolved architecture:", "starting the engine process"),
-    ("Initializing a V1 LLM engine", "starting the worker process"),
+    ("Initializing a V1 LLM engine", "starting the worker"),
     ("Creating connector with name", "connecting the worker"),
     ("Starting to load model", "loading the model"),
     ("Loading weights took", "weights are loaded"),

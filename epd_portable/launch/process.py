@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
 import signal
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -42,7 +43,8 @@ class Child:
         self.log = log_dir / f"{spec.name}.log"
         if spec.shm_name:
             (SHM / spec.shm_name).unlink(missing_ok=True)
-        with self.log.open("ab") as output:
+        cores = {core for rank in spec.cores for core in rank}
+        with self.log.open("ab") as output, _on_cores(cores):
             self._log_start = output.tell()
             try:
                 self._process = subprocess.Popen(
@@ -105,6 +107,23 @@ class Child:
             end = file.seek(0, os.SEEK_END)
             file.seek(max(self._log_start, end - _TAIL_BYTES))
             return file.read().decode("utf-8", errors="replace")
+
+
+@contextlib.contextmanager
+def _on_cores(cores: Collection[int]) -> Iterator[None]:
+    """Let what is started meanwhile, and all that it starts in turn, run on these cores only.
+
+    Before the first import: libraries count the cores that they may use when they are loaded.
+    """
+    if not cores:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def _environment(

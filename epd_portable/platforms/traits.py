@@ -21,8 +21,9 @@ class PlatformTraits:
         visible_devices_env: Variable that limits a process to some devices; ``None`` where a
             process is bound to cores instead.
         worker_cls: Import path of the vLLM worker class of this platform's instances.
-        pd_executor_cls: Import path of the vLLM executor of this platform's prefill+decode
-            instances; ``None`` leaves the choice to vLLM.
+        single_rank_executor_cls: Import path of the vLLM executor of an instance of one rank;
+            ``None`` leaves the choice to vLLM.
+        pd_ranks_executor_cls: The same of a prefill+decode instance of several ranks.
         engine_plugins: Plug-ins of vLLM without which it does not know the platform.
         slot_alignment_bytes: Start of every slot in a receive pool is a multiple of this.
         slab_alignment_bytes: Start and size of device memory that is registered for remote access
@@ -39,7 +40,8 @@ class PlatformTraits:
     dist_backend: str
     visible_devices_env: str | None
     worker_cls: str
-    pd_executor_cls: str | None
+    single_rank_executor_cls: str | None
+    pd_ranks_executor_cls: str | None
     engine_plugins: tuple[str, ...]
     slot_alignment_bytes: int
     slab_alignment_bytes: int
@@ -53,7 +55,8 @@ _CUDA = PlatformTraits(
     dist_backend="nccl",
     visible_devices_env="CUDA_VISIBLE_DEVICES",
     worker_cls="epd_portable.vllm_plugin.worker.EPDGPUWorker",
-    pd_executor_cls=None,
+    single_rank_executor_cls=None,
+    pd_ranks_executor_cls=None,
     engine_plugins=(),
     slot_alignment_bytes=512,
     slab_alignment_bytes=512,
@@ -67,7 +70,8 @@ _NPU = PlatformTraits(
     dist_backend="hccl",
     visible_devices_env="ASCEND_RT_VISIBLE_DEVICES",
     worker_cls="epd_portable.vllm_plugin.worker.EPDNPUWorker",
-    pd_executor_cls=None,
+    single_rank_executor_cls=None,
+    pd_ranks_executor_cls=None,
     engine_plugins=("ascend", "ascend_model", "ascend_model_loader"),
     # aclrtMemcpyAsync demands 64 at both ends; 512 keeps slots apart for the copy engine.
     slot_alignment_bytes=512,
@@ -83,8 +87,11 @@ _CPU = PlatformTraits(
     dist_backend="gloo",
     visible_devices_env=None,
     worker_cls="epd_portable.vllm_plugin.worker.EPDCPUWorker",
+    # vLLM has one rank in the engine's process everywhere but on the CPU, where nobody could set
+    # OpenMP's variables before that process starts; the launcher can.
+    single_rank_executor_cls="vllm.v1.executor.uniproc_executor.UniProcExecutor",
     # Workers of vLLM's own poll while a request waits, on cores that the encoder needs.
-    pd_executor_cls="epd_portable.vllm_plugin.executor.EPDExecutor",
+    pd_ranks_executor_cls="epd_portable.vllm_plugin.executor.EPDExecutor",
     engine_plugins=(),
     slot_alignment_bytes=64,
     slab_alignment_bytes=64,

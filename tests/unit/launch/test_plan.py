@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -35,7 +36,7 @@ def plan_of(
     *,
     model: ModelSource = FOLDER,
     devices: tuple[str, ...] | None = None,
-    cores: tuple[int, ...] = (0, 1, 2, 3),
+    cores: Sequence[int] = (0, 1, 2, 3),
 ) -> Plan:
     (name,) = (known for known in PLATFORMS if known == platform)
     counter = itertools.count(20000)
@@ -43,7 +44,7 @@ def plan_of(
         parse_topology(text, name),
         model=model,
         traits=TRAITS[platform],
-        machine=Machine(devices=devices, cores=cores),
+        machine=Machine(devices=devices, cores=tuple(cores)),
         run_id="00c0ffee",
         free_port=lambda: next(counter),
         temp_dir="/tmp/epd-00c0ffee",
@@ -78,6 +79,7 @@ def test_a_cpu_plan_in_full() -> None:
         "--host": "127.0.0.1",
         "--scheduler-cls": "epd_portable.vllm_plugin.scheduler.make_scheduler",
         "--worker-cls": "epd_portable.vllm_plugin.worker.EPDCPUWorker",
+        "--distributed-executor-backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor",
         "--max-model-len": "4096",
         "--limit-mm-per-prompt": '{"video": 0}',
         "--dtype": "bfloat16",
@@ -93,7 +95,6 @@ def test_a_cpu_plan_in_full() -> None:
     }
     assert options(pd) == common | {
         "--port": "20001",
-        "--distributed-executor-backend": "epd_portable.vllm_plugin.executor.EPDExecutor",
         "--ec-transfer-config": options(pd)["--ec-transfer-config"],
     }
     assert encode.env == {
@@ -102,7 +103,8 @@ def test_a_cpu_plan_in_full() -> None:
         "DO_NOT_TRACK": "1",
         "VLLM_HOST_IP": "127.0.0.1",
         "HF_HUB_OFFLINE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "0,1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "2",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "EPD_INSTANCE": "encode-0",
         "EPD_PLATFORM": "cpu",
@@ -110,7 +112,7 @@ def test_a_cpu_plan_in_full() -> None:
         "EPD_MAX_QUEUED_ITEMS": "256",
         "EPD_MAX_QUEUED_BYTES": str(512 << 20),
     }
-    assert pd.env["VLLM_CPU_OMP_THREADS_BIND"] == "2,3"
+    assert pd.cores == ((2, 3),)
     assert pd.ports == {"http": 20001, "control": 20002, "data": 20003}
     assert pd.shm_name == "epd-00c0ffee-prefill_decode-0"
     assert encode.shm_name == ""
@@ -209,6 +211,34 @@ def test_elsewhere_each_instance_sees_its_own_devices_only(platform: str, path: 
 def test_a_device_that_instances_share_is_seen_once() -> None:
     text = "model: m\ninstances: {encode: {devices: [3]}, prefill_decode: {devices: [3]}}"
     assert visible(text, "cuda") == ["3", "3", None]
+
+
+def test_workers_of_several_ranks_have_processes_of_their_own_and_rest() -> None:
+    plan = plan_of(
+        "model: m\ninstances: {prefill_decode: {tensor_parallel_size: 2}}", "cpu", cores=range(6)
+    )
+    encode, pd, _ = plan.processes
+    assert options(encode)["--distributed-executor-backend"].endswith(".UniProcExecutor")
+    assert options(pd)["--distributed-executor-backend"].endswith(".EPDExecutor")
+    assert pd.env["VLLM_CPU_OMP_THREADS_BIND"] == "2,3|4,5"
+    assert "OMP_NUM_THREADS" not in pd.env
+
+
+@pytest.mark.parametrize(
+    ("written", "disabled"),
+    [
+        ("engine_args: {enforce_eager: true}", "1"),
+        ("engine_args: {enforce_eager: false}", None),
+        ("instances: {encode: {engine_args: {enforce_eager: true}}}", "1"),
+        ("engine_args: {enforce_eager: true}\nenv: {TORCH_COMPILE_DISABLE: '0'}", "0"),
+        ("env: {}", None),
+    ],
+)
+def test_nothing_is_compiled_on_the_cpu_where_eager_is_asked_for(
+    written: str, disabled: str | None
+) -> None:
+    encode = plan_of(f"model: m\n{written}", "cpu").processes[0]
+    assert encode.env.get("TORCH_COMPILE_DISABLE") == disabled
 
 
 def test_ranks_without_cores_of_their_own_have_one_thread_that_is_not_bound() -> None:

@@ -1,0 +1,55 @@
+"""A process and all that it starts run on the cores of its instance only."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from epd_portable.launch.plan import ProcessSpec
+from epd_portable.launch.process import Child
+
+DEADLINE_S = 30.0
+CODE = """
+import os, subprocess, sys
+print(sorted(os.sched_getaffinity(0)), flush=True)
+child = "import os; print(sorted(os.sched_getaffinity(0)))"
+subprocess.run([sys.executable, "-c", child], check=True)
+"""
+
+
+def said_by(folder: Path, cores: tuple[tuple[int, ...], ...]) -> list[str]:
+    spec = ProcessSpec(
+        name="encode-0",
+        role="encode",
+        argv=(sys.executable, "-c", CODE),
+        env={},
+        url="http://127.0.0.1:1",
+        ports={},
+        cores=cores,
+    )
+    child = Child(spec, log_dir=folder, run_id="00c0ffee", environ=os.environ)
+    end_s = time.monotonic() + DEADLINE_S
+    while child.exit_status() is None and time.monotonic() < end_s:
+        time.sleep(0.01)
+    assert child.exit_status() == 0, child.output()
+    return child.output().splitlines()
+
+
+def test_an_instance_keeps_to_its_cores_and_the_launcher_to_its_own(tmp_path: Path) -> None:
+    before = os.sched_getaffinity(0)
+    if len(before) < 2:
+        pytest.skip("one core only")
+    first, second, *_ = sorted(before)
+    assert said_by(tmp_path, ((second,),)) == [f"[{second}]"] * 2
+    assert os.sched_getaffinity(0) == before
+    # Each rank has its own; the engine and the API server may use all of them.
+    (tmp_path / "encode-0.log").unlink()
+    assert said_by(tmp_path, ((first,), (second,))) == [f"[{first}, {second}]"] * 2
+
+
+def test_an_instance_without_cores_of_its_own_may_use_all(tmp_path: Path) -> None:
+    assert said_by(tmp_path, ()) == [str(sorted(os.sched_getaffinity(0)))] * 2
