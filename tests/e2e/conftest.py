@@ -1,8 +1,16 @@
-"""Real engines: a topology, plain vLLM, or both, once for each module of tests."""
+"""Real engines: a topology once for each folder of tests, plain vLLM once for all.
+
+What the router decides does not need other engines: `router_of` attaches a router with other
+settings to engines that are up, in a second.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -10,19 +18,43 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
+import psutil
 import pytest
 
 from epd_portable.bench import servers
 from epd_portable.config.load import load_topology
 from tests.e2e import flags
+from tests.e2e.engines import wait_until
+from tests.forkserver.client import ForkServer
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "1e1pd.yaml"
+ENGINE_MODULES = (
+    "vllm.entrypoints.openai.api_server",
+    "vllm.v1.engine.async_llm",
+    "vllm.v1.engine.core",
+    "vllm.model_executor.models.qwen2_5_vl",
+    "uvicorn",
+    "httpx",
+    "zmq",
+)
+"""What the fork server imports; the rest is imported by those that need it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """A running topology and the event trace that its processes write."""
+    """A running topology and the event trace that its processes write.
+
+    Attributes:
+        url: Base address of the router that is asked.
+        pid: The launcher.
+        trace_dir: Of the events.
+        log_dir: Of one file a process.
+        flags: Where `flags` are raised.
+        ready_s: From when on events count.
+        router_pid: The router that is asked, if it is not the topology's own.
+    """
 
     url: str
     pid: int
@@ -30,6 +62,7 @@ class Split:
     log_dir: Path
     flags: Path
     ready_s: float
+    router_pid: int = 0
 
     def events(self, name: str = "", *, since_s: float | None = None) -> list[dict[str, Any]]:
         """Return events in the order of time.
@@ -68,14 +101,34 @@ class Pair:
     split: Split
     reference_url: str
 
+    def since_now(self) -> Pair:
+        """Return it as if it had become ready now: with none of the events before."""
+        return Pair(
+            split=dataclasses.replace(self.split, ready_s=time.monotonic()),
+            reference_url=self.reference_url,
+        )
 
-IN_ENGINE = (
-    "engine_args.distributed_executor_backend=vllm.v1.executor.uniproc_executor.UniProcExecutor"
-)
-"""The worker in the engine's process, as vLLM has it by itself on one device that is not a CPU."""
 
-Start = Callable[[Sequence[str]], Pair]
-"""Starts a topology with these settings."""
+Start = Callable[[Sequence[str]], Split]
+"""Starts a topology with these settings, which lives as long as the folder's tests."""
+
+
+def note_start(kind: str, seconds: float) -> None:
+    """See `timetable.note_start`."""
+    # A plug-in of pytest, which imports it after this file.
+    from tests import timetable
+
+    timetable.note_start(kind, seconds)
+
+
+@pytest.fixture(scope="session")
+def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    """What has imported vLLM, for every engine that is not to start as users start it."""
+    begin_s = time.monotonic()
+    with ForkServer(ENGINE_MODULES, tmp_path_factory.mktemp("fork") / "server.log") as server:
+        server.wait()
+        note_start("fork server", time.monotonic() - begin_s)
+        yield server
 
 
 @contextmanager
@@ -83,10 +136,21 @@ def running(
     folder: Path,
     settings: Sequence[str],
     *,
+    config: Path = CONFIG,
     platform: str = "cpu",
     env: Mapping[str, str] | None = None,
+    popen: Any = subprocess.Popen,
 ) -> Iterator[Split]:
-    """Start a topology that writes its event trace, and stop it."""
+    """Start a topology that writes its event trace, and stop it.
+
+    Args:
+        folder: For logs, traces and flags.
+        settings: As ``--set`` takes them.
+        config: The topology file.
+        platform: What to start it on.
+        env: Variables of the launcher.
+        popen: What starts the launcher: that of a fork server, or as users do.
+    """
     flags = folder / "flags"
     flags.mkdir()
     variables = {
@@ -95,9 +159,12 @@ def running(
         "PYTHONPATH": str(ROOT),
         **(env or {}),
     }
-    with servers.topology(
-        CONFIG, platform=platform, log_dir=folder / "logs", settings=settings, env=variables
-    ) as server:
+    topology = servers.topology(
+        config, platform=platform, log_dir=folder / "logs", settings=settings, env=variables
+    )
+    topology.popen = popen
+    with topology as server:
+        note_start(f"topology on {platform}", server.startup_s)
         yield Split(
             url=server.url,
             pid=server.pid,
@@ -108,48 +175,92 @@ def running(
         )
 
 
-def reference(folder: Path, **engine_args: Any) -> servers.Server:
+def reference(
+    folder: Path, popen: Any = subprocess.Popen, **engine_args: Any
+) -> contextlib.AbstractContextManager[servers.Server]:
     """Return plain vLLM on the CPU with the engine arguments of the topology, and these."""
     args = load_topology(CONFIG, platform="cpu").engine_args | engine_args
-    return servers.one_process("demo", log=folder / "reference.log", engine_args=args)
+    server = servers.one_process(
+        "demo",
+        log=folder / "reference.log",
+        engine_args=args,
+        # It would compile parts of its sampler within the first request.
+        env={"TORCH_COMPILE_DISABLE": "1"},
+    )
+    server.popen = popen
+    return server
 
 
-@contextmanager
-def without_compiling() -> Iterator[None]:
-    """Let engines that start here compile nothing: each takes ten seconds for the sampler alone."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHDYNAMO_DISABLE", "1")
-        yield
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiling() -> Iterator[None]:
-    """Whether engines compile; a module that serves as users do defines it anew."""
-    with without_compiling():
-        yield
-
-
-@pytest.fixture(scope="package")
-def reference_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+@pytest.fixture(scope="session")
+def reference_url(
+    fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
     """Plain vLLM in float32, started once for all modules; one with another dtype has its own."""
-    with ExitStack() as stack:
-        with without_compiling():
-            folder = tmp_path_factory.mktemp("reference")
-            server = stack.enter_context(reference(folder, dtype="float32"))
+    folder = tmp_path_factory.mktemp("reference")
+    with reference(folder, fork_server.popen, dtype="float32") as server:
+        note_start("plain vLLM", server.startup_s)
         yield server.url
 
 
-@pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory, reference_url: str) -> Iterator[Start]:
-    """Start topologies that live as long as the module's tests, beside the reference."""
+@pytest.fixture(scope="package")
+def start(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+    """Start topologies whose processes are forked from one that has imported vLLM."""
     with ExitStack() as stack:
 
-        def begin(settings: Sequence[str]) -> Pair:
+        def begin(settings: Sequence[str]) -> Split:
             folder = tmp_path_factory.mktemp("engines")
-            split = stack.enter_context(running(folder, settings))
-            return Pair(split=split, reference_url=reference_url)
+            return stack.enter_context(running(folder, settings, popen=fork_server.popen))
 
         yield begin
+
+
+@contextmanager
+def router_of(
+    split: Split, log: Path, popen: Any = subprocess.Popen, **changed: Any
+) -> Iterator[Split]:
+    """Attach another router to the engines of a topology.
+
+    Args:
+        split: The topology; its engines are up.
+        log: Gets what the router prints.
+        popen: What starts it.
+        changed: Its settings, where they differ from those of the topology's own router.
+    """
+    own = next(
+        process
+        for process in psutil.Process(split.pid).children()
+        if "epd_portable.router" in process.cmdline()
+    )
+    words = own.cmdline()
+    settings = json.loads(words[words.index("--settings") + 1])
+    settings |= {"port": servers.free_port(), **changed}
+    name = f"{log.stem}-router"
+    server = servers.Server(
+        name=name,
+        argv=[sys.executable, "-m", "epd_portable.router", "--settings", json.dumps(settings)],
+        env={
+            "EPD_INSTANCE": name,
+            "EPD_TRACE_DIR": str(split.trace_dir),
+            "PYTHONPATH": str(ROOT),
+        },
+        url=f"http://127.0.0.1:{settings['port']}",
+        log=log,
+        popen=popen,
+    )
+    with server:
+        attached = dataclasses.replace(split, url=server.url, router_pid=server.pid)
+        wait_until(lambda: every_instance_is_up(attached), f"{name} may use every instance")
+        yield dataclasses.replace(attached, ready_s=time.monotonic())
+
+
+def states(split: Split) -> dict[str, str]:
+    """Return the state of each instance, as the router sees it."""
+    seen = httpx.get(f"{split.url}/health", timeout=10, trust_env=False).json()["instances"]
+    return {name: each["state"] for name, each in seen.items()}
+
+
+def every_instance_is_up(split: Split) -> bool:
+    return set(states(split).values()) == {"up"}
 
 
 @contextmanager

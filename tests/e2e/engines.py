@@ -45,6 +45,24 @@ def address(launcher: int, ec_role: str) -> str:
     return url_of(instance(launcher, ec_role))
 
 
+def empty_encoder_cache(url: str) -> None:
+    """Let the engine at this address forget its items (only with ``VLLM_SERVER_DEV_MODE``)."""
+    _reset(url, "encoder_cache")
+
+
+def forget_items(launcher: int) -> None:
+    """Let both instances of a pair forget what they have encoded, received and computed."""
+    for role in ("ec_producer", "ec_consumer"):
+        url = address(launcher, role)
+        empty_encoder_cache(url)
+        _reset(url, "prefix_cache")
+
+
+def _reset(url: str, what: str) -> None:
+    answer = httpx.post(f"{url}/reset_{what}", timeout=30, trust_env=False)
+    assert answer.status_code == 200, answer.text
+
+
 def exposition(launcher: int, ec_role: str) -> list[str]:
     """Return the lines of the metrics page of an instance."""
     page = httpx.get(f"{address(launcher, ec_role)}/metrics", timeout=30, trust_env=False)

@@ -15,6 +15,38 @@ from tests.e2e.engines import metric
 TOLERANCE = 1e-3
 
 
+SMOKE = ("one picture", "one picture twice", "text, picture, text, picture")
+"""Of `SINGLE`, where another module compares all of them."""
+
+
+def assert_answer_is_that_of_one_process(pair: Pair, content: Any) -> None:
+    split, reference = ask(pair.split.url, content), ask(pair.reference_url, content)
+    assert_equal(split, reference, tolerance=TOLERANCE)
+    assert set(split.sources) <= {"transfer"}
+
+
+class FloatSmoke:
+    """`FloatEquality` for three requests: by another path, or with other settings.
+
+    Modules supply the fixture ``pair``. With ``--full`` all requests with one answer are compared.
+    """
+
+    @pytest.mark.parametrize(
+        "content",
+        [
+            pytest.param(content, id=name, marks=[pytest.mark.full] * (name not in SMOKE))
+            for name, content in SINGLE.items()
+        ],
+    )
+    def test_an_answer_is_that_of_one_process(self, pair: Pair, content: Any) -> None:
+        assert_answer_is_that_of_one_process(pair, content)
+
+    def test_the_pd_instance_encoded_nothing(self, pair: Pair) -> None:
+        """Looks back at what is above."""
+        assert len(pair.split.encoded_by("encode")) >= 3
+        assert pair.split.encoded_by("prefill_decode") == []
+
+
 class FloatEquality:
     """In float32 the tokens are those of one process, and log-probabilities are within 1e-3.
 
@@ -23,9 +55,7 @@ class FloatEquality:
 
     @pytest.mark.parametrize("content", SINGLE.values(), ids=SINGLE)
     def test_an_answer_is_that_of_one_process(self, pair: Pair, content: Any) -> None:
-        split, reference = ask(pair.split.url, content), ask(pair.reference_url, content)
-        assert_equal(split, reference, tolerance=TOLERANCE)
-        assert set(split.sources) <= {"transfer"}
+        assert_answer_is_that_of_one_process(pair, content)
 
     def test_answers_depend_on_the_picture(self, pair: Pair) -> None:
         answers = {ask(pair.split.url, [picture(seed), ASK]).text for seed in range(10, 16)}

@@ -57,16 +57,12 @@ class SlowEncodeWorker(worker.EPDCPUWorker):  # type: ignore[misc,name-defined]
         self.model_runner.__class__ = type("SlowRunner", (mixin, _SlowEncoder, runner), {})
 
 
-class SpoilingPDWorker(worker.EPDCPUWorker):  # type: ignore[misc,name-defined]
-    """A PD worker that spoils what arrives while a file says so."""
+class SteeredPDWorker(worker.EPDCPUWorker):  # type: ignore[misc,name-defined]
+    """A PD worker that spoils what arrives, or whose steps take longer, while a file says so."""
 
     def init_device(self) -> None:
         super().init_device()
         self.model_runner.epd = _SpoiledItems(self.model_runner.epd)
-
-
-class SlowPDWorker(worker.EPDCPUWorker):  # type: ignore[misc,name-defined]
-    """A PD worker whose steps take as long as a file says."""
 
     def execute_model(self, scheduler_output: Any) -> Any:
         if scheduler_output.total_num_scheduled_tokens:

@@ -7,8 +7,6 @@ transferred then, and its own tower encodes.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,10 +18,11 @@ import pytest
 from epd_portable.router.requests import read_chat
 from tests.checkpoints import NAMES
 from tests.e2e.asking import Answer, ask, assert_equal, body, text
-from tests.e2e.conftest import IN_ENGINE, Split, running
+from tests.e2e.conftest import Split, running
 from tests.e2e.engines import address
 from tests.e2e.equality import TOLERANCE
 from tests.e2e.modalities.parts import audio_url, frames, image, input_audio, video
+from tests.forkserver.client import ForkServer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.needs_vllm, pytest.mark.timeout(900)]
 
@@ -145,18 +144,19 @@ IN_OTHER_MODULES = {"qwen2_5_vl"}
     ],
 )
 def served(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    fork_server: ForkServer,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Served]:
     name = request.param
     folder = tmp_path_factory.mktemp("model")
     checkpoint = folder / name
-    subprocess.run([sys.executable, "-m", "tests.checkpoints", name, checkpoint], check=True)
+    fork_server.run("tests.checkpoints", name, str(checkpoint))
     limits = json.dumps(dict.fromkeys(MODALITIES[name], 4))
     settings = [
         f"model={checkpoint}",
         "engine_args.dtype=float32",
         "engine_args.max_model_len=2048",
-        IN_ENGINE,
         "engine_args.skip_mm_profiling=true",
         "engine_args.trust_request_mm_kwargs=true",
         f"engine_args.limit_mm_per_prompt={limits}",
@@ -165,7 +165,7 @@ def served(
         "transfer.lease_s=30",
         "transfer.wait_timeout_s=60",
     ]
-    with running(folder, settings) as split:
+    with running(folder, settings, popen=fork_server.popen) as split:
         yield Served(name=name, split=split)
 
 

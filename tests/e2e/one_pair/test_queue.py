@@ -12,24 +12,12 @@ import pytest
 
 from tests.e2e.asking import ask, assert_equal, body, picture, post
 from tests.e2e.cases import ASK
-from tests.e2e.conftest import Pair, Start, encoders_held
+from tests.e2e.conftest import Pair, encoders_held
 from tests.e2e.engines import address, cpu_s, instance, metric, wait_until
 from tests.e2e.equality import TOLERANCE
+from tests.e2e.one_pair.limits import QUEUE
 
 pytestmark = [pytest.mark.e2e, pytest.mark.needs_vllm]
-
-QUEUE = 3
-
-
-@pytest.fixture(scope="module")
-def pair(start: Start) -> Pair:
-    return start(
-        [
-            "engine_args.dtype=float32",
-            f"instances.encode.max_queued_items={QUEUE}",
-            "instances.encode.engine_args.worker_cls=tests.e2e.workers.SlowEncodeWorker",
-        ],
-    )
 
 
 def refused(pair: Pair) -> float:
@@ -74,7 +62,7 @@ def test_a_flooded_encode_instance_answers_429_and_every_request_is_answered_in_
     pair: Pair,
 ) -> None:
     before = refused(pair)
-    contents = [[picture(seed), ASK] for seed in range(340, 352)]
+    contents = [[picture(seed), ASK] for seed in range(340, 340 + 2 * QUEUE)]
     with ThreadPoolExecutor(len(contents)) as pool:
         with encoders_held(pair.split):
             pending = [pool.submit(ask, pair.split.url, content) for content in contents]
@@ -91,7 +79,7 @@ def test_a_flooded_encode_instance_answers_429_and_every_request_is_answered_in_
 
 def test_who_asks_a_full_encode_instance_directly_hears_when_to_come_back(pair: Pair) -> None:
     url = address(pair.split.pid, "ec_producer")
-    requests = [body([picture(seed)], max_tokens=1) for seed in range(360, 368)]
+    requests = [body([picture(seed)], max_tokens=1) for seed in range(380, 380 + 2 * QUEUE)]
     turned_away = len(requests) - QUEUE
     with ThreadPoolExecutor(len(requests)) as pool:
         with encoders_held(pair.split):
@@ -119,7 +107,7 @@ def test_a_client_that_leaves_a_full_encode_instance_gives_its_place_back(
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(
             f"{url}/v1/chat/completions",
-            json=body([picture(370 + n) for n in range(QUEUE)], max_tokens=1),
+            json=body([picture(400 + n) for n in range(QUEUE)], max_tokens=1),
             timeout=1.0,
             trust_env=False,
         )
@@ -137,7 +125,7 @@ def test_an_instance_whose_requests_wait_leaves_the_cores_to_others(pair: Pair) 
 
     with ThreadPoolExecutor() as pool:
         with encoders_held(pair.split) as since_s:
-            answer = pool.submit(ask, pair.split.url, [picture(380), ASK])
+            answer = pool.submit(ask, pair.split.url, [picture(420), ASK])
             wait_until(
                 lambda: bool(pair.split.events("request.arrived", since_s=since_s)), "it waits"
             )

@@ -11,39 +11,27 @@ import httpx
 import pytest
 
 from tests.e2e.asking import ask, assert_equal, body, picture, text
-from tests.e2e.conftest import IN_ENGINE, Pair, Start, encoders_held, slow_steps
-from tests.e2e.engines import instance, metric, wait_until
-from tests.e2e.equality import TOLERANCE, FloatEquality
+from tests.e2e.conftest import Pair, encoders_held, slow_steps
+from tests.e2e.engines import address, empty_encoder_cache, instance, metric, wait_until
+from tests.e2e.equality import TOLERANCE, FloatSmoke
+from tests.e2e.one_pair.limits import SEATS
 
 pytestmark = [pytest.mark.e2e, pytest.mark.needs_vllm, pytest.mark.timeout(900)]
 
 ASK = text("What is in the picture?")
-SEATS = 4
-"""Requests that the PD instance runs at once."""
 
 
 @pytest.fixture(scope="module")
-def pair(start: Start) -> Pair:
-    return start(
-        [
-            "engine_args.dtype=float32",
-            IN_ENGINE,
-            "transfer.media=metadata",
-            "transfer.wait_timeout_s=20",
-            f"instances.prefill_decode.engine_args.max_num_seqs={SEATS}",
-            "instances.prefill_decode.env={VLLM_SERVER_DEV_MODE: '1'}",
-            "instances.prefill_decode.engine_args.worker_cls=tests.e2e.workers.SlowPDWorker",
-            "instances.encode.engine_args.worker_cls=tests.e2e.workers.SlowEncodeWorker",
-        ],
-    )
+def router() -> dict[str, object]:
+    return {"media": "metadata"}
 
 
-class TestMetadata(FloatEquality):
+class TestMetadata(FloatSmoke):
     """What holds when the media go to both instances holds without them."""
 
 
 def test_no_picture_reaches_the_pd_instance(pair: Pair) -> None:
-    content = [picture(500, 448), ASK]
+    content = [picture(500, 224), ASK]
     begun = len(pair.split.events("pd_request"))
     answer = ask(pair.split.url, content)
     [sent] = pair.split.events("pd_request")[begun:]
@@ -56,7 +44,7 @@ def test_a_prompt_in_the_prefix_cache_needs_no_item(pair: Pair) -> None:
     content = [picture(501), text("What is in the picture? Please say it. " * 8)]
     first = ask(pair.split.url, content)
     assert first.sources == ["transfer"]
-    empty_encoder_cache(pair)
+    empty_encoder_cache(address(pair.split.pid, "ec_consumer"))
     again = ask(pair.split.url, content)
     assert again.sources == ["prefix_cache"]
     assert_equal(again, first, tolerance=TOLERANCE)
@@ -82,7 +70,7 @@ def test_an_item_that_went_before_it_was_used_is_asked_for_again_with_its_media(
             )
             pending = pool.submit(ask, pair.split.url, content)
             wait_until(lambda: len(pair.split.events("item.landed")) > landed, "the item landed")
-            empty_encoder_cache(pair)
+            empty_encoder_cache(address(pair.split.pid, "ec_consumer"))
             assert not any(other.done() for other in others)
         answer = pending.result()
     assert answer.sources == ["transfer"]
@@ -104,12 +92,3 @@ def test_a_killed_encoder_costs_no_answer(pair: Pair) -> None:
     assert_equal(answer, ask(pair.reference_url, content), tolerance=TOLERANCE)
     metrics = httpx.get(f"{pair.split.url}/metrics", timeout=30, trust_env=False).text
     assert 'epd_router_ladder_total{rung="original_media"}' in metrics
-
-
-def empty_encoder_cache(pair: Pair) -> None:
-    command = instance(pair.split.pid, "ec_consumer").cmdline()
-    port = command[command.index("--port") + 1]
-    response = httpx.post(
-        f"http://127.0.0.1:{port}/reset_encoder_cache", timeout=30, trust_env=False
-    )
-    assert response.status_code == 200

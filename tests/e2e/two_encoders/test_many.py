@@ -1,20 +1,13 @@
-"""Two encode instances and one PD instance, encrypted as between hosts, beside one process.
-
-Only 127.0.0.1 counts as this host, so 127.0.0.2 stands for an address of a network.
-"""
+"""Two encode instances and one PD instance, encrypted as between hosts, beside one process."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import json
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,77 +21,21 @@ from epd_portable.router.requests import read_chat
 from epd_portable.wire.codec import encode
 from epd_portable.wire.descriptors import PeerDescriptor, TensorSpec
 from epd_portable.wire.messages import Announce, NotNeeded
-from tests.e2e.asking import Answer, ask, assert_equal, body, picture, text
+from tests.e2e.asking import Answer, ask, body, picture, text
 from tests.e2e.cases import ASK
-from tests.e2e.conftest import IN_ENGINE, Pair, Split, Start, encoders_held
+from tests.e2e.conftest import encoders_held
 from tests.e2e.engines import config_of, named, url_of, wait_until
-from tests.e2e.equality import TOLERANCE
+from tests.e2e.two_encoders.deployment import (
+    ENCODERS,
+    OFF_HOST,
+    PD,
+    Deployment,
+    connections,
+    epd_launch,
+    port_of,
+)
 
 pytestmark = [pytest.mark.e2e, pytest.mark.needs_vllm, pytest.mark.timeout(900)]
-
-OFF_HOST = "127.0.0.2"
-ENCODERS = {"encode-0", "encode-1"}
-PD = "prefill_decode-0"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Deployment:
-    """The topology beside its reference, and what it had open when it was ready.
-
-    Attributes:
-        secret_file: Of the topology.
-        opened: See `connections`.
-    """
-
-    pair: Pair
-    secret_file: Path
-    opened: dict[str, set[Any]]
-
-    @property
-    def split(self) -> Split:
-        return self.pair.split
-
-    def members(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """Run a command that shows or changes who takes part."""
-        where = ("--router", self.split.url, "--secret-file", str(self.secret_file))
-        return epd_launch(*words, *where)
-
-    def states(self) -> dict[str, str]:
-        """Return the state of each instance, as ``epd-launch instances`` shows it."""
-        shown = self.members("instances")
-        assert shown.returncode == 0, shown.stderr
-        columns = [line.split() for line in shown.stdout.splitlines()]
-        return {name: state for name, _, state, *_ in columns}
-
-    def compare(self, content: Any, answer: Answer) -> None:
-        """Check that an answer is that of one process, with every item from an encoder."""
-        assert_equal(answer, ask(self.pair.reference_url, content), tolerance=TOLERANCE)
-        assert {(item["source"], item["path"]) for item in answer.items} == {("transfer", "tcp")}
-
-
-def epd_launch(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "epd_portable.launch.cli", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
-
-
-def connections(split: Split) -> dict[str, set[Any]]:
-    """Return the connections of each encoder to the PD instance: own address and remote one."""
-    config = config_of(named(split.pid, PD))
-    ports = {port_of(config.control_address), port_of(config.data_address)}
-    found: dict[str, set[Any]] = {}
-    for name in ENCODERS:
-        server = named(split.pid, name)
-        found[name] = {
-            (open_.laddr, open_.raddr)
-            for process in (server, *server.children(recursive=True))
-            for open_ in process.net_connections("tcp")
-            if open_.raddr and open_.raddr.port in ports
-        }
-    return found
-
-
-def port_of(address: str) -> int:
-    return int(address.rpartition(":")[2])
 
 
 def pictures(first: int, count: int = 4) -> list[dict[str, Any]]:
@@ -108,27 +45,6 @@ def pictures(first: int, count: int = 4) -> list[dict[str, Any]]:
 
 def encoders_of(answers: list[Answer]) -> set[str]:
     return {item.get("encoder", item["source"]) for answer in answers for item in answer.items}
-
-
-@pytest.fixture(scope="module")
-def deployment(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    secret_file = tmp_path_factory.mktemp("secret") / "secret"
-    made = epd_launch("secret", str(secret_file))
-    assert made.returncode == 0, made.stderr
-    pair = start(
-        [
-            "engine_args.dtype=float32",
-            IN_ENGINE,
-            "instances.encode.count=2",
-            "instances.encode.engine_args.worker_cls=tests.e2e.workers.SlowEncodeWorker",
-            "transfer.path=tcp",
-            "transfer.wait_timeout_s=120",
-            "transfer.lease_s=60",
-            f"launch.host={OFF_HOST}",
-            f"secret_file={secret_file}",
-        ],
-    )
-    yield Deployment(pair=pair, secret_file=secret_file, opened=connections(pair.split))
 
 
 def test_every_pair_has_met_before_the_first_request_which_connects_nothing(

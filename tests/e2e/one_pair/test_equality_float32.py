@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e.conftest import Pair, Start
 from tests.e2e.equality import FloatEquality
 
 pytestmark = [pytest.mark.e2e, pytest.mark.needs_vllm, pytest.mark.timeout(900)]
-
-
-@pytest.fixture(scope="module")
-def pair(start: Start) -> Pair:
-    return start(["engine_args.dtype=float32"])
 
 
 class TestOnCpu(FloatEquality):

@@ -8,47 +8,40 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.asking import ask, ask_all, assert_equal, body, picture, post, text
+from tests.e2e.asking import ask, ask_all, assert_close, body, picture, post, text
 from tests.e2e.cases import ASK
-from tests.e2e.conftest import IN_ENGINE, Pair, Start, slow_steps
+from tests.e2e.conftest import slow_steps
 from tests.e2e.engines import instance, wait_until
-from tests.e2e.equality import TOLERANCE
+from tests.e2e.two_encoders.deployment import TOLERANCE, Deployment
 
 pytestmark = [pytest.mark.e2e, pytest.mark.needs_vllm, pytest.mark.timeout(900)]
 
 PICTURES = 8
 
 
-@pytest.fixture(scope="module")
-def pair(start: Start) -> Pair:
-    settings = [
-        "engine_args.dtype=float32",
-        IN_ENGINE,
-        "transfer.preallocation=async",
-        "instances.prefill_decode.engine_args.worker_cls=tests.e2e.workers.SlowPDWorker",
-    ]
-    return start(settings)
-
-
 def test_an_item_announced_before_its_request_is_accepted_and_answers_stay_equal(
-    pair: Pair,
+    deployment: Deployment,
 ) -> None:
     """The API server of the PD instance stands still; its scheduler goes on."""
-    server = instance(pair.split.pid, "ec_consumer")
+    server = instance(deployment.split.pid, "ec_consumer")
     long = body("hello", max_tokens=100, ignore_eos=True, logprobs=False, top_logprobs=None)
     content = [*(picture(seed, 224) for seed in range(300, 300 + PICTURES)), ASK]
     with ThreadPoolExecutor() as pool:
-        with slow_steps(pair.split, 0.5):
+        with slow_steps(deployment.split, 0.5):
             # An instance without requests does not step, and so accepts nothing.
             asked_s = time.monotonic()
-            busy = pool.submit(post, pair.split.url, long)
-            wait_until(lambda: bool(pair.split.events("step", since_s=asked_s)), "it computes")
-            begun = len(pair.split.events())
+            busy = pool.submit(post, deployment.split.url, long)
+            wait_until(
+                lambda: bool(deployment.split.events("step", since_s=asked_s)), "it computes"
+            )
+            begun = len(deployment.split.events())
             server.suspend()
             try:
-                pending = pool.submit(ask, pair.split.url, content)
+                pending = pool.submit(ask, deployment.split.url, content)
                 wait_until(
-                    lambda: "item.accepted" in {e["event"] for e in pair.split.events()[begun:]},
+                    lambda: (
+                        "item.accepted" in {e["event"] for e in deployment.split.events()[begun:]}
+                    ),
                     "an item is accepted",
                 )
             finally:
@@ -56,15 +49,15 @@ def test_an_item_announced_before_its_request_is_accepted_and_answers_stay_equal
         split = pending.result()
         busy.result()
     assert set(split.sources) == {"transfer"}
-    assert_equal(split, ask(pair.reference_url, content), tolerance=TOLERANCE)
-    order = [e["event"] for e in sorted(pair.split.events()[begun:], key=lambda e: e["t_s"])]
+    deployment.compare(content, split)
+    order = [e["event"] for e in sorted(deployment.split.events()[begun:], key=lambda e: e["t_s"])]
     assert order.index("item.accepted") < order.index("request.arrived")
 
 
-def test_requests_at_once_are_answered_as_by_one_process(pair: Pair) -> None:
+def test_requests_at_once_are_answered_as_by_one_process(deployment: Deployment) -> None:
     contents: list[Any] = [[picture(seed), ASK] for seed in range(400, 406)]
     contents += [[picture(seed), text("and"), picture(seed + 1), ASK] for seed in range(403, 408)]
-    for content, answer in zip(contents, ask_all(pair.split.url, contents), strict=True):
-        assert_equal(answer, ask(pair.reference_url, content), tolerance=TOLERANCE)
+    for content, answer in zip(contents, ask_all(deployment.split.url, contents), strict=True):
+        assert_close(answer, ask(deployment.pair.reference_url, content), tolerance=TOLERANCE)
         assert set(answer.sources) <= {"transfer", "encoder_cache"}
-    assert pair.split.encoded_by("prefill_decode") == []
+    assert deployment.split.encoded_by("prefill_decode") == []

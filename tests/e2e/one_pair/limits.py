@@ -1,0 +1,16 @@
+"""How short the room of the pair is."""
+
+from __future__ import annotations
+
+import json
+
+from epd_portable.demo import MODEL_DIR
+
+ITEM_BYTES = (
+    16 * json.loads((MODEL_DIR / "config.json").read_text())["vision_config"]["out_hidden_size"] * 4
+)
+"""One picture of 112 x 112 pixels in float32: 16 tokens."""
+POOL_ITEMS = 4
+QUEUE = 8
+SEATS = 32
+"""Requests that the PD instance runs at once."""

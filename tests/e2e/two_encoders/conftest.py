@@ -1,0 +1,38 @@
+"""Two encoders and one prefill+decode instance as users start them, encrypted as between hosts.
+
+Their processes are started, not forked. In bfloat16, the dtype of real checkpoints, over ``tcp``,
+with items that may come before their requests. Only 127.0.0.1 counts as this host, so 127.0.0.2
+stands for an address of a network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.e2e.conftest import Pair, note_start, reference, running
+from tests.e2e.two_encoders.deployment import OFF_HOST, Deployment, connections, epd_launch
+
+
+@pytest.fixture(scope="package")
+def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    folder = tmp_path_factory.mktemp("deployment")
+    secret_file = folder / "secret"
+    made = epd_launch("secret", str(secret_file))
+    assert made.returncode == 0, made.stderr
+    settings = [
+        "instances.encode.count=2",
+        "instances.encode.engine_args.worker_cls=tests.e2e.workers.SlowEncodeWorker",
+        "instances.prefill_decode.engine_args.worker_cls=tests.e2e.workers.SteeredPDWorker",
+        "transfer.path=tcp",
+        "transfer.preallocation=async",
+        "transfer.wait_timeout_s=120",
+        "transfer.lease_s=60",
+        f"launch.host={OFF_HOST}",
+        f"secret_file={secret_file}",
+    ]
+    with running(folder, settings) as split, reference(folder) as plain:
+        note_start("plain vLLM, not forked", plain.startup_s)
+        pair = Pair(split=split, reference_url=plain.url)
+        yield Deployment(pair=pair, secret_file=secret_file, opened=connections(split))

@@ -1,0 +1,84 @@
+"""The demo model in bfloat16: close to one process, and right about pictures."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import psutil
+import pytest
+
+from epd_portable.demo.score import evaluate
+from tests.e2e.asking import ask, ask_all, ask_streamed, assert_close
+from tests.e2e.cases import REPEATED, SINGLE, mixed_32
+from tests.e2e.engines import shared_memory, wait_until
+from tests.e2e.two_encoders.deployment import TOLERANCE, Deployment
+
+pytestmark = [pytest.mark.e2e, pytest.mark.needs_vllm, pytest.mark.timeout(900)]
+
+
+@pytest.mark.parametrize("content", SINGLE.values(), ids=SINGLE)
+def test_an_answer_is_close_to_that_of_one_process(deployment: Deployment, content: Any) -> None:
+    split, reference = (
+        ask(deployment.split.url, content),
+        ask(deployment.pair.reference_url, content),
+    )
+    assert_close(split, reference, tolerance=TOLERANCE)
+    assert {(item["source"], item["path"]) for item in split.items} <= {("transfer", "tcp")}
+
+
+def test_a_repeated_picture_and_a_streamed_answer_are_close_too(deployment: Deployment) -> None:
+    for answer in (ask, ask, ask_streamed):
+        split, reference = (
+            answer(deployment.split.url, REPEATED),
+            answer(deployment.pair.reference_url, REPEATED),
+        )
+        assert_close(split, reference, tolerance=TOLERANCE)
+
+
+def test_32_mixed_requests_at_once_are_close_too(deployment: Deployment) -> None:
+    contents = mixed_32()
+    split = ask_all(deployment.split.url, contents)
+    for content, answer in zip(contents, split, strict=True):
+        reference = ask(deployment.pair.reference_url, content)
+        assert_close(answer, reference, tolerance=TOLERANCE)
+    assert deployment.split.encoded_by("prefill_decode") == []
+
+
+@pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.full)])
+def test_at_least_95_percent_of_unseen_pictures_are_described_exactly(
+    deployment: Deployment, count: int
+) -> None:
+    score = evaluate(deployment.split.url, n=count)
+    assert score.exact_match >= 0.95, score.wrong[:10]
+
+
+def test_a_killed_launcher_leaves_no_process_no_port_and_no_shared_memory(
+    deployment: Deployment,
+) -> None:
+    """Runs last: nothing is left to test after it."""
+    launcher = psutil.Process(deployment.split.pid)
+    family = launcher.children(recursive=True)
+    ports = {
+        connection.laddr.port
+        for process in family
+        for connection in process.net_connections()
+        if connection.status == psutil.CONN_LISTEN
+    }
+    shared = shared_memory(family)
+    assert any(path.name.startswith("epd-") for path in shared)
+    assert len(family) >= 7
+    assert len(ports) >= 5
+    launcher.kill()
+    wait_until(lambda: not any(map(alive, family)), "every process has ended")
+    wait_until(lambda: not any(path.exists() for path in shared), "shared memory is removed")
+    for port in ports:
+        with socket.socket() as probe:
+            assert probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+def alive(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
