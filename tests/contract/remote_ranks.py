@@ -35,7 +35,7 @@ class RankProcess:
     """A process for any number of ranks; calls come from any thread, and run side by side.
 
     Args:
-        context: In place of `CONTEXT`; one that forks saves two seconds, for libraries that bear it.
+        context: In place of `CONTEXT`; one that forks saves seconds, where libraries bear it.
     """
 
     def __init__(self, context: BaseContext | None = None) -> None:
