@@ -2,7 +2,8 @@
 
 ``make env`` and ``make npu-sim`` run this with the machine's own Python, before anything is
 installed: it needs the standard library only. A second run finds its stamp and returns at once.
-Why the PyTorch CPU index is asked only sometimes: docs/decisions/0004-cpu-torch.md.
+Why the PyTorch CPU index is asked only sometimes: docs/decisions/0004-cpu-torch.md; what installs:
+docs/decisions/0024-environments-by-uv.md.
 """
 
 from __future__ import annotations
@@ -13,12 +14,22 @@ import shutil
 import signal
 import sys
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 
 from ci import npu_sim_env
-from ci.venv import ROOT, EnvironmentSetupError, Venv, check_python, digest, say
+from ci.venv import (
+    ROOT,
+    EnvironmentSetupError,
+    Venv,
+    check_python,
+    digest,
+    project_inputs,
+    say,
+)
 
 MAIN = Venv(folder=ROOT / ".venv", env={})
+ENGINES = Venv(folder=ROOT / ".venv-engines", env={})
 PLATFORMS = ("cpu", "cuda", "npu")
 EXIT_FAILED = 2
 EXIT_UNAVAILABLE = 3
@@ -27,7 +38,7 @@ EXIT_INTERRUPTED = 130
 
 def fingerprint(target: str) -> str:
     """Return a hash of everything that decides what is installed for the platform ``target``."""
-    return digest(target, platform.python_version(), (ROOT / "pyproject.toml").read_text("utf-8"))
+    return digest(target, platform.python_version(), project_inputs())
 
 
 def missing_build_tools() -> list[str]:
@@ -43,7 +54,7 @@ def missing_build_tools() -> list[str]:
 
 def cpu_extra() -> list[str]:
     """Return the requirements of the ``cpu`` extra."""
-    import tomllib  # From Python 3.11 on; check_python() has refused an older one by name.
+    import tomllib  # From Python 3.11 on; main() has refused an older one by name.
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     requirements: list[str] = project["optional-dependencies"]["cpu"]
@@ -56,18 +67,43 @@ def make(target: str) -> None:
     Raises:
         EnvironmentSetupError: See its message.
     """
-    check_python()
-    wanted = fingerprint(target)
-    if MAIN.is_current(wanted):
+    engines = cpu_extra() if target == "cpu" else []
+    _make(MAIN, f"{target},bench,dev", engines, [], fingerprint(target))
+
+
+def make_for_engine(engine: str) -> None:
+    """Create or refresh ``.venv-engines`` with the requirement ``engine``, a vLLM for CPU.
+
+    Raises:
+        EnvironmentSetupError: See its message.
+    """
+    _make(ENGINES, "dev", [engine], [engine], fingerprint(engine))
+
+
+def _make(
+    venv: Venv, extras: str, engines: Sequence[str], beside: Sequence[str], wanted: str
+) -> None:
+    """Create or refresh ``venv`` for the fingerprint ``wanted``.
+
+    Args:
+        venv: The environment.
+        extras: Those of this package.
+        engines: Ask for a CPU build of torch.
+        beside: To be installed beside this package.
+        wanted: Hash of all this.
+    """
+    if venv.is_current(wanted):
         say("up to date")
         return
     for line in missing_build_tools():
         say(f"warning: {line}; vLLM compiles kernels unless engine_args.enforce_eager is true")
-    MAIN.begin()
-    index = MAIN.index_options(cpu_extra()) if target == "cpu" else []
-    extras = f"{target},bench,dev"
-    MAIN.pip_install([*index, "--editable", f".[{extras}]"], f"installing epd-portable[{extras}]")
-    MAIN.complete(wanted)
+    venv.begin()
+    if engines:
+        venv.find_cpu_torch(engines)
+    what = " and ".join([f"epd-portable[{extras}]", *beside])
+    venv.install(["--editable", f".[{extras}]", *beside], f"installing {what}")
+    venv.compile()
+    venv.complete(wanted)
 
 
 def main() -> int:
@@ -78,10 +114,17 @@ def main() -> int:
         epilog=f"Exit status {EXIT_UNAVAILABLE}: npu-sim needs what cannot be had on this machine.",
     )
     parser.add_argument("--platform", choices=(*PLATFORMS, npu_sim_env.NAME), default="cpu")
-    target = parser.parse_args().platform
+    parser.add_argument(
+        "--engine", metavar="REQUIREMENT", help="make .venv-engines with this vLLM for CPU instead"
+    )
+    options = parser.parse_args()
+    target = options.platform
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        if target == npu_sim_env.NAME:
+        check_python()
+        if options.engine:
+            make_for_engine(options.engine)
+        elif target == npu_sim_env.NAME:
             npu_sim_env.make()
         else:
             make(target)

@@ -13,14 +13,14 @@ without its requirements, and what of them the tests need is listed here.
 
 from __future__ import annotations
 
+import inspect
+import json
 import platform
-import re
 import shutil
-import subprocess
 from importlib.metadata import distributions
 from pathlib import Path
 
-from ci.venv import ROOT, EnvironmentSetupError, Venv, check_python, digest, say
+from ci.venv import ROOT, EnvironmentSetupError, Venv, digest, project_inputs, say
 
 NAME = "npu-sim"
 SIMULATION = ROOT / "ci" / "ascend_sim"
@@ -60,15 +60,9 @@ class UnavailableError(EnvironmentSetupError):
 
 def fingerprint() -> str:
     """Return a hash of everything that decides what is installed."""
-    recipe = Path(__file__).read_text("utf-8")
-    return digest(platform.python_version(), recipe, (ROOT / "pyproject.toml").read_text("utf-8"))
-
-
-def site_packages() -> Path:
-    """Return the folder of the environment's packages."""
-    code = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    argv = [str(VENV.python), "-c", code]
-    return Path(subprocess.check_output(argv, text=True).strip())
+    versions = [TORCH_NPU, VLLM, VLLM_ASCEND, OLDER_PAIR, BESIDE, BUILD_TOOLS, LEFT_OUT]
+    recipe = json.dumps([versions, VENV.env]) + inspect.getsource(_install)
+    return digest(platform.python_version(), recipe, project_inputs())
 
 
 def check_available() -> None:
@@ -79,17 +73,9 @@ def check_available() -> None:
     """
     if shutil.which("gcc") is None:
         raise UnavailableError("no gcc on PATH, which compiles the simulated runtime: install gcc")
-    where = f"for Python {platform.python_version()} on {platform.machine()}"
-    remedy = "check the network and `pip config list`"
-    for requirement in (VLLM, TORCH_NPU, *OLDER_PAIR[1:]):
-        if VENV.dry_run([requirement]) is None:
-            raise UnavailableError(f"pip finds no {requirement} {where}: {remedy}")
-    # A source distribution: asking for its metadata would build it.
-    name, _, version = VLLM_ASCEND.partition("==")
-    argv = [str(VENV.python), "-m", "pip", "index", "versions", "--pre", name]
-    listed = subprocess.run(argv, capture_output=True, text=True, check=False)
-    if version not in re.split(r"[\s,]+", listed.stdout):
-        raise UnavailableError(f"pip finds no {VLLM_ASCEND} {where}: {remedy}")
+    for requirement in (VLLM, TORCH_NPU, VLLM_ASCEND, *OLDER_PAIR[1:]):
+        if not VENV.has(requirement, source=requirement == VLLM_ASCEND):
+            raise UnavailableError(VENV.not_found(requirement))
 
 
 def engine_requirements(packages: Path) -> list[str]:
@@ -109,7 +95,6 @@ def make() -> None:
         UnavailableError: The compiler or the packages cannot be had here.
         EnvironmentSetupError: Something failed; see its message.
     """
-    check_python()
     wanted = fingerprint()
     if VENV.is_current(wanted):
         say(f"{VENV.folder.name} is up to date")
@@ -118,43 +103,36 @@ def make() -> None:
         check_available()
         _install()
         VENV.complete(wanted)
-    packages = site_packages()
+    packages = VENV.site_packages
     build_runtime(packages)
     activate_double(packages)
 
 
 def _install() -> None:
-    index = VENV.index_options([VLLM])
-    VENV.pip_install(["--no-deps", VLLM], f"installing {VLLM} without its requirements")
-    VENV.pip_install(
-        [
-            *index,
-            *engine_requirements(site_packages()),
-            *BESIDE,
-            *BUILD_TOOLS,
-            "--editable",
-            ".[test]",
-        ],
+    VENV.find_cpu_torch([VLLM])
+    VENV.install(["--no-deps", VLLM], f"installing {VLLM} without its requirements")
+    engine = engine_requirements(VENV.site_packages)
+    VENV.install(
+        [*engine, *BESIDE, *BUILD_TOOLS, "--editable", ".[test]"],
         f"installing {TORCH_NPU}, the CPU build of torch and epd-portable[test]",
     )
     # Required by xgrammar; without a GPU's driver vllm-ascend takes it for Triton-Ascend and fails.
-    VENV.run_logged(
-        [str(VENV.python), "-m", "pip", "uninstall", "--yes", "triton"], "removing triton"
-    )
-    VENV.pip_install(
-        ["--no-deps", "--no-build-isolation", "--pre", VLLM_ASCEND],
+    VENV.uninstall("triton")
+    VENV.install(
+        ["--no-deps", "--no-build-isolation", VLLM_ASCEND],
         f"building {VLLM_ASCEND} without its kernels",
     )
     name, *pair = OLDER_PAIR
     folder = VENV.folder / "pairs" / name
     shutil.rmtree(folder, ignore_errors=True)
-    VENV.pip_install(
+    VENV.install(
         ["--no-deps", "--only-binary", ":all:", "--target", str(folder), *pair],
         f"installing the Python part of {' and '.join(pair)} into pairs/{name}",
     )
     # Compiled for another torch; hundreds of megabytes that cannot be loaded.
     for library in folder.rglob("*.so"):
         library.unlink()
+    VENV.compile(folder)
 
 
 def build_runtime(packages: Path) -> None:

@@ -10,15 +10,17 @@ import hashlib
 import json
 import os
 import platform
-import re
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+
+from ci import progress
+from ci.installers import Installer, Pip, Uv, UvError, error_line
 
 ROOT = Path(__file__).resolve().parent.parent
 OLDEST_PYTHON = (3, 11)
@@ -29,6 +31,14 @@ LOG_TAIL_LINES = 15
 
 class EnvironmentSetupError(Exception):
     """The environment cannot be made; the message says why and what to do."""
+
+
+class CommandFailedError(EnvironmentSetupError):
+    """A command failed; ``reason`` is the line of its output that says why."""
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 def say(text: str) -> None:
@@ -54,17 +64,31 @@ def check_python() -> None:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+def project_inputs() -> str:
+    """Return what of ``pyproject.toml`` decides what is installed, as text.
+
+    Settings of the tools do not.
+    """
+    import tomllib  # From Python 3.11 on; check_python() has refused an older one by name.
+
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+    tables = [settings.get("build-system"), settings.get("project")]
+    return json.dumps([*tables, settings.get("tool", {}).get("setuptools")], sort_keys=True)
+
+
+@dataclass(kw_only=True)
 class Venv:
     """A virtual environment with a stamp of what it was made from and a log of how.
 
     Attributes:
         folder: Where it is or will be.
         env: Variables for every command that runs in it, beyond those of this process.
+        installer: What installs into it; :meth:`begin` chooses.
     """
 
     folder: Path
     env: Mapping[str, str]
+    installer: Installer = field(init=False)
 
     @property
     def python(self) -> Path:
@@ -105,22 +129,119 @@ class Venv:
                 )
         self.stamp.unlink(missing_ok=True)
         self.log.unlink(missing_ok=True)
+        self.installer = Pip(self.python)
+        try:
+            self.installer = Uv(self.python, ROOT)
+        except UvError as error:
+            self._fall_back(error)
 
     def complete(self, fingerprint: str) -> None:
         """Note that it is complete for ``fingerprint``."""
         self.stamp.write_text(fingerprint, "utf-8")
 
-    def pip_install(self, arguments: Sequence[str], what: str) -> None:
+    def install(self, arguments: Sequence[str], what: str) -> None:
         """Install into it.
 
-        Raises:
-            EnvironmentSetupError: pip failed.
-        """
-        pip = [str(self.python), "-m", "pip", "install", "--progress-bar", "off"]
-        self.run_logged([*pip, *arguments], what)
+        Args:
+            arguments: Requirements, and options that pip and uv both know.
+            what: Says it to people.
 
-    def run_logged(self, argv: Sequence[str], what: str) -> None:
+        Raises:
+            CommandFailedError: The installer failed.
+        """
+        if self.installer.name != Pip.name:
+            try:
+                self._run_installer(self.installer.install(arguments), what)
+                return
+            except CommandFailedError as error:
+                self._fall_back(f"{self.installer.name} failed: {error.reason}")
+        self._run_installer(self.installer.install(arguments), what)
+
+    def uninstall(self, package: str) -> None:
+        """Remove ``package`` if it is there.
+
+        Raises:
+            CommandFailedError: The installer failed.
+        """
+        self._run_installer(self.installer.uninstall(package), f"removing {package}")
+
+    def compile(self, *more: Path) -> None:
+        """Compile to bytecode what engines and tests import, in its packages and ``more`` folders.
+
+        pip does it as it installs; uv does not, and an environment whose bytecode is missing costs
+        every start where PYTHONDONTWRITEBYTECODE is set. What is compiled already stays.
+
+        Raises:
+            CommandFailedError: Python failed; a file that it cannot compile is passed over.
+        """
+        packages = self.site_packages
+        argv = [str(self.python), "-m", "ci.bytecode", *map(str, (packages, *more))]
+        for other in sorted(self.folder.parent.glob(".venv*")):
+            if other != self.folder:
+                argv += ["--like", str(other / packages.relative_to(self.folder))]
+        self.run_logged(argv, "compiling to bytecode")
+
+    @property
+    def site_packages(self) -> Path:
+        """The folder of its packages."""
+        code = "import sysconfig; print(sysconfig.get_path('purelib'))"
+        return Path(subprocess.check_output([str(self.python), "-c", code], text=True).strip())
+
+    def has(self, requirement: str, *, source: bool = False) -> bool:
+        """Say whether ``requirement`` can be had here: as a wheel, or with ``source`` to be built.
+
+        Asks for no more than that: it is not downloaded, and what it requires is not looked at.
+        """
+        try:
+            return self.installer.has(requirement, source=source)
+        except UvError as error:
+            self._fall_back(error)
+            return self.installer.has(requirement, source=source)
+
+    def find_cpu_torch(self, engines: Sequence[str]) -> None:
+        """Have the installer know an index with the CPU build of torch that ``engines`` ask for.
+
+        It is left alone where it, as set up here, finds one by itself.
+
+        Raises:
+            EnvironmentSetupError: It does not find the engines.
+        """
+        try:
+            found = self.installer.torch_of(engines)
+        except UvError as error:
+            self._fall_back(error)
+            found = self.installer.torch_of(engines)
+        if found and all(version.endswith("+cpu") for version in found):
+            return
+        for engine in engines:
+            if not self.has(engine):
+                raise EnvironmentSetupError(self.not_found(engine))
+        say(f"{self.installer.name} knows no CPU build of torch here: adding {TORCH_CPU_INDEX}")
+        self.installer.add_index(TORCH_CPU_INDEX)
+
+    def not_found(self, requirement: str) -> str:
+        """Return the message for a ``requirement`` that :meth:`has` has denied."""
+        return (
+            f"{self.installer.name} finds no {requirement} for Python {platform.python_version()} "
+            f"on {platform.machine()}: check the network and `pip config list`"
+        )
+
+    def _fall_back(self, reason: object) -> None:
+        say(f"{reason}; using pip, which takes minutes")
+        self.installer = Pip(self.python, self.installer.indexes)
+
+    def _run_installer(self, argv: Sequence[str], what: str) -> None:
+        self.run_logged(argv, what, self.installer.env)
+
+    def run_logged(
+        self, argv: Sequence[str], what: str, env: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         """Run ``argv`` with its output in the log, and print where it is every few seconds.
+
+        Args:
+            argv: The command.
+            what: Says it to people.
+            env: Variables for it, below those of the environment.
 
         Raises:
             EnvironmentSetupError: It failed; the message ends with the last lines of the log.
@@ -132,7 +253,7 @@ class Venv:
             process = subprocess.Popen(
                 argv,
                 cwd=ROOT,
-                env={**os.environ, **self.env},
+                env={**os.environ, **env, **self.env},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -144,8 +265,10 @@ class Venv:
                 process.terminate()
                 process.wait()
         if code != 0:
-            tail = "\n".join(self.log.read_text("utf-8", "replace").splitlines()[-LOG_TAIL_LINES:])
-            raise EnvironmentSetupError(f"{what}: exit status {code}; the log ends with\n{tail}")
+            output = self._output(begin)
+            tail = "\n".join(output.splitlines()[-LOG_TAIL_LINES:])
+            message = f"{what}: exit status {code}; the log ends with\n{tail}"
+            raise CommandFailedError(message, error_line(output))
         say(f"{time.monotonic() - started:4.0f} s  done")
 
     def _wait_showing_progress(
@@ -155,62 +278,9 @@ class Venv:
             try:
                 return process.wait(PROGRESS_INTERVAL_S)
             except subprocess.TimeoutExpired:
-                say(f"{time.monotonic() - started:4.0f} s  {self.last_step(begin)}")
+                step = progress.last_step(self._output(begin))
+                say(f"{time.monotonic() - started:4.0f} s  {step}")
 
-    def last_step(self, begin: int = 0) -> str:
-        """Return pip's last line about what it does, shortened to one line of a terminal.
-
-        Args:
-            begin: Bytes of the log that are of earlier commands.
-        """
-        steps = re.findall(
-            r"^ *((?:Collecting|Downloading|Installing|Building|Preparing).*)$",
-            self.log.read_bytes()[begin:].decode("utf-8", "replace"),
-            re.MULTILINE,
-        )
-        if not steps:
-            return "starting"
-        title, _, packages = steps[-1].partition("collected packages:")
-        return f"{title}{packages.count(',') + 1} packages" if packages else title[:70]
-
-    def dry_run(self, requirements: Sequence[str]) -> list[dict[str, Any]] | None:
-        """Return the metadata that pip would install for ``requirements``; None: it finds none.
-
-        Leaves out what they require in turn. pip evaluates environment markers, so requirements
-        for other machines may be among them.
-        """
-        argv = [str(self.python), "-m", "pip", "install", "--quiet", "--dry-run", "--no-deps"]
-        argv += ["--ignore-installed", "--report", "-", *requirements]
-        result = subprocess.run(argv, capture_output=True, text=True, check=False)
-        if result.returncode != 0:
-            return None
-        report: dict[str, list[dict[str, Any]]] = json.loads(result.stdout)
-        return [item["metadata"] for item in report["install"]]
-
-    def index_options(self, engines: Sequence[str]) -> list[str]:
-        """Return what to tell pip so that it finds the CPU build of torch that ``engines`` ask for.
-
-        Empty where pip, as set up here, finds it by itself. Asks about the engines' own
-        requirement and nothing else: seconds, where resolving the whole environment takes most of
-        a minute.
-
-        Raises:
-            EnvironmentSetupError: pip does not find the engines.
-        """
-        found = self.dry_run(engines)
-        if found is None:
-            raise EnvironmentSetupError(
-                f"pip finds no {', '.join(engines)} for Python {platform.python_version()} on "
-                f"{platform.machine()}: check the network and `pip config list`"
-            )
-        wanted = [
-            requirement
-            for engine in found
-            for requirement in engine.get("requires_dist", [])
-            if re.match(r"torch\s*[=<>!~;(]", requirement)
-        ]
-        torch = self.dry_run(wanted) if wanted else None
-        if torch and all(item["version"].endswith("+cpu") for item in torch):
-            return []
-        say(f"pip knows no CPU build of torch here: adding {TORCH_CPU_INDEX}")
-        return ["--extra-index-url", TORCH_CPU_INDEX]
+    def _output(self, begin: int) -> str:
+        """Return the log from the byte ``begin`` on."""
+        return self.log.read_bytes()[begin:].decode("utf-8", "replace")

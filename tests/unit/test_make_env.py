@@ -2,36 +2,59 @@
 
 from __future__ import annotations
 
+import os
+import py_compile
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from ci import make_env, npu_sim_env, venv
+from ci import bytecode, installers, make_env, npu_sim_env, progress, venv
+from ci.installers import Pip, Uv, UvError
 from ci.npu_sim_env import UnavailableError
+from ci.pip_settings import UntranslatableError, parse, translate
 from ci.venv import EnvironmentSetupError, Venv
 
+DEFAULT = "https://default.example/simple"
+MIRROR = "https://mirror.example/simple?a=b"
+MORE = "file:///more"
 CPU_TORCH = 'torch==2.13.0+cpu; platform_machine == "x86_64"'
-CPU_INDEX = ["--extra-index-url", venv.TORCH_CPU_INDEX]
 
 
-class FakePip:
-    """Answers Venv.dry_run() from a table of what the index holds, and notes what it was asked."""
+class FakeInstaller:
+    """Knows what an index holds; its commands print their arguments, or end with ``status``."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, torch: str | None) -> None:
-        self.asked: list[list[str]] = []
+    env: Mapping[str, str] = {"SEASONED": "yes"}
+
+    def __init__(self, name: str = "pip", torch: str = "2.13.0+cpu", status: int = 0) -> None:
+        self.name = name
         self.torch = torch
-        monkeypatch.setattr(Venv, "dry_run", lambda _, requirements: self.dry_run(requirements))
+        self.status = status
+        self.indexes: Sequence[str] = ()
+        self.error: UvError | None = None
 
-    def dry_run(self, requirements: Sequence[str]) -> list[dict[str, Any]] | None:
-        self.asked.append([*requirements])
-        if requirements == ["engine==1"]:
-            needs = ["numpy", CPU_TORCH, "torchvision", "torch-extra==2"]
-            return [{"name": "engine", "version": "1", "requires_dist": needs}]
-        return None if self.torch is None else [{"name": "torch", "version": self.torch}]
+    def add_index(self, url: str) -> None:
+        self.indexes = [*self.indexes, url]
+
+    def install(self, arguments: Sequence[str]) -> list[str]:
+        script = f"echo {self.name} $* seasoned: $SEASONED; echo error: 'no room'; exit $0"
+        return ["sh", "-c", script, str(self.status), *arguments]
+
+    def uninstall(self, package: str) -> list[str]:
+        return self.install(["less", package])
+
+    def has(self, requirement: str, *, source: bool) -> bool:
+        if self.error:
+            raise self.error
+        return requirement == "engine==1" or (source and requirement == "source==1")
+
+    def torch_of(self, engines: Sequence[str]) -> list[str]:
+        if self.error:
+            raise self.error
+        return [self.torch] if self.torch and engines == ["engine==1"] else []
 
 
 @pytest.fixture
@@ -51,28 +74,345 @@ def env(checkout: Path) -> Venv:
     return Venv(folder=checkout, env={"FLAVOUR": "vanilla"})
 
 
-def test_a_pip_that_knows_the_cpu_build_is_left_as_it_is(
-    env: Venv, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def pip_instead(monkeypatch: pytest.MonkeyPatch) -> FakeInstaller:
+    """What is in pip's place when uv fails; it is given what pip would be given."""
+    pip = FakeInstaller()
+
+    def made(python: Path, indexes: Sequence[str] = ()) -> FakeInstaller:
+        pip.indexes = indexes
+        return pip
+
+    made.name = "pip"  # type: ignore[attr-defined]
+    monkeypatch.setattr(venv, "Pip", made)
+    return pip
+
+
+# -- where the CPU build of torch comes from -------------------------------------------------------
+
+
+def test_an_installer_that_knows_the_cpu_build_is_left_as_it_is(env: Venv) -> None:
+    env.installer = FakeInstaller()
+    env.find_cpu_torch(["engine==1"])
+    assert env.installer.indexes == ()
+
+
+@pytest.mark.parametrize("torch", ["", "2.13.0", "2.13.0+cu130"])
+def test_the_cpu_index_is_added_when_no_torch_or_another_build_is_found(
+    env: Venv, torch: str
 ) -> None:
-    pip = FakePip(monkeypatch, torch="2.13.0+cpu")
-    assert env.index_options(["engine==1"]) == []
-    assert pip.asked == [["engine==1"], [CPU_TORCH]]
+    env.installer = FakeInstaller(torch=torch)
+    env.find_cpu_torch(["engine==1"])
+    assert env.installer.indexes == [venv.TORCH_CPU_INDEX]
 
 
-@pytest.mark.parametrize("torch", [None, "2.13.0", "2.13.0+cu130"])
-def test_the_cpu_index_is_added_when_pip_finds_no_torch_or_another_build(
-    env: Venv, monkeypatch: pytest.MonkeyPatch, torch: str | None
+def test_an_engine_that_cannot_be_found_is_named(env: Venv) -> None:
+    env.installer = FakeInstaller()
+    with pytest.raises(EnvironmentSetupError, match="pip finds no engine==9 for Python"):
+        env.find_cpu_torch(["engine==9"])
+
+
+class Runs:
+    """Stands for subprocess.run in ci.installers: answers by a word of the command, notes all."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **answers: tuple[int, str]) -> None:
+        self.answers = answers
+        self.commands: list[list[str]] = []
+        self.envs: list[Mapping[str, str]] = []
+        monkeypatch.setattr(installers.subprocess, "run", self.run)
+
+    def run(
+        self, argv: list[str], env: Mapping[str, str] | None = None, **options: object
+    ) -> SimpleNamespace:
+        self.commands.append(argv)
+        self.envs.append(env or {})
+        code, text = next((self.answers[word] for word in self.answers if word in argv), (0, ""))
+        return SimpleNamespace(returncode=code, stdout="" if code else text, stderr=text)
+
+
+def test_pip_is_asked_about_the_torch_of_the_engine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    requires = '"requires_dist": ["numpy", "torch==2.13.0+cpu", "torchvision", "torch-extra==2"]'
+    engine = f'{{"install": [{{"metadata": {{"version": "1", {requires}}}}}]}}'
+    torch = '{"install": [{"metadata": {"version": "2.13.0+cpu"}}]}'
+    runs = Runs(monkeypatch, **{"engine==1": (0, engine), "torch==2.13.0+cpu": (0, torch)})
+    assert Pip(Path("python")).torch_of(["engine==1"]) == ["2.13.0+cpu"]
+    assert [command[-1] for command in runs.commands] == ["engine==1", "torch==2.13.0+cpu"]
+
+
+def test_pip_asks_an_added_index_in_every_command() -> None:
+    pip = Pip(Path("python"))
+    pip.add_index(MIRROR)
+    assert pip.install(["numpy"])[-3:] == ["--extra-index-url", MIRROR, "numpy"]
+
+
+@pytest.mark.parametrize(
+    ("listing", "there"),
+    [
+        ("Available versions: 0.30.0rc2, 0.30.0rc1", True),
+        ("Available versions: 0.30.0rc1, 0.30.0rc22", False),
+        ("", False),
+    ],
+)
+def test_pip_looks_for_a_source_distribution_without_building_it(
+    monkeypatch: pytest.MonkeyPatch, listing: str, there: bool
 ) -> None:
-    FakePip(monkeypatch, torch)
-    assert env.index_options(["engine==1"]) == CPU_INDEX
+    runs = Runs(monkeypatch, versions=(0, listing))
+    assert Pip(Path("python")).has("source==0.30.0rc2", source=True) is there
+    assert len(runs.commands) == 1
 
 
-def test_an_engine_that_pip_cannot_find_is_named(
-    env: Venv, monkeypatch: pytest.MonkeyPatch
+# -- uv --------------------------------------------------------------------------------------------
+
+
+def uv_of(monkeypatch: pytest.MonkeyPatch, **answers: tuple[int, str]) -> tuple[Uv, Runs]:
+    answers.setdefault("-c", (0, DEFAULT + "\n"))
+    runs = Runs(monkeypatch, **answers)
+    return Uv(Path("bin/python"), Path("/")), runs
+
+
+def test_uv_is_installed_as_pinned_and_never_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, runs = uv_of(monkeypatch)
+    assert runs.commands[0][-3:] == ["--only-binary", ":all:", installers.UV]
+
+
+@pytest.mark.parametrize(
+    ("answers", "reason"),
+    [
+        ({"install": (1, "ERROR: No matching\n")}, "uv cannot be installed: ERROR: No matching"),
+        ({"--version": (127, "not found")}, "uv does not start: not found"),
+        ({"config": (1, "ERROR: bad file")}, "pip is misconfigured: ERROR: bad file"),
+        ({"config": (0, "global.pre='true'")}, "uv has no counterpart of pip's setting pre"),
+    ],
+)
+def test_why_uv_cannot_be_used_is_told(
+    monkeypatch: pytest.MonkeyPatch, answers: dict[str, tuple[int, str]], reason: str
 ) -> None:
-    FakePip(monkeypatch, torch=None)
-    with pytest.raises(EnvironmentSetupError, match="no engine==9 for Python"):
-        env.index_options(["engine==9"])
+    with pytest.raises(UvError, match=reason):
+        uv_of(monkeypatch, **answers)
+
+
+def test_uv_asks_an_added_index_behind_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    uv, _ = uv_of(monkeypatch, config=(0, f"global.extra-index-url='{MIRROR}'"))
+    uv.add_index(venv.TORCH_CPU_INDEX)
+    assert uv.env["UV_INDEX"] == f"{DEFAULT} {MIRROR}"
+    assert uv.env["UV_DEFAULT_INDEX"] == venv.TORCH_CPU_INDEX
+
+
+def test_uv_tells_what_it_would_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    pins = "numpy==2.3.5\ntorch==2.13.0+cpu\ntorchvision==0.28.0\n"
+    uv, runs = uv_of(monkeypatch, compile=(0, pins))
+    assert uv.torch_of(["engine==1"]) == ["2.13.0+cpu"]
+    assert uv.has("engine==1", source=False)
+    assert "--no-deps" not in runs.commands[-2]
+    assert "--no-deps" in runs.commands[-1] and "--only-binary" in runs.commands[-1]
+    assert runs.envs[-1]["UV_INDEX_STRATEGY"] == "unsafe-best-match"
+    uv.has("engine==1", source=True)
+    assert "--only-binary" not in runs.commands[-1]
+
+
+def test_uv_tells_what_does_not_exist_from_what_went_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    uv, _ = uv_of(monkeypatch, compile=(1, "error: No solution found"))
+    assert not uv.has("engine==9", source=False)
+    assert uv.torch_of(["engine==9"]) == []
+    uv, _ = uv_of(monkeypatch, compile=(2, "error: Request failed\n  cause: no route\n"))
+    with pytest.raises(UvError, match=r"^uv failed: error: Request failed$"):
+        uv.has("engine==1", source=False)
+
+
+def test_pip_installs_where_uv_cannot_be_had(
+    env: Venv,
+    pip_instead: FakeInstaller,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def no_uv(python: Path, root: Path) -> Uv:
+        raise UvError("uv cannot be installed: no wheel")
+
+    monkeypatch.setattr(venv, "Uv", no_uv)
+    env.begin()
+    assert env.installer is pip_instead
+    assert capsys.readouterr().out == (
+        "env: uv cannot be installed: no wheel; using pip, which takes minutes\n"
+    )
+
+
+def test_pip_takes_over_when_uv_fails_to_install(
+    env: Venv, pip_instead: FakeInstaller, capsys: pytest.CaptureFixture[str]
+) -> None:
+    env.installer = FakeInstaller("uv", status=2)
+    env.installer.add_index(MIRROR)
+    env.install(["numpy"], "installing numpy")
+    assert "env: uv failed: error: no room; using pip, which takes minutes\n" in (
+        capsys.readouterr().out
+    )
+    assert env.log.read_text().splitlines()[::2] == [
+        "uv numpy seasoned: yes",
+        "pip numpy seasoned: yes",
+    ]
+    assert env.installer is pip_instead
+    assert env.installer.indexes == [MIRROR]
+
+
+@pytest.mark.parametrize("ask", [Venv.has, lambda env, name: env.find_cpu_torch([name])])
+def test_pip_takes_over_when_uv_cannot_answer(env: Venv, pip_instead: FakeInstaller, ask) -> None:
+    env.installer = uv = FakeInstaller("uv")
+    uv.error = UvError("uv failed: no route")
+    ask(env, "engine==1")
+    assert env.installer is pip_instead
+
+
+def test_what_pip_fails_to_install_ends_with_the_log(env: Venv) -> None:
+    env.installer = FakeInstaller(status=1)
+    with pytest.raises(
+        EnvironmentSetupError, match=r"(?s)installing numpy: exit status 1.*pip num"
+    ):
+        env.install(["numpy"], "installing numpy")
+
+
+# -- pip's configuration for uv --------------------------------------------------------------------
+
+
+def test_pips_variables_go_over_its_section_for_install_and_that_over_global() -> None:
+    listing = f""":env:.find-links='/c'
+:env:.index-url=''
+install.find-links='/b'
+install.timeout='3'
+download.timeout='9'
+global.timeout='2'
+global.find-links='/a'
+global.index-url='{MIRROR}'
+global.extra-index-url='\\n{MORE}\\n{DEFAULT}'
+"""
+    assert parse(listing) == {
+        "find-links": "/c",
+        "timeout": "3",
+        "index-url": MIRROR,
+        "extra-index-url": f"{MORE}\n{DEFAULT}",
+    }
+
+
+ALONE = {"UV_INDEX": "", "UV_DEFAULT_INDEX": DEFAULT}
+
+
+@pytest.mark.parametrize(
+    ("settings", "env", "options"),
+    [
+        ({}, ALONE, []),
+        ({"index-url": MIRROR}, {"UV_INDEX": "", "UV_DEFAULT_INDEX": MIRROR}, []),
+        (
+            {"extra-index-url": f"{MIRROR}\n{MORE}"},
+            {"UV_INDEX": f"{DEFAULT} {MIRROR}", "UV_DEFAULT_INDEX": MORE},
+            [],
+        ),
+        (
+            {"index-url": MIRROR, "extra-index-url": MORE},
+            {"UV_INDEX": MIRROR, "UV_DEFAULT_INDEX": MORE},
+            [],
+        ),
+        ({"no-index": "True", "index-url": MIRROR}, {}, ["--no-index"]),
+        ({"no-index": "false"}, ALONE, []),
+        (
+            {"find-links": "here /nowhere file:///nowhere https://w.example/w"},
+            ALONE | {"UV_FIND_LINKS": "here,https://w.example/w"},
+            [],
+        ),
+        ({"trusted-host": "a\nb:8080"}, ALONE | {"UV_INSECURE_HOST": "a b:8080"}, []),
+        ({"cert": "/ca.crt"}, ALONE | {"SSL_CERT_FILE": "/ca.crt"}, []),
+        ({"client-cert": "/me.pem"}, ALONE | {"SSL_CLIENT_CERT": "/me.pem"}, []),
+        (
+            {"proxy": "p.example:3128"},
+            ALONE
+            | dict.fromkeys(
+                ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), "http://p.example:3128"
+            ),
+            [],
+        ),
+        ({"default-timeout": "180"}, ALONE | {"UV_HTTP_TIMEOUT": "180"}, []),
+        ({"default-timeout": "180", "timeout": "9"}, ALONE | {"UV_HTTP_TIMEOUT": "9"}, []),
+        ({"constraint": "c.txt"}, ALONE | {"UV_CONSTRAINT": "c.txt"}, []),
+        ({"no-cache-dir": "1"}, ALONE | {"UV_NO_CACHE": "1"}, []),
+        ({"disable-pip-version-check": "1", "progress-bar": "off"}, ALONE, []),
+    ],
+)
+def test_uv_is_told_what_pip_is_told(
+    tmp_path: Path, settings: dict[str, str], env: dict[str, str], options: list[str]
+) -> None:
+    (tmp_path / "here").mkdir()
+    told = translate(settings, [], DEFAULT, tmp_path)
+    assert told.env == {"UV_INDEX_STRATEGY": "unsafe-best-match", **env}
+    assert told.options == options
+
+
+def test_a_setting_without_counterpart_is_named_not_dropped() -> None:
+    with pytest.raises(UntranslatableError, match=r"setting only-binary, prefer-binary$"):
+        translate({"prefer-binary": "1", "only-binary": ":all:"}, [], DEFAULT, Path("/"))
+
+
+def test_pip_names_its_index_and_its_settings_as_uv_needs_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The two questions to pip are answered by the pip that is here."""
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    config = tmp_path / "pip.conf"
+    config.write_text(f"[global]\nindex-url = {MIRROR}\n[install]\ntrusted-host =\n  a\n  b\n")
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(config))
+    monkeypatch.setenv("PIP_EXTRA_INDEX_URL", DEFAULT)
+    real = subprocess.run
+
+    def run(argv: list[str], **options: object) -> object:
+        if argv[0] == "bin/uv" or "install" in argv:
+            return SimpleNamespace(returncode=0, stdout="", stderr="")
+        return real([sys.executable, *argv[1:]], **options)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(installers.subprocess, "run", run)
+    env = Uv(Path("bin/python"), tmp_path).env
+    assert (env["UV_INDEX"], env["UV_DEFAULT_INDEX"]) == (MIRROR, DEFAULT)
+    assert env["UV_INSECURE_HOST"] == "a b"
+
+
+# -- bytecode --------------------------------------------------------------------------------------
+
+
+def packages(folder: Path) -> Path:
+    """A folder of packages: one module, one model of hundreds, one test."""
+    for name in ("vllm/core.py", "transformers/models/x/modeling_x.py", "vllm/tests/test_core.py"):
+        path = folder / "site-packages" / name
+        path.parent.mkdir(parents=True)
+        path.write_text("x = 1\n")
+    return folder / "site-packages"
+
+
+def bytecode_of(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.pyc"))
+
+
+def test_what_engines_import_is_compiled_even_where_bytecode_is_not_written(tmp_path: Path) -> None:
+    folder = packages(tmp_path)
+    (folder / "broken.py").write_text("def")
+    argv = [sys.executable, "-m", "ci.bytecode", str(folder)]
+    root = Path(__file__).parents[2]
+    env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    subprocess.run(argv, check=True, cwd=root, env=env, stdout=subprocess.DEVNULL)
+    assert [path.parent.parent.name for path in bytecode_of(folder)] == ["vllm"]
+
+
+def test_environments_share_the_bytecode_of_files_that_they_share(tmp_path: Path) -> None:
+    first = packages(tmp_path / "first")
+    second = packages(tmp_path / "second")
+    shared, own = (first / "vllm/shared.py", first / "vllm/core.py")
+    shared.write_text("x = 2\n")
+    os.link(shared, second / "vllm/shared.py")
+    for path in (shared, own):
+        py_compile.compile(str(path))
+    bytecode.share(second, first)
+    (linked,) = bytecode_of(second)
+    assert linked.samefile(bytecode_of(first)[1])
+    bytecode.share(second, first)  # It is there: nothing to do.
+    bytecode.share(second, tmp_path / "nowhere")
+
+
+# -- stamps and steps ------------------------------------------------------------------------------
 
 
 def test_a_complete_environment_is_reused(env: Venv) -> None:
@@ -86,6 +426,8 @@ def test_another_pyproject_platform_or_a_lost_interpreter_makes_it_anew(
 ) -> None:
     env.complete(make_env.fingerprint("cpu"))
     assert not env.is_current(make_env.fingerprint("cuda"))
+    (checkout / "pyproject.toml").write_text("[project]\n[tool.ruff]\nline-length = 80\n")
+    assert env.is_current(make_env.fingerprint("cpu"))
     (checkout / "pyproject.toml").write_text("[project]\nname = 'x'\n")
     assert not env.is_current(make_env.fingerprint("cpu"))
     (checkout / "pyproject.toml").write_text("[project]\n")
@@ -93,7 +435,10 @@ def test_another_pyproject_platform_or_a_lost_interpreter_makes_it_anew(
     assert not env.is_current(make_env.fingerprint("cpu"))
 
 
-def test_an_environment_that_is_made_anew_is_incomplete_until_the_end(env: Venv) -> None:
+def test_an_environment_that_is_made_anew_is_incomplete_until_the_end(
+    env: Venv, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(venv, "Uv", lambda *_: FakeInstaller("uv"))
     env.complete("old")
     env.log.write_text("old")
     env.begin()
@@ -107,16 +452,26 @@ def test_an_environment_that_is_made_anew_is_incomplete_until_the_end(env: Venv)
         ("", "starting"),
         ("Collecting torch\n  Downloading torch.whl (1 MB)\n", "Downloading torch.whl (1 MB)"),
         ("Installing collected packages: a, b, c\n", "Installing 3 packages"),
+        ("Using Python 3.11\nResolved 186 packages in 3s\n", "Resolved 186 packages in 3s"),
+        (
+            "Downloading a (2MiB)\nDownloading b (3MiB)\n Downloaded a\n",
+            "1 of 2 large packages ready; Downloading b (3MiB)",
+        ),
+        (" Downloaded a\nPrepared 186 packages in 31s\n", "Prepared 186 packages in 31s"),
+        ("Listing 'x'...\nCompiling 'a.py'...\nCompiling 'b.py'...\n", "2 files compiled"),
     ],
 )
-def test_progress_shows_what_pip_does_last(env: Venv, log: str, step: str) -> None:
-    env.log.write_text(log)
-    assert env.last_step() == step
+def test_progress_shows_how_far_an_installer_is(log: str, step: str) -> None:
+    assert progress.last_step(log) == step
 
 
-def test_progress_forgets_the_step_before(env: Venv) -> None:
+def test_progress_forgets_the_step_before(
+    env: Venv, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(venv, "PROGRESS_INTERVAL_S", 0.01)
     env.log.write_text("Collecting torch\n")
-    assert env.last_step(env.log.stat().st_size) == "starting"
+    env.run_logged(["sh", "-c", "sleep 0.1"], "waiting")
+    assert " s  starting\n" in capsys.readouterr().out
 
 
 def test_a_failed_step_ends_with_the_log(env: Venv) -> None:
@@ -137,9 +492,8 @@ def npu_env(env: Venv, monkeypatch: pytest.MonkeyPatch) -> Venv:
     """A machine that has the compiler and the wheels; installing does nothing."""
     monkeypatch.setattr(npu_sim_env, "VENV", env)
     monkeypatch.setattr(npu_sim_env.shutil, "which", lambda name: f"/usr/bin/{name}")
-    monkeypatch.setattr(Venv, "dry_run", lambda _, requirements: [{}])
-    listing = SimpleNamespace(stdout="Available versions: 0.30.0rc2, 0.30.0rc1", returncode=0)
-    monkeypatch.setattr(npu_sim_env.subprocess, "run", lambda *_, **__: listing)
+    env.installer = FakeInstaller()
+    monkeypatch.setattr(FakeInstaller, "has", lambda *_, **__: True)
     return env
 
 
@@ -153,22 +507,36 @@ def test_a_machine_without_gcc_is_told_so(npu_env: Venv, monkeypatch: pytest.Mon
         npu_sim_env.check_available()
 
 
-def test_a_missing_wheel_is_named(npu_env: Venv, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        Venv, "dry_run", lambda _, wanted: None if wanted == ["torch-npu==2.13.0"] else [{}]
-    )
-    with pytest.raises(UnavailableError, match=r"no torch-npu==2\.13\.0 for Python"):
-        npu_sim_env.check_available()
-
-
-@pytest.mark.parametrize("listing", ["", "Available versions: 0.30.0rc1, 0.30.0rc22"])
-def test_a_missing_source_distribution_is_named(
-    npu_env: Venv, monkeypatch: pytest.MonkeyPatch, listing: str
+@pytest.mark.parametrize(
+    "missing", ["torch-npu==2.13.0", "vllm-ascend==0.30.0rc2", "vllm-ascend==0.26.0rc1"]
+)
+def test_what_is_missing_is_named(
+    npu_env: Venv, monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:
-    answer = SimpleNamespace(stdout=listing, returncode=0)
-    monkeypatch.setattr(npu_sim_env.subprocess, "run", lambda *_, **__: answer)
-    with pytest.raises(UnavailableError, match=r"no vllm-ascend==0\.30\.0rc2 for Python"):
+    monkeypatch.setattr(FakeInstaller, "has", lambda _, wanted, **__: wanted != missing)
+    with pytest.raises(UnavailableError, match=f"pip finds no {missing} for Python"):
         npu_sim_env.check_available()
+
+
+def test_only_what_is_published_as_source_may_be_built(
+    npu_env: Venv, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = []
+    monkeypatch.setattr(
+        FakeInstaller, "has", lambda _, name, *, source: not source or not built.append(name)
+    )
+    npu_sim_env.check_available()
+    assert built == [npu_sim_env.VLLM_ASCEND]
+
+
+@pytest.mark.parametrize("constant", ["VLLM", "BESIDE", "OLDER_PAIR"])
+def test_other_versions_make_the_npu_side_anew(
+    npu_env: Venv, monkeypatch: pytest.MonkeyPatch, constant: str
+) -> None:
+    before = npu_sim_env.fingerprint()
+    assert before == npu_sim_env.fingerprint()
+    monkeypatch.setattr(npu_sim_env, constant, "another==1")
+    assert npu_sim_env.fingerprint() != before
 
 
 @pytest.mark.parametrize(
