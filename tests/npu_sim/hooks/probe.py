@@ -1,12 +1,8 @@
-"""``python -m tests.npu_sim.hooks.probe FILE``: check the hooks in the versions on the path.
-
-Writes a JSON object to FILE: ``versions``, and ``problems`` by the hooks' titles (null: none).
-"""
+"""Checks the hooks in the versions on the path, in a process of these versions."""
 
 from __future__ import annotations
 
 import json
-import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -23,8 +19,13 @@ def problem(hook: Hook) -> str | None:
         return str(error)
 
 
-def main() -> None:
-    """Check all of them in this process."""
+def main(file: str) -> None:
+    """Check all of them in this process.
+
+    Args:
+        file: Gets a JSON object: ``versions``, ``files`` of the packages, and ``problems`` by the
+            hooks' titles (null: none).
+    """
     import vllm
     import vllm_ascend
 
@@ -33,8 +34,4 @@ def main() -> None:
         "files": {module.__name__: module.__file__ for module in (vllm, vllm_ascend)},
         "problems": {hook.title: problem(hook) for hook in HOOKS},
     }
-    Path(sys.argv[1]).write_text(json.dumps(answer), "utf-8")
-
-
-if __name__ == "__main__":
-    main()
+    Path(file).write_text(json.dumps(answer), "utf-8")

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 
-from tests.npu_sim.hooks.test_hooks import NEWEST, OLDEST, ROOT, Pair
+from tests.npu_sim.hooks.test_hooks import NEWEST, OLDEST, Pair, run
 
-DEADLINE_S = 500.0
+TESTS = "tests/integration/vllm_plugin/test_encoder_scheduler.py"
 
 
 @pytest.mark.parametrize(
@@ -21,18 +17,9 @@ DEADLINE_S = 500.0
 def test_requests_are_encoded_whole_and_in_order_over_the_schedulers_of_this_pair(
     pair: Pair,
 ) -> None:
-    path = os.pathsep.join(filter(None, [pair.folder, str(ROOT)]))
-    result = subprocess.run(
-        [
-            *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
-            "tests/integration/vllm_plugin/test_encoder_scheduler.py",
-        ],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
+    # Where vLLM has been imported already, so have others.
+    known = "ignore:Module already imported:pytest.PytestAssertRewriteWarning"
+    words = ["-q", "-p", "no:cacheprovider", "-W", known, TESTS]
+    result = run(pair, f"import sys, pytest\nsys.exit(pytest.main({words!r}))")
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-1000:]
     assert " passed" in result.stdout

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.npu_sim.hooks.table import HOOKS
+from tests.npu_sim.platform.children import nursery_with_engine
 
 ROOT = Path(__file__).resolve().parents[3]
 DEADLINE_S = 400.0
@@ -40,6 +41,21 @@ OLDEST = Pair(vllm="0.26.0", ascend="0.26.0rc1", folder=str(Path(sys.prefix, "pa
 NEWEST = Pair(vllm="0.30.0", ascend="0.30.0rc2")
 
 
+def run(pair: Pair, code: str) -> subprocess.CompletedProcess[str]:
+    """Run code with a pair of versions: in a fresh process if it is not the environment's own."""
+    if not pair.folder:
+        return nursery_with_engine().finish(code, os.environ, DEADLINE_S)
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": pair.folder},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+
+
 @pytest.fixture(
     scope="module", params=[OLDEST, NEWEST], ids=lambda pair: f"vllm-ascend {pair.ascend}"
 )
@@ -52,15 +68,7 @@ def pair(request: pytest.FixtureRequest) -> Pair:
 def answer(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the probe found with this pair."""
     file = tmp_path_factory.mktemp("hooks") / "answer.json"
-    path = os.pathsep.join(filter(None, [pair.folder, str(ROOT)]))
-    result = subprocess.run(
-        [sys.executable, "-m", "tests.npu_sim.hooks.probe", str(file)],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
+    result = run(pair, f"from tests.npu_sim.hooks.probe import main\nmain({str(file)!r})")
     assert result.returncode == 0, result.stderr
     found: dict[str, Any] = json.loads(file.read_text("utf-8"))
     return found

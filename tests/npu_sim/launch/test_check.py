@@ -5,22 +5,40 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
+
+from tests.npu_sim.platform.children import DEADLINE_S, nursery
 
 PAIRS = {"npu": {"ipc", "shm", "collective", "tcp"}, "npu→cpu": {"shm", "tcp"}}
 
 
-def check(*options: str, **env: str) -> tuple[int, dict[tuple[str, str], tuple[str, str]]]:
-    """Return the exit status, and ``usable`` and ``why`` by what and name."""
-    done = subprocess.run(
-        [sys.executable, "-m", "epd_portable.launch.cli", "check", *options],
-        env={**os.environ, **env},
+def afresh(options: list[str], env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Run the command as its user does."""
+    return subprocess.run(
+        [sys.executable, "-m", "epd_portable.launch.cli", *options],
+        env=env,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=DEADLINE_S,
         check=False,
     )
+
+
+def forked(options: list[str], env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Run it in a process that begins with torch_npu imported."""
+    code = f"from epd_portable.launch.cli import main\nmain({options!r})"
+    return nursery().finish(code, env, DEADLINE_S)
+
+
+def check(
+    *options: str,
+    run: Callable[[list[str], dict[str, str]], subprocess.CompletedProcess[str]] = forked,
+    **env: str,
+) -> tuple[int, dict[tuple[str, str], tuple[str, str]]]:
+    """Return the exit status, and ``usable`` and ``why`` by what and name."""
+    done = run(["check", *options], {**os.environ, **env})
     # torch_npu writes warnings to standard output, before the table.
     lines = done.stdout.splitlines()
     table = lines[next(i for i, line in enumerate(lines) if line.startswith("what")) :]
@@ -36,7 +54,9 @@ def check(*options: str, **env: str) -> tuple[int, dict[tuple[str, str], tuple[s
 
 
 def test_devices_memory_and_paths_are_listed() -> None:
-    status, found = check("--platform", "npu", ASCEND_SIM_DEVICES="2", ASCEND_SIM_MEM_MB="2048")
+    status, found = check(
+        "--platform", "npu", run=afresh, ASCEND_SIM_DEVICES="2", ASCEND_SIM_MEM_MB="2048"
+    )
     assert status == 0
     assert found["engine", "vllm-ascend"][0] == "yes"
     assert found["platform", "npu"][1].endswith("2 devices")

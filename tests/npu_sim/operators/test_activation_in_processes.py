@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.npu_sim.platform.children import nursery, nursery_with_engine
+from tests.npu_sim.runtime import children
+
 
 def run(program: str, **variables: str) -> list[str]:
     """Run a program in a fresh process and return its words, less torch_npu's own warnings.
@@ -61,54 +64,73 @@ def test_a_process_that_uses_the_cpu_is_left_alone() -> None:
     assert run(program, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == ["True", "False", "False"]
 
 
-def test_a_process_that_imports_torch_has_the_operators() -> None:
-    assert run(f"import torch; {LOADED}") == ["True", "True", "True"]
-    assert run("import torch; print(torch.arange(4, device='npu').sum().item())") == ["6"]
+def test_a_process_has_the_operators_though_it_and_its_parent_looked_for_the_module_before() -> (
+    None
+):
+    look = "import importlib.util as u; assert u.find_spec('torch_npu');"
+    child = f"{look} import torch; {LOADED}; print((torch.ones(2).to('npu') * 3).tolist())"
+    program = f"{look} import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    assert run(program) == ["True", "True", "True", "[3.0,", "3.0]"]
 
 
-def test_looking_for_a_module_before_its_import_changes_nothing() -> None:
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], list[str]]:
+    """Words and counted operators of a process whose variables ask for lateness and counts."""
+    log = tmp_path_factory.mktemp("log") / "ops"
     program = (
-        "import importlib.util as u; assert u.find_spec('torch_npu');"
-        "import torch; print((torch.ones(2).to('npu') * 3).tolist())"
+        "import os, torch, ascend_sim.dispatch as d;"
+        f"{LOADED};"
+        "torch.ones(2, device='npu').neg().neg(); torch.npu.synchronize();"
+        "x = torch.zeros(2).to('npu:0') + 1;"
+        "e = torch.npu.Event(); e.record();"
+        "print(d.OP_US, e.query(), os.getpid())"
     )
-    assert run(program, TORCH_DEVICE_BACKEND_AUTOLOAD="1") == ["[3.0,", "3.0]"]
+    *words, pid = run(program, ASCEND_SIM_OPLOG=str(log), ASCEND_SIM_OP_US="300000")
+    return words, log.with_name(f"ops.{pid}").read_text().splitlines()
 
 
-def test_a_child_process_has_the_operators_too() -> None:
-    program = (
-        "import subprocess, sys; subprocess.run([sys.executable, '-c',"
-        "'import torch; print(torch.ones(3).to(\"npu\").sum().item())'], check=True)"
-    )
-    assert run(program) == ["3.0"]
+def test_operators_are_counted_into_a_file_of_the_process(
+    asked: tuple[list[str], list[str]],
+) -> None:
+    assert "2 aten::neg" in asked[1]
+
+
+def test_a_variable_makes_operators_late(asked: tuple[list[str], list[str]]) -> None:
+    assert asked[0] == ["True", "True", "True", "300000", "False"]
 
 
 def test_the_double_can_be_left_out() -> None:
-    assert run(f"import torch; {LOADED}", ASCEND_SIM_DOUBLE="0") == ["True", "True", "False"]
+    assert children.run_with_torch(LOADED).stdout.split() == ["True", "True", "False"]
 
 
 def test_the_compiled_extension_is_replaced_and_knows_the_hosts_device_numbers() -> None:
     program = (
-        "import torch, vllm_ascend.vllm_ascend_C as c;"
+        "import torch, vllm_ascend.vllm_ascend_C as c\n"
         "print(len([n for n in dir(c) if not n.startswith('__')]),"
-        "torch.ops._C_ascend.get_physical_device_id(0));"
-        "torch.ops._C_ascend.device_print('said');"
+        "torch.ops._C_ascend.get_physical_device_id(0))\n"
+        "torch.ops._C_ascend.device_print('said')\n"
         "torch.ops._C_ascend.device_print_tensor(torch.tensor([7]).to('npu'))"
     )
-    words = run(program, ASCEND_RT_VISIBLE_DEVICES="1,0")
-    # vLLM's log comes first.
-    assert words[-4:] == ["0", "1", "said", "tensor([7])"]
+    env = {**os.environ, "ASCEND_RT_VISIBLE_DEVICES": "1,0"}
+    done = nursery_with_engine().finish(program, env, 60)
+    assert done.stdout.split() == ["0", "1", "said", "tensor([7])"], done.stderr
 
 
 def test_atb_is_registered_and_refuses_but_for_the_warm_up() -> None:
-    program = (
-        "import torch, torch_npu;"
-        "from torch_npu.op_plugin.atb._atb_ops import _register_atb_extensions as r; r();"
-        "x = torch.ones(3, 2).to('npu'); total = torch.ones(2, 2).to('npu');"
-        "torch_npu._npu_matmul_add_fp32(x, x, total); print(total.sum().item())\n"
-        "try: torch_npu._npu_paged_attention(x)\n"
-        "except NotImplementedError as e: print(e)"
-    )
-    assert run(program)[:5] == ["16.0", "ascend_sim", "does", "not", "model"]
+    program = """
+import torch, torch_npu
+from torch_npu.op_plugin.atb._atb_ops import _register_atb_extensions
+_register_atb_extensions()
+x, total = torch.ones(3, 2).to('npu'), torch.ones(2, 2).to('npu')
+torch_npu._npu_matmul_add_fp32(x, x, total)
+print(total.sum().item())
+try:
+    torch_npu._npu_paged_attention(x)
+except NotImplementedError as error:
+    print(error)
+"""
+    done = nursery().finish(program, os.environ, 60)
+    assert done.stdout.split()[:5] == ["16.0", "ascend_sim", "does", "not", "model"], done.stderr
 
 
 @pytest.mark.parametrize(
@@ -118,10 +140,3 @@ def test_atb_is_registered_and_refuses_but_for_the_warm_up() -> None:
 def test_stand_ins_can_be_imported_and_not_called(call: str) -> None:
     program = f"{call}\ntry: f(1)\nexcept NotImplementedError as e: print(e)"
     assert run(program)[:4] == ["ascend_sim", "does", "not", "model"]
-
-
-def test_operators_are_counted_into_a_file_of_the_process(tmp_path: Path) -> None:
-    program = "import os, torch; torch.ones(2, device='npu').neg().neg(); print(os.getpid())"
-    (pid,) = run(program, ASCEND_SIM_OPLOG=str(tmp_path / "ops"))
-    lines = (tmp_path / f"ops.{pid}").read_text().splitlines()
-    assert "1 aten::neg" in lines

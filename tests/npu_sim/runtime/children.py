@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -10,6 +11,8 @@ import threading
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from tests.npu_sim.forks import Nursery
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -40,8 +43,24 @@ def environment(settings: dict[str, str]) -> dict[str, str]:
     return inherited | settings
 
 
+@functools.cache
+def nursery() -> Nursery:
+    """Return what processes are forked off that have torch_npu without the double."""
+    return Nursery("import torch, torch_npu", ASCEND_SIM_DOUBLE="0")
+
+
+def run_with_torch(code: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a process that has imported the real torch_npu, without the double.
+
+    Args:
+        code: Python.
+        settings: Environment variables.
+    """
+    return nursery().finish(code, environment(settings), DEADLINE_S)
+
+
 def run(code: str, **settings: str) -> subprocess.CompletedProcess[str]:
-    """Run code in a process that has the runtime and the real torch_npu, but not the double.
+    """Run code in a process that has the runtime; of torch_npu it has imported nothing.
 
     Args:
         code: Python, after ``import ctypes, os, sys`` and the modules ``acl`` and ``hccl``.
@@ -59,7 +78,11 @@ def run(code: str, **settings: str) -> subprocess.CompletedProcess[str]:
 
 def answer(code: str, **settings: str) -> str:
     """Run code that must succeed, and return what it printed."""
-    done = run(code, **settings)
+    return printed(run(code, **settings))
+
+
+def printed(done: subprocess.CompletedProcess[str]) -> str:
+    """Return what a process printed that must have succeeded."""
     assert done.returncode == 0, f"{done.returncode}: {done.stdout}\n{done.stderr}"
     return done.stdout.strip()
 

@@ -64,7 +64,8 @@ def test_visibility_is_fixed_once_a_device_is_in_use() -> None:
 def test_torch_sees_as_many_devices(count: int) -> None:
     code = "import torch, torch_npu; print(torch.npu.is_available(), torch.npu.device_count())"
 
-    assert children.answer(code, ASCEND_SIM_DEVICES=str(count)).endswith(f"{count > 0} {count}")
+    done = children.run_with_torch(code, ASCEND_SIM_DEVICES=str(count))
+    assert children.printed(done) == f"{count > 0} {count}"
 
 
 def test_an_unknown_device_is_refused() -> None:

@@ -11,11 +11,11 @@ BLOCKING = {"ASCEND_LAUNCH_BLOCKING": "1"}
 
 
 def test_operators_in_c_give_the_same_bytes_as_the_cpu() -> None:
-    code = "import torch, torch_npu; from runtime import operator_cases; operator_cases.main()"
+    code = "from tests.npu_sim.runtime import operator_cases; operator_cases.main()"
 
     results = dict(
         line.split(": ", 1)
-        for line in children.answer(code, **BLOCKING).splitlines()
+        for line in children.printed(children.run_with_torch(code, **BLOCKING)).splitlines()
         if ": " in line
     )
 
@@ -33,7 +33,7 @@ except RuntimeError as error:
     print("refused:", "operator Add is not simulated" in str(error))
 """
 
-    assert "refused: True" in children.answer(code, **BLOCKING)
+    assert "refused: True" in children.printed(children.run_with_torch(code, **BLOCKING))
 
 
 def test_with_the_task_queue_a_refusal_is_printed_at_once() -> None:
@@ -46,7 +46,7 @@ except RuntimeError:
     pass
 """
 
-    assert "ascend_sim: operator Add is not simulated" in children.run(code).stderr
+    assert "ascend_sim: operator Add is not simulated" in children.run_with_torch(code).stderr
 
 
 def test_an_index_outside_of_its_table_is_an_error() -> None:
@@ -60,7 +60,7 @@ except RuntimeError as error:
     print("refused:", "index 6 of 6 rows" in str(error))
 """
 
-    assert "refused: True" in children.answer(code, **BLOCKING)
+    assert "refused: True" in children.printed(children.run_with_torch(code, **BLOCKING))
 
 
 @pytest.mark.parametrize("function", ["rtKernelLaunch", "aclrtProcessReport"])

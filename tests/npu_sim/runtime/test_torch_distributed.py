@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 
+from tests.npu_sim.platform.children import nursery
 from tests.npu_sim.runtime import children
 
 if TYPE_CHECKING:
@@ -17,16 +19,12 @@ RANKS = 2
 
 
 def test_two_processes_exchange_tensors(tmp_path: Path) -> None:
-    context = torch.multiprocessing.start_processes(
-        exchange, (f"file://{tmp_path}/store",), nprocs=RANKS, join=False, start_method="spawn"
-    )
-    try:
-        # Each call waits for one process at most, and raises what it raised.
-        ended = [context.join(children.DEADLINE_S) for _ in range(RANKS)]
-        assert ended[-1]
-    finally:
-        for process in context.processes:
-            process.kill()
+    def be(rank: int) -> str:
+        code = f"from {__name__} import exchange\nexchange({rank}, 'file://{tmp_path}/store')"
+        return children.printed(nursery().finish(code, os.environ, children.DEADLINE_S))
+
+    with ThreadPoolExecutor(RANKS) as pool:
+        assert len(list(pool.map(be, range(RANKS)))) == RANKS
 
 
 def exchange(rank: int, store: str) -> None:
