@@ -119,7 +119,9 @@ def test_a_path_that_the_platform_cannot_have_is_refused(refuse: Refuse) -> None
 
 
 def test_pools_larger_than_shared_memory_are_refused(refuse: Refuse) -> None:
-    arguments = ["--platform", "cpu", "--config", CONFIG, "--port", "29999", "--set"]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    arguments = ["--platform", "cpu", "--config", CONFIG, "--port", port, "--set"]
     message = refuse(*arguments, "transfer.pool_bytes=9000TiB")
     assert "do not fit into /dev/shm" in message
 
