@@ -148,6 +148,7 @@ class Nursery:
                 child.wait(timeout)
             finally:
                 child.kill()
+                child.wait(timeout)
             texts = [(file.seek(0), file.read())[1] for file in (out, err)]
         assert child.returncode is not None
         return subprocess.CompletedProcess([*map(str, words)], child.returncode, *texts)
