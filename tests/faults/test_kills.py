@@ -26,6 +26,7 @@ REQUESTS = 8
 ALWAYS = {
     (ENCODER_WORKER, "transfer.begun"),
     (ENCODER_SCHEDULER, "encode_job"),
+    (PD_WORKER, "transfer.begun"),
     (PD_WORKER, "item.landed"),
     (PD_SCHEDULER, "transfer.written"),
     (ROUTER, "encode.begin"),

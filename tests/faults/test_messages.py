@@ -17,6 +17,7 @@ from tests.faults.meddler import (
     Fault,
     Meddler,
     delayed,
+    dropped,
     duplicated,
     everything,
     reordered,
@@ -27,11 +28,12 @@ from tests.faults.small.pictures import TOKEN_BYTES, Picture
 
 PATHS = ("shm", "tcp", "collective")
 ALWAYS = {(everything, path) for path in PATHS} | {
+    (dropped, "shm"),
     (duplicated, "tcp"),
     (reordered, "shm"),
 }
-"""Everything at once by every path, and alone what waits for no deadline; the rest with
-``--full``."""
+"""Everything at once by every path; alone what waits for no deadline, and losses, which show what
+is never answered. The rest with ``--full``."""
 CASES = [
     pytest.param(
         fault,
