@@ -121,13 +121,22 @@ def note_start(kind: str, seconds: float) -> None:
     timetable.note_start(kind, seconds)
 
 
-@pytest.fixture(scope="session")
-def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
-    """What has imported vLLM, for every engine that is not to start as users start it."""
+@contextmanager
+def forking(
+    folder: Path, modules: Sequence[str] = ENGINE_MODULES, env: Mapping[str, str] | None = None
+) -> Iterator[ForkServer]:
+    """Start what has imported vLLM, for engines that need not start as users start them."""
     begin_s = time.monotonic()
-    with ForkServer(ENGINE_MODULES, tmp_path_factory.mktemp("fork") / "server.log") as server:
+    with ForkServer(modules, folder / "fork_server.log", env) as server:
         server.wait()
         note_start("fork server", time.monotonic() - begin_s)
+        yield server
+
+
+@pytest.fixture(scope="session")
+def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    """Of the engines on the CPU."""
+    with forking(tmp_path_factory.mktemp("fork")) as server:
         yield server
 
 

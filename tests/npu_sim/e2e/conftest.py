@@ -2,25 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from tests.e2e.conftest import (
+    ENGINE_MODULES,
     Split,
-    compiling,  # noqa: F401 - a fixture
+    fork_server,  # noqa: F401 - a fixture
+    forking,
     reference_url,  # noqa: F401 - a fixture
     running,
 )
+from tests.forkserver.client import ForkServer
 
 # No graphs are simulated, and a simulated device is small; and slow, on a machine with other work.
 SIMULATED = (
     "engine_args.enforce_eager=true",
     "engine_args.gpu_memory_utilization=0.4",
+    "engine_args.max_num_batched_tokens=512",
+    "engine_args.skip_mm_profiling=true",
     "transfer.pool_bytes=16MiB",
     "transfer.lease_s=60",
     "transfer.wait_timeout_s=120",
 )
+DEVICES = {"ASCEND_SIM_DEVICES": "3", "ASCEND_SIM_MEM_MB": "2048"}
+MODULES = (
+    *ENGINE_MODULES,
+    "vllm_ascend.worker.worker",
+    "vllm_ascend.worker.model_runner_v1",
+)
+
+
+@pytest.fixture(scope="session")
+def npu_fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    """Of the engines on simulated devices."""
+    with forking(tmp_path_factory.mktemp("fork"), MODULES, DEVICES) as server:
+        yield server
 
 
 def simulated(
@@ -28,8 +50,8 @@ def simulated(
     settings: Sequence[str],
     *,
     dtype: str = "float32",
-    devices: int = 2,
     env: Mapping[str, str] | None = None,
+    popen: Any = subprocess.Popen,
 ) -> AbstractContextManager[Split]:
     """Return a topology on simulated devices.
 
@@ -37,12 +59,13 @@ def simulated(
         folder: For logs and traces.
         settings: Beyond those that the simulation needs.
         dtype: Of the model.
-        devices: That the simulated host has.
         env: Variables of the topology.
+        popen: What starts it.
     """
     return running(
         folder,
         [*SIMULATED, f"engine_args.dtype={dtype}", *settings],
         platform="npu",
-        env={"ASCEND_SIM_DEVICES": str(devices), "ASCEND_SIM_MEM_MB": "2048", **(env or {})},
+        env={**DEVICES, **(env or {})},
+        popen=popen,
     )

@@ -10,6 +10,7 @@ import pytest
 from tests.e2e.asking import ask, assert_close
 from tests.e2e.cases import SINGLE
 from tests.e2e.conftest import Pair, reference
+from tests.forkserver.client import ForkServer
 from tests.npu_sim.e2e.conftest import simulated
 
 pytestmark = [
@@ -21,11 +22,16 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def pair(
+    fork_server: ForkServer,
+    npu_fork_server: ForkServer,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("bfloat16")
+    popen = npu_fork_server.popen
     with (
-        reference(folder, dtype="bfloat16") as one_process,
-        simulated(folder, ["transfer.path=shm"], dtype="bfloat16") as split,
+        reference(folder, fork_server.popen, dtype="bfloat16") as one_process,
+        simulated(folder, ["transfer.path=shm"], dtype="bfloat16", popen=popen) as split,
     ):
         yield Pair(split=split, reference_url=one_process.url)
 

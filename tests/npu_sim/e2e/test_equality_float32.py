@@ -12,7 +12,8 @@ import pytest
 from tests.e2e.asking import ask, picture
 from tests.e2e.cases import ASK
 from tests.e2e.conftest import Pair
-from tests.e2e.equality import FloatEquality
+from tests.e2e.equality import FloatSmoke
+from tests.forkserver.client import ForkServer
 from tests.npu_sim.e2e.conftest import simulated
 
 pytestmark = [pytest.mark.e2e, pytest.mark.needs_vllm, pytest.mark.timeout(900)]
@@ -32,12 +33,18 @@ def path(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def pair(path: str, tmp_path_factory: pytest.TempPathFactory, reference_url: str) -> Iterator[Pair]:
-    with simulated(tmp_path_factory.mktemp(path), [f"transfer.path={path}"]) as split:
+def pair(
+    path: str,
+    npu_fork_server: ForkServer,
+    tmp_path_factory: pytest.TempPathFactory,
+    reference_url: str,
+) -> Iterator[Pair]:
+    folder = tmp_path_factory.mktemp(path)
+    with simulated(folder, [f"transfer.path={path}"], popen=npu_fork_server.popen) as split:
         yield Pair(split=split, reference_url=reference_url)
 
 
-class TestOnSimulatedDevices(FloatEquality):
+class TestOnSimulatedDevices(FloatSmoke):
     """Encode on device 0, prefill and decode on device 1."""
 
     def test_items_travel_by_the_path_that_was_asked_for(self, pair: Pair, path: str) -> None:

@@ -11,8 +11,8 @@ import pytest
 
 from tests.e2e.asking import ask, assert_equal, picture
 from tests.e2e.cases import ASK
-from tests.e2e.conftest import ROOT, Pair
-from tests.npu_sim.e2e.conftest import simulated
+from tests.e2e.conftest import ROOT, Pair, forking
+from tests.npu_sim.e2e.conftest import DEVICES, simulated
 
 pytestmark = [pytest.mark.e2e, pytest.mark.needs_vllm, pytest.mark.timeout(900)]
 
@@ -24,7 +24,10 @@ def pair(tmp_path_factory: pytest.TempPathFactory, reference_url: str) -> Iterat
     assert (OLDEST / "vllm").is_dir(), f"{OLDEST} is not there: make npu-sim"
     folder = tmp_path_factory.mktemp("oldest")
     env = {"PYTHONPATH": os.pathsep.join((str(OLDEST), str(ROOT)))}
-    with simulated(folder, ["transfer.path=tcp"], env=env) as split:
+    with (
+        forking(folder, env={**DEVICES, **env}) as server,
+        simulated(folder, ["transfer.path=tcp"], env=env, popen=server.popen) as split,
+    ):
         yield Pair(split=split, reference_url=reference_url)
 
 
