@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +34,12 @@ FAILS_UNAVAILABLE: Version = (0, 30)
 """From here on the scheduler asks ``take_unavailable_requests``."""
 HAS_METADATA: Version = (0, 31)
 """From here on vLLM knows what an item is without its media, and takes it as plain JSON."""
+
+MEASURES_WIDTHS: Version = (0, 32)
+"""From here on the engine of an encode instance measures the width of its outputs."""
+DUMMY_SIDE = 224
+DUMMY_FRAMES = 4
+"""What it measures them with: pixels of a side, and pictures of a video."""
 
 
 @cache
@@ -148,6 +156,48 @@ def check_dtype(vllm_config: VllmConfig, platform: Platform) -> None:
 def dtype_name(vllm_config: VllmConfig) -> str:
     """Return the dtype of encoder outputs, as in `TensorSpec.dtype`."""
     return str(vllm_config.model_config.dtype).removeprefix("torch.")
+
+
+def small_dummies(vllm_config: VllmConfig) -> Callable[[], None]:
+    """Let vLLM measure an encoder's output width with small items; return what ends that.
+
+    From 0.32 on a producer's engine encodes the largest item of each modality once its model is
+    loaded (`encoder_output_width.py`), only to look at the last dimension, which does not depend
+    on the size. On one core a picture of 12.8 million pixels, the default of Qwen2.5-VL, takes
+    minutes.
+
+    Args:
+        vllm_config: Of a worker, whose model is loaded.
+    """
+    multimodal = vllm_config.model_config.multimodal_config
+    if version() < MEASURES_WIDTHS or multimodal is None:
+        return lambda: None
+    from vllm.config.multimodal import ImageDummyOptions, VideoDummyOptions
+
+    def smaller(size: int | None, limit: int) -> int:
+        return limit if size is None else min(size, limit)
+
+    before = multimodal.limit_per_prompt
+    image = before.get("image") or ImageDummyOptions()
+    video = before.get("video") or VideoDummyOptions()
+    small = type(before)(before)
+    small["image"] = replace(
+        image,
+        width=smaller(image.width, DUMMY_SIDE),
+        height=smaller(image.height, DUMMY_SIDE),
+    )
+    small["video"] = replace(
+        video,
+        num_frames=smaller(video.num_frames, DUMMY_FRAMES),
+        width=smaller(video.width, DUMMY_SIDE),
+        height=smaller(video.height, DUMMY_SIDE),
+    )
+    multimodal.limit_per_prompt = small
+
+    def restore() -> None:
+        multimodal.limit_per_prompt = before
+
+    return restore
 
 
 def encoder_output_width(vllm_config: VllmConfig, modality: str) -> int:

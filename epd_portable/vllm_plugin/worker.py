@@ -15,6 +15,7 @@ from vllm.distributed.ec_transfer import get_ec_transfer
 from epd_portable.log import trace
 from epd_portable.runners.encoder import EncoderRunnerMixin
 from epd_portable.runners.pd import PDRunnerMixin
+from epd_portable.vllm_plugin import compat
 
 _BASES = {
     "EPDCPUWorker": ("vllm.v1.worker.cpu_worker", "CPUWorker"),
@@ -52,6 +53,17 @@ class _WorkerMixin:
             for name, child in model.named_children()
         }
         trace("model.loaded", parameters=loaded)
+        if get_ec_transfer().is_producer:
+            self._end_measuring = compat.small_dummies(self.vllm_config)  # type: ignore[attr-defined]
+
+    def get_kv_cache_spec(self) -> Any:
+        # The first that vLLM asks for once it has measured the encoder (0.32 and 0.33).
+        self._end_measuring()
+        return super().get_kv_cache_spec()  # type: ignore[misc]
+
+    @staticmethod
+    def _end_measuring() -> None:
+        """Nothing is measured in an instance that encodes for itself."""
 
     def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_from_config(*args, **kwargs)  # type: ignore[misc]

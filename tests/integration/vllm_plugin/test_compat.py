@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from epd_portable.demo import MODEL_DIR
 from epd_portable.errors import EngineError
 from epd_portable.launch.engine import SCHEDULER_CLS
 from epd_portable.platforms import registry
@@ -133,3 +134,34 @@ def test_deepstack_levels_lie_beside_what_is_seen_but_not_beside_what_is_heard()
 
 def test_a_measured_width_counts_more_than_a_derived_one() -> None:
     assert widths(SimpleNamespace(), {"image": 100}) == {"image": 100, "video": 64, "audio": 64}
+
+
+def test_the_width_is_measured_with_small_items_whatever_the_model_allows() -> None:
+    """Each patch is 14 pixels wide, and four of them are one embedding."""
+    from vllm.config import ModelConfig
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+
+    from epd_portable.vllm_plugin import compat
+
+    model = ModelConfig(
+        model=str(MODEL_DIR),
+        mm_processor_kwargs={"max_pixels": 1_000_000},
+        limit_mm_per_prompt={"image": 3, "video": {"count": 1, "num_frames": 2}},
+    )
+    processor = MULTIMODAL_REGISTRY.create_processor(model)
+
+    def patches(modality: str) -> int:
+        [item] = processor.get_dummy_mm_inputs({modality: 1})["mm_kwargs"][modality]
+        return int(item[f"{modality}_grid_thw"].data.prod())
+
+    largest = {modality: patches(modality) for modality in ("image", "video")}
+    end = compat.small_dummies(SimpleNamespace(model_config=model))  # type: ignore[arg-type]
+    assert patches("image") == (compat.DUMMY_SIDE // 14) ** 2 < largest["image"] / 10
+    # Two frames are one step of time.
+    assert patches("video") == (compat.DUMMY_SIDE // 14) ** 2 < largest["video"]
+    assert {name: model.multimodal_config.get_limit_per_prompt(name) for name in largest} == {
+        "image": 3,
+        "video": 1,
+    }
+    end()
+    assert {modality: patches(modality) for modality in ("image", "video")} == largest
