@@ -252,6 +252,11 @@ def test_a_consumer_killed_while_the_device_writes_ends_the_transfer_and_no_othe
     pool = open_pd(child, route, folder)
     address = child.tell("pd.address").strip("'")
     try:
+        # What only a first item needs, as a group of `collective`, may take longer than the delay.
+        do(child, "pd.arrive('before', 'before', 30)")
+        encode.order("t-before", "before", address, (30, WIDTH))
+        encode.put_out("before", "output('before', 30)")
+        do(child, "pd.step_until(lambda: 'before' in pd.placed)")
         do(child, "pd.arrive('r', 'cat', 10)")
         encode.order("t-r", "cat", address, (10, WIDTH))
         encode.put_out("cat", "output('cat', 10)", LATE_US // 4)
