@@ -17,7 +17,7 @@ DEMO_RUN := $(BIN)/python -m epd_portable.demo.run --platform $(PLATFORM)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help env check unit test npu-sim faults engines demo clean
+.PHONY: help env check unit test full npu-sim faults engines demo clean
 
 help:  ## List the commands
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -31,11 +31,13 @@ check: env  ## Check format, lint, types and import layers
 	@ci/check.sh
 
 unit: env  ## Run the unit and contract tests (seconds, no engine)
-	$(BIN)/python -m pytest tests/unit tests/contract
+	$(BIN)/python -m pytest -n 2 --dist=loadgroup --no-loadscope-reorder tests/unit tests/contract
 
-test: check  ## Run the checks, then every test that this machine can run
-	@status=0; $(BIN)/python -m pytest || status=$$?; \
-	PYTHON=$(PYTHON) ci/jobs/npu-sim.sh --or-skip --short || status=$$?; exit $$status
+test: env  ## Run the checks and every test that this machine can run: a quarter of an hour
+	@$(PYTHON) -m ci.suite
+
+full:  ## Run all tests, what `make test` leaves out too, for hours; again to go on where it ended
+	@ci/jobs/full.sh
 
 npu-sim:  ## Test the NPU side: the real torch_npu over a simulated Ascend runtime, .venv-npu-sim
 	PYTHON=$(PYTHON) ci/jobs/npu-sim.sh
@@ -51,5 +53,5 @@ demo: env  ## Ask a picture of an encode and a prefill+decode instance, and comp
 	$(DEMO_RUN)
 
 clean:  ## Remove caches and build outputs (environments stay: rm -r .venv*)
-	rm -rf build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .suite build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +

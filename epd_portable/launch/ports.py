@@ -37,6 +37,31 @@ def is_free(port: int, host: str = "127.0.0.1") -> bool:
     return True
 
 
+def claim(port: int, host: str = "127.0.0.1") -> bool:
+    """Take a free port for as long as this process lives; false if another has it.
+
+    What will listen there is started later, and may be started again: until then nobody listens.
+    So a name that Linux gives to one process at a time, and takes back when it ends, tells other
+    runs that the port is theirs no more.
+
+    Raises:
+        ConfigError: As `is_free`.
+    """
+    if not is_free(port, host):
+        return False
+    name = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        name.bind(f"\0epd-portable-port-{port}")
+    except OSError:
+        name.close()
+        return False
+    _claims.append(name)
+    return True
+
+
+_claims: list[socket.socket] = []
+
+
 def require_free(port: int, host: str) -> None:
     """Check the public port.
 
@@ -58,18 +83,18 @@ def port_source(
     *,
     reserved: frozenset[int] = frozenset(),
     host: str = "127.0.0.1",
-    free: Callable[[int, str], bool] = is_free,
+    free: Callable[[int, str], bool] = claim,
 ) -> Callable[[], int]:
     """Return a function that hands out one free port after another.
 
     The search starts at a point that follows from ``run_id``, so that topologies started at the
-    same moment do not meet.
+    same moment rarely meet; where they do, `claim` keeps them apart.
 
     Args:
         run_id: Hexadecimal id of the run.
         reserved: Ports never to hand out.
         host: Address of this machine whose ports they are.
-        free: Tells whether a port of an address may be used.
+        free: Tells whether a port of an address may be used, and takes it.
 
     Raises:
         ConfigError: By the function, as `is_free`.

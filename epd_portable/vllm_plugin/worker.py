@@ -8,6 +8,7 @@ EPDGPUWorker and EPDNPUWorker have not been run on hardware.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 from vllm.distributed.ec_transfer import get_ec_transfer
@@ -30,6 +31,9 @@ class _WorkerMixin:
     The runner is chosen deep inside ``init_device`` on all platforms (vLLM 0.26 to 0.33,
     vllm-ascend 0.26 to 0.30); a subclass of whatever was chosen keeps that choice.
     """
+
+    _measured: Callable[[], None] = staticmethod(lambda: None)
+    """Ends what `load_model` began in an encode instance."""
 
     def init_device(self) -> None:
         super().init_device()  # type: ignore[misc]
@@ -54,16 +58,12 @@ class _WorkerMixin:
         }
         trace("model.loaded", parameters=loaded)
         if get_ec_transfer().is_producer:
-            self._end_measuring = compat.small_dummies(self.vllm_config)  # type: ignore[attr-defined]
+            self._measured = compat.small_dummies(self.vllm_config)  # type: ignore[attr-defined]
 
     def get_kv_cache_spec(self) -> Any:
         # The first that vLLM asks for once it has measured the encoder (0.32 and 0.33).
-        self._end_measuring()
+        self._measured()
         return super().get_kv_cache_spec()  # type: ignore[misc]
-
-    @staticmethod
-    def _end_measuring() -> None:
-        """Nothing is measured in an instance that encodes for itself."""
 
     def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_from_config(*args, **kwargs)  # type: ignore[misc]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import gc
 import inspect
 import logging
 import multiprocessing.context
@@ -103,13 +104,13 @@ def become(
             os.setsid()
         for number, descriptor in enumerate(streams):
             os.dup2(descriptor, number, inheritable=True)
-        for descriptor in _descriptors() - _of_libraries - {0, 1, 2}:
-            with contextlib.suppress(OSError):  # That of the listing itself.
-                os.close(descriptor)
         os.environ.clear()
         os.environ.update(env)
         _show(argv, env)
         _forget()
+        for descriptor in _descriptors() - _of_libraries - {0, 1, 2}:
+            with contextlib.suppress(OSError):  # That of the listing itself.
+                os.close(descriptor)
         sys.argv = [argv[2], *argv[3:]]
         runpy.run_module(argv[2], run_name="__main__", alter_sys=True)
         code = 0
@@ -137,6 +138,8 @@ def _forget() -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] in _FRESH]:
         if name not in (__name__, __package__):
             del sys.modules[name]
+    # Sockets in them are closed before their descriptors are, which others may get.
+    gc.collect()
 
 
 def _end(code: int) -> NoReturn:

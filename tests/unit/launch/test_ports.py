@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import socket
+import subprocess
+import sys
 
 import pytest
 
@@ -24,6 +27,17 @@ def test_the_search_wraps_around_and_ends() -> None:
     assert [next_port(), next_port()] == [LAST_PORT, FIRST_PORT]
     with pytest.raises(LaunchError, match=r"no free port of 127\.0\.0\.1"):
         next_port()
+
+
+def test_a_port_that_one_run_was_given_is_given_to_no_other_before_anybody_listens() -> None:
+    run_id = f"{random.randrange(1 << 32):08x}"
+    mine = port_source(run_id)()
+    claims = "from epd_portable.launch.ports import port_source; print(port_source({run_id!r})())"
+    other = [sys.executable, "-c", claims.format(run_id=run_id)]
+    found = [int(subprocess.check_output(other)) for _ in range(2)]
+    assert is_free(mine)
+    assert mine not in found
+    assert found[0] == found[1], "what ended holds no port"
 
 
 def test_a_port_in_use_is_named_with_one_that_is_free() -> None:

@@ -1,0 +1,283 @@
+"""``make test``: everything that shows that a change is right, in two lanes side by side.
+
+Tests of engines mostly wait, and the others mostly compute, so one lane of each keeps two cores
+busy. What a piece prints comes in one part, when it ends; its log is in ``.suite/``. With
+``--full`` every piece runs what ``make test`` leaves out too, which takes hours; ``--resume`` then
+goes on where an earlier run of the same commit ended.
+
+Needs the standard library only: the environments are made by its first pieces.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from ci.make_env import EXIT_UNAVAILABLE
+from ci.venv import ROOT
+
+FOLDER = ROOT / ".suite"
+STATE = FOLDER / "passed.json"
+TWO_WORKERS = ("-n", "2", "--dist=loadgroup", "--no-loadscope-reorder")
+PYTEST = (".venv/bin/python", "-m", "pytest")
+NPU_ENVIRONMENT = "npu environment"
+NPU_PARTS = ("devices", "contract", "transfer", "faults", "engines")
+SAYS_NOTHING_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """One command of the suite.
+
+    Attributes:
+        name: For people, and of its log.
+        argv: The command, from the repository's root.
+        lane: Pieces of one lane run one after the other.
+        needs: A piece of whatever lane without whose success this one is left out.
+    """
+
+    name: str
+    argv: Sequence[str]
+    lane: str
+    needs: str = ""
+
+
+def pieces(*, full: bool) -> list[Piece]:
+    """Return the whole suite, each lane in its order; the cheapest tests first."""
+    more = ["--full"] if full else []
+    npu = ["ci/jobs/npu-sim.sh", *([] if full else ["--short"])]
+    slow = sorted(path.name for path in (ROOT / "tests" / "faults").glob("test_*.py"))
+    faults = [f"tests/faults/{name}" for name in slow] if full else ["tests/faults"]
+    return [
+        Piece(name="checks", lane="computing", argv=["ci/check.sh"]),
+        Piece(
+            name="tests without engines",
+            lane="computing",
+            argv=[
+                *PYTEST,
+                *("tests/unit", "tests/property", "tests/contract", "tests/integration"),
+                *(*TWO_WORKERS, *more),
+            ],
+        ),
+        *(
+            Piece(
+                name=path.removesuffix(".py").replace("tests/faults/test_", "faults "),
+                lane="computing",
+                argv=[*PYTEST, path, *more],
+            )
+            for path in faults
+        ),
+        *(
+            Piece(
+                name=f"npu {part}",
+                lane="waiting" if part == "engines" else "computing",
+                argv=[*npu, part],
+                needs=NPU_ENVIRONMENT,
+            )
+            for part in NPU_PARTS
+        ),
+        Piece(
+            name=NPU_ENVIRONMENT,
+            lane="waiting",
+            argv=[sys.executable, "-m", "ci.make_env", "--platform", "npu-sim"],
+        ),
+        Piece(name="engines", lane="waiting", argv=[*PYTEST, "tests/e2e", *more]),
+    ]
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """How a piece ended.
+
+    Attributes:
+        status: Its exit status; ``None`` if it was left out.
+        seconds: How long it took.
+        why: Why it was left out.
+    """
+
+    status: int | None
+    seconds: float = 0.0
+    why: str = ""
+
+
+@dataclass
+class Suite:
+    """Runs pieces, lane beside lane."""
+
+    pieces: Sequence[Piece]
+    done: set[str] = field(default_factory=set)
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    _running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _stopped: bool = False
+
+    def run(self) -> None:
+        """Run everything to its end."""
+        lanes = dict.fromkeys(piece.lane for piece in self.pieces)
+        threads = [threading.Thread(target=self._lane, args=(lane,)) for lane in lanes]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def stop(self) -> None:
+        """End what runs, and begin nothing."""
+        with self._changed:
+            self._stopped = True
+            running = list(self._running.values())
+            self._changed.notify_all()
+        for process in running:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+
+    def _lane(self, lane: str) -> None:
+        for piece in self.pieces:
+            if piece.lane == lane:
+                outcome = self._outcome(piece)
+                with self._changed:
+                    self.outcomes[piece.name] = outcome
+                    self._changed.notify_all()
+
+    def _outcome(self, piece: Piece) -> Outcome:
+        if piece.name in self.done:
+            return Outcome(status=None, why="passed before")
+        with self._changed:
+            while not self._stopped and piece.needs not in ("", *self.outcomes, *self.done):
+                self._changed.wait()
+            if self._stopped:
+                return Outcome(status=None, why="stopped")
+            needed = self.outcomes.get(piece.needs)
+            if needed and needed.status:
+                return Outcome(status=None, why=f"{piece.needs}: exit status {needed.status}")
+        return self._execute(piece)
+
+    def _execute(self, piece: Piece) -> Outcome:
+        log = FOLDER / f"{piece.name.replace(' ', '_')}.log"
+        say(f"{piece.name}: started (log: {log.relative_to(ROOT)})")
+        started = time.monotonic()
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                piece.argv,
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            with self._changed:
+                self._running[piece.name] = process
+            if self._stopped:
+                self.stop()
+            status = self._wait(piece, process, started)
+            with self._changed:
+                del self._running[piece.name]
+        seconds = time.monotonic() - started
+        text = log.read_text("utf-8", "replace")
+        say(f"{piece.name}: exit status {status} after {seconds:.0f} s\n{text}")
+        return Outcome(status=status, seconds=seconds)
+
+    def _wait(self, piece: Piece, process: subprocess.Popen[bytes], started: float) -> int:
+        while True:
+            try:
+                return process.wait(SAYS_NOTHING_S)
+            except subprocess.TimeoutExpired:
+                say(f"{piece.name}: runs for {time.monotonic() - started:.0f} s")
+
+
+_printing = threading.Lock()
+
+
+def say(text: str) -> None:
+    """Print lines in one piece, at once."""
+    with _printing:
+        print(f"suite: {text}", flush=True)
+
+
+def table(suite: Suite) -> list[str]:
+    """Return what every piece took, and the names of the tests that failed."""
+    lines = ["seconds  piece"]
+    for piece in suite.pieces:
+        outcome = suite.outcomes[piece.name]
+        if outcome.status is None:
+            lines.append(f"      –  {piece.name}: left out ({outcome.why})")
+            continue
+        failed = f": FAILED, exit status {outcome.status}" if outcome.status else ""
+        lines.append(f"{outcome.seconds:7.0f}  {piece.name}{failed}")
+        if outcome.status:
+            log = FOLDER / f"{piece.name.replace(' ', '_')}.log"
+            lines += [
+                f"           {line[:200]}"
+                for line in log.read_text("utf-8", "replace").splitlines()
+                if line.startswith(("FAILED ", "ERROR "))
+            ]
+    return lines
+
+
+def verdict(suite: Suite) -> int:
+    """Return 0 if everything passed that could run here."""
+    bad = [
+        name
+        for name, outcome in suite.outcomes.items()
+        if outcome.status and not (name == NPU_ENVIRONMENT and outcome.status == EXIT_UNAVAILABLE)
+    ]
+    return 1 if bad or suite._stopped else 0
+
+
+def commit() -> str:
+    """Return what is tested: the commit, or nothing that could be resumed in a changed tree."""
+    changed = subprocess.check_output(["git", "status", "--porcelain"], cwd=ROOT, text=True)
+    head = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=ROOT, text=True).strip()
+    return "" if changed else head
+
+
+@contextlib.contextmanager
+def stopping(suite: Suite) -> Iterator[None]:
+    """End the suite on a signal."""
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, lambda *_: suite.stop()) for number in signals}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run from the command line; return 0 if everything passed."""
+    parser = argparse.ArgumentParser(
+        prog="python -m ci.suite", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("--full", action="store_true", help="run also what `make test` leaves out")
+    parser.add_argument(
+        "--resume", action="store_true", help="leave out what passed for this very commit before"
+    )
+    options = parser.parse_args(argv)
+    FOLDER.mkdir(exist_ok=True)
+    key = f"{commit()} {'full' if options.full else 'short'}"
+    kept = json.loads(STATE.read_text("utf-8")) if STATE.is_file() else {}
+    suite = Suite(pieces(full=options.full), set(kept.get(key, ())) if options.resume else set())
+    started = time.monotonic()
+    with stopping(suite):
+        suite.run()
+    passed = {name for name, outcome in suite.outcomes.items() if outcome.status == 0}
+    if commit():
+        STATE.write_text(json.dumps({key: sorted(passed | suite.done)}), "utf-8")
+    say("\n".join([f"{time.monotonic() - started:.0f} s in all", *table(suite)]))
+    if any(outcome.status == EXIT_UNAVAILABLE for outcome in suite.outcomes.values()):
+        say(
+            "#" * 80 + "\n# SKIPPED: the tests of the NPU side did NOT run: see above.\n" + "#" * 80
+        )
+    return verdict(suite)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
