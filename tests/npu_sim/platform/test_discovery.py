@@ -73,15 +73,16 @@ except Exception as error:
     assert "@@ PlatformUnavailableError npu device 0 of 0; this process sees" in printed
 
 
-@pytest.fixture
-def without_runtime(tmp_path: Path) -> str:
+@pytest.fixture(scope="module")
+def without_runtime(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Return a PYTHONPATH on which torch_npu has no libraries of a runtime beside it."""
+    folder = tmp_path_factory.mktemp("packages")
     installed = distribution("torch-npu")
     for name in ("torch_npu", Path(str(installed._path)).name):  # type: ignore[attr-defined]
         shutil.copytree(
-            str(installed.locate_file(name)), tmp_path / name, copy_function=_link, symlinks=True
+            str(installed.locate_file(name)), folder / name, copy_function=_link, symlinks=True
         )
-    return str(tmp_path)
+    return str(folder)
 
 
 def _link(source: str, target: str) -> None:
