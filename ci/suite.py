@@ -30,7 +30,8 @@ STATE = FOLDER / "passed.json"
 TWO_WORKERS = ("-n", "2", "--dist=loadgroup", "--no-loadscope-reorder")
 PYTEST = (".venv/bin/python", "-m", "pytest")
 NPU_ENVIRONMENT = "npu environment"
-NPU_PARTS = ("devices", "contract", "transfer", "faults", "engines")
+EXIT_CANNOT_START = 127
+NPU_PARTS = ("devices", "contract", "transfer", "faults")
 SAYS_NOTHING_S = 60.0
 
 
@@ -55,8 +56,14 @@ def pieces(*, full: bool) -> list[Piece]:
     """Return the whole suite, each lane in its order; the cheapest tests first."""
     more = ["--full"] if full else []
     npu = ["ci/jobs/npu-sim.sh", *([] if full else ["--short"])]
-    slow = sorted(path.name for path in (ROOT / "tests" / "faults").glob("test_*.py"))
-    faults = [f"tests/faults/{name}" for name in slow] if full else ["tests/faults"]
+    faults = {"faults": "tests/faults"}
+    if full:
+        files = sorted(path.name for path in (ROOT / "tests" / "faults").glob("test_*.py"))
+        faults = {f"faults {name[5:-3]}": f"tests/faults/{name}" for name in files}
+
+    def npu_piece(part: str, lane: str) -> Piece:
+        return Piece(name=f"npu {part}", lane=lane, argv=[*npu, part], needs=NPU_ENVIRONMENT)
+
     return [
         Piece(name="checks", lane="computing", argv=["ci/check.sh"]),
         Piece(
@@ -69,28 +76,17 @@ def pieces(*, full: bool) -> list[Piece]:
             ],
         ),
         *(
-            Piece(
-                name=path.removesuffix(".py").replace("tests/faults/test_", "faults "),
-                lane="computing",
-                argv=[*PYTEST, path, *more],
-            )
-            for path in faults
+            Piece(name=name, lane="computing", argv=[*PYTEST, path, *more])
+            for name, path in faults.items()
         ),
-        *(
-            Piece(
-                name=f"npu {part}",
-                lane="waiting" if part == "engines" else "computing",
-                argv=[*npu, part],
-                needs=NPU_ENVIRONMENT,
-            )
-            for part in NPU_PARTS
-        ),
+        *(npu_piece(part, "computing") for part in NPU_PARTS),
         Piece(
             name=NPU_ENVIRONMENT,
             lane="waiting",
             argv=[sys.executable, "-m", "ci.make_env", "--platform", "npu-sim"],
         ),
         Piece(name="engines", lane="waiting", argv=[*PYTEST, "tests/e2e", *more]),
+        npu_piece("engines", "waiting"),
     ]
 
 
@@ -137,12 +133,17 @@ class Suite:
             self._changed.notify_all()
         for process in running:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGTERM)
+                # As Ctrl-C does: pytest then ends what its fixtures started.
+                os.killpg(process.pid, signal.SIGINT)
 
     def _lane(self, lane: str) -> None:
         for piece in self.pieces:
             if piece.lane == lane:
-                outcome = self._outcome(piece)
+                try:
+                    outcome = self._outcome(piece)
+                except OSError as error:
+                    say(f"{piece.name}: {error}")
+                    outcome = Outcome(status=EXIT_CANNOT_START, why=str(error))
                 with self._changed:
                     self.outcomes[piece.name] = outcome
                     self._changed.notify_all()

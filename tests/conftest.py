@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.util
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -107,3 +108,20 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         if marker.removeprefix("needs_") in required:
             pytest.fail(f"{marker}: {reason}, and --require-device demands it", pytrace=False)
         pytest.skip(f"{marker}: {reason}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_report_to_serializable() -> Generator[None, Any, Any]:
+    """Let a worker send what a test says of text that is no text, such as half a character."""
+    return encodable((yield))
+
+
+def encodable(value: Any) -> Any:
+    """Write out what UTF-8 does not hold."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, dict):
+        return {encodable(name): encodable(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(encodable, value))
+    return value

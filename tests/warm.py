@@ -25,10 +25,10 @@ import threading
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import IO, Any, TypeAlias
+from typing import IO, Any, NoReturn, TypeAlias
 
 ROOT = Path(__file__).parents[1]
-START_S = 120.0
+START_S = 300.0
 Ended: TypeAlias = subprocess.CompletedProcess[str]
 MAX_REQUEST_BYTES = 1 << 20
 PRELOADED = (
@@ -39,6 +39,9 @@ PRELOADED = (
     "epd_portable.runners.sender",
     "epd_portable.vllm_plugin.exposition",
 )
+ROOM = " " * (64 << 10)
+"""An argument and a variable of what is forked, in whose place Linux shows those of a child: see
+`tests.forked`."""
 # Threads do not survive a fork, so that the process may have none.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
@@ -74,6 +77,9 @@ class Child:
         if self.poll() is None:
             os.kill(self.pid, number)
 
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
@@ -83,15 +89,16 @@ class Nursery:
 
     Args:
         preload: Modules that it imports; none may start a thread.
+        env: Variables beyond those of this process.
     """
 
-    def __init__(self, *preload: str) -> None:
+    def __init__(self, *preload: str, env: Mapping[str, str] | None = None) -> None:
         self._pipe, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.warm", str(theirs.fileno()), *preload],
+                [sys.executable, "-m", "tests.warm", str(theirs.fileno()), *preload, ROOM],
                 cwd=ROOT,
-                env={**os.environ, **ONE_THREAD},
+                env={**os.environ, **ONE_THREAD, **(env or {}), "EPD_TEST_ROOM": ROOM},
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
             )
@@ -233,14 +240,19 @@ def become(request: dict[str, list[str] | dict[str, str]], fds: Sequence[int]) -
 
 def main(fd: str, *preload: str) -> None:
     for name in preload:
-        importlib.import_module(name)
+        if name != ROOM:
+            importlib.import_module(name)
     assert len(os.listdir("/proc/self/task")) == 1, f"one of {preload} starts threads"
     # What was imported stays: to look at it again in every child would copy its memory.
     gc.freeze()
     with socket.socket(fileno=int(fd)) as pipe:
         words = serve(pipe)
-    if words is None:
-        return
+    if words is not None:
+        run_to_end(words)
+
+
+def run_to_end(words: Sequence[str]) -> NoReturn:
+    """Run ``-m MODULE ...`` or ``-c CODE ...`` as python does, and end."""
     kind, what, *arguments = words
     sys.argv = [kind if kind == "-c" else what, *arguments]
     try:

@@ -90,7 +90,7 @@ def peer(platform_name: str, host: RendezvousHost, stop: str) -> Iterator[warm.P
         platform_name,
         host.port,
         stop,
-        cold=platform_name != "cpu",
+        cold=platform_name == "cuda",
         stdout=subprocess.PIPE,
         env=dict(os.environ, OMP_NUM_THREADS="1"),
     )

@@ -24,9 +24,10 @@ import pytest
 
 from epd_portable.bench import servers
 from epd_portable.config.load import load_topology
+from tests import forked
 from tests.e2e import flags
 from tests.e2e.engines import wait_until
-from tests.forkserver.client import ForkServer
+from tests.forked import Popen
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "1e1pd.yaml"
@@ -123,21 +124,23 @@ def note_start(kind: str, seconds: float) -> None:
 
 @contextmanager
 def forking(
-    folder: Path, modules: Sequence[str] = ENGINE_MODULES, env: Mapping[str, str] | None = None
-) -> Iterator[ForkServer]:
-    """Start what has imported vLLM, for engines that need not start as users start them."""
+    modules: Sequence[str] = ENGINE_MODULES, env: Mapping[str, str] | None = None
+) -> Iterator[Popen]:
+    """Give what forks engines from a process that has imported vLLM, with these variables."""
     begin_s = time.monotonic()
-    with ForkServer(modules, folder / "fork_server.log", env) as server:
-        server.wait()
-        note_start("fork server", time.monotonic() - begin_s)
-        yield server
+    nursery = forked.nursery(*modules, env=env)
+    note_start("import of vLLM to fork from", time.monotonic() - begin_s)
+    try:
+        yield forked.popen_of(nursery)
+    finally:
+        nursery.close()
 
 
 @pytest.fixture(scope="session")
-def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
-    """Of the engines on the CPU."""
-    with forking(tmp_path_factory.mktemp("fork")) as server:
-        yield server
+def fork() -> Iterator[Popen]:
+    """Start engines on the CPU that need not start as users start them."""
+    with forking() as popen:
+        yield popen
 
 
 @contextmanager
@@ -148,7 +151,7 @@ def running(
     config: Path = CONFIG,
     platform: str = "cpu",
     env: Mapping[str, str] | None = None,
-    popen: Any = subprocess.Popen,
+    popen: Popen = subprocess.Popen,
 ) -> Iterator[Split]:
     """Start a topology that writes its event trace, and stop it.
 
@@ -158,7 +161,7 @@ def running(
         config: The topology file.
         platform: What to start it on.
         env: Variables of the launcher.
-        popen: What starts the launcher: that of a fork server, or as users do.
+        popen: What starts the launcher: `fork`, or as users do.
     """
     flags = folder / "flags"
     flags.mkdir()
@@ -185,7 +188,7 @@ def running(
 
 
 def reference(
-    folder: Path, popen: Any = subprocess.Popen, **engine_args: Any
+    folder: Path, popen: Popen = subprocess.Popen, **engine_args: Any
 ) -> contextlib.AbstractContextManager[servers.Server]:
     """Return plain vLLM on the CPU with the engine arguments of the topology, and these."""
     args = load_topology(CONFIG, platform="cpu").engine_args | engine_args
@@ -201,31 +204,29 @@ def reference(
 
 
 @pytest.fixture(scope="session")
-def reference_url(
-    fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[str]:
+def reference_url(fork: Popen, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Plain vLLM in float32, started once for all modules; one with another dtype has its own."""
     folder = tmp_path_factory.mktemp("reference")
-    with reference(folder, fork_server.popen, dtype="float32") as server:
+    with reference(folder, fork, dtype="float32") as server:
         note_start("plain vLLM", server.startup_s)
         yield server.url
 
 
 @pytest.fixture(scope="package")
-def start(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+def start(fork: Popen, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
     """Start topologies whose processes are forked from one that has imported vLLM."""
     with ExitStack() as stack:
 
         def begin(settings: Sequence[str]) -> Split:
             folder = tmp_path_factory.mktemp("engines")
-            return stack.enter_context(running(folder, settings, popen=fork_server.popen))
+            return stack.enter_context(running(folder, settings, popen=fork))
 
         yield begin
 
 
 @contextmanager
 def router_of(
-    split: Split, log: Path, popen: Any = subprocess.Popen, **changed: Any
+    split: Split, log: Path, popen: Popen = subprocess.Popen, **changed: Any
 ) -> Iterator[Split]:
     """Attach another router to the engines of a topology.
 

@@ -12,7 +12,6 @@ import os
 import socket
 import subprocess
 import sys
-import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -66,17 +65,6 @@ def serve(number: int) -> None:
     """Be the nursery, and in a process forked off it run what is asked for, and end it."""
     with socket.socket(fileno=number) as pipe:
         words = warm.serve(pipe)
-    status = 1
-    try:
-        if words is not None:
-            exec(compile(words[1], "<forked>", "exec"), {"__name__": "__main__"})
-        status = 0
-    except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+    if words is None:
+        os._exit(0)
+    warm.run_to_end(words)

@@ -7,6 +7,9 @@ transferred then, and its own tower encodes.
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,11 +25,12 @@ from tests.e2e.conftest import Split, running
 from tests.e2e.engines import address
 from tests.e2e.equality import TOLERANCE
 from tests.e2e.modalities.parts import audio_url, frames, image, input_audio, video
-from tests.forkserver.client import ForkServer
+from tests.forked import Popen
 
 pytestmark = [pytest.mark.e2e, pytest.mark.needs_vllm, pytest.mark.timeout(900)]
 
 ASK = text("What is it?")
+CHECKPOINT_S = 300.0
 
 IMAGES: dict[str, list[dict[str, Any]]] = {
     "one image": [image(1), ASK],
@@ -145,13 +149,22 @@ IN_OTHER_MODULES = {"qwen2_5_vl"}
 )
 def served(
     request: pytest.FixtureRequest,
-    fork_server: ForkServer,
+    fork: Popen,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Served]:
     name = request.param
     folder = tmp_path_factory.mktemp("model")
     checkpoint = folder / name
-    fork_server.run("tests.checkpoints", name, str(checkpoint))
+    with (folder / "checkpoint.log").open("wb") as output:
+        made = fork(
+            [sys.executable, "-m", "tests.checkpoints", name, str(checkpoint)],
+            env=os.environ,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    assert made.wait(CHECKPOINT_S) == 0, (folder / "checkpoint.log").read_text()
     limits = json.dumps(dict.fromkeys(MODALITIES[name], 4))
     settings = [
         f"model={checkpoint}",
@@ -165,7 +178,7 @@ def served(
         "transfer.lease_s=30",
         "transfer.wait_timeout_s=60",
     ]
-    with running(folder, settings, popen=fork_server.popen) as split:
+    with running(folder, settings, popen=fork) as split:
         yield Served(name=name, split=split)
 
 

@@ -20,7 +20,7 @@ from tests.e2e.conftest import (
 )
 from tests.e2e.engines import RESTART_S, forget_items, wait_until
 from tests.e2e.one_pair.limits import ITEM_BYTES, POOL_ITEMS, QUEUE, SEATS
-from tests.forkserver.client import ForkServer
+from tests.forked import Popen
 
 
 @pytest.fixture(scope="package")
@@ -51,7 +51,7 @@ def pair(
     engines: Split,
     router: dict[str, object],
     reference_url: str,
-    fork_server: ForkServer,
+    fork: Popen,
     tmp_path_factory: pytest.TempPathFactory,
     request: pytest.FixtureRequest,
 ) -> Iterator[Pair]:
@@ -60,5 +60,5 @@ def pair(
     wait_until(lambda: every_instance_is_up(engines), "every engine is up", within_s=RESTART_S)
     forget_items(engines.pid)
     log = tmp_path_factory.mktemp("router") / f"{Path(str(request.path)).stem}.log"
-    with router_of(engines, log, fork_server.popen, **router) as split:
+    with router_of(engines, log, fork, **router) as split:
         yield Pair(split=split, reference_url=reference_url)

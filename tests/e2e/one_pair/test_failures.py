@@ -164,7 +164,7 @@ def test_an_item_larger_than_the_pool_is_refused_with_both_sizes(pair: Pair) -> 
 
 def test_a_spoiled_item_is_seen_by_the_comparison(pair: Pair) -> None:
     flag = pair.split.flags / flags.SPOIL
-    content = [picture(80), ASK]
+    content = [picture(180), ASK]
     flag.touch()
     try:
         spoiled = ask(pair.split.url, content)
@@ -185,7 +185,7 @@ def test_a_client_that_leaves_takes_its_work_along(
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(
             f"{pair.split.url}/v1/chat/completions",
-            json=body([picture(90), ASK], max_tokens=MANY_TOKENS, ignore_eos=True),
+            json=body([picture(190), ASK], max_tokens=MANY_TOKENS, ignore_eos=True),
             timeout=0.5,
             trust_env=False,
         )

@@ -149,7 +149,8 @@ class EncodeSide:
             path,
             platform,
             name,
-            cold=platform != "cpu",
+            # torch_npu over the simulated runtime starts no thread when it is imported.
+            cold=platform == "cuda",
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )

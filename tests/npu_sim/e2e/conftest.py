@@ -6,19 +6,18 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.e2e.conftest import (
     ENGINE_MODULES,
     Split,
-    fork_server,  # noqa: F401 - a fixture
+    fork,  # noqa: F401 - a fixture
     forking,
     reference_url,  # noqa: F401 - a fixture
     running,
 )
-from tests.forkserver.client import ForkServer
+from tests.forked import Popen
 
 # No graphs are simulated, and a simulated device is small; and slow, on a machine with other work.
 SIMULATED = (
@@ -39,10 +38,10 @@ MODULES = (
 
 
 @pytest.fixture(scope="session")
-def npu_fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
-    """Of the engines on simulated devices."""
-    with forking(tmp_path_factory.mktemp("fork"), MODULES, DEVICES) as server:
-        yield server
+def npu_fork() -> Iterator[Popen]:
+    """Start engines on simulated devices."""
+    with forking(MODULES, DEVICES) as popen:
+        yield popen
 
 
 def simulated(
@@ -51,7 +50,7 @@ def simulated(
     *,
     dtype: str = "float32",
     env: Mapping[str, str] | None = None,
-    popen: Any = subprocess.Popen,
+    popen: Popen = subprocess.Popen,
 ) -> AbstractContextManager[Split]:
     """Return a topology on simulated devices.
 

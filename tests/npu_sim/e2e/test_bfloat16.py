@@ -10,7 +10,7 @@ import pytest
 from tests.e2e.asking import ask, assert_close
 from tests.e2e.cases import SINGLE
 from tests.e2e.conftest import Pair, reference
-from tests.forkserver.client import ForkServer
+from tests.forked import Popen
 from tests.npu_sim.e2e.conftest import simulated
 
 pytestmark = [
@@ -23,14 +23,14 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def pair(
-    fork_server: ForkServer,
-    npu_fork_server: ForkServer,
+    fork: Popen,
+    npu_fork: Popen,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("bfloat16")
-    popen = npu_fork_server.popen
+    popen = npu_fork
     with (
-        reference(folder, fork_server.popen, dtype="bfloat16") as one_process,
+        reference(folder, fork, dtype="bfloat16") as one_process,
         simulated(folder, ["transfer.path=shm"], dtype="bfloat16", popen=popen) as split,
     ):
         yield Pair(split=split, reference_url=one_process.url)

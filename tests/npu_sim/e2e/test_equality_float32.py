@@ -13,7 +13,7 @@ from tests.e2e.asking import ask, picture
 from tests.e2e.cases import ASK
 from tests.e2e.conftest import Pair
 from tests.e2e.equality import FloatSmoke
-from tests.forkserver.client import ForkServer
+from tests.forked import Popen
 from tests.npu_sim.e2e.conftest import simulated
 
 pytestmark = [pytest.mark.e2e, pytest.mark.needs_vllm, pytest.mark.timeout(900)]
@@ -35,12 +35,12 @@ def path(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def pair(
     path: str,
-    npu_fork_server: ForkServer,
+    npu_fork: Popen,
     tmp_path_factory: pytest.TempPathFactory,
     reference_url: str,
 ) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp(path)
-    with simulated(folder, [f"transfer.path={path}"], popen=npu_fork_server.popen) as split:
+    with simulated(folder, [f"transfer.path={path}"], popen=npu_fork) as split:
         yield Pair(split=split, reference_url=reference_url)
 
 

@@ -25,8 +25,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory, reference_url: str) -> Iterat
     folder = tmp_path_factory.mktemp("oldest")
     env = {"PYTHONPATH": os.pathsep.join((str(OLDEST), str(ROOT)))}
     with (
-        forking(folder, env={**DEVICES, **env}) as server,
-        simulated(folder, ["transfer.path=tcp"], env=env, popen=server.popen) as split,
+        forking(env={**DEVICES, **env}) as popen,
+        simulated(folder, ["transfer.path=tcp"], env=env, popen=popen) as split,
     ):
         yield Pair(split=split, reference_url=reference_url)
 

@@ -13,7 +13,7 @@ from tests.e2e.asking import ask, picture
 from tests.e2e.cases import ASK
 from tests.e2e.conftest import Pair
 from tests.e2e.ranks import TWO_RANKS, TwoRanks
-from tests.forkserver.client import ForkServer
+from tests.forked import Popen
 from tests.npu_sim.e2e.conftest import simulated
 
 pytestmark = [pytest.mark.e2e, pytest.mark.needs_vllm, pytest.mark.timeout(900)]
@@ -21,14 +21,14 @@ pytestmark = [pytest.mark.e2e, pytest.mark.needs_vllm, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def pair(
-    npu_fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory, reference_url: str
+    npu_fork: Popen, tmp_path_factory: pytest.TempPathFactory, reference_url: str
 ) -> Iterator[Pair]:
     backend = "instances.prefill_decode.engine_args.distributed_executor_backend"
     # The ranks have two cores for themselves, the encoder and the reference.
     rests = f"{backend}=epd_portable.vllm_plugin.executor.EPDExecutor"
     settings = ["transfer.path=auto", TWO_RANKS, rests]
     folder = tmp_path_factory.mktemp("ranks")
-    with simulated(folder, settings, popen=npu_fork_server.popen) as split:
+    with simulated(folder, settings, popen=npu_fork) as split:
         yield Pair(split=split, reference_url=reference_url)
 
 

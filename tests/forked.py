@@ -1,0 +1,194 @@
+"""Engines for tests, forked from a process that has imported vLLM: ``-m tests.forked MODULE ...``.
+
+Every process of vLLM imports for ten seconds of a core before it does anything, and tests start
+dozens. A `warm.Nursery` imports once and never computes. The launcher is forked from it, and the
+launcher's routers and API servers, their engine processes and workers are forked from one another
+and run what they would have run. To everybody else they look like processes that were started:
+parents, sessions, signals, exit statuses, and under ``/proc`` command lines and environments are
+those of the real ones.
+
+Not reproduced: variables that libraries read when they are imported (`BASE` sets those that
+matter), what vLLM preloads into processes that it spawns (tcmalloc), and kernels that OpenMP binds
+to cores. ``tests/e2e/two_encoders`` and the demo start their processes as users do.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import inspect
+import logging
+import multiprocessing.context
+import multiprocessing.popen_fork
+import multiprocessing.util
+import os
+import subprocess
+import sys
+import tempfile
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+from tests import warm
+
+BASE = {
+    "TORCH_COMPILE_DISABLE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    **warm.ONE_THREAD,
+}
+"""Read by libraries when they are imported. One thread each: no pool of them is lost by a fork."""
+
+Popen = Callable[..., Any]
+"""`subprocess.Popen`, or what `popen_of` gives."""
+
+
+def nursery(*modules: str, env: Mapping[str, str] | None = None) -> warm.Nursery:
+    """Return a process that has imported modules of engines, with variables beyond `BASE`."""
+    return warm.Nursery(*modules, __name__, env={**BASE, **(env or {})})
+
+
+def popen_of(nursery: warm.Nursery) -> Popen:
+    """Return what starts processes by forking, with as many arguments as `servers.Server` gives."""
+
+    def popen(
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        stdin: int,
+        stdout: IO[bytes],
+        stderr: int,
+        start_new_session: bool,
+    ) -> warm.Child:
+        assert list(argv[:2]) == [sys.executable, "-m"]
+        assert (stdin, stderr, start_new_session) == (subprocess.DEVNULL, subprocess.STDOUT, True)
+        output = stdout.fileno()
+        words = ("-m", __name__, *argv[2:])
+        return nursery.popen(*words, stdout=output, stderr=output, env={**BASE, **env})
+
+    return popen
+
+
+_FRESH = ("epd_portable", "tests", "platforms", "runners")
+"""Ours: they read their variables when they are imported, and are imported in no time."""
+_FORKED = (
+    "epd_portable.router",
+    "vllm.entrypoints.openai.api_server",
+    "vllm.model_executor.models.registry",
+)
+_PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+_EXECUTE = inspect.signature(subprocess.Popen._execute_child)  # type: ignore[attr-defined]
+
+_of_libraries: set[int] = set()
+"""Descriptors that libraries opened when they were imported."""
+
+
+def lead(argv: Sequence[str]) -> NoReturn:
+    """Be the first process: what it starts, and they start, is forked from it.
+
+    Args:
+        argv: The module that it runs, and its arguments.
+    """
+    _of_libraries.update(_descriptors())
+    subprocess.Popen = _Popen  # type: ignore[misc]
+    multiprocessing.context.SpawnProcess._Popen = staticmethod(  # type: ignore[attr-defined]
+        multiprocessing.popen_fork.Popen
+    )
+    command = [sys.executable, "-m", *argv]
+    _become(command, dict(os.environ), (0, 1, 2), new_session=True)
+
+
+class _Popen(subprocess.Popen):  # type: ignore[type-arg]
+    """Forks ``python -m MODULE ...`` for modules that need what is imported; starts all else."""
+
+    def _execute_child(self, *args: Any) -> None:
+        call = _EXECUTE.bind(self, *args).arguments
+        argv = call["args"]
+        module = isinstance(argv, list | tuple) and list(argv[:2]) == [sys.executable, "-m"]
+        if not module or argv[2] not in _FORKED:
+            super()._execute_child(*args)  # type: ignore[misc]
+            return
+        assert not (call["cwd"] or call["preexec_fn"] or call["pass_fds"])
+        self.pid = os.fork()
+        if not self.pid:
+            ends = (call[name] for name in ("p2cread", "c2pwrite", "errwrite"))
+            _become(
+                argv,
+                dict(os.environ if call["env"] is None else call["env"]),
+                [end if end >= 0 else own for own, end in enumerate(ends)],
+                new_session=call["start_new_session"],
+            )
+        self._child_created = True
+        self._close_pipe_fds(*(call[name] for name in _PIPES))  # type: ignore[attr-defined]
+
+
+def _become(
+    argv: Sequence[str], env: Mapping[str, str], streams: Sequence[int], *, new_session: bool
+) -> NoReturn:
+    """Turn this process, which was just forked, into the one that a command would have started.
+
+    Args:
+        argv: The command.
+        env: Its variables.
+        streams: Descriptors of its standard input, output and error; all others are closed.
+        new_session: Whether it leads a session.
+    """
+    if new_session:
+        os.setsid()
+    for number, descriptor in enumerate(streams):
+        os.dup2(descriptor, number, inheritable=True)
+    os.environ.clear()
+    os.environ.update(env)
+    _show(argv, env)
+    _forget()
+    for descriptor in _descriptors() - _of_libraries - {0, 1, 2}:
+        with contextlib.suppress(OSError):  # That of the listing itself.
+            os.close(descriptor)
+    warm.run_to_end(argv[1:])
+
+
+def _descriptors() -> set[int]:
+    return set(map(int, os.listdir("/proc/self/fd")))
+
+
+def _forget() -> None:
+    """Leave to the process that was forked what is its own, and make anew what was made for it."""
+    tempfile.tempdir = None
+    # What is to be done at its end: else this one would remove its temporary folders.
+    atexit._clear()
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]
+    weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
+    multiprocessing.util._finalizer_registry.clear()  # type: ignore[attr-defined]
+    atexit.register(logging.shutdown)
+    atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]
+    for name in [name for name in sys.modules if name.partition(".")[0] in _FRESH]:
+        if name not in (__name__, __package__, warm.__name__):
+            del sys.modules[name]
+    # Sockets in them are closed before their descriptors are, which others may get.
+    gc.collect()
+
+
+def _show(argv: Sequence[str], env: Mapping[str, str]) -> None:
+    """Write command line and variables where Linux reads them for ``/proc``."""
+    fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
+    # The third field is the first after the name; proc(5) counts from 1.
+    arguments, end_of_arguments, variables, end_of_variables = map(int, fields[45:49])
+    for begin, end, texts in (
+        (arguments, end_of_arguments, argv),
+        (variables, end_of_variables, [f"{name}={value}" for name, value in env.items()]),
+    ):
+        data = b"".join(os.fsencode(text) + b"\0" for text in texts)
+        assert len(data) < end - begin, f"{len(data)} bytes do not fit into {end - begin}"
+        ctypes.memset(begin, 0, end - begin)
+        ctypes.memmove(begin, data, len(data))
+
+
+if __name__ == "__main__":
+    # The one that was imported, not its copy that runs as the main module.
+    from tests import forked
+
+    forked.lead(sys.argv[1:])
