@@ -31,7 +31,6 @@ TWO_WORKERS = ("-n", "2", "--dist=loadgroup", "--no-loadscope-reorder")
 PYTEST = (".venv/bin/python", "-m", "pytest")
 NPU_ENVIRONMENT = "npu environment"
 EXIT_CANNOT_START = 127
-NPU_PARTS = ("devices", "contract", "transfer", "faults")
 SAYS_NOTHING_S = 60.0
 
 
@@ -79,14 +78,14 @@ def pieces(*, full: bool) -> list[Piece]:
             Piece(name=name, lane="computing", argv=[*PYTEST, path, *more])
             for name, path in faults.items()
         ),
-        *(npu_piece(part, "computing") for part in NPU_PARTS),
+        npu_piece("devices", "computing"),
         Piece(
             name=NPU_ENVIRONMENT,
             lane="waiting",
             argv=[sys.executable, "-m", "ci.make_env", "--platform", "npu-sim"],
         ),
         Piece(name="engines", lane="waiting", argv=[*PYTEST, "tests/e2e", *more]),
-        npu_piece("engines", "waiting"),
+        *(npu_piece(part, "waiting") for part in ("engines", "transfer", "faults", "contract")),
     ]
 
 
@@ -163,7 +162,7 @@ class Suite:
 
     def _execute(self, piece: Piece) -> Outcome:
         log = FOLDER / f"{piece.name.replace(' ', '_')}.log"
-        say(f"{piece.name}: started (log: {log.relative_to(ROOT)})")
+        say(f"{piece.name}: started (log: {FOLDER.name}/{log.name})")
         started = time.monotonic()
         with log.open("wb") as output:
             process = subprocess.Popen(

@@ -55,11 +55,8 @@ def claim(port: int, host: str = "127.0.0.1") -> bool:
     except OSError:
         name.close()
         return False
-    _claims.append(name)
+    name.detach()  # Open until the process ends.
     return True
-
-
-_claims: list[socket.socket] = []
 
 
 def require_free(port: int, host: str) -> None:

@@ -25,7 +25,7 @@ from epd_portable.launch.progress import Progress
 _STEP_S = 0.1
 _PROBE_EVERY_S = 0.5
 _LOOK_EVERY_S = 3.0
-_ORPHAN_GRACE_S = 3.0
+_ORPHAN_GRACE_S = 1.0
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 

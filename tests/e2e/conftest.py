@@ -176,7 +176,8 @@ def running(
     )
     topology.popen = popen
     with topology as server:
-        note_start(f"topology on {platform}", server.startup_s)
+        how = "started" if popen is subprocess.Popen else "forked"
+        note_start(f"topology on {platform}, {how}", server.startup_s)
         yield Split(
             url=server.url,
             pid=server.pid,

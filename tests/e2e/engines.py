@@ -50,6 +50,16 @@ def empty_encoder_cache(url: str) -> None:
     _reset(url, "encoder_cache")
 
 
+def both_serve(launcher: int) -> bool:
+    """Say whether an encode and a PD instance are there and healthy."""
+    try:
+        urls = [address(launcher, role) for role in ("ec_producer", "ec_consumer")]
+        answers = [httpx.get(f"{url}/health", timeout=5, trust_env=False) for url in urls]
+    except (AssertionError, httpx.TransportError):
+        return False
+    return all(answer.status_code == 200 for answer in answers)
+
+
 def forget_items(launcher: int) -> None:
     """Let both instances of a pair forget what they have encoded, received and computed."""
     for role in ("ec_producer", "ec_consumer"):

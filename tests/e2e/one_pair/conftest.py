@@ -18,7 +18,7 @@ from tests.e2e.conftest import (
     every_instance_is_up,
     router_of,
 )
-from tests.e2e.engines import RESTART_S, forget_items, wait_until
+from tests.e2e.engines import RESTART_S, both_serve, forget_items, wait_until
 from tests.e2e.one_pair.limits import ITEM_BYTES, POOL_ITEMS, QUEUE, SEATS
 from tests.forked import Popen
 
@@ -56,8 +56,9 @@ def pair(
     request: pytest.FixtureRequest,
 ) -> Iterator[Pair]:
     """The engines behind the module's own router, without an item of an earlier module."""
-    # An earlier module may have killed one.
-    wait_until(lambda: every_instance_is_up(engines), "every engine is up", within_s=RESTART_S)
+    # An earlier module may have killed one, which its router may not have seen yet.
+    wait_until(lambda: both_serve(engines.pid), "both engines serve", within_s=RESTART_S)
+    wait_until(lambda: every_instance_is_up(engines), "the router uses both", within_s=RESTART_S)
     forget_items(engines.pid)
     log = tmp_path_factory.mktemp("router") / f"{Path(str(request.path)).stem}.log"
     with router_of(engines, log, fork, **router) as split:

@@ -13,10 +13,11 @@ import pytest
 
 from tests.e2e.conftest import Pair, note_start, reference, running
 from tests.e2e.two_encoders.deployment import OFF_HOST, Deployment, connections, epd_launch
+from tests.forked import Popen
 
 
 @pytest.fixture(scope="package")
-def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+def deployment(fork: Popen, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     folder = tmp_path_factory.mktemp("deployment")
     secret_file = folder / "secret"
     made = epd_launch("secret", str(secret_file))
@@ -32,7 +33,7 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
         f"launch.host={OFF_HOST}",
         f"secret_file={secret_file}",
     ]
-    with running(folder, settings) as split, reference(folder) as plain:
-        note_start("plain vLLM, not forked", plain.startup_s)
+    with running(folder, settings) as split, reference(folder, fork) as plain:
+        note_start("plain vLLM", plain.startup_s)
         pair = Pair(split=split, reference_url=plain.url)
         yield Deployment(pair=pair, secret_file=secret_file, opened=connections(split))

@@ -1,0 +1,171 @@
+"""`make test`: pieces in lanes, what one needs of another, and what is said at the end."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from ci import suite
+from ci.suite import Piece, Suite
+
+DEADLINE_S = 30.0
+NPU_PARTS = {"devices", "contract", "transfer", "faults", "engines"}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(suite, "FOLDER", tmp_path)
+    monkeypatch.setattr(suite, "STATE", tmp_path / "passed.json")
+    return tmp_path
+
+
+def piece(name: str, code: str = "", *, lane: str = "a", needs: str = "") -> Piece:
+    return Piece(name=name, argv=[sys.executable, "-c", code], lane=lane, needs=needs)
+
+
+def run(*pieces: Piece) -> Suite:
+    made = Suite(pieces)
+    made.run()
+    return made
+
+
+def test_lanes_run_side_by_side_and_the_pieces_of_one_after_each_other(folder: Path) -> None:
+    wait = (
+        "import pathlib, time\nend = time.monotonic() + 20\n"
+        f"while not pathlib.Path({str(folder)!r}, 'there').exists(): "
+        "assert time.monotonic() < end; time.sleep(0.01)"
+    )
+    make = f"import pathlib; pathlib.Path({str(folder)!r}, 'there').touch()"
+    # Neither lane could end if they ran one after the other, in whatever order.
+    done = run(
+        piece("waits", wait, lane="a"),
+        piece("nothing", "", lane="b"),
+        piece("makes", make, lane="b"),
+    )
+    assert {name: each.status for name, each in done.outcomes.items()} == {
+        "waits": 0,
+        "nothing": 0,
+        "makes": 0,
+    }
+    assert suite.verdict(done) == 0
+
+
+def test_a_piece_that_fails_is_told_with_its_tests_and_ends_no_other(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    failing = "print('FAILED tests/x.py::test_y - no'); raise SystemExit(1)"
+    done = run(piece("first", failing), piece("second"))
+    assert [done.outcomes[name].status for name in ("first", "second")] == [1, 0]
+    assert suite.verdict(done) == 1
+    lines = suite.table(done)
+    assert lines[1].endswith("first: FAILED, exit status 1")
+    assert lines[2].strip() == "FAILED tests/x.py::test_y - no"
+    assert lines[3].endswith("second")
+    assert "FAILED tests/x.py::test_y" in capfd.readouterr().out
+
+
+def test_what_needs_a_piece_of_another_lane_waits_for_it_and_is_left_out_if_it_failed() -> None:
+    done = run(
+        piece("one", lane="a", needs="environment"),
+        piece("environment", "import time; time.sleep(0.3); raise SystemExit(2)", lane="b"),
+    )
+    assert done.outcomes["one"].status is None
+    assert done.outcomes["one"].why == "environment: exit status 2"
+    assert suite.verdict(done) == 1
+
+
+def test_a_machine_that_cannot_have_the_npu_environment_passes_without_it() -> None:
+    environment = suite.NPU_ENVIRONMENT
+    done = run(
+        piece(environment, f"raise SystemExit({suite.EXIT_UNAVAILABLE})"),
+        piece("npu engines", "raise SystemExit(1)", needs=environment),
+    )
+    assert done.outcomes["npu engines"].status is None
+    assert suite.verdict(done) == 0
+    other = run(piece("other", f"raise SystemExit({suite.EXIT_UNAVAILABLE})"))
+    assert suite.verdict(other) == 1
+
+
+def test_what_cannot_be_started_fails() -> None:
+    done = run(Piece(name="none", argv=["/no/such/program"], lane="a"), piece("next"))
+    assert done.outcomes["none"].status == suite.EXIT_CANNOT_START
+    assert done.outcomes["next"].status == 0
+    assert suite.verdict(done) == 1
+
+
+def test_a_stop_interrupts_what_runs_as_the_keyboard_would_and_begins_nothing(
+    folder: Path,
+) -> None:
+    code = (
+        "import pathlib, time\n"
+        f"folder = pathlib.Path({str(folder)!r})\n"
+        "try:\n (folder / 'begun').touch(); time.sleep(60)\n"
+        "except KeyboardInterrupt:\n (folder / 'cleaned up').touch(); raise"
+    )
+    made = Suite([piece("long", code), piece("next")])
+    runs = threading.Thread(target=made.run)
+    runs.start()
+    end_s = time.monotonic() + DEADLINE_S
+    while not (folder / "begun").exists() and time.monotonic() < end_s:
+        time.sleep(0.01)
+    made.stop()
+    runs.join(DEADLINE_S)
+    assert not runs.is_alive()
+    assert (folder / "cleaned up").exists()
+    assert made.outcomes["long"].status in (1, 130, -signal.SIGINT)
+    assert made.outcomes["next"].why == "stopped"
+    assert suite.verdict(made) == 1
+
+
+def test_a_resumed_run_leaves_out_what_passed_on_the_same_commit(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    count = folder / "count"
+    adds = f"open({str(count)!r}, 'a').write('x')"
+    flaky = f"import pathlib; raise SystemExit(not pathlib.Path({str(folder)!r}, 'ok').exists())"
+    monkeypatch.setattr(suite, "commit", lambda: "abc")
+    monkeypatch.setattr(suite, "pieces", lambda full: [piece("adds", adds), piece("flaky", flaky)])
+    assert suite.main(["--resume"]) == 1
+    (folder / "ok").touch()
+    assert suite.main(["--resume"]) == 0
+    assert count.read_text() == "x"
+    assert "adds: left out (passed before)" in capsys.readouterr().out
+    monkeypatch.setattr(suite, "commit", lambda: "another")
+    assert suite.main(["--resume"]) == 0
+    assert count.read_text() == "xx"
+    assert suite.main([]) == 0
+    assert count.read_text() == "xxx"
+    # Of a tree with changes nothing is kept.
+    before = json.loads((folder / "passed.json").read_text())
+    monkeypatch.setattr(suite, "commit", lambda: "")
+    assert suite.main([]) == 0
+    assert json.loads((folder / "passed.json").read_text()) == before
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_every_folder_of_tests_is_in_the_suite_once_and_every_need_can_be_met(full: bool) -> None:
+    pieces = suite.pieces(full=full)
+    names = [each.name for each in pieces]
+    assert len(names) == len(set(names))
+    words = [word for each in pieces for word in each.argv]
+    root = suite.ROOT / "tests"
+    for path in root.iterdir():
+        if path.is_dir() and any(path.rglob("test_*.py")) and path.name != "npu_sim":
+            listed = [word for word in words if word == f"tests/{path.name}"]
+            files = {word for word in words if word.startswith(f"tests/{path.name}/")}
+            every = {f"tests/{path.name}/{each.name}" for each in path.glob("test_*.py")}
+            assert len(listed) == 1 or files == every
+    for index, each in enumerate(pieces):
+        if each.needs:
+            needed = names.index(each.needs)
+            assert pieces[needed].lane != each.lane or needed < index
+    npu = [each for each in pieces if "ci/jobs/npu-sim.sh" in each.argv]
+    assert {each.argv[-1] for each in npu} == NPU_PARTS
+    assert ("--full" in words) is full
+    assert ("--short" in words) is not full
