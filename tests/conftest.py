@@ -10,10 +10,14 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 
 # Time is measured elsewhere: a busy machine fails no test.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
+# Hypothesis also tries constants of the modules that happen to be loaded, which are others in every
+# worker: with none of them, tries are the same in every run.
+providers._get_local_constants = lambda: providers._local_constants
 
 # Run by ci/jobs/npu-sim.sh in its own environment, the only one with the simulated runtime.
 collect_ignore = [] if importlib.util.find_spec("ascend_sim") else ["npu_sim"]
