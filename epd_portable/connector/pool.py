@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
+import re
 import secrets
+import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 SHM_FOLDER = Path("/dev/shm")
+_NAME = re.compile(r"epd-[A-Za-z0-9][A-Za-z0-9._@-]{0,200}")
 
 
 class ReceivePool:
@@ -86,6 +90,12 @@ class ReceivePool:
         self._free = merged
 
 
+def _path_of(name: str) -> Path:
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"{name!r} is no name of a receive pool: expected {_NAME.pattern}")
+    return SHM_FOLDER / name
+
+
 class SharedMemory:
     """A file in ``/dev/shm`` mapped into this process.
 
@@ -112,33 +122,58 @@ class SharedMemory:
 
         Raises:
             CapacityError: ``/dev/shm`` has no room for it.
+            ConfigError: What has that name cannot be replaced: another user's file, or no file.
+            ValueError: It is no name of a pool.
         """
-        path = SHM_FOLDER / name
-        path.unlink(missing_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        path = _path_of(name)
+        try:
+            path.unlink(missing_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise ConfigError(
+                f"receive pool {path} cannot be made: {error.strerror}; remove what has that name, "
+                "which is not this user's, and look who put it there"
+            ) from error
         try:
             os.posix_fallocate(descriptor, 0, nbytes)
         except OSError as error:
             os.close(descriptor)
             path.unlink(missing_ok=True)
-            stat = os.statvfs(SHM_FOLDER)
+            left = os.statvfs(SHM_FOLDER)
             raise CapacityError(
                 f"receive pool of {nbytes} bytes: {SHM_FOLDER} has "
-                f"{stat.f_bavail * stat.f_frsize} free; lower transfer.pool_bytes or enlarge "
+                f"{left.f_bavail * left.f_frsize} free; lower transfer.pool_bytes or enlarge "
                 f"{SHM_FOLDER}"
             ) from error
         return cls(path, nbytes, descriptor)
 
     @classmethod
     def open(cls, name: str) -> SharedMemory:
-        """Map a pool that another process made.
+        """Map a pool that another process of this user made.
+
+        The name comes from a peer: it must not lead to any other file that this user may write.
 
         Raises:
             FileNotFoundError: There is none of that name.
+            PermissionError: It is no regular file, or another user's, or others may open it.
+            OSError: It is a link.
+            ValueError: It is no name of a pool.
         """
-        path = SHM_FOLDER / name
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        return cls(path, os.fstat(descriptor).st_size, descriptor)
+        path = _path_of(name)
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        found = os.fstat(descriptor)
+        if (
+            not stat.S_ISREG(found.st_mode)
+            or found.st_uid != os.geteuid()
+            or stat.S_IMODE(found.st_mode) & 0o077
+        ):
+            os.close(descriptor)
+            raise PermissionError(
+                errno.EPERM,
+                f"{stat.filemode(found.st_mode)} of user {found.st_uid} is no pool of user "
+                f"{os.geteuid()}, which is a file that nobody else may open",
+            )
+        return cls(path, found.st_size, descriptor)
 
     def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
         """Return ``(nbytes,)`` uint8 on CPU that *is* the memory from ``offset`` on.

@@ -42,7 +42,9 @@ class Child:
         self.spec = spec
         self.log = log_dir / f"{spec.name}.log"
         if spec.shm_name:
-            (SHM / spec.shm_name).unlink(missing_ok=True)
+            # Somebody else's file of that name is the instance's to complain of, not our end.
+            with contextlib.suppress(OSError):
+                (SHM / spec.shm_name).unlink(missing_ok=True)
         cores = {core for rank in spec.cores for core in rank}
         with self.log.open("ab") as output, _on_cores(cores):
             self._log_start = output.tell()

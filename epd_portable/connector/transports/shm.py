@@ -70,9 +70,9 @@ class ShmTransport(Transport):
             pool = SharedMemory.open(name)
         except FileNotFoundError as error:
             raise PeerLostError(f"receive pool {name} is gone with its owner") from error
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise TransportError(
-                f"receive pool {name}: {error}; run both instances as the same user"
+                f"receive pool {name!r}: {error}; run both instances as the same user"
             ) from error
         self._copies.pin(pool)
         trace("path.opened", path="shm", address=name)

@@ -178,3 +178,48 @@ def test_a_pool_larger_than_the_machine_says_how_much_is_free_and_leaves_nothing
         SharedMemory.create(name, 1 << 55)
     with pytest.raises(FileNotFoundError):
         SharedMemory.open(name)
+
+
+NO_NAMES = ["", ".", "..", "epd-", "../etc/passwd", "epd-../../tmp/x", "epd-a/b", "epd-a\0b", "x"]
+
+
+@pytest.mark.parametrize("name", [*NO_NAMES, "epd-" + "a" * 300, "epd-a\n", "\ud800"])
+def test_a_name_that_leads_elsewhere_is_no_name_of_a_pool(name: str) -> None:
+    """A consumer names the pool, and the producer writes there."""
+    for use in (SharedMemory.open, lambda name: SharedMemory.create(name, 4096)):
+        with pytest.raises(ValueError, match="no name of a receive pool"):
+            use(name)
+
+
+def test_only_a_file_that_is_this_users_alone_is_a_pool(
+    memory: SharedMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = memory.path.name
+    memory.path.chmod(0o666)
+    with pytest.raises(PermissionError, match="-rw-rw-rw- of user"):
+        SharedMemory.open(name)
+    memory.path.chmod(0o600)
+    with monkeypatch.context() as another:
+        another.setattr(os, "geteuid", lambda: 4711)
+        with pytest.raises(PermissionError, match="is no pool of user 4711"):
+            SharedMemory.open(name)
+    assert SharedMemory.open(name).identity == memory.identity
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+def test_what_is_no_file_is_no_pool(kind: str, memory: SharedMemory) -> None:
+    path = memory.path.with_name(f"{memory.path.name}-{kind}")
+    if kind == "link":
+        path.symlink_to(memory.path)
+    elif kind == "pipe":
+        os.mkfifo(path, 0o600)
+    else:
+        path.mkdir()
+    try:
+        with pytest.raises(OSError):
+            SharedMemory.open(path.name)
+        if kind == "folder":
+            with pytest.raises(ConfigError, match="remove what has that name"):
+                SharedMemory.create(path.name, 4096)
+    finally:
+        path.rmdir() if kind == "folder" else path.unlink()

@@ -1,14 +1,16 @@
-"""A process and all that it starts run on the cores of its instance only."""
+"""One process of a plan: the cores that it and all that it starts run on, and its shared memory."""
 
 from __future__ import annotations
 
 import os
 import sys
 import time
+import uuid
 from pathlib import Path
 
 import pytest
 
+from epd_portable.launch import sessions
 from epd_portable.launch.plan import ProcessSpec
 from epd_portable.launch.process import Child
 
@@ -21,7 +23,7 @@ subprocess.run([sys.executable, "-c", child], check=True)
 """
 
 
-def said_by(folder: Path, cores: tuple[tuple[int, ...], ...]) -> list[str]:
+def said_by(folder: Path, cores: tuple[tuple[int, ...], ...], shm_name: str = "") -> list[str]:
     spec = ProcessSpec(
         name="encode-0",
         role="encode",
@@ -30,6 +32,7 @@ def said_by(folder: Path, cores: tuple[tuple[int, ...], ...]) -> list[str]:
         url="http://127.0.0.1:1",
         ports={},
         cores=cores,
+        shm_name=shm_name,
     )
     child = Child(spec, log_dir=folder, run_id="00c0ffee", environ=os.environ)
     end_s = time.monotonic() + DEADLINE_S
@@ -53,3 +56,15 @@ def test_an_instance_keeps_to_its_cores_and_the_launcher_to_its_own(tmp_path: Pa
 
 def test_an_instance_without_cores_of_its_own_may_use_all(tmp_path: Path) -> None:
     assert said_by(tmp_path, ()) == [str(sorted(os.sched_getaffinity(0)))] * 2
+
+
+def test_what_has_the_name_of_its_shared_memory_and_cannot_be_removed_ends_no_launcher(
+    tmp_path: Path,
+) -> None:
+    """The instance cannot make its pool then, and says so; others go on."""
+    squatted = sessions.SHM / f"epd-test-{uuid.uuid4().hex}"
+    squatted.mkdir()
+    try:
+        assert len(said_by(tmp_path, (), squatted.name)) == 2
+    finally:
+        squatted.rmdir()
