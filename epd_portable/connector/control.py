@@ -188,7 +188,8 @@ class ControlClients:
         Dropped if so much waits for a consumer that does not read; sessions send again.
 
         Raises:
-            TransportError: The address is none, or off this host without keys.
+            TransportError: The address is none, or off this host without keys, or this process has
+                no socket left.
         """
         target = self._sockets.use(address)
         with contextlib.suppress(zmq.Again):
@@ -227,7 +228,13 @@ class ControlClients:
         self._context.destroy()
 
     def _connect(self, address: str) -> zmq.Socket[bytes]:
-        target = self._context.socket(zmq.DEALER)
+        try:
+            target = self._context.socket(zmq.DEALER)
+        except zmq.ZMQError as error:
+            raise TransportError(
+                f"control address {address}: no socket can be opened: {error}; raise the limit of "
+                "open files (ulimit -n)"
+            ) from error
         target.set_hwm(_HIGH_WATER_MARK)
         target.setsockopt(zmq.MAXMSGSIZE, codec.MAX_MESSAGE_BYTES)
         target.setsockopt(zmq.IDENTITY, self._session.encode())

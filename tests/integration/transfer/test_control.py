@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -195,6 +196,33 @@ def test_waking_ends_a_wait_and_is_no_message(clients: ControlClients) -> None:
 def test_an_address_that_is_none_is_an_error(clients: ControlClients) -> None:
     with pytest.raises(TransportError, match="nonsense"):
         clients.send("nonsense", Later(transfer_id="t"))
+
+
+def test_a_process_without_a_socket_left_is_told_and_can_send_when_it_has_one(
+    server: ControlServer, clients: ControlClients
+) -> None:
+    """The sender's thread hears what it can tell of; anything else ended it without a word."""
+    message = Abort(transfer_id="t", reason="why")
+    taken = []
+    with contextlib.suppress(zmq.ZMQError):
+        while True:
+            taken.append(clients._context.socket(zmq.PAIR))
+    try:
+        with pytest.raises(TransportError, match="ulimit -n"):
+            clients.send(server.address, message)
+    finally:
+        for each in taken:
+            each.close()
+
+    def sent() -> list[bool]:
+        try:
+            clients.send(server.address, message)
+        except TransportError:  # Sockets are given back by a thread of ZMQ.
+            return []
+        return [True]
+
+    until(sent)
+    assert until(server.receive) == [(b"client", message)]
 
 
 def test_an_address_that_is_taken_is_an_error(server: ControlServer) -> None:
