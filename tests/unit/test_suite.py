@@ -109,13 +109,15 @@ def test_a_stop_interrupts_what_runs_as_the_keyboard_would_and_begins_nothing(
         "except KeyboardInterrupt:\n (folder / 'cleaned up').touch(); raise"
     )
     made = Suite([piece("long", code), piece("next")])
-    runs = threading.Thread(target=made.run)
-    runs.start()
-    end_s = time.monotonic() + DEADLINE_S
-    while not (folder / "begun").exists() and time.monotonic() < end_s:
-        time.sleep(0.01)
-    made.stop()
-    runs.join(DEADLINE_S)
+    # What is started in the background of a shell ignores interrupts, unless somebody handles them.
+    with suite.stopping(made):
+        runs = threading.Thread(target=made.run)
+        runs.start()
+        end_s = time.monotonic() + DEADLINE_S
+        while not (folder / "begun").exists() and time.monotonic() < end_s:
+            time.sleep(0.01)
+        made.stop()
+        runs.join(DEADLINE_S)
     assert not runs.is_alive()
     assert (folder / "cleaned up").exists()
     assert made.outcomes["long"].status in (1, 130, -signal.SIGINT)

@@ -29,8 +29,9 @@ def engines(start: Start) -> Split:
         [
             "engine_args.dtype=float32",
             f"transfer.pool_bytes={POOL_ITEMS * ITEM_BYTES}",
-            "transfer.wait_timeout_s=20",
-            "transfer.lease_s=4",
+            # Beside other work; a test waits for the lease to end.
+            "transfer.wait_timeout_s=120",
+            "transfer.lease_s=8",
             f"instances.encode.max_queued_items={QUEUE}",
             "instances.encode.engine_args.worker_cls=tests.e2e.workers.SlowEncodeWorker",
             f"instances.prefill_decode.engine_args.max_num_seqs={SEATS}",
