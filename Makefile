@@ -30,8 +30,8 @@ env:  ## Make .venv with the package, its PLATFORM extra and the development too
 check: env  ## Check format, lint, types and import layers
 	@ci/check.sh
 
-unit: env  ## Run the unit and contract tests (seconds, no engine)
-	$(BIN)/python -m pytest -n 2 --dist=loadgroup --no-loadscope-reorder tests/unit tests/contract
+unit: env  ## Run the unit tests (half a minute, no engine)
+	$(BIN)/python -m pytest -n 2 --dist=loadgroup --no-loadscope-reorder tests/unit
 
 test: env  ## Run the checks and every test that this machine can run: a quarter of an hour
 	@$(PYTHON) -m ci.suite
