@@ -14,13 +14,16 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
+from typing import TypeVar
 
 from ci import progress
 from ci.installers import Installer, Pip, Uv, UvError, error_line
+
+T = TypeVar("T")
 
 ROOT = Path(__file__).resolve().parent.parent
 OLDEST_PYTHON = (3, 11)
@@ -192,11 +195,7 @@ class Venv:
 
         Asks for no more than that: it is not downloaded, and what it requires is not looked at.
         """
-        try:
-            return self.installer.has(requirement, source=source)
-        except UvError as error:
-            self._fall_back(error)
-            return self.installer.has(requirement, source=source)
+        return self._answer(lambda installer: installer.has(requirement, source=source))
 
     def find_cpu_torch(self, engines: Sequence[str]) -> None:
         """Have the installer know an index with the CPU build of torch that ``engines`` ask for.
@@ -206,11 +205,7 @@ class Venv:
         Raises:
             EnvironmentSetupError: It does not find the engines.
         """
-        try:
-            found = self.installer.torch_of(engines)
-        except UvError as error:
-            self._fall_back(error)
-            found = self.installer.torch_of(engines)
+        found = self._answer(lambda installer: installer.torch_of(engines))
         if found and all(version.endswith("+cpu") for version in found):
             return
         for engine in engines:
@@ -225,6 +220,14 @@ class Venv:
             f"{self.installer.name} finds no {requirement} for Python {platform.python_version()} "
             f"on {platform.machine()}: check the network and `pip config list`"
         )
+
+    def _answer(self, question: Callable[[Installer], T]) -> T:
+        """Return the installer's answer, or pip's if uv cannot be asked."""
+        try:
+            return question(self.installer)
+        except UvError as error:
+            self._fall_back(error)
+            return question(self.installer)
 
     def _fall_back(self, reason: object) -> None:
         say(f"{reason}; using pip, which takes minutes")

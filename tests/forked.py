@@ -22,6 +22,7 @@ import inspect
 import logging
 import multiprocessing.context
 import multiprocessing.popen_fork
+import multiprocessing.resource_tracker
 import multiprocessing.util
 import os
 import subprocess
@@ -95,11 +96,17 @@ def lead(argv: Sequence[str]) -> NoReturn:
     """
     _of_libraries.update(_descriptors())
     subprocess.Popen = _Popen  # type: ignore[misc]
-    multiprocessing.context.SpawnProcess._Popen = staticmethod(  # type: ignore[attr-defined]
-        multiprocessing.popen_fork.Popen
-    )
+    multiprocessing.context.SpawnProcess._Popen = staticmethod(_fork)  # type: ignore[attr-defined]
     command = [sys.executable, "-m", *argv]
     _become(command, dict(os.environ), (0, 1, 2), new_session=True)
+
+
+def _fork(process: Any) -> multiprocessing.popen_fork.Popen:
+    """Fork what would have been spawned."""
+    # Spawning starts the tracker first, in the parent: there it outlives a child that is killed
+    # with all that it has started, and removes the shared memory that they leave.
+    multiprocessing.resource_tracker.ensure_running()
+    return multiprocessing.popen_fork.Popen(process)
 
 
 class _Popen(subprocess.Popen):  # type: ignore[type-arg]

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import IO, Any, NoReturn, TypeAlias
@@ -93,17 +93,32 @@ class Nursery:
     """
 
     def __init__(self, *preload: str, env: Mapping[str, str] | None = None) -> None:
+        variables = {**(env or {}), "EPD_TEST_ROOM": ROOM}
+        self._begin(lambda pipe: ["-m", "tests.warm", str(pipe), *preload, ROOM], variables)
+
+    def _begin(
+        self, words: Callable[[int], list[str]], env: Mapping[str, str], stdout: int | None = None
+    ) -> None:
+        """Start it, and wait until it is ready.
+
+        Args:
+            words: What python is told, by the number of the pipe over which it serves.
+            env: Variables beyond those of this process.
+            stdout: Its standard output, if not that of this process.
+        """
         self._pipe, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
+            argv = [sys.executable, *words(theirs.fileno())]
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.warm", str(theirs.fileno()), *preload, ROOM],
+                argv,
                 cwd=ROOT,
-                env={**os.environ, **ONE_THREAD, **(env or {}), "EPD_TEST_ROOM": ROOM},
+                env={**os.environ, **ONE_THREAD, **env},
                 stdin=subprocess.DEVNULL,
+                stdout=stdout,
                 pass_fds=[theirs.fileno()],
             )
         self._pipe.settimeout(START_S)
-        assert self._pipe.recv(16) == b"ready", f"{preload} could not be imported"
+        assert self._pipe.recv(16) == b"ready", f"could not be run: {' '.join(argv)}"
 
     def close(self) -> None:
         """End it; its children must have ended."""

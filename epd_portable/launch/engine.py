@@ -81,11 +81,16 @@ def _executor(traits: PlatformTraits, group_name: str, ranks: int) -> str | None
     return traits.pd_ranks_executor_cls if group_name == "prefill_decode" else None
 
 
+def _wished(topology: Topology, group: InstanceGroup) -> dict[str, JsonValue]:
+    """Return the engine arguments that the file sets for a group."""
+    return {**topology.engine_args, **group.engine_args}
+
+
 def _without_encoder(topology: Topology, group: InstanceGroup) -> dict[str, JsonValue]:
     """Return what makes vLLM leave the encoder out (0.31 and later): no media, embeddings only."""
     if not isinstance(group, PrefillDecodeGroup) or group.encoder:
         return {}
-    wished = {**topology.engine_args, **group.engine_args}.get("limit_mm_per_prompt")
+    wished = _wished(topology, group).get("limit_mm_per_prompt")
     limits = dict(wished) if isinstance(wished, dict) else {}
     return {
         "limit_mm_per_prompt": {**limits, **dict.fromkeys(("image", "video", "audio"), 0)},
@@ -160,10 +165,8 @@ def engine_env(
     if model.is_folder:
         defaults["HF_HUB_OFFLINE"] = "1"
     if traits.visible_devices_env is None:
-        arguments = {**topology.engine_args, **group.engine_args}
-        defaults |= _cpu_env(
-            seat, group.tensor_parallel_size, eager=arguments.get("enforce_eager") is True
-        )
+        eager = _wished(topology, group).get("enforce_eager") is True
+        defaults |= _cpu_env(seat, group.tensor_parallel_size, eager=eager)
     return {**defaults, **wished, **owned}
 
 

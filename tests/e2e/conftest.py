@@ -26,7 +26,7 @@ from epd_portable.bench import servers
 from epd_portable.config.load import load_topology
 from tests import forked
 from tests.e2e import flags
-from tests.e2e.engines import wait_until
+from tests.e2e.engines import shared_memory_of, wait_until
 from tests.forked import Popen
 
 ROOT = Path(__file__).parents[2]
@@ -144,6 +144,18 @@ def fork() -> Iterator[Popen]:
 
 
 @contextmanager
+def serving(server: servers.Server, kind: str) -> Iterator[servers.Server]:
+    """Start a server, and check at its end that it leaves no shared memory."""
+    with server:
+        note_start(kind, server.startup_s)
+        try:
+            yield server
+        finally:
+            mapped = shared_memory_of(server.pid)
+    wait_until(lambda: not any(path.exists() for path in mapped), "shared memory is removed")
+
+
+@contextmanager
 def running(
     folder: Path,
     settings: Sequence[str],
@@ -175,9 +187,8 @@ def running(
         config, platform=platform, log_dir=folder / "logs", settings=settings, env=variables
     )
     topology.popen = popen
-    with topology as server:
-        how = "started" if popen is subprocess.Popen else "forked"
-        note_start(f"topology on {platform}, {how}", server.startup_s)
+    how = "started" if popen is subprocess.Popen else "forked"
+    with serving(topology, f"topology on {platform}, {how}") as server:
         yield Split(
             url=server.url,
             pid=server.pid,
@@ -189,7 +200,7 @@ def running(
 
 
 def reference(
-    folder: Path, popen: Popen = subprocess.Popen, **engine_args: Any
+    folder: Path, popen: Popen, **engine_args: Any
 ) -> contextlib.AbstractContextManager[servers.Server]:
     """Return plain vLLM on the CPU with the engine arguments of the topology, and these."""
     args = load_topology(CONFIG, platform="cpu").engine_args | engine_args
@@ -201,15 +212,13 @@ def reference(
         env={"TORCH_COMPILE_DISABLE": "1"},
     )
     server.popen = popen
-    return server
+    return serving(server, "plain vLLM")
 
 
 @pytest.fixture(scope="session")
 def reference_url(fork: Popen, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Plain vLLM in float32, started once for all modules; one with another dtype has its own."""
-    folder = tmp_path_factory.mktemp("reference")
-    with reference(folder, fork, dtype="float32") as server:
-        note_start("plain vLLM", server.startup_s)
+    with reference(tmp_path_factory.mktemp("reference"), fork, dtype="float32") as server:
         yield server.url
 
 

@@ -117,6 +117,15 @@ def wait_until(condition: Callable[[], bool], what: str, *, within_s: float = DE
         time.sleep(0.1)
 
 
+def shared_memory_of(pid: int) -> set[Path]:
+    """Return the files of ``/dev/shm`` that a process and its children map; none if it has gone."""
+    try:
+        first = psutil.Process(pid)
+        return shared_memory([first, *first.children(recursive=True)])
+    except psutil.NoSuchProcess:
+        return set()
+
+
 def shared_memory(processes: Iterable[psutil.Process]) -> set[Path]:
     """Return the files of ``/dev/shm`` that processes map."""
     mapped = (Path(each.path) for process in processes for each in process.memory_maps())

@@ -11,7 +11,6 @@ import atexit
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -28,19 +27,12 @@ class Nursery(warm.Nursery):
     """
 
     def __init__(self, imports: str, *, options: Sequence[str] = (), **settings: str) -> None:
-        self._pipe, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        code = f"{imports}\nfrom tests.npu_sim.forks import serve\nserve({theirs.fileno()})"
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, *options, "-c", code],
-                cwd=warm.ROOT,
-                env={**os.environ, **warm.ONE_THREAD, **settings},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-            )
-        self._pipe.settimeout(warm.START_S)
-        assert self._pipe.recv(16) == b"ready", f"cannot be run: {imports}"
+        serves = "from tests.npu_sim.forks import serve"
+        self._begin(
+            lambda pipe: [*options, "-c", f"{imports}\n{serves}\nserve({pipe})"],
+            settings,
+            stdout=subprocess.DEVNULL,
+        )
         atexit.register(self.close)
 
     def close(self) -> None:

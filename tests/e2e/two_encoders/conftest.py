@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.conftest import Pair, note_start, reference, running
+from tests.e2e.conftest import Pair, reference, running
 from tests.e2e.two_encoders.deployment import OFF_HOST, Deployment, connections, epd_launch
 from tests.forked import Popen
 
@@ -34,6 +34,5 @@ def deployment(fork: Popen, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         f"secret_file={secret_file}",
     ]
     with running(folder, settings) as split, reference(folder, fork) as plain:
-        note_start("plain vLLM", plain.startup_s)
         pair = Pair(split=split, reference_url=plain.url)
         yield Deployment(pair=pair, secret_file=secret_file, opened=connections(split))
