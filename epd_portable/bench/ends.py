@@ -32,7 +32,6 @@ from epd_portable.runners.placer import Placer
 from epd_portable.runners.prompt import PromptItem
 from epd_portable.runners.receiver import Receiver
 from epd_portable.runners.sender import Sender
-from epd_portable.scheduling.encoder_cache import EncoderCacheManager
 from epd_portable.wire.params import ExpectedTransfer, PrefillParams
 
 STEP_S = 1e-4
@@ -62,7 +61,6 @@ class Consumer:
 
     def __init__(self, config: InstanceConfig, platform: Platform) -> None:
         self._timeout_s = config.wait_timeout_s
-        self._cache = EncoderCacheManager(config.pool_bytes // TOKEN_BYTES)
         self._platform = platform
         copies = DeviceCopies(platform, config.device_index)
         self._endpoint = WorkerEndpoint(config, copies)
@@ -70,13 +68,14 @@ class Consumer:
             self._receiver = Receiver(
                 config,
                 fingerprint=_FINGERPRINT,
-                cache=self._cache,
+                cache_size=config.pool_bytes // TOKEN_BYTES,
                 alignment_bytes=platform.traits.slot_alignment_bytes,
                 copies=platform.traits.needs_device_copy,
             )
         except BaseException:
             self._endpoint.close()
             raise
+        self._cache = self._receiver.cache
         self._placer = Placer(copies, self._endpoint)
         self._outputs: dict[str, torch.Tensor] = {}
 
@@ -106,8 +105,7 @@ class Consumer:
         if not bool((self._outputs[name].cpu() == command.value).all()):
             raise MeasurementError(f"item {name} of {command.tensor} arrived with other content")
         self._receiver.request_finished(name)
-        self._cache.free(request)
-        self._cache.evict_idle((name,))
+        self._cache.reset()
         self._step()
         return Answer()
 
@@ -117,7 +115,7 @@ class Consumer:
         self._endpoint.close()
 
     def _step(self) -> None:
-        self._receiver.tick()
+        self._receiver.take_in()
         freed = self._cache.get_freed_mm_hashes()
         orders = self._receiver.take_orders(freed, computes=True)
         for mm_hash in freed:

@@ -1,13 +1,11 @@
 """The PD side of the control protocol, as a state machine without I/O.
 
-::
+A transfer is expected, announced by an encoder, granted the slot of its item once that has one, and
+written; or it fails: its encoder says so, the router says that none will deliver it, its deadline
+passes, or its lease. How far its *item* has come is the item's own state.
 
-    expect ─▶ EXPECTED ──Announce──▶ ANNOUNCED ──room reserved──▶ GRANTED ──Written──▶ landed
-                 │                       │ (Later)                   │
-                 └── EncodeFailed, Abort, Nack, deadline, lease ─────┴──▶ failed
-
-An item may be on its way by several transfers, for several requests: one is granted, and when it
-has landed the others are answered *not needed*.
+An item may be on its way by several transfers, for several requests: one is granted, and when the
+item is here the others are answered *not needed*.
 
 An encoder whose announcement does not fit is refused alone: another may still deliver the item. A
 second encoder takes over from the first, which is refused then.
@@ -18,21 +16,19 @@ it is gone, or the path is fenced.
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
 
-from epd_portable.connector.events import Event, FailureCause, Landed, Released
-from epd_portable.connector.incoming import (
-    EarlyAnnouncements,
-    IncomingTransfer,
-    State,
-    writer_of,
-)
 from epd_portable.connector.quarantine import Quarantine, Writer, abort
 from epd_portable.connector.registry import PathChooser
 from epd_portable.connector.transport import LeaseFence
 from epd_portable.errors import NoCommonPathError
-from epd_portable.wire.descriptors import PeerDescriptor, SlotDescriptor, TensorSpec
+from epd_portable.scheduling.items import Item, State
+from epd_portable.wire.descriptors import PeerDescriptor, SlotDescriptor
 from epd_portable.wire.messages import (
     Abort,
     Announce,
@@ -56,14 +52,130 @@ MAX_REFUSED = 8
 LEASE_MARGIN_S = 1.0
 """The producer's lease begins when the grant arrives; ours ends this much later."""
 
+FailureCause = Literal[
+    "lease", "timeout", "no_encoder", "aborted", "refused", "other_encoder", "early"
+]
+"""Why a transfer failed. ``lease``: granted, but not written in time. ``timeout``: not delivered in
+time at all. ``no_encoder``: the router says that none will deliver it. ``aborted``: by its encoder.
+``refused``: its encoder was refused after a slot was granted to it, or too many were.
+``other_encoder``: another encoder announced the same transfer after a slot was granted to one.
+``early``: it was accepted before its request, and has ended when that came."""
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """An item on its way to this instance.
+
+    Attributes:
+        transfer_id: Unique name.
+        item: What it brings.
+        encoder: Instance that was asked first, for the log.
+        deadline_s: When it has failed.
+        writer: Who will write it, once announced.
+        producer: The writer's end.
+        grant: Once granted.
+        granted_s: When that was.
+        lease_end_s: When the grant ends.
+        asked: A request waits for it; not yet, if it was accepted before its request.
+        refused: What is answered to attempts that take no more part.
+    """
+
+    transfer_id: str
+    item: Item
+    encoder: str
+    deadline_s: float
+    writer: Writer | None = None
+    producer: PeerDescriptor | None = None
+    grant: Grant | None = None
+    granted_s: float = 0.0
+    lease_end_s: float = 0.0
+    asked: bool = True
+    refused: dict[Writer, Abort | Nack] = field(default_factory=dict)
+
+    @property
+    def stage(self) -> str:
+        """What it waits for, for the log."""
+        if self.producer is None:
+            return f"{self.encoder or 'its encoder'} has not announced it"
+        if self.grant is not None:
+            return f"{self.producer.instance} has not written it"
+        return f"announced by {self.producer.instance}, no room here"
+
+    @property
+    def due_s(self) -> float:
+        """When it must be looked at next."""
+        return self.deadline_s if self.grant is None else min(self.deadline_s, self.lease_end_s)
+
+    def mismatch(self, message: Announce) -> str:
+        """Return why an announcement is not of this item; empty if it is."""
+        if message.mm_hash == self.item.mm_hash and message.tensor == self.item.tensor:
+            return ""
+        return (
+            f"{message.producer.instance} announced {message.mm_hash} {message.tensor}, expected "
+            f"{self.item.mm_hash} {self.item.tensor}: the two instances process this item "
+            "differently"
+        )
+
+
+class TransferEvents(Protocol):
+    """Who hears what becomes of transfers; called when all that a transfer had is settled."""
+
+    def announced(self, announce: Announce) -> None:
+        """An encoder has an item that nobody expects yet."""
+        ...
+
+    def landed(self, transfer: Transfer, grant: Grant, *, transfer_s: float, digest: str) -> None:
+        """An item is in its slot.
+
+        Args:
+            transfer: Has brought it, and is over.
+            grant: By which it was written.
+            transfer_s: From the grant to *written*.
+            digest: Of the bytes that were written; empty if not to be checked.
+        """
+        ...
+
+    def failed(
+        self,
+        transfer: Transfer,
+        slot: SlotDescriptor | None,
+        *,
+        code: NackCode,
+        cause: FailureCause,
+        reason: str,
+    ) -> None:
+        """A transfer ended without its item, or goes on without the slot that it had.
+
+        Args:
+            transfer: Is over unless the item still has it.
+            slot: Was granted, and is not the item's any more; comes back by `released`.
+            code: For the router.
+            cause: For the metrics.
+            reason: For the log.
+        """
+        ...
+
+    def refused(self, transfer: Transfer, nack: Nack) -> None:
+        """One encoder cannot deliver an item; its transfer goes on, for another."""
+        ...
+
+    def revoked(self, slot: SlotDescriptor) -> None:
+        """A grant is taken back because nobody wants the item; see `released`."""
+        ...
+
+    def released(self, slot: SlotDescriptor) -> None:
+        """Nobody can write a slot any more that was granted and lost."""
+        ...
+
 
 class ConsumerSession:
     """All transfers to one PD instance.
 
     Args:
+        send: Sends a message to a ZMQ identity.
+        events: Hears what becomes of transfers.
         choose: Finds the path for a producer, see `PathChooser`.
         fingerprint: What producers must agree with.
-        slot_for: Returns the slot that is reserved for an item, or ``None`` while there is none.
         is_gone: Tells whether a producer's process has certainly ended.
         fence: Lets writes through to leased slots only.
         fenced_paths: Paths whose writes go through the fence; their slots need no quarantine.
@@ -74,40 +186,36 @@ class ConsumerSession:
     def __init__(
         self,
         *,
+        send: Callable[[bytes, AnyMessage], None],
+        events: TransferEvents,
         choose: PathChooser,
         fingerprint: str,
-        slot_for: Callable[[str], SlotDescriptor | None],
         is_gone: Callable[[PeerDescriptor], bool],
         fence: LeaseFence,
         fenced_paths: frozenset[str],
         wait_timeout_s: float,
         lease_s: float,
     ) -> None:
+        self._send = send
+        self._events = events
         self._choose = choose
         self._fingerprint = fingerprint
-        self._slot_for = slot_for
         self._fence = fence
         self._fenced_paths = fenced_paths
         self._wait_timeout_s = wait_timeout_s
         self._lease_s = lease_s
-        self._transfers: dict[str, IncomingTransfer] = {}
-        self._by_item: dict[str, list[IncomingTransfer]] = {}
-        self._early = EarlyAnnouncements(limit=MAX_EARLY, keep_s=wait_timeout_s)
+        self._now = 0.0
+        self._transfers: dict[str, Transfer] = {}
+        self._due: list[tuple[float, int, Transfer]] = []
+        self._numbers = itertools.count()
+        self._early: OrderedDict[str, tuple[float, bytes, Announce]] = OrderedDict()
         self._ended: OrderedDict[str, bool] = OrderedDict()  # whether before it was asked for
         self._quarantine = Quarantine(is_gone, ask_every_s=lease_s)
-        self._revoked: set[int] = set()
-        self._messages: list[tuple[bytes, AnyMessage]] = []
-        self._events: list[Event] = []
+
+    # -- what the instance wants -----------------------------------------------------------------
 
     def expect(
-        self,
-        transfer_id: str,
-        mm_hash: str,
-        tensor: TensorSpec,
-        now: float,
-        *,
-        encoder: str = "",
-        asked: bool = True,
+        self, transfer_id: str, item: Item, now: float, *, encoder: str = "", asked: bool = True
     ) -> None:
         """An item is to come by this transfer: for a request, or accepted before its request.
 
@@ -116,65 +224,67 @@ class ConsumerSession:
 
         Args:
             transfer_id: Unique name.
-            mm_hash: The item.
-            tensor: What it is.
+            item: The item.
             now: Seconds.
             encoder: Instance that was asked first, for the log.
             asked: A request waits for it.
         """
+        self._now = now
         deadline_s = now + self._wait_timeout_s
         known = self._transfers.get(transfer_id)
+        if known is not None and known.item is item:
+            known.deadline_s, known.asked = deadline_s, asked
+            self._watch(known)
+            for answer in list(known.refused.values()):
+                if isinstance(answer, Nack):
+                    self._events.refused(known, answer)
+            return
         if known is not None:
-            if (known.mm_hash, known.tensor) == (mm_hash, tensor):
-                known.deadline_s, known.asked = deadline_s, asked
-                self._events += known.refusals()
-                return
             reason = "its request describes the item differently"
             self._fail(known, NackCode.UNEXPECTED, "refused", reason)
             del self._ended[transfer_id]
-        transfer = IncomingTransfer(transfer_id, mm_hash, tensor, encoder, deadline_s, asked=asked)
-        self._transfers[transfer_id] = transfer
-        self._by_item.setdefault(mm_hash, []).append(transfer)
-        early = self._early.take(transfer_id)
+        transfer = Transfer(transfer_id, item, encoder, deadline_s, asked=asked)
+        self._transfers[transfer_id] = item.transfers[transfer_id] = transfer
+        self._watch(transfer)
+        early = self._early.pop(transfer_id, None)
         if self._ended.pop(transfer_id, False):
             self._fail(transfer, NackCode.UNAVAILABLE, "early", "it ended before its request came")
         elif known is not None and known.writer is not None:
-            detail = f"announced {known.mm_hash} {known.tensor}, expected {mm_hash} {tensor}"
+            detail = (
+                f"announced {known.item.mm_hash} {known.item.tensor}, expected {item.mm_hash} "
+                f"{item.tensor}"
+            )
             self._turn_away(transfer, known.writer, NackCode.UNEXPECTED, detail)
         elif early is not None:
-            self.receive(*early, now)
+            self._announced(*early[1:], transfer)
 
     def early(self) -> list[Announce]:
         """Return announcements that fit this instance and that nobody expects yet, in order."""
-        return self._early.announced(self._fingerprint)
+        return [announce for _, _, announce in self._early.values() if self._fits(announce)]
 
     def decline(self, transfer_id: str) -> None:
         """A request has this item from elsewhere: its announcement gets *not needed*."""
-        early = self._early.take(transfer_id)
-        if early is not None:
-            self._not_needed(writer_of(*early))
+        self._forget_early(transfer_id)
         self._remember(transfer_id)
 
-    def item_not_needed(self, mm_hash: str) -> SlotDescriptor | None:
-        """Nobody waits for an item any more: end all its transfers.
+    def room_given(self, item: Item) -> None:
+        """The item has a slot: grant it to the first encoder that has announced it."""
+        for transfer in list(item.transfers.values()):
+            if item.state is State.RESERVED and transfer.writer is not None:
+                self._grant(transfer)
 
-        Returns:
-            The slot that was granted to one of them; it is quarantined and comes back by
-            `Released`.
-        """
-        granted = None
-        for transfer in list(self._by_item.get(mm_hash, ())):
+    def not_wanted(self, item: Item, but: Iterable[str] = ()) -> None:
+        """End the transfers of an item, all but these; a slot that was granted is quarantined."""
+        for transfer in [each for key, each in item.transfers.items() if key not in but]:
             slot = self._revoke(transfer, "not needed any more")
             if slot is not None:
-                granted = slot
+                self._events.revoked(slot)
             elif transfer.writer is not None:
                 self._not_needed(transfer.writer)
             self._end(transfer)
-        return granted
+        self._tell_released()
 
-    def expects(self, mm_hash: str) -> bool:
-        """Tell whether a transfer of the item is under way."""
-        return mm_hash in self._by_item
+    # -- what others say -------------------------------------------------------------------------
 
     def receive(self, sender: bytes, message: AnyMessage, now: float) -> None:
         """Take in a message; those that make no sense here are ignored.
@@ -184,215 +294,240 @@ class ConsumerSession:
             message: Any.
             now: Seconds.
         """
+        self._now = now
         transfer = self._transfers.get(message.transfer_id)
         if isinstance(message, Announce):
-            self._announced(sender, message, transfer, now)
+            if transfer is not None:
+                self._announced(sender, message, transfer)
+            elif message.transfer_id in self._ended:
+                self._not_needed(_writer_of(sender, message))
+            else:
+                self._keep_early(sender, message)
         elif isinstance(message, Written):
-            self._written(sender, message, transfer, now)
+            self._written(sender, message, transfer)
         elif isinstance(message, Nack):
             if message.code is NackCode.RELEASED:
-                self._quarantine.release(writer_of(sender, message))
+                self._release(_writer_of(sender, message))
         elif isinstance(message, EncodeFailed):
             if transfer is not None:
                 self._fail(transfer, NackCode.UNAVAILABLE, "no_encoder", message.reason)
         elif isinstance(message, Abort):
-            self._aborted(writer_of(sender, message), message, transfer)
+            self._aborted(_writer_of(sender, message), message, transfer)
 
-    def poll(self, now: float) -> tuple[list[tuple[bytes, AnyMessage]], list[Event]]:
-        """Return messages to send, as ``(identity, message)``, and what happened since.
-
-        The caller acts on the events before it calls anything else: until then `slot_for` may
-        still return a slot that was revoked, which is not granted to anybody.
-        """
-        for transfer in list(self._transfers.values()):
+    def tick(self, now: float) -> None:
+        """Judge deadlines, and ask for slots that are quarantined."""
+        self._now = now
+        while self._due and self._due[0][0] <= now:
+            transfer = heapq.heappop(self._due)[-1]
+            if self._transfers.get(transfer.transfer_id) is not transfer:
+                continue
             if now >= transfer.deadline_s:
                 reason = (
                     f"not delivered within {self._wait_timeout_s} s (transfer.wait_timeout_s): "
                     f"{transfer.stage}"
                 )
                 self._fail(transfer, NackCode.UNAVAILABLE, "timeout", reason)
-            elif transfer.state is State.GRANTED and now >= transfer.lease_end_s:
+            elif now >= transfer.due_s:
                 reason = f"granted, but not written within {self._lease_s} s (transfer.lease_s)"
                 self._fail(transfer, NackCode.UNAVAILABLE, "lease", reason)
-            elif transfer.state is State.ANNOUNCED:
-                self._try_grant(transfer, now)
-        self._messages += self._quarantine.poll(now)
-        for writer in self._early.expire(now):
-            self._not_needed(writer)
-        self._events += (Released(slot=slot) for slot in self._quarantine.take_released())
-        messages, self._messages = self._messages, []
-        events, self._events = self._events, []
-        self._revoked.clear()
-        return messages, events
+            else:
+                self._watch(transfer)
+        if len(self._quarantine):
+            for sender, question in self._quarantine.poll(now):
+                self._send(sender, question)
+            self._tell_released()
+        while self._early:
+            transfer_id, (expires_s, _, _) = next(iter(self._early.items()))
+            if expires_s > now:
+                break
+            self._forget_early(transfer_id)
 
     # --------------------------------------------------------------------------------------------
 
-    def _announced(
-        self, sender: bytes, message: Announce, transfer: IncomingTransfer | None, now: float
-    ) -> None:
-        writer = writer_of(sender, message)
-        if transfer is None:
-            if message.transfer_id in self._ended:
-                self._not_needed(writer)
-            else:
-                self._early.keep(sender, message, now)
-        elif writer in transfer.refused:
-            self._messages.append((sender, transfer.refused[writer]))
+    def _announced(self, sender: bytes, message: Announce, transfer: Transfer) -> None:
+        writer = _writer_of(sender, message)
+        if writer in transfer.refused:
+            self._send(sender, transfer.refused[writer])
         elif writer in self._quarantine:
             return  # It is asked to stop already.
-        elif problem := transfer.mismatch(message, self._fingerprint):
-            code, detail = problem
-            self._turn_away(transfer, writer, code, detail)
-        elif transfer.writer == writer:
-            transfer.answered = False
-            if transfer.grant is not None:
-                transfer.lease_end_s = now + self._lease_s + LEASE_MARGIN_S
-                self._messages.append((sender, transfer.grant))
+        elif not self._fits(message):
+            detail = (
+                f"{message.producer.instance} serves something else: give both instances the same "
+                "model, revision, dtype and multimodal processor settings"
+            )
+            self._turn_away(transfer, writer, NackCode.INCOMPATIBLE, detail)
+        elif detail := transfer.mismatch(message):
+            self._turn_away(transfer, writer, NackCode.UNEXPECTED, detail)
+        elif transfer.writer == writer and transfer.grant is not None:
+            transfer.lease_end_s = self._now + self._lease_s + LEASE_MARGIN_S
+            self._send(sender, transfer.grant)
         else:
-            if transfer.writer is not None:
+            if transfer.writer not in (writer, None):
                 reason = f"{message.producer.instance} took over"
                 self._refuse(transfer, transfer.writer, abort(transfer.writer, reason))
-            transfer.state = State.ANNOUNCED
+                if self._transfers.get(transfer.transfer_id) is not transfer:
+                    return  # That was one too many.
             transfer.writer, transfer.producer = writer, message.producer
-            transfer.answered = False
+            self.room_given(transfer.item)
+            if transfer.grant is None and transfer.writer == writer:
+                later = Later(transfer_id=writer.transfer_id, attempt=writer.attempt)
+                self._send(sender, later)
 
-    def _turn_away(
-        self, transfer: IncomingTransfer, writer: Writer, code: NackCode, detail: str
-    ) -> None:
+    def _fits(self, message: Announce) -> bool:
+        return message.producer.fingerprint == self._fingerprint
+
+    def _turn_away(self, transfer: Transfer, writer: Writer, code: NackCode, detail: str) -> None:
         """Refuse one encoder for good; another may still deliver the item."""
-        transfer_id = writer.transfer_id
-        nack = Nack(transfer_id=transfer_id, attempt=writer.attempt, code=code, detail=detail)
-        self._messages.append((writer.sender, nack))
-        self._events.append(transfer.refusal(nack))
+        nack = Nack(
+            transfer_id=writer.transfer_id, attempt=writer.attempt, code=code, detail=detail
+        )
+        self._send(writer.sender, nack)
+        self._events.refused(transfer, nack)
         self._refuse(transfer, writer, nack)
 
-    def _refuse(self, transfer: IncomingTransfer, writer: Writer, answer: Abort | Nack) -> None:
+    def _refuse(self, transfer: Transfer, writer: Writer, answer: Abort | Nack) -> None:
         """Let an attempt take no more part in a transfer; what it was granted is taken back."""
         transfer.refused[writer] = answer
+        slot = None
+        reason = answer.reason if isinstance(answer, Abort) else answer.detail
         if transfer.writer == writer:
-            reason = answer.reason if isinstance(answer, Abort) else answer.detail
-            cause: FailureCause = "other_encoder" if isinstance(answer, Abort) else "refused"
             slot = self._revoke(transfer, reason)
-            if slot is not None:
-                code = NackCode.UNAVAILABLE
-                self._events.append(transfer.failure(code, cause, reason, slot, last=False))
-            transfer.state = State.EXPECTED
             transfer.writer = transfer.producer = None
         if len(transfer.refused) > MAX_REFUSED:
             reason = f"{len(transfer.refused)} attempts were refused (at most {MAX_REFUSED})"
-            self._fail(transfer, NackCode.UNAVAILABLE, "refused", reason)
+            self._end(transfer)
+            self._fail_with(transfer, slot, NackCode.UNAVAILABLE, "refused", reason)
+        elif slot is not None:
+            cause: FailureCause = "other_encoder" if isinstance(answer, Abort) else "refused"
+            self._fail_with(transfer, slot, NackCode.UNAVAILABLE, cause, reason)
 
-    def _aborted(self, writer: Writer, message: Abort, transfer: IncomingTransfer | None) -> None:
-        self._early.withdraw(writer)
+    def _aborted(self, writer: Writer, message: Abort, transfer: Transfer | None) -> None:
+        early = self._early.get(writer.transfer_id)
+        if early is not None and _writer_of(*early[1:]) == writer:
+            del self._early[writer.transfer_id]
         if transfer is not None and transfer.writer == writer:
             self._fail(transfer, NackCode.UNAVAILABLE, "aborted", message.reason)
-        self._quarantine.release(writer)
+        self._release(writer)
 
-    def _try_grant(self, transfer: IncomingTransfer, now: float) -> None:
-        writer, producer = transfer.writer, transfer.producer
-        assert writer is not None and producer is not None
-        others = self._by_item[transfer.mm_hash]
-        slot = self._slot_for(transfer.mm_hash)
-        if (
-            slot is None
-            or slot.generation in self._revoked
-            or any(other.state is State.GRANTED for other in others)
-        ):
-            if not transfer.answered:
-                transfer.answered = True
-                later = Later(transfer_id=writer.transfer_id, attempt=writer.attempt)
-                self._messages.append((writer.sender, later))
-            return
+    def _grant(self, transfer: Transfer) -> None:
+        writer, producer, item = transfer.writer, transfer.producer, transfer.item
+        assert writer is not None and producer is not None and item.slot is not None
         try:
             endpoint = self._choose(producer)
         except NoCommonPathError as error:
             self._turn_away(transfer, writer, NackCode.NO_COMMON_PATH, str(error))
             return
-        transfer.state = State.GRANTED
-        transfer.granted_s = now
-        transfer.lease_end_s = now + self._lease_s + LEASE_MARGIN_S
+        item.state = State.GRANTED
+        transfer.granted_s = self._now
+        transfer.lease_end_s = self._now + self._lease_s + LEASE_MARGIN_S
         transfer.grant = Grant(
             transfer_id=writer.transfer_id,
             attempt=writer.attempt,
-            slot=slot,
+            slot=item.slot,
             path=endpoint.path,
             address=endpoint.address,
             lease_s=self._lease_s,
         )
-        self._fence.allow(slot)
-        self._messages.append((writer.sender, transfer.grant))
+        self._watch(transfer)
+        self._fence.allow(item.slot)
+        self._send(writer.sender, transfer.grant)
 
-    def _written(
-        self, sender: bytes, message: Written, transfer: IncomingTransfer | None, now: float
-    ) -> None:
-        writer = writer_of(sender, message)
+    def _written(self, sender: bytes, message: Written, transfer: Transfer | None) -> None:
+        writer = _writer_of(sender, message)
         injected = Injected(transfer_id=message.transfer_id, attempt=message.attempt)
         if transfer is None:
             if message.transfer_id in self._ended:
-                self._messages.append((sender, injected))
+                self._send(sender, injected)
             else:  # Forgotten, or granted by a former life of this process.
                 self._not_needed(writer)
             return
         if writer in transfer.refused:
-            self._messages.append((sender, transfer.refused[writer]))
+            self._send(sender, transfer.refused[writer])
         grant = transfer.grant
         fits = grant is not None and grant.slot.generation == message.generation
         if transfer.writer != writer or grant is None or not fits:
             return
-        assert transfer.producer is not None
         self._fence.forbid(grant.slot)
-        self._events.append(
-            Landed(
-                mm_hash=transfer.mm_hash,
-                transfer_id=transfer.transfer_id,
-                tensor=transfer.tensor,
-                producer=transfer.producer,
-                path=grant.path,
-                transfer_s=now - transfer.granted_s,
-                digest=message.digest,
-            )
-        )
-        self._messages.append((sender, injected))
+        self._send(sender, injected)
         self._end(transfer)
-        self.item_not_needed(transfer.mm_hash)
+        transfer_s = self._now - transfer.granted_s
+        self._events.landed(transfer, grant, transfer_s=transfer_s, digest=message.digest)
 
-    def _fail(
-        self, transfer: IncomingTransfer, code: NackCode, cause: FailureCause, reason: str
-    ) -> None:
+    def _fail(self, transfer: Transfer, code: NackCode, cause: FailureCause, reason: str) -> None:
         slot = self._revoke(transfer, reason)
         self._end(transfer)
-        last = transfer.mm_hash not in self._by_item
-        self._events.append(transfer.failure(code, cause, reason, slot, last=last))
+        self._fail_with(transfer, slot, code, cause, reason)
 
-    def _revoke(self, transfer: IncomingTransfer, reason: str) -> SlotDescriptor | None:
-        if transfer.state is not State.GRANTED:
-            return None
+    def _fail_with(
+        self,
+        transfer: Transfer,
+        slot: SlotDescriptor | None,
+        code: NackCode,
+        cause: FailureCause,
+        reason: str,
+    ) -> None:
+        self._events.failed(transfer, slot, code=code, cause=cause, reason=reason)
+        self._tell_released()
+
+    def _revoke(self, transfer: Transfer, reason: str) -> SlotDescriptor | None:
+        """Take back what a transfer was granted, if anything was; return it."""
         writer, producer, grant = transfer.writer, transfer.producer, transfer.grant
-        assert writer is not None and producer is not None and grant is not None
+        if grant is None:
+            return None
+        assert writer is not None and producer is not None
         transfer.grant = None
-        transfer.state = State.EXPECTED
+        transfer.item.slot = None
         self._fence.forbid(grant.slot)
-        self._revoked.add(grant.slot.generation)
         self._quarantine.add(writer, grant.slot, producer, reason)
         if grant.path in self._fenced_paths:
-            self._messages.append((writer.sender, abort(writer, reason)))
+            self._send(writer.sender, abort(writer, reason))
             self._quarantine.release(writer)
         return grant.slot
 
+    def _release(self, writer: Writer) -> None:
+        self._quarantine.release(writer)
+        self._tell_released()
+
+    def _tell_released(self) -> None:
+        for slot in self._quarantine.take_released():
+            self._events.released(slot)
+
     def _not_needed(self, writer: Writer) -> None:
         message = NotNeeded(transfer_id=writer.transfer_id, attempt=writer.attempt)
-        self._messages.append((writer.sender, message))
+        self._send(writer.sender, message)
 
-    def _end(self, transfer: IncomingTransfer) -> None:
+    def _keep_early(self, sender: bytes, message: Announce) -> None:
+        """Remember an announcement; what there is no room for is sent again by its producer."""
+        if message.transfer_id not in self._early and len(self._early) < MAX_EARLY:
+            expires_s = self._now + self._wait_timeout_s
+            self._early[message.transfer_id] = (expires_s, sender, message)
+            if self._fits(message):
+                self._events.announced(message)
+
+    def _forget_early(self, transfer_id: str) -> None:
+        early = self._early.pop(transfer_id, None)
+        if early is not None:
+            self._not_needed(_writer_of(*early[1:]))
+
+    def _watch(self, transfer: Transfer) -> None:
+        """Look at a transfer when it is due; entries of those that have ended are left in time."""
+        if len(self._due) > 4 * len(self._transfers) + 64:
+            self._due = [
+                (each.due_s, next(self._numbers), each) for each in self._transfers.values()
+            ]
+            heapq.heapify(self._due)
+        heapq.heappush(self._due, (transfer.due_s, next(self._numbers), transfer))
+
+    def _end(self, transfer: Transfer) -> None:
         del self._transfers[transfer.transfer_id]
-        siblings = self._by_item[transfer.mm_hash]
-        siblings.remove(transfer)
-        if not siblings:
-            del self._by_item[transfer.mm_hash]
+        del transfer.item.transfers[transfer.transfer_id]
         self._remember(transfer.transfer_id, unasked=not transfer.asked)
 
     def _remember(self, transfer_id: str, *, unasked: bool = False) -> None:
-        self._early.take(transfer_id)
         self._ended[transfer_id] = unasked
         while len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
+
+
+def _writer_of(sender: bytes, message: AnyMessage) -> Writer:
+    return Writer(transfer_id=message.transfer_id, sender=sender, attempt=message.attempt)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import select
 import socket
 import uuid
 from pathlib import Path
@@ -105,11 +106,16 @@ class ControlServer:
         self._socket.setsockopt(zmq.MAXMSGSIZE, codec.MAX_MESSAGE_BYTES)
         self._socket.setsockopt(zmq.LINGER, 200)
         self._gate: CurveGate | None = None
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._ready = select.poll()
+        self._ready.register(self._wake, select.POLLIN)
+        self._ready.register(int(self._socket.getsockopt(zmq.FD)), select.POLLIN)
         try:
             if is_off_host(address):
                 self._gate = CurveGate(self._socket, address, keys, name="control channel")
             self._socket.bind(address)
         except ConfigError:
+            os.close(self._wake)
             self._context.destroy(linger=0)
             raise
         except zmq.ZMQError as error:
@@ -122,6 +128,19 @@ class ControlServer:
     def address(self) -> str:
         """Where it listens, with the port that was chosen for port 0."""
         return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when messages may have arrived, after `wake`, or when the time is over.
+
+        For one thread, beside another that does everything else with this object.
+        """
+        self._ready.poll(timeout_s * 1000)
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+
+    def wake(self) -> None:
+        """End a `wait` in another thread."""
+        os.eventfd_write(self._wake, 1)
 
     def receive(self) -> list[tuple[bytes, AnyMessage]]:
         """Return what has arrived, as ``(identity, message)``; what is no message is logged.
@@ -151,12 +170,16 @@ class ControlServer:
         """
         data = codec.encode(message, session=self._session)
         self._socket.send_multipart([identity, data], flags=zmq.NOBLOCK)
+        # ZMQ tells once that a message has come, and it may just have told the sender.
+        if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            self.wake()
 
     def close(self) -> None:
         """Close the channel; what was sent goes out for at most 0.2 s."""
         if self._gate is not None:
             self._gate.close()
         self._context.destroy()
+        os.close(self._wake)
 
 
 class ControlClients:

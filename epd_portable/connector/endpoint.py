@@ -71,6 +71,17 @@ class ConsumerEndpoint:
         """Return control messages that have arrived, as ``(identity, message)``."""
         return self._control.receive()
 
+    def wait(self, timeout_s: float) -> None:
+        """Return when messages may have arrived, after `wake`, or when the time is over.
+
+        The only thing that a thread may do while another one uses the rest.
+        """
+        self._control.wait(timeout_s)
+
+    def wake(self) -> None:
+        """End a `wait`."""
+        self._control.wake()
+
     def send(self, identity: bytes, message: AnyMessage) -> None:
         """Send a control message."""
         self._control.send(identity, message)

@@ -9,7 +9,7 @@ from typing import Any
 
 from epd_portable.connector.producer import TransferOrder
 from epd_portable.log import trace
-from epd_portable.runners.matching import engine_names
+from epd_portable.runners.prompt import engine_names
 from epd_portable.scheduling.encoder_cache import EncoderCacheManager
 from epd_portable.wire.descriptors import TensorSpec
 from epd_portable.wire.params import EncodedItem, EncodeOutcome, EncodeParams

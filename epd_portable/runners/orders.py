@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from epd_portable.connector.pool import ReceivePool
 from epd_portable.runners.placer import Placement, WorkerOrders
+from epd_portable.scheduling.items import Item, State
 from epd_portable.scheduling.preallocator import EncoderCachePreallocator
 from epd_portable.wire.descriptors import SlotDescriptor
 
@@ -16,28 +17,22 @@ class OrderBook:
 
     Args:
         pool: Slots that were taken back from producers go straight back to it.
-        preallocator: Keeps the slots of items that are in the encoder cache.
+        cache: Keeps the slots of items that workers may read.
         copies: Whether workers copy items out of their slots. If not, a slot is kept as long as
             its item is in the encoder cache.
     """
 
-    def __init__(
-        self,
-        pool: ReceivePool,
-        preallocator: EncoderCachePreallocator[SlotDescriptor],
-        *,
-        copies: bool,
-    ) -> None:
+    def __init__(self, pool: ReceivePool, cache: EncoderCachePreallocator, *, copies: bool) -> None:
         self._pool = pool
-        self._preallocator = preallocator
+        self._cache = cache
         self._copies = copies
-        self._placements: list[Placement] = []
+        self._placements: list[tuple[Item, Placement]] = []
         self._taken_back: list[SlotDescriptor] = []
         self._under_way: deque[tuple[list[SlotDescriptor], list[SlotDescriptor]]] = deque()
 
-    def place(self, placement: Placement) -> None:
+    def place(self, item: Item, placement: Placement) -> None:
         """An item has landed: workers put it into their encoder caches."""
-        self._placements.append(placement)
+        self._placements.append((item, placement))
 
     def take_back(self, slot: SlotDescriptor) -> None:
         """Nobody may write a slot any more that a producer had."""
@@ -55,12 +50,20 @@ class OrderBook:
             computes: The step has tokens.
         """
         unused = list(freed)
-        arrived = [item for item in self._placements if item.mm_hash not in unused]
-        placements, self._placements = (arrived, []) if computes else ([], arrived)
+        if not (unused or self._placements or self._taken_back):
+            self._under_way.append(([], []))
+            return WorkerOrders()
+        self._placements = [each for each in self._placements if each[0].state is State.LANDED]
+        placements: list[Placement] = []
+        if computes:
+            for item, placement in self._placements:
+                item.state = State.PRESENT
+                placements.append(placement)
+            self._placements = []
         taken_back, self._taken_back = self._taken_back, []
         if self._copies:
-            unused += [item.mm_hash for item in placements]
-        slots = [self._preallocator.retire(mm_hash) for mm_hash in unused]
+            unused += [placement.mm_hash for placement in placements]
+        slots = [self._cache.retire(mm_hash) for mm_hash in unused]
         self._under_way.append((taken_back, [slot for slot in slots if slot is not None]))
         return WorkerOrders(placements=placements, revoked=[slot.generation for slot in taken_back])
 
@@ -71,4 +74,5 @@ class OrderBook:
         taken_back, retired = self._under_way.popleft()
         for slot in taken_back:
             self._pool.give_back(slot)
-        self._preallocator.give_back(retired)
+            self._cache.stir()
+        self._cache.give_back(retired)

@@ -1,12 +1,13 @@
-"""What the PD side knows of a request's items."""
+"""A request's items: as the engine names and places them, and how each was had."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from epd_portable.runners.matching import engine_names
-from epd_portable.scheduling.encoder_cache import MultiModalRequest
+from epd_portable.scheduling.items import Claimant
 from epd_portable.wire.descriptors import TensorSpec
 from epd_portable.wire.params import ExpectedTransfer, ItemOutcome, PrefillParams
 
@@ -36,50 +37,59 @@ class PromptItem:
     has_media: bool = True
 
 
-@dataclass(slots=True)
-class RequestRecord:
-    """One request with items.
+@dataclass(slots=True, eq=False)
+class RequestRecord(Claimant):
+    """One request with items, in a prefill+decode instance.
 
     Attributes:
-        request: The engine's own.
         items: In the order of the prompt.
         transfers: Of its items, by ``mm_hash``.
         reply_to: ZMQ identity of the router; empty if nobody wants to hear of failures.
         arrived_s: When it was added.
         bare: ``mm_hash`` of items that cannot be encoded here.
-        awaited: ``mm_hash`` of items that another instance is to deliver.
         outcomes: How each item was had, by ``mm_hash``.
         mm_inputs_done: Items that lie wholly in what is computed, prefix cache included.
         failed: An item cannot be had; the scheduler ends the request.
+        last_ends: One past the last token of each distinct item.
     """
 
-    request: MultiModalRequest
-    items: Sequence[PromptItem]
-    transfers: Mapping[str, ExpectedTransfer]
-    reply_to: bytes
-    arrived_s: float
+    items: Sequence[PromptItem] = ()
+    transfers: Mapping[str, ExpectedTransfer] = field(default_factory=dict)
+    reply_to: bytes = b""
+    arrived_s: float = 0.0
     bare: frozenset[str] = frozenset()
-    awaited: set[str] = field(default_factory=set)
     outcomes: dict[str, ItemOutcome] = field(default_factory=dict)
     mm_inputs_done: int = 0
     failed: bool = False
+    last_ends: dict[str, int] = field(default_factory=dict)
+    _ends: list[int] = field(default_factory=list)
+    _cursor: int = 0
+
+    def __post_init__(self) -> None:
+        self._ends = sorted(item.end for item in self.items)
+        for item in self.items:
+            self.last_ends[item.mm_hash] = max(item.end, self.last_ends.get(item.mm_hash, 0))
 
     @property
     def mm_inputs_total(self) -> int:
         """Number of items in the prompt, one that comes twice counted twice."""
         return len(self.items)
 
-    def update_mm_inputs_done(self, num_computed_tokens: int) -> bool:
-        """Count the items that lie wholly in what is computed; tell whether they became more."""
-        done = sum(item.end <= num_computed_tokens for item in self.items)
+    def progressed(self, num_computed_tokens: int) -> bool:
+        """Note how far the request is computed; tell whether that passed an item."""
+        done = bisect_right(self._ends, num_computed_tokens)
         grew = done > self.mm_inputs_done
         self.mm_inputs_done = max(done, self.mm_inputs_done)
         return grew
 
-    def covered(self, num_computed_tokens: int) -> set[str]:
-        """Return the awaited items all of whose places lie in what is computed."""
-        needed = {item.mm_hash for item in self.items if item.end > num_computed_tokens}
-        return self.awaited - needed
+    def next_item(self, num_computed_tokens: int) -> int:
+        """Return the index of the first item that is not wholly computed; their number if none."""
+        index = self._cursor if self.running else 0
+        while index < len(self.items) and self.items[index].end <= num_computed_tokens:
+            index += 1
+        if self.running:
+            self._cursor = index
+        return index
 
     def note(self, outcome: ItemOutcome) -> None:
         """Remember how an item was had: the first way counts, unless it had to be encoded here."""
@@ -115,3 +125,44 @@ def match_transfers(
     transfers = params.transfers if params is not None else ()
     names = engine_names(items, transfers)
     return {names[each.mm_hash]: each for each in transfers if each.mm_hash in names}
+
+
+class Named(Protocol):
+    """An item or a transfer.
+
+    Attributes:
+        mm_hash: Its name: an item's is the engine's, a transfer's the one that the router gave.
+        modality: What the item is to the model, such as ``image``.
+    """
+
+    @property
+    def mm_hash(self) -> str: ...  # noqa: D102 - above
+    @property
+    def modality(self) -> str: ...  # noqa: D102 - above
+
+
+def engine_names(items: Sequence[Named], transfers: Sequence[Named]) -> dict[str, str]:
+    """Return the engine's names of the transfers' items, by the router's names.
+
+    Mostly they are the same. Where a request has settings for a modality, the engine derives names
+    of its own; within a modality it keeps the order in which the request has the items, so these
+    are matched by it. Where the numbers differ, none of that modality are: one video can be two
+    items, pictures and sound.
+
+    Args:
+        items: Of a prompt, in its order; repeated ones count once.
+        transfers: In the order of the request; several can be of one item.
+    """
+    known = {item.mm_hash for item in items}
+    names = {each.mm_hash: each.mm_hash for each in transfers if each.mm_hash in known}
+    for modality in {item.modality for item in items}:
+        ours = _unnamed(items, modality, names)
+        theirs = _unnamed(transfers, modality, names)
+        if len(ours) == len(theirs):
+            names.update(zip(theirs, ours, strict=True))
+    return names
+
+
+def _unnamed(every: Sequence[Named], modality: str, names: dict[str, str]) -> list[str]:
+    found = (each.mm_hash for each in every if each.modality == modality)
+    return [name for name in dict.fromkeys(found) if name not in names]

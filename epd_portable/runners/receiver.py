@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from epd_portable.connector import registry
-from epd_portable.connector.consumer import ConsumerSession
+from epd_portable.connector.consumer import ConsumerSession, FailureCause, Transfer
 from epd_portable.connector.endpoint import ConsumerEndpoint
-from epd_portable.connector.events import Failed, Landed, Refused
 from epd_portable.connector.pool import ReceivePool
 from epd_portable.connector.transport import LeaseFence
 from epd_portable.log import trace
-from epd_portable.runners.arrivals import Arrivals, transferred
 from epd_portable.runners.orders import OrderBook
 from epd_portable.runners.placer import Placement, WorkerOrders
-from epd_portable.runners.precedence import make_way
 from epd_portable.runners.prompt import PromptItem, RequestRecord, bare_items, match_transfers
 from epd_portable.runners.receiver_metrics import ReceiverMetrics
-from epd_portable.runners.refusals import Refusals, too_large
-from epd_portable.scheduling.choice import make_preallocator
-from epd_portable.scheduling.encoder_cache import EncoderCacheManager, MultiModalRequest
-from epd_portable.scheduling.preallocator import Claim
+from epd_portable.scheduling.encoder_cache import MultiModalRequest
+from epd_portable.scheduling.items import Item, Origin, State
+from epd_portable.scheduling.preallocator import PREALLOCATORS
 from epd_portable.wire.descriptors import SlotDescriptor
-from epd_portable.wire.messages import NackCode
+from epd_portable.wire.messages import Announce, AnyMessage, Grant, Nack, NackCode
 from epd_portable.wire.params import ItemOutcome, PrefillOutcome, PrefillParams
 
 if TYPE_CHECKING:
@@ -33,21 +32,33 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_LOOK_EVERY_S = 0.05
+"""Deadlines are judged so often while no message comes."""
+
 
 class Receiver:
     """Everything that the PD instance's scheduler process does for items from elsewhere.
 
-    Not for several threads: all calls come from the scheduler's.
+    Messages are taken in as they come, by a thread (`listen`), so that a peer's question waits
+    neither for the engine's step nor for its next request. The thread and the engine's take turns
+    by `lock`: the engine's holds it while it schedules, while it takes in what a step put out, and
+    whenever it changes what it has of requests or of the encoder cache.
 
     Args:
         config: Of this instance.
         fingerprint: What producers must agree with.
-        cache: The scheduler's encoder cache.
+        cache_size: Of the scheduler's encoder cache, in embeddings.
         alignment_bytes: Of slots, see `PlatformTraits.slot_alignment_bytes`.
         copies: Whether workers copy items out of their slots (`PlatformTraits.needs_device_copy`).
             If not, a slot is kept as long as its item is in the encoder cache.
+        lookahead: Tokens beyond those it computes whose items the engine wants
+            (speculative decoding; vLLM's ``num_prefill_lookahead``).
         clock: Monotonic seconds.
         metrics: Counts what happens; ``None`` counts where nobody looks.
+
+    Attributes:
+        cache: The scheduler's encoder cache.
+        lock: See above; may be taken again by who has it.
     """
 
     def __init__(
@@ -55,37 +66,44 @@ class Receiver:
         config: InstanceConfig,
         *,
         fingerprint: str,
-        cache: EncoderCacheManager,
+        cache_size: int,
         alignment_bytes: int,
         copies: bool,
+        lookahead: int = 0,
         clock: Callable[[], float] = time.monotonic,
         metrics: ReceiverMetrics | None = None,
     ) -> None:
         self._metrics = metrics or ReceiverMetrics()
         self._config = config
-        self._cache = cache
+        self._lookahead = lookahead
         self._clock = clock
         self._requests: dict[str, RequestRecord] = {}
+        self._arrivals: deque[RequestRecord] = deque()
+        self._numbers = itertools.count()
+        self._unavailable: set[str] = set()
         self._pool = ReceivePool(config.pool, config.pool_bytes, alignment_bytes)
-        self._preallocator = make_preallocator(config.preallocation, cache, self._pool)
-        self._local_waits = False
-        self._orders = OrderBook(self._pool, self._preallocator, copies=copies)
         fence = LeaseFence()
         self._endpoint = ConsumerEndpoint(
             config, fingerprint=fingerprint, pool_bytes=self._pool.capacity_bytes, fence=fence
         )
-        self._refusals = Refusals(self._endpoint.send, self._metrics)
         self._session = ConsumerSession(
+            send=self._send,
+            events=self,
             choose=self._endpoint.choose,
             fingerprint=fingerprint,
-            slot_for=self._slot_for,
             is_gone=self._endpoint.is_gone,
             fence=fence,
             fenced_paths=registry.fenced_paths(),
             wait_timeout_s=config.wait_timeout_s,
             lease_s=config.lease_s,
         )
-        self._arrivals = Arrivals(cache, self._preallocator, self._session)
+        self.cache = PREALLOCATORS[config.preallocation](cache_size, self._pool, self._session)
+        self._orders = OrderBook(self._pool, self.cache, copies=copies)
+        self.lock = threading.RLock()
+        self._closing = False
+        self._listener: threading.Thread | None = None
+
+    # -- requests --------------------------------------------------------------------------------
 
     def request_arrived(
         self,
@@ -95,88 +113,81 @@ class Receiver:
     ) -> None:
         """A request with media was added to the scheduler.
 
-        Items that are in the encoder cache are held for it; those with a transfer are expected;
-        the rest is encoded here, unless another request already awaits the same item. What cannot
-        be encoded here (no media in the request, or no encoder) never is, whatever happens.
+        It claims its items, in the order of the prompt. Those with a transfer are expected; the
+        rest is encoded here, unless another request already awaits the same item. What cannot be
+        encoded here (no media in the request, or no encoder) never is, whatever happens.
         """
         now = self._clock()
         transfers = match_transfers(items, params)
-        reply_to = params.reply_to.encode() if params else b""
-        bare = bare_items(items, transfers, can_encode=self._config.can_encode)
-        record = RequestRecord(request, items, transfers, reply_to, now, bare)
-        self._requests[request.request_id] = record
-        self._cache.never_encode(
-            request.request_id, (item.input_id for item in items if item.mm_hash in bare)
+        record = RequestRecord(
+            request.request_id,
+            next(self._numbers),
+            items=items,
+            transfers=transfers,
+            reply_to=params.reply_to.encode() if params else b"",
+            arrived_s=now,
+            bare=bare_items(items, transfers, can_encode=self._config.can_encode),
         )
-        for item in items:
-            transfer = transfers.get(item.mm_hash)
-            other = self._arrivals.drop_others(item)
-            if other is not None:
-                self._let_go(other)
-            if conflict := self._arrivals.conflict(item):
-                self._refuse(request.request_id, record, item, NackCode.UNAVAILABLE, conflict)
-                return
-            if self._cache.check_and_update_cache(request, item.input_id):
-                record.note(self._arrivals.outcome(item.mm_hash, transfer))
-                if transfer is not None:
-                    self._session.decline(transfer.transfer_id)
-                continue
-            if transfer is None and self._preallocator.get(item.mm_hash) is None:
-                continue
-            if not self._preallocator.fits_at_all(item.num_embeds, item.tensor.nbytes):
-                detail = too_large(item, self._config.instance, self._cache, self._pool)
-                self._refuse(request.request_id, record, item, NackCode.TOO_LARGE, detail)
-                return
-            self._preallocator.claim(
-                request.request_id,
-                item.input_id,
-                mm_hash=item.mm_hash,
-                num_embeds=item.num_embeds,
-                tensor=item.tensor,
-            )
-            record.awaited.add(item.mm_hash)
-            if transfer is not None:
-                self._session.expect(
-                    transfer.transfer_id,
-                    item.mm_hash,
-                    item.tensor,
-                    now,
-                    encoder=transfer.encoder,
-                )
-        awaited = [mm_hash for mm_hash in transfers if mm_hash in record.awaited]
+        self._requests[request.request_id] = record
+        self._arrivals.append(record)
+        self.cache.enter(record)
+        for prompt_item in items:
+            if not self._claim(record, prompt_item, now):
+                break
+        awaited = [
+            mm_hash
+            for mm_hash in transfers
+            if mm_hash in record.claims and not record.claims[mm_hash].item.is_here
+        ]
         trace("request.arrived", request=request.request_id, awaited=awaited)
+        self._advance()
+        for claim in record.claims.values():
+            if claim.served and claim.item.is_here:
+                record.note(_outcome(claim.item, record))
 
-    def may_schedule(self, request_id: str, num_computed_tokens: int) -> bool:
-        """Tell whether the next token of a request can be computed (or is worth trying).
+    def may_schedule(
+        self, request_id: str, num_computed_tokens: int, *, running: bool = True
+    ) -> bool:
+        """Tell whether the next token of a request can be computed.
 
-        False only if that token belongs to an item that is still on its way, or that must be
-        encoded here and has no room yet. Text before a missing item is never held up. A request
-        that has lost an item for good is failed: it was evicted, and cannot be encoded here.
+        False if that token belongs to an item that is not here and cannot be encoded here now, or
+        if the request has not begun and must wait for its room (`may_start` of the preallocator).
+        Text before a missing item is not held up otherwise. A request that has lost an item for
+        good is failed.
 
         Args:
             request_id: A request of this instance.
-            num_computed_tokens: Tokens whose KV is there, prefix cache included.
+            num_computed_tokens: Tokens whose KV is there, prefix cache included. Of a request that
+                is not running this is what *would* be there: nothing is given up for it yet.
+            running: The engine has begun to compute the request, and not preempted it since.
         """
         record = self._requests.get(request_id)
         if record is None:
             return True
         if record.failed:
             return False
-        self._note_progress(request_id, record, num_computed_tokens)
-        for item in record.items:
-            if item.end <= num_computed_tokens or item.mm_hash in self._cache:
-                continue
-            if item.mm_hash in record.bare and item.mm_hash not in record.awaited:
-                self._refusals.add_lost(request_id, record, item.mm_hash, "it is not here any more")
+        record.running = running
+        if running:
+            self._note_progress(record, num_computed_tokens)
+        first = record.next_item(num_computed_tokens)
+        if first == len(record.items):
+            return True
+        if len(record.claims) < len(record.last_ends):
+            self._claim_again(record, first)
+        if not running and record.num_waiting and not self.cache.may_start(record):
+            waiting = (mm_hash for mm_hash, claim in record.claims.items() if not claim.served)
+            if any(record.last_ends[mm_hash] > num_computed_tokens for mm_hash in waiting):
                 return False
-            if num_computed_tokens < item.begin:
-                return True
-            if item.mm_hash in record.awaited:
-                return False
-            has_room = self._cache.can_preallocate(item.num_embeds)
-            self._local_waits |= not has_room
-            return has_room
-        return True
+        item = record.items[first]
+        if item.mm_hash in record.lost:
+            self._fail_lost(record, item.mm_hash)
+            return False
+        if num_computed_tokens + self._lookahead < item.begin:
+            return True
+        claim = record.claims.get(item.mm_hash)
+        if claim is None or not claim.served:
+            return False
+        return claim.item.is_here or self.cache.may_encode(claim.item, request_id)
 
     def encoding_here(self, request_id: str, mm_hash: str) -> None:
         """The scheduler has decided to encode an item on this instance."""
@@ -184,7 +195,6 @@ class Receiver:
         if record is not None:
             record.note(ItemOutcome(mm_hash=mm_hash, source="local"))
             trace("item.local", request=request_id, mm_hash=mm_hash)
-        self._arrivals.forget([mm_hash])
 
     def request_finished(
         self, request_id: str, num_computed_tokens: int = 0
@@ -201,11 +211,15 @@ class Receiver:
         record = self._requests.pop(request_id, None)
         if record is None:
             return None
-        self._note_progress(request_id, record, num_computed_tokens)
-        self._withdraw(request_id, record.awaited)
-        self._cache.forget(request_id)
-        keys = {item.mm_hash: None for item in record.items}
-        items = tuple(record.outcomes[key] for key in keys if key in record.outcomes)
+        self._note_progress(record, num_computed_tokens)
+        for mm_hash, end in record.last_ends.items():
+            if end <= num_computed_tokens:
+                record.note(ItemOutcome(mm_hash=mm_hash, source="encoder_cache"))
+        self.cache.leave(record)
+        self._unavailable.discard(request_id)
+        items = tuple(
+            record.outcomes[mm_hash] for mm_hash in record.last_ends if mm_hash in record.outcomes
+        )
         self._metrics.request_ended(items, record.transfers)
         return PrefillOutcome(
             instance=self._config.instance,
@@ -214,184 +228,305 @@ class Receiver:
             mm_inputs_total=record.mm_inputs_total,
         )
 
-    def tick(self) -> None:
-        """Exchange messages and act on them; called before every step of the scheduler."""
-        self._take_in()
-        self._local_waits = False
-        self._metrics.room(self._pool, self._cache)
+    def take_unavailable(self) -> set[str]:
+        """Return requests that cannot be answered, for the scheduler to fail."""
+        unavailable, self._unavailable = self._unavailable, set()
+        return unavailable
+
+    # -- steps -----------------------------------------------------------------------------------
+
+    def before_step(self) -> None:
+        """A step is about to be scheduled: hand out the room that came back since."""
+        self._advance()
+        self._metrics.room(self._pool, self.cache)
 
     def take_orders(self, freed: Iterable[str], *, computes: bool) -> WorkerOrders:
         """Return what the workers must do in the step that was just scheduled: `OrderBook.take`."""
-        freed = list(freed)
-        self._arrivals.forget(freed)
         return self._orders.take(freed, computes=computes)
 
     def step_done(self) -> None:
         """The oldest step under way has ended: the slots that waited for it are free."""
         self._orders.step_done()
-        self._take_in()
-        self._metrics.room(self._pool, self._cache)
+        self._advance()
 
-    def take_unavailable(self) -> set[str]:
-        """Return requests that cannot be answered, for the scheduler to fail."""
-        return self._refusals.take()
+    # -- messages --------------------------------------------------------------------------------
+
+    def listen(self) -> None:
+        """Take messages in as they come, by a thread, until `close`."""
+        self._listener = threading.Thread(target=self._listen, name="epd-receiver", daemon=True)
+        self._listener.start()
+
+    def take_in(self) -> None:
+        """Take in what has come, then judge deadlines: what came during a long step is in time."""
+        now = self._clock()
+        while received := self._endpoint.receive():
+            for identity, message in received:
+                self._session.receive(identity, message, now)
+        self._session.tick(now)
+        self._expire(now)
+        self._advance()
 
     def close(self) -> None:
         """Stop receiving and remove the pool."""
+        self._closing = True
+        if self._listener is not None:
+            self._endpoint.wake()
+            self._listener.join()
         self._endpoint.close()
+
+    def _listen(self) -> None:
+        while not self._closing:
+            self._endpoint.wait(_LOOK_EVERY_S)
+            with self.lock:
+                if not self._closing:
+                    self.take_in()
+
+    def _send(self, identity: bytes, message: AnyMessage) -> None:
+        self._endpoint.send(identity, message)
+        self._metrics.sent(message)
+
+    # -- what becomes of transfers: `TransferEvents` ----------------------------------------------
+
+    def announced(self, announce: Announce) -> None:
+        """See `TransferEvents`; the item is accepted if the preallocator has room for it."""
+        self._accept(announce)
+
+    def landed(self, transfer: Transfer, grant: Grant, *, transfer_s: float, digest: str) -> None:
+        """See `TransferEvents`."""
+        item, slot, now = transfer.item, grant.slot, self._clock()
+        assert item.tensor is not None and transfer.producer is not None
+        item.origin = Origin(
+            transfer_id=transfer.transfer_id,
+            encoder=transfer.producer.instance,
+            path=grant.path,
+            transfer_s=transfer_s,
+        )
+        self._metrics.landed(grant, item.tensor.nbytes, transfer_s)
+        self.cache.landed(item)
+        placement = Placement(
+            mm_hash=item.mm_hash,
+            slot=slot,
+            in_device_memory=registry.in_device_memory(grant.path, self._config.platform),
+            tensor=item.tensor,
+            digest=digest,
+        )
+        self._orders.place(item, placement)
+        for request_id in item.holders:
+            record = self._requests[request_id]
+            wait_s = now - record.arrived_s
+            record.note(_outcome(item, record, wait_s=wait_s))
+            self._metrics.waited(wait_s)
+        trace(
+            "item.landed",
+            mm_hash=item.mm_hash,
+            transfer=transfer.transfer_id,
+            path=grant.path,
+            nbytes=item.tensor.nbytes,
+            transfer_s=transfer_s,
+        )
+
+    def failed(
+        self,
+        transfer: Transfer,
+        slot: SlotDescriptor | None,
+        *,
+        code: NackCode,
+        cause: FailureCause,
+        reason: str,
+    ) -> None:
+        """See `TransferEvents`."""
+        item = transfer.item
+        logger.warning("item %s by transfer %s: %s", item.mm_hash, transfer.transfer_id, reason)
+        trace("item.failed", mm_hash=item.mm_hash, transfer=transfer.transfer_id, reason=reason)
+        self._metrics.failed(transfer.transfer_id, cause, slot)
+        self._lost(item, slot, reason)
+
+    def refused(self, transfer: Transfer, nack: Nack) -> None:
+        """See `TransferEvents`; the router may ask another encoder."""
+        mm_hash = transfer.item.mm_hash
+        logger.warning("item %s by transfer %s: %s", mm_hash, transfer.transfer_id, nack.detail)
+        self._metrics.refused(nack)
+        for request_id in (*transfer.item.holders, *transfer.item.wanted):
+            record = self._requests[request_id]
+            own = record.transfers.get(mm_hash)
+            if own is not None and own.transfer_id == transfer.transfer_id:
+                self._tell(record, transfer.transfer_id, nack.code, nack.detail)
+
+    def revoked(self, slot: SlotDescriptor) -> None:
+        """See `TransferEvents`."""
+        self._metrics.ended(slot)
+
+    def released(self, slot: SlotDescriptor) -> None:
+        """See `TransferEvents`."""
+        self._orders.take_back(slot)
 
     # --------------------------------------------------------------------------------------------
 
-    def _take_in(self) -> None:
-        """Exchange messages, then judge deadlines: what came during a long step came in time."""
-        now = self._clock()
-        for identity, message in self._endpoint.receive():
-            self._session.receive(identity, message, now)
-        self._advance(now)
-
-    def _advance(self, now: float) -> None:
-        """Hand out room, tell whom it concerns, and again as long as something gives room back."""
-        moved = True
-        while moved:
-            for claim in self._preallocator.reserve():
-                trace("item.reserved", mm_hash=claim.mm_hash, nbytes=claim.tensor.nbytes)
-            if not self._local_waits:
-                self._arrivals.accept(now)
-            blocked = self._preallocator.blocked
-            if blocked is not None:
-                make_way(blocked, self._requests, self._cache)
-            messages, events = self._session.poll(now)
-            for identity, message in messages:
-                self._endpoint.send(identity, message)
-                self._metrics.sent(message)
-            for event in events:
-                if isinstance(event, Landed):
-                    self._landed(event, now)
-                elif isinstance(event, Failed):
-                    self._failed(event)
-                elif isinstance(event, Refused):
-                    self._refused(event)
-                else:
-                    self._orders.take_back(event.slot)
-            moved = self._expire(now) or bool(events)
-
-    def _slot_for(self, mm_hash: str) -> SlotDescriptor | None:
-        claim = self._preallocator.get(mm_hash)
-        return claim.slot if claim else None
-
-    def _landed(self, event: Landed, now: float) -> None:
-        claim = self._preallocator.finalize(event.mm_hash)
-        assert claim.slot is not None
-        self._metrics.landed(event, claim.slot)
-        self._arrivals.landed(event)
-        self._orders.place(
-            Placement(
-                mm_hash=event.mm_hash,
-                slot=claim.slot,
-                in_device_memory=registry.in_device_memory(event.path, self._config.platform),
-                tensor=event.tensor,
-                digest=event.digest,
+    def _claim(self, record: RequestRecord, prompt_item: PromptItem, now: float) -> bool:
+        """Let a request that has just come claim one of its items; fail it if that cannot be."""
+        mm_hash = prompt_item.mm_hash
+        transfer = record.transfers.get(mm_hash)
+        nbytes = prompt_item.tensor.nbytes if transfer is not None else 0
+        if not self.cache.fits_at_all(prompt_item.num_embeds, nbytes):
+            detail = (
+                f"an item of this request needs {prompt_item.num_embeds} encoder embeddings in "
+                f"{prompt_item.tensor.nbytes} bytes; {self._config.instance} receives at most "
+                f"{self.cache.cache_size} embeddings and {self._pool.capacity_bytes} bytes: "
+                "send a smaller picture, or raise transfer.pool_bytes"
             )
+            self._refuse(record, mm_hash, NackCode.TOO_LARGE, detail)
+            return False
+        item = self.cache.open(mm_hash, prompt_item.tensor)
+        if item is None:
+            here = self.cache.items[mm_hash].tensor
+            detail = (
+                f"item {mm_hash} of this request is {prompt_item.tensor}, but requests before it "
+                f"use an item of that name that is {here}: give different items different uuids"
+            )
+            self._refuse(record, mm_hash, NackCode.UNAVAILABLE, detail)
+            return False
+        transfer_id = "" if transfer is None else transfer.transfer_id
+        again = mm_hash in record.claims
+        self.cache.claim(
+            record,
+            item,
+            prompt_item.input_id,
+            bare=mm_hash in record.bare,
+            transfer_id=transfer_id,
         )
-        for request_id, _ in claim.waiting:
-            record = self._requests[request_id]
-            record.awaited.discard(event.mm_hash)
-            wait_ms = round((now - record.arrived_s) * 1000, 3)
-            record.note(transferred(event, wait_ms=wait_ms))
-            self._metrics.waited(now - record.arrived_s)
-        trace(
-            "item.landed",
-            mm_hash=event.mm_hash,
-            transfer=event.transfer_id,
-            path=event.path,
-            nbytes=event.tensor.nbytes,
-            transfer_s=event.transfer_s,
-        )
+        if transfer is not None and not again:
+            self._session.expect(transfer_id, item, now, encoder=transfer.encoder)
+        return True
 
-    def _failed(self, event: Failed) -> None:
-        logger.warning("item %s by transfer %s: %s", event.mm_hash, event.transfer_id, event.reason)
-        trace("item.failed", mm_hash=event.mm_hash, transfer=event.transfer_id, reason=event.reason)
-        self._metrics.failed(event)
-        if event.slot is not None:
-            self._preallocator.reopen(event.mm_hash)
-        if not event.last or self._session.expects(event.mm_hash):
+    def _claim_again(self, record: RequestRecord, first: int) -> None:
+        """Claim items from an index on that the request had passed, and must compute again."""
+        for prompt_item in record.items[first:]:
+            mm_hash = prompt_item.mm_hash
+            if mm_hash in record.claims or mm_hash in record.lost:
+                continue
+            item = self.cache.open(mm_hash, prompt_item.tensor)
+            if item is None:
+                record.lost[mm_hash] = "another item of that name has taken its place"
+                continue
+            for place in record.items[first:]:
+                if place.mm_hash == mm_hash:
+                    bare = mm_hash in record.bare
+                    self.cache.claim(record, item, place.input_id, bare=bare)
+        self._advance()
+
+    def _advance(self) -> None:
+        self.cache.advance()
+        if not self.cache.is_blocked:
+            for announce in self._session.early():
+                self._accept(announce)
+
+    def _accept(self, announce: Announce) -> None:
+        item = self.cache.accept(announce.mm_hash, announce.tensor)
+        if item is None:
             return
-        claim = self._preallocator.cancel(event.mm_hash)
-        if claim is not None:
-            self._give_up(claim, event.reason)
+        now = self._clock()
+        self._session.expect(announce.transfer_id, item, now, asked=False)
+        trace(
+            "item.accepted",
+            mm_hash=announce.mm_hash,
+            transfer=announce.transfer_id,
+            nbytes=announce.tensor.nbytes,
+        )
 
-    def _refused(self, event: Refused) -> None:
-        """Tell the router, which may ask another encoder."""
-        logger.warning("item %s by transfer %s: %s", event.mm_hash, event.transfer_id, event.reason)
-        self._metrics.refused(event)
-        self._refusals.of_encoder(self._requests.values(), event)
+    def _lost(self, item: Item, slot: SlotDescriptor | None, reason: str) -> None:
+        """A transfer of an item came to nothing; with it went a slot, if it had one."""
+        if slot is not None:
+            self.cache.lost_slot(item)
+        if not item.transfers:
+            self.cache.lost_transfer(item, reason)
 
-    def _expire(self, now: float) -> bool:
-        """Give up items that a request awaits beyond its own deadline, by transfers of others.
-
-        Returns:
-            Whether there were any.
-        """
+    def _expire(self, now: float) -> None:
+        """Give up items that a request awaits beyond its own deadline, by transfers of others."""
         wait_s = self._config.wait_timeout_s
-        late = [record for record in self._requests.values() if now >= record.arrived_s + wait_s]
-        overdue = {mm_hash for record in late for mm_hash in record.awaited}
-        for mm_hash in overdue:
-            claim = self._preallocator.cancel(mm_hash)
-            assert claim is not None
-            reason = f"not delivered within {wait_s} s (transfer.wait_timeout_s)"
-            logger.warning("item %s: %s", mm_hash, reason)
-            self._give_up(claim, reason)
-        return bool(overdue)
+        while self._arrivals and now >= self._arrivals[0].arrived_s + wait_s:
+            record = self._arrivals.popleft()
+            for claim in list(record.claims.values()):
+                item = claim.item
+                if not item.transfers or item.is_here or record.failed:
+                    continue
+                reason = f"not delivered within {wait_s} s (transfer.wait_timeout_s)"
+                logger.warning("item %s: %s", item.mm_hash, reason)
+                slot = item.slot if item.state is State.GRANTED else None
+                self._session.not_wanted(item)
+                self._lost(item, slot, reason)
 
-    def _give_up(self, claim: Claim[SlotDescriptor], reason: str) -> None:
-        """Let everybody who awaits an item encode it here, or fail where that is impossible."""
-        self._let_go(claim)
-        for request_id, _ in claim.waiting:
-            record = self._requests[request_id]
-            record.awaited.discard(claim.mm_hash)
-            if claim.mm_hash in record.bare:
-                self._refusals.add_lost(request_id, record, claim.mm_hash, reason)
+    def _refuse(self, record: RequestRecord, mm_hash: str, code: NackCode, detail: str) -> None:
+        """Let the scheduler end a request, and tell the router by one of its own transfers.
 
-    def _let_go(self, claim: Claim[SlotDescriptor]) -> None:
-        """End the transfers of a cancelled claim; its slot is free once nobody may write it."""
-        granted = self._session.item_not_needed(claim.mm_hash)
-        self._metrics.ended(granted)
-        if claim.slot is not None and granted is None:
-            self._pool.give_back(claim.slot)
-
-    def _refuse(
-        self,
-        request_id: str,
-        record: RequestRecord,
-        item: PromptItem,
-        code: NackCode,
-        detail: str,
-    ) -> None:
-        """Fail a request that has just come, and end all of its transfers."""
-        self._withdraw(request_id, record.awaited)
-        record.awaited.clear()
+        Args:
+            record: Of the request; one that has failed already stays as it is.
+            mm_hash: The item that cannot be had.
+            code: Why, for the router.
+            detail: Why, for people: value, limit and remedy.
+        """
+        record.failed = True
+        self._metrics.request_failed(code)
+        self._unavailable.add(record.request_id)
+        self.cache.leave(record)
         for transfer in record.transfers.values():
             self._session.decline(transfer.transfer_id)
-        self._refusals.add(request_id, record, item.mm_hash, code, detail)
+        if record.transfers:
+            own = record.transfers.get(mm_hash) or next(iter(record.transfers.values()))
+            self._tell(record, own.transfer_id, code, detail)
 
-    def _note_progress(
-        self, request_id: str, record: RequestRecord, num_computed_tokens: int
-    ) -> None:
+    def _fail_lost(self, record: RequestRecord, mm_hash: str) -> None:
+        detail = (
+            f"item {mm_hash}: {record.lost[mm_hash]}; it cannot be encoded here, where the request "
+            "holds no media or the instance no encoder: send the request again"
+        )
+        logger.warning("request %s: %s", record.request_id, detail)
+        self._refuse(record, mm_hash, NackCode.UNAVAILABLE, detail)
+
+    def _tell(self, record: RequestRecord, transfer_id: str, code: NackCode, detail: str) -> None:
+        if record.reply_to:
+            nack = Nack(transfer_id=transfer_id, code=code, detail=detail)
+            self._endpoint.send(record.reply_to, nack)
+
+    def _note_progress(self, record: RequestRecord, num_computed_tokens: int) -> None:
         """Count the items that are computed, and stop awaiting them."""
-        if not record.update_mm_inputs_done(num_computed_tokens):
+        if not record.progressed(num_computed_tokens):
             return
         trace(
             "request.progress",
-            request=request_id,
+            request=record.request_id,
             mm_inputs_done=record.mm_inputs_done,
             mm_inputs_total=record.mm_inputs_total,
         )
-        covered = record.covered(num_computed_tokens)
-        for mm_hash in covered:
-            record.note(ItemOutcome(mm_hash=mm_hash, source="prefix_cache"))
-        record.awaited -= covered
-        self._withdraw(request_id, covered)
+        for mm_hash, claim in list(record.claims.items()):
+            if record.last_ends[mm_hash] <= num_computed_tokens and not claim.item.is_here:
+                record.note(ItemOutcome(mm_hash=mm_hash, source="prefix_cache"))
+                self.cache.end(claim)
+        for mm_hash in record.lost:
+            if record.last_ends[mm_hash] <= num_computed_tokens:
+                record.note(ItemOutcome(mm_hash=mm_hash, source="prefix_cache"))
+        if record.mm_inputs_done == record.mm_inputs_total:
+            self.cache.unsettled.discard(record.request_id)
 
-    def _withdraw(self, request_id: str, mm_hashes: Iterable[str]) -> None:
-        for claim in self._preallocator.withdraw(request_id, mm_hashes):
-            self._let_go(claim)
+
+def _outcome(item: Item, record: RequestRecord, wait_s: float | None = None) -> ItemOutcome:
+    """Return how a request has an item that is here.
+
+    Args:
+        item: The item.
+        record: Of the request.
+        wait_s: How long it has waited for it; ``None`` if the item was here when it came.
+    """
+    origin, own = item.origin, record.transfers.get(item.mm_hash)
+    by_own = origin is not None and own is not None and own.transfer_id == origin.transfer_id
+    if origin is None or not (by_own or wait_s is not None):
+        return ItemOutcome(mm_hash=item.mm_hash, source="encoder_cache")
+    assert item.tensor is not None
+    return ItemOutcome(
+        mm_hash=item.mm_hash,
+        source="transfer",
+        encoder=origin.encoder,
+        path=origin.path,
+        nbytes=item.tensor.nbytes,
+        wait_ms=round((wait_s or 0.0) * 1000, 3),
+        transfer_ms=round(origin.transfer_s * 1000, 3),
+    )

@@ -7,12 +7,12 @@ from typing import get_args
 
 from prometheus_client import CollectorRegistry
 
-from epd_portable.connector.events import Failed, FailureCause, Landed, Refused
+from epd_portable.connector.consumer import FailureCause
 from epd_portable.connector.pool import ReceivePool
 from epd_portable.runners.instruments import Instruments
 from epd_portable.scheduling.encoder_cache import EncoderCacheManager
 from epd_portable.wire.descriptors import SlotDescriptor
-from epd_portable.wire.messages import AnyMessage, Grant, Later, NackCode, NotNeeded
+from epd_portable.wire.messages import AnyMessage, Grant, Later, Nack, NackCode, NotNeeded
 from epd_portable.wire.params import ItemOutcome, Source
 
 _CODES = tuple(code.value for code in NackCode if code is not NackCode.RELEASED)
@@ -100,27 +100,27 @@ class ReceiverMetrics(Instruments):
             self._not_needed.inc()
             self._wait_ended(message.transfer_id)
 
-    def landed(self, event: Landed, slot: SlotDescriptor) -> None:
+    def landed(self, grant: Grant, nbytes: int, transfer_s: float) -> None:
         """An item is in its slot."""
-        self._received_items.labels(event.path).inc()
-        self._received_bytes.labels(event.path).inc(event.tensor.nbytes)
-        self._transfer_s.labels(event.path).observe(event.transfer_s)
-        self.ended(slot)
+        self._received_items.labels(grant.path).inc()
+        self._received_bytes.labels(grant.path).inc(nbytes)
+        self._transfer_s.labels(grant.path).observe(transfer_s)
+        self.ended(grant.slot)
 
     def waited(self, wait_s: float) -> None:
         """A request has an item that it awaited, this long after it arrived."""
         self._wait_s.observe(wait_s)
 
-    def failed(self, event: Failed) -> None:
+    def failed(self, transfer_id: str, cause: FailureCause, slot: SlotDescriptor | None) -> None:
         """A transfer ended without its item."""
-        self._transfers_failed.labels(event.cause).inc()
-        self._wait_ended(event.transfer_id)
-        self.ended(event.slot)
+        self._transfers_failed.labels(cause).inc()
+        self._wait_ended(transfer_id)
+        self.ended(slot)
 
-    def refused(self, event: Refused) -> None:
+    def refused(self, nack: Nack) -> None:
         """An encoder was refused; its transfer goes on without it."""
-        self._refusals.labels(event.code.value).inc()
-        self._wait_ended(event.transfer_id)
+        self._refusals.labels(nack.code.value).inc()
+        self._wait_ended(nack.transfer_id)
 
     def ended(self, slot: SlotDescriptor | None) -> None:
         """A slot, if there was one, is granted no more."""

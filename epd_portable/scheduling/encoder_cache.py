@@ -4,14 +4,18 @@ Implements every method that vLLM's scheduler calls on its ``EncoderCacheManager
 and adds the second way in: an item that another instance encodes first gets room
 (`EncoderCacheManager.preallocate`), and becomes an entry only when its bytes are there
 (`EncoderCacheManager.finalize_allocation`). Room is counted in encoder embeddings.
+
+An encode instance uses the class as it is; a prefill+decode instance uses
+`epd_portable.scheduling.preallocator`, which adds the order in which room is given.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Protocol
+
+from epd_portable.scheduling.items import Item, State
 
 
 class MultiModalFeature(Protocol):
@@ -41,12 +45,6 @@ class MultiModalRequest(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class _Entry:
-    num_embeds: int
-    holders: set[str] = field(default_factory=set)
-
-
 class EncoderCacheManager:
     """Who holds which encoder output, and how much room is left.
 
@@ -55,25 +53,22 @@ class EncoderCacheManager:
     the workers by the scheduler through `get_freed_mm_hashes`.
 
     Preallocated room counts as used, but the item is not an entry yet: `check_and_update_cache`
-    misses it. An *awaited* item is never given room for local encoding by `can_allocate`, so that
-    the scheduler prefills only what stands before it. Neither is one that cannot be encoded here.
+    misses it.
 
     Attributes:
         cache_size: Room in all.
         num_free_slots: Room that nothing uses.
         num_freeable_slots: That, and the room of idle entries.
+        items: Everything that has room or waits for it, by ``mm_hash``.
     """
 
     def __init__(self, cache_size: int) -> None:
         self.cache_size = cache_size
         self.num_free_slots = cache_size
         self.num_freeable_slots = cache_size
-        self._entries: dict[str, _Entry] = {}
-        self._idle: OrderedDict[str, None] = OrderedDict()
+        self.items: dict[str, Item] = {}
+        self._idle: OrderedDict[str, Item] = OrderedDict()
         self._inputs: dict[str, set[int]] = {}
-        self._preallocated: dict[str, int] = {}
-        self._awaited: set[str] = set()
-        self._never: dict[str, frozenset[int]] = {}
         self._freed: list[str] = []
 
     # -- two-step allocation ---------------------------------------------------------------------
@@ -82,46 +77,46 @@ class EncoderCacheManager:
         """Tell whether room for ``num_embeds`` can be had now, evicting idle entries if need be."""
         return num_embeds <= self.num_freeable_slots
 
-    def preallocate(self, mm_hash: str, num_embeds: int) -> None:
+    def preallocate(self, mm_hash: str, num_embeds: int) -> Item:
         """Set room aside for an item that another instance will deliver.
 
         Raises:
-            ValueError: The item has an entry or room already, or there is not enough room.
+            ValueError: The item has room already, or there is not enough.
         """
-        if mm_hash in self._entries or mm_hash in self._preallocated:
+        item = self.items.get(mm_hash) or Item(mm_hash, num_embeds)
+        if item.state is not State.WAITING:
             raise ValueError(f"{mm_hash}: has an entry or preallocated room already")
         if not self._make_room(num_embeds):
             raise ValueError(
                 f"{mm_hash}: {num_embeds} embeddings do not fit in {self.num_freeable_slots}; "
                 "ask can_preallocate first"
             )
-        self._preallocated[mm_hash] = num_embeds
-        self.num_free_slots -= num_embeds
-        self.num_freeable_slots -= num_embeds
+        self.items[mm_hash] = item
+        self._occupy(item, State.RESERVED)
+        return item
 
     def depreallocate(self, mm_hash: str) -> None:
         """Give back preallocated room; does nothing if there is none."""
-        num_embeds = self._preallocated.pop(mm_hash, 0)
-        self.num_free_slots += num_embeds
-        self.num_freeable_slots += num_embeds
+        item = self.items.get(mm_hash)
+        if item is not None and item.state in (State.RESERVED, State.GRANTED, State.LOCAL):
+            item.state = State.WAITING
+            self.num_free_slots += item.num_embeds
+            self.num_freeable_slots += item.num_embeds
+            self._forget_if_unused(item)
 
-    def finalize_allocation(self, mm_hash: str, holders: Iterable[tuple[str, int]]) -> None:
+    def finalize_allocation(self, mm_hash: str) -> Item:
         """Turn preallocated room into an entry: the item's bytes are there.
-
-        Args:
-            mm_hash: The item.
-            holders: ``(request_id, input_id)`` of the requests that wait for it; each holds it
-                from now on. Without any, the entry is idle.
 
         Raises:
             KeyError: No room was preallocated for the item.
         """
-        entry = _Entry(self._preallocated.pop(mm_hash))
-        self._entries[mm_hash] = entry
-        self._rest(mm_hash, entry)
-        for request_id, input_id in holders:
-            self._hold(mm_hash, request_id)
-            self._inputs.setdefault(request_id, set()).add(input_id)
+        item = self.items[mm_hash]
+        if item.state not in (State.RESERVED, State.GRANTED):
+            raise KeyError(mm_hash)
+        item.state = State.LANDED
+        if not item.holders:
+            self._rest(item)
+        return item
 
     def retain(self, mm_hash: str, holder: str) -> None:
         """Keep an entry for a transfer, beyond the life of the request that encoded it.
@@ -133,74 +128,45 @@ class EncoderCacheManager:
         Raises:
             KeyError: The item has no entry.
         """
-        if mm_hash not in self._entries:
+        if mm_hash not in self:
             raise KeyError(mm_hash)
-        self._hold(mm_hash, holder)
+        self._hold(self.items[mm_hash], holder)
 
     def deallocate(self, mm_hash: str, holder: str) -> None:
         """End what `retain` began; does nothing the second time."""
-        self._release(mm_hash, holder)
+        item = self.items.get(mm_hash)
+        if item is not None:
+            self._release(item, holder)
 
     def holders(self, mm_hash: str) -> frozenset[str]:
         """Return who holds an entry; nobody if there is none."""
-        entry = self._entries.get(mm_hash)
-        return frozenset(entry.holders) if entry else frozenset()
-
-    def evict_idle(self, among: Container[str]) -> str | None:
-        """Evict the one of these entries that has been idle for longest, and return it.
-
-        For when something else than room in this cache, such as a receive slot, is short.
-        """
-        for mm_hash in self._idle:
-            if mm_hash in among:
-                self._evict(mm_hash)
-                return mm_hash
-        return None
-
-    def await_item(self, mm_hash: str) -> None:
-        """Refuse to encode the item here: somebody else is expected to deliver it."""
-        self._awaited.add(mm_hash)
-
-    def stop_awaiting(self, mm_hash: str) -> None:
-        """Allow local encoding of the item again."""
-        self._awaited.discard(mm_hash)
-
-    def never_encode(self, request_id: str, input_ids: Iterable[int]) -> None:
-        """Refuse to encode these items of a request here, whatever becomes of them.
-
-        An engine that encodes an item without its media, or without an encoder, dies of it.
-        """
-        self._never[request_id] = frozenset(input_ids)
-
-    def forget(self, request_id: str) -> None:
-        """The request has ended: drop what `never_encode` was told of it."""
-        self._never.pop(request_id, None)
+        return frozenset(self.items[mm_hash].holders) if mm_hash in self else frozenset()
 
     def __contains__(self, mm_hash: str) -> bool:
         """Tell whether the item has an entry."""
-        return mm_hash in self._entries
+        item = self.items.get(mm_hash)
+        return item is not None and item.is_here
 
     # -- what vLLM's scheduler calls -------------------------------------------------------------
 
     def reset(self) -> None:
-        """Forget every entry; preallocated room and awaited items stay as they are.
+        """Forget every entry; preallocated room stays as it is.
 
         The workers forget at the same time, but what went is told by `get_freed_mm_hashes` all the
         same: the receive slots of these items become free on that.
         """
-        self._freed += self._entries
-        self._entries.clear()
-        self._idle.clear()
+        for item in [each for each in self.items.values() if each.is_here]:
+            item.holders.clear()
+            self._rest(item)
+            self._evict(item)
         self._inputs.clear()
-        self.num_free_slots = self.cache_size - sum(self._preallocated.values())
-        self.num_freeable_slots = self.num_free_slots
 
     def check_and_update_cache(self, request: MultiModalRequest, input_id: int) -> bool:
         """Return whether the item has an entry; if so the request holds it from now on."""
-        mm_hash = request.mm_features[input_id].identifier
-        if mm_hash not in self._entries:
+        item = self.items.get(request.mm_features[input_id].identifier)
+        if item is None or not item.is_here:
             return False
-        self._hold(mm_hash, request.request_id)
+        self._hold(item, request.request_id)
         self._inputs.setdefault(request.request_id, set()).add(input_id)
         return True
 
@@ -208,8 +174,8 @@ class EncoderCacheManager:
         self, request: MultiModalRequest, input_id: int
     ) -> int | None:
         """Return the size of the item's entry, or ``None`` (called by vLLM 0.31 and later)."""
-        entry = self._entries.get(request.mm_features[input_id].identifier)
-        return None if entry is None else entry.num_embeds
+        item = self.items.get(request.mm_features[input_id].identifier)
+        return item.num_embeds if item is not None and item.is_here else None
 
     def can_allocate(
         self,
@@ -226,10 +192,6 @@ class EncoderCacheManager:
             encoder_compute_budget: Embeddings that may still be computed in this step.
             num_embeds_to_schedule: Embeddings that this step already wants to allocate.
         """
-        if request.mm_features[input_id].identifier in self._awaited:
-            return False
-        if input_id in self._never.get(request.request_id, ()):
-            return False
         num_embeds = request.get_num_encoder_embeds(input_id)
         if num_embeds > encoder_compute_budget:
             return False
@@ -238,13 +200,12 @@ class EncoderCacheManager:
     def allocate(self, request: MultiModalRequest, input_id: int) -> None:
         """Make the entry of an item that is encoded here; `can_allocate` said yes in this step."""
         mm_hash = request.mm_features[input_id].identifier
-        if mm_hash not in self._entries:
-            num_embeds = request.get_num_encoder_embeds(input_id)
-            assert num_embeds <= self.num_free_slots, "allocate without can_allocate"
-            self._entries[mm_hash] = _Entry(num_embeds)
-            self.num_free_slots -= num_embeds
-            self.num_freeable_slots -= num_embeds
-        self._hold(mm_hash, request.request_id)
+        if mm_hash not in self.items:
+            item = Item(mm_hash, request.get_num_encoder_embeds(input_id))
+            assert item.num_embeds <= self.num_free_slots, "allocate without can_allocate"
+            self.items[mm_hash] = item
+            self._occupy(item, State.PRESENT)
+        self._hold(self.items[mm_hash], request.request_id)
         self._inputs.setdefault(request.request_id, set()).add(input_id)
 
     def get_cached_input_ids(self, request: MultiModalRequest) -> set[int]:
@@ -261,7 +222,7 @@ class EncoderCacheManager:
             return
         if not inputs:
             self._inputs.pop(request_id, None)
-        self._release(mm_hash, request_id)
+        self.deallocate(mm_hash, request_id)
 
     def free(self, request: MultiModalRequest) -> None:
         """The request ended: give up everything it holds."""
@@ -270,7 +231,7 @@ class EncoderCacheManager:
 
     def get_freed_mm_hashes(self) -> list[str]:
         """Return the items that went since the last call and are not entries again."""
-        freed = [mm_hash for mm_hash in self._freed if mm_hash not in self._entries]
+        freed = [mm_hash for mm_hash in self._freed if mm_hash not in self]
         self._freed.clear()
         return freed
 
@@ -283,29 +244,40 @@ class EncoderCacheManager:
         if num_embeds > self.num_freeable_slots:
             return False
         while num_embeds > self.num_free_slots:
-            self._evict(next(iter(self._idle)))
+            self._evict(next(iter(self._idle.values())))
         return True
 
-    def _evict(self, mm_hash: str) -> None:
-        del self._idle[mm_hash]
-        self.num_free_slots += self._entries.pop(mm_hash).num_embeds
-        self._freed.append(mm_hash)
+    def _occupy(self, item: Item, state: State) -> None:
+        """Give an item room that is free."""
+        item.state = state
+        self.num_free_slots -= item.num_embeds
+        self.num_freeable_slots -= item.num_embeds
 
-    def _rest(self, mm_hash: str, entry: _Entry) -> None:
-        self._idle[mm_hash] = None
-        self.num_freeable_slots += entry.num_embeds
+    def _evict(self, item: Item) -> None:
+        """Take the room of an idle entry."""
+        del self._idle[item.mm_hash]
+        self.num_free_slots += item.num_embeds
+        self._freed.append(item.mm_hash)
+        item.state = State.WAITING
+        self._forget_if_unused(item)
 
-    def _hold(self, mm_hash: str, holder: str) -> None:
-        entry = self._entries[mm_hash]
-        entry.holders.add(holder)
-        if mm_hash in self._idle:
-            del self._idle[mm_hash]
-            self.num_freeable_slots -= entry.num_embeds
+    def _forget_if_unused(self, item: Item) -> None:
+        """Drop an item without room that nobody waits for."""
+        if item.state is State.WAITING and not item.wanted and not item.transfers:
+            self.items.pop(item.mm_hash, None)
 
-    def _release(self, mm_hash: str, holder: str) -> None:
-        entry = self._entries.get(mm_hash)
-        if entry is None or holder not in entry.holders:
-            return
-        entry.holders.discard(holder)
-        if not entry.holders:
-            self._rest(mm_hash, entry)
+    def _rest(self, item: Item) -> None:
+        if item.mm_hash not in self._idle:
+            self._idle[item.mm_hash] = item
+            self.num_freeable_slots += item.num_embeds
+
+    def _hold(self, item: Item, holder: str) -> None:
+        item.holders.add(holder)
+        if self._idle.pop(item.mm_hash, None) is not None:
+            self.num_freeable_slots -= item.num_embeds
+
+    def _release(self, item: Item, holder: str) -> None:
+        if holder in item.holders:
+            item.holders.discard(holder)
+            if not item.holders and item.is_here:
+                self._rest(item)

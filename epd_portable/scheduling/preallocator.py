@@ -1,29 +1,41 @@
-"""Room for items that other instances deliver: what every preallocator does.
+"""The order in which items get room on a prefill+decode instance, local encodes among them.
 
-Room in the encoder cache *and* a receive slot are taken together or not at all, for one *claim* an
-item, however many requests await it. Claims of requests are served strictly first come, first
-served: in the order of the requests' arrival and, within a request, of the prompt, up to the first
-that does not fit. The request at the head therefore always gets room first, and two requests can
-never block each other with half of what each needs.
+Room in the encoder cache, and a receive slot for what comes from elsewhere, are given to *claims*
+(`epd_portable.scheduling.items`) strictly in one order: first what running requests wait for, then
+by the arrival of the requests and, within one, by the prompt. The first claim that cannot be served
+stops all behind it, whatever they need. So nobody is overtaken for ever.
 
-The two preallocators differ in what they do with an item that is announced before any request
-asks for it: `EncoderCachePreallocator.accept`.
+What holds after every call:
+
+- An item that is not `State.WAITING` has its room; only idle entries can lose theirs.
+- `State.LOCAL` and `State.RESERVED` items are held by somebody; who leaves last gives room back.
+- A claim that waits is in the queue; all served claims of its request keep their room meanwhile.
+- A request is started only when all its claims are served or the first that waits is its own
+  (`may_start`). So whoever computes can go on without room that waits for others, and whoever
+  waits for room waits for requests that compute.
+- One case is left: a request that loses room it had (it was preempted, or the cache was reset)
+  queues again, before claims that have room already: of requests that came after and wait for
+  more, or its own for what comes later in its prompt. The last of those gives its room back
+  (`_make_way`).
+
+Together: whenever the first claim waits, a request that came before computes, a transfer with a
+deadline is under way, or somebody gives way; so every claim is served.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol
 
-from epd_portable.scheduling.encoder_cache import EncoderCacheManager
-from epd_portable.wire.descriptors import TensorSpec
-
-SlotT = TypeVar("SlotT")
+from epd_portable.scheduling.encoder_cache import EncoderCacheManager, MultiModalRequest
+from epd_portable.scheduling.items import Claim, Claimant, Item, State
+from epd_portable.wire.descriptors import SlotDescriptor, TensorSpec
 
 
-class SlotSource(Protocol[SlotT]):
+class SlotSource(Protocol):
     """A bounded supply of receive slots."""
 
     @property
@@ -31,195 +43,480 @@ class SlotSource(Protocol[SlotT]):
         """Bytes of the whole supply."""
         ...
 
-    def take(self, nbytes: int) -> SlotT | None:
+    def take(self, nbytes: int) -> SlotDescriptor | None:
         """Return a slot of at least ``nbytes``, or ``None`` when none is free."""
         ...
 
-    def give_back(self, slot: SlotT) -> None:
+    def give_back(self, slot: SlotDescriptor) -> None:
         """Make a slot free again."""
         ...
 
 
-@dataclass(slots=True)
-class Claim(Generic[SlotT]):
-    """An item that is to be delivered.
+class Deliveries(Protocol):
+    """Who brings items from elsewhere: the transfers of each."""
 
-    Attributes:
-        mm_hash: The item.
-        num_embeds: Room in the encoder cache.
-        tensor: What will be written into the slot.
-        waiting: ``(request_id, input_id)`` pairs that need it; empty as long as no request asked.
-        slot: Once reserved.
-    """
+    def room_given(self, item: Item) -> None:
+        """The item has a slot: whoever has announced it may write."""
+        ...
 
-    mm_hash: str
-    num_embeds: int
-    tensor: TensorSpec
-    waiting: set[tuple[str, int]] = field(default_factory=set)
-    slot: SlotT | None = None
+    def not_wanted(self, item: Item, but: Iterable[str] = ()) -> None:
+        """End the transfers of an item, all but these.
+
+        A slot that was granted is taken from the item, and comes back when nobody can write it.
+        """
+        ...
 
 
-class EncoderCachePreallocator(ABC, Generic[SlotT]):
-    """Reserves encoder-cache room and slots for items that other instances deliver.
+class EncoderCachePreallocator(EncoderCacheManager, ABC):
+    """The encoder cache of a prefill+decode instance: gives room to claims, in their order.
 
-    Nothing here blocks or knows the time. What a call gives up comes back to the caller, who makes
-    slots free when nobody can write or read them any more.
+    Nothing here blocks or knows the time. The two kinds differ in what they do with an item that
+    is announced before any request asks for it: `accept`.
 
     Args:
-        cache: The scheduler's encoder cache.
+        cache_size: Room in encoder embeddings.
         slots: Where receive slots come from.
+        deliveries: Is told what becomes of items.
+
+    Attributes:
+        unsettled: Requests of which not all items are computed: the engine asks before it computes
+            any of them further.
     """
 
-    def __init__(self, cache: EncoderCacheManager, slots: SlotSource[SlotT]) -> None:
-        self._cache = cache
+    def __init__(self, cache_size: int, slots: SlotSource, deliveries: Deliveries) -> None:
+        super().__init__(cache_size)
+        self.unsettled: set[str] = set()
         self._slots = slots
-        self._claims: dict[str, Claim[SlotT]] = {}
-        self._resident: dict[str, SlotT] = {}
+        self._deliveries = deliveries
+        self._claimants: dict[str, Claimant] = {}
+        self._partial: dict[str, Claimant] = {}
+        """Requests that have room for some items and wait for others."""
+        self._queue: list[tuple[tuple[bool, int], int, int, Claim]] = []
+        self._numbers = itertools.count()
+        self._num_waiting = 0
+        self._resident: dict[str, SlotDescriptor] = {}
+        """Slots that workers may read, by item."""
         self._retiring = 0
+        self._stirred = False
 
     @abstractmethod
-    def accept(self, mm_hash: str, num_embeds: int, tensor: TensorSpec) -> Claim[SlotT] | None:
+    def accept(self, mm_hash: str, tensor: TensorSpec) -> Item | None:
         """Reserve room for an announced item that no request has asked for, if that is wanted.
 
         Args:
-            mm_hash: The item; it has neither entry nor claim, see `knows`.
-            num_embeds: Room in the encoder cache.
-            tensor: What is announced.
+            mm_hash: The item.
+            tensor: What is announced, ``(num_embeds, width)``.
 
         Returns:
-            Its claim, with a slot and nobody waiting; ``None`` if it is to wait for its request.
+            The item, with room and a slot; ``None`` if it is to wait for its request.
         """
 
-    def knows(self, mm_hash: str) -> bool:
-        """Tell whether an item is here, on its way, or not yet forgotten by the workers."""
-        return mm_hash in self._claims or mm_hash in self._cache or mm_hash in self._resident
+    # -- requests --------------------------------------------------------------------------------
 
-    def fits_at_all(self, num_embeds: int, nbytes: int) -> bool:
-        """Tell whether an item could ever be received by this instance."""
-        return num_embeds <= self._cache.cache_size and nbytes <= self._slots.capacity_bytes
+    def fits_at_all(self, num_embeds: int, nbytes: int = 0) -> bool:
+        """Tell whether an item could ever be held, or received, by this instance."""
+        return num_embeds <= self.cache_size and nbytes <= self._slots.capacity_bytes
+
+    def enter(self, who: Claimant) -> None:
+        """A request has arrived."""
+        self._claimants[who.request_id] = who
+        self.unsettled.add(who.request_id)
+
+    def open(self, mm_hash: str, tensor: TensorSpec) -> Item | None:
+        """Return the item of a name, a new one if need be.
+
+        What bears the name, is something else and is used by nobody is dropped. ``None`` if
+        requests use something else of that name.
+        """
+        item = self.items.get(mm_hash)
+        if item is not None and item.tensor != tensor:
+            if item.holders or item.wanted:
+                return None
+            self._drop(item)
+            item = None
+        if item is None:
+            item = self.items[mm_hash] = Item(mm_hash, tensor.shape[0], tensor)
+        return item
 
     def claim(
-        self, request_id: str, input_id: int, *, mm_hash: str, num_embeds: int, tensor: TensorSpec
-    ) -> None:
-        """Queue an item that a request awaits; `reserve` gives it room.
-
-        Of an item that was accepted before, the claim and its room become the request's, at the
-        request's place in the queue.
-        """
-        claim = self._claims.get(mm_hash)
-        if claim is None:
-            claim = self._open(mm_hash, num_embeds, tensor)
-        elif not claim.waiting:
-            self._claims[mm_hash] = self._claims.pop(mm_hash)
-        claim.waiting.add((request_id, input_id))
-
-    def get(self, mm_hash: str) -> Claim[SlotT] | None:
-        """Return the claim on an item, or ``None``."""
-        return self._claims.get(mm_hash)
-
-    def reserve(self) -> list[Claim[SlotT]]:
-        """Reserve room for as many claims as fit, in order; return the newly reserved.
-
-        Claims that a request waits for come first. When slots are short, an entry that occupies
-        one and that nobody holds is evicted. Its slot comes back only after the workers forgot it
-        (`retire`, `give_back`), so this is called again after everything that gives room back.
-        """
-        reserved = []
-        asked = [claim for claim in self._claims.values() if claim.waiting]
-        accepted = [claim for claim in self._claims.values() if not claim.waiting]
-        for claim in asked + accepted:
-            if claim.slot is None:
-                if not self._reserve(claim):
-                    break
-                reserved.append(claim)
-        return reserved
-
-    @property
-    def blocked(self) -> Claim[SlotT] | None:
-        """The first claim of a request without room, if no room is about to come back."""
-        if self._retiring:
-            return None
-        waiting = (claim for claim in self._claims.values() if claim.waiting and claim.slot is None)
-        return next(waiting, None)
-
-    def finalize(self, mm_hash: str) -> Claim[SlotT]:
-        """The item is in its slot: make it an entry held by everybody who waits.
-
-        Raises:
-            KeyError: The item was not claimed or not reserved.
-        """
-        claim = self._claims[mm_hash]
-        self._cache.finalize_allocation(mm_hash, claim.waiting)
-        self._forget(claim)
-        assert claim.slot is not None
-        self._resident[mm_hash] = claim.slot
+        self, who: Claimant, item: Item, input_id: int, *, bare: bool, transfer_id: str = ""
+    ) -> Claim:
+        """Let a request claim an item, or another occurrence of one; `advance` serves it."""
+        claim = who.claims.get(item.mm_hash)
+        if claim is not None:
+            claim.inputs.add(input_id)
+            if claim.served and item.is_here:
+                self._inputs.setdefault(who.request_id, set()).add(input_id)
+            return claim
+        claim = Claim(who, item, input_id, bare, {input_id}, transfer_id)
+        who.claims[item.mm_hash] = claim
+        self._enqueue(claim)
         return claim
 
-    def retire(self, mm_hash: str) -> SlotT | None:
-        """The item needs its slot no more; return it, for `give_back` once nobody reads it."""
+    def may_start(self, who: Claimant) -> bool:
+        """Tell whether a request may begin to compute: it has all room that it needs, or is first.
+
+        See the module.
+        """
+        if not who.num_waiting:
+            return True
+        while self._queue and not _waits(self._queue[0][-1]):
+            heapq.heappop(self._queue)
+        return bool(self._queue) and self._queue[0][-1].who is who
+
+    def end(self, claim: Claim) -> None:
+        """A request needs an item no more."""
+        who, item = claim.who, claim.item
+        del who.claims[item.mm_hash]
+        claim.over = True
+        if claim.served:
+            self._release(item, who.request_id)
+            inputs = self._inputs.get(who.request_id)
+            if inputs is not None:
+                inputs -= claim.inputs
+                if not inputs:
+                    del self._inputs[who.request_id]
+        else:
+            self._wait_is_over(claim)
+        self._count(who)
+        self._settle(item)
+        self._stirred = True
+
+    def leave(self, who: Claimant) -> None:
+        """A request has ended, well or not: all its claims are over."""
+        for claim in list(who.claims.values()):
+            self.end(claim)
+        self._inputs.pop(who.request_id, None)
+        self._claimants.pop(who.request_id, None)
+        self.unsettled.discard(who.request_id)
+
+    # -- room ------------------------------------------------------------------------------------
+
+    def advance(self) -> None:
+        """Serve claims in their order, up to the first for which there is no room.
+
+        When slots are short, an entry that occupies one and that nobody holds is evicted; its slot
+        comes back only after the workers forgot it (`retire`, `give_back`).
+        """
+        if not self._stirred:
+            return
+        self._stirred = False
+        while self._queue:
+            entry = heapq.heappop(self._queue)
+            claim = entry[-1]
+            if not _waits(claim) or self._serve(claim):
+                continue
+            heapq.heappush(self._queue, entry)
+            if not self._make_way(claim):
+                return
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether somebody waits for room."""
+        return self._num_waiting > 0
+
+    def landed(self, item: Item) -> None:
+        """The bytes of a granted item are in its slot."""
+        self.finalize_allocation(item.mm_hash)
+        assert item.slot is not None
+        self._resident[item.mm_hash] = item.slot
+        item.slot = None
+        self._is_here(item)
+
+    def lost_slot(self, item: Item) -> None:
+        """A transfer failed and its slot is not the item's any more: its claims queue again."""
+        self._wait_again(item)
+
+    def lost_transfer(self, item: Item, reason: str) -> None:
+        """The last transfer of an item has ended without it: it is encoded here, where it can be.
+
+        Args:
+            item: Has no transfer any more.
+            reason: For the requests that cannot encode it.
+        """
+        if item.state is State.RESERVED:
+            self._wait_again(item)
+        if item.state is State.WAITING:
+            for claim in [each for each in item.wanted.values() if each.bare]:
+                self._lose(claim, reason)
+            self._forget_if_unused(item)
+            self._stirred = True
+
+    def retire(self, mm_hash: str) -> SlotDescriptor | None:
+        """The workers read an item's slot no more once this step has ended; return it.
+
+        The caller hands it to `give_back` then.
+        """
         slot = self._resident.pop(mm_hash, None)
         if slot is not None:
             self._retiring += 1
         return slot
 
-    def give_back(self, slots: Iterable[SlotT]) -> None:
+    def give_back(self, retired: Iterable[SlotDescriptor]) -> None:
         """Make retired slots free again."""
-        for slot in slots:
+        for slot in retired:
             self._retiring -= 1
             self._slots.give_back(slot)
+            self._stirred = True
 
-    def reopen(self, mm_hash: str) -> None:
-        """The claim's slot was lost to a failed transfer: it queues for another, at its place."""
-        claim = self._claims.get(mm_hash)
-        if claim is not None and claim.slot is not None:
-            claim.slot = None
-            self._cache.depreallocate(mm_hash)
+    def stir(self) -> None:
+        """Something changed that `advance` cannot see: a slot came back, a transfer was added."""
+        self._stirred = True
 
-    def cancel(self, mm_hash: str) -> Claim[SlotT] | None:
-        """Stop awaiting an item; returns its claim, whose slot the caller gives back when safe."""
-        claim = self._claims.get(mm_hash)
+    # -- what vLLM's scheduler calls -------------------------------------------------------------
+
+    def reset(self) -> None:
+        """See `EncoderCacheManager.reset`; who held entries queues for them again."""
+        for item in [each for each in self.items.values() if each.is_here]:
+            claims = [self._claimants[name].claims[item.mm_hash] for name in item.holders]
+            for claim in claims:
+                self._unserve(claim)
+            self._evict(item)
+
+    def check_and_update_cache(self, request: MultiModalRequest, input_id: int) -> bool:
+        """Tell whether the item is here and the request's claim on it is served."""
+        item = self.items.get(request.mm_features[input_id].identifier)
+        return item is not None and item.is_here and request.request_id in item.holders
+
+    def can_allocate(
+        self,
+        request: MultiModalRequest,
+        input_id: int,
+        encoder_compute_budget: int,
+        num_embeds_to_schedule: int,
+    ) -> bool:
+        """Tell whether the item is to be encoded here and has its room for that."""
+        item = self.items.get(request.mm_features[input_id].identifier)
+        return (
+            item is not None
+            and self.may_encode(item, request.request_id)
+            and item.num_embeds <= encoder_compute_budget
+        )
+
+    def may_encode(self, item: Item, request_id: str) -> bool:
+        """Tell whether a request may encode an item now: it has room, and the request its media."""
+        if item.state is not State.LOCAL or request_id not in item.holders:
+            return False
+        return not self._claimants[request_id].claims[item.mm_hash].bare
+
+    def allocate(self, request: MultiModalRequest, input_id: int) -> None:
+        """The step that is being scheduled encodes the item; `can_allocate` said yes."""
+        item = self.items[request.mm_features[input_id].identifier]
+        if item.state is State.LOCAL:
+            item.state = State.PRESENT
+            item.origin = None
+            self._is_here(item)
+
+    def free_encoder_input(self, request: MultiModalRequest, input_id: int) -> None:
+        """The request has computed past the item; its claim ends with the last occurrence."""
+        who = self._claimants.get(request.request_id)
+        if who is None:
+            return
+        inputs = self._inputs.get(request.request_id)
+        if inputs is not None:
+            inputs.discard(input_id)
+            if not inputs:
+                del self._inputs[request.request_id]
+        claim = who.claims.get(request.mm_features[input_id].identifier)
         if claim is not None:
-            self._cache.depreallocate(mm_hash)
-            self._forget(claim)
-        return claim
+            claim.inputs.discard(input_id)
+            if not claim.inputs:
+                self.end(claim)
 
-    def withdraw(self, request_id: str, mm_hashes: Iterable[str]) -> list[Claim[SlotT]]:
-        """The request needs these items no more; return the claims that nobody needs now.
+    def free(self, request: MultiModalRequest) -> None:
+        """The request was preempted, or could not be started: it keeps the room that it has.
 
-        Returned claims are cancelled: the caller gives their slots back when that is safe.
+        vLLM calls this as well when a request has ended, and its claims are over.
         """
-        orphans = []
-        for mm_hash in mm_hashes:
-            claim = self._claims.get(mm_hash)
-            if claim is None or not claim.waiting:
-                continue
-            claim.waiting = {pair for pair in claim.waiting if pair[0] != request_id}
-            if not claim.waiting and self.cancel(mm_hash):
-                orphans.append(claim)
-        return orphans
+        who = self._claimants.get(request.request_id)
+        if who is not None:
+            who.running = False
+            self.unsettled.add(who.request_id)
 
-    # -- for the two preallocators ---------------------------------------------------------------
+    # --------------------------------------------------------------------------------------------
 
-    def _open(self, mm_hash: str, num_embeds: int, tensor: TensorSpec) -> Claim[SlotT]:
-        claim: Claim[SlotT] = Claim(mm_hash, num_embeds, tensor)
-        self._claims[mm_hash] = claim
-        self._cache.await_item(mm_hash)
-        return claim
+    def _enqueue(self, claim: Claim) -> None:
+        claim.served = False
+        claim.item.wanted[claim.who.request_id] = claim
+        claim.who.num_waiting += 1
+        self._num_waiting += 1
+        entry = (claim.who.rank, claim.place, next(self._numbers), claim)
+        heapq.heappush(self._queue, entry)
+        self._count(claim.who)
+        self._stirred = True
 
-    def _reserve(self, claim: Claim[SlotT]) -> bool:
-        """Give a claim all it needs or nothing, and begin to make room where that is possible."""
-        if claim.mm_hash in self._resident:  # the workers read its former slot
-            return False
-        if not self._cache.can_preallocate(claim.num_embeds):
-            return False
-        claim.slot = self._slots.take(claim.tensor.nbytes)
-        if claim.slot is None:
-            if not self._retiring:
-                self._cache.evict_idle(self._resident)
-            return False
-        self._cache.preallocate(claim.mm_hash, claim.num_embeds)
+    def _serve(self, claim: Claim) -> bool:
+        """Give a claim its item's room, or tell that there is none."""
+        item = claim.item
+        reserved = False
+        if item.state is State.WAITING:
+            if item.transfers:
+                reserved = self._reserve(item)
+                if not reserved:
+                    return False
+            elif claim.bare:
+                self._lose(claim, "it is not here any more")
+                return True
+            elif self._make_room(item.num_embeds):
+                self._occupy(item, State.LOCAL)
+            else:
+                return False
+        who = claim.who
+        claim.served = True
+        self._wait_is_over(claim)
+        self._hold(item, who.request_id)
+        self._count(who)
+        if item.is_here:
+            self._is_here(item)
+        elif reserved:
+            self._deliveries.room_given(item)
         return True
 
-    def _forget(self, claim: Claim[SlotT]) -> None:
-        del self._claims[claim.mm_hash]
-        self._cache.stop_awaiting(claim.mm_hash)
+    def _wait_is_over(self, claim: Claim) -> None:
+        del claim.item.wanted[claim.who.request_id]
+        claim.who.num_waiting -= 1
+        self._num_waiting -= 1
+
+    def _reserve(self, item: Item) -> bool:
+        """Give an item room and a slot, or neither; begin to make room where that is possible."""
+        assert item.tensor is not None
+        if item.mm_hash in self._resident:  # the workers read its former slot
+            return False
+        if not self.can_preallocate(item.num_embeds):
+            return False
+        item.slot = self._slots.take(item.tensor.nbytes)
+        if item.slot is None:
+            if not self._retiring:
+                self._evict_resident()
+            return False
+        self.preallocate(item.mm_hash, item.num_embeds)
+        return True
+
+    def _evict_resident(self) -> None:
+        for mm_hash, item in self._idle.items():
+            if mm_hash in self._resident:
+                self._evict(item)
+                return
+
+    def _make_way(self, first: Claim) -> bool:
+        """Let the last claim that comes after, of a request that waits for more, give room back."""
+        for who in sorted(self._partial.values(), key=lambda each: each.rank, reverse=True):
+            for claim in sorted(who.claims.values(), key=lambda each: each.place, reverse=True):
+                if (who.rank, claim.place) <= (first.who.rank, first.place):
+                    break
+                if claim.served and claim.item.state is not State.GRANTED:
+                    self._unserve(claim)
+                    self._settle(claim.item)
+                    return True
+        return False
+
+    def _unserve(self, claim: Claim) -> None:
+        """Take an item's room from a request, whose claim queues again."""
+        self._release(claim.item, claim.who.request_id)
+        inputs = self._inputs.get(claim.who.request_id)
+        if inputs is not None:
+            inputs -= claim.inputs
+            if not inputs:
+                del self._inputs[claim.who.request_id]
+        self._enqueue(claim)
+
+    def _wait_again(self, item: Item) -> None:
+        """An item has lost its room on its way: everybody who held it queues again."""
+        for request_id in list(item.holders):
+            self._unserve(self._claimants[request_id].claims[item.mm_hash])
+        self._give_room_back(item)
+
+    def _settle(self, item: Item) -> None:
+        """Give back what nobody keeps, and end the transfers of what nobody wants."""
+        if item.holders:
+            if item.state is State.LOCAL and not any(
+                self.may_encode(item, request_id) for request_id in item.holders
+            ):
+                self._wait_again(item)
+            return
+        if item.is_here:
+            return
+        if not item.wanted:
+            self._deliveries.not_wanted(item)
+        if item.state is not State.GRANTED or not item.wanted:
+            self._give_room_back(item)
+
+    def _give_room_back(self, item: Item) -> None:
+        slot, item.slot = item.slot, None
+        if slot is not None:
+            self._slots.give_back(slot)
+        self.depreallocate(item.mm_hash)
+        self._forget_if_unused(item)
+        self._stirred = True
+
+    def _drop(self, item: Item) -> None:
+        """Forget an item that nobody uses, whatever its state."""
+        self._deliveries.not_wanted(item)
+        if item.is_here:
+            self._evict(item)
+        else:
+            self._give_room_back(item)
+
+    def _is_here(self, item: Item) -> None:
+        """Let everybody who holds an item compute with it; other transfers of it are in vain.
+
+        But for those of requests that may still lose it: it may be evicted before their turn.
+        """
+        for request_id in item.holders:
+            claim = self._claimants[request_id].claims[item.mm_hash]
+            self._inputs.setdefault(request_id, set()).update(claim.inputs)
+        if item.transfers:
+            wanted = {claim.transfer_id for claim in item.wanted.values()}
+            self._deliveries.not_wanted(item, but=wanted)
+
+    def _lose(self, claim: Claim, reason: str) -> None:
+        who, item = claim.who, claim.item
+        who.lost[item.mm_hash] = reason
+        self.end(claim)
+
+    def _count(self, who: Claimant) -> None:
+        if 0 < who.num_waiting < len(who.claims):
+            self._partial[who.request_id] = who
+        else:
+            self._partial.pop(who.request_id, None)
+
+
+class SyncEncoderCachePreallocator(EncoderCachePreallocator):
+    """Gives room to what requests claim, and nothing else."""
+
+    def accept(self, mm_hash: str, tensor: TensorSpec) -> Item | None:
+        """Reserve nothing: the announcement waits for its request."""
+        return None
+
+
+class AsyncEncoderCachePreallocator(EncoderCachePreallocator):
+    """Accepts items before any request has asked for them.
+
+    An accepted item holds nobody up for good: none is accepted while a claim waits, what is
+    accepted lands or ends at a deadline, and once landed it is evicted like every idle entry.
+    """
+
+    def accept(self, mm_hash: str, tensor: TensorSpec) -> Item | None:
+        """Reserve room unless a claim waits for some, the item is known, or could never fit."""
+        num_embeds = tensor.shape[0]
+        if self.is_blocked or mm_hash in self.items or mm_hash in self._resident:
+            return None
+        if not self.fits_at_all(num_embeds, tensor.nbytes):
+            return None
+        item = Item(mm_hash, num_embeds, tensor)
+        self.items[mm_hash] = item
+        if not self._reserve(item):
+            del self.items[mm_hash]
+            return None
+        return item
+
+
+PREALLOCATORS: dict[str, type[EncoderCachePreallocator]] = {
+    "sync": SyncEncoderCachePreallocator,
+    "async": AsyncEncoderCachePreallocator,
+}
+"""By the value of ``transfer.preallocation``."""
+
+
+def _waits(claim: Claim) -> bool:
+    return not claim.served and not claim.over

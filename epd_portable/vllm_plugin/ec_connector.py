@@ -6,7 +6,8 @@ Hooks by version are listed in `epd_portable.vllm_plugin.compat`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,6 +17,7 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
     ECConnectorRole,
 )
 from vllm.v1.outputs import ECConnectorOutput
+from vllm.v1.request import RequestStatus
 
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.connector.producer import TransferOrder
@@ -29,6 +31,7 @@ from epd_portable.runners.receiver import Receiver
 from epd_portable.runners.receiver_metrics import PlacerMetrics, ReceiverMetrics
 from epd_portable.runners.sender import Sender
 from epd_portable.runners.sender_metrics import SenderMetrics
+from epd_portable.scheduling.encoder_cache import EncoderCacheManager
 from epd_portable.vllm_plugin import compat, exposition
 from epd_portable.vllm_plugin.metadata import ItemMetadata
 from epd_portable.wire.descriptors import TensorSpec
@@ -41,7 +44,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from epd_portable.scheduling.encode_queue import EncodeQueue
-    from epd_portable.scheduling.encoder_cache import EncoderCacheManager
 
 logger = logging.getLogger(__name__)
 
@@ -86,24 +88,42 @@ class EPDConnector(ECConnectorBase):
         self._placer: Placer | None = None
         self._end: WorkerEndpoint | None = None
         self._metadata: ItemMetadata | None = None
+        self._unsettled: Container[str] = frozenset()
+        self._lock: AbstractContextManager[Any] = nullcontext()
 
     # -- scheduler half, called by our scheduler subclass ----------------------------------------
 
-    def attach(self, cache: EncoderCacheManager) -> None:
-        """Start working with the scheduler's encoder cache."""
+    def attach(self, cache_size: int, *, lookahead: int) -> EncoderCacheManager:
+        """Return the encoder cache that the scheduler works with from now on.
+
+        Args:
+            cache_size: In embeddings.
+            lookahead: Tokens beyond those that a step computes whose items it wants.
+        """
         self._metadata = ItemMetadata(self._vllm_config)
         if self.is_producer:
+            cache = EncoderCacheManager(cache_size)
             self._dispatcher = Dispatcher(cache, self._config.instance)
-            return
+            return cache
         traits = TRAITS[self._config.platform]
-        self._receiver = Receiver(
+        receiver = Receiver(
             self._config,
             fingerprint=self._fingerprint,
-            cache=cache,
+            cache_size=cache_size,
             alignment_bytes=traits.slot_alignment_bytes,
             copies=traits.needs_device_copy,
+            lookahead=lookahead,
             metrics=ReceiverMetrics(),
         )
+        self._receiver = receiver
+        self._unsettled = receiver.cache.unsettled
+        self._lock = receiver.lock
+        receiver.listen()
+        return receiver.cache
+
+    def exclusive(self) -> AbstractContextManager[Any]:
+        """Keep messages out while the scheduler works on requests or its encoder cache."""
+        return self._lock
 
     def attach_queue(self, queue: EncodeQueue) -> None:
         """Let the queue of an encode instance say which requests may start."""
@@ -126,7 +146,7 @@ class EPDConnector(ECConnectorBase):
     def before_schedule(self) -> None:
         """A step is about to be scheduled."""
         if self._receiver is not None:
-            self._receiver.tick()
+            self._receiver.before_step()
 
     def step_done(self) -> None:
         """The output of the oldest scheduled step has been taken in."""
@@ -141,11 +161,12 @@ class EPDConnector(ECConnectorBase):
 
     def ensure_cache_available(self, request: Request, num_computed_tokens: int) -> bool:
         """Tell whether the request's next token can be computed, or its items be encoded."""
-        if self._queue is not None:
-            return self._queue.may_start(request.request_id)
-        if self._receiver is None:
-            return True
-        return self._receiver.may_schedule(request.request_id, num_computed_tokens)
+        if request.request_id not in self._unsettled:
+            # Asked of every request in every step, and so for almost all while they decode.
+            return self._queue is None or self._queue.may_start(request.request_id)
+        assert self._receiver is not None
+        running = request.status is RequestStatus.RUNNING
+        return self._receiver.may_schedule(request.request_id, num_computed_tokens, running=running)
 
     def update_state_after_alloc(self, request: Request, index: int) -> None:
         """An item is encoded on this instance."""

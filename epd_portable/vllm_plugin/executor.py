@@ -21,8 +21,8 @@ from epd_portable.runners.placer import WorkerOrders
 from epd_portable.vllm_plugin.ec_connector import StepMetadata
 
 _LISTS = (SchedulerOutput, CachedRequestData, StepMetadata, WorkerOrders)
-_HINTS = frozenset({"num_common_prefix_blocks"})
-"""How tokens are best computed; vLLM 0.26 and 0.30 work it out for steps without any too."""
+_HINTS = frozenset({"num_common_prefix_blocks", "num_spec_tokens_to_schedule"})
+"""How tokens are best computed; some versions of vLLM say it of steps without any too."""
 
 
 def concerns_workers(output: Any) -> bool:

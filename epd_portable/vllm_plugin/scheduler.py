@@ -11,7 +11,6 @@ from functools import cache
 from typing import Any
 
 from epd_portable.errors import EngineError
-from epd_portable.scheduling.encoder_cache import EncoderCacheManager
 from epd_portable.vllm_plugin import compat
 from epd_portable.vllm_plugin.encoder_scheduler import encoder_scheduler
 
@@ -52,29 +51,47 @@ def _scheduler_class(asynchronous: bool) -> type:
                     "the EPD scheduler needs its connector: pass --ec-transfer-config with "
                     "ec_connector_module_path epd_portable.vllm_plugin.ec_connector"
                 )
-            self.encoder_cache_manager = EncoderCacheManager(self.encoder_cache_manager.cache_size)
-            self.ec_connector.attach(self.encoder_cache_manager)
+            self.encoder_cache_manager = self.ec_connector.attach(
+                self.encoder_cache_manager.cache_size,
+                # What a drafter reads ahead (0.31 on; before, only EAGLE did, one token).
+                lookahead=getattr(self, "num_prefill_lookahead", int(self.use_eagle)),
+            )
 
         def add_request(self, request: Any) -> None:
-            super().add_request(request)
-            self.ec_connector.request_arrived(request)
+            with self.ec_connector.exclusive():
+                super().add_request(request)
+                self.ec_connector.request_arrived(request)
+
+        def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
+            with self.ec_connector.exclusive():
+                return super().finish_requests(*args, **kwargs)
 
         def schedule(self, *args: Any, **kwargs: Any) -> Any:
-            self.ec_connector.before_schedule()
-            return super().schedule(*args, **kwargs)
+            with self.ec_connector.exclusive():
+                self.ec_connector.before_schedule()
+                return super().schedule(*args, **kwargs)
 
         def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-            if compat.version() < compat.FEEDS_CONNECTOR_OUTPUT:
-                report = getattr(model_runner_output, "ec_connector_output", None)
-                if report is not None:
-                    self.ec_connector.update_connector_output(report)
-            if compat.version() < compat.FAILS_UNAVAILABLE:
-                self.grammar_compile_error_reqs.update(
-                    self.ec_connector.take_unavailable_requests()
-                )
-            outputs = super().update_from_output(scheduler_output, model_runner_output)
-            self.ec_connector.step_done()
-            return outputs
+            with self.ec_connector.exclusive():
+                if compat.version() < compat.FEEDS_CONNECTOR_OUTPUT:
+                    report = getattr(model_runner_output, "ec_connector_output", None)
+                    if report is not None:
+                        self.ec_connector.update_connector_output(report)
+                if compat.version() < compat.FAILS_UNAVAILABLE:
+                    self.grammar_compile_error_reqs.update(
+                        self.ec_connector.take_unavailable_requests()
+                    )
+                outputs = super().update_from_output(scheduler_output, model_runner_output)
+                self.ec_connector.step_done()
+                return outputs
+
+        def reset_encoder_cache(self) -> None:
+            with self.ec_connector.exclusive():
+                super().reset_encoder_cache()
+
+        def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
+            with self.ec_connector.exclusive():
+                return super().reset_prefix_cache(*args, **kwargs)
 
         def has_requests(self) -> bool:
             # vLLM asks the EC connector itself from 0.29 on.

@@ -20,7 +20,6 @@ from epd_portable.runners.placer import Placement
 from epd_portable.runners.prompt import PromptItem
 from epd_portable.runners.receiver import Receiver
 from epd_portable.runners.receiver_metrics import ReceiverMetrics
-from epd_portable.scheduling.encoder_cache import EncoderCacheManager
 from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor, TensorSpec
 from epd_portable.wire.messages import AnyMessage
 from epd_portable.wire.params import ExpectedTransfer, PrefillOutcome, PrefillParams
@@ -109,11 +108,11 @@ class PrefillSide:
         can_encode: bool = True,
         path: str = "shm",
         preallocation: Literal["sync", "async"] | None = None,
+        lookahead: int = 0,
     ) -> None:
         self.clock = Clock()
         self.registry = CollectorRegistry()
         self.mailbox = Mailbox(path=path)
-        self.cache = EncoderCacheManager(cache_tokens)
         config = InstanceConfig(
             instance="prefill_decode-0",
             platform="cpu",
@@ -130,16 +129,19 @@ class PrefillSide:
             self.receiver = Receiver(
                 config,
                 fingerprint=FINGERPRINT,
-                cache=self.cache,
+                cache_size=cache_tokens,
                 alignment_bytes=ALIGNMENT,
                 copies=copies,
+                lookahead=lookahead,
                 clock=self.clock,
                 metrics=ReceiverMetrics(self.registry),
             )
+        self.cache = self.receiver.cache
         self.pool = self.receiver._pool
         self.requests: dict[str, FakeRequest] = {}
         self.items: dict[str, Sequence[PromptItem]] = {}
         self.failed: set[str] = set()
+        self.placements: list[Placement] = []
         self.computed: dict[str, int] = {}
 
     def arrive(self, request_id: str, *items: Item, reply_to: str = "router") -> None:
@@ -179,9 +181,10 @@ class PrefillSide:
 
     def step(self, *, computes: bool = True) -> list[Placement]:
         """Run one step of the engine; return what the workers place."""
-        self.receiver.tick()
-        for request_id, computed in self.computed.items():
-            self.receiver.may_schedule(request_id, computed)
+        self.receiver.take_in()
+        self.receiver.before_step()
+        for request_id in self.requests:
+            self.receiver.may_schedule(request_id, self.computed.get(request_id, 0))
         orders = self.receiver.take_orders(self.cache.get_freed_mm_hashes(), computes=computes)
         self.failed |= self.receiver.take_unavailable()
         self.receiver.step_done()
@@ -326,7 +329,10 @@ def assert_everything_is_back(pd: PrefillSide) -> None:
     assert pd.pool.free_bytes == pd.pool.capacity_bytes
     assert pd.cache.num_free_slots == pd.cache.num_freeable_slots == pd.cache.cache_size
     assert not pd.receiver._requests
-    assert not pd.receiver._preallocator._claims
-    assert not pd.receiver._preallocator._resident
-    assert not pd.cache._awaited
-    assert not pd.cache._never
+    assert not pd.cache.items
+    assert not pd.cache._resident
+    assert not pd.cache._claimants
+    assert not pd.cache._partial
+    assert not pd.cache._inputs
+    assert not pd.cache.unsettled
+    assert pd.cache._num_waiting == 0
