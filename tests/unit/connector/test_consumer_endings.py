@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from epd_portable.connector.consumer import LEASE_MARGIN_S
-from epd_portable.connector.events import Failed, Landed, Refused, Released
 from epd_portable.wire.descriptors import PathEndpoint, TensorSpec
 from epd_portable.wire.messages import (
     Abort,
@@ -25,6 +24,10 @@ from tests.unit.connector.desk import (
     A,
     B,
     Desk,
+    Failed,
+    Refused,
+    Released,
+    Revoked,
     announce,
     released,
     written,
@@ -52,7 +55,7 @@ def test_an_encoder_that_does_not_match_is_refused_and_another_delivers(
     desk: Desk, changed: dict[str, object], code: NackCode
 ) -> None:
     desk.expect()
-    desk.slots["item"] = slot(1)
+    desk.give_room()
     values: dict[str, object] = {
         "transfer_id": "t",
         "mm_hash": "item",
@@ -66,25 +69,25 @@ def test_an_encoder_that_does_not_match_is_refused_and_another_delivers(
     assert nack.code is code
     desk.receive(A, unfit)
     assert desk.poll() == [nack]
-    assert [(type(event), event.code) for event in desk.events] == [(Refused, code)]
+    assert desk.events == [Refused("t", code)]
     desk.receive(B, announce(B))
     desk.receive(A, unfit)
     desk.poll()
     desk.receive(B, written())
     desk.poll()
-    assert isinstance(desk.events[-1], Landed)
+    assert desk.landings() == ["encode-b"]
 
 
 def test_an_encoder_that_does_not_match_leaves_the_grant_of_another(desk: Desk) -> None:
     desk.granted()
     unfit = TensorSpec(shape=(5, 8), dtype="float32")
     desk.receive(B, announce(B, tensor=unfit))
-    assert desk.sent[-1][0] == A
-    desk.poll()
+    (nack,) = desk.poll()
+    assert isinstance(nack, Nack)
     assert desk.sent[-1][0] == B
     desk.receive(A, written())
     desk.poll()
-    assert isinstance(desk.events[-1], Landed)
+    assert desk.landings() == ["encode-a"]
 
 
 def test_a_granted_encoder_that_announces_something_else_loses_its_slot(desk: Desk) -> None:
@@ -96,20 +99,18 @@ def test_a_granted_encoder_that_announces_something_else_loses_its_slot(desk: De
     failed = desk.events[-1]
     assert isinstance(failed, Failed)
     assert (failed.slot, failed.last) == (slot(1), False)
-    assert desk.session.expects("item")
+    assert "t" in desk.item().transfers
 
 
 def test_a_producer_without_a_common_path_is_refused_alone(desk: Desk) -> None:
     path, desk.path = desk.path, None
     desk.expect()
-    desk.slots["item"] = slot(1)
+    desk.give_room()
     desk.receive(A, announce())
     (nack,) = desk.poll()
     assert isinstance(nack, Nack)
     assert nack.code is NackCode.NO_COMMON_PATH
-    assert [(type(event), event.code) for event in desk.events] == [
-        (Refused, NackCode.NO_COMMON_PATH)
-    ]
+    assert desk.events == [Refused("t", NackCode.NO_COMMON_PATH)]
     desk.path = path
     desk.receive(B, announce(B))
     (grant,) = desk.poll()
@@ -160,7 +161,7 @@ def test_an_abort_by_somebody_else_is_ignored(desk: Desk) -> None:
 
 @pytest.mark.parametrize("announced", [False, True])
 def test_a_transfer_that_is_not_granted_fails_at_its_deadline(desk: Desk, announced: bool) -> None:
-    desk.session.expect("t", "item", SPEC, desk.now, encoder="encode-9")
+    desk.expect(encoder="encode-9")
     if announced:
         desk.receive(A, announce())
     desk.poll(TIMEOUT_S - 0.1)
@@ -244,7 +245,7 @@ def test_written_after_the_lease_is_acknowledged_but_does_not_land(desk: Desk) -
     desk.poll(LEASE_S + LEASE_MARGIN_S)
     desk.receive(A, written())
     assert desk.poll() == [Injected(transfer_id="t")]
-    assert not any(isinstance(event, Landed) for event in desk.events)
+    assert desk.landings() == []
 
 
 # -- giving up -----------------------------------------------------------------------------------
@@ -255,17 +256,27 @@ def test_an_item_nobody_waits_for_ends_its_transfers(desk: Desk) -> None:
     desk.expect("u")
     desk.receive(A, announce(transfer_id="t"))
     desk.poll()
-    assert desk.session.item_not_needed("item") is None
+    desk.session.not_wanted(desk.item())
     assert desk.poll() == [NotNeeded(transfer_id="t")]
-    assert not desk.session.expects("item")
+    assert not desk.item().transfers
     assert desk.events == []
 
 
-def test_giving_up_a_granted_item_returns_its_slot_and_quarantines_it(desk: Desk) -> None:
+def test_giving_up_a_granted_item_takes_its_slot_and_quarantines_it(desk: Desk) -> None:
     desk.granted()
-    assert desk.session.item_not_needed("item") == slot(1)
+    desk.session.not_wanted(desk.item())
+    assert desk.events == [Revoked(slot(1))]
+    assert desk.item().slot is None
+    assert not desk.allowed(slot(1))
     (question,) = desk.poll()
     assert isinstance(question, Abort)
     desk.receive(A, released())
-    desk.poll()
-    assert desk.events == [Released(slot=slot(1))]
+    assert desk.events == [Revoked(slot(1)), Released(slot(1))]
+
+
+def test_giving_up_a_granted_item_on_a_fenced_path_frees_its_slot_at_once() -> None:
+    desk = Desk(fenced=frozenset({"tcp"}), path=PathEndpoint(path="tcp", address="tcp://x:1"))
+    desk.granted()
+    desk.session.not_wanted(desk.item())
+    assert desk.events == [Revoked(slot(1)), Released(slot(1))]
+    assert [type(message) for message in desk.poll()] == [Abort]
