@@ -222,6 +222,7 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
         self._resident[item.mm_hash] = item.slot
         item.slot = None
         self._is_here(item)
+        self._stirred = True  # While it was written, its room could not be given to others.
 
     def lost_slot(self, item: Item) -> None:
         """A transfer failed and its slot is not the item's any more: its claims queue again."""

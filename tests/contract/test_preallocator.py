@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
+from epd_portable.scheduling.items import State
 from tests.unit.builders import request
-from tests.unit.scheduling.desk import KINDS, Desk
+from tests.unit.scheduling.desk import KINDS, Desk, tensor
 
 MakeDesk = Callable[..., Desk]
 
@@ -21,6 +22,13 @@ def make_desk(request: pytest.FixtureRequest) -> MakeDesk:
 @pytest.fixture
 def desk(make_desk: MakeDesk) -> Desk:
     return make_desk()
+
+
+def state(desk: Desk, mm_hash: str) -> State:
+    return desk.cache.items[mm_hash].state
+
+
+# -- the order of room ---------------------------------------------------------------------------
 
 
 def test_claims_are_reserved_in_order_until_the_first_that_does_not_fit(desk: Desk) -> None:
@@ -39,21 +47,73 @@ def test_whichever_is_short_cache_or_pool_stops_the_queue(
     desk.claim("b", "b", 4)
     desk.claim("c", "c", 2)
     assert desk.reserve() == ["a"]
-    desk.preallocator.withdraw("a", ["a"])
+    desk.leave("a")
     assert desk.cache.num_free_slots == cache_embeds
+    assert desk.pool.free_bytes == pool_bytes
 
 
-def test_an_item_that_several_requests_await_is_reserved_once_at_the_first_place(
+def test_items_to_encode_here_have_their_place_in_the_same_order(desk: Desk) -> None:
+    desk.claim("r", "a", 6)
+    local = desk.claim_local("s", "b", 6)
+    desk.claim("t", "c", 1)
+    assert desk.reserve() == ["a"], "c would fit, but b was first"
+    assert not local.served
+    assert not desk.may_encode("s")
+    desk.leave("r")
+    assert desk.reserve() == ["c"]
+    assert state(desk, "b") is State.LOCAL
+    assert desk.cache.num_free_slots == 3
+    assert desk.may_encode("s")
+
+
+def test_an_item_has_the_place_of_its_first_occurrence_in_the_prompt(desk: Desk) -> None:
+    desk.claim("r", "second", 6, 1)
+    desk.claim("r", "first", 6, 0)
+    assert desk.reserve() == ["first"]
+
+
+def test_what_a_running_request_waits_for_comes_before_what_others_wait_for(desk: Desk) -> None:
+    desk.claim("seated", "held", 6)
+    desk.reserve()
+    desk.claim("first", "a", 6)
+    desk.who("seated").running = True
+    desk.claim("seated", "b", 4, 1)
+    desk.claim("seated", "c", 4, 2)
+    assert desk.reserve() == ["b"]
+    desk.deliver("held")
+    desk.compute_past("seated", 0)
+    desk.step()
+    desk.reserve()
+    desk.step()
+    assert desk.reserve() == ["c"]
+
+
+def test_a_request_may_start_when_it_has_all_its_room_or_is_the_first_that_waits(
     desk: Desk,
 ) -> None:
-    desk.claim("r", "shared", 6)
-    desk.claim("r", "big", 6, 1)
-    desk.claim("s", "shared", 6)
-    assert desk.reserve() == ["shared"]
-    claim = desk.preallocator.finalize("shared")
-    assert claim.waiting == {("r", 0), ("s", 0)}
-    desk.cache.free(request("r", ("shared", 6)))
-    assert desk.cache.evict_idle({"shared"}) is None, "s holds it"
+    r, s, t = (desk.who(name) for name in "rst")
+    desk.claim("r", "r1", 4, 0)
+    desk.claim("s", "s1", 4, 0)
+    desk.claim("s", "s2", 4, 1)
+    desk.claim("t", "t1", 1)
+    desk.reserve()
+    assert [desk.cache.may_start(who) for who in (r, s, t)] == [True, True, False]
+    desk.leave("s")
+    desk.reserve()
+    assert desk.cache.may_start(t)
+    assert desk.cache.may_start(desk.who("without items"))
+
+
+def test_a_blocked_queue_is_one_in_which_somebody_waits(desk: Desk) -> None:
+    desk.claim("r", "a", 6)
+    desk.claim("s", "b", 6)
+    desk.claim("t", "c", 6)
+    desk.reserve()
+    assert desk.cache.is_blocked
+    desk.leave("r")
+    assert desk.reserve() == ["b"]
+    desk.leave("t")
+    assert not desk.cache.is_blocked
 
 
 def test_two_requests_never_block_each_other_with_half_of_what_each_needs(desk: Desk) -> None:
@@ -63,13 +123,91 @@ def test_two_requests_never_block_each_other_with_half_of_what_each_needs(desk: 
     desk.claim("s", "s2", 5, 1)
     assert desk.reserve() == ["r1", "r2"]
     for name in ("r1", "r2"):
-        desk.preallocator.finalize(name)
-    desk.cache.free(request("r", ("r1", 5), ("r2", 5)))
+        desk.deliver(name)
+    desk.leave("r")
     for _ in range(4):
         desk.reserve()
         desk.step()
-    assert desk.preallocator.get("s1") is not None
-    assert all(desk.preallocator.get(name).slot is not None for name in ("s1", "s2"))  # type: ignore[union-attr]
+    assert all(state(desk, name) is State.RESERVED for name in ("s1", "s2"))
+    desk.leave("s")
+    desk.assert_everything_is_back()
+
+
+# -- items that several requests want ------------------------------------------------------------
+
+
+def test_an_item_that_several_requests_await_is_reserved_once_at_the_first_place(
+    desk: Desk,
+) -> None:
+    desk.claim("r", "shared", 6)
+    desk.claim("r", "big", 4, 1)
+    desk.claim("s", "shared", 6)
+    assert desk.reserve() == ["shared", "big"]
+    desk.deliver("shared")
+    assert desk.cache.holders("shared") == {"r", "s"}
+    assert desk.cache.check_and_update_cache(desk.request("s"), 0)
+    desk.leave("r")
+    assert desk.cache.holders("shared") == {"s"}
+    assert desk.cache.num_freeable_slots == 4
+
+
+def test_nobody_holds_a_present_entry_while_somebody_waits_before_it(desk: Desk) -> None:
+    desk.claim("r", "here", 6)
+    desk.reserve()
+    desk.deliver("here")
+    desk.leave("r")
+    desk.claim_local("keeps", "kept", 4)
+    desk.reserve()
+    desk.claim_local("first", "large", 10)
+    desk.claim("newcomer", "here", 6)
+    desk.reserve()
+    assert "here" in desk.cache
+    assert desk.cache.holders("here") == frozenset()
+    assert not desk.cache.check_and_update_cache(desk.request("newcomer"), 0)
+    assert "t-newcomer" not in desk.ended, "it may be evicted before its turn"
+    desk.leave("keeps")
+    desk.reserve()
+    assert desk.may_encode("first")
+    assert "here" not in desk.cache
+
+
+def test_a_present_entry_is_held_when_the_turn_comes_and_its_transfer_is_not_wanted(
+    desk: Desk,
+) -> None:
+    desk.claim("r", "here", 4)
+    desk.reserve()
+    desk.deliver("here")
+    desk.claim("s", "other", 10)
+    desk.claim("newcomer", "here", 4)
+    desk.reserve()
+    assert desk.cache.holders("here") == {"r"}
+    desk.leave("s")
+    assert desk.reserve() == [], "it needs no slot"
+    assert desk.cache.holders("here") == {"r", "newcomer"}
+    assert desk.cache.check_and_update_cache(desk.request("newcomer"), 0)
+    assert "t-newcomer" in desk.ended
+
+
+def test_an_entry_under_another_description_is_replaced_if_nobody_uses_it(desk: Desk) -> None:
+    desk.claim("r", "a", 4)
+    desk.reserve()
+    desk.deliver("a")
+    assert desk.cache.open("a", tensor(5)) is None, "r uses it"
+    assert desk.cache.open("a", tensor(4)) is desk.cache.items["a"]
+    desk.leave("r")
+    item = desk.cache.open("a", tensor(5))
+    assert item is not None and item.num_embeds == 5 and item.state is State.WAITING
+    assert desk.cache.num_free_slots == 10
+
+
+def test_an_item_that_is_awaited_under_another_description_is_refused(desk: Desk) -> None:
+    desk.claim("r", "a", 4)
+    assert desk.cache.open("a", tensor(5)) is None
+    desk.leave("r")
+    assert desk.cache.open("a", tensor(5)) is not None
+
+
+# -- slots ---------------------------------------------------------------------------------------
 
 
 def test_an_idle_resident_is_evicted_when_slots_are_short_and_its_slot_is_used_a_step_later(
@@ -78,12 +216,12 @@ def test_an_idle_resident_is_evicted_when_slots_are_short_and_its_slot_is_used_a
     desk = make_desk(cache_embeds=100, pool_bytes=10)
     desk.claim("r", "old", 8)
     desk.reserve()
-    held = desk.deliver("old", "r")
+    desk.deliver("old")
     desk.claim("s", "new", 8)
     assert desk.reserve() == []
     desk.step()
     assert "old" in desk.cache, "held, so it stays"
-    desk.cache.free(held)
+    desk.leave("r")
     assert desk.reserve() == []
     assert "old" not in desk.cache
     assert desk.reserve() == [], "the workers have not forgotten it yet"
@@ -96,23 +234,26 @@ def test_no_more_is_evicted_while_slots_are_on_their_way_back(make_desk: MakeDes
     for name in ("one", "two"):
         desk.claim(name, name, 5)
         desk.reserve()
-        desk.cache.free(desk.deliver(name, name))
+        desk.deliver(name)
+        desk.leave(name)
     desk.claim("s", "new", 5)
     desk.reserve()
-    slots = [desk.preallocator.retire(gone) for gone in desk.cache.get_freed_mm_hashes()]
+    slots = desk.begin_step()
+    assert len(slots) == 1
+    desk.cache.stir()
     desk.reserve()
     assert "two" in desk.cache
-    desk.preallocator.give_back(taken for taken in slots if taken is not None)
+    desk.cache.give_back(slots)
     assert desk.reserve() == ["new"]
     assert "two" in desk.cache
 
 
 def test_entries_that_occupy_no_slot_are_not_evicted_for_slots(make_desk: MakeDesk) -> None:
     desk = make_desk(cache_embeds=100, pool_bytes=10)
-    local = request("r", ("local", 5))
-    assert desk.cache.can_allocate(local, 0, 100, 0)
-    desk.cache.allocate(local, 0)
-    desk.cache.free(local)
+    desk.claim_local("r", "local", 5)
+    desk.reserve()
+    desk.encode("r")
+    desk.leave("r")
     desk.claim("s", "a", 8)
     desk.reserve()
     desk.claim("t", "b", 8)
@@ -125,82 +266,12 @@ def test_a_lost_slot_puts_the_claim_back_at_its_own_place(desk: Desk) -> None:
     desk.claim("s", "b", 5)
     desk.claim("t", "c", 5)
     assert desk.reserve() == ["a", "b"]
-    lost = desk.preallocator.get("a")
-    assert lost is not None and lost.slot is not None
-    taken = lost.slot
-    desk.preallocator.reopen("a")
-    desk.preallocator.reopen("a")
+    desk.grant("a")
+    desk.lose_slot("a")
     assert desk.cache.num_free_slots == 5
     assert desk.reserve() == [], "its slot is not back yet, and c must wait"
-    desk.pool.give_back(taken)
+    desk.release()
     assert desk.reserve() == ["a"]
-
-
-def test_withdrawing_returns_a_claim_only_when_its_last_request_leaves(desk: Desk) -> None:
-    desk.claim("r", "a", 5, 0)
-    desk.claim("r", "a", 5, 1)
-    desk.claim("s", "a", 5, 0)
-    desk.reserve()
-    assert desk.preallocator.withdraw("r", ["a", "unknown"]) == []
-    (orphan,) = desk.preallocator.withdraw("s", ["a"])
-    assert orphan.slot is not None
-    assert desk.preallocator.get("a") is None
-    assert desk.cache.num_free_slots == 10
-    assert desk.preallocator.withdraw("s", ["a"]) == []
-
-
-def test_cancelling_ends_the_wait_and_allows_local_encoding(desk: Desk) -> None:
-    desk.claim("r", "a", 5)
-    desk.reserve()
-    local = request("r", ("a", 5))
-    assert not desk.cache.can_allocate(local, 0, 100, 0)
-    assert desk.preallocator.cancel("a") is not None
-    assert desk.preallocator.cancel("a") is None
-    assert desk.cache.can_allocate(local, 0, 100, 0)
-
-
-def test_what_could_never_fit_is_known_at_once(desk: Desk) -> None:
-    assert desk.preallocator.fits_at_all(10, 10)
-    assert not desk.preallocator.fits_at_all(11, 1)
-    assert not desk.preallocator.fits_at_all(1, 11)
-
-
-def test_an_item_that_was_not_reserved_cannot_be_finalized(desk: Desk) -> None:
-    with pytest.raises(KeyError):
-        desk.preallocator.finalize("a")
-    desk.claim("r", "a", 5)
-    with pytest.raises(KeyError):
-        desk.preallocator.finalize("a")
-
-
-def test_a_request_that_asks_again_for_its_own_item_waits_once(desk: Desk) -> None:
-    desk.claim("r", "a", 5)
-    desk.claim("r", "a", 5)
-    desk.reserve()
-    claim = desk.preallocator.get("a")
-    assert claim is not None and claim.waiting == {("r", 0)}
-    assert desk.cache.num_free_slots == 5
-
-
-def test_withdrawing_from_an_item_that_one_never_asked_for_changes_nothing(desk: Desk) -> None:
-    desk.claim("r", "a", 5)
-    desk.reserve()
-    assert desk.preallocator.withdraw("stranger", ["a"]) == []
-    claim = desk.preallocator.get("a")
-    assert claim is not None and claim.waiting == {("r", 0)}
-
-
-def test_what_is_here_on_its_way_or_not_yet_forgotten_is_known(desk: Desk) -> None:
-    assert not desk.preallocator.knows("a")
-    desk.claim("r", "a", 5)
-    assert desk.preallocator.knows("a")
-    desk.reserve()
-    desk.cache.free(desk.deliver("a", "r"))
-    assert desk.preallocator.knows("a")
-    assert desk.cache.evict_idle({"a"}) == "a"
-    assert desk.preallocator.knows("a"), "workers may still read its slot"
-    desk.step()
-    assert not desk.preallocator.knows("a")
 
 
 def test_an_item_whose_former_slot_is_still_read_gets_another_only_after_that(
@@ -208,36 +279,361 @@ def test_an_item_whose_former_slot_is_still_read_gets_another_only_after_that(
 ) -> None:
     desk.claim("r", "a", 4)
     desk.reserve()
-    desk.cache.free(desk.deliver("a", "r"))
-    desk.cache.evict_idle({"a"})
+    desk.deliver("a")
+    desk.leave("r")
+    desk.cache.reset()
     desk.claim("s", "a", 4)
     assert desk.reserve() == []
     desk.step()
     assert desk.reserve() == ["a"]
-    desk.cache.free(desk.deliver("a", "s"))
+    desk.deliver("a")
+    desk.leave("s")
     desk.assert_everything_is_back()
 
 
-def test_a_blocked_claim_is_the_first_request_s_without_room(desk: Desk) -> None:
+def test_a_slot_that_was_granted_is_free_when_nobody_writes_it_any_more(desk: Desk) -> None:
     desk.claim("r", "a", 6)
-    desk.claim("s", "b", 6)
-    desk.claim("t", "c", 6)
     desk.reserve()
-    blocked = desk.preallocator.blocked
-    assert blocked is not None and blocked.mm_hash == "b"
-    desk.withdraw("r", "a")
+    desk.grant("a")
+    desk.leave("r")
+    assert desk.ended == ["t-r"]
+    assert desk.cache.num_free_slots == 10
+    assert desk.pool.free_bytes == 4
+    desk.claim("s", "b", 6)
+    assert desk.reserve() == []
+    desk.release()
     assert desk.reserve() == ["b"]
 
 
-def test_nothing_is_accepted_while_a_request_waits_for_room(desk: Desk) -> None:
+def test_an_item_that_was_not_reserved_does_not_land(desk: Desk) -> None:
+    with pytest.raises(KeyError):
+        desk.cache.finalize_allocation("a")
+    desk.claim("r", "a", 5)
+    with pytest.raises(KeyError):
+        desk.cache.finalize_allocation("a")
+
+
+# -- leaving -------------------------------------------------------------------------------------
+
+
+def test_an_item_is_given_up_only_when_its_last_request_leaves(desk: Desk) -> None:
+    desk.claim("r", "a", 5, 0)
+    desk.claim("r", "a", 5, 1)
+    desk.claim("s", "a", 5, 0)
+    desk.reserve()
+    desk.leave("r")
+    assert state(desk, "a") is State.RESERVED
+    assert desk.ended == []
+    desk.leave("s")
+    assert desk.ended == ["t-r", "t-s"]
+    assert "a" not in desk.cache.items
+    assert desk.cache.num_free_slots == desk.pool.free_bytes == 10
+    desk.leave("s")
+    assert desk.cache.num_free_slots == 10
+
+
+def test_a_request_that_claims_its_own_item_again_waits_once(desk: Desk) -> None:
+    claim = desk.claim("r", "a", 5)
+    assert desk.claim("r", "a", 5) is claim
+    assert claim.inputs == {0}
+    assert desk.who("r").num_waiting == 1
+    desk.reserve()
+    assert desk.cache.num_free_slots == 5
+
+
+def test_the_leaving_of_a_request_that_never_asked_for_it_changes_nothing(desk: Desk) -> None:
+    desk.claim("r", "a", 5)
+    desk.reserve()
+    desk.who("stranger")
+    desk.leave("stranger")
+    assert desk.cache.holders("a") == frozenset(), "no entry yet"
+    assert desk.cache.items["a"].holders == {"r"}
+    assert desk.ended == []
+
+
+def test_an_item_that_occurs_twice_is_held_until_the_last_occurrence_is_computed(
+    desk: Desk,
+) -> None:
+    desk.claim("r", "a", 5, 0)
+    desk.claim("r", "a", 5, 1)
+    desk.reserve()
+    desk.deliver("a")
+    assert desk.cache.get_cached_input_ids(desk.request("r")) == {0, 1}
+    desk.compute_past("r", 0)
+    assert desk.cache.num_freeable_slots == 5
+    assert desk.cache.get_cached_input_ids(desk.request("r")) == {1}
+    desk.compute_past("r", 1)
+    assert desk.cache.num_freeable_slots == 10
+    assert desk.cache.get_cached_input_ids(desk.request("r")) == set()
+
+
+def test_a_request_that_is_unknown_holds_nothing(desk: Desk) -> None:
+    unknown = request("unknown", ("a", 5))
+    desk.claim("r", "a", 5)
+    desk.reserve()
+    desk.deliver("a")
+    desk.cache.free_encoder_input(unknown, 0)
+    desk.cache.free(unknown)
+    assert not desk.cache.check_and_update_cache(unknown, 0)
+    assert not desk.cache.can_allocate(unknown, 0, 100, 0)
+    assert desk.cache.get_cached_num_encoder_embeds(unknown, 0) == 5
+    assert desk.cache.holders("a") == {"r"}
+
+
+# -- encoding here -------------------------------------------------------------------------------
+
+
+def test_an_item_without_transfers_is_encoded_here(desk: Desk) -> None:
+    desk.claim("r", "a", 5)
+    desk.reserve()
+    assert not desk.may_encode("r"), "it is on its way"
+    desk.lose_transfers("a")
+    assert not desk.may_encode("r"), "it has no room now"
+    assert desk.pool.free_bytes == 10
+    assert desk.reserve() == []
+    assert desk.may_encode("r")
+    assert not desk.cache.can_allocate(desk.request("r"), 0, 4, 0), "beyond the step's budget"
+    desk.encode("r")
+    assert desk.cache.check_and_update_cache(desk.request("r"), 0)
+    assert desk.cache.get_cached_input_ids(desk.request("r")) == {0}
+    desk.leave("r")
+    desk.assert_everything_is_back()
+
+
+def test_what_one_request_encodes_others_have(desk: Desk) -> None:
+    desk.claim_local("r", "a", 6)
+    desk.claim_local("s", "a", 6)
+    desk.reserve()
+    assert desk.cache.num_free_slots == 4
+    assert desk.may_encode("r") and desk.may_encode("s")
+    desk.encode("s")
+    assert not desk.may_encode("r")
+    assert desk.cache.check_and_update_cache(desk.request("r"), 0)
+
+
+def test_a_transfer_that_comes_while_an_item_is_to_be_encoded_here_is_in_vain(
+    desk: Desk,
+) -> None:
+    desk.claim_local("r", "a", 6)
+    desk.reserve()
+    desk.claim("s", "a", 6)
+    assert desk.reserve() == []
+    desk.encode("r")
+    assert desk.ended == ["t-s"]
+    assert desk.cache.holders("a") == {"r", "s"}
+
+
+def test_an_item_that_cannot_be_encoded_here_is_lost_with_its_last_transfer(desk: Desk) -> None:
+    desk.claim("r", "a", 5, bare=True)
+    desk.claim("s", "a", 5)
+    desk.reserve()
+    desk.lose_transfers("a", "nobody has it")
+    assert desk.who("r").lost == {"a": "nobody has it"}
+    assert not desk.who("r").claims
+    assert desk.who("s").lost == {}
+    desk.reserve()
+    assert not desk.cache.can_allocate(request("r", ("a", 5)), 0, 100, 0)
+    assert desk.may_encode("s")
+
+
+def test_who_cannot_encode_an_item_is_told_when_who_could_leaves(desk: Desk) -> None:
+    desk.claim_local("r", "a", 5)
+    desk.claim_local("s", "a", 5, bare=True)
+    desk.reserve()
+    assert desk.who("s").lost == {}
+    assert not desk.may_encode("s")
+    desk.leave("r")
+    desk.reserve()
+    assert set(desk.who("s").lost) == {"a"}
+    assert "a" not in desk.cache.items
+    assert desk.cache.num_free_slots == 10
+
+
+def test_room_that_was_set_aside_is_given_back_by_who_leaves_last(desk: Desk) -> None:
+    desk.claim_local("r", "a", 6)
+    desk.claim_local("s", "a", 6)
+    desk.reserve()
+    desk.leave("r")
+    assert desk.cache.num_free_slots == 4
+    desk.leave("s")
+    assert desk.cache.num_free_slots == 10
+
+
+# -- room that is lost ---------------------------------------------------------------------------
+
+
+def test_a_preempted_request_keeps_its_room_until_it_is_finished(desk: Desk) -> None:
     desk.claim("r", "a", 6)
-    desk.claim("s", "b", 6)
+    desk.reserve()
+    desk.deliver("a")
+    desk.who("r").running = True
+    desk.cache.unsettled.discard("r")
+    desk.cache.free(desk.request("r"))
+    assert desk.cache.holders("a") == {"r"}
+    assert not desk.who("r").running
+    assert "r" in desk.cache.unsettled, "it computes its items again"
+    desk.leave("r")
+    desk.cache.free(desk.request("r"))
+    assert desk.cache.num_freeable_slots == 10
+    assert not desk.cache.unsettled
+
+
+def test_after_a_reset_who_held_an_entry_waits_for_room_again(desk: Desk) -> None:
+    desk.claim("r", "a", 4)
+    desk.claim("r", "on its way", 3, 1)
+    desk.reserve()
+    desk.deliver("a")
+    desk.cache.reset()
+    assert "a" not in desk.cache
+    assert desk.cache.get_cached_input_ids(desk.request("r")) == set()
+    assert desk.cache.get_freed_mm_hashes() == ["a"]
+    assert state(desk, "on its way") is State.RESERVED
+    desk.reserve()
+    assert desk.may_encode("r", 0)
+
+
+def test_a_reset_loses_what_cannot_be_encoded_here(desk: Desk) -> None:
+    desk.claim("r", "a", 4, bare=True)
+    desk.reserve()
+    desk.deliver("a")
+    desk.cache.reset()
+    desk.reserve()
+    assert set(desk.who("r").lost) == {"a"}
+    desk.step()
+    assert desk.cache.num_free_slots == desk.pool.free_bytes == 10
+
+
+def preempted(desk: Desk, size: int) -> None:
+    """Let ``first`` compute an item, which is evicted then, and need it again.
+
+    Meanwhile ``second`` has got its room, and waits for more.
+    """
+    desk.claim_local("first", "a", size)
+    desk.reserve()
+    desk.encode("first")
+    desk.compute_past("first")
+    desk.claim("second", "b", 6)
+    desk.claim("second", "c", 6, 1)
+    assert desk.reserve() == ["b"]
+    assert "a" not in desk.cache
+    desk.step()
+    desk.claim_local("first", "a", size)
+
+
+def test_who_waits_for_more_gives_its_room_to_who_came_before_and_lost_it(desk: Desk) -> None:
+    preempted(desk, 6)
+    desk.reserve()
+    assert desk.may_encode("first")
+    assert state(desk, "b") is State.WAITING
+    assert desk.pool.free_bytes == 10
+    assert desk.ended == [], "it is still to come"
+    desk.leave("first")
+    assert desk.reserve() == ["b"]
+
+
+@pytest.mark.parametrize("lands", [False, True], ids=["fails", "lands"])
+def test_an_item_that_is_being_written_makes_way_once_that_has_ended(
+    desk: Desk, lands: bool
+) -> None:
+    preempted(desk, 6)
+    desk.grant("b")
+    assert desk.reserve() == []
+    assert state(desk, "b") is State.GRANTED
+    assert not desk.may_encode("first")
+    if lands:
+        desk.deliver("b")
+    else:
+        desk.lose_slot("b")
+    desk.reserve()
+    assert desk.may_encode("first")
+
+
+def test_whoever_computes_gives_no_room_to_who_waits_for_a_seat(desk: Desk) -> None:
+    desk.who("second").running = True
+    preempted(desk, 6)
+    desk.reserve()
+    assert not desk.may_encode("first")
+    assert state(desk, "b") is State.RESERVED
+    desk.leave("second")
+    desk.reserve()
+    assert desk.may_encode("first")
+
+
+def test_of_those_that_wait_for_more_the_last_makes_way_and_no_more_of_them_than_must(
+    desk: Desk,
+) -> None:
+    for name in ("first", "second", "third"):
+        desk.claim(name, name, 3)
+    assert desk.reserve() == ["first", "second", "third"]
+    for name in ("second", "third"):
+        desk.claim(name, "large", 10, 1)
+    desk.claim_local("first", "a", 4, 1)
+    desk.reserve()
+    assert desk.may_encode("first", 1)
+    assert state(desk, "second") is State.RESERVED
+    assert state(desk, "third") is State.WAITING
+
+
+def test_who_has_all_that_it_needs_gives_nothing_up(desk: Desk) -> None:
+    desk.claim("first", "a", 6)
+    desk.claim("second", "b", 4)
+    desk.reserve()
+    desk.claim("first", "c", 2, 1)
+    assert desk.reserve() == []
+    assert state(desk, "b") is State.RESERVED
+    desk.leave("second")
+    assert desk.reserve() == ["c"]
+
+
+def test_an_item_takes_the_room_of_what_comes_later_in_its_own_prompt(desk: Desk) -> None:
+    desk.claim("r", "a", 4, 0)
+    desk.claim("r", "b", 4, 1)
+    desk.reserve()
+    desk.grant("a")
+    desk.lose_slot("a")
+    assert desk.reserve() == ["a"], "in the slot of b, its own is still being written"
+    assert state(desk, "b") is State.WAITING
+    desk.release()
+    assert desk.reserve() == ["b"]
+    desk.leave("r")
+    desk.assert_everything_is_back()
+
+
+# -- what could never be -------------------------------------------------------------------------
+
+
+def test_what_could_never_fit_is_known_at_once(desk: Desk) -> None:
+    assert desk.cache.fits_at_all(10, 10)
+    assert not desk.cache.fits_at_all(11, 1)
+    assert not desk.cache.fits_at_all(1, 11)
+    assert desk.cache.fits_at_all(10), "encoded here, it needs no slot"
+
+
+def test_nothing_is_accepted_that_is_here_on_its_way_or_not_yet_forgotten(desk: Desk) -> None:
+    desk.claim("r", "a", 5)
+    assert desk.accept("a", 5) is None
+    desk.reserve()
+    assert desk.accept("a", 5) is None
+    desk.deliver("a")
+    desk.leave("r")
+    assert desk.accept("a", 5) is None
+    desk.cache.reset()
+    assert desk.accept("a", 5) is None, "workers may still read its slot"
+    assert "a" not in desk.cache.items
+    desk.step()
+    assert (desk.accept("a", 5) is None) == (type(desk.cache).__name__.startswith("Sync"))
+
+
+@pytest.mark.parametrize("by_transfer", [True, False], ids=["a transfer", "encoding here"])
+def test_nothing_is_accepted_while_a_request_waits_for_room(desk: Desk, by_transfer: bool) -> None:
+    desk.claim("r", "a", 6)
+    desk.claim("s", "b", 6, by_transfer=by_transfer)
     desk.reserve()
     assert desk.accept("early", 1) is None
-    assert not desk.preallocator.knows("early")
+    assert "early" not in desk.cache.items
     assert desk.cache.num_free_slots == 4
 
 
 def test_what_could_never_fit_is_not_accepted(desk: Desk) -> None:
     assert desk.accept("huge", 11) is None
-    assert not desk.preallocator.knows("huge")
+    assert "huge" not in desk.cache.items

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from epd_portable.connector.pool import ReceivePool
-from epd_portable.scheduling.choice import PREALLOCATORS, make_preallocator
-from epd_portable.scheduling.encoder_cache import EncoderCacheManager
-from epd_portable.scheduling.preallocator import Claim
+from epd_portable.scheduling.items import Claim, Claimant, Item, State
+from epd_portable.scheduling.preallocator import PREALLOCATORS
 from epd_portable.wire.descriptors import SlotDescriptor, TensorSpec
 from tests.unit.builders import FakeRequest, request
 
@@ -18,43 +19,168 @@ def tensor(size: int) -> TensorSpec:
 
 
 class Desk:
-    """By default room for ten embeddings and ten bytes."""
+    """By default room for ten embeddings and ten bytes. Stands for the transfers as well.
+
+    Attributes:
+        cache: The preallocator.
+        given: Items that were given a slot, since `reserve` was called last.
+        ended: Transfers that nobody wants any more.
+        writing: Slots that were granted and taken back; a producer may still write them.
+    """
 
     def __init__(self, kind: str, cache_embeds: int = 10, pool_bytes: int = 10) -> None:
-        self.cache = EncoderCacheManager(cache_embeds)
         self.pool = ReceivePool("pool", pool_bytes, 1)
-        self.preallocator = make_preallocator(kind, self.cache, self.pool)
+        self.cache = PREALLOCATORS[kind](cache_embeds, self.pool, self)
+        self.given: list[str] = []
+        self.ended: list[str] = []
+        self.writing: list[SlotDescriptor] = []
+        self._people: dict[str, Claimant] = {}
+        self._prompts: dict[str, dict[int, tuple[str, int]]] = {}
+        self._granted: dict[str, str] = {}
 
-    def claim(self, request_id: str, mm_hash: str, size: int, input_id: int = 0) -> None:
-        self.preallocator.claim(
-            request_id, input_id, mm_hash=mm_hash, num_embeds=size, tensor=tensor(size)
-        )
+    # -- transfers: `Deliveries`, and what becomes of them -----------------------------------------
 
-    def accept(self, mm_hash: str, size: int) -> Claim[SlotDescriptor] | None:
-        return self.preallocator.accept(mm_hash, size, tensor(size))
+    def room_given(self, item: Item) -> None:
+        self.given.append(item.mm_hash)
+
+    def not_wanted(self, item: Item, but: Iterable[str] = ()) -> None:
+        for transfer_id in [each for each in item.transfers if each not in but]:
+            self._end(item, transfer_id)
+            if self._granted.get(item.mm_hash) == transfer_id:
+                self._take_slot(item)
+
+    def grant(self, mm_hash: str) -> None:
+        """Let the first transfer of an item write the item's slot."""
+        item = self.cache.items[mm_hash]
+        assert item.state is State.RESERVED
+        self._granted[mm_hash] = next(iter(item.transfers))
+        item.state = State.GRANTED
+
+    def deliver(self, mm_hash: str) -> None:
+        """Let an item land that has a slot."""
+        item = self.cache.items[mm_hash]
+        if item.state is State.RESERVED:
+            self.grant(mm_hash)
+        self._end(item, self._granted.pop(mm_hash))
+        self.cache.landed(item)
+
+    def lose_slot(self, mm_hash: str) -> None:
+        """Take back what was granted; the transfer goes on, for another encoder."""
+        item = self.cache.items[mm_hash]
+        self._take_slot(item)
+        self.cache.lost_slot(item)
+
+    def lose_transfers(self, mm_hash: str, reason: str = "") -> None:
+        """Let every transfer of an item that was not granted fail."""
+        item = self.cache.items[mm_hash]
+        for transfer_id in list(item.transfers):
+            self._end(item, transfer_id)
+        self.cache.lost_transfer(item, reason)
+
+    def release(self) -> None:
+        """Nobody writes any more what was granted and taken back."""
+        while self.writing:
+            self.pool.give_back(self.writing.pop())
+            self.cache.stir()
+
+    def _end(self, item: Item, transfer_id: str) -> None:
+        del item.transfers[transfer_id]
+        self.ended.append(transfer_id)
+
+    def _take_slot(self, item: Item) -> None:
+        del self._granted[item.mm_hash]
+        assert item.slot is not None
+        self.writing.append(item.slot)
+        item.slot = None
+
+    # -- requests ----------------------------------------------------------------------------------
+
+    def who(self, request_id: str) -> Claimant:
+        """Return a request; the first time, it arrives."""
+        if request_id not in self._people:
+            self._people[request_id] = Claimant(request_id, len(self._people))
+            self._prompts[request_id] = {}
+            self.cache.enter(self._people[request_id])
+        return self._people[request_id]
+
+    def request(self, request_id: str) -> FakeRequest:
+        """Return what the engine has of a request."""
+        prompt = self._prompts[request_id]
+        return request(request_id, *(prompt.get(i, ("", 0)) for i in range(max(prompt) + 1)))
+
+    def claim(
+        self,
+        request_id: str,
+        mm_hash: str,
+        size: int,
+        input_id: int = 0,
+        *,
+        by_transfer: bool = True,
+        bare: bool = False,
+    ) -> Claim:
+        """Let a request claim an item that a transfer of its own is to bring, or is encoded here.
+
+        The transfer is called ``t-`` and the request.
+        """
+        who = self.who(request_id)
+        self._prompts[request_id][input_id] = (mm_hash, size)
+        item = self.cache.open(mm_hash, tensor(size))
+        assert item is not None, "something else bears the name"
+        transfer_id = f"t-{request_id}" if by_transfer else ""
+        claim = self.cache.claim(who, item, input_id, bare=bare, transfer_id=transfer_id)
+        if by_transfer:
+            item.transfers[transfer_id] = transfer_id
+        return claim
+
+    def claim_local(
+        self, request_id: str, mm_hash: str, size: int, input_id: int = 0, *, bare: bool = False
+    ) -> Claim:
+        return self.claim(request_id, mm_hash, size, input_id, by_transfer=False, bare=bare)
+
+    def leave(self, request_id: str) -> None:
+        self.cache.leave(self._people[request_id])
+
+    def accept(self, mm_hash: str, size: int) -> Item | None:
+        """Offer an item that nobody asks for; an accepted one has a transfer called ``t-`` it."""
+        item = self.cache.accept(mm_hash, tensor(size))
+        if item is not None:
+            item.transfers[f"t-{mm_hash}"] = f"t-{mm_hash}"
+        return item
+
+    # -- steps -------------------------------------------------------------------------------------
 
     def reserve(self) -> list[str]:
-        return [claim.mm_hash for claim in self.preallocator.reserve()]
+        """Give out room; return the items that got a slot."""
+        self.given.clear()
+        self.cache.advance()
+        return list(self.given)
+
+    def may_encode(self, request_id: str, input_id: int = 0) -> bool:
+        return self.cache.can_allocate(self.request(request_id), input_id, 1 << 20, 0)
+
+    def encode(self, request_id: str, input_id: int = 0) -> None:
+        """Encode an item here, which has its room for that."""
+        assert self.may_encode(request_id, input_id)
+        self.cache.allocate(self.request(request_id), input_id)
+
+    def compute_past(self, request_id: str, input_id: int = 0) -> None:
+        self.cache.free_encoder_input(self.request(request_id), input_id)
+
+    def begin_step(self) -> list[SlotDescriptor]:
+        """Tell the workers what to forget; return the slots that are free when they have."""
+        slots = [self.cache.retire(gone) for gone in self.cache.get_freed_mm_hashes()]
+        return [slot for slot in slots if slot is not None]
 
     def step(self) -> None:
         """Tell the workers what to forget, and end that step."""
-        slots = [self.preallocator.retire(gone) for gone in self.cache.get_freed_mm_hashes()]
-        self.preallocator.give_back(taken for taken in slots if taken is not None)
-
-    def deliver(self, mm_hash: str, request_id: str) -> FakeRequest:
-        """Land a claimed item; return the request that holds it."""
-        size = self.preallocator.finalize(mm_hash).num_embeds
-        return request(request_id, (mm_hash, size))
-
-    def withdraw(self, request_id: str, mm_hash: str) -> None:
-        """Let a request go; the slots that nobody needs are free at once."""
-        for orphan in self.preallocator.withdraw(request_id, [mm_hash]):
-            if orphan.slot is not None:
-                self.pool.give_back(orphan.slot)
+        self.cache.give_back(self.begin_step())
 
     def assert_everything_is_back(self) -> None:
         """Empty the cache; all room and every slot must be free then."""
         self.cache.reset()
         self.step()
+        self.release()
         assert self.pool.free_bytes == self.pool.capacity_bytes
         assert self.cache.num_free_slots == self.cache.num_freeable_slots == self.cache.cache_size
+        assert not self.cache.items
+        assert not self.cache.is_blocked
