@@ -16,6 +16,14 @@ def encode(cache: EncoderCacheManager, engine_request: FakeRequest, input_id: in
     return True
 
 
+def evict_all(cache: EncoderCacheManager) -> list[str]:
+    """Take the room of every idle entry; return what went, oldest first."""
+    room = cache.num_freeable_slots
+    cache.preallocate("everything", room)
+    cache.depreallocate("everything")
+    return cache.get_freed_mm_hashes()
+
+
 def room(cache: EncoderCacheManager) -> tuple[int, int]:
     return cache.num_free_slots, cache.num_freeable_slots
 
@@ -37,12 +45,15 @@ def test_preallocated_room_is_used_but_the_item_is_not_there_yet(
     assert not cache.check_and_update_cache(request("r", ("cat", 4)), 0)
 
 
-def test_finalizing_makes_the_item_an_entry_held_by_who_waits(cache: EncoderCacheManager) -> None:
+def test_a_finalized_item_is_an_entry_that_a_request_finds(cache: EncoderCacheManager) -> None:
     r = request("r", ("dog", 1), ("cat", 4))
     cache.preallocate("cat", 4)
-    cache.finalize_allocation("cat", [("r", 1)])
+    item = cache.finalize_allocation("cat")
+    assert item.mm_hash == "cat" and item.is_here
     assert "cat" in cache
+    assert cache.check_and_update_cache(r, 1)
     assert cache.get_cached_input_ids(r) == {1}
+    assert cache.holders("cat") == {"r"}
     assert room(cache) == (6, 6)
     assert cache.get_cached_num_encoder_embeds(r, 1) == 4
     cache.free(r)
@@ -51,11 +62,20 @@ def test_finalizing_makes_the_item_an_entry_held_by_who_waits(cache: EncoderCach
 
 def test_an_item_finalized_for_nobody_is_idle(cache: EncoderCacheManager) -> None:
     cache.preallocate("cat", 4)
-    cache.finalize_allocation("cat", [])
+    cache.finalize_allocation("cat")
+    assert cache.holders("cat") == frozenset()
     assert room(cache) == (6, 10)
-    assert cache.evict_idle({"cat"}) == "cat"
+    assert evict_all(cache) == ["cat"]
     assert room(cache) == (10, 10)
-    assert cache.get_freed_mm_hashes() == ["cat"]
+
+
+def test_an_item_is_finalized_once(cache: EncoderCacheManager) -> None:
+    cache.preallocate("cat", 4)
+    cache.finalize_allocation("cat")
+    with pytest.raises(KeyError):
+        cache.finalize_allocation("cat")
+    cache.depreallocate("cat")
+    assert room(cache) == (6, 10), "an entry is nothing that was preallocated"
 
 
 def test_giving_preallocated_room_back_twice_counts_once(cache: EncoderCacheManager) -> None:
@@ -64,7 +84,7 @@ def test_giving_preallocated_room_back_twice_counts_once(cache: EncoderCacheMana
     cache.depreallocate("cat")
     assert room(cache) == (10, 10)
     with pytest.raises(KeyError):
-        cache.finalize_allocation("cat", [])
+        cache.finalize_allocation("cat")
 
 
 def test_preallocation_evicts_what_was_idle_for_longest(cache: EncoderCacheManager) -> None:
@@ -89,17 +109,9 @@ def test_preallocation_does_not_evict_what_is_held(cache: EncoderCacheManager) -
 def test_an_item_is_not_given_room_twice(cache: EncoderCacheManager, how: str) -> None:
     cache.preallocate("cat", 4)
     if how == "entry":
-        cache.finalize_allocation("cat", [])
+        cache.finalize_allocation("cat")
     with pytest.raises(ValueError, match="already"):
         cache.preallocate("cat", 4)
-
-
-def test_an_awaited_item_is_not_encoded_here(cache: EncoderCacheManager) -> None:
-    cache.await_item("cat")
-    assert not encode(cache, request("r", ("cat", 1)))
-    assert encode(cache, request("r", ("dog", 1)))
-    cache.stop_awaiting("cat")
-    assert encode(cache, request("r", ("cat", 1)))
 
 
 def test_local_encoding_cannot_take_preallocated_room(cache: EncoderCacheManager) -> None:
@@ -136,24 +148,38 @@ def test_an_item_that_is_not_there_cannot_be_retained(cache: EncoderCacheManager
 # -- eviction and reset --------------------------------------------------------------------------
 
 
-def test_only_idle_entries_among_the_named_are_evicted_oldest_first(
+def test_only_idle_entries_are_evicted_and_the_one_idle_for_longest_goes_first(
     cache: EncoderCacheManager,
 ) -> None:
     for name in ("a", "b", "c"):
         assert encode(cache, request(name, (name, 2)))
     for name in ("c", "b"):
         cache.free(request(name, (name, 2)))
-    assert cache.evict_idle({"a"}) is None
-    assert cache.evict_idle({"a", "b", "c"}) == "c"
-    assert cache.evict_idle({"a", "b", "c"}) == "b"
-    assert cache.evict_idle({"a", "b", "c"}) is None
+    cache.preallocate("d", 5)
+    assert cache.get_freed_mm_hashes() == ["c"]
+    assert evict_all(cache) == ["b"]
+    assert "a" in cache
+    assert evict_all(cache) == []
+
+
+def test_an_entry_that_is_used_again_is_idle_for_a_shorter_time(
+    cache: EncoderCacheManager,
+) -> None:
+    for name in ("a", "b"):
+        assert encode(cache, request(name, (name, 2)))
+        cache.free(request(name, (name, 2)))
+    assert cache.check_and_update_cache(request("r", ("a", 2)), 0)
+    cache.free(request("r", ("a", 2)))
+    assert evict_all(cache) == ["b", "a"]
 
 
 def test_what_was_encoded_again_is_not_told_to_be_forgotten(cache: EncoderCacheManager) -> None:
     r = request("r", ("cat", 4))
     assert encode(cache, r)
     cache.free(r)
-    cache.evict_idle({"cat"})
+    cache.preallocate("large", 10)
+    cache.depreallocate("large")
+    assert "cat" not in cache
     assert encode(cache, r)
     assert cache.get_freed_mm_hashes() == []
 
@@ -164,14 +190,13 @@ def test_reset_forgets_entries_and_keeps_what_is_on_its_way(cache: EncoderCacheM
     assert encode(cache, r, 1)
     cache.free_encoder_input(r, 1)
     cache.preallocate("cat", 3)
-    cache.await_item("cat")
     cache.reset()
     assert room(cache) == (7, 7)
     assert cache.get_cached_input_ids(r) == set()
     assert set(cache.get_freed_mm_hashes()) == {"held", "idle"}
-    assert not encode(cache, request("s", ("cat", 3)))
-    cache.finalize_allocation("cat", [("s", 0)])
-    assert "cat" in cache
+    assert not cache.check_and_update_cache(request("s", ("cat", 3)), 0)
+    cache.finalize_allocation("cat")
+    assert cache.check_and_update_cache(request("s", ("cat", 3)), 0)
     cache.free(r)
     cache.deallocate("held", "r")
     assert room(cache) == (7, 7)
