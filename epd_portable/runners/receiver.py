@@ -248,6 +248,7 @@ class Receiver:
         """The oldest step under way has ended: the slots that waited for it are free."""
         self._orders.step_done()
         self._advance()
+        self._metrics.room(self._pool, self.cache)
 
     # -- messages --------------------------------------------------------------------------------
 
