@@ -429,13 +429,14 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
 
     def _settle(self, item: Item) -> None:
         """Give back what nobody keeps, and end the transfers of what nobody wants."""
+        if item.is_here:
+            self._end_vain_transfers(item)
+            return
         if item.holders:
             if item.state is State.LOCAL and not any(
                 self.may_encode(item, request_id) for request_id in item.holders
             ):
                 self._wait_again(item)
-            return
-        if item.is_here:
             return
         if not item.wanted:
             self._deliveries.not_wanted(item)
@@ -459,13 +460,17 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
             self._give_room_back(item)
 
     def _is_here(self, item: Item) -> None:
-        """Let everybody who holds an item compute with it; other transfers of it are in vain.
-
-        But for those of requests that may still lose it: it may be evicted before their turn.
-        """
+        """Let everybody who holds an item compute with it."""
         for request_id in item.holders:
             claim = self._claimants[request_id].claims[item.mm_hash]
             self._inputs.setdefault(request_id, set()).update(claim.inputs)
+        self._end_vain_transfers(item)
+
+    def _end_vain_transfers(self, item: Item) -> None:
+        """End the transfers of an item that is here.
+
+        But for those of requests that may still lose it: it may be evicted before their turn.
+        """
         if item.transfers:
             wanted = {claim.transfer_id for claim in item.wanted.values()}
             self._deliveries.not_wanted(item, but=wanted)
