@@ -22,6 +22,7 @@ from hypothesis.stateful import (
 
 from epd_portable.connector import consumer
 from epd_portable.connector.consumer import LEASE_MARGIN_S
+from epd_portable.scheduling.items import State
 from epd_portable.wire.messages import EncodeFailed, Grant
 from tests.property.budget import budget, seeded
 from tests.property.world import Encoder, Item, Parcel, Pd, tokens, write_unit
@@ -304,8 +305,9 @@ class Transfers(RuleBasedStateMachine):
     def every_slot_that_is_out_has_one_owner(self) -> None:
         for pd in self.pds.values():
             receiver, session = pd.side.receiver, pd.side.receiver._session
-            owned = [c.slot for c in receiver._preallocator._claims.values() if c.slot is not None]
-            owned += receiver._preallocator._resident.values()
+            cache = pd.side.cache
+            owned = [item.slot for item in cache.items.values() if item.slot is not None]
+            owned += cache._resident.values()
             owned += (entry.slot for entry in session._quarantine._entries.values())
             owned += session._quarantine._released
             owned += receiver._orders._taken_back
@@ -313,10 +315,19 @@ class Transfers(RuleBasedStateMachine):
 
     @invariant()
     def nobody_waits_beyond_the_deadline(self) -> None:
+        """But for items that have been there, or that newer requests brought transfers for."""
         for pd in self.pds.values():
             for request_id, record in pd.side.receiver._requests.items():
-                late = pd.clock.now >= pd.arrivals[request_id] + TIMEOUT_S
-                assert not (record.awaited and late)
+                deadline_s = pd.arrivals[request_id] + TIMEOUT_S
+                for mm_hash, claim in record.claims.items():
+                    item = claim.item
+                    if item.is_here:
+                        pd.had.add((request_id, mm_hash))
+                    if item.state is State.LOCAL or (request_id, mm_hash) in pd.had:
+                        continue
+                    if pd.clock.now >= deadline_s:
+                        for transfer in item.transfers.values():
+                            assert transfer.deadline_s >= deadline_s + TIMEOUT_S
             for transfer in pd.side.receiver._session._transfers.values():
                 assert pd.clock.now < transfer.deadline_s
                 assert transfer.grant is None or pd.clock.now < transfer.lease_end_s
@@ -328,6 +339,7 @@ class Transfers(RuleBasedStateMachine):
             self.seen["quarantined"] += len(session._quarantine)
             assert len(session._ended) <= MAX_ENDED
             assert len(session._early) <= MAX_EARLY
+            assert len(session._due) <= 4 * len(session._transfers) + 65
             for transfer in session._transfers.values():
                 self.seen["refused"] += len(transfer.refused)
                 assert len(transfer.refused) <= consumer.MAX_REFUSED
@@ -336,11 +348,19 @@ class Transfers(RuleBasedStateMachine):
     def room_in_the_cache_adds_up(self) -> None:
         for pd in self.pds.values():
             cache = pd.side.cache
-            used = sum(entry.num_embeds for entry in cache._entries.values())
-            used += sum(cache._preallocated.values())
-            idle = sum(cache._entries[name].num_embeds for name in cache._idle)
-            assert cache.num_free_slots == cache.cache_size - used
-            assert cache.num_freeable_slots == cache.num_free_slots + idle
+            items = list(cache.items.values())
+            used = sum(item.num_embeds for item in items if item.state is not State.WAITING)
+            idle = [item for item in items if item.is_here and not item.holders]
+            assert cache.num_free_slots == cache.cache_size - used >= 0
+            assert cache.num_freeable_slots == cache.num_free_slots + sum(
+                item.num_embeds for item in idle
+            )
+            assert set(cache._idle) == {item.mm_hash for item in idle}
+            assert all(name == item.mm_hash for name, item in cache.items.items())
+            for item in items:
+                assert item.state is not State.WAITING or item.wanted or item.transfers
+                has_slot = item.state in (State.RESERVED, State.GRANTED)
+                assert (item.slot is not None) == has_slot
 
     def teardown(self) -> None:
         """Let the network be perfect from here on: everything ends, everything comes back."""

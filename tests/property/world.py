@@ -70,6 +70,8 @@ class Pd:
         self.granted: dict[int, tuple[bytes, int]] = {}
         self.resident: list[Placement] = []
         self.arrivals: dict[str, float] = {}
+        self.had: set[tuple[str, str]] = set()
+        """Items of requests that have been there at some time."""
 
     @property
     def clock(self) -> Clock:
