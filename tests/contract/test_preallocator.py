@@ -188,6 +188,22 @@ def test_a_present_entry_is_held_when_the_turn_comes_and_its_transfer_is_not_wan
     assert "t-newcomer" in desk.ended
 
 
+@pytest.mark.parametrize("advanced", [True, False], ids=["before its turn", "at once"])
+def test_a_transfer_of_a_present_entry_ends_with_its_request(desk: Desk, advanced: bool) -> None:
+    desk.claim("r", "here", 4)
+    desk.reserve()
+    desk.deliver("here")
+    desk.claim("first", "other", 10)
+    desk.claim("newcomer", "here", 4)
+    if advanced:
+        desk.reserve()
+    desk.leave("newcomer")
+    assert desk.ended == ["t-r", "t-newcomer"]
+    for request_id in ("r", "first"):
+        desk.leave(request_id)
+    desk.assert_everything_is_back()
+
+
 def test_an_entry_under_another_description_is_replaced_if_nobody_uses_it(desk: Desk) -> None:
     desk.claim("r", "a", 4)
     desk.reserve()
@@ -621,7 +637,7 @@ def test_nothing_is_accepted_that_is_here_on_its_way_or_not_yet_forgotten(desk: 
     assert desk.accept("a", 5) is None, "workers may still read its slot"
     assert "a" not in desk.cache.items
     desk.step()
-    assert (desk.accept("a", 5) is None) == (type(desk.cache).__name__.startswith("Sync"))
+    assert (desk.accept("a", 5) is not None) == (desk.kind == "async")
 
 
 @pytest.mark.parametrize("by_transfer", [True, False], ids=["a transfer", "encoding here"])

@@ -73,7 +73,7 @@ def test_a_slot_is_not_given_back_before_the_step_that_forgets_its_item_has_ende
     pair.pd.finish("r")
     pair.pd.cache.reset()
     receiver, pool = pair.pd.receiver, pair.pd.pool
-    receiver.tick()
+    receiver.take_in()
     receiver.take_orders([], computes=True)
     receiver.take_orders(pair.pd.cache.get_freed_mm_hashes(), computes=True)
     receiver.step_done()
@@ -97,7 +97,8 @@ def test_an_item_in_the_cache_is_held_at_once_and_its_transfer_is_not_needed(pai
     pair.encode.submit(again, ready=True)
     assert pair.settle() == []
     assert pair.encode.ended == ["t-cat", "t-again"]
-    assert pair.pd.cache.evict_idle({"cat"}) is None, "a held item is not idle"
+    assert pair.pd.cache.holders("cat") == {"s"}
+    assert pair.pd.cache.num_freeable_slots == 98, "a held item is not idle"
     assert sources(pair.pd, "s") == {"cat": "encoder_cache"}
     assert_everything_is_back(pair.pd)
 
@@ -119,9 +120,51 @@ def test_an_item_to_encode_here_may_be_computed_when_there_is_room() -> None:
     pd.arrive("big", Item("held", 3))
     assert pd.encode_here("big", 0)
     pd.arrive("r", Item("local", 2))
+    pd.step()
     assert not pd.receiver.may_schedule("r", 1)
+    assert not pd.encode_here("r", 0)
     pd.finish("big")
+    pd.receiver.before_step()
+    assert pd.cache.num_free_slots == 1, "its room is set aside before it is scheduled"
     assert pd.receiver.may_schedule("r", 1)
+    assert pd.encode_here("r", 0)
+
+
+def test_room_for_an_item_to_encode_here_is_given_back_if_its_request_goes() -> None:
+    pd = PrefillSide()
+    pd.arrive("r", Item("local", 2))
+    assert pd.cache.num_free_slots == 98
+    pd.finish("r")
+    assert pd.cache.num_free_slots == 100
+    assert_everything_is_back(pd)
+
+
+def test_a_request_begins_when_all_its_items_have_room_or_nobody_waits_before_it() -> None:
+    pd = PrefillSide(cache_tokens=4)
+    pd.arrive("r", Item("r1", 3))
+    pd.arrive("s", Item("s1", 1), Item("s2", 2))
+    pd.arrive("t", Item("t1", 1))
+
+    def may_start(request_id: str, hit: int = 0) -> bool:
+        return pd.receiver.may_schedule(request_id, hit, running=False)
+
+    assert [may_start(name) for name in "rst"] == [True, True, False]
+    assert may_start("t", 2), "the prefix cache covers all that it waits for"
+    assert not pd.receiver.may_schedule("s", 3), "s2 has no room"
+    pd.finish("r")
+    pd.receiver.before_step()
+    assert [may_start(name) for name in "st"] == [True, True]
+    for name in "st":
+        pd.finish(name)
+    assert_everything_is_back(pd)
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 3])
+def test_an_item_is_needed_as_many_tokens_early_as_the_engine_looks_ahead(lookahead: int) -> None:
+    pd = PrefillSide(lookahead=lookahead)
+    pd.arrive("r", DOG, CAT)  # 1-2 dog, 4-5 cat
+    needed = [not pd.receiver.may_schedule("r", computed, running=False) for computed in (0, 3)]
+    assert needed == [lookahead >= 1, lookahead >= 1]
 
 
 def test_an_awaited_item_is_not_encoded_here_until_its_transfer_failed(pair: Pair) -> None:
@@ -144,6 +187,60 @@ def test_an_item_that_the_prefix_cache_covers_is_given_up(pair: Pair) -> None:
     pair.settle()
     assert set(pair.encode.ended) == {"t-cat", "t-dog"}
     assert sources(pair.pd, "r") == {"cat": "prefix_cache", "dog": "transfer"}
+    assert_everything_is_back(pair.pd)
+
+
+def test_an_item_is_kept_though_the_prefix_cache_would_cover_it_until_its_request_runs(
+    pair: Pair,
+) -> None:
+    """There may be no memory to begin with now, and another hit later."""
+    pair.pd.arrive("r", CAT)
+    pair.encode.submit(CAT)
+    pair.round()
+    assert pair.pd.receiver.may_schedule("r", 3, running=False)
+    pair.round()
+    assert pair.encode.ended == []
+    assert not pair.pd.receiver.may_schedule("r", 1, running=False), "the hit is gone"
+    assert pair.pd.receiver._requests["r"].mm_inputs_done == 0
+    pair.encode.session.output_ready("cat")
+    pair.settle()
+    assert pair.pd.receiver.may_schedule("r", 1, running=False)
+    assert sources(pair.pd, "r") == {"cat": "transfer"}
+    assert_everything_is_back(pair.pd)
+
+
+def test_a_preempted_request_keeps_its_items(pair: Pair) -> None:
+    pair.pd.arrive("r", CAT)
+    pair.encode.submit(CAT, ready=True)
+    pair.settle()
+    pair.pd.receiver.may_schedule("r", 2)
+    pair.pd.cache.free(pair.pd.requests["r"])
+    assert pair.pd.cache.holders("cat") == {"r"}
+    assert pair.pd.receiver.may_schedule("r", 1, running=False)
+    assert pair.pd.encode_here("r", 0), "it is there"
+    assert sources(pair.pd, "r") == {"cat": "transfer"}
+    assert_everything_is_back(pair.pd)
+
+
+@pytest.mark.parametrize("evicted", [False, True])
+def test_a_request_that_is_preempted_beyond_an_item_needs_it_again(evicted: bool) -> None:
+    pair = Pair(PrefillSide(cache_tokens=4))
+    pair.pd.arrive("r", CAT)
+    pair.encode.submit(CAT, ready=True)
+    pair.settle()
+    assert pair.pd.receiver.may_schedule("r", 3)
+    pair.pd.cache.free_encoder_input(pair.pd.requests["r"], 0)
+    assert "r" not in pair.pd.cache.unsettled, "the engine need not ask any more"
+    if evicted:
+        pair.pd.arrive("s", Item("large", 4))
+        assert pair.pd.encode_here("s", 0)
+        pair.pd.finish("s")
+    pair.pd.cache.free(pair.pd.requests["r"])
+    assert "r" in pair.pd.cache.unsettled
+    assert pair.pd.receiver.may_schedule("r", 1, running=False)
+    assert ("cat" in pair.pd.cache) != evicted
+    assert pair.pd.encode_here("r", 0)
+    assert sources(pair.pd, "r") == {"cat": "local" if evicted else "transfer"}
     assert_everything_is_back(pair.pd)
 
 
@@ -184,11 +281,7 @@ def test_progress_counts_items_that_lie_wholly_in_what_is_computed(pair: Pair) -
         pair.pd.receiver.may_schedule("r", computed)
         counted.append(record.mm_inputs_done)
     assert counted == [0, 0, 1, 1, 2, 2, 3], "and never fewer, after a preemption either"
-    assert_everything_is_given_up(pair)
-
-
-def assert_everything_is_given_up(pair: Pair) -> None:
-    assert not pair.pd.receiver._preallocator._claims
+    assert not record.claims, "everything is given up"
     pair.pd.finish("r")
     assert_everything_is_back(pair.pd)
 
@@ -208,9 +301,10 @@ def test_an_item_that_comes_twice_in_a_prompt_is_needed_until_its_last_place(pai
     assert len(pair.settle()) == 1
     engine_request = pair.pd.requests["r"]
     pair.pd.cache.free_encoder_input(engine_request, 0)
-    assert pair.pd.cache.evict_idle({"cat"}) is None
+    assert pair.pd.cache.holders("cat") == {"r"}
     pair.pd.cache.free_encoder_input(engine_request, 1)
-    assert pair.pd.cache.evict_idle({"cat"}) == "cat"
+    assert pair.pd.cache.holders("cat") == frozenset()
+    assert pair.pd.cache.num_freeable_slots == 100
     pair.pd.finish("r")
     assert_everything_is_back(pair.pd)
 
@@ -259,7 +353,7 @@ def test_an_item_evicted_before_its_placement_is_not_placed(copies: bool) -> Non
     pair.round()
     pair.encode.finish_write("t-cat")
     pair.to_pd()
-    pair.pd.receiver.tick()  # has landed
+    pair.pd.receiver.take_in()  # has landed
     pair.pd.finish("r")
     pair.pd.arrive("s", Item("local", 2))
     assert pair.pd.encode_here("s", 0), "takes the room of the idle cat"
@@ -294,7 +388,9 @@ def test_an_item_evicted_just_before_a_reset_gives_its_slot_back(pair: Pair) -> 
     pair.encode.submit(CAT, ready=True)
     pair.settle()
     pair.pd.finish("r")
-    assert pair.pd.cache.evict_idle({"cat"}) == "cat"
+    pair.pd.arrive("s", Item("large", 100))
+    assert "cat" not in pair.pd.cache
+    pair.pd.finish("s")
     assert_everything_is_back(pair.pd)
 
 

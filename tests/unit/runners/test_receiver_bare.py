@@ -65,11 +65,15 @@ def _not_written(pair: Pair, item: Item) -> None:
 
 
 def _evicted(pair: Pair, item: Item) -> None:
+    """It was computed, and must be again after a preemption."""
     deliver(pair, item)
+    assert pair.pd.receiver.may_schedule("r", 3)
+    pair.pd.cache.free_encoder_input(pair.pd.requests["r"], 0)
+    pair.pd.arrive("s", Item("large", 8, "t-large"))  # takes the slots
+    assert "cat" not in pair.pd.cache
+    pair.pd.finish("s")
     pair.pd.cache.free(pair.pd.requests["r"])  # preempted
-    assert pair.pd.cache.evict_idle({"cat"}) == "cat"
-    pair.pd.step()
-    assert not pair.pd.receiver.may_schedule("r", 0)
+    assert not pair.pd.receiver.may_schedule("r", 0, running=False)
 
 
 def _emptied(pair: Pair, item: Item) -> None:
@@ -113,6 +117,77 @@ def test_covered_by_the_prefix_cache_it_is_not_missed(case: tuple[Pair, Item]) -
     pair.pd.clock.now += TIMEOUT_S
     assert failures(pair) == {}
     assert sources(pair.pd, "r") == {"cat": "prefix_cache"}
+    assert_everything_is_back(pair.pd)
+
+
+def test_lost_it_is_not_missed_if_the_prefix_cache_covers_it(case: tuple[Pair, Item]) -> None:
+    """A request fails when the engine would compute what is lost, and not before."""
+    pair, item = case
+    pair.pd.arrive("r", item)
+    pair.pd.computed["r"] = 3
+    _given_up_by_the_router(pair, item)
+    pair.pd.receiver.take_in()
+    assert pair.pd.receiver.may_schedule("r", 3, running=False)
+    assert failures(pair) == {}
+    assert pair.pd.failed == set()
+    assert sources(pair.pd, "r") == {"cat": "prefix_cache"}
+    assert_everything_is_back(pair.pd)
+
+
+@pytest.mark.parametrize("running", [False, True])
+def test_lost_it_fails_its_request_before_the_text_in_front_of_it_is_computed(
+    case: tuple[Pair, Item], running: bool
+) -> None:
+    pair, item = case
+    pair.pd.arrive("r", item)
+    _given_up_by_the_router(pair, item)
+    pair.pd.receiver.take_in()
+    assert pair.pd.receiver.take_unavailable() == set(), "the engine has not asked"
+    assert not pair.pd.receiver.may_schedule("r", 0, running=running)
+    assert pair.pd.receiver.take_unavailable() == {"r"}
+    assert failures(pair) == {"t-cat": NackCode.UNAVAILABLE}
+
+
+def test_a_failed_request_says_what_it_lost_why_and_what_to_do() -> None:
+    pair = Pair()
+    pair.pd.arrive("r", BARE)
+    _given_up_by_the_router(pair, BARE)
+    pair.settle()
+    (nack,) = [m for m in pair.to_router if isinstance(m, Nack)]
+    assert nack.detail.startswith("item cat: dead; it cannot be encoded here")
+    assert nack.detail.endswith("send the request again")
+
+
+def test_without_its_media_it_waits_for_who_encodes_it_here() -> None:
+    pair = Pair()
+    pair.pd.arrive("s", Item("cat"))
+    pair.pd.arrive("r", Item("cat", has_media=False))
+    assert not pair.pd.encode_here("r", 0)
+    assert not pair.pd.receiver.may_schedule("r", 1)
+    assert pair.pd.encode_here("s", 0)
+    assert pair.pd.receiver.may_schedule("r", 1)
+    assert sources(pair.pd, "s") == {"cat": "local"}
+    pair.pd.computed["r"] = 3
+    assert sources(pair.pd, "r") == {"cat": "encoder_cache"}
+    assert_everything_is_back(pair.pd)
+
+
+@pytest.mark.parametrize("transfer_id", ["", "t-cat"])
+def test_without_its_media_it_loses_what_nobody_is_left_to_encode(transfer_id: str) -> None:
+    """But if a transfer of its own is under way, it waits for that."""
+    pair = Pair()
+    pair.pd.arrive("s", Item("cat"))
+    pair.pd.arrive("r", Item("cat", transfer_id=transfer_id, has_media=False))
+    pair.pd.step()
+    assert pair.pd.failed == set()
+    pair.pd.finish("s")
+    pair.pd.step()
+    if transfer_id:
+        deliver(pair, BARE)
+        assert sources(pair.pd, "r") == {"cat": "transfer"}
+    else:
+        assert pair.pd.failed == {"r"}
+        pair.pd.finish("r")
     assert_everything_is_back(pair.pd)
 
 

@@ -49,10 +49,11 @@ def test_an_item_larger_than_the_pool_is_refused_and_leaves_no_trace(pair: Pair)
     assert nack.code is NackCode.TOO_LARGE
     assert "9 encoder embeddings" in nack.detail
     assert f"at most 100 embeddings and {8 * TOKEN_BYTES} bytes" in nack.detail
-    assert not pair.pd.receiver._preallocator._claims, "nothing of it is delivered any more"
+    assert set(pair.pd.cache.items) == {"held"}, "nothing of it is delivered any more"
     assert set(pair.encode.ended) == {"t-held", "t-huge", "t-cat"}
     pair.pd.finish("r")
-    assert pair.pd.cache.evict_idle({"held"}) == "held", "nobody holds it"
+    assert "held" in pair.pd.cache
+    assert pair.pd.cache.num_freeable_slots == 100, "nobody holds it"
     assert_everything_is_back(pair.pd)
 
 
@@ -125,7 +126,7 @@ def test_what_was_written_during_a_step_that_outlasts_its_lease_is_used(pair: Pa
     pair.pd.arrive("r", CAT)
     pair.encode.submit(CAT, ready=True)
     pair.round()
-    pair.pd.receiver.tick()
+    pair.pd.receiver.take_in()
     pair.pd.receiver.take_orders([], computes=True)
     pair.encode.finish_write("t-cat")
     pair.to_pd()
@@ -142,7 +143,7 @@ def test_an_encoder_that_says_during_such_a_step_that_it_works_on_keeps_its_slot
     pair.pd.arrive("r", CAT)
     pair.encode.submit(CAT)
     pair.round()
-    pair.pd.receiver.tick()
+    pair.pd.receiver.take_in()
     pair.pd.receiver.take_orders([], computes=True)
     pair.pd.clock.now += LEASE_S / 2
     pair.to_pd()
@@ -191,7 +192,7 @@ def _written(pair: Pair) -> None:
 
 def _landed(pair: Pair) -> None:
     _written(pair)
-    pair.pd.receiver.tick()
+    pair.pd.receiver.take_in()
 
 
 def _placed(pair: Pair) -> None:

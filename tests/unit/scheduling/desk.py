@@ -29,6 +29,7 @@ class Desk:
     """
 
     def __init__(self, kind: str, cache_embeds: int = 10, pool_bytes: int = 10) -> None:
+        self.kind = kind
         self.pool = ReceivePool("pool", pool_bytes, 1)
         self.cache = PREALLOCATORS[kind](cache_embeds, self.pool, self)
         self.given: list[str] = []
