@@ -166,7 +166,7 @@ class Receiver:
             return True
         if record.failed:
             return False
-        record.running = running
+        self.cache.set_running(record, running)
         if running:
             self._note_progress(record, num_computed_tokens)
         first = record.next_item(num_computed_tokens)

@@ -10,13 +10,13 @@ What holds after every call:
 - An item that is not `State.WAITING` has its room; only idle entries can lose theirs.
 - `State.LOCAL` and `State.RESERVED` items are held by somebody; who leaves last gives room back.
 - A claim that waits is in the queue; all served claims of its request keep their room meanwhile.
-- A request is started only when all its claims are served or the first that waits is its own
-  (`may_start`). So whoever computes can go on without room that waits for others, and whoever
-  waits for room waits for requests that compute.
+- A request is started only when all its claims are served, or when the first that waits is its own
+  and nobody has room who was not started (`may_start`). So whoever computes can go on without room
+  that waits for others, and whoever waits for room waits for requests that compute.
 - One case is left: a request that loses room it had (it was preempted, or the cache was reset)
   queues again, before claims that have room already: of requests that came after and wait for
-  more, or its own for what comes later in its prompt. The last of those gives its room back
-  (`_make_way`).
+  more, or its own for what comes later in its prompt; if it computes, of all that were not started.
+  The last of those gives its room back (`_make_way`).
 
 Together: whenever the first claim waits, a request that came before computes, a transfer with a
 deadline is under way, or somebody gives way; so every claim is served.
@@ -33,6 +33,9 @@ from typing import Protocol
 from epd_portable.scheduling.encoder_cache import EncoderCacheManager, MultiModalRequest
 from epd_portable.scheduling.items import Claim, Claimant, Item, State
 from epd_portable.wire.descriptors import SlotDescriptor, TensorSpec
+
+Entry = tuple[tuple[bool, int], int, int, Claim]
+"""A claim's place in the queue: its request's, its own, and the entry's number."""
 
 
 class SlotSource(Protocol):
@@ -91,7 +94,7 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
         self._claimants: dict[str, Claimant] = {}
         self._partial: dict[str, Claimant] = {}
         """Requests that have room for some items and wait for others."""
-        self._queue: list[tuple[tuple[bool, int], int, int, Claim]] = []
+        self._queue: list[Entry] = []
         self._numbers = itertools.count()
         self._num_waiting = 0
         self._resident: dict[str, SlotDescriptor] = {}
@@ -156,13 +159,29 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
     def may_start(self, who: Claimant) -> bool:
         """Tell whether a request may begin to compute: it has all room that it needs, or is first.
 
-        See the module.
+        The first must not take a seat that others wait for with room that it waits for; see the
+        module.
         """
         if not who.num_waiting:
             return True
-        while self._queue and not _waits(self._queue[0][-1]):
+        while self._queue and not _counts(self._queue[0]):
             heapq.heappop(self._queue)
-        return bool(self._queue) and self._queue[0][-1].who is who
+        if not self._queue or self._queue[0][-1].who is not who:
+            return False
+        others = (each for each in self._claimants.values() if each is not who)
+        return not any(
+            other.num_waiting < len(other.claims) for other in others if not other.running
+        )
+
+    def set_running(self, who: Claimant, running: bool) -> None:
+        """The engine has begun to compute a request, or preempted it: its place is another now."""
+        if who.running == running:
+            return
+        who.running = running
+        for claim in who.claims.values():
+            if not claim.served:
+                self._push(claim)
+        self._stirred = True
 
     def end(self, claim: Claim) -> None:
         """A request needs an item no more."""
@@ -204,7 +223,7 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
         while self._queue:
             entry = heapq.heappop(self._queue)
             claim = entry[-1]
-            if not _waits(claim) or self._serve(claim):
+            if not _counts(entry) or self._serve(claim):
                 continue
             heapq.heappush(self._queue, entry)
             if not self._make_way(claim):
@@ -331,7 +350,7 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
         """
         who = self._claimants.get(request.request_id)
         if who is not None:
-            who.running = False
+            self.set_running(who, False)
             self.unsettled.add(who.request_id)
 
     # --------------------------------------------------------------------------------------------
@@ -341,10 +360,17 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
         claim.item.wanted[claim.who.request_id] = claim
         claim.who.num_waiting += 1
         self._num_waiting += 1
-        entry = (claim.who.rank, claim.place, next(self._numbers), claim)
-        heapq.heappush(self._queue, entry)
+        self._push(claim)
         self._count(claim.who)
         self._stirred = True
+
+    def _push(self, claim: Claim) -> None:
+        """Give a claim its place in the queue; entries for former places do not count any more."""
+        if len(self._queue) > 4 * self._num_waiting + 64:
+            self._queue = [each for each in self._queue if _counts(each)]
+            heapq.heapify(self._queue)
+        entry = (claim.who.rank, claim.place, next(self._numbers), claim)
+        heapq.heappush(self._queue, entry)
 
     def _serve(self, claim: Claim) -> bool:
         """Give a claim its item's room, or tell that there is none."""
@@ -400,8 +426,17 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
                 return
 
     def _make_way(self, first: Claim) -> bool:
-        """Let the last claim that comes after, of a request that waits for more, give room back."""
-        for who in sorted(self._partial.values(), key=lambda each: each.rank, reverse=True):
+        """Let the last claim that comes after, of a request that waits for more, give room back.
+
+        For who computes, requests give way that have all their room and were not started: they may
+        wait for its seat.
+        """
+        others = self._partial.values()
+        if first.who.running:
+            others = [
+                each for each in self._claimants.values() if not each.running or each.num_waiting
+            ]
+        for who in sorted(others, key=lambda each: each.rank, reverse=True):
             for claim in sorted(who.claims.values(), key=lambda each: each.place, reverse=True):
                 if (who.rank, claim.place) <= (first.who.rank, first.place):
                     break
@@ -524,5 +559,7 @@ PREALLOCATORS: dict[str, type[EncoderCachePreallocator]] = {
 """By the value of ``transfer.preallocation``."""
 
 
-def _waits(claim: Claim) -> bool:
-    return not claim.served and not claim.over
+def _counts(entry: Entry) -> bool:
+    """Tell whether the claim waits, and in this place."""
+    claim = entry[-1]
+    return not claim.served and not claim.over and entry[0] == claim.who.rank

@@ -97,11 +97,47 @@ def test_a_request_may_start_when_it_has_all_its_room_or_is_the_first_that_waits
     desk.claim("s", "s2", 4, 1)
     desk.claim("t", "t1", 1)
     desk.reserve()
+    assert [desk.cache.may_start(who) for who in (r, s, t)] == [True, False, False]
+    desk.cache.set_running(r, True)
     assert [desk.cache.may_start(who) for who in (r, s, t)] == [True, True, False]
+    desk.cache.set_running(r, False)
+    assert not desk.cache.may_start(s), "r may wait for the seat that s would take"
     desk.leave("s")
     desk.reserve()
     assert desk.cache.may_start(t)
     assert desk.cache.may_start(desk.who("without items"))
+
+
+def test_the_place_of_what_a_request_waits_for_changes_when_it_runs_and_when_it_is_preempted(
+    desk: Desk,
+) -> None:
+    desk.claim("r", "a", 6)
+    desk.reserve()
+    desk.claim("first", "b", 10)
+    desk.claim("late", "c", 6)
+    assert desk.reserve() == []
+    desk.cache.set_running(desk.who("late"), True)
+    desk.leave("r")
+    assert desk.reserve() == ["c"]
+    desk.claim("late", "d", 6, 1)
+    desk.cache.set_running(desk.who("late"), False)
+    assert desk.reserve() == ["b"], "whoever is not running gives way to who came before"
+
+
+def test_who_computes_and_waits_for_room_gets_that_of_requests_that_were_not_started(
+    desk: Desk,
+) -> None:
+    """They may wait for its seat."""
+    for name in ("seated", "waits"):
+        desk.claim(name, name, 4)
+    desk.reserve()
+    desk.claim("seated", "more", 4, 1)
+    assert desk.reserve() == [], "nobody gives way to a request that can wait"
+    desk.cache.set_running(desk.who("seated"), True)
+    assert desk.reserve() == ["more"]
+    assert state(desk, "waits") is State.WAITING
+    desk.leave("seated")
+    assert desk.reserve() == ["waits"]
 
 
 def test_a_blocked_queue_is_one_in_which_somebody_waits(desk: Desk) -> None:

@@ -148,7 +148,9 @@ def test_a_request_begins_when_all_its_items_have_room_or_nobody_waits_before_it
     def may_start(request_id: str, hit: int = 0) -> bool:
         return pd.receiver.may_schedule(request_id, hit, running=False)
 
-    assert [may_start(name) for name in "rst"] == [True, True, False]
+    assert [may_start(name) for name in "rst"] == [True, False, False]
+    assert pd.receiver.may_schedule("r", 0)
+    assert [may_start(name) for name in "st"] == [True, False]
     assert may_start("t", 2), "the prefix cache covers all that it waits for"
     assert not pd.receiver.may_schedule("s", 3), "s2 has no room"
     pd.finish("r")
