@@ -53,7 +53,6 @@ class Bench:
         assert not self.engine.unfinished, "somebody waits for ever"
         return self.engine.answered
 
-
     def assert_settled(self) -> None:
         """Let what is under way end; nobody has anything then."""
         self.pair.settle()
@@ -193,4 +192,16 @@ def test_a_preempted_request_gets_its_items_again_though_others_wait_with_half_o
         bench.engine.preempt()
     bench.engine.seats = 2
     assert set(bench.run()) == {"r", "s"}
+    bench.assert_settled()
+
+
+def test_who_has_room_and_waits_for_a_seat_does_not_keep_it_from_who_has_the_seat() -> None:
+    """A drafter's lookahead lets the second begin before the first, whose picture has not come."""
+    bench = Bench(PrefillSide(cache_tokens=4, lookahead=1), seats=1, lookahead=1)
+    bench.add("first", moved("q", 3), ready=False)
+    bench.add("second", local("a", 1), moved("b", 3))
+    for _ in range(3):
+        bench.round()
+    bench.encode.session.output_ready("q")
+    assert set(bench.run()) == {"first", "second"}
     bench.assert_settled()
