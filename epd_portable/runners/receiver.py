@@ -413,7 +413,7 @@ class Receiver:
                 if place.mm_hash == mm_hash:
                     bare = mm_hash in record.bare
                     self.cache.claim(record, item, place.input_id, bare=bare)
-        self._advance()
+        self.cache.advance(scheduling=True)
 
     def _advance(self) -> None:
         self.cache.advance()

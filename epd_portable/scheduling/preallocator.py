@@ -211,11 +211,15 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
 
     # -- room ------------------------------------------------------------------------------------
 
-    def advance(self) -> None:
+    def advance(self, *, scheduling: bool = False) -> None:
         """Serve claims in their order, up to the first for which there is no room.
 
         When slots are short, an entry that occupies one and that nobody holds is evicted; its slot
         comes back only after the workers forgot it (`retire`, `give_back`).
+
+        Args:
+            scheduling: A step is being scheduled, maybe with entries that requests would have to
+                give up: nobody makes way until the next call.
         """
         if not self._stirred:
             return
@@ -226,6 +230,9 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
             if not _counts(entry) or self._serve(claim):
                 continue
             heapq.heappush(self._queue, entry)
+            if scheduling:
+                self._stirred = True
+                return
             if not self._make_way(claim):
                 return
 

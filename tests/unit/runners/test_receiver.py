@@ -246,6 +246,32 @@ def test_a_request_that_is_preempted_beyond_an_item_needs_it_again(evicted: bool
     assert_everything_is_back(pair.pd)
 
 
+def test_a_request_takes_nothing_from_one_that_the_same_step_computes_already() -> None:
+    """Both were preempted; s was the last of them, and so is the first to be asked."""
+    pd = PrefillSide(cache_tokens=4)
+    pd.arrive("r", Item("a", 3))
+    assert pd.encode_here("r", 0)
+    pd.cache.free_encoder_input(pd.requests["r"], 0)
+    assert pd.receiver.may_schedule("r", 4)
+    pd.arrive("s", Item("x", 2), Item("y", 4))
+    assert pd.encode_here("s", 0)
+    pd.receiver.may_schedule("s", 1)
+    pd.step()
+    for request_id in "rs":
+        pd.cache.free(pd.requests[request_id])
+    pd.receiver.before_step()
+    assert pd.receiver.may_schedule("s", 1, running=False)
+    assert pd.cache.check_and_update_cache(pd.requests["s"], 0)
+    assert not pd.receiver.may_schedule("r", 1, running=False), "s has the room that it needs"
+    assert "x" in pd.cache
+    assert "x" not in pd.cache.get_freed_mm_hashes(), "the step that reads it would forget it"
+    pd.receiver.before_step()
+    assert pd.receiver.may_schedule("r", 1, running=False), "between steps, s makes way"
+    for request_id in "rs":
+        pd.finish(request_id)
+    assert_everything_is_back(pd)
+
+
 @pytest.mark.parametrize("granted", [False, True])
 def test_an_item_that_the_prefix_cache_comes_to_cover_while_it_is_awaited_is_given_up(
     granted: bool,
