@@ -168,9 +168,10 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
             heapq.heappop(self._queue)
         if not self._queue or self._queue[0][-1].who is not who:
             return False
-        others = (each for each in self._claimants.values() if each is not who)
         return not any(
-            other.num_waiting < len(other.claims) for other in others if not other.running
+            not other.running and _waits_with_room(other)
+            for other in self._claimants.values()
+            if other is not who
         )
 
     def set_running(self, who: Claimant, running: bool) -> None:
@@ -570,3 +571,11 @@ def _counts(entry: Entry) -> bool:
     """Tell whether the claim waits, and in this place."""
     claim = entry[-1]
     return not claim.served and not claim.over and entry[0] == claim.who.rank
+
+
+def _waits_with_room(who: Claimant) -> bool:
+    """Tell whether a request has room, and will not want another to encode its items first."""
+    served = [claim for claim in who.claims.values() if claim.served]
+    return bool(served) and not any(
+        claim.bare and claim.item.state is State.LOCAL for claim in served
+    )
