@@ -87,8 +87,7 @@ class RequestRecord(Claimant):
         index = self._cursor if self.running else 0
         while index < len(self.items) and self.items[index].end <= num_computed_tokens:
             index += 1
-        if self.running:
-            self._cursor = index
+        self._cursor = index if self.running else 0
         return index
 
     def note(self, outcome: ItemOutcome) -> None:

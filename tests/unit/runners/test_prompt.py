@@ -1,7 +1,9 @@
 from __future__ import annotations
 
-from epd_portable.runners.prompt import PromptItem, match_transfers
-from epd_portable.wire.params import ExpectedTransfer, PrefillParams
+import pytest
+
+from epd_portable.runners.prompt import PromptItem, RequestRecord, bare_items, match_transfers
+from epd_portable.wire.params import ExpectedTransfer, ItemOutcome, PrefillParams, Source
 from tests.unit.runners.harness import spec
 
 MODALITIES = {"v": "video", "w": "video"}
@@ -63,3 +65,106 @@ def test_nothing_is_matched_by_order_where_the_numbers_differ() -> None:
     """As with a video whose sound the engine holds for a clip of its own."""
     assert matched("xyv", "AV") == {"v": "tV"}
     assert matched("xv", "ABV") == {"v": "tV"}
+
+
+# -- what of an item cannot be encoded here ------------------------------------------------------
+
+
+def prompt_item(name: str, *, has_media: bool = True) -> PromptItem:
+    return PromptItem(
+        input_id=0, mm_hash=name, begin=0, end=1, num_embeds=1, tensor=spec(1), has_media=has_media
+    )
+
+
+@pytest.mark.parametrize(
+    ("can_encode", "expected"), [(True, {"without", "told"}), (False, {"with", "without", "told"})]
+)
+def test_bare_is_what_has_no_media_by_the_engine_or_by_the_router(
+    can_encode: bool, expected: set[str]
+) -> None:
+    items = [prompt_item("with"), prompt_item("without", has_media=False), prompt_item("told")]
+    transfers = {
+        name: ExpectedTransfer(transfer_id=f"t-{name}", mm_hash=name, media=name != "told")
+        for name in ("with", "told")
+    }
+    assert bare_items(items, transfers, can_encode=can_encode) == expected
+
+
+# -- how far a request is ------------------------------------------------------------------------
+
+
+def record(*ends: tuple[str, int]) -> RequestRecord:
+    """Return a request of items of one token each, by the end of each."""
+    return RequestRecord(
+        "r",
+        0,
+        items=[
+            PromptItem(
+                input_id=i, mm_hash=name, begin=end - 1, end=end, num_embeds=1, tensor=spec(1)
+            )
+            for i, (name, end) in enumerate(ends)
+        ],
+    )
+
+
+def test_an_item_that_comes_twice_ends_with_its_last_place() -> None:
+    r = record(("a", 2), ("b", 4), ("a", 6))
+    assert r.last_ends == {"a": 6, "b": 4}
+    assert r.mm_inputs_total == 3
+
+
+def test_progress_is_told_when_it_passes_an_item_and_never_goes_back() -> None:
+    r = record(("a", 2), ("b", 4))
+    assert [r.progressed(computed) for computed in (1, 2, 3, 0, 2, 9, 9)] == [
+        False,
+        True,
+        False,
+        False,
+        False,
+        True,
+        False,
+    ]
+    assert r.mm_inputs_done == 2
+
+
+@pytest.mark.parametrize("running", [False, True])
+def test_the_next_item_is_the_first_that_is_not_wholly_computed(running: bool) -> None:
+    r = record(("a", 2), ("b", 4))
+    r.running = running
+    assert [r.next_item(computed) for computed in (0, 1, 2, 3, 4)] == [0, 0, 1, 1, 2]
+
+
+def test_a_request_that_does_not_run_may_be_asked_from_any_place() -> None:
+    r = record(("a", 2), ("b", 4))
+    r.running = True
+    assert r.next_item(4) == 2
+    r.running = False
+    assert [r.next_item(computed) for computed in (0, 4, 2)] == [0, 2, 1]
+
+
+def test_a_request_that_is_preempted_and_runs_again_begins_with_its_first_item() -> None:
+    r = record(("a", 2), ("b", 4))
+    r.running = True
+    assert r.next_item(4) == 2
+    r.running = False
+    assert r.next_item(0) == 0
+    r.running = True
+    assert r.next_item(1) == 0
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "kept"),
+    [
+        ("transfer", "encoder_cache", "transfer"),
+        ("transfer", "local", "local"),
+        ("local", "encoder_cache", "local"),
+        ("prefix_cache", "transfer", "prefix_cache"),
+    ],
+)
+def test_the_first_way_in_which_an_item_was_had_counts_unless_it_was_encoded_here(
+    first: Source, then: Source, kept: Source
+) -> None:
+    r = record(("a", 2))
+    for source in (first, then):
+        r.note(ItemOutcome(mm_hash="a", source=source))
+    assert r.outcomes["a"].source == kept

@@ -100,6 +100,23 @@ def test_once_lost_it_is_not_encoded_here_and_its_request_fails(
     assert_everything_is_back(pair.pd)
 
 
+def test_once_lost_its_request_fails_though_it_had_passed_it_before_a_preemption(
+    case: tuple[Pair, Item],
+) -> None:
+    pair, item = case
+    pair.pd.arrive("r", item)
+    deliver(pair, item)
+    assert pair.pd.receiver.may_schedule("r", 3)
+    pair.pd.cache.free(pair.pd.requests["r"])  # preempted
+    assert pair.pd.receiver.may_schedule("r", 1, running=False)
+    pair.pd.forget_everything()
+    assert not pair.pd.receiver.may_schedule("r", 1)
+    assert failures(pair) == {"t-cat": NackCode.UNAVAILABLE}
+    assert pair.pd.failed == {"r"}
+    pair.pd.finish("r")
+    assert_everything_is_back(pair.pd)
+
+
 @pytest.mark.parametrize("can_encode", [True, False])
 def test_without_a_transfer_it_fails_when_it_is_needed(can_encode: bool) -> None:
     pair = Pair(PrefillSide(can_encode=can_encode))

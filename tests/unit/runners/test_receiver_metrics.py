@@ -169,6 +169,34 @@ def test_a_request_that_cannot_be_answered_is_counted_by_code() -> None:
     }
 
 
+def test_a_request_that_lost_an_item_is_counted_once_when_the_engine_asks() -> None:
+    pd = PrefillSide(can_encode=False)
+    pd.arrive("r", CAT, DOG)
+    for transfer_id in ("t-cat", "t-dog"):
+        pd.mailbox.inbox.append((b"router", EncodeFailed(transfer_id=transfer_id, reason="")))
+    pd.receiver.take_in()
+    lost = {"epd_pd_transfers_failed_total{cause=no_encoder}": 2}
+    assert events(pd) == lost
+    pd.step()
+    pd.step()
+    pd.finish("r")
+    assert events(pd) == lost | {"epd_pd_requests_failed_total{code=unavailable}": 1}
+
+
+def test_a_transfer_that_nobody_needs_any_more_never_fails() -> None:
+    """Its item is here, and its request was refused for another."""
+    pair = Pair()
+    pair.pd.arrive("r", CAT)
+    pair.encode.submit(CAT, ready=True)
+    pair.settle()
+    pair.pd.arrive("s", Item("cat", transfer_id="t-again"), Item("whale", 9, "t-whale"))
+    pair.pd.finish("s")
+    pair.pd.clock.now += TIMEOUT_S
+    pair.pd.step()
+    refused = {"epd_pd_requests_failed_total{code=too_large}": 1}
+    assert events(pair.pd) == RECEIVED | refused
+
+
 def test_a_refused_announcement_is_counted_by_code() -> None:
     pair = Pair()
     pair.pd.arrive("r", CAT)
@@ -237,7 +265,7 @@ def test_room_is_that_after_the_last_step() -> None:
     pair.encode.session.output_ready("cat")
     pair.settle()
     pair.pd.finish("r")
-    pair.pd.step()
+    pair.pd.receiver.step_done()
     assert room(pair.pd) == [8 * TOKEN_BYTES, 2 * TOKEN_BYTES, 100, 2, 0]
     pair.pd.forget_everything()
     assert room(pair.pd) == [8 * TOKEN_BYTES, 0, 100, 0, 0]
