@@ -147,6 +147,8 @@ class Liveness(RuleBasedStateMachine):
         pd.engine.add(request_id, *items, hit=hit, lead=lead)
         if pd.side.receiver._requests[request_id].failed:
             pd.blamed.add(request_id)  # a drafter would need more of its items than fit
+        if self.kind == "async" and early:
+            pd.blamed.add(request_id)  # what came too early may have gone before its turn
 
     @rule(number=st.integers(0, 3))
     def text(self, number: int) -> None:
