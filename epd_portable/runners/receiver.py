@@ -171,6 +171,8 @@ class Receiver:
             self._note_progress(record, num_computed_tokens)
         first = record.next_item(num_computed_tokens)
         if first == len(record.items):
+            if running:
+                self.cache.unsettled.discard(request_id)
             return True
         if len(record.claims) < len(record.last_ends):
             self._claim_again(record, first)
@@ -490,14 +492,13 @@ class Receiver:
 
     def _note_progress(self, record: RequestRecord, num_computed_tokens: int) -> None:
         """Count the items that are computed, and stop awaiting them."""
-        if not record.progressed(num_computed_tokens):
-            return
-        trace(
-            "request.progress",
-            request=record.request_id,
-            mm_inputs_done=record.mm_inputs_done,
-            mm_inputs_total=record.mm_inputs_total,
-        )
+        if record.progressed(num_computed_tokens):
+            trace(
+                "request.progress",
+                request=record.request_id,
+                mm_inputs_done=record.mm_inputs_done,
+                mm_inputs_total=record.mm_inputs_total,
+            )
         for mm_hash, claim in list(record.claims.items()):
             if record.last_ends[mm_hash] <= num_computed_tokens and not claim.item.is_here:
                 record.note(ItemOutcome(mm_hash=mm_hash, source="prefix_cache"))
@@ -505,8 +506,6 @@ class Receiver:
         for mm_hash in record.lost:
             if record.last_ends[mm_hash] <= num_computed_tokens:
                 record.note(ItemOutcome(mm_hash=mm_hash, source="prefix_cache"))
-        if record.mm_inputs_done == record.mm_inputs_total:
-            self.cache.unsettled.discard(record.request_id)
 
 
 def _outcome(item: Item, record: RequestRecord, wait_s: float | None = None) -> ItemOutcome:

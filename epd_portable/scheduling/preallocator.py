@@ -428,6 +428,8 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
         return True
 
     def _evict_resident(self) -> None:
+        if any(mm_hash in self._resident for mm_hash in self._freed):
+            return  # One went already, which the workers have not been told yet.
         for mm_hash, item in self._idle.items():
             if mm_hash in self._resident:
                 self._evict(item)

@@ -290,6 +290,8 @@ def test_no_more_is_evicted_while_slots_are_on_their_way_back(make_desk: MakeDes
         desk.leave(name)
     desk.claim("s", "new", 5)
     desk.reserve()
+    desk.cache.stir()
+    desk.reserve()
     slots = desk.begin_step()
     assert len(slots) == 1
     desk.cache.stir()

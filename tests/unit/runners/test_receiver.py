@@ -224,6 +224,26 @@ def test_a_preempted_request_keeps_its_items(pair: Pair) -> None:
     assert_everything_is_back(pair.pd)
 
 
+def test_what_a_hit_covers_after_a_preemption_is_given_up_again(pair: Pair) -> None:
+    """The item was gone when the request was asked for first, and had to be encoded then."""
+    pair.pd.arrive("r", CAT)
+    pair.encode.submit(CAT, ready=True)
+    pair.settle()
+    assert pair.pd.receiver.may_schedule("r", 3)
+    pair.pd.cache.free_encoder_input(pair.pd.requests["r"], 0)
+    pair.pd.forget_everything()
+    pair.pd.cache.free(pair.pd.requests["r"])
+    assert pair.pd.receiver.may_schedule("r", 1, running=False)
+    assert pair.pd.cache.num_free_slots == 98
+    assert pair.pd.receiver.may_schedule("r", 3, running=False)
+    assert "r" in pair.pd.cache.unsettled
+    assert pair.pd.receiver.may_schedule("r", 3)
+    assert pair.pd.cache.num_free_slots == 100, "nobody else could have it while r runs"
+    assert "r" not in pair.pd.cache.unsettled, "the engine need not ask any more"
+    assert sources(pair.pd, "r") == {"cat": "transfer"}
+    assert_everything_is_back(pair.pd)
+
+
 @pytest.mark.parametrize("evicted", [False, True])
 def test_a_request_that_is_preempted_beyond_an_item_needs_it_again(evicted: bool) -> None:
     pair = Pair(PrefillSide(cache_tokens=4))
