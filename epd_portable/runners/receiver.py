@@ -142,7 +142,7 @@ class Receiver:
         trace("request.arrived", request=request.request_id, awaited=awaited)
         self._advance()
         for claim in record.claims.values():
-            if claim.served and claim.item.is_here:
+            if claim.item.is_here and (claim.served or _is_own(claim.item, record)):
                 record.note(_outcome(claim.item, record))
 
     def may_schedule(
@@ -314,7 +314,7 @@ class Receiver:
             digest=digest,
         )
         self._orders.place(item, placement)
-        for request_id in item.holders:
+        for request_id in (*item.holders, *item.wanted):
             record = self._requests[request_id]
             wait_s = now - record.arrived_s
             record.note(_outcome(item, record, wait_s=wait_s))
@@ -508,6 +508,14 @@ class Receiver:
                 record.note(ItemOutcome(mm_hash=mm_hash, source="prefix_cache"))
 
 
+def _is_own(item: Item, record: RequestRecord) -> bool:
+    """Tell whether the request's own transfer brought an item."""
+    own = record.transfers.get(item.mm_hash)
+    return (
+        own is not None and item.origin is not None and own.transfer_id == item.origin.transfer_id
+    )
+
+
 def _outcome(item: Item, record: RequestRecord, wait_s: float | None = None) -> ItemOutcome:
     """Return how a request has an item that is here.
 
@@ -516,9 +524,8 @@ def _outcome(item: Item, record: RequestRecord, wait_s: float | None = None) -> 
         record: Of the request.
         wait_s: How long it has waited for it; ``None`` if the item was here when it came.
     """
-    origin, own = item.origin, record.transfers.get(item.mm_hash)
-    by_own = origin is not None and own is not None and own.transfer_id == origin.transfer_id
-    if origin is None or not (by_own or wait_s is not None):
+    origin = item.origin
+    if origin is None or not (_is_own(item, record) or wait_s is not None):
         return ItemOutcome(mm_hash=item.mm_hash, source="encoder_cache")
     assert item.tensor is not None
     return ItemOutcome(

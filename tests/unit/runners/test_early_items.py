@@ -87,6 +87,35 @@ def test_another_request_finds_it_in_the_encoder_cache(pair: Pair) -> None:
     assert sources(pair.pd, "r") == {"cat": "encoder_cache"}
 
 
+@pytest.mark.parametrize("landed", [False, True], ids=["lands meanwhile", "has landed"])
+def test_an_item_that_its_request_holds_only_when_its_turn_comes_came_by_its_transfer(
+    landed: bool,
+) -> None:
+    pair = make_pair(cache_tokens=6)
+    pair.pd.arrive("keeps", Item("kept", 3))
+    pair.encode.submit(CAT, ready=True)
+    pair.round()
+    if landed:
+        pair.settle()
+    pair.pd.arrive("first", Item("large", 4))
+    pair.pd.clock.now += 1.0
+    pair.pd.arrive("r", CAT)
+    pair.pd.clock.now += 1.0
+    pair.settle()
+    assert "cat" in pair.pd.cache
+    assert not pair.pd.receiver.may_schedule("r", 1), "the first waits"
+    pair.pd.finish("keeps")
+    pair.settle()
+    assert pair.pd.receiver.may_schedule("r", 1)
+    outcome = pair.pd.finish("r")
+    assert outcome is not None
+    (item,) = outcome.items
+    assert (item.source, item.encoder, item.path) == ("transfer", "encode-0", "shm")
+    assert item.wait_ms == (0.0 if landed else 1000.0)
+    pair.pd.finish("first")
+    assert_everything_is_back(pair.pd)
+
+
 def test_synchronous_preallocation_grants_nothing_before_the_request() -> None:
     pair = Pair(PrefillSide(preallocation="sync"))
     pair.encode.submit(CAT, ready=True)
