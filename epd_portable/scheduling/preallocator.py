@@ -441,7 +441,7 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
         For who computes, requests give way that have all their room and were not started: they may
         wait for its seat.
         """
-        others = self._partial.values()
+        others: Iterable[Claimant] = self._partial.values()
         if first.who.running:
             others = [
                 each for each in self._claimants.values() if not each.running or each.num_waiting
