@@ -123,7 +123,7 @@ def test_items_are_delivered_in_the_order_of_arrival_when_the_pool_is_short() ->
     assert_everything_is_back(pair.pd)
 
 
-def test_room_that_nobody_waits_for_any_more_serves_the_next_in_the_same_tick() -> None:
+def test_room_that_nobody_waits_for_any_more_serves_the_next_at_once() -> None:
     pair = Pair(PrefillSide(pool_tokens=3))
     ant = Item("ant", 1, "t-ant")
     for request_id, item in (("r", CAT), ("s", DOG), ("t", ant)):
@@ -149,10 +149,10 @@ def test_slots_that_come_back_with_a_step_serve_the_next_in_that_step() -> None:
     assert granted(pair) == []
     receiver.take_orders(cache.get_freed_mm_hashes(), computes=True)
     receiver.step_done()
-    assert granted(pair) == ["t-dog"], "without another tick"
+    assert granted(pair) == ["t-dog"], "without another message or step"
 
 
-def test_an_item_that_lands_serves_another_transfer_of_it_in_the_same_tick(pair: Pair) -> None:
+def test_an_item_that_lands_serves_another_transfer_of_it_at_once(pair: Pair) -> None:
     pair.pd.arrive("r", CAT)
     pair.pd.arrive("s", Item("cat", transfer_id="t-other"))
     pair.encode.submit(CAT, ready=True)
