@@ -27,6 +27,7 @@ from epd_portable.connector.quarantine import Quarantine, Writer, abort
 from epd_portable.connector.registry import PathChooser
 from epd_portable.connector.transport import LeaseFence
 from epd_portable.errors import NoCommonPathError
+from epd_portable.log import trace
 from epd_portable.scheduling.items import Item, State
 from epd_portable.wire.descriptors import PeerDescriptor, SlotDescriptor
 from epd_portable.wire.messages import (
@@ -269,6 +270,8 @@ class ConsumerSession:
 
     def room_given(self, item: Item) -> None:
         """The item has a slot: grant it to the first encoder that has announced it."""
+        assert item.slot is not None
+        trace("item.reserved", mm_hash=item.mm_hash, nbytes=item.slot.nbytes)
         for transfer in list(item.transfers.values()):
             if item.state is State.RESERVED and transfer.writer is not None:
                 self._grant(transfer)
@@ -368,7 +371,8 @@ class ConsumerSession:
                 if self._transfers.get(transfer.transfer_id) is not transfer:
                     return  # That was one too many.
             transfer.writer, transfer.producer = writer, message.producer
-            self.room_given(transfer.item)
+            if transfer.item.state is State.RESERVED:
+                self._grant(transfer)
             if transfer.grant is None and transfer.writer == writer:
                 later = Later(transfer_id=writer.transfer_id, attempt=writer.attempt)
                 self._send(sender, later)

@@ -131,9 +131,10 @@ class Receiver:
         self._requests[request.request_id] = record
         self._arrivals.append(record)
         self.cache.enter(record)
-        for prompt_item in items:
-            if not self._claim(record, prompt_item, now):
-                break
+        if not self._refuse_crowd(record):
+            for prompt_item in items:
+                if not self._claim(record, prompt_item, now):
+                    break
         awaited = [
             mm_hash
             for mm_hash in transfers
@@ -180,16 +181,20 @@ class Receiver:
             waiting = (mm_hash for mm_hash, claim in record.claims.items() if not claim.served)
             if any(record.last_ends[mm_hash] > num_computed_tokens for mm_hash in waiting):
                 return False
-        item = record.items[first]
-        if item.mm_hash in record.lost:
-            self._fail_lost(record, item.mm_hash)
-            return False
-        if num_computed_tokens + self._lookahead < item.begin:
-            return True
-        claim = record.claims.get(item.mm_hash)
-        if claim is None or not claim.served:
-            return False
-        return claim.item.is_here or self.cache.may_encode(claim.item, request_id)
+        for item in itertools.islice(record.items, first, None):
+            if num_computed_tokens + self._lookahead < item.begin:
+                break
+            if item.end <= num_computed_tokens:
+                continue
+            if item.mm_hash in record.lost:
+                self._fail_lost(record, item.mm_hash)
+                return False
+            claim = record.claims[item.mm_hash]
+            if not claim.served:
+                return False
+            if not (claim.item.is_here or self.cache.may_encode(claim.item, request_id)):
+                return False
+        return True
 
     def encoding_here(self, request_id: str, mm_hash: str) -> None:
         """The scheduler has decided to encode an item on this instance."""
@@ -400,6 +405,28 @@ class Receiver:
         if transfer is not None and not again:
             self._session.expect(transfer_id, item, now, encoder=transfer.encoder)
         return True
+
+    def _refuse_crowd(self, record: RequestRecord) -> bool:
+        """Fail a request whose items a drafter would want at once, more than the cache holds."""
+        if not self._lookahead:
+            return False
+        for index, first in enumerate(record.items):
+            sizes = {
+                each.mm_hash: each.num_embeds
+                for each in record.items[index:]
+                if each.begin < first.end + 2 * self._lookahead
+            }
+            if sum(sizes.values()) > self.cache.cache_size:
+                detail = (
+                    f"{len(sizes)} items of this request are {sum(sizes.values())} encoder "
+                    f"embeddings, which speculative decoding needs at once (it reads "
+                    f"{self._lookahead} tokens ahead); {self._config.instance} holds "
+                    f"{self.cache.cache_size}: raise max_num_batched_tokens in engine_args, or "
+                    "send smaller pictures"
+                )
+                self._refuse(record, first.mm_hash, NackCode.TOO_LARGE, detail)
+                return True
+        return False
 
     def _claim_again(self, record: RequestRecord, first: int) -> None:
         """Claim items from an index on that the request had passed, and must compute again."""

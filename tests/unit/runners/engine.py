@@ -36,7 +36,9 @@ class Engine:
         kv_tokens: Tokens that its memory holds.
         answered: Requests that have ended with an answer, in that order.
         steps: So far.
-        text_behind: Whether a request without items was held up by one with items.
+        has_room: Whether its memory takes newcomers.
+        stopped_at: The waiting request at which the last step ended, for nothing of it could be
+            computed: nobody behind it had a turn.
     """
 
     side: PrefillSide
@@ -48,12 +50,13 @@ class Engine:
     answered: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     steps: int = 0
+    has_room: bool = True
     stopped_at: str = ""
-    """The waiting request at which the last step ended its loop, for nothing could be computed."""
 
-    def add(self, request_id: str, *items: Item, hit: int = 0) -> None:
-        self.side.arrive(request_id, *items)
-        num_tokens = sum(1 + item.num_tokens for item in items) + 1
+    def add(self, request_id: str, *items: Item, hit: int = 0, lead: int = 1) -> None:
+        self.side.arrive(request_id, *items, lead=lead)
+        places = self.side.items[request_id]
+        num_tokens = 1 + (places[-1].end if places else lead)
         self.waiting.append(Running(request_id, num_tokens, hit=hit))
 
     @property
@@ -104,7 +107,7 @@ class Engine:
             if not count:
                 self.stopped_at = request.request_id
                 break
-            if not self._has_memory(request, hit + count):
+            if not (self.has_room and self._has_memory(request, hit + count)):
                 cache.free(self.side.requests[request.request_id])
                 break
             request.computed = hit

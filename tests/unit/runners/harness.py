@@ -144,15 +144,17 @@ class PrefillSide:
         self.placements: list[Placement] = []
         self.computed: dict[str, int] = {}
 
-    def arrive(self, request_id: str, *items: Item, reply_to: str = "router") -> None:
-        """Add a request: one token of text, then an item, and so on."""
+    def arrive(
+        self, request_id: str, *items: Item, reply_to: str = "router", lead: int = 1
+    ) -> None:
+        """Add a request: ``lead`` tokens of text, an item, a token of text, an item, and so on."""
         self.requests[request_id] = request(
             request_id, *((item.mm_hash, item.num_tokens) for item in items)
         )
         prompt = []
         begin = 0
         for index, item in enumerate(items):
-            begin += 1
+            begin += 1 if index else lead
             end = begin + item.num_tokens
             prompt.append(
                 PromptItem(
