@@ -181,6 +181,9 @@ class Receiver:
             waiting = (mm_hash for mm_hash, claim in record.claims.items() if not claim.served)
             if any(record.last_ends[mm_hash] > num_computed_tokens for mm_hash in waiting):
                 return False
+        if record.items[first].mm_hash in record.lost:  # Text before it would be in vain.
+            self._fail_lost(record, record.items[first].mm_hash)
+            return False
         for item in itertools.islice(record.items, first, None):
             if num_computed_tokens + self._lookahead < item.begin:
                 break
