@@ -57,6 +57,21 @@ def test_an_item_larger_than_the_pool_is_refused_and_leaves_no_trace(pair: Pair)
     assert_everything_is_back(pair.pd)
 
 
+@pytest.mark.parametrize(("lookahead", "refused"), [(0, False), (1, True)])
+def test_items_that_a_drafter_reads_at_once_must_fit_at_once(lookahead: int, refused: bool) -> None:
+    pair = Pair(PrefillSide(cache_tokens=3, lookahead=lookahead))
+    pair.pd.arrive("r", CAT, Item("dog"))  # one token of text between them
+    pair.settle()
+    assert pair.pd.failed == ({"r"} if refused else set())
+    details = [m.detail for m in pair.to_router if isinstance(m, Nack)]
+    assert len(details) == refused
+    for detail in details:
+        assert "2 items of this request are 4 encoder embeddings" in detail
+        assert "holds 3" in detail
+    pair.pd.finish("r")
+    assert_everything_is_back(pair.pd)
+
+
 def test_a_refused_request_does_not_take_an_item_from_another_that_waits_for_it(
     pair: Pair,
 ) -> None:
