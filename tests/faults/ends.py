@@ -18,7 +18,6 @@ from epd_portable.runners.placer import Placer
 from epd_portable.runners.prompt import PromptItem
 from epd_portable.runners.receiver import Receiver
 from epd_portable.runners.sender import Sender
-from epd_portable.scheduling.encoder_cache import EncoderCacheManager
 from epd_portable.wire.params import ExpectedTransfer, PrefillParams
 from tests.faults.small.pictures import Picture
 from tests.faults.small.schedulers import tensor
@@ -69,17 +68,17 @@ class Consumer:
             lease_s=lease_s,
         )
         copies = DeviceCopies(registry.get("cpu"))
-        self.cache = EncoderCacheManager(100_000)
         self._end = WorkerEndpoint(config, copies)
         self._placer = Placer(copies, self._end)
         self.receiver = Receiver(
             config,
             fingerprint=FINGERPRINT,
-            cache=self.cache,
+            cache_size=100_000,
             alignment_bytes=64,
             copies=False,
             clock=clock,
         )
+        self.cache = self.receiver.cache
         self.outputs: dict[str, torch.Tensor] = {}
         self.waiting: dict[str, Request] = {}
 
@@ -101,7 +100,8 @@ class Consumer:
 
     def step(self) -> None:
         """Do what an engine does in one step."""
-        self.receiver.tick()
+        self.receiver.take_in()
+        self.receiver.before_step()
         freed = self.cache.get_freed_mm_hashes()
         orders = self.receiver.take_orders(freed, computes=True)
         assert all(item.digest for item in orders.placements)

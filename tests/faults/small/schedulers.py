@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from multiprocessing.connection import Connection
+from typing import Any
 
 from epd_portable import log
 from epd_portable.config.instance import InstanceConfig
@@ -27,8 +29,15 @@ _BUSY_POLL_S = 0.004
 class Scheduler(ABC):
     """Steps while there is something to do; waits for requests otherwise, as an engine does."""
 
-    def __init__(self, front: Connection, worker: Connection) -> None:
-        self.cache = EncoderCacheManager(CACHE_EMBEDS)
+    def __init__(
+        self,
+        front: Connection,
+        worker: Connection,
+        cache: EncoderCacheManager,
+        lock: AbstractContextManager[Any] | None = None,
+    ) -> None:
+        self.cache = cache
+        self.lock = lock or nullcontext()
         self.requests: dict[str, Request] = {}
         self._front = front
         self._worker = worker
@@ -68,31 +77,38 @@ class Scheduler(ABC):
 
     def _take_in(self, message: Request | Abort | Question) -> None:
         if isinstance(message, Request):
-            self.requests[message.request_id] = message
-            self.arrived(message)
+            with self.lock:
+                self.requests[message.request_id] = message
+                self.arrived(message)
         elif isinstance(message, Abort):
-            self._end(message.request_id)
+            with self.lock:
+                self._end(message.request_id)
         else:
             if message.reset:
-                self.cache.reset()
+                with self.lock:
+                    self.cache.reset()
             self._step()
             worker = {f"worker.{name}": count for name, count in self._worker_state.items()}
-            common = {
-                "requests": len(self.requests),
-                "cache.entries": len(self.cache._entries),
-                "cache.used": self.cache.cache_size - self.cache.num_free_slots,
-                "cache.awaited": len(self.cache._awaited),
-                "cache.inputs": len(self.cache._inputs),
-            }
-            self._front.send({**common, **self.state(), **worker})
+            with self.lock:
+                common = {
+                    "requests": len(self.requests),
+                    "cache.items": len(self.cache.items),
+                    "cache.used": self.cache.cache_size - self.cache.num_free_slots,
+                    "cache.inputs": len(self.cache._inputs),
+                    **self.state(),
+                }
+            self._front.send({**common, **worker})
 
     def _step(self) -> None:
-        step = self.schedule()
+        with self.lock:
+            step = self.schedule()
         self._worker.send(step)
         done = self._worker.recv()
         self._worker_state = done.state
-        for answer in self.take_output(step, done):
-            params = self._end(answer.request_id)
+        with self.lock:
+            answers = self.take_output(step, done)
+            complete = [(answer, self._end(answer.request_id)) for answer in answers]
+        for answer, params in complete:
             self._front.send(Answer(answer.request_id, answer.text, params, problem=answer.problem))
 
     def _end(self, request_id: str) -> dict[str, object] | None:
@@ -108,7 +124,7 @@ class EncodeScheduler(Scheduler):
     """Gives items room, encodes them, and answers when that is done."""
 
     def __init__(self, front: Connection, worker: Connection) -> None:
-        super().__init__(front, worker)
+        super().__init__(front, worker, EncoderCacheManager(CACHE_EMBEDS))
         self._dispatcher = Dispatcher(self.cache)
         self._scheduled: list[str] = []
 
@@ -155,17 +171,19 @@ class PDScheduler(Scheduler):
     """Computes the text and the pictures of each request in order."""
 
     def __init__(self, config: InstanceConfig, front: Connection, worker: Connection) -> None:
-        super().__init__(front, worker)
         traits = TRAITS[config.platform]
         self._receiver = Receiver(
             config,
             fingerprint=FINGERPRINT,
-            cache=self.cache,
+            cache_size=CACHE_EMBEDS,
             alignment_bytes=traits.slot_alignment_bytes,
             copies=traits.needs_device_copy,
         )
+        super().__init__(front, worker, self._receiver.cache, self._receiver.lock)
+        self._running: set[str] = set()
         self._computed: dict[str, int] = {}
         self._digests: dict[str, list[str]] = {}
+        self._receiver.listen()
 
     def arrived(self, request: Request) -> None:
         self._computed[request.request_id] = 0
@@ -174,12 +192,15 @@ class PDScheduler(Scheduler):
         self._receiver.request_arrived(request, prompt(request), params)
 
     def ended(self, request: Request) -> dict[str, object] | None:
-        del self._computed[request.request_id], self._digests[request.request_id]
-        outcome = self._receiver.request_finished(request.request_id)
+        request_id = request.request_id
+        computed = self._computed.pop(request_id)
+        del self._digests[request_id]
+        self._running.discard(request_id)
+        outcome = self._receiver.request_finished(request_id, computed)
         return to_params(outcome) if outcome is not None else None
 
     def schedule(self) -> Step:
-        self._receiver.tick()
+        self._receiver.before_step()
         encode: list[Item] = []
         read: list[tuple[str, int, str]] = []
         for request in self.requests.values():
@@ -197,8 +218,10 @@ class PDScheduler(Scheduler):
             computed = self._computed[request_id]
             if place.end <= computed:
                 continue
-            if not self._receiver.may_schedule(request_id, computed):
+            running = request_id in self._running
+            if not self._receiver.may_schedule(request_id, computed, running=running):
                 return
+            self._running.add(request_id)
             self._computed[request_id] = place.begin
             item = request.mm_features[place.input_id]
             if not self.cache.check_and_update_cache(request, place.input_id):
@@ -228,12 +251,13 @@ class PDScheduler(Scheduler):
 
     def state(self) -> dict[str, int]:
         receiver = self._receiver
-        session, preallocator = receiver._session, receiver._preallocator
+        session, cache = receiver._session, receiver.cache
         return {
             "pool.used": receiver._pool.capacity_bytes - receiver._pool.free_bytes,
-            "claims": len(preallocator._claims),
-            "resident": len(preallocator._resident),
-            "retiring": preallocator._retiring,
+            "claimants": len(cache._claimants),
+            "waiting": cache._num_waiting,
+            "resident": len(cache._resident),
+            "retiring": cache._retiring,
             "transfers": len(session._transfers),
             "early": len(session._early),
             "quarantined": len(session._quarantine),

@@ -21,7 +21,6 @@ from epd_portable.runners.placer import Placer
 from epd_portable.runners.prompt import PromptItem
 from epd_portable.runners.receiver import Receiver
 from epd_portable.runners.receiver_metrics import PlacerMetrics, ReceiverMetrics
-from epd_portable.scheduling.encoder_cache import EncoderCacheManager
 from epd_portable.wire.descriptors import TensorSpec
 from epd_portable.wire.params import ExpectedTransfer, PrefillOutcome, PrefillParams
 from tests import warm
@@ -44,7 +43,6 @@ class PrefillSide:
         self.computes_in_slots = not platform.traits.needs_device_copy
         self.pool = f"epd-test-{os.getpid()}-{uuid.uuid4().hex[:12]}"
         self.address = f"ipc://{folder}/{uuid.uuid4().hex[:8]}"
-        self.cache = EncoderCacheManager(10_000)
         config = InstanceConfig(
             instance="prefill_decode-0",
             platform=pair.prefill,  # type: ignore[arg-type]
@@ -64,11 +62,12 @@ class PrefillSide:
         self.receiver = Receiver(
             config,
             fingerprint=FINGERPRINT,
-            cache=self.cache,
+            cache_size=10_000,
             alignment_bytes=platform.traits.slot_alignment_bytes,
             copies=platform.traits.needs_device_copy,
             metrics=ReceiverMetrics(self.registry),
         )
+        self.cache = self.receiver.cache
         self.encoder_cache: dict[str, torch.Tensor] = {}
         self.placed: list[str] = []
         self.requests: dict[str, FakeRequest] = {}
@@ -115,14 +114,17 @@ class PrefillSide:
         return transfer is not None and transfer.grant is not None
 
     def step(self) -> None:
-        self.receiver.tick()
-        freed = self.cache.get_freed_mm_hashes()
-        orders = self.receiver.take_orders(freed, computes=True)
+        with self.receiver.lock:
+            self.receiver.take_in()
+            self.receiver.before_step()
+            freed = self.cache.get_freed_mm_hashes()
+            orders = self.receiver.take_orders(freed, computes=True)
         self.placer.carry_out(orders, self.encoder_cache)
         for mm_hash in freed:
             self.encoder_cache.pop(mm_hash, None)
         self.placed += [placement.mm_hash for placement in orders.placements]
-        self.receiver.step_done()
+        with self.receiver.lock:
+            self.receiver.step_done()
 
     def step_until(self, condition: Callable[[], bool]) -> None:
         """Step as an engine does while requests wait, until the condition holds."""
@@ -130,6 +132,16 @@ class PrefillSide:
         while not condition():
             assert time.monotonic() < deadline_s, "did not happen in time"
             self.step()
+            time.sleep(0.001)
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Wait without stepping, where the receiver listens by itself."""
+        deadline_s = time.monotonic() + DEADLINE_S
+        while True:
+            with self.receiver.lock:
+                if condition():
+                    return
+            assert time.monotonic() < deadline_s, "did not happen in time"
             time.sleep(0.001)
 
     def finish(self, request_id: str) -> PrefillOutcome:

@@ -40,6 +40,39 @@ def test_an_item_arrives_and_equals_the_source_as_a_view_of_the_pool_where_that_
     assert item.nbytes == 300 * TOKEN_BYTES
 
 
+def test_messages_are_taken_in_while_no_step_ends_and_the_next_one_places_what_landed(
+    make_pd: Callable[..., PrefillSide], encode: EncodeSide
+) -> None:
+    pd = make_pd()
+    pd.receiver.listen()
+    with pd.receiver.lock:
+        pd.arrive("r", "cat", 300)
+        encode.tell("order", "t-r", "cat", pd.address, 300)
+        encode.tell("output", "cat", 300)
+    pd.wait_until(lambda: "cat" in pd.cache)
+    assert pd.placed == []
+    pd.step()
+    assert pd.placed == ["cat"]
+    assert torch.equal(pd.encoder_cache["cat"].cpu(), output("cat", 300))
+    with pd.receiver.lock:
+        (item,) = pd.finish("r").items
+    assert item.source == "transfer"
+
+
+def test_deadlines_are_judged_while_no_step_ends(
+    make_pd: Callable[..., PrefillSide], encode: EncodeSide
+) -> None:
+    pd = make_pd(lease_s=0.5)
+    pd.receiver.listen()
+    with pd.receiver.lock:
+        pd.arrive("r", "cat", 300)
+    encode.tell("order", "t-r", "cat", pd.address, 300)
+    pd.wait_until(lambda: pd.granted("t-r"))
+    encode.process.kill()
+    pd.wait_until(lambda: pd.receiver.may_schedule("r", 1))
+    pd.step_until(lambda: pd.free_bytes == pd.pool_bytes)
+
+
 def test_a_producer_killed_with_a_grant_gives_its_slot_back_and_the_item_is_encoded_here(
     make_pd: Callable[..., PrefillSide], encode: EncodeSide
 ) -> None:
