@@ -81,6 +81,7 @@ class Receiver:
         self._arrivals: deque[RequestRecord] = deque()
         self._numbers = itertools.count()
         self._unavailable: set[str] = set()
+        self._sleepers: list[RequestRecord] = []
         self._pool = ReceivePool(config.pool, config.pool_bytes, alignment_bytes)
         fence = LeaseFence()
         self._endpoint = ConsumerEndpoint(
@@ -170,34 +171,24 @@ class Receiver:
         self.cache.set_running(record, running)
         if running:
             self._note_progress(record, num_computed_tokens)
-        first = record.next_item(num_computed_tokens)
-        if first == len(record.items):
-            if running:
-                self.cache.unsettled.discard(request_id)
-            return True
-        if len(record.claims) < len(record.last_ends):
-            self._claim_again(record, first)
-        if not running and record.num_waiting and not self.cache.may_start(record):
-            waiting = (mm_hash for mm_hash, claim in record.claims.items() if not claim.served)
-            if any(record.last_ends[mm_hash] > num_computed_tokens for mm_hash in waiting):
-                return False
-        if record.items[first].mm_hash in record.lost:  # Text before it would be in vain.
-            self._fail_lost(record, record.items[first].mm_hash)
-            return False
-        for item in itertools.islice(record.items, first, None):
-            if num_computed_tokens + self._lookahead < item.begin:
-                break
-            if item.end <= num_computed_tokens:
-                continue
-            if item.mm_hash in record.lost:
-                self._fail_lost(record, item.mm_hash)
-                return False
-            claim = record.claims[item.mm_hash]
-            if not claim.served:
-                return False
-            if not (claim.item.is_here or self.cache.may_encode(claim.item, request_id)):
-                return False
-        return True
+        may = self._may_schedule(record, num_computed_tokens)
+        if not may and not running and not record.failed:
+            record.sleeps = True
+            self._sleepers.append(record)
+        return may
+
+    def take_sleepers(self) -> list[str]:
+        """Return requests that could not begin in the step that was just scheduled.
+
+        The engine need not ask for them again before `take_woken` returns them.
+        """
+        sleepers, self._sleepers = self._sleepers, []
+        return [record.request_id for record in sleepers if record.sleeps]
+
+    def take_woken(self) -> list[str]:
+        """Return requests that slept and may begin now, the oldest first."""
+        woken = [self._requests[each] for each in self.cache.take_woken() if each in self._requests]
+        return [record.request_id for record in sorted(woken, key=lambda each: each.number)]
 
     def encoding_here(self, request_id: str, mm_hash: str) -> None:
         """The scheduler has decided to encode an item on this instance."""
@@ -431,6 +422,36 @@ class Receiver:
                 return True
         return False
 
+    def _may_schedule(self, record: RequestRecord, num_computed_tokens: int) -> bool:
+        first = record.next_item(num_computed_tokens)
+        if first == len(record.items):
+            if record.running:
+                self.cache.unsettled.discard(record.request_id)
+            return True
+        if len(record.claims) < len(record.last_ends):
+            self._claim_again(record, first)
+        if not record.running and not self.cache.may_start(record):
+            waiting = (mm_hash for mm_hash, claim in record.claims.items() if not claim.served)
+            if any(record.last_ends[mm_hash] > num_computed_tokens for mm_hash in waiting):
+                return False
+        if record.items[first].mm_hash in record.lost:  # Text before it would be in vain.
+            self._fail_lost(record, record.items[first].mm_hash)
+            return False
+        for item in itertools.islice(record.items, first, None):
+            if num_computed_tokens + self._lookahead < item.begin:
+                break
+            if item.end <= num_computed_tokens:
+                continue
+            if item.mm_hash in record.lost:
+                self._fail_lost(record, item.mm_hash)
+                return False
+            claim = record.claims[item.mm_hash]
+            if not claim.served:
+                return False
+            if not (claim.item.is_here or self.cache.may_encode(claim.item, record.request_id)):
+                return False
+        return True
+
     def _claim_again(self, record: RequestRecord, first: int) -> None:
         """Claim items from an index on that the request had passed, and must compute again."""
         for prompt_item in record.items[first:]:
@@ -480,7 +501,7 @@ class Receiver:
             record = self._arrivals.popleft()
             for claim in list(record.claims.values()):
                 item = claim.item
-                if not item.transfers or item.is_here or record.failed:
+                if not item.transfers or item.is_here or item.state is State.LOCAL:
                     continue
                 reason = f"not delivered within {wait_s} s (transfer.wait_timeout_s)"
                 logger.warning("item %s: %s", item.mm_hash, reason)

@@ -101,6 +101,7 @@ class Claimant:
         num_waiting: Claims that are not served.
         running: The engine has begun to compute it. It then has a seat and memory that others wait
             for, so what it waits for comes before what waiting requests wait for.
+        sleeps: It cannot begin before something changes about its claims.
         lost: Why it cannot have an item, by ``mm_hash``: nobody delivers it, and it cannot be
             encoded here.
     """
@@ -110,6 +111,7 @@ class Claimant:
     claims: dict[str, Claim] = field(default_factory=dict)
     num_waiting: int = 0
     running: bool = False
+    sleeps: bool = False
     lost: dict[str, str] = field(default_factory=dict)
 
     @property

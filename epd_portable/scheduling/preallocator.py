@@ -101,6 +101,7 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
         """Slots that workers may read, by item."""
         self._retiring = 0
         self._stirred = False
+        self._woken: list[str] = []
 
     @abstractmethod
     def accept(self, mm_hash: str, tensor: TensorSpec) -> Item | None:
@@ -164,15 +165,25 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
         """
         if not who.num_waiting:
             return True
-        while self._queue and not _counts(self._queue[0]):
-            heapq.heappop(self._queue)
-        if not self._queue or self._queue[0][-1].who is not who:
+        if self._first() is not who:
             return False
         return not any(
             not other.running and _waits_with_room(other)
             for other in self._claimants.values()
             if other is not who
         )
+
+    def take_woken(self) -> list[str]:
+        """Return requests that slept (`Claimant.sleeps`) and may begin now; each once.
+
+        Of each that sleeps an item came, got room or was lost; but the first in the order is
+        always among them, since what it waits for may be another's seat.
+        """
+        first = self._first()
+        if first is not None:
+            self._wake(first)
+        woken, self._woken = self._woken, []
+        return woken
 
     def set_running(self, who: Claimant, running: bool) -> None:
         """The engine has begun to compute a request, or preempted it: its place is another now."""
@@ -380,6 +391,17 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
         entry = (claim.who.rank, claim.place, next(self._numbers), claim)
         heapq.heappush(self._queue, entry)
 
+    def _first(self) -> Claimant | None:
+        """Return the request of the first claim that waits."""
+        while self._queue and not _counts(self._queue[0]):
+            heapq.heappop(self._queue)
+        return self._queue[0][-1].who if self._queue else None
+
+    def _wake(self, who: Claimant) -> None:
+        if who.sleeps:
+            who.sleeps = False
+            self._woken.append(who.request_id)
+
     def _serve(self, claim: Claim) -> bool:
         """Give a claim its item's room, or tell that there is none."""
         item = claim.item
@@ -401,6 +423,7 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
         self._wait_is_over(claim)
         self._hold(item, who.request_id)
         self._count(who)
+        self._wake(who)
         if item.is_here:
             self._is_here(item)
         elif reserved:
@@ -509,6 +532,7 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
         for request_id in item.holders:
             claim = self._claimants[request_id].claims[item.mm_hash]
             self._inputs.setdefault(request_id, set()).update(claim.inputs)
+            self._wake(claim.who)
         self._end_vain_transfers(item)
 
     def _end_vain_transfers(self, item: Item) -> None:
@@ -524,6 +548,7 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
         who, item = claim.who, claim.item
         who.lost[item.mm_hash] = reason
         self.end(claim)
+        self._wake(who)
 
     def _count(self, who: Claimant) -> None:
         if 0 < who.num_waiting < len(who.claims):

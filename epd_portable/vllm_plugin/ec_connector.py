@@ -148,6 +148,14 @@ class EPDConnector(ECConnectorBase):
         if self._receiver is not None:
             self._receiver.before_step()
 
+    def take_woken(self) -> list[str]:
+        """See `Receiver.take_woken`."""
+        return self._receiver.take_woken() if self._receiver is not None else []
+
+    def take_sleepers(self) -> list[str]:
+        """See `Receiver.take_sleepers`."""
+        return self._receiver.take_sleepers() if self._receiver is not None else []
+
     def step_done(self) -> None:
         """The output of the oldest scheduled step has been taken in."""
         if self._receiver is not None:

@@ -45,6 +45,7 @@ def _scheduler_class(asynchronous: bool) -> type:
         encoder_cache_manager: Any
 
         def __init__(self, **kwargs: Any) -> None:
+            self._asleep: dict[str, Any] = {}
             super().__init__(**kwargs)
             if self.ec_connector is None or not hasattr(self.ec_connector, "attach"):
                 raise EngineError(
@@ -64,12 +65,46 @@ def _scheduler_class(asynchronous: bool) -> type:
 
         def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
             with self.ec_connector.exclusive():
-                return super().finish_requests(*args, **kwargs)
+                finished = super().finish_requests(*args, **kwargs)
+                for request_id in self._asleep.keys() - self.requests.keys():
+                    del self._asleep[request_id]
+                return finished
 
         def schedule(self, *args: Any, **kwargs: Any) -> Any:
             with self.ec_connector.exclusive():
                 self.ec_connector.before_schedule()
-                return super().schedule(*args, **kwargs)
+                self._wake(self.ec_connector.take_woken())
+                output = super().schedule(*args, **kwargs)
+                self._put_to_sleep(self.ec_connector.take_sleepers())
+                return output
+
+        def _put_to_sleep(self, request_ids: list[str]) -> None:
+            """Keep requests out of the queue that wait for their items.
+
+            vLLM looks up the prefix cache for every request in it in every step.
+            """
+            requests = [self.requests[request_id] for request_id in request_ids]
+            # Whoever has KV blocks stays where vLLM keeps those.
+            asleep = [each for each in requests if not each.num_computed_tokens]
+            if asleep:
+                self._asleep.update((each.request_id, each) for each in asleep)
+                for queue in self._queues():
+                    queue.remove_requests(asleep)
+
+        def _wake(self, request_ids: list[str]) -> None:
+            for request_id in reversed(request_ids):
+                request = self._asleep.pop(request_id, None)
+                if request is not None:
+                    self._queues()[-1].prepend_request(request)
+
+        def _queues(self) -> list[Any]:
+            # Up to 0.31 requests that were passed over have a queue of their own, looked at first.
+            skipped = getattr(self, "skipped_waiting", None)
+            return [self.waiting] if skipped is None else [self.waiting, skipped]
+
+        def get_request_counts(self) -> tuple[int, int]:
+            running, waiting = super().get_request_counts()
+            return running, waiting + len(self._asleep)
 
         def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
             with self.ec_connector.exclusive():
@@ -95,7 +130,7 @@ def _scheduler_class(asynchronous: bool) -> type:
 
         def has_requests(self) -> bool:
             # vLLM asks the EC connector itself from 0.29 on.
-            if super().has_requests():
+            if super().has_requests() or self._asleep:
                 return True
             return bool(self.ec_connector.has_pending_push_work())
 

@@ -367,4 +367,4 @@ def test_everybody_is_answered_and_nobody_is_starved(number: int, kind: str, cop
     machine = type("Machine", (Liveness,), {"kind": kind, "copies": copies, "seen": seen})
     run_state_machine_as_test(seeded(number, machine), settings=budget(EXAMPLES, steps=STEPS))
     assert {"answered", "refused", "waited"} <= set(+seen), seen
-    assert seen["steps"] > EXAMPLES * STEPS / 2, seen
+    assert seen["steps"] > 10 * EXAMPLES, seen

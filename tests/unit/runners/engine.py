@@ -47,6 +47,7 @@ class Engine:
     lookahead: int = 0
     waiting: list[Running] = field(default_factory=list)
     running: list[Running] = field(default_factory=list)
+    asleep: dict[str, Running] = field(default_factory=dict)
     answered: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     steps: int = 0
@@ -61,11 +62,12 @@ class Engine:
 
     @property
     def unfinished(self) -> list[Running]:
-        return self.running + self.waiting
+        return self.running + self.waiting + list(self.asleep.values())
 
     def abort(self, request_id: str) -> None:
         for queue in (self.waiting, self.running):
             queue[:] = [each for each in queue if each.request_id != request_id]
+        self.asleep.pop(request_id, None)
         self._end(request_id)
 
     def preempt(self) -> None:
@@ -80,6 +82,9 @@ class Engine:
         receiver, cache = self.side.receiver, self.side.cache
         receiver.take_in()
         receiver.before_step()
+        for request_id in reversed(receiver.take_woken()):
+            if request_id in self.asleep:  # or it was woken in the step in which it was asked
+                self.waiting[:0] = [self.asleep.pop(request_id)]
         scheduled: dict[str, int] = {}
         budget, embeds = BUDGET, BUDGET
         for request in list(self.running):
@@ -116,6 +121,10 @@ class Engine:
             self.running.append(request)
             scheduled[request.request_id] = count
             budget -= count
+        for request_id in receiver.take_sleepers():
+            (sleeper,) = (each for each in self.waiting if each.request_id == request_id)
+            self.waiting.remove(sleeper)
+            self.asleep[request_id] = sleeper
         freed = cache.get_freed_mm_hashes()
         orders = receiver.take_orders(freed, computes=bool(scheduled))
         self.side.placements += orders.placements
