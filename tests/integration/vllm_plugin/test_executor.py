@@ -24,6 +24,9 @@ class NothingButMetadata(KVConnectorMetadata):
     """Of a KV connector, whose workers look in every step for what has arrived."""
 
 
+HINTS = {"num_common_prefix_blocks", "num_spec_tokens_to_schedule"}
+
+
 def waiting() -> SchedulerOutput:
     """Return what a step holds while all requests wait."""
     empty = SchedulerOutput.make_empty()
@@ -67,11 +70,18 @@ def test_a_step_that_holds_something_for_workers_reaches_them(held: dict[str, An
     assert executor.concerns_workers(replace(waiting(), **held))
 
 
+@pytest.mark.parametrize("name", sorted(HINTS))
+def test_a_hint_on_how_tokens_are_best_computed_is_nothing_for_workers(name: str) -> None:
+    if name not in {each.name for each in fields(SchedulerOutput)}:
+        pytest.skip("this version of vLLM does not give it")
+    assert not executor.concerns_workers(replace(waiting(), **{name: [1]}))
+
+
 def test_what_no_version_of_vllm_sets_yet_reaches_workers_too() -> None:
     assert all(
         executor.concerns_workers(replace(waiting(), **{each.name: ["something"]}))
         for each in fields(SchedulerOutput)
-        if each.name != "num_common_prefix_blocks"
+        if each.name not in HINTS
     )
 
 
