@@ -12,11 +12,18 @@ from epd_portable.bench import (
     report,
     serve,
     serve_report,
+    step,
     transfer,
     transfer_report,
     workload,
 )
-from epd_portable.bench.options import choose_paths, output_options, read_pixels, read_sizes
+from epd_portable.bench.options import (
+    choose_paths,
+    file_options,
+    output_options,
+    read_pixels,
+    read_sizes,
+)
 from epd_portable.config.instance import PlatformName
 from epd_portable.config.load import PLATFORMS
 from epd_portable.connector import registry
@@ -44,6 +51,9 @@ How long an encoder output takes to the other instance, by path and size, agains
   epd-bench transfer
   epd-bench transfer --path shm --bytes 64KiB --bytes 16MiB --repeat 200
   epd-bench transfer --platform npu
+What a prefill+decode engine pays for this package in every step:
+  epd-bench step
+  epd-bench step --decoding 256 --items 32 --waiting 1000
 Keep the figures:
   epd-bench transfer --json t.json --markdown t.md --png t.png
 
@@ -248,6 +258,65 @@ def transfer_command(
         console.finish(
             made, [transfer_report.make_chart(samples)], json_file, markdown_file, png_file
         )
+
+
+@main.command("step")
+@click.option(
+    "--decoding",
+    multiple=True,
+    default=(256,),
+    show_default=True,
+    type=click.IntRange(min=1, max=4096),
+    help="Requests that generate; may be repeated.",
+)
+@click.option(
+    "--items",
+    multiple=True,
+    default=(1, 32),
+    show_default=True,
+    type=click.IntRange(min=1, max=64),
+    help="Items that each of them had; may be repeated.",
+)
+@click.option(
+    "--waiting",
+    multiple=True,
+    default=(0, 100, 1000),
+    show_default=True,
+    type=click.IntRange(min=0, max=100_000),
+    help="Requests that wait for an item; may be repeated.",
+)
+@click.option(
+    "--steps",
+    default=1000,
+    show_default=True,
+    type=click.IntRange(min=10),
+    help="Measured steps of each combination.",
+)
+@file_options
+def step_command(
+    decoding: tuple[int, ...],
+    items: tuple[int, ...],
+    waiting: tuple[int, ...],
+    steps: int,
+    json_file: Path | None,
+    markdown_file: Path | None,
+) -> None:
+    """Measure the package's work in a step of a prefill+decode engine.
+
+    The bookkeeping alone, with as many requests as are asked for; no engine, no model. Exit status:
+    0, 1 when something failed, 2 on bad input.
+    """
+    with console.messages():
+        load_before = report.load_average()
+        cases = [
+            step.Case(decoding=running, items=each, waiting=behind)
+            for running in decoding
+            for each in items
+            for behind in waiting
+        ]
+        samples = step.measure(cases, steps=steps, report=console.progress)
+        made = step.make_report(samples, command=console.command(), load_before=load_before)
+        console.finish(made, [], json_file, markdown_file, None)
 
 
 if __name__ == "__main__":

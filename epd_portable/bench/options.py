@@ -89,14 +89,21 @@ def read_pixels(context: click.Context, option: click.Parameter, text: str) -> l
     return found
 
 
-def output_options(command: F) -> F:
+def file_options(command: F) -> F:
     """Add the options that say where results are kept."""
     file = click.Path(dir_okay=False, path_type=Path)
-    options = [
-        click.option("--json", "json_file", type=file, help="Write every sample and a summary."),
-        click.option("--markdown", "markdown_file", type=file, help="Write the tables."),
-        click.option("--png", "png_file", type=file, help="Draw them; needs the extra 'bench'."),
-    ]
-    for option in reversed(options):
-        command = option(command)
-    return command
+    command = click.option("--markdown", "markdown_file", type=file, help="Write the tables.")(
+        command
+    )
+    return click.option("--json", "json_file", type=file, help="Write every sample and a summary.")(
+        command
+    )
+
+
+def output_options(command: F) -> F:
+    """Add `file_options`, and that of a picture."""
+    file = click.Path(dir_okay=False, path_type=Path)
+    drawn = click.option(
+        "--png", "png_file", type=file, help="Draw them; needs the extra 'bench'."
+    )(command)
+    return file_options(drawn)

@@ -1,0 +1,251 @@
+"""``epd-bench step``: what a prefill+decode instance's engine pays for this package in every step.
+
+A real `Receiver`, called as vLLM's scheduler calls it: it asks about every request that decodes, in
+every step; requests that wait for their items sleep and are not asked about. Nothing is computed,
+so what is measured is the package's own work. Beside it, in turns, the same loop with a question
+that does nothing: what the engine pays for asking at all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from epd_portable.bench.commands import DTYPE, WIDTH
+from epd_portable.bench.report import Report, Table, conditions
+from epd_portable.bench.servers import free_port
+from epd_portable.bench.stats import quantile
+from epd_portable.config.instance import InstanceConfig
+from epd_portable.runners.prompt import PromptItem
+from epd_portable.runners.receiver import Receiver
+from epd_portable.wire.descriptors import TensorSpec
+from epd_portable.wire.params import ExpectedTransfer, PrefillParams
+
+ITEM_TOKENS = 4
+_TIMEOUT_S = 3600.0
+_WARM_UP = 20
+_TENSOR = TensorSpec(shape=(ITEM_TOKENS, WIDTH), dtype=DTYPE)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """The state of an engine.
+
+    Attributes:
+        decoding: Requests that generate, all their items behind them.
+        items: Of each.
+        waiting: Requests that wait for an item which an encoder is to deliver.
+    """
+
+    decoding: int
+    items: int
+    waiting: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """One step.
+
+    Attributes:
+        decoding: As in `Case`, like the next two.
+        items: As above.
+        waiting: As above.
+        step_s: The package's work in it, in seconds.
+        asking_s: As many questions that do nothing, right after it.
+    """
+
+    decoding: int
+    items: int
+    waiting: int
+    step_s: float
+    asking_s: float
+
+
+def measure(cases: Sequence[Case], *, steps: int, report: Callable[[str], None]) -> list[Sample]:
+    """Measure so many steps of every case.
+
+    Args:
+        cases: Engines to model.
+        steps: Of each, after a few that are not measured.
+        report: Gets a progress line a case.
+    """
+    samples = []
+    for case in cases:
+        report(
+            f"{case.decoding} requests decode, {case.items} items each; {case.waiting} wait: "
+            f"{steps} steps"
+        )
+        with _engine(case) as engine:
+            taken = [engine.step(case) for _ in range(_WARM_UP + steps)]
+        samples += taken[_WARM_UP:]
+    return samples
+
+
+def make_report(samples: Sequence[Sample], *, command: str, load_before: float) -> Report:
+    """Return the page of a measurement."""
+    groups: dict[Case, list[Sample]] = {}
+    for each in samples:
+        case = Case(decoding=each.decoding, items=each.items, waiting=each.waiting)
+        groups.setdefault(case, []).append(each)
+    summary = [
+        {
+            **dataclasses.asdict(case),
+            "step_s": quantile([each.step_s for each in group], 0.5),
+            "step_p90_s": quantile([each.step_s for each in group], 0.9),
+            "asking_s": quantile([each.asking_s for each in group], 0.5),
+        }
+        for case, group in groups.items()
+    ]
+    rows = tuple(
+        (
+            f"{row['decoding']} × {row['items']}",
+            str(row["waiting"]),
+            f"{row['step_s'] / row['asking_s']:.2f}",
+            *(f"{row[name] * 1e6:.1f}" for name in ("step_s", "step_p90_s", "asking_s")),
+        )
+        for row in summary
+    )
+    return Report(
+        title="The package's work in a step of a prefill+decode engine",
+        command=command,
+        conditions=conditions(load_before),
+        notes=(
+            "A receiver with a real pool and control channel, no engine and no model; the loop "
+            "that asks is Python's, as vLLM's is.",
+            "Ratio: that work by as many calls of a function that only answers yes.",
+        ),
+        tables=(
+            Table(
+                title="Times in µs",
+                columns=("decoding × items", "waiting", "ratio", "p50", "p90", "only asking, p50"),
+                rows=rows,
+            ),
+        ),
+        summary=summary,
+        samples=[dataclasses.asdict(sample) for sample in samples],
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Feature:
+    identifier: str
+
+
+@dataclass(eq=False)
+class _Request:
+    """What the bookkeeping reads of vLLM's ``Request``."""
+
+    request_id: str
+    mm_features: list[_Feature]
+    num_computed_tokens: int = 0
+
+    def get_num_encoder_embeds(self, input_id: int) -> int:
+        return ITEM_TOKENS
+
+
+@dataclass
+class _Engine:
+    receiver: Receiver
+    running: list[_Request] = field(default_factory=list)
+
+    def add(self, name: str, items: int, *, by_transfer: bool) -> _Request:
+        request = _Request(name, [_Feature(f"{name}-{index}") for index in range(items)])
+        prompt = [
+            PromptItem(
+                input_id=index,
+                mm_hash=feature.identifier,
+                begin=index * ITEM_TOKENS,
+                end=(index + 1) * ITEM_TOKENS,
+                num_embeds=ITEM_TOKENS,
+                tensor=_TENSOR,
+            )
+            for index, feature in enumerate(request.mm_features)
+        ]
+        expected = tuple(
+            ExpectedTransfer(transfer_id=item.mm_hash, mm_hash=item.mm_hash) for item in prompt
+        )
+        params = PrefillParams(transfers=expected) if by_transfer else None
+        self.receiver.request_arrived(request, prompt, params)
+        return request
+
+    def compute(self, request: _Request) -> None:
+        """Encode the items of a request here and compute past them, as in a step."""
+        receiver, cache = self.receiver, self.receiver.cache
+        for index in range(len(request.mm_features)):
+            assert receiver.may_schedule(request.request_id, index * ITEM_TOKENS)
+            cache.allocate(request, index)
+            cache.free_encoder_input(request, index)
+        request.num_computed_tokens = len(request.mm_features) * ITEM_TOKENS
+        receiver.may_schedule(request.request_id, request.num_computed_tokens)
+        self.running.append(request)
+
+    def step(self, case: Case) -> Sample:
+        """Do what a step makes the package do, and ask as many idle questions."""
+        receiver, unsettled = self.receiver, self.receiver.cache.unsettled
+
+        def may_schedule(request: _Request, num_computed_tokens: int) -> bool:
+            # As `EPDConnector.ensure_cache_available`.
+            return request.request_id not in unsettled or receiver.may_schedule(
+                request.request_id, num_computed_tokens
+            )
+
+        begin_s = time.perf_counter()
+        with receiver.lock:
+            receiver.before_step()
+            receiver.take_woken()
+            for request in self.running:
+                may_schedule(request, request.num_computed_tokens)
+            receiver.take_sleepers()
+            receiver.take_orders(receiver.cache.get_freed_mm_hashes(), computes=True)
+        with receiver.lock:
+            receiver.step_done()
+            receiver.take_unavailable()
+        step_s = time.perf_counter() - begin_s
+        begin_s = time.perf_counter()
+        for request in self.running:
+            _yes(request, request.num_computed_tokens)
+        asking_s = time.perf_counter() - begin_s
+        return Sample(**dataclasses.asdict(case), step_s=step_s, asking_s=asking_s)
+
+
+def _yes(request: _Request, num_computed_tokens: int) -> bool:
+    return True
+
+
+@contextmanager
+def _engine(case: Case) -> Iterator[_Engine]:
+    config = InstanceConfig(
+        instance="step",
+        platform="cpu",
+        path="shm",
+        wait_timeout_s=_TIMEOUT_S,
+        control_address=f"tcp://127.0.0.1:{free_port()}",
+        pool=f"epd-bench-{os.getpid()}-step",
+        pool_bytes=64 * _TENSOR.nbytes,
+        can_encode=True,
+    )
+    receiver = Receiver(
+        config,
+        fingerprint="step",
+        cache_size=64 * ITEM_TOKENS,
+        alignment_bytes=64,
+        copies=False,
+    )
+    receiver.listen()
+    try:
+        engine = _Engine(receiver)
+        with receiver.lock:
+            for number in range(case.decoding):
+                name = f"decoding-{number}"
+                engine.compute(engine.add(name, case.items, by_transfer=False))
+            for number in range(case.waiting):
+                request = engine.add(f"waiting-{number}", 1, by_transfer=True)
+                receiver.may_schedule(request.request_id, 0, running=False)
+            receiver.take_sleepers()
+        yield engine
+    finally:
+        receiver.close()
