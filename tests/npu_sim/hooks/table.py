@@ -21,7 +21,10 @@ NPU_WORKER = "vllm_ascend.worker.worker:NPUWorker"
 NPU_RUNNER = "vllm_ascend.worker.model_runner_v1:NPUModelRunner"
 CONNECTOR_BASE = "vllm.distributed.ec_transfer.ec_connector.base:ECConnectorBase"
 CONNECTOR = "epd_portable.vllm_plugin.ec_connector:EPDConnector"
-CACHE = "epd_portable.scheduling.encoder_cache:EncoderCacheManager"
+CACHES = {
+    "encoder_cache.py": "epd_portable.scheduling.encoder_cache:EncoderCacheManager",
+    "preallocator.py": "epd_portable.scheduling.preallocator:EncoderCachePreallocator",
+}
 REQUEST = "vllm.v1.request:Request"
 
 WORKER: list[Hook] = [
@@ -245,9 +248,13 @@ for kind in ("", "Async"):
             )
             for method, arguments in {
                 "add_request": ("request",),
+                "finish_requests": ("request_ids", "finished_status"),
                 "schedule": (),
                 "update_from_output": ("scheduler_output", "model_runner_output"),
+                "reset_encoder_cache": (),
+                "reset_prefix_cache": (),
                 "has_requests": (),
+                "get_request_counts": (),
             }.items()
         ),
         Calls(
@@ -270,22 +277,28 @@ for kind in ("", "Async"):
                 "encoder_cache_manager",
                 "ec_connector",
                 "grammar_compile_error_reqs",
+                "requests",
+                "use_eagle",
+                "waiting",
             )
         ),
-        Serves(
-            caller="encoder_cache.py: EncoderCacheManager",
-            owner=base,
-            attribute="encoder_cache_manager",
-            ours=CACHE,
-            at_least=(
-                "check_and_update_cache",
-                "can_allocate",
-                "allocate",
-                "get_cached_input_ids",
-                "free_encoder_input",
-                "free",
-                "get_freed_mm_hashes",
-            ),
+        *(
+            Serves(
+                caller=f"{module}: {cache.partition(':')[2]}",
+                owner=base,
+                attribute="encoder_cache_manager",
+                ours=cache,
+                at_least=(
+                    "check_and_update_cache",
+                    "can_allocate",
+                    "allocate",
+                    "get_cached_input_ids",
+                    "free_encoder_input",
+                    "free",
+                    "get_freed_mm_hashes",
+                ),
+            )
+            for module, cache in CACHES.items()
         ),
         Serves(
             caller="ec_connector.py: EPDConnector",
@@ -322,7 +335,27 @@ SCHEDULER += [
         caller="scheduler.py: EPDScheduler.__init__",
         owner="vllm.v1.core.encoder_cache_manager:EncoderCacheManager",
         attribute="cache_size",
-    )
+    ),
+    *(
+        Calls(
+            caller="scheduler.py: EPDScheduler._put_to_sleep, _wake",
+            target=f"vllm.v1.core.sched.request_queue:{queue}.{method}",
+            arguments=("self", "requests"),
+        )
+        for queue in ("FCFSRequestQueue", "PriorityRequestQueue")
+        for method in ("remove_requests", "prepend_request")
+    ),
+    *(
+        Attribute(
+            caller="ec_connector.py: EPDConnector.ensure_cache_available",
+            owner=owner,
+            attribute=attribute,
+        )
+        for owner, attribute in [
+            (REQUEST, "status"),
+            ("vllm.v1.request:RequestStatus", "RUNNING"),
+        ]
+    ),
 ]
 
 ENCODE_SCHEDULER: list[Hook] = [
@@ -410,7 +443,11 @@ CONNECTING += [
             CONNECTOR_BASE,
             ("_vllm_config", "role", "is_producer"),
         ),
-        ("ec_connector.py: EPDConnector", REQUEST, ("request_id", "mm_features")),
+        (
+            "ec_connector.py: EPDConnector",
+            REQUEST,
+            ("request_id", "mm_features", "num_computed_tokens"),
+        ),
         ("compat.py: transfer_params", REQUEST, ("ec_transfer_params",)),
         (
             "ec_connector.py: EPDConnector._prompt_items",

@@ -368,7 +368,7 @@ def test_a_second_rank_on_a_device_of_its_own_places_what_a_third_device_wrote(
 ) -> None:
     encode, first, second = make_encode(**THREE), make_child(**THREE), make_child(**THREE)
     pool = open_pd(first, route, tmp_path)
-    do(first, "pd.step = pd.receiver.tick")
+    do(first, "pd.step = pd.receiver.take_in")
     do(first, "pd.arrive('r', 'cat', 300)")
     encode.order("t-r", "cat", first.tell("pd.address").strip("'"), (300, WIDTH))
     encode.put_out("cat", "output('cat', 300)")
