@@ -76,6 +76,7 @@ class Consumer:
             self._endpoint.close()
             raise
         self._cache = self._receiver.cache
+        self._receiver.listen()
         self._placer = Placer(copies, self._endpoint)
         self._outputs: dict[str, torch.Tensor] = {}
 
@@ -96,16 +97,21 @@ class Consumer:
             tensor=command.tensor,
         )
         expected = ExpectedTransfer(transfer_id=name, mm_hash=name)
-        self._receiver.request_arrived(request, [item], PrefillParams(transfers=(expected,)))
+        with self._receiver.lock:
+            self._receiver.request_arrived(request, [item], PrefillParams(transfers=(expected,)))
         while name not in self._outputs:
             self._step()
-            if self._receiver.take_unavailable():
+            with self._receiver.lock:
+                self._receiver.may_schedule(name, 0)
+                failed = self._receiver.take_unavailable()
+            if failed:
                 raise MeasurementError(f"item {name} did not arrive in {self._timeout_s:g} s")
             time.sleep(STEP_S)
         if not bool((self._outputs[name].cpu() == command.value).all()):
             raise MeasurementError(f"item {name} of {command.tensor} arrived with other content")
-        self._receiver.request_finished(name)
-        self._cache.reset()
+        with self._receiver.lock:
+            self._receiver.request_finished(name)
+            self._cache.reset()
         self._step()
         return Answer()
 
@@ -115,9 +121,10 @@ class Consumer:
         self._endpoint.close()
 
     def _step(self) -> None:
-        self._receiver.take_in()
-        freed = self._cache.get_freed_mm_hashes()
-        orders = self._receiver.take_orders(freed, computes=True)
+        with self._receiver.lock:
+            self._receiver.before_step()
+            freed = self._cache.get_freed_mm_hashes()
+            orders = self._receiver.take_orders(freed, computes=True)
         for mm_hash in freed:
             self._outputs.pop(mm_hash, None)
         self._placer.carry_out(orders, self._outputs)
@@ -126,7 +133,8 @@ class Consumer:
             _wait(self._platform.record_event(), self._timeout_s)
             for item in orders.placements:
                 trace("item.complete", mm_hash=item.mm_hash)
-        self._receiver.step_done()
+        with self._receiver.lock:
+            self._receiver.step_done()
 
 
 class Producer:
