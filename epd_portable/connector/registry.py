@@ -226,6 +226,7 @@ def copies_in_place(name: str, platform: str) -> bool:
         can.same_host
         and can.one_sided
         and not can.fenced
+        and not can.devices_only
         and not TRAITS[platform].needs_device_copy
     )
 
