@@ -54,7 +54,7 @@ class Dispatcher:
 
     @property
     def busy(self) -> bool:
-        """Whether transfers are under way; the engine must go on stepping to hear of their end."""
+        """Whether transfers are under way; a step reports which of them have ended."""
         return bool(self._sending)
 
     def request_arrived(

@@ -94,9 +94,10 @@ class Sender:
         self._lock = threading.Lock()
         self._inbox: deque[Callable[[float], None]] = deque()
         self._ended: set[str] = set()
+        self._has_ended = threading.Event()
         self._told: set[tuple[type[Exception], int | None]] = set()
         self._wait_timeout_s = config.wait_timeout_s
-        self._stop = False
+        self._stop_s: float | None = None
         self._death: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="epd-sender", daemon=True)
         self._writers = [
@@ -151,12 +152,21 @@ class Sender:
         """Return the ids of transfers that ended since the last call."""
         with self._lock:
             ended, self._ended = self._ended, set()
+            self._has_ended.clear()
         return ended
 
-    def close(self) -> None:
-        """Stop; writes that are under way end first."""
+    def rest(self, timeout_s: float) -> None:
+        """Block until a transfer has ended since `take_ended`, but no longer than this."""
+        self._has_ended.wait(timeout_s)
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Stop; writes that are under way end first.
+
+        Args:
+            linger_s: Transfers may end within so many seconds before.
+        """
         with self._lock:
-            self._stop = True
+            self._stop_s = time.monotonic() + linger_s
             self._control.wake()
         self._thread.join()
 
@@ -165,7 +175,7 @@ class Sender:
     def _run(self) -> None:
         try:
             failing_since_s: float | None = None
-            while not self._stop:
+            while not self._is_over():
                 try:
                     self._turn()
                     failing_since_s = None
@@ -189,6 +199,12 @@ class Sender:
                 transport.close()
             with self._lock:  # Nobody is just waking it.
                 self._control.close()
+
+    def _is_over(self) -> bool:
+        if self._stop_s is None:
+            return False
+        idle = not self._inbox and not len(self._session)
+        return idle or time.monotonic() >= self._stop_s
 
     def _turn(self) -> None:
         received = self._control.receive(_BUSY_POLL_S if len(self._session) else _IDLE_POLL_S)
@@ -227,6 +243,7 @@ class Sender:
                     if output is not None:
                         self._metrics.kept(-output[0].nbytes)
                 self._ended.add(finished.transfer_id)
+                self._has_ended.set()
             self._metrics.finished(finished)
 
     def _begin(self, write: Write) -> None:

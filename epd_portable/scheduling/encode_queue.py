@@ -125,6 +125,11 @@ class EncodeQueue:
             counted |= missing
             self._admitted[request_id] = request
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no request waits or is encoded in parts."""
+        return not self._waiting and not self._started
+
     def may_start(self, request_id: str) -> bool:
         """Tell whether the engine may schedule a request in this step."""
         return request_id not in self._waiting or request_id in self._admitted

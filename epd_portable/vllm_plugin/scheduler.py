@@ -76,10 +76,4 @@ def _scheduler_class(asynchronous: bool) -> type:
             self.ec_connector.step_done()
             return outputs
 
-        def has_requests(self) -> bool:
-            # vLLM asks the EC connector itself from 0.29 on.
-            if super().has_requests():
-                return True
-            return bool(self.ec_connector.has_pending_push_work())
-
     return EPDScheduler

@@ -171,6 +171,34 @@ def test_closing_ends_the_thread_while_transfers_are_under_way(path: str) -> Non
     assert not sender._thread.is_alive()
 
 
+def test_closing_lets_transfers_end_that_can(
+    path: str, make_pd: Callable[..., PrefillSide]
+) -> None:
+    pd, sender = make_pd(), make_sender(path)
+    pd.arrive("r", "cat", 10)
+    sender.submit(order("t-r", "cat", pd.address, 10), output("cat", 10))
+    closing = threading.Thread(target=sender.close, args=(DEADLINE_S,))
+    closing.start()
+    pd.step_until(lambda: not closing.is_alive())
+    assert pd.placed == ["cat"]
+    assert sender.take_ended() == {"t-r"}
+
+
+def test_a_rest_ends_with_a_transfer_and_is_no_longer_than_asked_for(
+    sender: Sender, pd: PrefillSide
+) -> None:
+    sender.rest(0.001)
+    pd.arrive("r", "cat", 10)
+    sender.submit(order("t-r", "cat", pd.address, 10), output("cat", 10))
+    resting = threading.Thread(target=sender.rest, args=(DEADLINE_S,))
+    resting.start()
+    pd.step_until(lambda: not resting.is_alive())
+    assert sender.take_ended() == {"t-r"}
+    begin_s = time.monotonic()
+    sender.rest(0.01)
+    assert time.monotonic() - begin_s >= 0.01, "that end was told already"
+
+
 def test_a_sender_that_stops_at_once_can_still_be_woken(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

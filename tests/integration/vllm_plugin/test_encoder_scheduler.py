@@ -65,6 +65,7 @@ class Engine:
         )
         self.cache = self.scheduler.encoder_cache_manager
         self.sending: list[str] = []
+        self.rests = False
         self.ended: dict[str, str] = {}
 
     def arrive(self, request_id: str, *items: tuple[str, int], text: int = 2) -> None:
@@ -108,6 +109,7 @@ class Engine:
         from vllm.v1.outputs import ECConnectorOutput, make_empty_encoder_model_runner_output
 
         planned = self.scheduler.schedule()
+        self.rests = planned.ec_connector_metadata.short_of_room
         self.sending += [order.transfer_id for order in planned.ec_connector_metadata.orders]
         encoded = {
             request_id: [
@@ -154,6 +156,35 @@ def test_requests_are_encoded_whole_in_order_as_transfers_give_room_back(engine:
     assert set(engine.ended) == {"a", "b", "c"}
     assert not engine.empty()
     engine.step(*(transfer for transfer in engine.sending if transfer != "cat to a"))
+    assert engine.empty()
+
+
+def test_an_engine_without_requests_rests_and_takes_ended_transfers_in_with_the_next(
+    engine: Engine,
+) -> None:
+    engine.arrive("a", ("cat", 600))
+    assert engine.step() == {"a": ["cat"]}
+    engine.step()
+    assert not engine.rests, "nobody waits"
+    assert not engine.scheduler.has_requests(), "it would step every millisecond"
+    assert engine.cache.holders("cat") == {"cat to a"}
+    engine.arrive("b", ("dog", 600))
+    assert engine.step("cat to a") == {}
+    assert engine.rests, "b waits for room"
+    assert engine.step() == {"b": ["dog"]}
+    assert not engine.rests
+    engine.step("dog to b")
+    assert engine.empty()
+
+
+def test_a_request_in_parts_rests_until_its_first_part_is_transferred(engine: Engine) -> None:
+    engine.arrive("a", ("cat", 600), ("dog", 600))
+    assert engine.step() == {"a": ["cat"]}
+    assert engine.step() == {}
+    assert engine.rests
+    assert engine.step("cat to a") == {}
+    assert engine.step() == {"a": ["dog"]}
+    engine.step("dog to a")
     assert engine.empty()
 
 
