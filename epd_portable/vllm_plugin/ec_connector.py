@@ -29,6 +29,7 @@ from epd_portable.runners.receiver import Receiver
 from epd_portable.runners.receiver_metrics import PlacerMetrics, ReceiverMetrics
 from epd_portable.runners.sender import Sender
 from epd_portable.runners.sender_metrics import SenderMetrics
+from epd_portable.scheduling.encode_queue import EncodeQueue, StepLimits
 from epd_portable.vllm_plugin import compat, exposition
 from epd_portable.vllm_plugin.metadata import ItemMetadata
 from epd_portable.wire.descriptors import TensorSpec
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-    from epd_portable.scheduling.encode_queue import EncodeQueue
     from epd_portable.scheduling.encoder_cache import EncoderCacheManager
 
 logger = logging.getLogger(__name__)
@@ -112,9 +112,18 @@ class EPDConnector(ECConnectorBase):
             metrics=ReceiverMetrics(),
         )
 
-    def attach_queue(self, queue: EncodeQueue) -> None:
-        """Let the queue of an encode instance say which requests may start."""
-        self._queue = queue
+    def make_queue(self, cache: EncoderCacheManager, limits: StepLimits) -> EncodeQueue:
+        """Make the queue of an encode instance, and let it say which requests may start."""
+        assert self._dispatcher is not None, "the scheduler did not attach its encoder cache"
+        self._queue = EncodeQueue(
+            cache, limits, self._dispatcher.kept, remember_s=self._config.wait_timeout_s
+        )
+        return self._queue
+
+    def consumers(self, request_id: str) -> frozenset[str]:
+        """Return whom the items of an encode request are for."""
+        assert self._dispatcher is not None, "the scheduler did not attach its encoder cache"
+        return self._dispatcher.consumers(request_id)
 
     def request_arrived(self, request: Request) -> None:
         """A request was added; one without media is none of our business."""

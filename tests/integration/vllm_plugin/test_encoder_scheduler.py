@@ -68,8 +68,10 @@ class Engine:
         self.rests = False
         self.ended: dict[str, str] = {}
 
-    def arrive(self, request_id: str, *items: tuple[str, int], text: int = 2) -> None:
-        """Add a request: each item stands behind some tokens of text."""
+    def arrive(
+        self, request_id: str, *items: tuple[str, int], text: int = 2, to: str = "tcp://pd"
+    ) -> None:
+        """Add a request for one consumer: each item stands behind some tokens of text."""
         from vllm import SamplingParams
         from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
         from vllm.v1.request import Request
@@ -84,7 +86,7 @@ class Engine:
             )
             offset += size + text
         transfers = tuple(
-            EncodeTransfer(transfer_id=f"{mm_hash} to {request_id}", mm_hash=mm_hash, consumer="")
+            EncodeTransfer(transfer_id=f"{mm_hash} to {request_id}", mm_hash=mm_hash, consumer=to)
             for mm_hash, _ in items
         )
         params = to_params(EncodeParams(transfers=transfers))
@@ -196,6 +198,22 @@ def test_items_in_the_cache_are_sent_again_and_not_encoded_again(engine: Engine)
     assert engine.step() == {"b": ["dog"]}
     assert engine.sending == ["cat to a", "dog to b", "cat to b"]
     engine.step("dog to b", "cat to b")
+    assert engine.empty()
+
+
+def test_a_consumer_that_takes_nothing_leaves_room_for_the_items_of_another(
+    engine: Engine,
+) -> None:
+    for number in range(5):
+        engine.arrive(f"a{number}", (f"orphan-{number}", 200), to="tcp://a")
+    engine.arrive("b0", ("cat", 200), to="tcp://b")
+    assert engine.step().keys() == {"a0", "a1", "a2", "a3", "b0"}
+    engine.arrive("b1", ("dog", 200), to="tcp://b")
+    assert engine.step("cat to b0") == {}
+    assert engine.step() == {"b1": ["dog"]}, "although a4 came before it"
+    engine.step("dog to b1", *(f"orphan-{number} to a{number}" for number in range(4)))
+    assert engine.step() == {"a4": ["orphan-4"]}
+    engine.step("orphan-4 to a4")
     assert engine.empty()
 
 
