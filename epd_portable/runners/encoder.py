@@ -9,35 +9,21 @@ from typing import TYPE_CHECKING, Any
 from epd_portable.runners.traced import TracedRunner
 
 if TYPE_CHECKING:
-    from epd_portable.runners.host import EncodeHooks, StepOutput
+    from epd_portable.runners.host import EncodeHooks, RunnerHost, StepOutput
+
+    _Base = RunnerHost
+else:
+    _Base = object
 
 
-class EncoderRunnerMixin(TracedRunner):
-    """Announces items before they are encoded, and reports the transfers that have ended.
+class _PartsRunner(_Base):
+    """Encodes the items of a step a few at a time where more at once are no faster.
 
-    vLLM encodes all items of a step before it saves the first output (0.26 to 0.33). Where that is
-    no faster than one item after another, the encoder is called for a few at a time, so that each
-    leaves as soon as it is encoded.
-
-    The encoder's outputs reach the `Sender` through vLLM's ``save_caches`` hook, right after each
-    is computed. The step's orders go to it before, so that the consumer's grant comes while the
-    encoder works. vLLM's V1 runner drops what the connector of an encode-only instance reports
-    (0.26 to 0.33), so the report is attached to the step's output here.
+    vLLM encodes all of them before it saves the first output (0.26 to 0.33); so each leaves as soon
+    as it is encoded.
     """
 
     epd: EncodeHooks
-
-    def execute_model(self, scheduler_output: StepOutput, *args: Any, **kwargs: Any) -> Any:
-        """Run one step of the engine, with tokens or without."""
-        self.epd.submit_orders(scheduler_output.ec_connector_metadata, self.encoder_cache)
-        output = super().execute_model(scheduler_output, *args, **kwargs)
-        report = self.epd.report_transfers()
-        if report is None:
-            return output
-        # vLLM shares one empty output between steps.
-        output = copy.copy(output)
-        output.ec_connector_output = report
-        return output
 
     def _execute_mm_encoder(self, scheduler_output: StepOutput) -> Any:
         parts = list(self._parts(scheduler_output.scheduled_encoder_inputs))
@@ -66,3 +52,27 @@ class EncoderRunnerMixin(TracedRunner):
                 size += more
         if part:
             yield part
+
+
+class EncoderRunnerMixin(TracedRunner, _PartsRunner):
+    """Announces items before they are encoded, and reports the transfers that have ended.
+
+    The encoder's outputs reach the `Sender` through vLLM's ``save_caches`` hook, right after each
+    is computed. The step's orders go to it before, so that the consumer's grant comes while the
+    encoder works. vLLM's V1 runner drops what the connector of an encode-only instance reports
+    (0.26 to 0.33), so the report is attached to the step's output here.
+    """
+
+    epd: EncodeHooks
+
+    def execute_model(self, scheduler_output: StepOutput, *args: Any, **kwargs: Any) -> Any:
+        """Run one step of the engine, with tokens or without."""
+        self.epd.submit_orders(scheduler_output.ec_connector_metadata, self.encoder_cache)
+        output = super().execute_model(scheduler_output, *args, **kwargs)
+        report = self.epd.report_transfers()
+        if report is None:
+            return output
+        # vLLM shares one empty output between steps.
+        output = copy.copy(output)
+        output.ec_connector_output = report
+        return output
