@@ -117,8 +117,8 @@ class _Transfer:
     ending: Finished | None = None
     """Set while a write is under way whose result does not matter any more."""
     digest: str = ""
-    release: bool = False
-    """The consumer waits to hear that the slot is not written any more."""
+    farewell: AnyMessage | None = None
+    """What the consumer hears when the slot is not written any more."""
 
 
 class ProducerSession:
@@ -209,7 +209,7 @@ class ProducerSession:
             self._close(transfer, transfer.ending)
         else:
             transfer.state = _State.WRITTEN
-            transfer.next_send_s = now
+            self._ask(transfer, now)
 
     def write_failed(self, transfer_id: str, problem: str, now: float) -> None:
         """A write that was asked for failed: the consumer is told, the transfer ends."""
@@ -223,6 +223,16 @@ class ProducerSession:
                 Finished(transfer_id=transfer_id, mm_hash=transfer.order.mm_hash, problem=problem),
             )
 
+    def fail(self, transfer_id: str, problem: str) -> None:
+        """End a transfer that this process cannot go on with; does nothing if there is none.
+
+        The consumer is told; a write that is under way ends first.
+        """
+        transfer = self._transfers.get(transfer_id)
+        if transfer is not None:
+            transfer.farewell = _abort(transfer, problem)
+            self._end(transfer, problem)
+
     def withdraw(self, path: str) -> None:
         """Offer a path no more, because this process cannot write by it; others are chosen then."""
         paths = tuple(endpoint for endpoint in self._peer.paths if endpoint.path != path)
@@ -232,6 +242,13 @@ class ProducerSession:
         """Return everything to be done now."""
         for transfer in list(self._transfers.values()):
             self._advance(transfer, now)
+        return self.take()
+
+    def take(self) -> Actions:
+        """Return what follows from what was reported since the last call, without a look at time.
+
+        Saves a `poll` between the end of a write and *written*.
+        """
         out, self._out = self._out, Actions()
         return out
 
@@ -252,8 +269,11 @@ class ProducerSession:
                 self._write(transfer)
                 return
         if now >= transfer.next_send_s:
-            transfer.next_send_s = now + self._resend_s
-            self._send(transfer, self._question(transfer))
+            self._ask(transfer, now)
+
+    def _ask(self, transfer: _Transfer, now: float) -> None:
+        transfer.next_send_s = now + self._resend_s
+        self._send(transfer, self._question(transfer))
 
     def _question(self, transfer: _Transfer) -> AnyMessage:
         order = transfer.order
@@ -293,7 +313,7 @@ class ProducerSession:
         if transfer is None:
             self._out.messages.append((consumer, _released(message.transfer_id, message.attempt)))
             return
-        transfer.release = True
+        transfer.farewell = _released(message.transfer_id, transfer.attempt)
         self._end(transfer, f"aborted by the consumer: {message.reason}")
 
     def _end(self, transfer: _Transfer, problem: str = "") -> None:
@@ -308,8 +328,8 @@ class ProducerSession:
             self._close(transfer, finished)
 
     def _close(self, transfer: _Transfer, finished: Finished) -> None:
-        if transfer.release:
-            self._send(transfer, _released(finished.transfer_id, transfer.attempt))
+        if transfer.farewell is not None:
+            self._send(transfer, transfer.farewell)
         del self._transfers[finished.transfer_id]
         self._out.finished.append(finished)
 

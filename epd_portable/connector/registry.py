@@ -216,6 +216,21 @@ def in_device_memory(name: str, platform: str) -> bool:
     return entry(name).capabilities.device_memory and TRAITS[platform].needs_device_copy
 
 
+def copies_in_place(name: str, platform: str) -> bool:
+    """Tell whether a producer of that platform writes with a mere copy from host memory to another.
+
+    Such a write waits for nobody, neither for a device nor for a peer.
+    """
+    can = entry(name).capabilities
+    return (
+        can.same_host
+        and can.one_sided
+        and not can.fenced
+        and not can.devices_only
+        and not TRAITS[platform].needs_device_copy
+    )
+
+
 def offered_by(config: InstanceConfig) -> tuple[PathEntry, ...]:
     """Return the paths that an instance has by its configuration, see `offered`."""
     return offered(config.path, config.platform, plain=may_be_plain(config))

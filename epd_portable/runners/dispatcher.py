@@ -10,6 +10,7 @@ from typing import Any
 from epd_portable.connector.producer import TransferOrder
 from epd_portable.log import trace
 from epd_portable.runners.prompt import engine_names
+from epd_portable.scheduling.encode_queue import KeptRoom
 from epd_portable.scheduling.encoder_cache import EncoderCacheManager
 from epd_portable.wire.descriptors import TensorSpec
 from epd_portable.wire.params import EncodedItem, EncodeOutcome, EncodeParams
@@ -43,9 +44,13 @@ class Dispatcher:
     Args:
         cache: The scheduler's encoder cache.
         instance: Name of this instance, for its answers.
+
+    Attributes:
+        kept: What transfers keep of the cache.
     """
 
     def __init__(self, cache: EncoderCacheManager, instance: str = "") -> None:
+        self.kept = KeptRoom()
         self._cache = cache
         self._instance = instance
         self._items: dict[str, tuple[EncodedItem, ...]] = {}
@@ -54,7 +59,7 @@ class Dispatcher:
 
     @property
     def busy(self) -> bool:
-        """Whether transfers are under way; the engine must go on stepping to hear of their end."""
+        """Whether transfers are under way; a step reports which of them have ended."""
         return bool(self._sending)
 
     def request_arrived(
@@ -100,6 +105,10 @@ class Dispatcher:
         items = self._items.pop(request_id, None)
         return None if items is None else EncodeOutcome(instance=self._instance, items=items)
 
+    def consumers(self, request_id: str) -> frozenset[str]:
+        """Return whom the items of a request are for that have not got room yet."""
+        return frozenset(order.consumer for order in self._waiting.get(request_id, ()))
+
     def take_orders(self, scheduled: Iterable[str]) -> list[TransferOrder]:
         """Return the orders whose items got room by this step, for the worker.
 
@@ -119,6 +128,8 @@ class Dispatcher:
                     continue
                 taken.append(order)
                 self._cache.retain(order.mm_hash, order.transfer_id)
+                num_embeds = order.tensor.shape[0]
+                self.kept.keep(order.transfer_id, order.consumer, order.mm_hash, num_embeds)
                 self._sending[order.transfer_id] = order.mm_hash
                 trace("transfer.ordered", transfer=order.transfer_id, mm_hash=order.mm_hash)
         return taken
@@ -129,3 +140,4 @@ class Dispatcher:
             mm_hash = self._sending.pop(transfer_id, None)
             if mm_hash is not None:
                 self._cache.deallocate(mm_hash, transfer_id)
+                self.kept.give_back(transfer_id)

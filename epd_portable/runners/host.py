@@ -34,10 +34,19 @@ class StepOutput(Protocol):
 
 
 class EncodeHooks(Protocol):
-    """The worker side of an encode instance's connector, as its runner's mixin calls it."""
+    """The worker side of an encode instance's connector, as its runner's mixin calls it.
+
+    Attributes:
+        encode_together_embeds: See `PlatformTraits.encode_together_embeds`.
+    """
+
+    encode_together_embeds: int | None
 
     def submit_orders(self, metadata: Any, encoder_cache: Mapping[str, torch.Tensor]) -> None:
         """Begin the transfers that the scheduler side ordered, before the encoder runs.
+
+        In a step that computes nothing because room is short, rests until a transfer has ended, but
+        for some milliseconds at most.
 
         Args:
             metadata: ``ec_connector_metadata`` of the step.

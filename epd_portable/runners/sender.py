@@ -1,18 +1,26 @@
-"""Encode worker: a thread that announces items, writes them into granted slots and hears acks."""
+"""Encode worker: a thread that announces items, writes them into granted slots and hears acks.
+
+That thread holds the control sockets. What is a short copy in host memory it writes itself, and
+says *written* in the same turn; whatever may wait for a device or a peer is written by a thread of
+a pool, which hands the end of it back.
+"""
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from epd_portable.connector import registry
 from epd_portable.connector.control import ControlClients, host_identity, new_session
+from epd_portable.connector.copies import CHUNK_BYTES
 from epd_portable.connector.curve import read_keys
 from epd_portable.connector.digest import digest_of
 from epd_portable.connector.producer import Actions, ProducerSession, TransferOrder, Write
@@ -20,6 +28,7 @@ from epd_portable.connector.transport import Transport
 from epd_portable.envs import EPD_PAYLOAD_DIGEST
 from epd_portable.errors import EPDError, TransportError, UnsupportedError
 from epd_portable.log import trace
+from epd_portable.runners.cores import on_all_cores
 from epd_portable.runners.sender_metrics import SenderMetrics
 from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor
 
@@ -35,12 +44,14 @@ logger = logging.getLogger(__name__)
 _WRITERS = 4
 _BUSY_POLL_S = 0.05
 _IDLE_POLL_S = 1.0
+_BACK_OFF_S = 0.01
 
 
 class Sender:
     """Delivers encoder outputs to consumers, beside the model runner's thread.
 
-    Outputs are kept until every transfer of theirs has ended.
+    Outputs are kept until every transfer of theirs has ended. An error ends the transfer that it
+    concerns; should the thread end all the same, `submit` raises.
 
     Args:
         config: Of this instance.
@@ -72,20 +83,31 @@ class Sender:
         self._copies = copies
         self._digests = EPD_PAYLOAD_DIGEST.get()
         self._session = ProducerSession(peer, wait_timeout_s=config.wait_timeout_s)
-        self._control = ControlClients(session, self._keys)
         self._transports: dict[str, Transport] = {}
-        self._writers = ThreadPoolExecutor(
-            _WRITERS, "epd-writer", initializer=platform.set_device, initargs=(index,)
+        self._in_place = frozenset(
+            path.name for path in paths if registry.copies_in_place(path.name, platform.name)
         )
+        self._writes: SimpleQueue[Write | None] = SimpleQueue()
         self._orders: dict[str, TransferOrder] = {}
         self._users: Counter[str] = Counter()
         self._outputs: dict[str, tuple[torch.Tensor, DeviceEvent]] = {}
         self._lock = threading.Lock()
         self._inbox: deque[Callable[[float], None]] = deque()
         self._ended: set[str] = set()
-        self._stop = False
+        self._has_ended = threading.Event()
+        self._told: set[tuple[type[Exception], int | None]] = set()
+        self._wait_timeout_s = config.wait_timeout_s
+        self._stop_s: float | None = None
+        self._death: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="epd-sender", daemon=True)
-        self._thread.start()
+        self._writers = [
+            threading.Thread(target=self._write_aside, name=f"epd-writer-{number}", daemon=True)
+            for number in range(_WRITERS)
+        ]
+        with on_all_cores():
+            self._control = ControlClients(session, self._keys)
+            for thread in (self._thread, *self._writers):
+                thread.start()
 
     # -- the model runner's thread ---------------------------------------------------------------
 
@@ -96,7 +118,15 @@ class Sender:
             order: What and where to.
             output: The item, if the engine has it from before: ``(num_tokens, width)`` on the
                 worker's device.
+
+        Raises:
+            TransportError: The sender's thread has ended: nothing leaves this instance any more.
         """
+        if self._death is not None:
+            raise TransportError(
+                f"transfer {order.transfer_id}: the thread epd-sender ended with "
+                f"{self._death!r}, and no item leaves this encode instance; restart it"
+            ) from self._death
         with self._lock:
             if order.transfer_id in self._orders:
                 logger.warning("transfer %s is under way already", order.transfer_id)
@@ -122,12 +152,21 @@ class Sender:
         """Return the ids of transfers that ended since the last call."""
         with self._lock:
             ended, self._ended = self._ended, set()
+            self._has_ended.clear()
         return ended
 
-    def close(self) -> None:
-        """Stop; writes that are under way end first."""
+    def rest(self, timeout_s: float) -> None:
+        """Block until a transfer has ended since `take_ended`, but no longer than this."""
+        self._has_ended.wait(timeout_s)
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Stop; writes that are under way end first.
+
+        Args:
+            linger_s: Transfers may end within so many seconds before.
+        """
         with self._lock:
-            self._stop = True
+            self._stop_s = time.monotonic() + linger_s
             self._control.wake()
         self._thread.join()
 
@@ -135,38 +174,66 @@ class Sender:
 
     def _run(self) -> None:
         try:
-            while not self._stop:
-                self._turn()
+            failing_since_s: float | None = None
+            while not self._is_over():
+                try:
+                    self._turn()
+                    failing_since_s = None
+                except Exception as error:
+                    now = time.monotonic()
+                    failing_since_s = failing_since_s or now
+                    if now - failing_since_s > self._wait_timeout_s:
+                        raise  # Every transfer has missed its deadline; this does not get better.
+                    self._tell(error)
+                    time.sleep(_BACK_OFF_S)
+        except BaseException as error:
+            self._death = error
+            logger.critical("the thread epd-sender ends: no item leaves this instance any more")
+            raise
         finally:
-            self._writers.shutdown(wait=True)
+            for _ in self._writers:
+                self._writes.put(None)
+            for writer in self._writers:
+                writer.join()
             for transport in self._transports.values():
                 transport.close()
             with self._lock:  # Nobody is just waking it.
                 self._control.close()
 
+    def _is_over(self) -> bool:
+        if self._stop_s is None:
+            return False
+        idle = not self._inbox and not len(self._session)
+        return idle or time.monotonic() >= self._stop_s
+
     def _turn(self) -> None:
         received = self._control.receive(_BUSY_POLL_S if len(self._session) else _IDLE_POLL_S)
         now = time.monotonic()
         while self._inbox:
-            self._inbox.popleft()(now)
+            with self._surviving():
+                self._inbox.popleft()(now)
         for address, message in received:
-            self._session.receive(address, message, now)
-        self._act(self._session.poll(now))
+            with self._surviving(message.transfer_id):
+                self._session.receive(address, message, now)
+        actions = self._session.poll(now)
+        writes = deque(actions.writes)
+        self._act(actions)
+        while writes:
+            self._begin(writes.popleft())
+            self._act(self._session.take())
 
     def _act(self, actions: Actions) -> None:
+        """Send and forget what the session asks for; writes are begun by the caller."""
         for address, message in actions.messages:
-            try:
-                self._control.send(address, message)
-                self._metrics.sent(message)
-            except TransportError as error:
-                logger.error("transfer %s: %s", message.transfer_id, error)
-        for write in actions.writes:
-            task = self._writers.submit(self._write, write)
-            task.add_done_callback(partial(self._written, write))
+            with self._surviving(message.transfer_id):
+                try:
+                    self._control.send(address, message)
+                    self._metrics.sent(message)
+                except TransportError as error:  # It is sent again; the address may yet be there.
+                    logger.error("transfer %s: %s", message.transfer_id, error)
         for finished in actions.finished:
             if finished.problem:
                 logger.warning("transfer %s ended: %s", finished.transfer_id, finished.problem)
-            self._metrics.finished(finished)
             with self._lock:
                 del self._orders[finished.transfer_id]
                 self._users[finished.mm_hash] -= 1
@@ -176,9 +243,47 @@ class Sender:
                     if output is not None:
                         self._metrics.kept(-output[0].nbytes)
                 self._ended.add(finished.transfer_id)
+                self._has_ended.set()
+            self._metrics.finished(finished)
+
+    def _begin(self, write: Write) -> None:
+        """Write here what takes about a millisecond at most, have the rest written elsewhere."""
+        with self._surviving(write.transfer_id):
+            if write.path in self._in_place and write.slot.nbytes <= CHUNK_BYTES:
+                self._write(write)(time.monotonic())
+            else:
+                self._writes.put(write)
 
     def _submit(self, order: TransferOrder, ready: bool, now: float) -> None:
-        self._session.submit(order, ready=ready, now=now)
+        with self._surviving(order.transfer_id):
+            self._session.submit(order, ready=ready, now=now)
+
+    @contextmanager
+    def _surviving(self, transfer_id: str = "") -> Iterator[None]:
+        """End this transfer alone if something goes wrong that no part of the package foresaw."""
+        try:
+            yield
+        except Exception as error:
+            self._tell(error)
+            self._session.fail(transfer_id, str(error) or repr(error))
+
+    def _tell(self, error: Exception) -> None:
+        """Log what kind of error it is; each kind once."""
+        number = getattr(error, "errno", None)
+        if (type(error), number) in self._told:
+            return
+        self._told.add((type(error), number))
+        remedy = (
+            "raise the limit of open files (ulimit -n)"
+            if number in (errno.EMFILE, errno.ENFILE)
+            else "report it with this trace"
+        )
+        logger.error(
+            "the sender goes on after %r, without the transfer concerned; %s",
+            error,
+            remedy,
+            exc_info=error,
+        )
 
     def _post(self, work: Callable[[float], None]) -> None:
         self._inbox.append(work)
@@ -192,10 +297,42 @@ class Sender:
             self._outputs[mm_hash] = (whole, self._copies.platform.record_event())
             self._metrics.kept(whole.nbytes)
 
-    # -- a writer's thread -----------------------------------------------------------------------
+    # -- a writer's thread, or the sender's ------------------------------------------------------
 
-    def _write(self, write: Write) -> str:
-        """Write an item; return its digest, if that is asked for."""
+    def _write_aside(self) -> None:
+        while (write := self._writes.get()) is not None:
+            report = self._write(write)
+            try:
+                self._post(report)
+            except Exception as error:  # Nobody was woken, but the report is found soon.
+                self._tell(error)
+
+    def _write(self, write: Write) -> Callable[[float], None]:
+        """Write an item; return the report of it, which is for the sender's thread."""
+        try:
+            digest, write_s = self._carry_out(write)
+        except Exception as error:
+            return partial(self._write_failed, write, error)
+        return partial(self._write_done, write, digest, write_s)
+
+    def _write_done(self, write: Write, digest: str, write_s: float, now: float) -> None:
+        with self._surviving(write.transfer_id):
+            self._session.write_done(write.transfer_id, now, digest=digest)
+            self._act(self._session.take())  # The consumer waits; what is counted can.
+            self._metrics.written(write, write_s)
+
+    def _write_failed(self, write: Write, error: Exception, now: float) -> None:
+        self._metrics.write_failed(write)
+        if not isinstance(error, EPDError):
+            logger.error("transfer %s: write failed", write.transfer_id, exc_info=error)
+        if isinstance(error, UnsupportedError):
+            logger.warning("path %s is not offered any more: %s", write.path, error)
+            self._session.withdraw(write.path)
+        self._session.write_failed(write.transfer_id, str(error) or repr(error), now)
+
+    def _carry_out(self, write: Write) -> tuple[str, float]:
+        """Write an item; return its digest, if that is asked for, and the seconds that it took."""
+        self._copies.platform.set_device(self._copies.index)
         with self._lock:
             order = self._orders[write.transfer_id]
             output, computed = self._outputs[write.mm_hash]
@@ -227,22 +364,7 @@ class Sender:
             nbytes=write.slot.nbytes,
             write_s=write_s,
         )
-        self._metrics.written(write, write_s)
-        return digest
-
-    def _written(self, write: Write, task: Future[str]) -> None:
-        error = task.exception()
-        if error is None:
-            self._post(partial(self._session.write_done, write.transfer_id, digest=task.result()))
-            return
-        self._metrics.write_failed(write)
-        if not isinstance(error, EPDError):
-            logger.error("transfer %s: write failed", write.transfer_id, exc_info=error)
-        if isinstance(error, UnsupportedError):
-            logger.warning("path %s is not offered any more: %s", write.path, error)
-            self._post(lambda now: self._session.withdraw(write.path))
-        problem = str(error) or repr(error)
-        self._post(lambda now: self._session.write_failed(write.transfer_id, problem, now))
+        return digest, write_s
 
     def _transport(self, path: str) -> Transport:
         with self._lock:

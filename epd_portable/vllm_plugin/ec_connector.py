@@ -31,6 +31,7 @@ from epd_portable.runners.receiver import Receiver
 from epd_portable.runners.receiver_metrics import PlacerMetrics, ReceiverMetrics
 from epd_portable.runners.sender import Sender
 from epd_portable.runners.sender_metrics import SenderMetrics
+from epd_portable.scheduling.encode_queue import EncodeQueue, StepLimits
 from epd_portable.scheduling.encoder_cache import EncoderCacheManager
 from epd_portable.vllm_plugin import compat, exposition
 from epd_portable.vllm_plugin.metadata import ItemMetadata
@@ -43,11 +44,15 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-    from epd_portable.scheduling.encode_queue import EncodeQueue
 
 logger = logging.getLogger(__name__)
 
 ParamsT = TypeVar("ParamsT")
+
+_REST_S = 0.005
+"""vLLM steps every millisecond while a request waits; a new one waits no longer than this."""
+_LINGER_S = 2.0
+"""vLLM kills an engine that has not ended 5 s after it was told to."""
 
 
 @dataclass
@@ -56,10 +61,12 @@ class StepMetadata(ECConnectorMetadata):
 
     Attributes:
         orders: Encode instance: transfers whose items got room in this step.
+        short_of_room: Encode instance: nothing is computed until a transfer has ended.
         receipts: PD instance: items that have arrived, grants that were taken back.
     """
 
     orders: list[TransferOrder] = field(default_factory=list)
+    short_of_room: bool = False
     receipts: WorkerOrders = field(default_factory=WorkerOrders)
 
 
@@ -125,9 +132,18 @@ class EPDConnector(ECConnectorBase):
         """Keep messages out while the scheduler works on requests or its encoder cache."""
         return self._lock
 
-    def attach_queue(self, queue: EncodeQueue) -> None:
-        """Let the queue of an encode instance say which requests may start."""
-        self._queue = queue
+    def make_queue(self, cache: EncoderCacheManager, limits: StepLimits) -> EncodeQueue:
+        """Make the queue of an encode instance, and let it say which requests may start."""
+        assert self._dispatcher is not None, "the scheduler did not attach its encoder cache"
+        self._queue = EncodeQueue(
+            cache, limits, self._dispatcher.kept, remember_s=self._config.wait_timeout_s
+        )
+        return self._queue
+
+    def consumers(self, request_id: str) -> frozenset[str]:
+        """Return whom the items of an encode request are for."""
+        assert self._dispatcher is not None, "the scheduler did not attach its encoder cache"
+        return self._dispatcher.consumers(request_id)
 
     def request_arrived(self, request: Request) -> None:
         """A request was added; one without media is none of our business."""
@@ -185,7 +201,11 @@ class EPDConnector(ECConnectorBase):
         """Return what the worker half must do in this step."""
         if self._dispatcher is not None:
             return StepMetadata(
-                orders=self._dispatcher.take_orders(scheduler_output.num_scheduled_tokens)
+                orders=self._dispatcher.take_orders(scheduler_output.num_scheduled_tokens),
+                short_of_room=not scheduler_output.total_num_scheduled_tokens
+                and self._dispatcher.busy
+                and self._queue is not None
+                and not self._queue.is_empty,
             )
         assert self._receiver is not None, "the scheduler did not attach its encoder cache"
         receipts = self._receiver.take_orders(
@@ -219,11 +239,12 @@ class EPDConnector(ECConnectorBase):
             return False, None if outcome is None else to_params(outcome)
         return False, None
 
-    def has_pending_push_work(self) -> bool:
-        """Whether the engine must go on stepping although it has no requests."""
-        return self._dispatcher is not None and self._dispatcher.busy
-
     # -- worker half, called by our worker and its runner's mixin --------------------------------
+
+    @property
+    def encode_together_embeds(self) -> int | None:
+        """See `epd_portable.runners.host.EncodeHooks`."""
+        return TRAITS[self._config.platform].encode_together_embeds
 
     def open_worker(self, device: torch.device, rank: int) -> int:
         """Open what the worker needs to send or receive; before the scheduler is made.
@@ -258,6 +279,8 @@ class EPDConnector(ECConnectorBase):
         assert self._sender is not None, "the worker did not open its end"
         for order in metadata.orders:
             self._sender.submit(order, encoder_cache.get(order.mm_hash))
+        if metadata.short_of_room:
+            self._sender.rest(_REST_S)
 
     def report_transfers(self) -> ECConnectorOutput | None:
         """See `epd_portable.runners.host.EncodeHooks`."""
@@ -285,7 +308,7 @@ class EPDConnector(ECConnectorBase):
         """Stop threads, close sockets, remove the pool."""
         sender, self._sender = self._sender, None
         if sender is not None:
-            sender.close()
+            sender.close(linger_s=_LINGER_S)
         receiver, self._receiver = self._receiver, None
         if receiver is not None:
             receiver.close()

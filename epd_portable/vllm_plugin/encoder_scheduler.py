@@ -6,10 +6,11 @@ whether a waiting request may start, and the answer is `EncodeQueue`'s.
 
 from __future__ import annotations
 
+import time
 from functools import cache
 from typing import Any
 
-from epd_portable.scheduling.encode_queue import EncodeQueue, StepLimits
+from epd_portable.scheduling.encode_queue import StepLimits
 from epd_portable.vllm_plugin import compat
 
 
@@ -33,16 +34,16 @@ def encoder_scheduler(base: type) -> type:
                 embeddings=self.max_num_encoder_input_tokens,
                 tokens=self.max_num_scheduled_tokens,
             )
-            self.encode_queue = EncodeQueue(self.encoder_cache_manager, limits)
-            self.ec_connector.attach_queue(self.encode_queue)
+            self.encode_queue = self.ec_connector.make_queue(self.encoder_cache_manager, limits)
 
         def add_request(self, request: Any) -> None:
             super().add_request(request)
             if request.mm_features:
-                self.encode_queue.arrived(request)
+                consumers = self.ec_connector.consumers(request.request_id)
+                self.encode_queue.arrived(request, consumers, time.monotonic())
 
         def schedule(self, *args: Any, **kwargs: Any) -> Any:
-            self.encode_queue.admit()
+            self.encode_queue.admit(time.monotonic())
             output = super().schedule(*args, **kwargs)
             self.encode_queue.scheduled(output.num_scheduled_tokens)
             return output

@@ -129,9 +129,6 @@ def _scheduler_class(asynchronous: bool) -> type:
                 return super().reset_prefix_cache(*args, **kwargs)
 
         def has_requests(self) -> bool:
-            # vLLM asks the EC connector itself from 0.29 on.
-            if super().has_requests() or self._asleep:
-                return True
-            return bool(self.ec_connector.has_pending_push_work())
+            return bool(super().has_requests() or self._asleep)
 
     return EPDScheduler

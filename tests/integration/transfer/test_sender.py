@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import logging
+import threading
 import time
 from collections.abc import Callable, Iterator
 
 import pytest
+import zmq
 
 from epd_portable.connector.transport import Transport
 from epd_portable.errors import TransportError
+from epd_portable.runners import sender as sender_module
 from epd_portable.runners.sender import _IDLE_POLL_S, Sender
 from tests.contract.pairs import Pair, Route
 from tests.integration.transfer.conftest import DEADLINE_S, PrefillSide
@@ -166,6 +171,34 @@ def test_closing_ends_the_thread_while_transfers_are_under_way(path: str) -> Non
     assert not sender._thread.is_alive()
 
 
+def test_closing_lets_transfers_end_that_can(
+    path: str, make_pd: Callable[..., PrefillSide]
+) -> None:
+    pd, sender = make_pd(), make_sender(path)
+    pd.arrive("r", "cat", 10)
+    sender.submit(order("t-r", "cat", pd.address, 10), output("cat", 10))
+    closing = threading.Thread(target=sender.close, args=(DEADLINE_S,))
+    closing.start()
+    pd.step_until(lambda: not closing.is_alive())
+    assert pd.placed == ["cat"]
+    assert sender.take_ended() == {"t-r"}
+
+
+def test_a_rest_ends_with_a_transfer_and_is_no_longer_than_asked_for(
+    sender: Sender, pd: PrefillSide
+) -> None:
+    sender.rest(0.001)
+    pd.arrive("r", "cat", 10)
+    sender.submit(order("t-r", "cat", pd.address, 10), output("cat", 10))
+    resting = threading.Thread(target=sender.rest, args=(DEADLINE_S,))
+    resting.start()
+    pd.step_until(lambda: not resting.is_alive())
+    assert sender.take_ended() == {"t-r"}
+    begin_s = time.monotonic()
+    sender.rest(0.01)
+    assert time.monotonic() - begin_s >= 0.01, "that end was told already"
+
+
 def test_a_sender_that_stops_at_once_can_still_be_woken(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,4 +213,95 @@ def test_a_sender_that_stops_at_once_can_still_be_woken(
     monkeypatch.setattr(sender._control, "wake", late)
     sender.close()
     assert not sender._thread.is_alive()
+    sender.close()
+
+
+def test_a_short_copy_is_made_by_the_thread_that_says_written_and_a_long_one_beside_it(
+    sender: Sender, pd: PrefillSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sender_module, "CHUNK_BYTES", output("cat", 10).nbytes)
+    writers: list[str] = []
+    transport = sender._transport("shm")
+    real = transport.write
+
+    def noted(*args: object, **kwargs: object) -> None:
+        writers.append(threading.current_thread().name)
+        real(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(transport, "write", noted)
+    for name, tokens in (("cat", 10), ("dog", 11)):
+        pd.arrive(name, name, tokens)
+        sender.submit(order(f"t-{name}", name, pd.address, tokens), output(name, tokens))
+        ended(sender, pd, f"t-{name}")
+    assert pd.placed == ["cat", "dog"]
+    assert [name.rstrip("0123456789") for name in writers] == ["epd-sender", "epd-writer-"]
+
+
+def test_an_error_nobody_foresaw_ends_the_transfer_that_it_concerns_and_is_told_once(
+    sender: Sender,
+    pd: PrefillSide,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    real = sender._control.send
+
+    def short_of_files(address: str, message: object) -> None:
+        if address != pd.address:
+            raise zmq.ZMQError(errno.EMFILE)
+        real(address, message)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(sender._control, "send", short_of_files)
+    pd.arrive("r", "cat", 10)
+    with caplog.at_level(logging.WARNING):
+        for name in ("t-1", "t-2"):
+            sender.submit(order(name, "dog", "tcp://127.0.0.1:9", 10), output("dog", 10))
+        sender.submit(order("t-r", "cat", pd.address, 10), output("cat", 10))
+        ended(sender, pd, "t-1", "t-2", "t-r")
+    assert pd.placed == ["cat"]
+    for name in ("t-1", "t-2"):
+        assert f"transfer {name} ended: Too many open files" in caplog.text
+    assert [record.message for record in caplog.records if "ulimit -n" in record.message] == [
+        "the sender goes on after ZMQError('Too many open files'), without the transfer concerned; "
+        "raise the limit of open files (ulimit -n)"
+    ]
+    assert_nothing_is_kept(sender)
+
+
+@pytest.mark.parametrize("call", ["receive", "poll"])
+def test_a_turn_that_fails_is_followed_by_others(
+    sender: Sender, pd: PrefillSide, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    owner = sender._control if call == "receive" else sender._session
+    real = getattr(owner, call)
+    failures = iter(range(3))
+
+    def sometimes(*args: object) -> object:
+        if next(failures, None) is not None:
+            raise zmq.ZMQError(errno.EMFILE)
+        return real(*args)
+
+    monkeypatch.setattr(owner, call, sometimes)
+    pd.arrive("r", "cat", 10)
+    sender.submit(order("t-r", "cat", pd.address, 10), output("cat", 10))
+    ended(sender, pd, "t-r")
+    assert next(failures, None) is None
+    assert pd.placed == ["cat"]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("error", [SystemExit(1), zmq.ZMQError(errno.ENOTSOCK)])
+def test_once_the_thread_has_ended_a_transfer_is_refused_so_that_the_engine_fails(
+    path: str, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """It ends at once of what is no `Exception`, and of others when every transfer is late."""
+    sender = make_sender(path, wait_timeout_s=0.2)
+
+    def fail(*args: object) -> None:
+        raise error
+
+    monkeypatch.setattr(sender._session, "poll", fail)
+    sender.submit(order("t-1", "cat", "tcp://127.0.0.1:9", 10), None)
+    sender._thread.join(DEADLINE_S)
+    with pytest.raises(TransportError, match=r"t-2: the thread epd-sender ended .* restart it"):
+        sender.submit(order("t-2", "cat", "tcp://127.0.0.1:9", 10), None)
     sender.close()

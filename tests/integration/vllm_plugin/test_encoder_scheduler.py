@@ -65,10 +65,13 @@ class Engine:
         )
         self.cache = self.scheduler.encoder_cache_manager
         self.sending: list[str] = []
+        self.rests = False
         self.ended: dict[str, str] = {}
 
-    def arrive(self, request_id: str, *items: tuple[str, int], text: int = 2) -> None:
-        """Add a request: each item stands behind some tokens of text."""
+    def arrive(
+        self, request_id: str, *items: tuple[str, int], text: int = 2, to: str = "tcp://pd"
+    ) -> None:
+        """Add a request for one consumer: each item stands behind some tokens of text."""
         from vllm import SamplingParams
         from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
         from vllm.v1.request import Request
@@ -83,7 +86,7 @@ class Engine:
             )
             offset += size + text
         transfers = tuple(
-            EncodeTransfer(transfer_id=f"{mm_hash} to {request_id}", mm_hash=mm_hash, consumer="")
+            EncodeTransfer(transfer_id=f"{mm_hash} to {request_id}", mm_hash=mm_hash, consumer=to)
             for mm_hash, _ in items
         )
         params = to_params(EncodeParams(transfers=transfers))
@@ -108,6 +111,7 @@ class Engine:
         from vllm.v1.outputs import ECConnectorOutput, make_empty_encoder_model_runner_output
 
         planned = self.scheduler.schedule()
+        self.rests = planned.ec_connector_metadata.short_of_room
         self.sending += [order.transfer_id for order in planned.ec_connector_metadata.orders]
         encoded = {
             request_id: [
@@ -157,6 +161,35 @@ def test_requests_are_encoded_whole_in_order_as_transfers_give_room_back(engine:
     assert engine.empty()
 
 
+def test_an_engine_without_requests_rests_and_takes_ended_transfers_in_with_the_next(
+    engine: Engine,
+) -> None:
+    engine.arrive("a", ("cat", 600))
+    assert engine.step() == {"a": ["cat"]}
+    engine.step()
+    assert not engine.rests, "nobody waits"
+    assert not engine.scheduler.has_requests(), "it would step every millisecond"
+    assert engine.cache.holders("cat") == {"cat to a"}
+    engine.arrive("b", ("dog", 600))
+    assert engine.step("cat to a") == {}
+    assert engine.rests, "b waits for room"
+    assert engine.step() == {"b": ["dog"]}
+    assert not engine.rests
+    engine.step("dog to b")
+    assert engine.empty()
+
+
+def test_a_request_in_parts_rests_until_its_first_part_is_transferred(engine: Engine) -> None:
+    engine.arrive("a", ("cat", 600), ("dog", 600))
+    assert engine.step() == {"a": ["cat"]}
+    assert engine.step() == {}
+    assert engine.rests
+    assert engine.step("cat to a") == {}
+    assert engine.step() == {"a": ["dog"]}
+    engine.step("dog to a")
+    assert engine.empty()
+
+
 def test_items_in_the_cache_are_sent_again_and_not_encoded_again(engine: Engine) -> None:
     engine.arrive("a", ("cat", 500))
     assert engine.step() == {"a": ["cat"]}
@@ -165,6 +198,22 @@ def test_items_in_the_cache_are_sent_again_and_not_encoded_again(engine: Engine)
     assert engine.step() == {"b": ["dog"]}
     assert engine.sending == ["cat to a", "dog to b", "cat to b"]
     engine.step("dog to b", "cat to b")
+    assert engine.empty()
+
+
+def test_a_consumer_that_takes_nothing_leaves_room_for_the_items_of_another(
+    engine: Engine,
+) -> None:
+    for number in range(5):
+        engine.arrive(f"a{number}", (f"orphan-{number}", 200), to="tcp://a")
+    engine.arrive("b0", ("cat", 200), to="tcp://b")
+    assert engine.step().keys() == {"a0", "a1", "a2", "a3", "b0"}
+    engine.arrive("b1", ("dog", 200), to="tcp://b")
+    assert engine.step("cat to b0") == {}
+    assert engine.step() == {"b1": ["dog"]}, "although a4 came before it"
+    engine.step("dog to b1", *(f"orphan-{number} to a{number}" for number in range(4)))
+    assert engine.step() == {"a4": ["orphan-4"]}
+    engine.step("orphan-4 to a4")
     assert engine.empty()
 
 

@@ -204,6 +204,7 @@ def test_an_abort_ends_the_transfer_and_is_answered(desk: Desk, is_granted: bool
 def test_an_abort_after_written_ends_the_transfer_and_is_answered(desk: Desk) -> None:
     desk.writing()
     desk.session.write_done("t", desk.now)
+    desk.messages()
     desk.receive(Abort(transfer_id="t", reason="why"))
     assert desk.messages() == [RELEASED]
     assert len(desk.session) == 0
@@ -409,3 +410,36 @@ def test_a_path_that_was_withdrawn_is_not_announced_any_more(desk: Desk) -> None
     ((_, announced),) = desk.poll().messages
     assert isinstance(announced, Announce)
     assert [endpoint.path for endpoint in announced.producer.paths] == ["tcp"]
+
+
+# -- what this process cannot go on with ---------------------------------------------------------
+
+
+def test_written_and_what_was_reported_can_be_had_without_a_poll(desk: Desk) -> None:
+    desk.writing()
+    desk.session.write_done("t", desk.now)
+    assert desk.session.take() == Actions(messages=[(PD, Written(transfer_id="t", generation=1))])
+    assert desk.messages(RESEND_S - 0.1) == []
+    assert desk.messages(0.1) == [Written(transfer_id="t", generation=1)]
+
+
+def test_a_transfer_that_fails_here_ends_and_its_consumer_is_told(desk: Desk) -> None:
+    desk.submit()
+    desk.poll()
+    desk.session.fail("t", "no files")
+    desk.session.fail("t", "again")
+    assert desk.poll() == Actions(
+        messages=[(PD, Abort(transfer_id="t", reason="no files"))],
+        finished=[finished("no files")],
+    )
+
+
+def test_a_transfer_that_fails_during_its_write_ends_after_it(desk: Desk) -> None:
+    desk.writing()
+    desk.session.fail("t", "no files")
+    assert desk.poll(TIMEOUT_S) == Actions()
+    desk.session.write_done("t", desk.now)
+    assert desk.poll() == Actions(
+        messages=[(PD, Abort(transfer_id="t", reason="no files"))],
+        finished=[finished("no files")],
+    )

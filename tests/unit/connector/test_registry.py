@@ -112,6 +112,16 @@ def test_fenced_paths_are_those_whose_consumer_does_the_last_step() -> None:
     assert registry.fenced_paths() == {"collective", "tcp"}
 
 
+def test_only_a_copy_from_host_memory_to_host_memory_waits_for_nobody() -> None:
+    found = {
+        (entry.name, platform)
+        for entry in registry.PATHS
+        for platform in ("cuda", "npu", "cpu")
+        if registry.copies_in_place(entry.name, platform)
+    }
+    assert found == {("shm", "cpu")}
+
+
 def test_slots_are_in_device_memory_only_where_path_and_platform_have_it() -> None:
     found = {
         (entry.name, platform)

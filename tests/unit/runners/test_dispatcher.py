@@ -68,6 +68,22 @@ def test_an_item_for_two_consumers_is_ordered_for_both(desk: Desk) -> None:
     assert desk.cache.num_freeable_slots == 9
 
 
+def test_what_is_kept_is_told_by_consumer_until_the_transfers_end(desk: Desk) -> None:
+    r = desk.arrive("r", "ab", {"ta": "a", "tb": "b"})
+    assert desk.dispatcher.consumers("r") == {"tcp://pd"}
+    assert desk.dispatcher.consumers("another") == frozenset()
+    for input_id in (0, 1):
+        desk.cache.allocate(r, input_id)
+    assert not desk.dispatcher.kept.by_consumer()
+    desk.take("r")
+    assert desk.dispatcher.consumers("r") == frozenset()
+    assert desk.dispatcher.kept.by_consumer() == {"tcp://pd": 2}
+    desk.dispatcher.transfers_ended(["ta", "unknown"])
+    assert desk.dispatcher.kept.by_consumer() == {"tcp://pd": 1}
+    desk.dispatcher.transfers_ended(["ta", "tb"])
+    assert not desk.dispatcher.kept.by_consumer()
+
+
 def test_items_under_the_engine_s_own_names_are_matched_by_order(desk: Desk) -> None:
     r = desk.arrive("r", "xy", {"ta": "a", "tb": "b"})
     desk.cache.allocate(r, 0)

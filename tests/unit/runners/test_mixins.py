@@ -32,6 +32,7 @@ class Runner:
         self.encoder_cache: dict[str, Any] = {}
         self.requests: dict[str, Any] = {}
         self.epd = self
+        self.encode_together_embeds: int | None = None
         self.report: object = None
 
     def submit_orders(self, metadata: object, encoder_cache: dict[str, Any]) -> None:
@@ -50,8 +51,36 @@ class Runner:
         self.calls.append(("model", extra))
         return self.shared
 
-    def _execute_mm_encoder(self, scheduler_output: Step) -> str:
-        return "outputs"
+    def _execute_mm_encoder(self, scheduler_output: Step) -> list[str]:
+        self.calls.append(scheduler_output.scheduled_encoder_inputs)
+        return [
+            f"{request_id}{input_id}"
+            for request_id, input_ids in scheduler_output.scheduled_encoder_inputs.items()
+            for input_id in input_ids
+        ]
+
+
+@dataclass
+class Item:
+    """As vLLM describes one, with its place in the prompt."""
+
+    size: int
+
+    @property
+    def identifier(self) -> str:
+        return ""
+
+    @property
+    def mm_position(self) -> Item:
+        return self
+
+    def get_num_embeds(self) -> int:
+        return self.size
+
+
+@dataclass
+class Request:
+    mm_features: list[Item]
 
 
 def mixed(mixin: type) -> Any:
@@ -84,4 +113,22 @@ def test_items_are_placed_before_every_step(tokens: int) -> None:
 
 @pytest.mark.parametrize("mixin", [EncoderRunnerMixin, PDRunnerMixin])
 def test_the_encoder_runs_as_it_would_without_us(mixin: type) -> None:
-    assert mixed(mixin)._execute_mm_encoder(Step()) == "outputs"
+    runner = mixed(mixin)
+    runner.requests = {"a": Request([Item(60), Item(60)])}
+    assert runner._execute_mm_encoder(Step()) == []
+    assert runner._execute_mm_encoder(Step(scheduled_encoder_inputs={"a": [0, 1]})) == ["a0", "a1"]
+    assert runner.calls == [{}, {"a": [0, 1]}]
+
+
+def test_items_are_encoded_a_few_at_a_time_where_more_are_no_faster() -> None:
+    runner = mixed(EncoderRunnerMixin)
+    runner.encode_together_embeds = 64
+    runner.requests = {
+        "a": Request([Item(64), Item(1), Item(30)]),
+        "b": Request([Item(33), Item(1)]),
+        "c": Request([Item(900)]),
+    }
+    step = Step(scheduled_encoder_inputs={"a": [0, 1, 2], "b": [0, 1], "c": [0]})
+    assert runner._execute_mm_encoder(step) == ["a0", "a1", "a2", "b0", "b1", "c0"]
+    assert runner.calls == [{"a": [0]}, {"a": [1, 2], "b": [0]}, {"b": [1]}, {"c": [0]}]
+    assert step.scheduled_encoder_inputs["a"] == [0, 1, 2], "vLLM may still read it"

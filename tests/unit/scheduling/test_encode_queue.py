@@ -5,8 +5,9 @@ import logging
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from epd_portable.scheduling.encode_queue import EncodeQueue, StepLimits
+from epd_portable.scheduling.encode_queue import EncodeQueue, KeptRoom, StepLimits
 from epd_portable.scheduling.encoder_cache import EncoderCacheManager
 from tests.unit.builders import FakeFeature
 
@@ -26,21 +27,34 @@ class FakeEncodeRequest:
 
 
 class Desk:
-    """A queue over a cache of ten embeddings, and an engine that does as it is told."""
+    """A queue over a cache of ten embeddings, and an engine that does as it is told.
+
+    All is for one consumer unless said otherwise; a consumer is remembered for ten seconds.
+    """
 
     def __init__(self, *, cache: int = 10, embeddings: int = 10, tokens: int = 100) -> None:
         self.cache = EncoderCacheManager(cache)
-        self.queue = EncodeQueue(self.cache, StepLimits(embeddings=embeddings, tokens=tokens))
+        self.kept = KeptRoom()
+        limits = StepLimits(embeddings=embeddings, tokens=tokens)
+        self.queue = EncodeQueue(self.cache, limits, self.kept, remember_s=10.0)
         self.requests: dict[str, FakeEncodeRequest] = {}
+        self.consumers: dict[str, tuple[str, ...]] = {}
+        self.now = 1000.0
 
-    def arrive(self, request_id: str, *items: tuple[str, int]) -> FakeEncodeRequest:
+    def arrive(
+        self, request_id: str, *items: tuple[str, int], to: tuple[str, ...] = ("pd",)
+    ) -> FakeEncodeRequest:
         arriving = self.requests[request_id] = FakeEncodeRequest(request_id, *items)
-        self.queue.arrived(arriving)
+        self.consumers[request_id] = to
+        self.queue.arrived(arriving, to, self.now)
         return arriving
+
+    def admit(self) -> None:
+        self.queue.admit(self.now)
 
     def step(self) -> list[str]:
         """Encode whoever may start, whole; the transfers of their items are still to come."""
-        self.queue.admit()
+        self.admit()
         started = [name for name in self.requests if self.queue.may_start(name)]
         ended = {name: self.requests.pop(name) for name in started}
         for name, encoded in ended.items():
@@ -48,7 +62,11 @@ class Desk:
                 if not self.cache.check_and_update_cache(encoded, index):
                     assert self.cache.can_allocate(encoded, index, 10**9, 0)
                     self.cache.allocate(encoded, index)
-                self.cache.retain(feature.identifier, f"to {name}")
+                for consumer in self.consumers[name]:
+                    transfer = f"{feature.identifier} of {name} to {consumer}"
+                    self.cache.retain(feature.identifier, transfer)
+                    size = encoded.sizes[index]
+                    self.kept.keep(transfer, consumer, feature.identifier, size)
             encoded.num_computed_tokens = encoded.num_prompt_tokens
         self.queue.scheduled(started)
         for name in started:
@@ -58,7 +76,10 @@ class Desk:
 
     def transferred(self, request_id: str, *items: str) -> None:
         for mm_hash in items:
-            self.cache.deallocate(mm_hash, f"to {request_id}")
+            for consumer in self.consumers[request_id]:
+                transfer = f"{mm_hash} of {request_id} to {consumer}"
+                self.cache.deallocate(mm_hash, transfer)
+                self.kept.give_back(transfer)
 
 
 def test_all_items_of_a_request_start_together() -> None:
@@ -106,7 +127,7 @@ def test_an_item_in_the_cache_is_kept_and_not_computed_again() -> None:
     desk.arrive("b", ("dog", 5), ("cat", 5))
     desk.arrive("c", ("cat", 5))
     assert desk.step() == ["b", "c"]
-    assert desk.cache.holders("cat") == {"to b", "to c"}
+    assert desk.cache.holders("cat") == {"cat of b to pd", "cat of c to pd"}
 
 
 def test_an_item_that_two_requests_bring_is_counted_once() -> None:
@@ -137,7 +158,7 @@ def test_admitted_requests_that_the_engine_left_out_hold_nothing() -> None:
     desk.step()
     desk.transferred("a", "cat")
     left_out = desk.arrive("b", ("cat", 5))
-    desk.queue.admit()
+    desk.admit()
     assert desk.queue.may_start("b")
     assert desk.cache.holders("cat") == {"b"}
     desk.queue.scheduled([])
@@ -156,17 +177,17 @@ def test_a_request_that_never_fits_whole_starts_alone_and_is_told(
     desk.arrive("c", ("fox", 1))
     assert desk.step() == ["a"]
 
-    desk.queue.admit()
+    desk.admit()
     assert [name for name in "bc" if desk.queue.may_start(name)] == ["b"]
     with caplog.at_level(logging.WARNING):
         desk.queue.scheduled(["b"])
     assert "2 items have 12 embeddings" in caplog.text
     assert "its encoder cache holds 10; raise max_num_batched_tokens" in caplog.text
 
-    desk.queue.admit()
+    desk.admit()
     assert not desk.queue.may_start("c"), "b is not encoded yet"
     desk.requests["b"].num_computed_tokens = 12
-    desk.queue.admit()
+    desk.admit()
     assert desk.queue.may_start("c")
 
 
@@ -174,7 +195,7 @@ def test_an_aborted_request_in_parts_lets_the_next_one_start() -> None:
     desk = Desk()
     desk.arrive("a", ("dog", 6), ("emu", 6))
     desk.arrive("b", ("fox", 1))
-    desk.queue.admit()
+    desk.admit()
     desk.queue.scheduled(["a"])
     desk.queue.withdraw("a")
     desk.requests.pop("a")
@@ -199,6 +220,218 @@ def test_a_hopeless_request_that_was_aborted_is_not_failed() -> None:
     desk.arrive("a", ("cat", 11))
     desk.queue.withdraw("a")
     assert desk.queue.take_hopeless() == set()
+
+
+# -- fairness ------------------------------------------------------------------------------------
+
+A, B, C = ("a",), ("b",), ("c",)
+
+
+def test_items_that_a_consumer_does_not_take_leave_room_for_those_of_another() -> None:
+    desk = Desk(cache=8192, embeddings=8192, tokens=10**6)
+    for number in range(8):
+        desk.arrive(f"orphan-{number}", (f"orphan-{number}", 1024), to=A)
+    desk.arrive("b", ("cat", 1024), to=B)
+    assert desk.step() == [*(f"orphan-{number}" for number in range(7)), "b"]
+
+
+def test_a_consumer_that_is_slow_leaves_the_others_their_shares() -> None:
+    desk = Desk(cache=12, embeddings=12)
+    for number in range(20):
+        for consumer in "abc":
+            name = f"{consumer}{number}"
+            desk.arrive(name, (name, 1), to=(consumer,))
+    started = desk.step()
+    assert sorted(started) == sorted(f"{c}{n}" for c in "abc" for n in range(4))
+    for _ in range(4):
+        for name in started:
+            if not name.startswith("a"):
+                desk.transferred(name, name)
+        started = desk.step()
+        assert sorted(name[0] for name in started) == list("bbbbcccc"), "a keeps its four"
+
+
+def test_a_consumer_alone_takes_everything_once_the_others_are_forgotten() -> None:
+    desk = Desk()
+    desk.arrive("b", ("cat", 2), to=B)
+    desk.step()
+    desk.transferred("b", "cat")
+    for name in ("a1", "a2"):
+        desk.arrive(name, (name, 5), to=A)
+    assert desk.step() == ["a1"], "two of ten are for b"
+    desk.now += 10.0
+    assert desk.step() == ["a2"]
+
+
+def test_room_for_one_more_like_its_last_is_left_to_who_has_none_waiting() -> None:
+    desk = Desk()
+    desk.arrive("b", ("cat", 3), to=B)
+    desk.step()
+    desk.transferred("b", "cat")
+    for number in range(10):
+        desk.arrive(f"a{number}", (f"a{number}", 1), to=A)
+    assert desk.step() == [f"a{number}" for number in range(7)]
+    desk.arrive("b2", ("dog", 3), to=B)
+    assert desk.step() == ["b2"]
+
+
+def test_nobody_waits_behind_what_its_consumer_s_own_room_holds_up() -> None:
+    desk = Desk()
+    desk.arrive("a1", ("cat", 6), to=A)
+    assert desk.step() == ["a1"]
+    desk.arrive("a2", ("dog", 6), to=A)
+    desk.arrive("a3", ("emu", 1), to=A)
+    desk.arrive("b1", ("fox", 3), to=B)
+    assert desk.step() == ["b1"]
+    desk.transferred("b1", "fox")
+    assert desk.step() == [], "a3 stays behind a2"
+    desk.transferred("a1", "cat")
+    assert desk.step() == ["a2", "a3"]
+
+
+def test_whoever_is_beyond_its_share_takes_nothing_that_another_waits_for() -> None:
+    desk = Desk()
+    for name in ("a1", "a2"):
+        desk.arrive(name, (name, 4), to=A)
+    assert desk.step() == ["a1", "a2"]
+    desk.arrive("a3", ("emu", 2), to=A)
+    desk.arrive("b", ("fox", 4), to=B)
+    assert desk.step() == [], "two are left, and b needs four"
+    desk.transferred("a1", "a1")
+    assert desk.step() == ["a3", "b"], "b has its room, and two are left"
+
+
+def test_small_items_of_others_do_not_keep_a_large_one_waiting() -> None:
+    desk = Desk()
+    desk.arrive("c0", ("c0", 2), to=C)
+    desk.arrive("b0", ("b0", 1), to=B)
+    assert desk.step() == ["c0", "b0"]
+    desk.arrive("a", ("cat", 9), to=A)
+    for number in range(1, 5):
+        desk.arrive(f"b{number}", (f"b{number}", 1), to=B)
+    assert desk.step() == [], "of ten, nine are promised to a"
+    desk.transferred("c0", "c0")
+    assert desk.step() == ["a"]
+
+
+def test_a_stream_of_small_items_keeps_nobody_waiting_beside_a_consumer_that_takes_nothing() -> (
+    None
+):
+    desk = Desk(cache=12, embeddings=12)
+    desk.arrive("a", ("a", 8), to=A)
+    assert desk.step() == ["a"]
+    for number in range(4):
+        desk.arrive(f"c{number}", (f"c{number}", 1), to=C)
+    assert desk.step() == ["c0", "c1", "c2", "c3"]
+    desk.arrive("b", ("fox", 2), to=B)
+    desk.arrive("c4", ("c4", 1), to=C)
+    desk.transferred("c0", "c0")
+    assert desk.step() == [], "of four, two are for b"
+    desk.transferred("c1", "c1")
+    assert desk.step() == ["b"]
+
+
+def test_what_waits_for_a_consumer_that_takes_nothing_holds_up_nobody_else() -> None:
+    desk = Desk(cache=12, embeddings=12)
+    desk.arrive("a", ("a", 8), to=A)
+    assert desk.step() == ["a"]
+    desk.arrive("b", ("cat", 12), to=B)
+    for number in range(5):
+        desk.arrive(f"c{number}", (f"c{number}", 1), to=C)
+    assert desk.step() == ["c0", "c1"]
+    desk.transferred("a", "a")
+    desk.transferred("c0", "c0")
+    assert desk.step() == [], "all twelve are for b"
+    desk.transferred("c1", "c1")
+    assert desk.step() == ["b"]
+
+
+def test_a_large_item_takes_nothing_that_another_waits_for() -> None:
+    desk = Desk(cache=12, embeddings=12)
+    desk.arrive("a", ("cat", 3), to=A)
+    assert desk.step() == ["a"]
+    desk.arrive("b", ("dog", 10), to=B)
+    desk.arrive("c", ("emu", 5), to=C)
+    assert desk.step() == [], "c would keep nothing but this, but b came first"
+
+
+def test_an_item_that_is_kept_already_is_not_kept_for_longer_while_another_waits() -> None:
+    desk = Desk(cache=12, embeddings=12)
+    desk.arrive("a", ("cat", 5), to=A)
+    assert desk.step() == ["a"]
+    desk.arrive("b", ("dog", 8), to=B)
+    desk.arrive("c", ("cat", 5), to=C)
+    assert desk.step() == []
+    desk.transferred("a", "cat")
+    assert desk.step() == ["b"]
+
+
+def test_an_item_that_nobody_keeps_takes_room_of_who_wants_it() -> None:
+    desk = Desk()
+    desk.arrive("a0", ("cat", 4), to=A)
+    desk.arrive("a1", ("dog", 3), to=A)
+    assert desk.step() == ["a0", "a1"]
+    desk.transferred("a0", "cat")
+    desk.arrive("a2", ("cat", 4), to=A)
+    desk.arrive("b", ("emu", 5), to=B)
+    assert desk.step() == ["b"], "with cat a would keep seven of ten"
+
+
+def test_no_more_than_a_share_is_left_for_another_like_the_last() -> None:
+    desk = Desk()
+    for name, size in (("b", 9), ("c", 1)):
+        desk.arrive(name, (name, size), to=(name,))
+        desk.step()
+        desk.transferred(name, name)
+    for name in ("a1", "a2"):
+        desk.arrive(name, (name, 3), to=A)
+    assert desk.step() == ["a1", "a2"], "the share is three: four are left for b and c"
+
+
+def test_requests_without_consumers_start_in_their_order() -> None:
+    desk = Desk()
+    for name, size in (("a", 8), ("b", 8), ("c", 1)):
+        desk.arrive(name, (name, size), to=())
+    desk.cache.allocate(FakeEncodeRequest("other", ("cat", 3)), 0)  # type: ignore[arg-type]
+    assert desk.step() == []
+    desk.arrive("d", ("cat", 3), to=A)
+    assert desk.step() == []
+
+
+def test_a_request_in_parts_does_not_start_while_another_waits_for_room() -> None:
+    desk = Desk(cache=12, embeddings=12)
+    desk.arrive("a", ("cat", 8), to=A)
+    assert desk.step() == ["a"]
+    desk.arrive("b", ("dog", 5), to=B)
+    desk.arrive("c", ("emu", 1), to=C).num_prompt_tokens = 200
+    assert desk.step() == []
+    desk.transferred("a", "cat")
+    assert desk.step() == ["b"]
+    assert desk.step() == ["c"]
+
+
+def test_an_item_for_two_consumers_counts_for_both() -> None:
+    desk = Desk()
+    desk.arrive("ab", ("cat", 4), to=("a", "b"))
+    assert desk.step() == ["ab"]
+    desk.arrive("a", ("dog", 2), to=A)
+    desk.arrive("b", ("emu", 2), to=B)
+    desk.arrive("c", ("fox", 5), to=C)
+    assert desk.step() == ["c"], "the others keep four, and the share is three"
+    desk.transferred("ab", "cat")
+    assert desk.step() == ["a", "b"]
+
+
+def test_what_is_kept_counts_once_for_each_consumer_and_until_its_last_transfer_ends() -> None:
+    kept = KeptRoom()
+    for transfer_id, consumer in (("t1", "a"), ("t2", "a"), ("t3", "b")):
+        kept.keep(transfer_id, consumer, "cat", 5)
+    assert kept.by_consumer() == {"a": 5, "b": 5}
+    kept.give_back("t1")
+    assert kept.by_consumer() == {"a": 5, "b": 5}
+    kept.give_back("t2")
+    kept.give_back("t3")
+    assert kept.by_consumer() == {}
 
 
 NAMES = ["cat", "dog", "emu", "fox", "gnu"]
@@ -232,3 +465,99 @@ def test_everybody_starts_whole_and_in_order_however_transfers_end(
     for name, items in open_transfers:
         desk.transferred(name, *items)
     assert desk.cache.num_freeable_slots == desk.cache.cache_size
+
+
+class Sharing(RuleBasedStateMachine):
+    """One to four consumers; the transfers of some end, those of others do not for a while."""
+
+    @initialize(consumers=st.integers(1, 4))
+    def begin(self, consumers: int) -> None:
+        self.names = "abcd"[:consumers]
+        self.desk = Desk(cache=12, embeddings=12)
+        self.size = self.desk.cache.cache_size
+        self.number = 0
+        self.open: dict[str, list[str]] = {name: [] for name in self.names}
+        self.waiting: dict[str, list[str]] = {name: [] for name in self.names}
+
+    @rule(data=st.data(), size=st.integers(1, 12))
+    def arrive(self, data: st.DataObject, size: int) -> None:
+        consumer = data.draw(st.sampled_from(self.names))
+        name = f"{consumer}{self.number}"
+        self.number += 1
+        self.desk.arrive(name, (name, size), to=(consumer,))
+        self.waiting[consumer].append(name)
+
+    @rule(data=st.data())
+    def transfer_ends(self, data: st.DataObject) -> None:
+        consumer = data.draw(st.sampled_from(self.names))
+        if self.open[consumer]:
+            name = self.open[consumer].pop(0)
+            self.desk.transferred(name, name)
+
+    @rule(seconds=st.sampled_from([0.0, 1.0, 11.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.desk.now += seconds
+
+    @rule()
+    def steps(self) -> None:
+        self.step()
+
+    def step(self) -> list[str]:
+        kept, requests = self.desk.kept.by_consumer(), dict(self.desk.requests)
+        started = self.desk.step()
+        for name in started:
+            assert self.waiting[name[0]].pop(0) == name, "in order of arrival"
+            self.open[name[0]].append(name)
+        held_up = {
+            consumer
+            for consumer in self.names
+            if self.waiting[consumer]
+            and not kept[consumer]
+            and not any(name[0] == consumer for name in started)
+        }
+        # Beyond an equal share nobody takes what another waits for who has nothing.
+        for consumer in {name[0] for name in started} if held_up else ():
+            sizes = [requests[name].sizes[0] for name in started if name[0] == consumer]
+            share = self.size // len(held_up | {consumer})
+            assert kept[consumer] + sum(sizes) <= share or (
+                not kept[consumer] and len(sizes) == 1
+            ), (consumer, held_up)
+        return started
+
+    @rule()
+    def a_dead_consumer_stops_nobody_who_needs_no_more_than_its_part(self) -> None:
+        """Everything ends but what is for the first; of the others all start that may."""
+        for _ in range(60):
+            for consumer in self.names[1:]:
+                while self.open[consumer]:
+                    name = self.open[consumer].pop(0)
+                    self.desk.transferred(name, name)
+            if not self.step():
+                break
+        room = self.size - self.desk.kept.by_consumer()["a"]
+        first = {
+            consumer: self.desk.requests[names[0]].sizes[0]
+            for consumer, names in self.waiting.items()
+            if names
+        }
+        if first.keys() - {"a"}:
+            assert max(first.values()) > min(room, self.size // len(self.names))
+
+    def teardown(self) -> None:
+        if not hasattr(self, "desk"):
+            return
+        for _ in range(200):
+            for consumer in self.names:
+                while self.open[consumer]:
+                    name = self.open[consumer].pop(0)
+                    self.desk.transferred(name, name)
+            if not any(self.waiting.values()):
+                break
+            self.step()
+        assert not any(self.waiting.values()), "everybody starts"
+        assert self.desk.cache.num_freeable_slots == self.size
+        assert not self.desk.kept.by_consumer()
+
+
+TestSharing = Sharing.TestCase
+TestSharing.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

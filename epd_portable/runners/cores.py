@@ -1,0 +1,33 @@
+"""Where threads beside the model runner's may run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+_BYTES_PER_THREAD = 1 << 16
+"""An operation on this much has a thread of its own; torch's grain is half of it."""
+
+
+@contextmanager
+def on_all_cores() -> Iterator[None]:
+    """Let threads that start meanwhile run on every core that any thread of this process may use.
+
+    Threads inherit their cores from whoever starts them, and where OpenMP binds its threads one by
+    one, torch's libgomp leaves the thread that loads it one core: the encoder's first.
+    """
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, _all_cores())
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def _all_cores() -> set[int]:
+    # OpenMP starts its threads, and binds them, with the first operation that needs them all.
+    torch.empty(torch.get_num_threads() * _BYTES_PER_THREAD, dtype=torch.uint8).zero_()
+    return set().union(*(os.sched_getaffinity(int(task)) for task in os.listdir("/proc/self/task")))
