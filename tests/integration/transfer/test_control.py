@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from epd_portable.connector.pool import SHM_FOLDER
 from epd_portable.connector.transport import LeaseFence
 from epd_portable.errors import TransportError
 from epd_portable.wire.codec import MAX_MESSAGE_BYTES, encode
-from epd_portable.wire.messages import Abort, Later
+from epd_portable.wire.messages import Abort, AnyMessage, Later
 
 T = TypeVar("T")
 DEADLINE_S = 20.0
@@ -251,3 +252,48 @@ def test_an_endpoint_that_cannot_be_opened_leaves_nothing(
     assert not (SHM_FOLDER / pool).exists()
     open_endpoint().close()
     assert not (SHM_FOLDER / pool).exists()
+
+
+def waited(server: ControlServer, timeout_s: float = DEADLINE_S) -> float:
+    """Return how many seconds a wait took."""
+    begin_s = time.monotonic()
+    server.wait(timeout_s)
+    return time.monotonic() - begin_s
+
+
+def test_a_consumer_s_wait_ends_when_a_message_comes_when_it_is_woken_or_when_its_time_is_over(
+    server: ControlServer, clients: ControlClients
+) -> None:
+    while server.receive() or waited(server, 0.05) < 0.05:
+        pass
+    waker = threading.Timer(0.05, server.wake)
+    waker.start()
+    assert waited(server) < DEADLINE_S / 2
+    waker.join()
+    assert server.receive() == []
+    assert waited(server, 0.05) >= 0.05, "it is woken once"
+    messages: list[tuple[bytes, AnyMessage]] = []
+    clients.send(server.address, Later(transfer_id="t"))
+    while not messages:
+        assert waited(server) < DEADLINE_S / 2
+        messages = server.receive()
+    assert messages == [(b"client", Later(transfer_id="t"))]
+
+
+def test_a_message_that_comes_while_another_thread_sends_ends_the_wait(
+    server: ControlServer, clients: ControlClients
+) -> None:
+    """ZMQ tells once that one has come, and it may tell the sender: nobody would hear of it."""
+    clients.send(server.address, Later(transfer_id="first"))
+    until(server.receive)
+    for number in range(200):
+        clients.send(server.address, Later(transfer_id=str(number)))
+        end_s = time.monotonic() + 0.0005 * (number % 5)
+        server.send(b"client", Later(transfer_id="answer"))
+        while time.monotonic() < end_s:
+            server.send(b"client", Later(transfer_id="answer"))
+        found: list[tuple[bytes, AnyMessage]] = []
+        while not found:
+            assert waited(server) < DEADLINE_S / 2
+            found = server.receive()
+        assert [message.transfer_id for _, message in found] == [str(number)]
