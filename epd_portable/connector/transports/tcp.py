@@ -2,7 +2,7 @@
 
 A chunk is one message ``[header, bytes]`` and is answered, so at most `WINDOW` chunks of a write
 are under way. The consumer looks at the slot's generation before it copies a chunk: a write that
-comes too late is refused and touches nothing. Off this host everything is encrypted, see
+comes too late is refused and touches nothing. Everything is encrypted, see
 `epd_portable.connector.curve`.
 """
 
@@ -16,11 +16,10 @@ import zmq
 
 from epd_portable.connector.connections import Connections
 from epd_portable.connector.copies import DeviceCopies
-from epd_portable.connector.curve import CurveGate, CurveKeys, connect_client, is_off_host
+from epd_portable.connector.curve import CurveGate, CurveKeys, connect_client
 from epd_portable.connector.pool import SharedMemory
 from epd_portable.connector.transport import LeaseFence, Receiver, Transport, check_source
 from epd_portable.errors import (
-    ConfigError,
     LeaseExpiredError,
     ProtocolError,
     TransportError,
@@ -65,7 +64,7 @@ _read_answer = reader(_Answer, "an answer")
 class TcpTransport(Transport):
     """Sends encoder outputs; each write has a connection of its own while it lasts."""
 
-    def __init__(self, copies: DeviceCopies, keys: CurveKeys | None = None) -> None:
+    def __init__(self, copies: DeviceCopies, keys: CurveKeys) -> None:
         super().__init__(copies, keys)
         self._context = zmq.Context()
         self._lock = threading.Lock()
@@ -170,10 +169,9 @@ class TcpReceiver(Receiver):
         memory: The pool's memory.
         bind: ZMQ address to listen on, for example ``tcp://127.0.0.1:9301``.
         fence: Tells whether a slot is granted and may be written now.
-        keys: Of the deployment; needed where the address is off this host.
+        keys: Of the deployment.
 
     Raises:
-        ConfigError: There are no keys, and the address is off this host.
         TransportError: The address cannot be bound.
     """
 
@@ -182,7 +180,7 @@ class TcpReceiver(Receiver):
         memory: SharedMemory,
         bind: str,
         fence: LeaseFence,
-        keys: CurveKeys | None = None,
+        keys: CurveKeys,
     ) -> None:
         self._memory = memory
         self._fence = fence
@@ -191,14 +189,9 @@ class TcpReceiver(Receiver):
         # A message is two frames, and one is being looked at.
         self._socket.setsockopt(zmq.RCVHWM, WINDOW)
         self._socket.setsockopt(zmq.MAXMSGSIZE, CHUNK_BYTES)
-        self._gate: CurveGate | None = None
+        self._gate = CurveGate(self._socket, bind, keys, name="receiver of tcp")
         try:
-            if is_off_host(bind):
-                self._gate = CurveGate(self._socket, bind, keys, name="receiver of tcp")
             self._socket.bind(bind)
-        except ConfigError:
-            self._close_sockets()
-            raise
         except zmq.ZMQError as error:
             self._close_sockets()
             raise TransportError(f"cannot receive on {bind}: {error}") from error
@@ -218,15 +211,13 @@ class TcpReceiver(Receiver):
         self._thread.join()
 
     def _close_sockets(self) -> None:
-        if self._gate is not None:
-            self._gate.close()
+        self._gate.close()
         self._socket.close(linger=0)
         self._context.term()
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            if self._gate is not None:
-                self._gate.look()
+            self._gate.look()
             if self._socket.poll(_POLL_MS):
                 identity, header, *rest = self._socket.recv_multipart(copy=False)
                 answer = self._receive(header.buffer, [frame.buffer for frame in rest])

@@ -24,6 +24,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from epd_portable.connector.curve import CurveGate, CurveKeys
 from epd_portable.wire import codec
 from epd_portable.wire.messages import AnyMessage, Nack, NackCode
 
@@ -181,13 +182,14 @@ async def _disconnected(request: Request) -> None:
 
 
 class ControlEnd:
-    """The control channel of a prefill+decode instance."""
+    """The control channel of a prefill+decode instance, for holders of its keys."""
 
-    def __init__(self) -> None:
+    def __init__(self, held: CurveKeys) -> None:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._gate = CurveGate(self._socket, "127.0.0.1", held, name="stand-in")
         port = self._socket.bind_to_random_port("tcp://127.0.0.1")
         self.address = f"tcp://127.0.0.1:{port}"
 
@@ -225,4 +227,5 @@ class ControlEnd:
             await self.send(params["reply_to"], data)
 
     def close(self) -> None:
+        self._gate.close()
         self._context.destroy(linger=0)

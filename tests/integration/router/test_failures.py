@@ -367,7 +367,7 @@ async def test_without_another_encoder_a_refusal_leads_to_local_encoding(build: 
 
     t.pd.behaviour = generate
     response = await t.chat(RED)
-    assert "refused: no path from there" in response.json()["reason"]
+    assert "refused: 'no path from there'" in response.json()["reason"]
     assert await t.metric('epd_router_ladder_total{rung="local_encode"}') == 1
 
 

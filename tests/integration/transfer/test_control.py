@@ -1,4 +1,4 @@
-"""The control channel's sockets: what a stranger may send, and peers that come and go."""
+"""The control channel's sockets: what a holder of the secret may send, peers that come and go."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ import zmq
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.connector import connections, control
 from epd_portable.connector.control import ControlClients, ControlServer
+from epd_portable.connector.curve import OVERHEAD_BYTES, secure_client
 from epd_portable.connector.endpoint import ConsumerEndpoint
 from epd_portable.connector.pool import SHM_FOLDER
 from epd_portable.connector.transport import LeaseFence
 from epd_portable.errors import TransportError
 from epd_portable.wire.codec import MAX_MESSAGE_BYTES, encode
 from epd_portable.wire.messages import Abort, Later
+from tests.keyring import keys, secret_file
 
 T = TypeVar("T")
 DEADLINE_S = 20.0
@@ -36,14 +38,14 @@ def until(poll: Callable[[], list[T]]) -> list[T]:
 
 @pytest.fixture
 def server() -> Iterator[ControlServer]:
-    made = ControlServer("tcp://127.0.0.1:*", "server")
+    made = ControlServer("tcp://127.0.0.1:*", "server", keys())
     yield made
     made.close()
 
 
 @pytest.fixture
 def clients() -> Iterator[ControlClients]:
-    made = ControlClients("client")
+    made = ControlClients("client", keys())
     yield made
     made.close()
 
@@ -61,8 +63,9 @@ def test_what_is_no_message_is_dropped_and_the_next_one_arrives(
     server: ControlServer, clients: ControlClients
 ) -> None:
     context = zmq.Context()
-    stranger = context.socket(zmq.DEALER)
-    stranger.connect(server.address)
+    peer = context.socket(zmq.DEALER)
+    secure_client(peer, keys())
+    peer.connect(server.address)
     good = encode(Later(transfer_id="t"), session="s")
     for frames in (
         [b""],
@@ -74,7 +77,7 @@ def test_what_is_no_message_is_dropped_and_the_next_one_arrives(
         [bytes([good[0], good[1] + 1]) + good[2:]],
         [good],
     ):
-        stranger.send_multipart(frames)
+        peer.send_multipart(frames)
     ((_, message),) = until(server.receive)
     assert message == Later(transfer_id="t")
     context.destroy(linger=0)
@@ -84,10 +87,11 @@ def test_a_message_beyond_the_limit_ends_the_connection_it_came_by_and_no_other(
     server: ControlServer, clients: ControlClients
 ) -> None:
     context = zmq.Context()
-    stranger = context.socket(zmq.DEALER)
-    monitor = stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-    stranger.connect(server.address)
-    stranger.send(b"x" * (MAX_MESSAGE_BYTES + 1))
+    peer = context.socket(zmq.DEALER)
+    secure_client(peer, keys())
+    monitor = peer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    peer.connect(server.address)
+    peer.send(b"x" * (MAX_MESSAGE_BYTES + OVERHEAD_BYTES))
     assert monitor.poll(DEADLINE_S * 1000)
     clients.send(server.address, Later(transfer_id="t"))
     assert until(server.receive) == [(b"client", Later(transfer_id="t"))]
@@ -98,8 +102,8 @@ def test_a_peer_that_does_not_read_loses_messages_and_the_sender_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(control, "_HIGH_WATER_MARK", 3)
-    server = ControlServer("tcp://127.0.0.1:*", "server")
-    clients = ControlClients("client")
+    server = ControlServer("tcp://127.0.0.1:*", "server", keys())
+    clients = ControlClients("client", keys())
     try:
         clients.send(server.address, Later(transfer_id="hello"))
         until(server.receive)
@@ -134,7 +138,7 @@ def test_one_consumer_too_many_costs_the_one_that_was_sent_to_least_lately_its_c
     clients: ControlClients, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections, "MAX_CONSUMERS", 2)
-    servers = [ControlServer("tcp://127.0.0.1:*", "server") for _ in range(3)]
+    servers = [ControlServer("tcp://127.0.0.1:*", "server", keys()) for _ in range(3)]
     first, second, third = (server.address for server in servers)
 
     def connected() -> set[str]:
@@ -161,6 +165,7 @@ def test_who_comes_again_by_another_connection_is_heard_there(
 ) -> None:
     """As after a loss of the network that the server has not noticed yet."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as former:
+        secure_client(former, keys())
         former.identity = b"client"
         former.linger = 0
         former.reconnect_ivl = -1  # It is gone, and would otherwise fight for its place.
@@ -227,7 +232,7 @@ def test_a_process_without_a_socket_left_is_told_and_can_send_when_it_has_one(
 
 def test_an_address_that_is_taken_is_an_error(server: ControlServer) -> None:
     with pytest.raises(TransportError, match="cannot listen"):
-        ControlServer(server.address, "second")
+        ControlServer(server.address, "second", keys())
 
 
 @pytest.mark.parametrize("taken", ["control_address", "data_address"])
@@ -238,6 +243,7 @@ def test_an_endpoint_that_cannot_be_opened_leaves_nothing(
     addresses = {
         "control_address": f"ipc://{tmp_path}/control",
         "data_address": "tcp://127.0.0.1:*",
+        "secret_file": secret_file(),
     }
 
     def open_endpoint(**changed: str) -> ConsumerEndpoint:

@@ -1,4 +1,4 @@
-"""What a stranger may send to the receiver of `tcp`: it stays alive and writes nothing."""
+"""What a holder of the secret may send to a receiver of `tcp`: it lives on and writes nothing."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ import torch
 import zmq
 
 from epd_portable.connector.copies import DeviceCopies
+from epd_portable.connector.curve import secure_client
 from epd_portable.connector.pool import SharedMemory
 from epd_portable.connector.transport import LeaseFence
 from epd_portable.connector.transports.tcp import TcpReceiver, TcpTransport
 from epd_portable.errors import LeaseExpiredError
 from epd_portable.platforms import registry
 from epd_portable.wire.descriptors import SlotDescriptor
+from tests.keyring import keys
 
 NBYTES = 4096
 FILL = 0xA5
@@ -37,7 +39,7 @@ class Consumer:
     def write(self, slot: SlotDescriptor) -> None:
         """Write ones into a slot by the real other end."""
         copies = DeviceCopies(registry.get("cpu"))
-        transport = TcpTransport(copies)
+        transport = TcpTransport(copies, keys())
         try:
             transport.write(
                 torch.ones(slot.nbytes, dtype=torch.uint8),
@@ -65,7 +67,7 @@ def consumer() -> Iterator[Consumer]:
     memory = SharedMemory.create(f"epd-test-{os.getpid()}-{uuid.uuid4().hex[:12]}", NBYTES)
     memory.tensor(0, NBYTES).fill_(FILL)
     fence = LeaseFence()
-    receiver = TcpReceiver(memory, "tcp://127.0.0.1:*", fence)
+    receiver = TcpReceiver(memory, "tcp://127.0.0.1:*", fence, keys())
     yield Consumer(memory, fence, receiver)
     receiver.close()
     memory.unlink()
@@ -120,11 +122,12 @@ def test_what_is_no_chunk_of_a_granted_slot_is_answered_and_writes_nothing(
     consumer: Consumer, frames: list[bytes], problem: str
 ) -> None:
     consumer.fence.allow(SLOT)
-    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
-        stranger.linger = 0
-        stranger.connect(consumer.receiver.address)
-        stranger.send_multipart(frames)
-        assert stranger.poll(int(DEADLINE_S * 1000)), "no answer"
-        assert problem in msgspec.msgpack.decode(stranger.recv())[2]
+    with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
+        secure_client(peer, keys())
+        peer.linger = 0
+        peer.connect(consumer.receiver.address)
+        peer.send_multipart(frames)
+        assert peer.poll(int(DEADLINE_S * 1000)), "no answer"
+        assert problem in msgspec.msgpack.decode(peer.recv())[2]
     assert consumer.untouched
     consumer.assert_serves()
