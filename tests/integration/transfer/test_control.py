@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
 import psutil
 import pytest
 import zmq
@@ -21,7 +22,7 @@ from epd_portable.connector.pool import SHM_FOLDER
 from epd_portable.connector.transport import LeaseFence
 from epd_portable.errors import TransportError
 from epd_portable.wire.codec import MAX_MESSAGE_BYTES, encode
-from epd_portable.wire.messages import Abort, Later
+from epd_portable.wire.messages import PROTOCOL_VERSION, Abort, Later
 from tests.keyring import keys, secret_file
 
 T = TypeVar("T")
@@ -80,6 +81,22 @@ def test_what_is_no_message_is_dropped_and_the_next_one_arrives(
         peer.send_multipart(frames)
     ((_, message),) = until(server.receive)
     assert message == Later(transfer_id="t")
+    context.destroy(linger=0)
+
+
+def test_nonsense_is_named_within_its_line_of_the_log(
+    server: ControlServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    context = zmq.Context()
+    peer = context.socket(zmq.DEALER)
+    secure_client(peer, keys())
+    peer.identity = b"peer\nI all is well"
+    peer.connect(server.address)
+    peer.send(msgspec.msgpack.encode([PROTOCOL_VERSION, "s", {"kind": "odd\nI all is well"}]))
+    until(lambda: server.receive() or caplog.records)
+    (record,) = caplog.records
+    assert record.getMessage().count("all is well") == 2
+    assert record.getMessage().isprintable()
     context.destroy(linger=0)
 
 
