@@ -34,8 +34,10 @@ if TYPE_CHECKING:
 
     from epd_portable.platforms.base import DeviceEvent
 
-CHUNK_BYTES = 4 << 20
-WINDOW = 4
+CHUNK_BYTES = 1 << 20
+"""ZMQ takes in a frame of this size before it looks at the key of who sends it: a stranger can hold
+as much of a receiver's memory by each connection, until its handshake has failed."""
+WINDOW = 8
 """Chunks under way on one connection; the receiver holds no more of each in its memory."""
 MAX_HEADER_BYTES = 4096
 CONNECTIONS = 4

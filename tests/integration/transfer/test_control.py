@@ -84,6 +84,22 @@ def test_what_is_no_message_is_dropped_and_the_next_one_arrives(
     context.destroy(linger=0)
 
 
+def test_a_flood_that_nobody_reads_is_stopped_at_its_sender(server: ControlServer) -> None:
+    large, most_bytes = bytes(MAX_MESSAGE_BYTES), 64 << 20
+    context = zmq.Context()
+    peer = context.socket(zmq.DEALER)
+    secure_client(peer, keys())
+    peer.sndhwm, peer.sndtimeo = 1, 1000
+    peer.connect(server.address)
+    sent = 0
+    with contextlib.suppress(zmq.Again):
+        while sent < 2 * most_bytes:
+            peer.send(large)
+            sent += len(large)
+    assert 0 < sent < most_bytes
+    context.destroy(linger=0)
+
+
 def test_nonsense_is_named_within_its_line_of_the_log(
     server: ControlServer, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -5,6 +5,7 @@ Strangers speak ZMQ's protocol byte by byte here, so that they can do what its l
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import socket
@@ -16,9 +17,10 @@ import pytest
 import zmq
 
 from epd_portable.connector.control import ControlServer
+from epd_portable.connector.curve import OVERHEAD_BYTES
 from epd_portable.connector.pool import SharedMemory
 from epd_portable.connector.transport import LeaseFence
-from epd_portable.connector.transports.tcp import TcpReceiver
+from epd_portable.connector.transports.tcp import CHUNK_BYTES, TcpReceiver
 from tests.keyring import keys
 
 DEADLINE_S = 20.0
@@ -106,3 +108,22 @@ def test_the_same_message_makes_a_process_grow_that_does_not_ask_for_the_key() -
         taken, grown = flood(plain.LAST_ENDPOINT.decode(), OPENINGS["no encryption"])
         assert taken >= FLOOD_BYTES
         assert grown > FLOOD_BYTES // 2
+
+
+def test_what_strangers_send_before_they_are_asked_for_a_key_is_little_for_each(
+    receiver: TcpReceiver,
+) -> None:
+    """ZMQ takes in a frame of their handshake up to the limit of all frames."""
+    strangers, nbytes = 24, CHUNK_BYTES + OVERHEAD_BYTES
+    host, _, port = receiver.address.removeprefix("tcp://").rpartition(":")
+    before = resident_bytes()
+    with contextlib.ExitStack() as opened:
+        for _ in range(strangers):
+            stranger = socket.create_connection((host, int(port)), timeout=DEADLINE_S)
+            opened.enter_context(stranger)
+            stranger.sendall(greeting(b"CURVE"))
+            assert stranger.recv(64)
+            command = b"\x06"
+            stranger.sendall(command + nbytes.to_bytes(8, "big") + bytes(nbytes - 1))
+        grown = resident_bytes() - before
+    assert grown < strangers * (1.5 * (1 << 20))
