@@ -16,7 +16,7 @@ import zmq
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.connector import connections, control
 from epd_portable.connector.control import ControlClients, ControlServer
-from epd_portable.connector.curve import OVERHEAD_BYTES, secure_client
+from epd_portable.connector.curve import OVERHEAD_BYTES, receive_parts, secure_client
 from epd_portable.connector.endpoint import ConsumerEndpoint
 from epd_portable.connector.pool import SHM_FOLDER
 from epd_portable.connector.transport import LeaseFence
@@ -82,6 +82,20 @@ def test_what_is_no_message_is_dropped_and_the_next_one_arrives(
     ((_, message),) = until(server.receive)
     assert message == Later(transfer_id="t")
     context.destroy(linger=0)
+
+
+def test_of_a_message_in_many_parts_no_more_is_copied_than_tells_that_it_is_too_long() -> None:
+    with (
+        zmq.Context() as context,
+        context.socket(zmq.PAIR) as one,
+        context.socket(zmq.PAIR) as other,
+    ):
+        one.bind("inproc://parts")
+        other.connect("inproc://parts")
+        for parts in ([b"a", b"b", b"c", b"d", b"e"], [b"next"]):
+            other.send_multipart(parts)
+        assert receive_parts(one, most=2) == [b"a", b"b", b"c"]
+        assert receive_parts(one, most=2) == [b"next"]
 
 
 def test_a_flood_that_nobody_reads_is_stopped_at_its_sender(server: ControlServer) -> None:
