@@ -101,11 +101,11 @@ def may_be_plain(config: InstanceConfig) -> bool:
 
 
 def secure_client(socket: zmq.Socket[Any], keys: CurveKeys) -> None:
-    """Prepare a socket that will connect."""
+    """Prepare a socket that will connect; its limit on messages is set before."""
     socket.curve_secretkey = keys.client_secret
     socket.curve_publickey = keys.client_public
     socket.curve_serverkey = keys.server_public
-    _keep_alive(socket)
+    _prepare(socket)
 
 
 def connect_client(socket: zmq.Socket[Any], address: str, keys: CurveKeys, *, what: str) -> None:
@@ -165,10 +165,7 @@ class CurveGate:
         socket.curve_secretkey = keys.server_secret
         socket.curve_publickey = keys.server_public
         socket.curve_server = True
-        _keep_alive(socket)
-        largest = int(socket.getsockopt(zmq.MAXMSGSIZE))
-        if largest >= 0:
-            socket.setsockopt(zmq.MAXMSGSIZE, largest + OVERHEAD_BYTES)
+        _prepare(socket)
         self._socket = socket
         self._events = socket.get_monitor_socket(_REFUSALS)
 
@@ -193,6 +190,10 @@ class CurveGate:
         self._events.close(linger=0)
 
 
-def _keep_alive(socket: zmq.Socket[Any]) -> None:
+def _prepare(socket: zmq.Socket[Any]) -> None:
+    """Keep idle connections alive, and let encrypted frames be as long as plain ones may."""
     for option, value in _KEEP_ALIVE.items():
         socket.setsockopt(option, value)
+    largest = int(socket.getsockopt(zmq.MAXMSGSIZE))
+    if largest >= 0:
+        socket.setsockopt(zmq.MAXMSGSIZE, largest + OVERHEAD_BYTES)

@@ -91,6 +91,7 @@ class ControlChannels:
         # A message for an instance that is away would reach its next life: refuse it instead.
         socket.setsockopt(zmq.IMMEDIATE, 1)
         socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        socket.setsockopt(zmq.MAXMSGSIZE, codec.MAX_MESSAGE_BYTES)
         secure_client(socket, self._keys)
         try:
             socket.connect(address)

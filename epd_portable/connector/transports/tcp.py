@@ -40,6 +40,7 @@ as much of a receiver's memory by each connection, until its handshake has faile
 WINDOW = 8
 """Chunks under way on one connection; the receiver holds no more of each in its memory."""
 MAX_HEADER_BYTES = 4096
+MAX_ANSWER_BYTES = 4096
 CONNECTIONS = 4
 """To each consumer, made together: as many as an encode worker has writers."""
 _POLL_MS = 100
@@ -141,6 +142,7 @@ class TcpTransport(Transport):
     def _connect(self, address: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, _LONGEST_RECONNECT_MS)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_ANSWER_BYTES)
         connect_client(socket, address, self._keys, what="data address")
         return socket
 

@@ -528,6 +528,20 @@ async def test_noise_on_the_control_channel_is_survived(build: Build) -> None:
     assert (await t.chat(RED)).status_code == 413
 
 
+async def test_a_message_beyond_the_limit_does_not_reach_the_router(
+    build: Build, caplog: pytest.LogCaptureFixture
+) -> None:
+    t = await build()
+
+    async def generate(received: Received) -> Response:
+        await t.control.send(received.params["reply_to"], bytes(2 * codec.MAX_MESSAGE_BYTES))
+        return Response(status_code=500)
+
+    t.pd.behaviour = generate
+    assert (await t.chat(RED)).status_code == 500
+    assert f"at most {codec.MAX_MESSAGE_BYTES} are allowed" not in caplog.text
+
+
 FORGED = "no\n12:00:00 I router: all is well \x1b[2K"
 
 

@@ -84,6 +84,20 @@ def test_what_is_no_message_is_dropped_and_the_next_one_arrives(
     context.destroy(linger=0)
 
 
+def test_an_answer_may_be_as_long_as_the_limit_and_no_longer(
+    server: ControlServer, clients: ControlClients, caplog: pytest.LogCaptureFixture
+) -> None:
+    clients.send(server.address, Later(transfer_id="t"))
+    ((identity, _),) = until(server.receive)
+    for nbytes in (MAX_MESSAGE_BYTES, MAX_MESSAGE_BYTES + OVERHEAD_BYTES):
+        server._socket.send_multipart([identity, bytes(nbytes)])
+    begin_s = time.monotonic()
+    while time.monotonic() - begin_s < 1.0:
+        assert clients.receive(0.1) == []
+    assert [record.getMessage()[-40:] for record in caplog.records if "dropped" in record.msg] != []
+    assert len(caplog.records) == 1
+
+
 def test_of_a_message_in_many_parts_no_more_is_copied_than_tells_that_it_is_too_long() -> None:
     with (
         zmq.Context() as context,
