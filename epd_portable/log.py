@@ -30,10 +30,24 @@ def configure(level: str | None = None) -> None:
     instance = envs.EPD_INSTANCE.get()
     where = f"{instance} " if instance else ""
     handler.setFormatter(
-        logging.Formatter(f"%(asctime)s %(levelname).1s {where}%(name)s: %(message)s", "%H:%M:%S")
+        _OneLine(f"%(asctime)s %(levelname).1s {where}%(name)s: %(message)s", "%H:%M:%S")
     )
     root.addHandler(handler)
     root.propagate = False
+
+
+class _OneLine(logging.Formatter):
+    """Keeps a message in its line: a peer's words in it cannot pass for a line of ours.
+
+    Tracebacks, which come after the message, keep theirs.
+    """
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """See `logging.Formatter.formatMessage`."""
+        return "".join(
+            each if each.isprintable() else each.encode("unicode_escape").decode()
+            for each in super().formatMessage(record)
+        )
 
 
 class EventTrace:

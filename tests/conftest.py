@@ -12,6 +12,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
+from tests import keyring
+
 # Time is measured elsewhere: a busy machine fails no test.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
@@ -76,6 +78,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.import_plugin("tests.timetable")
+    # Before workers of pytest-xdist are started, which then read the same file.
+    keyring.secret_file()
 
 
 def pytest_unconfigure() -> None:

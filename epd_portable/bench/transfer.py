@@ -25,6 +25,7 @@ from epd_portable.bench.commands import TOKEN_BYTES, VALUES, Answer, Command
 from epd_portable.bench.servers import free_port
 from epd_portable.bench.traces import Handover, handovers, read_events
 from epd_portable.config.instance import InstanceConfig, PlatformName
+from epd_portable.config.secret import make_secret_file
 from epd_portable.errors import MeasurementError
 from epd_portable.platforms import registry
 from epd_portable.platforms.traits import TRAITS
@@ -143,8 +144,11 @@ def measure(
         report("starting a producer and a consumer for each path")
         paths = dict.fromkeys(case.path for case in cases)
         room = 2 * max(case.nbytes for case in cases)
+        secret_file = str(Path(folder, "secret"))
+        make_secret_file(secret_file)
         pairs = {
-            path: stack.enter_context(_pair(path, place, room, Path(folder))) for path in paths
+            path: stack.enter_context(_pair(path, place, room, Path(folder), secret_file))
+            for path in paths
         }
         memcpy_s: dict[str, float] = {}
         number = 0
@@ -206,7 +210,9 @@ class _Pair:
 
 
 @contextmanager
-def _pair(path: str, place: Place, pool_bytes: int, trace_dir: Path) -> Iterator[_Pair]:
+def _pair(
+    path: str, place: Place, pool_bytes: int, trace_dir: Path, secret_file: str
+) -> Iterator[_Pair]:
     control = f"tcp://127.0.0.1:{free_port()}"
     producer = InstanceConfig(
         instance=f"producer-{path}",
@@ -214,6 +220,7 @@ def _pair(path: str, place: Place, pool_bytes: int, trace_dir: Path) -> Iterator
         device_index=place.producer,
         path=path,
         wait_timeout_s=_WAIT_TIMEOUT_S,
+        secret_file=secret_file,
     )
     consumer = InstanceConfig(
         instance=f"consumer-{path}",
@@ -221,6 +228,7 @@ def _pair(path: str, place: Place, pool_bytes: int, trace_dir: Path) -> Iterator
         device_index=place.consumer,
         path=path,
         wait_timeout_s=_WAIT_TIMEOUT_S,
+        secret_file=secret_file,
         control_address=control,
         data_address="tcp://127.0.0.1:*",
         pool=f"epd-bench-{os.getpid()}-{path}",

@@ -30,9 +30,9 @@ class InstanceConfig(BaseModel):
         wait_timeout_s: Longest wait of a request for one item.
         preallocation: Whether announced items get room with their request, or before it.
         lease_s: Longest time from a grant to the end of its write.
-        host: Address of this machine on which a PD instance listens; off the loopback it needs a
-            secret.
-        secret_file: File with the deployment's secret; empty for none.
+        host: Address of this machine on which a PD instance listens.
+        secret_file: File with the secret of the deployment or of the launcher's run; without one
+            the instance does not start.
         trusted_network: Items may leave the host unencrypted, by paths that cannot encrypt.
         can_encode: Whether the PD instance holds the vision tower and may encode by itself.
     """

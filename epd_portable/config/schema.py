@@ -261,6 +261,7 @@ class Topology(_Section):
     Attributes:
         model: Hugging Face id, folder, or ``demo`` for the bundled model.
         secret_file: File with the secret of the deployment; with it instances can join the router.
+            Without it the launcher makes a secret for the run, with which none can.
         served_model_name: Name that clients use; by default the id, or the folder's last part.
         instances: Engine instances by role.
         transfer: How encoder outputs travel.

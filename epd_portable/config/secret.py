@@ -1,12 +1,15 @@
 """The secret that the parts of one deployment share, and what is derived from it.
 
-Who holds it may register instances at the router and take part in encrypted channels. It is in a
-file that only its owner can read, never on a command line, in the environment or in a log.
+Who holds it may take part in the channels between instances, all of which are encrypted, and
+register instances at the router. It is in a file that only its owner can read, never on a command
+line, in the environment or in a log. Where nobody names such a file, the launcher makes one for its
+run, which opens the channels and registers nobody.
 """
 
 from __future__ import annotations
 
 import hashlib
+import hmac
 import os
 import secrets
 from pathlib import Path
@@ -15,6 +18,7 @@ from epd_portable.errors import ConfigError
 
 MIN_CHARACTERS = 32
 MAX_BYTES = 4096
+_PROOF_BYTES = 16
 
 
 class Secret:
@@ -32,16 +36,21 @@ class Secret:
         """Read a secret file.
 
         Raises:
-            ConfigError: It cannot be read, others may read it, or it is too short.
+            ConfigError: None is named, it cannot be read, others may read it, or it is too short.
         """
-        file = Path(path).expanduser()
+        if not path:
+            raise ConfigError(
+                "there is no secret_file, and without one no process speaks to another: "
+                "epd-launch secret FILE makes one; name it as secret_file to the router and to "
+                "every instance that is started by hand (epd-launch makes one for its own)"
+            )
         try:
-            if (mode := file.stat().st_mode & 0o777) & 0o077:
-                raise ConfigError(
-                    f"secret_file {path} has mode {mode:04o}: others can read or change it; "
-                    f"chmod 600 {path}, and make a new secret if they may have read this one"
-                )
-            with file.open("rb") as opened:
+            with Path(path).expanduser().open("rb") as opened:
+                if (mode := os.fstat(opened.fileno()).st_mode & 0o777) & 0o077:
+                    raise ConfigError(
+                        f"secret_file {path} has mode {mode:04o}: others can read or change it; "
+                        f"chmod 600 {path}, and make a new secret if they may have read this one"
+                    )
                 text = opened.read(MAX_BYTES).decode("utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
@@ -57,6 +66,27 @@ class Secret:
     def token(self) -> str:
         """Return what a caller of the router's ``/epd/`` addresses shows as bearer token."""
         return self.derive("router token").hex()
+
+    def vouch(self, transfer_id: str, item: str, consumer: str) -> str:
+        """Return the router's proof that it wants an item brought to a consumer by a transfer.
+
+        Args:
+            transfer_id: Of the transfer.
+            item: The router's name of the item, ``EncodeTransfer.mm_hash``.
+            consumer: Address of the consumer's control channel, as the router writes it.
+        """
+        key = self.derive("transfers")
+        digest = hashlib.blake2b(key=key, digest_size=_PROOF_BYTES)
+        for field in (transfer_id, item, consumer):
+            # With its length: the ends of fields must not be anybody's choice.
+            data = field.encode("utf-8", "surrogatepass")
+            digest.update(len(data).to_bytes(8, "big") + data)
+        return digest.hexdigest()
+
+    def vouched(self, proof: str, transfer_id: str, item: str, consumer: str) -> bool:
+        """Tell whether a proof is the router's, for exactly these, see `vouch`."""
+        expected = self.vouch(transfer_id, item, consumer)
+        return hmac.compare_digest(proof.encode("utf-8", "surrogatepass"), expected.encode())
 
     def derive(self, purpose: str) -> bytes:
         """Return 32 bytes for one purpose; those of one purpose tell nothing of another's."""

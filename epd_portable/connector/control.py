@@ -1,7 +1,7 @@
 """The control channel: ZMQ sockets that carry `epd_portable.wire` messages.
 
 The consumer listens (ROUTER), producers and the router connect (DEALER). Nothing here blocks.
-Off this host everything is encrypted, see `epd_portable.connector.curve`.
+Everything is encrypted, see `epd_portable.connector.curve`.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from pathlib import Path
 import zmq
 
 from epd_portable.connector.connections import Connections
-from epd_portable.connector.curve import CurveGate, CurveKeys, connect_client, is_off_host
-from epd_portable.errors import ConfigError, ProtocolError, TransportError
+from epd_portable.connector.curve import CurveGate, CurveKeys, connect_client, receive_parts
+from epd_portable.errors import ProtocolError, TransportError
 from epd_portable.log import trace
 from epd_portable.wire import codec
 from epd_portable.wire.messages import AnyMessage
 
 logger = logging.getLogger(__name__)
 
-_HIGH_WATER_MARK = 10_000
+_HIGH_WATER_MARK = 1000
 MAX_AT_ONCE = 1000
 """Messages that one call takes in, so that a flood does not keep its caller."""
 
@@ -89,14 +89,13 @@ class ControlServer:
     Args:
         address: ZMQ address to listen on.
         session: Of this process.
-        keys: Of the deployment; needed where the address is off this host.
+        keys: Of the deployment.
 
     Raises:
-        ConfigError: There are no keys, and the address is off this host.
         TransportError: The address cannot be bound.
     """
 
-    def __init__(self, address: str, session: str, keys: CurveKeys | None = None) -> None:
+    def __init__(self, address: str, session: str, keys: CurveKeys) -> None:
         self._session = session
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -105,19 +104,13 @@ class ControlServer:
         self._socket.set_hwm(_HIGH_WATER_MARK)
         self._socket.setsockopt(zmq.MAXMSGSIZE, codec.MAX_MESSAGE_BYTES)
         self._socket.setsockopt(zmq.LINGER, 200)
-        self._gate: CurveGate | None = None
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._ready = select.poll()
         self._ready.register(self._wake, select.POLLIN)
         self._ready.register(int(self._socket.getsockopt(zmq.FD)), select.POLLIN)
+        self._gate = CurveGate(self._socket, address, keys, name="control channel")
         try:
-            if is_off_host(address):
-                self._gate = CurveGate(self._socket, address, keys, name="control channel")
             self._socket.bind(address)
-        except ConfigError:
-            os.close(self._wake)
-            self._context.destroy(linger=0)
-            raise
         except zmq.ZMQError as error:
             self.close()
             raise TransportError(
@@ -147,17 +140,16 @@ class ControlServer:
 
         At most `MAX_AT_ONCE`; the rest comes with the next call.
         """
-        if self._gate is not None:
-            self._gate.look()
+        self._gate.look()
         received: list[tuple[bytes, AnyMessage]] = []
         for _ in range(MAX_AT_ONCE):
             if not self._socket.poll(0):
                 break
-            identity, *frames = self._socket.recv_multipart()
+            identity, *parts = receive_parts(self._socket, most=2)
             try:
-                message, _session = codec.decode(b"".join(frames))
+                message, _session = codec.decode_parts(parts)
             except ProtocolError as error:
-                logger.warning("control message from %r dropped: %s", identity, error)
+                logger.warning("control message from %r dropped: %r", identity, str(error))
             else:
                 received.append((identity, message))
         return received
@@ -176,8 +168,7 @@ class ControlServer:
 
     def close(self) -> None:
         """Close the channel; what was sent goes out for at most 0.2 s."""
-        if self._gate is not None:
-            self._gate.close()
+        self._gate.close()
         self._context.destroy()
         os.close(self._wake)
 
@@ -189,10 +180,10 @@ class ControlClients:
 
     Args:
         session: Of this process.
-        keys: Of the deployment; needed for consumers off this host.
+        keys: Of the deployment.
     """
 
-    def __init__(self, session: str, keys: CurveKeys | None = None) -> None:
+    def __init__(self, session: str, keys: CurveKeys) -> None:
         self._session = session
         self._keys = keys
         self._context = zmq.Context()
@@ -211,8 +202,7 @@ class ControlClients:
         Dropped if so much waits for a consumer that does not read; sessions send again.
 
         Raises:
-            TransportError: The address is none, or off this host without keys, or this process has
-                no socket left.
+            TransportError: The address is none, or this process has no socket left.
         """
         target = self._sockets.use(address)
         with contextlib.suppress(zmq.Again):
@@ -225,13 +215,15 @@ class ControlClients:
             for _ in range(MAX_AT_ONCE):
                 if not ready.poll(0):
                     break
-                data = ready.recv()
+                parts = receive_parts(ready, most=1)
                 if ready is self._wake_in:
                     continue
                 try:
-                    message, _session = codec.decode(data)
+                    message, _session = codec.decode_parts(parts)
                 except ProtocolError as error:
-                    logger.warning("message from %s dropped: %s", self._addresses[ready], error)
+                    logger.warning(
+                        "message from %s dropped: %r", self._addresses[ready], str(error)
+                    )
                 else:
                     received.append((self._addresses[ready], message))
         return received

@@ -1,9 +1,9 @@
-"""The ZMQ channels that leave the host: encrypted, for whom, and kept alive.
+"""The ZMQ channels between processes: encrypted, for whom, and kept alive.
 
 Both ends derive the same key pairs (CurveZMQ) from the deployment's secret: one for those who
 listen, one for those who connect. Nobody is told the public key of those who listen, and without it
-no handshake begins, so it admits holders of the secret only. On the loopback address nothing is
-encrypted: who can listen there can read the processes' memory.
+no handshake begins, so it admits holders of the secret only. That holds on every address: any user
+of a machine can connect to its loopback address.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import zmq.utils.monitor
 import zmq.utils.z85
 
 from epd_portable.config.secret import Secret
-from epd_portable.errors import ConfigError, TransportError
+from epd_portable.errors import TransportError
 
 if TYPE_CHECKING:
     from epd_portable.config.instance import InstanceConfig
@@ -77,13 +77,13 @@ class CurveKeys:
         )
 
 
-def read_keys(secret_file: str) -> CurveKeys | None:
-    """Return the keys of a deployment; ``None`` where no secret file is named.
+def read_keys(secret_file: str) -> CurveKeys:
+    """Return the keys of a deployment.
 
     Raises:
-        ConfigError: The file cannot be used.
+        ConfigError: No file is named, or it cannot be used.
     """
-    return CurveKeys.derive(Secret.read(secret_file)) if secret_file else None
+    return CurveKeys.derive(Secret.read(secret_file))
 
 
 def is_off_host(address: str) -> bool:
@@ -96,29 +96,20 @@ def is_off_host(address: str) -> bool:
 
 
 def may_be_plain(config: InstanceConfig) -> bool:
-    """Tell whether what an instance sends and receives may be unencrypted."""
+    """Tell whether an instance may use paths that cannot encrypt."""
     return config.trusted_network or not is_off_host(config.host)
 
 
-def secure_client(socket: zmq.Socket[Any], address: str, keys: CurveKeys | None) -> None:
-    """Prepare a socket for an address off this host, if it is one; before it connects.
-
-    Raises:
-        ConfigError: The address is off this host, and there are no keys.
-    """
-    if not is_off_host(address):
-        return
-    keys = _required(address, keys)
+def secure_client(socket: zmq.Socket[Any], keys: CurveKeys) -> None:
+    """Prepare a socket that will connect; its limit on messages is set before."""
     socket.curve_secretkey = keys.client_secret
     socket.curve_publickey = keys.client_public
     socket.curve_serverkey = keys.server_public
-    _keep_alive(socket)
+    _prepare(socket)
 
 
-def connect_client(
-    socket: zmq.Socket[Any], address: str, keys: CurveKeys | None, *, what: str
-) -> None:
-    """Connect a socket, encrypted if that goes off this host; it is closed if that cannot be.
+def connect_client(socket: zmq.Socket[Any], address: str, keys: CurveKeys, *, what: str) -> None:
+    """Connect a socket, encrypted; it is closed if that cannot be.
 
     Args:
         socket: Not connected yet.
@@ -127,14 +118,28 @@ def connect_client(
         what: Sort of address, for the error.
 
     Raises:
-        TransportError: The address is none, or off this host without keys.
+        TransportError: The address is none.
     """
+    secure_client(socket, keys)
     try:
-        secure_client(socket, address, keys)
         socket.connect(address)
-    except (zmq.ZMQError, ValueError, ConfigError) as error:
+    except (zmq.ZMQError, ValueError) as error:
         socket.close(linger=0)
         raise TransportError(f"{what} {address!r}: {error}") from error
+
+
+def receive_parts(socket: zmq.Socket[bytes], *, most: int) -> list[bytes]:
+    """Return the parts of the message that waits; of longer ones ``most`` and one, to tell them.
+
+    ZMQ holds a message until its last part is there, however many come before: nothing that a
+    socket can be told bounds it. Of what it then hands over no more is copied than is asked for.
+    """
+    parts = [socket.recv()]
+    while socket.getsockopt(zmq.RCVMORE):
+        part = socket.recv(copy=False)
+        if len(parts) <= most:
+            parts.append(part.bytes)
+    return parts
 
 
 class CurveGate:
@@ -142,21 +147,17 @@ class CurveGate:
 
     Args:
         socket: Will listen; its limit on messages is set.
-        address: Where it will listen, off this host.
+        address: Where it will listen.
         keys: Of the deployment.
         name: Of the channel, for the log.
 
     Attributes:
         refused: Connections that were refused so far: no key, a wrong one, or no encryption.
-
-    Raises:
-        ConfigError: There are no keys.
     """
 
     def __init__(
-        self, socket: zmq.Socket[bytes], address: str, keys: CurveKeys | None, *, name: str
+        self, socket: zmq.Socket[bytes], address: str, keys: CurveKeys, *, name: str
     ) -> None:
-        keys = _required(address, keys)
         self._name = f"{name} at {address}"
         self.refused = 0
         self._told = 0
@@ -164,10 +165,7 @@ class CurveGate:
         socket.curve_secretkey = keys.server_secret
         socket.curve_publickey = keys.server_public
         socket.curve_server = True
-        _keep_alive(socket)
-        largest = int(socket.getsockopt(zmq.MAXMSGSIZE))
-        if largest >= 0:
-            socket.setsockopt(zmq.MAXMSGSIZE, largest + OVERHEAD_BYTES)
+        _prepare(socket)
         self._socket = socket
         self._events = socket.get_monitor_socket(_REFUSALS)
 
@@ -192,15 +190,10 @@ class CurveGate:
         self._events.close(linger=0)
 
 
-def _keep_alive(socket: zmq.Socket[Any]) -> None:
+def _prepare(socket: zmq.Socket[Any]) -> None:
+    """Keep idle connections alive, and let encrypted frames be as long as plain ones may."""
     for option, value in _KEEP_ALIVE.items():
         socket.setsockopt(option, value)
-
-
-def _required(address: str, keys: CurveKeys | None) -> CurveKeys:
-    if keys is None:
-        raise ConfigError(
-            f"{address} is not on this host's loopback and there is no key to encrypt with: set "
-            "secret_file (epd-launch secret FILE makes one), or use 127.0.0.1"
-        )
-    return keys
+    largest = int(socket.getsockopt(zmq.MAXMSGSIZE))
+    if largest >= 0:
+        socket.setsockopt(zmq.MAXMSGSIZE, largest + OVERHEAD_BYTES)

@@ -163,9 +163,9 @@ def entry(name: str) -> PathEntry:
     raise ConfigError(f"transfer.path {name!r}: expected {AUTO} or one of {names}")
 
 
-def load_transport(name: str, copies: DeviceCopies, keys: CurveKeys | None = None) -> Transport:
+def load_transport(name: str, copies: DeviceCopies, keys: CurveKeys) -> Transport:
     """Make the encode side of a path; ``keys`` are the deployment's."""
-    make: Callable[[DeviceCopies, CurveKeys | None], Transport] = _load(entry(name).transport)
+    make: Callable[[DeviceCopies, CurveKeys], Transport] = _load(entry(name).transport)
     return make(copies, keys)
 
 

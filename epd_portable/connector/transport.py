@@ -58,10 +58,10 @@ class Transport(ABC):
 
     Args:
         copies: The worker's device, its copy stream and the clock of deadlines.
-        keys: Of the deployment, for paths that encrypt; ``None`` where nothing leaves the host.
+        keys: Of the deployment, for paths that encrypt.
     """
 
-    def __init__(self, copies: DeviceCopies, keys: CurveKeys | None = None) -> None:
+    def __init__(self, copies: DeviceCopies, keys: CurveKeys) -> None:
         self._copies = copies
         self._keys = keys
 

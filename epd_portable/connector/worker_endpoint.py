@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 from collections.abc import Iterable
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -45,11 +47,11 @@ def read_publication(pool: str) -> Publication:
     """Return what rank 0 of the instance with this pool has opened.
 
     Raises:
-        TransportError: It has opened nothing, or has ended.
+        TransportError: It has opened nothing, or has ended; or somebody else wrote the file.
     """
     path = SHM_FOLDER / _file_name(pool)
     try:
-        found = msgspec.msgpack.decode(path.read_bytes(), type=Publication)
+        found = msgspec.msgpack.decode(_read_own(path), type=Publication)
     except FileNotFoundError as error:
         raise TransportError(
             f"{path} is not there: the instance's workers must be those of epd-portable "
@@ -58,6 +60,24 @@ def read_publication(pool: str) -> Publication:
     if process_is_gone(found.session):
         raise TransportError(f"{path} was written by {found.session}, which has ended")
     return found
+
+
+def _read_own(path: Path) -> bytes:
+    """Return what this user wrote for nobody else; others may have taken the name before."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise TransportError(f"{path} cannot be read: {error}; look who put it there") from error
+    with os.fdopen(descriptor, "rb") as file:
+        found = os.fstat(descriptor)
+        if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            raise TransportError(
+                f"{path} is {stat.filemode(found.st_mode)} of user {found.st_uid}, not a file of "
+                f"user {os.geteuid()} that nobody else may open: look who put it there"
+            )
+        return file.read()
 
 
 class WorkerEndpoint:
@@ -142,7 +162,10 @@ class WorkerEndpoint:
         path = SHM_FOLDER / _file_name(self._config.pool)
         fresh = path.with_suffix(f".{os.getpid()}")
         try:
-            fresh.write_bytes(msgspec.msgpack.encode(publication))
+            fresh.unlink(missing_ok=True)  # Of a former process of this number.
+            descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(msgspec.msgpack.encode(publication))
             fresh.replace(path)
         except OSError as error:
             fresh.unlink(missing_ok=True)

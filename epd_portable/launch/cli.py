@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import json
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -18,7 +20,7 @@ from epd_portable import envs
 from epd_portable.config.instance import PlatformName
 from epd_portable.config.load import PLATFORMS, load_topology
 from epd_portable.config.schema import Topology
-from epd_portable.config.secret import Secret
+from epd_portable.config.secret import Secret, make_secret_file
 from epd_portable.launch import members
 from epd_portable.launch.check import inspect
 from epd_portable.launch.machine import (
@@ -29,7 +31,7 @@ from epd_portable.launch.machine import (
 )
 from epd_portable.launch.messages import messages
 from epd_portable.launch.model import resolve_model
-from epd_portable.launch.plan import Machine, Plan, make_plan, new_run_id
+from epd_portable.launch.plan import Machine, Plan, make_plan, new_run_id, run_secret_file
 from epd_portable.launch.ports import port_source, require_free
 from epd_portable.launch.show import findings_table, plan_table
 from epd_portable.launch.supervisor import Supervisor
@@ -159,12 +161,10 @@ def up(
         _warn(plan)
         logs = log_dir or Path(f"{_temp_dir(run_id)}-logs")
         logs.mkdir(parents=True, exist_ok=True)
-        _temp_dir(run_id).mkdir(mode=0o700)
         names = ", ".join(spec.name for spec in plan.processes)
         click.echo(f"starting {names} on {plan.platform}; logs in {logs}")
-        Supervisor(
-            plan, topology.launch, log_dir=logs, temp_dir=_temp_dir(run_id), say=click.echo
-        ).run()
+        with _run_folder(_temp_dir(run_id), make_secret=topology.secret_file is None) as folder:
+            Supervisor(plan, topology.launch, log_dir=logs, temp_dir=folder, say=click.echo).run()
         if log_dir is None:
             shutil.rmtree(logs)
 
@@ -264,6 +264,23 @@ def _plan(topology: Topology, target: Target, run_id: str, machine: Machine) -> 
 
 def _temp_dir(run_id: str) -> Path:
     return Path(tempfile.gettempdir()) / f"epd-{run_id}"
+
+
+@contextlib.contextmanager
+def _run_folder(path: Path, *, make_secret: bool) -> Iterator[Path]:
+    """Make the folder of a run, for nobody but this user, and remove it at the end."""
+    path.mkdir(mode=0o700)
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        # What cleans temporary folders of old files leaves a locked one alone: a process that is
+        # started again after days needs the secret.
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if make_secret:
+            make_secret_file(run_secret_file(str(path)))
+        yield path
+    finally:
+        os.close(descriptor)
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _warn(plan: Plan) -> None:

@@ -88,7 +88,8 @@ def secret(file: str) -> None:
     "--control",
     default="",
     metavar="ADDRESS",
-    help="ZMQ address of a prefill-decode instance's control channel, as in tcp://10.0.0.2:20001.",
+    help="Control channel of a prefill-decode instance, exactly as its control_address says: "
+    "tcp://10.0.0.2:20001.",
 )
 @click.option(
     "--timeout",

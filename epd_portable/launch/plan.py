@@ -107,6 +107,11 @@ def shm_prefix(run_id: str) -> str:
     return f"epd-{run_id}-"
 
 
+def run_secret_file(temp_dir: str) -> str:
+    """Return the path of the secret that the launcher makes for a run that names none."""
+    return f"{temp_dir}/secret"
+
+
 def make_plan(
     topology: Topology,
     *,
@@ -127,7 +132,8 @@ def make_plan(
         machine: Devices and cores to share out.
         run_id: See ``new_run_id``.
         free_port: Hands out one free port of ``launch.host`` after another.
-        temp_dir: Folder for the engines' own sockets and temporary files.
+        temp_dir: Folder of the run: the engines' own sockets and temporary files, and the run's
+            secret where the topology names none.
         hardware: The profile to hold the plan against.
 
     Raises:
@@ -135,6 +141,7 @@ def make_plan(
     """
     _check_queue(topology)
     _check_host(topology, traits)
+    secret_file = topology.secret_file or run_secret_file(temp_dir)
     seats, warnings = place_instances(
         topology, traits, devices=machine.devices, cores=machine.cores, free_port=free_port
     )
@@ -146,7 +153,7 @@ def make_plan(
             ports = {"http": seat.port}
             if role == "prefill-decode":
                 ports |= {"control": free_port(), "data": free_port()}
-            instance = _instance(topology, traits, name, ports, run_id)
+            instance = _instance(topology, traits, name, ports, run_id, secret_file)
             shared: dict[str, Any] = {"model": model, "traits": traits, "instance": instance}
             url = _base_url(topology.launch.host, seat.port)
             backends.append(
@@ -165,7 +172,7 @@ def make_plan(
                     shm_name=instance.pool,
                 )
             )
-    specs.append(_router(topology, model, backends))
+    specs.append(_router(topology, model, backends, secret_file))
     return Plan(
         run_id=run_id,
         platform=traits.name,
@@ -208,7 +215,12 @@ def _hardware_warnings(
 
 
 def _instance(
-    topology: Topology, traits: PlatformTraits, name: str, ports: dict[str, int], run_id: str
+    topology: Topology,
+    traits: PlatformTraits,
+    name: str,
+    ports: dict[str, int],
+    run_id: str,
+    secret_file: str,
 ) -> InstanceConfig:
     transfer, host = topology.transfer, topology.launch.host
     receives = "control" in ports
@@ -224,7 +236,7 @@ def _instance(
         wait_timeout_s=transfer.wait_timeout_s,
         lease_s=transfer.lease_s,
         host=host,
-        secret_file=topology.secret_file or "",
+        secret_file=secret_file,
         trusted_network=transfer.trusted_network,
         can_encode=topology.instances.prefill_decode.encoder or not receives,
     )
@@ -236,14 +248,17 @@ def _check_host(topology: Topology, traits: PlatformTraits) -> None:
         return
     if topology.secret_file is None:
         raise ConfigError(
-            f"launch.host {host} is not the loopback address: set secret_file, from which the "
-            "keys of control and data come (epd-launch secret FILE makes one)"
+            f"launch.host {host} is not the loopback address: set secret_file, which the other "
+            "hosts must hold too (epd-launch secret FILE makes one)"
         )
     offered(transfer.path, traits.name, plain=transfer.trusted_network)
 
 
 def _router(
-    topology: Topology, model: ModelSource, backends: Sequence[InstanceSettings]
+    topology: Topology,
+    model: ModelSource,
+    backends: Sequence[InstanceSettings],
+    secret_file: str,
 ) -> ProcessSpec:
     router = topology.router
     settings = RouterSettings(
@@ -251,7 +266,9 @@ def _router(
         port=router.port,
         model=model.served_name,
         instances=tuple(backends),
-        secret_file=topology.secret_file or "",
+        secret_file=secret_file,
+        # The secret of a run is for its own processes.
+        registration=topology.secret_file is not None,
         warm_up=topology.launch.warm_up,
         forget_after_s=router.forget_after_s,
         media=topology.transfer.media,

@@ -45,14 +45,16 @@ class Router:
         self.settings = settings
         self.pool = Pool(settings)
         self.metrics = Metrics(lambda: self.pool.instances)
-        secret = Secret.read(settings.secret_file) if settings.secret_file else None
-        self.control = ControlChannels(CurveKeys.derive(secret) if secret else None)
-        self.pipeline = Pipeline(settings, self.pool, self.control, self.metrics)
-        introducer = Introducer(settings, self.pool)
+        secret = Secret.read(settings.secret_file)
+        self.control = ControlChannels(CurveKeys.derive(secret))
+        self.pipeline = Pipeline(settings, self.pool, self.control, self.metrics, secret)
+        introducer = Introducer(settings, self.pool, self.control, secret)
         self.membership = Membership(
             settings, self.pool, self.control, self.metrics, introducer.introduce
         )
-        self.registration = Registration(self.membership, self.pool, secret)
+        self.registration = Registration(
+            self.membership, self.pool, secret if settings.registration else None
+        )
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

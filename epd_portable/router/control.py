@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import uuid
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import anyio
 import zmq
@@ -16,7 +16,7 @@ from epd_portable.connector.control import new_session
 from epd_portable.connector.curve import CurveKeys, secure_client
 from epd_portable.errors import ConfigError, EPDError
 from epd_portable.wire import codec
-from epd_portable.wire.messages import EncodeFailed, Nack, NackCode
+from epd_portable.wire.messages import AnyMessage, EncodeFailed, Nack, NackCode, NotWanted
 
 logger = logging.getLogger(__name__)
 
@@ -63,13 +63,13 @@ class ControlChannels:
     """One connection to each prefill+decode instance.
 
     Args:
-        keys: Of the deployment; needed for instances off this host.
+        keys: Of the deployment.
 
     Attributes:
         identity: The name under which the instances can send to this router.
     """
 
-    def __init__(self, keys: CurveKeys | None = None) -> None:
+    def __init__(self, keys: CurveKeys) -> None:
         self._keys = keys
         self.identity = f"router-{uuid.uuid4().hex}"
         self._session = new_session()
@@ -82,7 +82,7 @@ class ControlChannels:
         """Connect to an instance, present or not, and listen; from within the event loop.
 
         Raises:
-            ConfigError: The address is not one that ZMQ can use, or off this host without keys.
+            ConfigError: The address is not one that ZMQ can use.
         """
         assert name not in self._sockets
         socket = self._context.socket(zmq.DEALER)
@@ -91,10 +91,11 @@ class ControlChannels:
         # A message for an instance that is away would reach its next life: refuse it instead.
         socket.setsockopt(zmq.IMMEDIATE, 1)
         socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        socket.setsockopt(zmq.MAXMSGSIZE, codec.MAX_MESSAGE_BYTES)
+        secure_client(socket, self._keys)
         try:
-            secure_client(socket, address, self._keys)
             socket.connect(address)
-        except (zmq.ZMQError, ConfigError) as error:
+        except zmq.ZMQError as error:
             socket.close()
             raise ConfigError(
                 f"instance {name!r}: control address {address!r} cannot be used: {error}"
@@ -115,22 +116,35 @@ class ControlChannels:
             await self.disconnect(name)
         self._context.destroy(linger=0)
 
-    async def encode_failed(self, instance: str, transfer_id: str, reason: str) -> None:
-        """Tell an instance that no encoder will deliver an item.
+    def encode_failed(self, instance: str, transfer_id: str, reason: str) -> None:
+        """Tell an instance that no encoder will deliver an item; never waits.
 
         If the instance cannot be reached, this is logged: its own deadline decides then.
         """
-        message = EncodeFailed(transfer_id=transfer_id, reason=reason)
+        self._tell(instance, EncodeFailed(transfer_id=transfer_id, reason=reason))
+
+    def not_wanted(self, instance: str, transfer_ids: Iterable[str]) -> None:
+        """Tell an instance that nobody asks for some transfers any more; never waits.
+
+        If the instance cannot be reached, this is logged: its own deadlines decide then.
+        """
+        for transfer_id in transfer_ids:
+            self._tell(instance, NotWanted(transfer_id=transfer_id))
+
+    def _tell(self, instance: str, message: AnyMessage) -> None:
         data = codec.encode(message, session=self._session)
         socket = self._sockets.get(instance)
         if socket is None:
-            logger.warning("%s has left: it learns nothing of %s", instance, message)
+            logger.warning("%s has left: it learns nothing of %r", instance, message)
             return
-        try:
-            await socket.send(data, flags=zmq.NOBLOCK)
-        except zmq.Again:
+        # Without waiting it is done at once.
+        sent = asyncio.ensure_future(socket.send(data, flags=zmq.NOBLOCK))
+        if error := sent.exception():
             logger.warning(
-                "control channel of %s is away: it learns nothing of %s", instance, message
+                "control channel of %s is away (%s): it learns nothing of %r",
+                instance,
+                error,
+                message,
             )
 
     @contextlib.contextmanager
@@ -148,15 +162,15 @@ class ControlChannels:
         while True:
             frames = await socket.recv_multipart()
             try:
-                message, _ = codec.decode(frames[-1])
+                message, _ = codec.decode_parts(frames)
             except EPDError as error:
-                logger.warning("control channel of %s: %s", name, error)
+                logger.warning("control channel of %s: %r", name, str(error))
                 continue
             if not isinstance(message, Nack):
-                logger.warning("control channel of %s: unexpected %s", name, message)
+                logger.warning("control channel of %s: unexpected %r", name, message)
                 continue
             logger.warning(
-                "%s refused %s (%s): %s",
+                "%s refused %r (%s): %r",
                 name,
                 message.transfer_id,
                 message.code.value,

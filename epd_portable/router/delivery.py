@@ -187,7 +187,7 @@ class Deliverer:
         """
         pause_s = FIRST_REPEAT_S
         while not answered.is_set():
-            await self._control.encode_failed(delivery.pd.name, delivery.transfer_id, reason)
+            self._control.encode_failed(delivery.pd.name, delivery.transfer_id, reason)
             with anyio.move_on_after(pause_s):
                 await answered.wait()
             pause_s = min(2 * pause_s, LONGEST_REPEAT_S)
@@ -217,7 +217,7 @@ class Deliverer:
             encoder.suspect()
         full = response.status_code == httpx.codes.TOO_MANY_REQUESTS
         return EncodeFailure(
-            reason=f"answered {response.status_code}: {response.text[:200]}",
+            reason=f"answered {response.status_code}: {response.text[:200]!r}",
             final=response.is_client_error and not full,
             full_for_s=_retry_after_s(response) if full else None,
         )
@@ -243,7 +243,7 @@ def read_answer(body: bytes) -> EncodedItem | EncodeFailure:
     try:
         outcome = msgspec.json.decode(body, type=_Answer).ec_transfer_params
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        return EncodeFailure(reason=f"its answer cannot be read: {error}")
+        return EncodeFailure(reason=f"its answer cannot be read: {str(error)!r}")
     if outcome is None or not outcome.items:
         return EncodeFailure(reason="its answer says nothing of the item")
     return outcome.items[0]
@@ -261,7 +261,7 @@ async def _lost_before(
         if answered.is_set():
             return None
         if refusal.done():
-            return EncodeFailure(reason=f"refused: {refusal.result().detail}")
+            return EncodeFailure(reason=f"refused: {refusal.result().detail!r}")
         return EncodeFailure(reason=f"went down: {encoder.reason}")
     finally:
         for waiting in (down, refusal, done):

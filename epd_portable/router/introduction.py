@@ -15,7 +15,9 @@ from typing import Any
 import httpx
 import msgspec
 
+from epd_portable.config.secret import Secret
 from epd_portable.log import trace
+from epd_portable.router.control import ControlChannels
 from epd_portable.router.delivery import EncodeFailure, read_answer
 from epd_portable.router.pool import Instance, Pool, describe
 from epd_portable.router.requests import CHAT_PATH, Call, read_chat
@@ -24,6 +26,7 @@ from epd_portable.router.settings import RouterSettings
 from epd_portable.router.transfers import expected_transfer, new_transfer
 from epd_portable.wire.params import (
     EncodedItem,
+    EncodeTransfer,
     ItemOutcome,
     PrefillOutcome,
     PrefillParams,
@@ -64,11 +67,17 @@ class Introducer:
     Args:
         settings: Of the router.
         pool: Who is there.
+        control: Told of items that nobody will ask for.
+        secret: Vouches for transfers.
     """
 
-    def __init__(self, settings: RouterSettings, pool: Pool) -> None:
+    def __init__(
+        self, settings: RouterSettings, pool: Pool, control: ControlChannels, secret: Secret
+    ) -> None:
         self._settings = settings
         self._pool = pool
+        self._control = control
+        self._secret = secret
         self._meeting = asyncio.Lock()
         self._taken: MakeItem = picture
 
@@ -136,7 +145,7 @@ class Introducer:
             item = await self._send_item(call, encoder, pd)
             if item is not None and (item.source, item.encoder) == ("transfer", encoder.name):
                 trace("pair.met", encoder=encoder.name, instance=pd.name, path=item.path)
-                logger.info("%s and %s have met, by %s", encoder.name, pd.name, item.path)
+                logger.info("%s and %s have met, by %r", encoder.name, pd.name, item.path)
                 return
         how = "did not say how" if item is None else f"had it by {item.source}"
         raise _Refused(
@@ -147,7 +156,17 @@ class Introducer:
     async def _send_item(self, call: Call, encoder: Instance, pd: Instance) -> ItemOutcome | None:
         """Have a call's only item encoded there and used here."""
         (item,) = call.items
-        transfer = new_transfer(item, pd)
+        transfer = new_transfer(item, pd, self._secret)
+        try:
+            return await self._transfer(call, encoder, pd, transfer)
+        except BaseException:
+            self._control.not_wanted(pd.name, [transfer.transfer_id])
+            raise
+
+    async def _transfer(
+        self, call: Call, encoder: Instance, pd: Instance, transfer: EncodeTransfer
+    ) -> ItemOutcome | None:
+        (item,) = call.items
         job = call.for_encoder(item, transfer)
         told = None if self._settings.local_encode else await self._described(encoder, job)
         expected = expected_transfer(item, transfer.transfer_id, encoder, told)
@@ -198,7 +217,7 @@ class Introducer:
         if not answer.is_success:
             raise _Refused(
                 f"{instance.name} answered a first request {answer.status_code}: "
-                f"{answer.text[:500]}",
+                f"{answer.text[:500]!r}",
                 by_engine=answer.status_code == httpx.codes.BAD_REQUEST,
             )
         return answer.content

@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Mapping
 
+from epd_portable.config.secret import Secret
 from epd_portable.errors import EPDError, PeerLostError, RequestError
 from epd_portable.router.control import ControlChannels, Inbox
 from epd_portable.router.delivery import Deliverer, Delivery, EncodeFailure
@@ -48,8 +49,14 @@ class Pipeline:
     """Sends calls to instances and brings the answers back."""
 
     def __init__(
-        self, settings: RouterSettings, pool: Pool, control: ControlChannels, metrics: Metrics
+        self,
+        settings: RouterSettings,
+        pool: Pool,
+        control: ControlChannels,
+        metrics: Metrics,
+        secret: Secret,
     ) -> None:
+        self._secret = secret
         self._settings = settings
         self._pool = pool
         self._control = control
@@ -99,7 +106,7 @@ class Pipeline:
                     )
                 except _MediaNeededError as error:
                     self._check_media_help(error)
-                    logger.warning("request %s goes with its media: %s", key, error)
+                    logger.warning("request %s goes with its media: %r", key, str(error))
                     self._metrics.rung("original_media")
                     tried.pop()
                     call, bare = call.renamed(), False
@@ -160,11 +167,22 @@ class Pipeline:
                     if reply.status >= 500:
                         pd.suspect()
                         await self._explain(inbox, expected=bool(deliveries), bare=bare)
+                    if reply.status >= 400:
+                        self._give_up(pd, deliveries, jobs)
                     yield reply
             except BaseException:
+                self._give_up(pd, deliveries, jobs)
                 await _cancel(jobs)
                 raise
             self._let_finish(jobs)
+
+    def _give_up(
+        self, pd: Instance, deliveries: list[Delivery], jobs: set[asyncio.Task[None]]
+    ) -> None:
+        """End the calls to encoders, and tell the PD instance that nobody asks for the items."""
+        for job in jobs:
+            job.cancel()
+        self._control.not_wanted(pd.name, [each.transfer_id for each in deliveries])
 
     def _goes_bare(self, item: MediaItem) -> bool:
         """Tell whether an item is tried without its media first."""
@@ -228,7 +246,7 @@ class Pipeline:
                     continue
                 # Its job is not in flight yet, but the next item's choice must see it.
                 reserved.enter_context(encoder.working())
-                transfer = new_transfer(item, pd)
+                transfer = new_transfer(item, pd, self._secret)
                 deliveries.append(
                     Delivery(
                         item=item,

@@ -33,7 +33,7 @@ class Registration:
     Args:
         membership: Does what is asked for.
         pool: The instances.
-        secret: Callers show its token; ``None`` refuses everybody.
+        secret: Callers show its token; ``None`` where nobody may register.
     """
 
     def __init__(self, membership: Membership, pool: Pool, secret: Secret | None) -> None:
@@ -64,7 +64,7 @@ class Registration:
     def _check(self, authorization: str) -> None:
         if self._secret is None:
             raise RequestError(
-                "this router registers no instances: give it a secret_file",
+                "this router registers no instances: name a secret_file in its topology file",
                 status=404,
                 code="registration_off",
             )

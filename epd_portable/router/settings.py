@@ -56,10 +56,13 @@ class RouterSettings(BaseModel):
         host: Address to listen on.
         port: Port to listen on; 0 takes a free one.
         model: Served name of the model; requests for another are refused.
-        instances: Those that are there from the beginning; without a secret at least one of role
-            ``prefill-decode``.
-        secret_file: File with the secret that registers instances while the router runs; empty
-            for none, then none can be registered.
+        instances: Those that are there from the beginning; without registration at least one of
+            role ``prefill-decode``.
+        secret_file: File with the secret of the deployment or of the launcher's run, from which the
+            keys of the control channels come; without one the router does not start.
+        registration: Whether who holds the secret may register instances while the router runs.
+            The launcher allows it for a secret that the topology file names, and not for the one
+            that it makes for a run.
         warm_up: Send every instance its first requests, and an item over every pair of instances,
             before clients' requests.
         forget_after_s: A registered instance that is not healthy for this long is forgotten.
@@ -87,6 +90,7 @@ class RouterSettings(BaseModel):
     model: str = Field(min_length=1)
     instances: tuple[InstanceSettings, ...]
     secret_file: str = ""
+    registration: bool = True
     warm_up: bool = False
     forget_after_s: float = Field(default=600.0, gt=0)
     media: Literal["concurrent", "metadata"] = "concurrent"
@@ -107,10 +111,10 @@ class RouterSettings(BaseModel):
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(f"instance names {twice} occur more than once: give each its own")
-        if not self.of_role("prefill-decode") and not self.secret_file:
+        if not self.of_role("prefill-decode") and not self.registration:
             raise ValueError(
-                "no instance has role 'prefill-decode': the router needs at least one, or a "
-                "secret_file, with which instances can be registered later"
+                "no instance has role 'prefill-decode': the router needs at least one, or "
+                "registration, by which instances can come later"
             )
         return self
 

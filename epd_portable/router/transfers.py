@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import uuid
 
+from epd_portable.config.secret import Secret
 from epd_portable.router.media import MediaItem
 from epd_portable.router.pool import Instance
 from epd_portable.wire.params import EncodedItem, EncodeTransfer, ExpectedTransfer
 
 
-def new_transfer(item: MediaItem, pd: Instance) -> EncodeTransfer:
-    """Return a way of its own for an item, for whichever instance encodes it."""
+def new_transfer(item: MediaItem, pd: Instance, secret: Secret) -> EncodeTransfer:
+    """Return a way of its own for an item, for whichever instance encodes it, with its proof."""
+    transfer_id = uuid.uuid4().hex
     return EncodeTransfer(
-        transfer_id=uuid.uuid4().hex,
+        transfer_id=transfer_id,
         mm_hash=item.mm_hash,
         consumer=pd.control,
         modality=item.modality,
+        proof=secret.vouch(transfer_id, item.mm_hash, pd.control),
     )
 
 

@@ -6,7 +6,7 @@ and every way in which that can fail is a `ProtocolError`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -61,6 +61,17 @@ def encode(message: AnyMessage, *, session: str) -> bytes:
     """Return the bytes of one message."""
     body = msgspec.Raw(_encoder.encode(message))
     return _encoder.encode(Envelope(protocol=PROTOCOL_VERSION, session=session, body=body))
+
+
+def decode_parts(frames: Sequence[bytes]) -> tuple[AnyMessage, str]:
+    """Return the message of a ZMQ message, which has one part, see `decode`.
+
+    Raises:
+        ProtocolError: It has several parts, or none; or as `decode`.
+    """
+    if len(frames) != 1:
+        raise ProtocolError(f"control message of {len(frames)} parts: it must have one")
+    return decode(frames[0])
 
 
 def decode(data: bytes) -> tuple[AnyMessage, str]:

@@ -9,6 +9,7 @@
       │ Written ────────────────▶ │
       │ ◀──────────────── Injected│
       │ Abort ◀─────────────────▶ │ ◀──────────── EncodeFailed │
+      │                           │ ◀─────────────── NotWanted │
       │                           │ Nack ────────────────────▶ │
 
 Every message names its transfer and the producer's attempt at it, may arrive twice or out of
@@ -33,7 +34,7 @@ from epd_portable.wire.descriptors import (
     Word,
 )
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_REASON = 1000
 """Characters of an explanation; what is longer is cut."""
 MAX_LEASE_S = 24 * 3600.0
@@ -77,11 +78,15 @@ class Announce(Message, frozen=True, kw_only=True, tag="announce"):
         mm_hash: The engine's identifier of the item.
         tensor: What will be written.
         producer: The announcing end.
+        item: The router's name of the item, ``EncodeTransfer.mm_hash``.
+        proof: As in `epd_portable.wire.params.EncodeTransfer`.
     """
 
     mm_hash: Name
     tensor: TensorSpec
     producer: PeerDescriptor
+    item: Name = ""
+    proof: Word = ""
 
 
 class Grant(Message, frozen=True, kw_only=True, tag="grant"):
@@ -169,7 +174,27 @@ class EncodeFailed(Message, frozen=True, kw_only=True, tag="encode_failed"):
         _cut(self, "reason")
 
 
-AnyMessage = Announce | Grant | NotNeeded | Later | Written | Injected | Abort | Nack | EncodeFailed
+class NotWanted(Message, frozen=True, kw_only=True, tag="not_wanted"):
+    """Router → PD: nobody asks, or goes on asking, for the item by this transfer.
+
+    The request was refused, given up by its client, or sent again by another transfer. The message
+    may come before the item is announced, after it was used, and beside a request that reached the
+    engine all the same.
+    """
+
+
+AnyMessage = (
+    Announce
+    | Grant
+    | NotNeeded
+    | Later
+    | Written
+    | Injected
+    | Abort
+    | Nack
+    | EncodeFailed
+    | NotWanted
+)
 
 
 def _cut(message: Message, name: str) -> None:

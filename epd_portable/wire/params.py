@@ -26,12 +26,16 @@ class EncodeTransfer(msgspec.Struct, frozen=True, kw_only=True):
         mm_hash: The ``uuid`` that the router gave the item.
         consumer: ZMQ address of the PD instance's control channel.
         modality: What it is to the model: ``image``, ``video`` or ``audio``.
+        proof: The router's word, made with the secret, that it wants this item brought to this
+            consumer by this transfer, see `epd_portable.config.secret.Secret.vouch`; empty vouches
+            for nothing.
     """
 
     transfer_id: Name
     mm_hash: Name
     consumer: Name
     modality: Word = "image"
+    proof: Word = ""
 
 
 class EncodeParams(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,6 +15,7 @@ from epd_portable.connector.copies import Clock, DeviceCopies
 from epd_portable.connector.transport import Transport
 from epd_portable.platforms import registry
 from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor
+from tests.keyring import keys
 
 FINGERPRINT = "same"
 PLATFORMS = [name for name in registry.names() if registry.availability(name).ok]
@@ -59,7 +60,7 @@ class Route:
         return DeviceCopies(platform, 0) if clock is None else DeviceCopies(platform, 0, clock)
 
     def transport(self, clock: Clock | None = None) -> Transport:
-        return paths.load_transport(self.path, self.encode_copies(clock))
+        return paths.load_transport(self.path, self.encode_copies(clock), keys())
 
     @property
     def fenced(self) -> bool:

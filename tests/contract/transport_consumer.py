@@ -29,6 +29,7 @@ from epd_portable.platforms import registry
 from epd_portable.runners.placer import Placement, Placer, WorkerOrders
 from epd_portable.wire.descriptors import SlotDescriptor, TensorSpec
 from tests.contract.pairs import FINGERPRINT, Route, encode_peer
+from tests.keyring import secret_file
 
 MIB = 1 << 20
 POOL_BYTES = 48 * MIB
@@ -165,6 +166,7 @@ class Instance:
             pool=setup.pool,
             pool_bytes=setup.pool_bytes,
             path=route.path,
+            secret_file=secret_file(),
         )
         self._copies = DeviceCopies(platform, setup.device_index)
         self._worker = WorkerEndpoint(config, self._copies, setup.rank)

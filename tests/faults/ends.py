@@ -23,6 +23,7 @@ from tests.faults.small.pictures import Picture
 from tests.faults.small.schedulers import tensor
 from tests.faults.small.steps import Item, Request
 from tests.faults.small.workers import FINGERPRINT
+from tests.keyring import secret_file
 
 LEASE_S, WAIT_S = 1.0, 5.0
 PATIENT_S = 30.0
@@ -66,6 +67,7 @@ class Consumer:
             path=path,
             wait_timeout_s=wait_s,
             lease_s=lease_s,
+            secret_file=secret_file(),
         )
         copies = DeviceCopies(registry.get("cpu"))
         self._end = WorkerEndpoint(config, copies)
@@ -164,7 +166,12 @@ class Consumer:
 def make_sender(path: str, *, lease_s: float = LEASE_S, wait_s: float = WAIT_S) -> Sender:
     """Return an encode worker's sender."""
     config = InstanceConfig(
-        instance="encode-0", platform="cpu", path=path, wait_timeout_s=wait_s, lease_s=lease_s
+        instance="encode-0",
+        platform="cpu",
+        path=path,
+        wait_timeout_s=wait_s,
+        lease_s=lease_s,
+        secret_file=secret_file(),
     )
     return Sender(config, FINGERPRINT, DeviceCopies(registry.get("cpu")))
 

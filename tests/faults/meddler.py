@@ -12,6 +12,9 @@ from dataclasses import dataclass
 
 import zmq
 
+from epd_portable.connector.curve import CurveGate, secure_client
+from tests.keyring import keys
+
 Fault = Callable[[random.Random, bytes], list[tuple[float, bytes]]]
 """What becomes of one message: ``(delay_s, bytes)`` of each that is passed on, in seconds."""
 
@@ -103,6 +106,7 @@ class Meddler:
     def _run(self) -> None:
         with zmq.Context() as context:
             front = context.socket(zmq.ROUTER)
+            gate = CurveGate(front, self.address, keys(), name="meddler")
             front.bind(self.address)
             backs: dict[bytes, zmq.Socket[bytes]] = {}
             while not self._stop:
@@ -123,8 +127,10 @@ class Meddler:
                     if seen.producer not in backs:
                         back = backs[seen.producer] = context.socket(zmq.DEALER)
                         back.setsockopt(zmq.IDENTITY, seen.producer)
+                        secure_client(back, keys())
                         back.connect(self._consumer)
                     backs[seen.producer].send(seen.data)
+            gate.close()
             for socket in (front, *backs.values()):
                 socket.close(linger=0)
 

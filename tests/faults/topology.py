@@ -30,6 +30,7 @@ from tests.faults.census import Census
 from tests.faults.payloads import WITH_DIGESTS, Payloads
 from tests.faults.points import Faults
 from tests.faults.small.pictures import Picture
+from tests.keyring import secret_file
 
 ROOT = Path(__file__).parents[2]
 LEASE_S, WAIT_S = 1.0, 4.0
@@ -114,6 +115,7 @@ class Topology:
                 path=path,
                 wait_timeout_s=wait_s,
                 lease_s=lease_s,
+                secret_file=secret_file(),
                 # Both kinds, in turn.
                 preallocation="async" if name.endswith("-1") else "sync",
             )
@@ -137,6 +139,8 @@ class Topology:
             port=port,
             model="small",
             instances=tuple(backends),
+            secret_file=secret_file(),
+            registration=False,
             encode_timeout_s=wait_s,
             wait_timeout_s=wait_s,
             idle_timeout_s=2 * wait_s,

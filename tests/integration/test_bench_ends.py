@@ -22,6 +22,7 @@ from epd_portable.platforms.base import DeviceEvent
 from epd_portable.platforms.cpu import CpuPlatform
 from epd_portable.platforms.traits import TRAITS
 from epd_portable.runners import placer
+from tests.keyring import secret_file
 
 LATE_S = 0.05
 
@@ -57,7 +58,12 @@ def test_the_way_of_an_item_and_its_peer_end_when_the_device_has_completed_them(
             module, "trace", lambda event, **fields: seen.setdefault(event, time.monotonic())
         )
     control = f"tcp://127.0.0.1:{free_port()}"
-    common = {"platform": "cpu", "path": "shm", "wait_timeout_s": 20.0}
+    common = {
+        "platform": "cpu",
+        "path": "shm",
+        "wait_timeout_s": 20.0,
+        "secret_file": secret_file(),
+    }
     consumer = ends.Consumer(
         InstanceConfig(
             instance="consumer",
@@ -94,6 +100,7 @@ def test_a_consumer_whose_address_is_taken_leaves_nothing() -> None:
             data_address="tcp://127.0.0.1:*",
             pool=pool,
             pool_bytes=1 << 20,
+            secret_file=secret_file(),
         )
         with pytest.raises(TransportError, match="cannot listen"):
             ends.Consumer(config, registry.get("cpu"))

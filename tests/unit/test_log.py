@@ -25,6 +25,21 @@ def root() -> Iterator[logging.Logger]:
     logger.handlers[:], logger.level, logger.propagate = before
 
 
+def test_a_message_is_one_line_whatever_is_in_it_and_a_traceback_follows_it(
+    root: logging.Logger, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log.configure("INFO")
+    logger = logging.getLogger("epd_portable.part")
+    try:
+        raise ValueError("lost")
+    except ValueError:
+        logger.exception("a peer says %s", "no\nI all is well\r\x1b[2K \u2028\ud800 für")
+    first, *rest = capsys.readouterr().err.splitlines()
+    assert first.endswith(r": a peer says no\nI all is well\r\x1b[2K \u2028\ud800 für")
+    assert rest[0] == "Traceback (most recent call last):"
+    assert rest[-1] == "ValueError: lost"
+
+
 def test_lines_name_the_instance_and_go_to_stderr_once(
     root: logging.Logger, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

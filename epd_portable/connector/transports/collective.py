@@ -87,7 +87,7 @@ def frames_over(connected: socket.socket) -> Connection:
 class CollectiveTransport(Transport):
     """Has one group with each consumer; writes to the same consumer take turns."""
 
-    def __init__(self, copies: DeviceCopies, keys: CurveKeys | None = None) -> None:
+    def __init__(self, copies: DeviceCopies, keys: CurveKeys) -> None:
         super().__init__(copies, keys)
         self._lock = threading.Lock()
         self._links: dict[str, _Link] = {}

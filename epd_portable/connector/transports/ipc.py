@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class IpcTransport(Transport):
     """Opens each consumer's slab once and copies straight into it."""
 
-    def __init__(self, copies: DeviceCopies, keys: CurveKeys | None = None) -> None:
+    def __init__(self, copies: DeviceCopies, keys: CurveKeys) -> None:
         super().__init__(copies, keys)
         self._lock = threading.Lock()
         self._slabs: dict[str, OpenedSlab] = {}

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class ShmTransport(Transport):
     """Maps each consumer's pool once and copies straight into it, from a device in one copy."""
 
-    def __init__(self, copies: DeviceCopies, keys: CurveKeys | None = None) -> None:
+    def __init__(self, copies: DeviceCopies, keys: CurveKeys) -> None:
         super().__init__(copies, keys)
         self._lock = threading.Lock()
         self._pools: dict[str, SharedMemory] = {}

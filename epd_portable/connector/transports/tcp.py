@@ -2,7 +2,7 @@
 
 A chunk is one message ``[header, bytes]`` and is answered, so at most `WINDOW` chunks of a write
 are under way. The consumer looks at the slot's generation before it copies a chunk: a write that
-comes too late is refused and touches nothing. Off this host everything is encrypted, see
+comes too late is refused and touches nothing. Everything is encrypted, see
 `epd_portable.connector.curve`.
 """
 
@@ -16,11 +16,10 @@ import zmq
 
 from epd_portable.connector.connections import Connections
 from epd_portable.connector.copies import DeviceCopies
-from epd_portable.connector.curve import CurveGate, CurveKeys, connect_client, is_off_host
+from epd_portable.connector.curve import CurveGate, CurveKeys, connect_client
 from epd_portable.connector.pool import SharedMemory
 from epd_portable.connector.transport import LeaseFence, Receiver, Transport, check_source
 from epd_portable.errors import (
-    ConfigError,
     LeaseExpiredError,
     ProtocolError,
     TransportError,
@@ -35,10 +34,13 @@ if TYPE_CHECKING:
 
     from epd_portable.platforms.base import DeviceEvent
 
-CHUNK_BYTES = 4 << 20
-WINDOW = 4
+CHUNK_BYTES = 1 << 20
+"""ZMQ takes in a frame of this size before it looks at the key of who sends it: a stranger can hold
+as much of a receiver's memory by each connection, until its handshake has failed."""
+WINDOW = 8
 """Chunks under way on one connection; the receiver holds no more of each in its memory."""
 MAX_HEADER_BYTES = 4096
+MAX_ANSWER_BYTES = 4096
 CONNECTIONS = 4
 """To each consumer, made together: as many as an encode worker has writers."""
 _POLL_MS = 100
@@ -65,7 +67,7 @@ _read_answer = reader(_Answer, "an answer")
 class TcpTransport(Transport):
     """Sends encoder outputs; each write has a connection of its own while it lasts."""
 
-    def __init__(self, copies: DeviceCopies, keys: CurveKeys | None = None) -> None:
+    def __init__(self, copies: DeviceCopies, keys: CurveKeys) -> None:
         super().__init__(copies, keys)
         self._context = zmq.Context()
         self._lock = threading.Lock()
@@ -140,6 +142,7 @@ class TcpTransport(Transport):
     def _connect(self, address: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, _LONGEST_RECONNECT_MS)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_ANSWER_BYTES)
         connect_client(socket, address, self._keys, what="data address")
         return socket
 
@@ -170,10 +173,9 @@ class TcpReceiver(Receiver):
         memory: The pool's memory.
         bind: ZMQ address to listen on, for example ``tcp://127.0.0.1:9301``.
         fence: Tells whether a slot is granted and may be written now.
-        keys: Of the deployment; needed where the address is off this host.
+        keys: Of the deployment.
 
     Raises:
-        ConfigError: There are no keys, and the address is off this host.
         TransportError: The address cannot be bound.
     """
 
@@ -182,7 +184,7 @@ class TcpReceiver(Receiver):
         memory: SharedMemory,
         bind: str,
         fence: LeaseFence,
-        keys: CurveKeys | None = None,
+        keys: CurveKeys,
     ) -> None:
         self._memory = memory
         self._fence = fence
@@ -191,14 +193,9 @@ class TcpReceiver(Receiver):
         # A message is two frames, and one is being looked at.
         self._socket.setsockopt(zmq.RCVHWM, WINDOW)
         self._socket.setsockopt(zmq.MAXMSGSIZE, CHUNK_BYTES)
-        self._gate: CurveGate | None = None
+        self._gate = CurveGate(self._socket, bind, keys, name="receiver of tcp")
         try:
-            if is_off_host(bind):
-                self._gate = CurveGate(self._socket, bind, keys, name="receiver of tcp")
             self._socket.bind(bind)
-        except ConfigError:
-            self._close_sockets()
-            raise
         except zmq.ZMQError as error:
             self._close_sockets()
             raise TransportError(f"cannot receive on {bind}: {error}") from error
@@ -218,15 +215,13 @@ class TcpReceiver(Receiver):
         self._thread.join()
 
     def _close_sockets(self) -> None:
-        if self._gate is not None:
-            self._gate.close()
+        self._gate.close()
         self._socket.close(linger=0)
         self._context.term()
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            if self._gate is not None:
-                self._gate.look()
+            self._gate.look()
             if self._socket.poll(_POLL_MS):
                 identity, header, *rest = self._socket.recv_multipart(copy=False)
                 answer = self._receive(header.buffer, [frame.buffer for frame in rest])

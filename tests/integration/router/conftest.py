@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from epd_portable.connector.curve import read_keys
 from epd_portable.router.app import create_app
 from epd_portable.router.settings import RouterSettings
 from tests.integration.router.stand_in import (
@@ -19,6 +20,7 @@ from tests.integration.router.stand_in import (
     StandIn,
     answer,
 )
+from tests.keyring import secret_file
 
 
 @dataclass
@@ -96,7 +98,8 @@ async def build() -> AsyncIterator[Build]:
         e = [StandIn(f"encode-{n}", "encode", encoding) for n in range(encoders)]
         pd = [StandIn(f"pd-{n}", "prefill-decode", behaviour) for n in range(pds)]
         await asyncio.gather(*(instance.serving.start() for instance in e + pd))
-        controls = [ControlEnd() for _ in pd]
+        settings = {"secret_file": secret_file(), "registration": False, **settings}
+        controls = [ControlEnd(read_keys(settings["secret_file"])) for _ in pd]
         addresses = [""] * encoders + [control.address for control in controls]
         instances = [
             {"name": i.name, "role": i.role, "url": i.serving.url, "control": address}

@@ -24,6 +24,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from epd_portable.connector.curve import CurveKeys
 from epd_portable.wire import codec
 from epd_portable.wire.messages import AnyMessage, Nack, NackCode
 
@@ -181,15 +182,23 @@ async def _disconnected(request: Request) -> None:
 
 
 class ControlEnd:
-    """The control channel of a prefill+decode instance."""
+    """The control channel of a prefill+decode instance, for holders of its keys."""
 
-    def __init__(self) -> None:
+    def __init__(self, held: CurveKeys) -> None:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.curve_secretkey = held.server_secret
+        self._socket.curve_publickey = held.server_public
+        self._socket.curve_server = True
+        self._connected = self._socket.get_monitor_socket(zmq.Event.HANDSHAKE_SUCCEEDED)
         port = self._socket.bind_to_random_port("tcp://127.0.0.1")
         self.address = f"tcp://127.0.0.1:{port}"
+
+    async def until_connected(self) -> None:
+        """Wait for a connection to be made; before that a router's messages are lost."""
+        await asyncio.wait_for(self._connected.recv_multipart(), DEADLINE_S)
 
     async def receive(self) -> tuple[str, AnyMessage]:
         """Return the next message and the identity of its sender."""

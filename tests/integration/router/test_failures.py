@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator
 import pytest
 from starlette.responses import JSONResponse, Response
 
-from epd_portable.wire.messages import EncodeFailed, NackCode
+from epd_portable.wire import codec
+from epd_portable.wire.messages import Abort, EncodeFailed, NackCode
 from tests.integration.router.conftest import Build, Topology
 from tests.integration.router.stand_in import (
     Behaviour,
@@ -19,7 +20,7 @@ from tests.integration.router.stand_in import (
     refuse,
     stream,
 )
-from tests.integration.router.test_requests import RED, TEXT
+from tests.integration.router.test_requests import BLUE, RED, TEXT
 
 
 async def forever(received: Received) -> Response:
@@ -367,7 +368,7 @@ async def test_without_another_encoder_a_refusal_leads_to_local_encoding(build: 
 
     t.pd.behaviour = generate
     response = await t.chat(RED)
-    assert "refused: no path from there" in response.json()["reason"]
+    assert "refused: 'no path from there'" in response.json()["reason"]
     assert await t.metric('epd_router_ladder_total{rung="local_encode"}') == 1
 
 
@@ -525,3 +526,45 @@ async def test_noise_on_the_control_channel_is_survived(build: Build) -> None:
 
     t.pd.behaviour = generate
     assert (await t.chat(RED)).status_code == 413
+
+
+async def test_a_message_beyond_the_limit_does_not_reach_the_router(
+    build: Build, caplog: pytest.LogCaptureFixture
+) -> None:
+    t = await build()
+
+    async def generate(received: Received) -> Response:
+        await t.control.send(received.params["reply_to"], bytes(2 * codec.MAX_MESSAGE_BYTES))
+        return Response(status_code=500)
+
+    t.pd.behaviour = generate
+    assert (await t.chat(RED)).status_code == 500
+    assert f"at most {codec.MAX_MESSAGE_BYTES} are allowed" not in caplog.text
+
+
+FORGED = "no\n12:00:00 I router: all is well \x1b[2K"
+
+
+async def refuse_in_plain_text(received: Received) -> Response:
+    return Response(FORGED, status_code=500)
+
+
+async def test_what_peers_say_stays_within_its_line_of_the_log(
+    build: Build, caplog: pytest.LogCaptureFixture
+) -> None:
+    t = await build(encoders=2)
+    told = until_told_to_encode(t)
+
+    async def generate(received: Received) -> Response:
+        await t.control.refuse(received.params, NackCode.NO_COMMON_PATH, FORGED)
+        nonsense = codec.encode(Abort(transfer_id=FORGED, reason=FORGED), session="s")
+        await t.control.send(received.params["reply_to"], nonsense)
+        return await told(received)
+
+    t.pd.behaviour = generate
+    for encoder in t.encoders:
+        encoder.behaviour = refuse_in_plain_text
+    assert (await t.chat(RED, BLUE)).status_code == 200
+    lines = [record.getMessage() for record in caplog.records]
+    assert sum("all is well" in line for line in lines) >= 3
+    assert all(line.isprintable() for line in lines if "all is well" in line)

@@ -142,6 +142,7 @@ async def test_a_newcomer_meets_everybody_before_it_gets_work(build: Build, tmp_
         warm_up=True,
         behaviour=transferring(),
         secret_file=str(tmp_path / "secret"),
+        registration=True,
     )
     await t.until_health(is_up)
     newcomer = StandIn("pd-1", "prefill-decode", transferring())

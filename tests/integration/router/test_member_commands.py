@@ -27,7 +27,7 @@ async def run(*words: str) -> Result:
 async def test_the_commands_let_an_instance_join_and_leave(build: Build, tmp_path: Path) -> None:
     secret = str(tmp_path / "secret")
     assert (await run("secret", secret)).exit_code == 0
-    t = await build(warm_up=True, behaviour=transferring(), secret_file=secret)
+    t = await build(warm_up=True, behaviour=transferring(), secret_file=secret, registration=True)
     newcomer = StandIn("encode-7", "encode")
     await newcomer.serving.start()
     where = ("--router", t.router.url + "/v1", "--secret-file", secret)
@@ -71,7 +71,7 @@ class Kept:
 async def kept(build: Build, tmp_path: Path) -> AsyncIterator[Kept]:
     secret = str(tmp_path / "secret")
     make_secret_file(secret)
-    t = await build(secret_file=secret)
+    t = await build(secret_file=secret, registration=True)
     newcomer = StandIn("encode-7", "encode")
     await newcomer.serving.start()
     where = ("--router", t.router.url, "--secret-file", secret)
@@ -115,7 +115,7 @@ async def test_one_that_is_not_there_is_still_down_at_the_limit(
 ) -> None:
     secret = str(tmp_path / "secret")
     make_secret_file(secret)
-    t = await build(secret_file=secret)
+    t = await build(secret_file=secret, registration=True)
     where = ("--router", t.router.url, "--secret-file", secret)
     instance = ("--role", "encode", "--url", "http://127.0.0.1:9")
     result = await run("join", "e", *where, *instance, "--timeout", "0.1")
@@ -126,7 +126,7 @@ async def test_one_that_is_not_there_is_still_down_at_the_limit(
 async def test_a_wrong_secret_and_a_wrong_address_say_so(build: Build, tmp_path: Path) -> None:
     for name in ("right", "wrong"):
         make_secret_file(str(tmp_path / name))
-    t = await build(secret_file=str(tmp_path / "right"))
+    t = await build(secret_file=str(tmp_path / "right"), registration=True)
     wrong = await run("instances", "--router", t.router.url, "--secret-file", f"{tmp_path}/wrong")
     assert wrong.exit_code == 1
     assert "bearer token is missing or wrong" in wrong.output

@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from starlette.responses import JSONResponse, Response
 
-from epd_portable.config.secret import Secret, make_secret_file
 from epd_portable.wire.messages import NackCode
+from tests import keyring
 from tests.integration.router.conftest import Build, Topology
 from tests.integration.router.stand_in import DEADLINE_S, ControlEnd, Received, StandIn, answer
 from tests.integration.router.test_requests import RED, TEXT
@@ -22,15 +21,8 @@ INSTANCES = "/epd/instances"
 
 
 @pytest.fixture
-def secret_file(tmp_path: Path) -> str:
-    path = str(tmp_path / "secret")
-    make_secret_file(path)
-    return path
-
-
-@pytest.fixture
-def auth(secret_file: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {Secret.read(secret_file).token()}"}
+def auth() -> dict[str, str]:
+    return {"authorization": f"Bearer {keyring.secret().token()}"}
 
 
 @pytest.fixture
@@ -56,7 +48,7 @@ class Newcomers:
         self.instances.append(instance)
         body = {"name": name, "role": role, "url": instance.serving.url}
         if role == "prefill-decode":
-            self.controls.append(ControlEnd())
+            self.controls.append(ControlEnd(keyring.keys()))
             body["control"] = self.controls[-1].address
         return body
 
@@ -75,9 +67,9 @@ async def until_gone(t: Topology, auth: dict[str, str], name: str) -> None:
 
 
 async def test_a_router_without_instances_serves_those_that_join(
-    build: Build, secret_file: str, auth: dict[str, str], newcomers: Newcomers
+    build: Build, auth: dict[str, str], newcomers: Newcomers
 ) -> None:
-    t = await build(encoders=0, pds=0, secret_file=secret_file)
+    t = await build(encoders=0, pds=0, registration=True)
     assert (await t.chat(RED)).status_code == 503
 
     bodies = [await newcomers.start("e", "encode"), await newcomers.start("p", "prefill-decode")]
@@ -93,9 +85,9 @@ async def test_a_router_without_instances_serves_those_that_join(
 
 
 async def test_a_newcomer_is_heard_on_its_control_channel(
-    build: Build, secret_file: str, auth: dict[str, str], newcomers: Newcomers
+    build: Build, auth: dict[str, str], newcomers: Newcomers
 ) -> None:
-    t = await build(encoders=1, pds=0, secret_file=secret_file)
+    t = await build(encoders=1, pds=0, registration=True)
     body = await newcomers.start("p", "prefill-decode")
     await t.client.post(INSTANCES, json=body, headers=auth)
 
@@ -111,9 +103,9 @@ async def test_a_newcomer_is_heard_on_its_control_channel(
 
 @pytest.mark.parametrize("token", ["", "Bearer", "Bearer wrong", "Bearer \xe4", "Basic x"])
 async def test_without_the_token_nothing_is_shown_or_changed(
-    build: Build, secret_file: str, auth: dict[str, str], token: str
+    build: Build, auth: dict[str, str], token: str
 ) -> None:
-    t = await build(secret_file=secret_file)
+    t = await build(registration=True)
     body = {"name": "x", "role": "encode", "url": "http://127.0.0.1:1"}
     headers = {"authorization": token.encode("latin-1")}
     answers = [
@@ -147,9 +139,9 @@ async def test_without_a_secret_nobody_can_register(build: Build, auth: dict[str
     ],
 )
 async def test_a_wrong_registration_is_refused_by_key(
-    build: Build, secret_file: str, auth: dict[str, str], body: str, words: str
+    build: Build, auth: dict[str, str], body: str, words: str
 ) -> None:
-    t = await build(secret_file=secret_file)
+    t = await build(registration=True)
     response = await t.client.post(INSTANCES, content=body, headers=auth)
     assert response.status_code == 400
     assert words in response.json()["error"]["message"]
@@ -157,9 +149,9 @@ async def test_a_wrong_registration_is_refused_by_key(
 
 
 async def test_registering_twice_is_registering_once(
-    build: Build, secret_file: str, auth: dict[str, str], newcomers: Newcomers
+    build: Build, auth: dict[str, str], newcomers: Newcomers
 ) -> None:
-    t = await build(secret_file=secret_file)
+    t = await build(registration=True)
     body = await newcomers.start("p", "prefill-decode")
     answers = [await t.client.post(INSTANCES, json=body, headers=auth) for _ in range(2)]
     assert [a.status_code for a in answers] == [201, 200]
@@ -167,9 +159,9 @@ async def test_registering_twice_is_registering_once(
 
 
 async def test_a_name_changes_hands_only_when_its_holder_is_gone(
-    build: Build, secret_file: str, auth: dict[str, str], newcomers: Newcomers
+    build: Build, auth: dict[str, str], newcomers: Newcomers
 ) -> None:
-    t = await build(secret_file=secret_file)
+    t = await build(registration=True)
     first = await newcomers.start("p", "prefill-decode")
     second = await newcomers.start("p", "prefill-decode")
     await t.client.post(INSTANCES, json=first, headers=auth)
@@ -184,9 +176,9 @@ async def test_a_name_changes_hands_only_when_its_holder_is_gone(
 
 
 async def test_one_that_leaves_finishes_its_work_and_gets_no_more(
-    build: Build, secret_file: str, auth: dict[str, str]
+    build: Build, auth: dict[str, str]
 ) -> None:
-    t = await build(pds=2, secret_file=secret_file)
+    t = await build(pds=2, registration=True)
     release = asyncio.Event()
 
     async def slow(received: Received) -> Response:
@@ -219,10 +211,10 @@ async def test_one_that_leaves_finishes_its_work_and_gets_no_more(
 
 
 async def test_an_encoder_stays_until_the_answer_that_needs_its_item_has_begun(
-    build: Build, secret_file: str, auth: dict[str, str]
+    build: Build, auth: dict[str, str]
 ) -> None:
     """Its job is answered before the item is written."""
-    t = await build(secret_file=secret_file)
+    t = await build(registration=True)
     release = asyncio.Event()
 
     async def slow(received: Received) -> Response:
@@ -247,9 +239,9 @@ async def test_an_encoder_stays_until_the_answer_that_needs_its_item_has_begun(
 
 
 async def test_one_that_registers_again_while_it_leaves_stays(
-    build: Build, secret_file: str, auth: dict[str, str], newcomers: Newcomers
+    build: Build, auth: dict[str, str], newcomers: Newcomers
 ) -> None:
-    t = await build(encoders=0, pds=0, secret_file=secret_file)
+    t = await build(encoders=0, pds=0, registration=True)
     body = await newcomers.start("p", "prefill-decode")
     await t.client.post(INSTANCES, json=body, headers=auth)
     release = asyncio.Event()
@@ -271,9 +263,9 @@ async def test_one_that_registers_again_while_it_leaves_stays(
 
 
 async def test_a_registered_instance_that_stays_away_is_forgotten_a_configured_one_is_not(
-    build: Build, secret_file: str, auth: dict[str, str], newcomers: Newcomers
+    build: Build, auth: dict[str, str], newcomers: Newcomers
 ) -> None:
-    t = await build(secret_file=secret_file, forget_after_s=0.3)
+    t = await build(registration=True, forget_after_s=0.3)
     body = await newcomers.start("p", "prefill-decode")
     await t.client.post(INSTANCES, json=body, headers=auth)
     assert "p" in await shown(t, auth)
@@ -285,9 +277,9 @@ async def test_a_registered_instance_that_stays_away_is_forgotten_a_configured_o
 
 
 async def test_clients_come_and_go_while_instances_do(
-    build: Build, secret_file: str, auth: dict[str, str], newcomers: Newcomers
+    build: Build, auth: dict[str, str], newcomers: Newcomers
 ) -> None:
-    t = await build(encoders=2, pds=2, secret_file=secret_file)
+    t = await build(encoders=2, pds=2, registration=True)
     bodies = [await newcomers.start("e", "encode"), await newcomers.start("p", "prefill-decode")]
     stop = asyncio.Event()
 

@@ -19,12 +19,14 @@ import pytest
 from starlette.responses import Response
 
 from tests.integration.router.stand_in import Received, StandIn
+from tests.keyring import secret_file
 
 TIMEOUT_S = 20
 
 SETTINGS: dict[str, Any] = {
     "port": 0,
     "model": "demo",
+    "secret_file": secret_file(),
     "instances": [
         {
             "name": "pd",

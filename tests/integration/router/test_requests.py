@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 from epd_portable.wire.params import encode_params, prefill_params
 from tests.integration.router.conftest import Build
 from tests.integration.router.stand_in import DEADLINE_S, Received, refuse, stream
+from tests.keyring import secret
 
 
 def image(content: bytes) -> dict[str, Any]:
@@ -65,6 +66,8 @@ async def test_encode_jobs_and_pd_request_run_at_the_same_time(build: Build) -> 
     expected = prefill_params(t.pd.received[0].params)
     assert {j.transfer_id for j in jobs} == {e.transfer_id for e in expected.transfers}
     assert {j.consumer for j in jobs} == {t.control.address}
+    for job in jobs:
+        assert secret().vouched(job.proof, job.transfer_id, job.mm_hash, t.control.address)
     parts = t.pd.received[0].body["messages"][0]["content"]
     assert [parts[0]["uuid"], parts[2]["uuid"]] == [e.mm_hash for e in expected.transfers]
     assert {e.encoder for e in expected.transfers} == {"encode-0"}

@@ -26,6 +26,7 @@ from epd_portable.wire.params import ExpectedTransfer, PrefillOutcome, PrefillPa
 from tests import warm
 from tests.contract.pairs import ROUTES, Route, parameters
 from tests.integration.transfer.encode_side import FINGERPRINT, LEASE_S, TIMEOUT_S, WIDTH
+from tests.keyring import secret_file
 from tests.unit.builders import FakeRequest, request
 
 DEADLINE_S = 60.0
@@ -54,6 +55,7 @@ class PrefillSide:
             path=route.path,
             wait_timeout_s=TIMEOUT_S,
             lease_s=lease_s,
+            secret_file=secret_file(),
         )
         copies = DeviceCopies(platform, pair.prefill_index)
         self.endpoint = WorkerEndpoint(config, copies)

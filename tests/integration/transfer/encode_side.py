@@ -19,6 +19,7 @@ from epd_portable.platforms import registry
 from epd_portable.runners.sender import Sender
 from epd_portable.vllm_plugin import exposition
 from epd_portable.wire.descriptors import TensorSpec
+from tests.keyring import secret_file
 
 WIDTH = 64
 FINGERPRINT = "same"
@@ -53,6 +54,7 @@ def make_sender(
         path=path,
         wait_timeout_s=wait_timeout_s,
         lease_s=LEASE_S,
+        secret_file=secret_file(),
     )
     registry.get(platform).set_device(0)
     return Sender(config, FINGERPRINT, DeviceCopies(registry.get(platform)))

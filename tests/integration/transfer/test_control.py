@@ -1,4 +1,4 @@
-"""The control channel's sockets: what a stranger may send, and peers that come and go."""
+"""The control channel's sockets: what a holder of the secret may send, peers that come and go."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
 import psutil
 import pytest
 import zmq
@@ -16,12 +17,14 @@ import zmq
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.connector import connections, control
 from epd_portable.connector.control import ControlClients, ControlServer
+from epd_portable.connector.curve import OVERHEAD_BYTES, receive_parts, secure_client
 from epd_portable.connector.endpoint import ConsumerEndpoint
 from epd_portable.connector.pool import SHM_FOLDER
 from epd_portable.connector.transport import LeaseFence
 from epd_portable.errors import TransportError
 from epd_portable.wire.codec import MAX_MESSAGE_BYTES, encode
-from epd_portable.wire.messages import Abort, AnyMessage, Later
+from epd_portable.wire.messages import PROTOCOL_VERSION, Abort, AnyMessage, Later
+from tests.keyring import keys, secret_file
 
 T = TypeVar("T")
 DEADLINE_S = 20.0
@@ -37,14 +40,14 @@ def until(poll: Callable[[], list[T]]) -> list[T]:
 
 @pytest.fixture
 def server() -> Iterator[ControlServer]:
-    made = ControlServer("tcp://127.0.0.1:*", "server")
+    made = ControlServer("tcp://127.0.0.1:*", "server", keys())
     yield made
     made.close()
 
 
 @pytest.fixture
 def clients() -> Iterator[ControlClients]:
-    made = ControlClients("client")
+    made = ControlClients("client", keys())
     yield made
     made.close()
 
@@ -62,8 +65,9 @@ def test_what_is_no_message_is_dropped_and_the_next_one_arrives(
     server: ControlServer, clients: ControlClients
 ) -> None:
     context = zmq.Context()
-    stranger = context.socket(zmq.DEALER)
-    stranger.connect(server.address)
+    peer = context.socket(zmq.DEALER)
+    secure_client(peer, keys())
+    peer.connect(server.address)
     good = encode(Later(transfer_id="t"), session="s")
     for frames in (
         [b""],
@@ -75,9 +79,69 @@ def test_what_is_no_message_is_dropped_and_the_next_one_arrives(
         [bytes([good[0], good[1] + 1]) + good[2:]],
         [good],
     ):
-        stranger.send_multipart(frames)
+        peer.send_multipart(frames)
     ((_, message),) = until(server.receive)
     assert message == Later(transfer_id="t")
+    context.destroy(linger=0)
+
+
+def test_an_answer_may_be_as_long_as_the_limit_and_no_longer(
+    server: ControlServer, clients: ControlClients, caplog: pytest.LogCaptureFixture
+) -> None:
+    clients.send(server.address, Later(transfer_id="t"))
+    ((identity, _),) = until(server.receive)
+    for nbytes in (MAX_MESSAGE_BYTES, MAX_MESSAGE_BYTES + OVERHEAD_BYTES):
+        server._socket.send_multipart([identity, bytes(nbytes)])
+    begin_s = time.monotonic()
+    while time.monotonic() - begin_s < 1.0:
+        assert clients.receive(0.1) == []
+    assert [record.getMessage()[-40:] for record in caplog.records if "dropped" in record.msg] != []
+    assert len(caplog.records) == 1
+
+
+def test_of_a_message_in_many_parts_no_more_is_copied_than_tells_that_it_is_too_long() -> None:
+    with (
+        zmq.Context() as context,
+        context.socket(zmq.PAIR) as one,
+        context.socket(zmq.PAIR) as other,
+    ):
+        one.bind("inproc://parts")
+        other.connect("inproc://parts")
+        for parts in ([b"a", b"b", b"c", b"d", b"e"], [b"next"]):
+            other.send_multipart(parts)
+        assert receive_parts(one, most=2) == [b"a", b"b", b"c"]
+        assert receive_parts(one, most=2) == [b"next"]
+
+
+def test_a_flood_that_nobody_reads_is_stopped_at_its_sender(server: ControlServer) -> None:
+    large, most_bytes = bytes(MAX_MESSAGE_BYTES), 64 << 20
+    context = zmq.Context()
+    peer = context.socket(zmq.DEALER)
+    secure_client(peer, keys())
+    peer.sndhwm, peer.sndtimeo = 1, 1000
+    peer.connect(server.address)
+    sent = 0
+    with contextlib.suppress(zmq.Again):
+        while sent < 2 * most_bytes:
+            peer.send(large)
+            sent += len(large)
+    assert 0 < sent < most_bytes
+    context.destroy(linger=0)
+
+
+def test_nonsense_is_named_within_its_line_of_the_log(
+    server: ControlServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    context = zmq.Context()
+    peer = context.socket(zmq.DEALER)
+    secure_client(peer, keys())
+    peer.identity = b"peer\nI all is well"
+    peer.connect(server.address)
+    peer.send(msgspec.msgpack.encode([PROTOCOL_VERSION, "s", {"kind": "odd\nI all is well"}]))
+    until(lambda: server.receive() or caplog.records)
+    (record,) = caplog.records
+    assert record.getMessage().count("all is well") == 2
+    assert record.getMessage().isprintable()
     context.destroy(linger=0)
 
 
@@ -85,10 +149,11 @@ def test_a_message_beyond_the_limit_ends_the_connection_it_came_by_and_no_other(
     server: ControlServer, clients: ControlClients
 ) -> None:
     context = zmq.Context()
-    stranger = context.socket(zmq.DEALER)
-    monitor = stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-    stranger.connect(server.address)
-    stranger.send(b"x" * (MAX_MESSAGE_BYTES + 1))
+    peer = context.socket(zmq.DEALER)
+    secure_client(peer, keys())
+    monitor = peer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    peer.connect(server.address)
+    peer.send(b"x" * (MAX_MESSAGE_BYTES + OVERHEAD_BYTES))
     assert monitor.poll(DEADLINE_S * 1000)
     clients.send(server.address, Later(transfer_id="t"))
     assert until(server.receive) == [(b"client", Later(transfer_id="t"))]
@@ -99,8 +164,8 @@ def test_a_peer_that_does_not_read_loses_messages_and_the_sender_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(control, "_HIGH_WATER_MARK", 3)
-    server = ControlServer("tcp://127.0.0.1:*", "server")
-    clients = ControlClients("client")
+    server = ControlServer("tcp://127.0.0.1:*", "server", keys())
+    clients = ControlClients("client", keys())
     try:
         clients.send(server.address, Later(transfer_id="hello"))
         until(server.receive)
@@ -135,7 +200,7 @@ def test_one_consumer_too_many_costs_the_one_that_was_sent_to_least_lately_its_c
     clients: ControlClients, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections, "MAX_CONSUMERS", 2)
-    servers = [ControlServer("tcp://127.0.0.1:*", "server") for _ in range(3)]
+    servers = [ControlServer("tcp://127.0.0.1:*", "server", keys()) for _ in range(3)]
     first, second, third = (server.address for server in servers)
 
     def connected() -> set[str]:
@@ -162,6 +227,7 @@ def test_who_comes_again_by_another_connection_is_heard_there(
 ) -> None:
     """As after a loss of the network that the server has not noticed yet."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as former:
+        secure_client(former, keys())
         former.identity = b"client"
         former.linger = 0
         former.reconnect_ivl = -1  # It is gone, and would otherwise fight for its place.
@@ -228,7 +294,7 @@ def test_a_process_without_a_socket_left_is_told_and_can_send_when_it_has_one(
 
 def test_an_address_that_is_taken_is_an_error(server: ControlServer) -> None:
     with pytest.raises(TransportError, match="cannot listen"):
-        ControlServer(server.address, "second")
+        ControlServer(server.address, "second", keys())
 
 
 @pytest.mark.parametrize("taken", ["control_address", "data_address"])
@@ -239,6 +305,7 @@ def test_an_endpoint_that_cannot_be_opened_leaves_nothing(
     addresses = {
         "control_address": f"ipc://{tmp_path}/control",
         "data_address": "tcp://127.0.0.1:*",
+        "secret_file": secret_file(),
     }
 
     def open_endpoint(**changed: str) -> ConsumerEndpoint:

@@ -1,4 +1,4 @@
-"""Control and `tcp` off this host: encrypted, and for holders of the secret only.
+"""Control and `tcp`: encrypted, and for holders of the secret only, whatever the address.
 
 127.0.0.2 stands for an address of a network: only 127.0.0.1 counts as this host.
 """
@@ -26,13 +26,18 @@ from epd_portable.connector.curve import CurveKeys, is_off_host, read_keys
 from epd_portable.connector.pool import SharedMemory
 from epd_portable.connector.transport import LeaseFence
 from epd_portable.connector.transports.tcp import CHUNK_BYTES, TcpReceiver, TcpTransport
-from epd_portable.errors import ConfigError, TransportError, TransportTimeoutError
+from epd_portable.errors import ConfigError, TransportTimeoutError
 from epd_portable.platforms import registry
 from epd_portable.wire.codec import encode
 from epd_portable.wire.descriptors import SlotDescriptor
 from epd_portable.wire.messages import Abort, Later
 
 OFF_HOST = "127.0.0.2"
+ADDRESSES = {
+    "this host": "tcp://127.0.0.1:*",
+    "a network": f"tcp://{OFF_HOST}:*",
+    "a file": "ipc://{folder}/control",
+}
 DEADLINE_S = 20.0
 SHORT_S = 1.0
 """How long what must not arrive is waited for."""
@@ -94,15 +99,20 @@ Make = Callable[..., ControlServer]
 
 @pytest.fixture
 def make_server(stack: ExitStack) -> Make:
-    def make(held: CurveKeys | None, host: str = OFF_HOST) -> ControlServer:
-        server = ControlServer(f"tcp://{host}:*", "server", held)
+    def make(held: CurveKeys, address: str = ADDRESSES["a network"]) -> ControlServer:
+        server = ControlServer(address, "server", held)
         stack.callback(server.close)
         return server
 
     return make
 
 
-def clients(stack: ExitStack, held: CurveKeys | None) -> ControlClients:
+@pytest.fixture(params=ADDRESSES)
+def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return ADDRESSES[request.param].format(folder=tmp_path)
+
+
+def clients(stack: ExitStack, held: CurveKeys) -> ControlClients:
     made = ControlClients("client", held)
     stack.callback(made.close)
     return made
@@ -127,7 +137,6 @@ def arrives(server: ControlServer, limit_s: float) -> bool:
 
 def until_refused(server: ControlServer) -> None:
     deadline_s = time.monotonic() + DEADLINE_S
-    assert server._gate is not None
     while not server._gate.refused:
         assert time.monotonic() < deadline_s, "nothing was counted"
         assert server.receive() == []
@@ -137,9 +146,11 @@ def until_refused(server: ControlServer) -> None:
 # -- control ---------------------------------------------------------------------------------------
 
 
-def test_holders_of_the_secret_understand_each_other(stack: ExitStack, make_server: Make) -> None:
+def test_holders_of_the_secret_understand_each_other(
+    stack: ExitStack, make_server: Make, address: str
+) -> None:
     held = keys()
-    server, client = make_server(held), clients(stack, held)
+    server, client = make_server(held, address), clients(stack, held)
     client.send(server.address, Abort(transfer_id="t", reason="why"))
     assert arrives(server, DEADLINE_S)
     answer = Later(transfer_id="t")
@@ -174,17 +185,19 @@ def test_idle_connections_are_kept_alive_by_both_ends(stack: ExitStack, make_ser
 
 
 def test_another_secret_gets_nothing_and_is_counted_and_logged(
-    stack: ExitStack, make_server: Make, caplog: pytest.LogCaptureFixture
+    stack: ExitStack, make_server: Make, address: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    server, stranger = make_server(keys()), clients(stack, keys())
+    server, stranger = make_server(keys(), address), clients(stack, keys())
     stranger.send(server.address, Abort(transfer_id="t", reason="why"))
     until_refused(server)
     assert "without the key of this deployment" in caplog.text
 
 
-def test_who_knows_the_clients_key_only_is_refused_too(stack: ExitStack, make_server: Make) -> None:
+def test_who_knows_the_clients_key_only_is_refused_too(
+    stack: ExitStack, make_server: Make, address: str
+) -> None:
     held = keys()
-    server = make_server(held)
+    server = make_server(held, address)
     stranger = plain_socket(stack, zmq.DEALER)
     stranger.curve_publickey, stranger.curve_secretkey = held.client_public, held.client_secret
     stranger.curve_serverkey, _ = zmq.curve_keypair()
@@ -193,8 +206,10 @@ def test_who_knows_the_clients_key_only_is_refused_too(stack: ExitStack, make_se
     until_refused(server)
 
 
-def test_who_does_not_encrypt_is_refused_and_counted(stack: ExitStack, make_server: Make) -> None:
-    server = make_server(keys())
+def test_who_does_not_encrypt_is_refused_and_counted(
+    stack: ExitStack, make_server: Make, address: str
+) -> None:
+    server = make_server(keys(), address)
     stranger = plain_socket(stack, zmq.DEALER)
     stranger.connect(server.address)
     stranger.send(encode(Abort(transfer_id="t", reason="why"), session="s"))
@@ -210,12 +225,12 @@ def test_the_server_serves_on_after_strangers(stack: ExitStack, make_server: Mak
     assert arrives(server, DEADLINE_S)
 
 
-def test_a_client_with_keys_tells_nothing_to_a_server_without(stack: ExitStack) -> None:
+def test_a_client_tells_nothing_to_a_server_without_keys(stack: ExitStack, address: str) -> None:
     """Somebody who listens in a consumer's place learns nothing."""
     listener = plain_socket(stack, zmq.ROUTER)
-    port = listener.bind_to_random_port(f"tcp://{OFF_HOST}")
+    listener.bind(address)
     client = clients(stack, keys())
-    client.send(f"tcp://{OFF_HOST}:{port}", Abort(transfer_id="t", reason="why"))
+    client.send(listener.LAST_ENDPOINT.decode(), Abort(transfer_id="t", reason="why"))
     assert not listener.poll(SHORT_S * 1000)
 
 
@@ -231,35 +246,20 @@ def test_a_listener_between_the_two_reads_nothing(stack: ExitStack, make_server:
     assert WORDS[:12] not in forwarder.seen
 
 
-def test_without_a_secret_nothing_listens_off_this_host(make_server: Make) -> None:
-    with pytest.raises(ConfigError, match="secret_file"):
-        make_server(None)
-
-
-def test_without_a_secret_nothing_is_sent_off_this_host(stack: ExitStack) -> None:
-    with pytest.raises(TransportError, match="secret_file"):
-        clients(stack, None).send(f"tcp://{OFF_HOST}:9", Later(transfer_id="t"))
-
-
-def test_on_this_host_a_secret_changes_nothing(stack: ExitStack, make_server: Make) -> None:
-    server = make_server(keys(), host="127.0.0.1")
-    clients(stack, None).send(server.address, Abort(transfer_id="t", reason="why"))
-    assert arrives(server, DEADLINE_S)
-
-
 # -- data ------------------------------------------------------------------------------------------
 
+Receive = Callable[..., tuple[TcpReceiver, SharedMemory]]
 SLOT = SlotDescriptor(pool="pool", offset=0, nbytes=len(WORDS), generation=1)
 
 
 @pytest.fixture
-def receive(stack: ExitStack) -> Callable[[CurveKeys | None], tuple[TcpReceiver, SharedMemory]]:
-    def make(held: CurveKeys | None) -> tuple[TcpReceiver, SharedMemory]:
+def receive(stack: ExitStack) -> Receive:
+    def make(held: CurveKeys, host: str = OFF_HOST) -> tuple[TcpReceiver, SharedMemory]:
         memory = SharedMemory.create(f"epd-test-{os.getpid()}-{uuid.uuid4().hex[:12]}", 4096)
         stack.callback(memory.unlink)
         fence = LeaseFence()
         fence.allow(SLOT)
-        receiver = TcpReceiver(memory, f"tcp://{OFF_HOST}:*", fence, held)
+        receiver = TcpReceiver(memory, f"tcp://{host}:*", fence, held)
         stack.callback(receiver.close)
         return receiver, memory
 
@@ -268,7 +268,7 @@ def receive(stack: ExitStack) -> Callable[[CurveKeys | None], tuple[TcpReceiver,
 
 def write(
     address: str,
-    held: CurveKeys | None,
+    held: CurveKeys,
     limit_s: float = DEADLINE_S,
     item: torch.Tensor | None = None,
     slot: SlotDescriptor = SLOT,
@@ -289,9 +289,6 @@ def write(
 
 def content(memory: SharedMemory) -> bytes:
     return bytes(memory.tensor(0, len(WORDS)).tolist())
-
-
-Receive = Callable[[CurveKeys | None], tuple[TcpReceiver, SharedMemory]]
 
 
 def test_an_item_arrives_and_a_listener_between_the_two_reads_nothing(
@@ -323,33 +320,34 @@ def test_an_item_of_many_chunks_arrives_whole(stack: ExitStack) -> None:
 
 def test_the_listener_does_read_what_is_not_encrypted(stack: ExitStack) -> None:
     """Else the tests above would prove nothing."""
-    memory = SharedMemory.create(f"epd-test-{os.getpid()}-{uuid.uuid4().hex[:12]}", 4096)
-    stack.callback(memory.unlink)
-    fence = LeaseFence()
-    fence.allow(SLOT)
-    receiver = TcpReceiver(memory, "tcp://127.0.0.1:*", fence)
-    stack.callback(receiver.close)
-    forwarder = Forwarder(("127.0.0.1", port_of(receiver.address)))
+    listener = plain_socket(stack, zmq.ROUTER)
+    forwarder = Forwarder((OFF_HOST, listener.bind_to_random_port(f"tcp://{OFF_HOST}")))
     stack.callback(forwarder.close)
     sender = plain_socket(stack, zmq.DEALER)
     sender.connect(forwarder.address)
     sender.send(WORDS)
-    assert sender.poll(DEADLINE_S * 1000)
+    assert listener.poll(DEADLINE_S * 1000)
     assert WORDS in forwarder.seen
 
 
-@pytest.mark.parametrize("stranger", [keys(), None], ids=["another secret", "no secret"])
-def test_a_stranger_writes_nothing(receive: Receive, stranger: CurveKeys | None) -> None:
-    receiver, memory = receive(keys())
+@pytest.mark.parametrize("host", ["127.0.0.1", OFF_HOST])
+def test_a_stranger_with_another_secret_writes_nothing(receive: Receive, host: str) -> None:
+    receiver, memory = receive(keys(), host)
     before = content(memory)
-    with pytest.raises((TransportTimeoutError, TransportError)):
-        write(receiver.address, stranger, limit_s=SHORT_S)
+    with pytest.raises(TransportTimeoutError):
+        write(receiver.address, keys(), limit_s=SHORT_S)
     assert content(memory) == before
 
 
-def test_without_a_secret_no_item_is_received_off_this_host(receive: Receive) -> None:
-    with pytest.raises(ConfigError, match="secret_file"):
-        receive(None)
+@pytest.mark.parametrize("host", ["127.0.0.1", OFF_HOST])
+def test_a_stranger_that_does_not_encrypt_gets_no_answer(
+    stack: ExitStack, receive: Receive, host: str
+) -> None:
+    receiver, _ = receive(keys(), host)
+    stranger = plain_socket(stack, zmq.DEALER)
+    stranger.connect(receiver.address)
+    stranger.send_multipart([b"", b""])
+    assert not stranger.poll(SHORT_S * 1000)
 
 
 # -- keys ------------------------------------------------------------------------------------------
@@ -379,7 +377,12 @@ def test_only_one_address_is_this_host(address: str, off: bool) -> None:
 def test_copies_of_a_secret_give_the_same_keys_and_nothing_shows_them(tmp_path: Path) -> None:
     make_secret_file(str(tmp_path / "secret"))
     one, two = (read_keys(str(tmp_path / "secret")) for _ in range(2))
-    assert one is not None and one == two
+    assert one == two
     assert one.server_public != one.client_public
     for hidden in (one.server_secret, one.client_secret):
         assert hidden.decode() not in repr(one)
+
+
+def test_a_process_that_is_told_of_no_secret_says_how_to_make_one() -> None:
+    with pytest.raises(ConfigError, match="epd-launch secret FILE makes one"):
+        read_keys("")

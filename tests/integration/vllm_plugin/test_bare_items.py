@@ -15,6 +15,7 @@ from epd_portable.config.instance import InstanceConfig
 from epd_portable.demo import MODEL_DIR
 from epd_portable.launch.engine import CONNECTOR, SCHEDULER_CLS
 from epd_portable.wire.params import ExpectedTransfer, PrefillParams, to_params
+from tests.keyring import secret_file
 
 pytestmark = pytest.mark.needs_vllm
 
@@ -36,6 +37,7 @@ def vllm_config() -> Any:
         pool=f"epd-test-{uuid.uuid4().hex}",
         pool_bytes=1 << 20,
         wait_timeout_s=WAIT_S,
+        secret_file=secret_file(),
     )
     config = EngineArgs(
         model=str(MODEL_DIR),

@@ -14,6 +14,7 @@ from epd_portable.config.instance import InstanceConfig
 from epd_portable.demo import MODEL_DIR
 from epd_portable.launch.engine import CONNECTOR, ROLE_ARGS, SCHEDULER_CLS
 from epd_portable.wire.params import EncodeParams, EncodeTransfer, to_params
+from tests.keyring import secret_file
 
 pytestmark = pytest.mark.needs_vllm
 
@@ -36,7 +37,7 @@ def vllm_config() -> Any:
             **CONNECTOR,
             "ec_role": "ec_producer",
             "ec_connector_extra_config": InstanceConfig(
-                instance="encode-0", platform="cpu"
+                instance="encode-0", platform="cpu", secret_file=secret_file()
             ).model_dump(),
         },
         **ROLE_ARGS["encode"],

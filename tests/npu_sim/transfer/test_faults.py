@@ -25,6 +25,7 @@ from epd_portable.wire.messages import EncodeFailed
 from tests.contract.pairs import Pair, Route
 from tests.integration.transfer.conftest import PrefillSide
 from tests.integration.transfer.encode_side import WIDTH, output
+from tests.keyring import keys
 from tests.npu_sim.platform.children import Child
 from tests.npu_sim.transfer.ends import Encode, do
 
@@ -167,7 +168,7 @@ def test_an_item_that_the_consumer_does_not_expect_so_is_told_at_both_ends(
         pd.step_until(lambda: f"transfer t-r ended: unexpected: {why}" in encode.said())
     assert f"item cat by transfer t-r: {why}" in caplog.text
     assert not given_up(pd, "r")(), "another encoder may have it as expected"
-    router = ControlClients(new_session())
+    router = ControlClients(new_session(), keys())
     router.send(pd.address, EncodeFailed(transfer_id="t-r", reason="no other encoder"))
     with within(SOON_S):
         pd.step_until(given_up(pd, "r"))

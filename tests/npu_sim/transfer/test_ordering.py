@@ -29,6 +29,7 @@ from epd_portable.runners.placer import Placement, Placer, WorkerOrders
 from epd_portable.wire.descriptors import SlotDescriptor, TensorSpec
 from tests.contract.pairs import Pair, Route
 from tests.contract.transport_consumer import Consumer, digest
+from tests.keyring import keys
 
 DELAY_US = 300_000
 WIDTH = 128
@@ -213,7 +214,7 @@ class Encoder:
     def __init__(self, route: Route, consumer: Consumer, copies: DeviceCopies) -> None:
         self._consumer = consumer
         self.copies = copies
-        self._transport = paths.load_transport(route.path, copies)
+        self._transport = paths.load_transport(route.path, copies, keys())
         self._output = torch.zeros(SPEC.shape, device=copies.device)
         torch.npu.synchronize()
         self._write(copies.platform.record_event())

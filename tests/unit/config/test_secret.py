@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,51 @@ def test_a_file_that_gives_no_secret_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         Secret.read(write(tmp_path / "secret", text, mode))
+
+
+def vouch(**changes: str) -> tuple[Secret, str, dict[str, str]]:
+    names = {"transfer_id": "t", "item": "cat", "consumer": "tcp://h:1"}
+    secret = Secret("s" * 40)
+    return secret, secret.vouch(**names), names | changes
+
+
+def test_what_the_router_vouches_for_is_known_by_who_holds_the_secret() -> None:
+    _, proof, names = vouch()
+    assert Secret("s" * 40).vouched(proof, **names)
+    assert not Secret("x" * 40).vouched(proof, **names)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"transfer_id": "u"},
+        {"item": "dog"},
+        {"consumer": "tcp://h:2"},
+        {"transfer_id": "tc", "item": "at"},
+        {"item": "", "consumer": "cattcp://h:1"},
+    ],
+    ids=["transfer", "item", "consumer", "moved end", "empty"],
+)
+def test_a_proof_is_for_one_transfer_of_one_item_to_one_consumer(changes: dict[str, str]) -> None:
+    secret, proof, names = vouch(**changes)
+    assert not secret.vouched(proof, **names)
+
+
+@pytest.mark.parametrize("proof", ["", "0" * 32, "\ud800", "ü"])
+def test_what_is_no_proof_vouches_for_nothing(proof: str) -> None:
+    secret, _, names = vouch()
+    assert not secret.vouched(proof, **names)
+
+
+def test_a_proof_fits_its_field_and_tells_neither_the_secret_nor_other_purposes() -> None:
+    secret, proof, _ = vouch()
+    assert re.fullmatch("[0-9a-f]{32}", proof)
+    assert proof not in secret.token() + secret.derive("transfers").hex()
+
+
+def test_no_file_is_refused_with_how_to_make_one() -> None:
+    with pytest.raises(ConfigError, match=r"there is no secret_file.*epd-launch secret FILE"):
+        Secret.read("")
 
 
 def test_a_missing_file_is_refused_with_how_to_make_one(tmp_path: Path) -> None:

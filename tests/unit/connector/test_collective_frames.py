@@ -36,6 +36,7 @@ from epd_portable.errors import LeaseExpiredError, PeerLostError, TransportError
 from epd_portable.platforms import registry
 from epd_portable.platforms.collectives import CollectiveGroup, Rendezvous
 from epd_portable.wire.descriptors import SlotDescriptor
+from tests.keyring import keys
 
 HOST = "127.0.0.1"
 NBYTES = 4096
@@ -79,7 +80,7 @@ class Consumer:
 
     def assert_serves(self) -> None:
         """Another producer joins and writes an item."""
-        transport = CollectiveTransport(self.copies)
+        transport = CollectiveTransport(self.copies, keys())
         slot = SlotDescriptor(pool="pool", offset=128, nbytes=256, generation=99)
         self.write(transport, slot, 7)
         transport.close()
@@ -337,7 +338,7 @@ def test_a_slot_that_was_taken_back_is_refused_and_the_pair_goes_on(consumer: Co
 
 
 def test_the_error_of_a_producer_tells_the_receiver_s_problem(consumer: Consumer) -> None:
-    transport = CollectiveTransport(consumer.copies)
+    transport = CollectiveTransport(consumer.copies, keys())
     with pytest.raises(LeaseExpiredError, match=r"refused: bytes 4096 to 4160 are outside"):
         consumer.write(transport, msgspec.structs.replace(SLOT, offset=NBYTES), 1)
     consumer.write(transport, SLOT, 3)
@@ -375,7 +376,7 @@ def test_an_item_for_which_the_device_has_no_room_is_refused_with_what_to_do(
     def refuse(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("out of memory")
 
-    transport = CollectiveTransport(consumer.copies)
+    transport = CollectiveTransport(consumer.copies, keys())
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", refuse)
         with pytest.raises(LeaseExpiredError) as caught:
@@ -405,7 +406,7 @@ def test_a_consumer_that_answers_nonsense_is_an_error_soon_after_the_deadline(
     answer: bytes, error: type[Exception]
 ) -> None:
     copies = DeviceCopies(registry.get("cpu"))
-    transport = CollectiveTransport(copies)
+    transport = CollectiveTransport(copies, keys())
     with socket.create_server((HOST, 0)) as server:
         threading.Thread(target=_answer, args=(server, answer), daemon=True).start()
         begin_s = time.monotonic()

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
@@ -223,3 +224,15 @@ def test_what_is_no_file_is_no_pool(kind: str, memory: SharedMemory) -> None:
                 SharedMemory.create(path.name, 4096)
     finally:
         path.rmdir() if kind == "folder" else path.unlink()
+
+
+def test_a_name_that_somebody_takes_in_the_last_moment_is_not_used(
+    memory: SharedMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory.tensor(0, 4).fill_(7)
+    with monkeypatch.context() as squatter:
+        squatter.setattr(Path, "unlink", lambda path, missing_ok: None)
+        with pytest.raises(ConfigError, match="look who put it there"):
+            SharedMemory.create(memory.path.name, 8192)
+    assert memory.path.stat().st_size == 4096
+    assert memory.tensor(0, 4).eq(7).all()

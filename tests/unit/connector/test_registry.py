@@ -12,6 +12,7 @@ from epd_portable.connector.transport import Receiver, Transport
 from epd_portable.errors import ConfigError, NoCommonPathError
 from epd_portable.platforms import registry as platforms
 from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor
+from tests.keyring import keys
 from tests.unit.builders import peer
 
 EVERY_PATH = tuple(
@@ -89,7 +90,7 @@ def test_a_path_that_was_asked_for_is_the_only_one_offered() -> None:
 @pytest.mark.parametrize("entry", registry.PATHS, ids=lambda entry: entry.name)
 def test_every_entry_loads_what_it_names(entry: registry.PathEntry) -> None:
     copies = DeviceCopies(platforms.get("cpu"))
-    transport = registry.load_transport(entry.name, copies)
+    transport = registry.load_transport(entry.name, copies, keys())
     assert isinstance(transport, Transport)
     transport.close()
     receiver = registry.load_receiver(entry.name)

@@ -1,8 +1,9 @@
-"""What a stranger may send to the receiver of `tcp`: it stays alive and writes nothing."""
+"""What a holder of the secret may send to a receiver of `tcp`: it lives on and writes nothing."""
 
 from __future__ import annotations
 
 import os
+import threading
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,12 +14,19 @@ import torch
 import zmq
 
 from epd_portable.connector.copies import DeviceCopies
+from epd_portable.connector.curve import secure_client
 from epd_portable.connector.pool import SharedMemory
 from epd_portable.connector.transport import LeaseFence
-from epd_portable.connector.transports.tcp import TcpReceiver, TcpTransport
-from epd_portable.errors import LeaseExpiredError
+from epd_portable.connector.transports.tcp import (
+    CHUNK_BYTES,
+    MAX_ANSWER_BYTES,
+    TcpReceiver,
+    TcpTransport,
+)
+from epd_portable.errors import LeaseExpiredError, TransportTimeoutError
 from epd_portable.platforms import registry
 from epd_portable.wire.descriptors import SlotDescriptor
+from tests.keyring import keys
 
 NBYTES = 4096
 FILL = 0xA5
@@ -34,17 +42,17 @@ class Consumer:
     fence: LeaseFence
     receiver: TcpReceiver
 
-    def write(self, slot: SlotDescriptor) -> None:
-        """Write ones into a slot by the real other end."""
+    def write(self, slot: SlotDescriptor, address: str = "", limit_s: float = DEADLINE_S) -> None:
+        """Write ones into a slot by the real other end, or send them elsewhere."""
         copies = DeviceCopies(registry.get("cpu"))
-        transport = TcpTransport(copies)
+        transport = TcpTransport(copies, keys())
         try:
             transport.write(
                 torch.ones(slot.nbytes, dtype=torch.uint8),
                 slot,
                 computed=copies.platform.record_event(),
-                address=self.receiver.address,
-                deadline_s=copies.clock() + DEADLINE_S,
+                address=address or self.receiver.address,
+                deadline_s=copies.clock() + limit_s,
             )
         finally:
             transport.close()
@@ -65,7 +73,7 @@ def consumer() -> Iterator[Consumer]:
     memory = SharedMemory.create(f"epd-test-{os.getpid()}-{uuid.uuid4().hex[:12]}", NBYTES)
     memory.tensor(0, NBYTES).fill_(FILL)
     fence = LeaseFence()
-    receiver = TcpReceiver(memory, "tcp://127.0.0.1:*", fence)
+    receiver = TcpReceiver(memory, "tcp://127.0.0.1:*", fence, keys())
     yield Consumer(memory, fence, receiver)
     receiver.close()
     memory.unlink()
@@ -120,11 +128,32 @@ def test_what_is_no_chunk_of_a_granted_slot_is_answered_and_writes_nothing(
     consumer: Consumer, frames: list[bytes], problem: str
 ) -> None:
     consumer.fence.allow(SLOT)
-    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
-        stranger.linger = 0
-        stranger.connect(consumer.receiver.address)
-        stranger.send_multipart(frames)
-        assert stranger.poll(int(DEADLINE_S * 1000)), "no answer"
-        assert problem in msgspec.msgpack.decode(stranger.recv())[2]
+    with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
+        secure_client(peer, keys())
+        peer.linger = 0
+        peer.connect(consumer.receiver.address)
+        peer.send_multipart(frames)
+        assert peer.poll(int(DEADLINE_S * 1000)), "no answer"
+        assert problem in msgspec.msgpack.decode(peer.recv())[2]
     assert consumer.untouched
     consumer.assert_serves()
+
+
+def test_an_answer_beyond_the_limit_does_not_reach_a_producer(consumer: Consumer) -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as liar:
+        liar.linger = 0
+        liar.maxmsgsize = CHUNK_BYTES
+        liar.curve_secretkey, liar.curve_publickey = keys().server_secret, keys().server_public
+        liar.curve_server = True
+        port = liar.bind_to_random_port("tcp://127.0.0.1")
+
+        def answer() -> None:
+            identity, *_ = liar.recv_multipart()
+            long = (SLOT.generation, 0, "x" * 2 * MAX_ANSWER_BYTES)
+            liar.send_multipart([identity, msgspec.msgpack.encode(long)])
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(TransportTimeoutError):
+            consumer.write(SLOT, f"tcp://127.0.0.1:{port}", limit_s=1.0)
+        thread.join(DEADLINE_S)

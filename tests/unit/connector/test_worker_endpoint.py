@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import os
+import stat
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -36,6 +38,13 @@ def endpoint(pool: str, path: str = "collective", rank: int = 0, **options: Any)
         **options,
     )
     return WorkerEndpoint(config, DeviceCopies(registry.get("cpu")), rank)
+
+
+def publish(pool: str, publication: Publication) -> Path:
+    file = SHM_FOLDER / f"{pool}.worker"
+    file.write_bytes(msgspec.msgpack.encode(publication))
+    file.chmod(0o600)
+    return file
 
 
 def test_rank_0_publishes_the_paths_that_it_receives_by_until_it_closes(pool: str) -> None:
@@ -73,9 +82,41 @@ def test_what_a_worker_published_that_has_ended_is_an_error(pool: str) -> None:
     pid, start, namespace, rest = new_session().split("-")
     ended = "-".join([pid, str(int(start) + 1), namespace, rest])
     publication = Publication(session=ended, slab="", paths=(PathEndpoint(path="ipc"),))
-    (SHM_FOLDER / f"{pool}.worker").write_bytes(msgspec.msgpack.encode(publication))
+    publish(pool, publication)
     with pytest.raises(TransportError, match=f"{ended}, which has ended"):
         read_publication(pool)
+
+
+def test_what_somebody_else_put_in_the_place_is_not_believed(
+    pool: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publication = Publication(session=new_session(), slab="", paths=(PathEndpoint(path="ipc"),))
+    file = publish(pool, publication)
+    assert read_publication(pool) == publication
+    with monkeypatch.context() as another:
+        another.setattr(os, "geteuid", lambda: 4711)
+        with pytest.raises(TransportError, match="not a file of user 4711"):
+            read_publication(pool)
+    file.chmod(0o606)
+    with pytest.raises(TransportError, match="is -rw----rw- of user"):
+        read_publication(pool)
+    file.chmod(0o600)
+    file.symlink_to(file.rename(file.with_suffix(".elsewhere")))
+    with pytest.raises(TransportError, match="look who put it there"):
+        read_publication(pool)
+
+
+def test_what_is_published_is_for_this_user_and_goes_through_no_link(
+    pool: str, tmp_path: Path
+) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    for name in (f"{pool}.worker", f"{pool}.{os.getpid()}"):
+        (SHM_FOLDER / name).symlink_to(victim)
+    worker = endpoint(pool)
+    assert victim.read_text() == "mine"
+    assert stat.S_IMODE((SHM_FOLDER / f"{pool}.worker").lstat().st_mode) == 0o600
+    worker.close()
 
 
 def test_every_rank_maps_the_pool_s_file_when_it_first_needs_it(pool: str) -> None:

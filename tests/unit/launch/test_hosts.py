@@ -32,11 +32,20 @@ def test_http_control_and_data_listen_where_the_file_says() -> None:
     assert pd.host == "10.0.0.2"
 
 
-def test_every_part_is_told_where_the_secret_is_and_none_what_it_is() -> None:
-    text = TEXT + OFF_HOST + SECRET
-    assert {config.secret_file for config in configs(text)} == {"/etc/epd.secret"}
+@pytest.mark.parametrize(
+    ("text", "path", "others_join"),
+    [
+        (TEXT + OFF_HOST + SECRET, "/etc/epd.secret", True),
+        (TEXT, "/tmp/epd-00c0ffee/secret", False),
+    ],
+    ids=["the deployment's", "the run's"],
+)
+def test_every_part_is_told_where_the_secret_is_and_for_a_run_of_its_own_nobody_joins(
+    text: str, path: str, others_join: bool
+) -> None:
+    assert {config.secret_file for config in configs(text)} == {path}
     router = json.loads(options(plan_of(text, "cpu").processes[-1])["--settings"])
-    assert router["secret_file"] == "/etc/epd.secret"
+    assert (router["secret_file"], router["registration"]) == (path, others_join)
 
 
 def test_without_a_secret_an_address_of_a_network_is_refused() -> None:

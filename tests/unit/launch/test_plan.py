@@ -135,7 +135,7 @@ def test_the_connector_of_each_instance_gets_settings_that_it_can_read() -> None
         module = connector(spec)["ec_connector_module_path"]
         assert module == "epd_portable.vllm_plugin.ec_connector"
     assert InstanceConfig.parse(connector(encode)["ec_connector_extra_config"]) == InstanceConfig(
-        instance="encode-0", platform="cpu"
+        instance="encode-0", platform="cpu", secret_file="/tmp/epd-00c0ffee/secret"
     )
     assert InstanceConfig.parse(connector(pd)["ec_connector_extra_config"]) == InstanceConfig(
         instance="prefill_decode-0",
@@ -144,6 +144,7 @@ def test_the_connector_of_each_instance_gets_settings_that_it_can_read() -> None
         data_address="tcp://127.0.0.1:20003",
         pool="epd-00c0ffee-prefill_decode-0",
         pool_bytes=2**30,
+        secret_file="/tmp/epd-00c0ffee/secret",
     )
 
 

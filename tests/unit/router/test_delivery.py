@@ -13,6 +13,7 @@ from epd_portable.router.media import MediaItem
 from epd_portable.router.metrics import Metrics
 from epd_portable.router.pool import Instance, Pool
 from epd_portable.router.settings import InstanceSettings, RouterSettings
+from tests.keyring import keys
 
 DEADLINE_S = 5.0
 ENCODER = InstanceSettings(name="encode-0", role="encode", url="http://encode")
@@ -44,7 +45,7 @@ async def test_a_job_that_is_cancelled_as_its_answer_comes_ends(turns: int) -> N
             pd=Instance(PD, client),
             headers={},
         )
-        pool, control = Pool(settings), ControlChannels()
+        pool, control = Pool(settings), ControlChannels(keys())
         deliverer = Deliverer(settings, pool, control, Metrics())
         job = asyncio.create_task(deliverer.deliver(delivery, asyncio.Event(), Inbox()))
         await asked.wait()

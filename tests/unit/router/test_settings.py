@@ -34,7 +34,7 @@ def test_settings_come_as_json_or_from_a_file(tmp_path: Path) -> None:
         ("{", ["--settings", "JSON"]),
         (text(prot=1), ["prot", "not permitted"]),
         (text(port=70000), ["port", "65535"]),
-        (text(instances=[ENCODE]), ["prefill-decode", "at least one"]),
+        (text(instances=[ENCODE], registration=False), ["prefill-decode", "at least one"]),
         (text(instances=[PD, PD]), ["['p']", "more than once"]),
         (text(instances=[{**PD, "control": ""}]), ["'p'", "no control address"]),
         (text(instances=[PD, {**ENCODE, "control": "tcp://x:1"}]), ["'e'", "remove"]),

@@ -20,12 +20,15 @@ from epd_portable.wire.messages import (
     Nack,
     NackCode,
     NotNeeded,
+    NotWanted,
     Written,
 )
 from tests.unit.builders import SPEC, peer, slot
 
 MESSAGES: list[AnyMessage] = [
-    Announce(transfer_id="t", mm_hash="item", tensor=SPEC, producer=peer()),
+    Announce(
+        transfer_id="t", mm_hash="item", tensor=SPEC, producer=peer(), item="uuid", proof="p" * 32
+    ),
     Grant(transfer_id="t", slot=slot((1 << 60) + 1), path="shm", address="x", lease_s=1.5),
     NotNeeded(transfer_id="t"),
     Later(transfer_id="t"),
@@ -34,6 +37,7 @@ MESSAGES: list[AnyMessage] = [
     Abort(transfer_id="t", reason="why ü"),
     Nack(transfer_id="t", code=NackCode.TOO_LARGE, detail="d"),
     EncodeFailed(transfer_id="t", reason="r"),
+    NotWanted(transfer_id="t"),
 ]
 
 
@@ -72,6 +76,14 @@ def test_another_version_of_the_protocol_is_refused_before_the_body_is_read() ->
 def test_a_body_that_is_no_message_is_refused(body: dict[str, object]) -> None:
     with pytest.raises(ProtocolError, match="not a control message"):
         codec.decode(msgspec.msgpack.encode([PROTOCOL_VERSION, "life", body]))
+
+
+@pytest.mark.parametrize("parts", [0, 2])
+def test_a_message_in_other_than_one_part_is_refused(parts: int) -> None:
+    data = codec.encode(Later(transfer_id="t"), session="life")
+    with pytest.raises(ProtocolError, match=f"of {parts} parts"):
+        codec.decode_parts([data] * parts)
+    assert codec.decode_parts([data]) == codec.decode(data)
 
 
 def test_a_message_that_is_too_long_is_refused_undecoded() -> None:
