@@ -41,6 +41,7 @@ from epd_portable.wire.messages import (
     Nack,
     NackCode,
     NotNeeded,
+    NotWanted,
     Written,
 )
 
@@ -54,13 +55,13 @@ LEASE_MARGIN_S = 1.0
 """The producer's lease begins when the grant arrives; ours ends this much later."""
 
 FailureCause = Literal[
-    "lease", "timeout", "no_encoder", "aborted", "refused", "other_encoder", "early"
+    "lease", "timeout", "no_encoder", "not_wanted", "aborted", "refused", "other_encoder", "early"
 ]
 """Why a transfer failed. ``lease``: granted, but not written in time. ``timeout``: not delivered in
-time at all. ``no_encoder``: the router says that none will deliver it. ``aborted``: by its encoder.
-``refused``: its encoder was refused after a slot was granted to it, or too many were.
-``other_encoder``: another encoder announced the same transfer after a slot was granted to one.
-``early``: it was accepted before its request, and has ended when that came."""
+time at all. ``no_encoder``: the router says that none will deliver it; ``not_wanted``: that nobody
+wants it. ``aborted``: by its encoder. ``refused``: its encoder was refused after a slot was granted
+to it, or too many were. ``other_encoder``: another encoder announced the same transfer after a slot
+was granted to one. ``early``: it was accepted before its request, and has ended when that came."""
 
 
 @dataclass(slots=True, eq=False)
@@ -177,6 +178,7 @@ class ConsumerSession:
         events: Hears what becomes of transfers.
         choose: Finds the path for a producer, see `PathChooser`.
         fingerprint: What producers must agree with.
+        vouched: Tells whether the router wants an announced transfer, before its request says so.
         is_gone: Tells whether a producer's process has certainly ended.
         fence: Lets writes through to leased slots only.
         fenced_paths: Paths whose writes go through the fence; their slots need no quarantine.
@@ -191,6 +193,7 @@ class ConsumerSession:
         events: TransferEvents,
         choose: PathChooser,
         fingerprint: str,
+        vouched: Callable[[Announce], bool],
         is_gone: Callable[[PeerDescriptor], bool],
         fence: LeaseFence,
         fenced_paths: frozenset[str],
@@ -201,6 +204,7 @@ class ConsumerSession:
         self._events = events
         self._choose = choose
         self._fingerprint = fingerprint
+        self._vouched = vouched
         self._fence = fence
         self._fenced_paths = fenced_paths
         self._wait_timeout_s = wait_timeout_s
@@ -314,6 +318,12 @@ class ConsumerSession:
         elif isinstance(message, EncodeFailed):
             if transfer is not None:
                 self._fail(transfer, NackCode.UNAVAILABLE, "no_encoder", message.reason)
+        elif isinstance(message, NotWanted):
+            if transfer is None:
+                self.decline(message.transfer_id)
+            else:
+                reason = "the router does not want it any more"
+                self._fail(transfer, NackCode.UNAVAILABLE, "not_wanted", reason)
         elif isinstance(message, Abort):
             self._aborted(_writer_of(sender, message), message, transfer)
 
@@ -501,8 +511,10 @@ class ConsumerSession:
         self._send(writer.sender, message)
 
     def _keep_early(self, sender: bytes, message: Announce) -> None:
-        """Remember an announcement; what there is no room for is sent again by its producer."""
-        if message.transfer_id not in self._early and len(self._early) < MAX_EARLY:
+        """Remember an announcement; what is not kept now is sent again by its producer."""
+        if message.transfer_id in self._early or len(self._early) >= MAX_EARLY:
+            return
+        if self._vouched(message):
             expires_s = self._now + self._wait_timeout_s
             self._early[message.transfer_id] = (expires_s, sender, message)
             if self._fits(message):

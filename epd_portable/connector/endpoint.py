@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from epd_portable.config.secret import Secret
 from epd_portable.connector import registry
 from epd_portable.connector.control import (
     ControlServer,
@@ -14,12 +15,12 @@ from epd_portable.connector.control import (
     new_session,
     process_is_gone,
 )
-from epd_portable.connector.curve import read_keys
+from epd_portable.connector.curve import CurveKeys
 from epd_portable.connector.pool import SharedMemory
 from epd_portable.connector.transport import LeaseFence
 from epd_portable.connector.worker_endpoint import read_publication
 from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor
-from epd_portable.wire.messages import AnyMessage
+from epd_portable.wire.messages import Announce, AnyMessage
 
 if TYPE_CHECKING:
     from epd_portable.config.instance import InstanceConfig
@@ -50,7 +51,8 @@ class ConsumerEndpoint:
     ) -> None:
         session = new_session()
         self._config = config
-        self._keys = read_keys(config.secret_file)
+        self._secret = Secret.read(config.secret_file)
+        self._keys = CurveKeys.derive(self._secret)
         self._told: set[tuple[str, str]] = set()
         with contextlib.ExitStack() as opened:
             self._control = ControlServer(config.control_address, session, self._keys)
@@ -99,13 +101,20 @@ class ConsumerEndpoint:
                     self._told.clear()
                 self._told.add((producer.session, refused.path))
                 logger.info(
-                    "from %s by %s, not by %s: %s",
+                    "from %r by %s, not by %s: %r",
                     producer.instance,
                     choice.endpoint.path,
                     refused.path,
                     refused.reason,
                 )
         return choice.endpoint
+
+    def vouched(self, announce: Announce) -> bool:
+        """Tell whether the router wants an item to come here by this transfer."""
+        return any(
+            self._secret.vouched(announce.proof, announce.transfer_id, announce.item, address)
+            for address in (self._config.control_address, self._control.address)
+        )
 
     def is_gone(self, producer: PeerDescriptor) -> bool:
         """Tell whether a producer's process has certainly ended."""

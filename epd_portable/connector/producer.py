@@ -44,12 +44,16 @@ class TransferOrder:
         mm_hash: The engine's identifier of the item.
         consumer: ZMQ address of the consumer's control channel.
         tensor: What the encoder will put out.
+        item: The router's name of the item.
+        proof: The router's, that it wants this; see `Secret.vouch`.
     """
 
     transfer_id: str
     mm_hash: str
     consumer: str
     tensor: TensorSpec
+    item: str = ""
+    proof: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -291,6 +295,8 @@ class ProducerSession:
             mm_hash=order.mm_hash,
             tensor=order.tensor,
             producer=self._peer,
+            item=order.item,
+            proof=order.proof,
         )
 
     def _write(self, transfer: _Transfer) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from epd_portable.config.secret import Secret
 from epd_portable.connector.producer import TransferOrder
 from epd_portable.log import trace
 from epd_portable.runners.prompt import engine_names
@@ -43,15 +44,17 @@ class Dispatcher:
 
     Args:
         cache: The scheduler's encoder cache.
+        secret: Of the deployment: who holds it vouches for transfers.
         instance: Name of this instance, for its answers.
 
     Attributes:
         kept: What transfers keep of the cache.
     """
 
-    def __init__(self, cache: EncoderCacheManager, instance: str = "") -> None:
+    def __init__(self, cache: EncoderCacheManager, secret: Secret, instance: str = "") -> None:
         self.kept = KeptRoom()
         self._cache = cache
+        self._secret = secret
         self._instance = instance
         self._items: dict[str, tuple[EncodedItem, ...]] = {}
         self._waiting: dict[str, list[TransferOrder]] = {}
@@ -65,7 +68,10 @@ class Dispatcher:
     def request_arrived(
         self, request_id: str, items: list[EncodeItem], params: EncodeParams
     ) -> None:
-        """Remember whom the items of a request are for."""
+        """Remember whom the items of a request are for.
+
+        What the router does not vouch for is not delivered: a request could name any address.
+        """
         distinct = {item.mm_hash: item for item in items}
         self._items[request_id] = tuple(
             EncodedItem(mm_hash=item.mm_hash, modality=item.modality, metadata=item.metadata)
@@ -84,12 +90,25 @@ class Dispatcher:
                     transfer.transfer_id,
                 )
                 continue
+            if not self._secret.vouched(
+                transfer.proof, transfer.transfer_id, transfer.mm_hash, transfer.consumer
+            ):
+                logger.warning(
+                    "request %s: transfer %r to %r is not the router's: it is not delivered; do "
+                    "both have the same secret_file?",
+                    request_id,
+                    transfer.transfer_id,
+                    transfer.consumer,
+                )
+                continue
             orders.append(
                 TransferOrder(
                     transfer_id=transfer.transfer_id,
                     mm_hash=item.mm_hash,
                     consumer=transfer.consumer,
                     tensor=item.tensor,
+                    item=transfer.mm_hash,
+                    proof=transfer.proof,
                 )
             )
         if orders:

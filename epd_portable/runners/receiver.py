@@ -92,6 +92,7 @@ class Receiver:
             events=self,
             choose=self._endpoint.choose,
             fingerprint=fingerprint,
+            vouched=self._endpoint.vouched,
             is_gone=self._endpoint.is_gone,
             fence=fence,
             fenced_paths=registry.fenced_paths(),

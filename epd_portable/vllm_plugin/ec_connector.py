@@ -20,6 +20,7 @@ from vllm.v1.outputs import ECConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from epd_portable.config.instance import InstanceConfig
+from epd_portable.config.secret import Secret
 from epd_portable.connector.producer import TransferOrder
 from epd_portable.connector.worker_endpoint import WorkerEndpoint
 from epd_portable.errors import ProtocolError
@@ -110,7 +111,9 @@ class EPDConnector(ECConnectorBase):
         self._metadata = ItemMetadata(self._vllm_config)
         if self.is_producer:
             cache = EncoderCacheManager(cache_size)
-            self._dispatcher = Dispatcher(cache, self._config.instance)
+            self._dispatcher = Dispatcher(
+                cache, Secret.read(self._config.secret_file), self._config.instance
+            )
             return cache
         traits = TRAITS[self._config.platform]
         receiver = Receiver(

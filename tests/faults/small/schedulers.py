@@ -19,6 +19,7 @@ from epd_portable.wire.params import encode_params, prefill_params, to_params
 from tests.faults.small.pictures import WIDTH
 from tests.faults.small.steps import Abort, Answer, Done, Item, Question, Request, Step
 from tests.faults.small.workers import FINGERPRINT
+from tests.keyring import secret
 
 CACHE_EMBEDS = 40_000
 TEXT_TOKENS = 4
@@ -125,7 +126,7 @@ class EncodeScheduler(Scheduler):
 
     def __init__(self, front: Connection, worker: Connection) -> None:
         super().__init__(front, worker, EncoderCacheManager(CACHE_EMBEDS))
-        self._dispatcher = Dispatcher(self.cache)
+        self._dispatcher = Dispatcher(self.cache, secret())
         self._scheduled: list[str] = []
 
     @property

@@ -14,7 +14,7 @@ from epd_portable.config.instance import InstanceConfig
 from epd_portable.demo import MODEL_DIR
 from epd_portable.launch.engine import CONNECTOR, ROLE_ARGS, SCHEDULER_CLS
 from epd_portable.wire.params import EncodeParams, EncodeTransfer, to_params
-from tests.keyring import secret_file
+from tests.keyring import secret, secret_file
 
 pytestmark = pytest.mark.needs_vllm
 
@@ -87,7 +87,12 @@ class Engine:
             )
             offset += size + text
         transfers = tuple(
-            EncodeTransfer(transfer_id=f"{mm_hash} to {request_id}", mm_hash=mm_hash, consumer=to)
+            EncodeTransfer(
+                transfer_id=(transfer_id := f"{mm_hash} to {request_id}"),
+                mm_hash=mm_hash,
+                consumer=to,
+                proof=secret().vouch(transfer_id, mm_hash, to),
+            )
             for mm_hash, _ in items
         )
         params = to_params(EncodeParams(transfers=transfers))

@@ -91,6 +91,7 @@ class Desk:
     now: float = 100.0
     items: dict[str, Item] = field(default_factory=dict)
     gone: set[str] = field(default_factory=set)
+    forged: set[str] = field(default_factory=set)
     path: PathEndpoint | None = field(default_factory=lambda: PathEndpoint(path="shm"))
     sent: list[tuple[bytes, AnyMessage]] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
@@ -104,6 +105,7 @@ class Desk:
             events=self,
             choose=self._choose,
             fingerprint=FINGERPRINT,
+            vouched=lambda announce: announce.transfer_id not in self.forged,
             is_gone=lambda producer: producer.session in self.gone,
             fence=self.fence,
             fenced_paths=self.fenced,

@@ -21,7 +21,7 @@ from epd_portable.runners.prompt import PromptItem
 from epd_portable.runners.receiver import Receiver
 from epd_portable.runners.receiver_metrics import ReceiverMetrics
 from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor, TensorSpec
-from epd_portable.wire.messages import AnyMessage
+from epd_portable.wire.messages import Announce, AnyMessage
 from epd_portable.wire.params import ExpectedTransfer, PrefillOutcome, PrefillParams
 from tests.unit.builders import FINGERPRINT, FakeRequest, peer, request
 
@@ -54,6 +54,7 @@ class Mailbox:
     inbox: list[tuple[bytes, AnyMessage]] = field(default_factory=list)
     outbox: list[tuple[bytes, AnyMessage]] = field(default_factory=list)
     gone: set[str] = field(default_factory=set)
+    forged: set[str] = field(default_factory=set)
     is_closed: bool = False
 
     def receive(self) -> list[tuple[bytes, AnyMessage]]:
@@ -65,6 +66,9 @@ class Mailbox:
 
     def choose(self, producer: PeerDescriptor) -> PathEndpoint:
         return PathEndpoint(path=self.path, address=self.address)
+
+    def vouched(self, announce: Announce) -> bool:
+        return announce.transfer_id not in self.forged
 
     def is_gone(self, producer: PeerDescriptor) -> bool:
         return producer.session in self.gone

@@ -2,23 +2,32 @@ from __future__ import annotations
 
 import pytest
 
+from epd_portable.config.secret import Secret
 from epd_portable.runners.dispatcher import Dispatcher, EncodeItem
 from epd_portable.scheduling.encoder_cache import EncoderCacheManager
 from epd_portable.wire.params import EncodeParams, EncodeTransfer
 from tests.unit.builders import FakeRequest, request
 from tests.unit.runners.harness import spec
 
+SECRET = Secret("a secret that only this test knows")
+CONSUMER = "tcp://pd"
+
 
 class Desk:
     def __init__(self) -> None:
         self.cache = EncoderCacheManager(10)
-        self.dispatcher = Dispatcher(self.cache)
+        self.dispatcher = Dispatcher(self.cache, SECRET)
 
     def arrive(self, request_id: str, names: str, transfers: dict[str, str]) -> FakeRequest:
         """Add a request of one-letter items and transfers ``id -> mm_hash``."""
         params = EncodeParams(
             transfers=tuple(
-                EncodeTransfer(transfer_id=transfer_id, mm_hash=mm_hash, consumer="tcp://pd")
+                EncodeTransfer(
+                    transfer_id=transfer_id,
+                    mm_hash=mm_hash,
+                    consumer=CONSUMER,
+                    proof=SECRET.vouch(transfer_id, mm_hash, CONSUMER),
+                )
                 for transfer_id, mm_hash in transfers.items()
             )
         )
@@ -115,3 +124,25 @@ def test_an_order_whose_transfer_is_under_way_changes_nothing(desk: Desk) -> Non
     desk.cache.free(second)
     desk.dispatcher.transfers_ended(["t"])
     assert desk.cache.num_freeable_slots == 10
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"proof": ""}, {"transfer_id": "other"}, {"mm_hash": "b"}, {"consumer": "tcp://mine"}],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_what_the_router_does_not_vouch_for_is_not_delivered(
+    changed: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever reaches an encode instance's HTTP could name any address otherwise."""
+    desk = Desk()
+    fields = {"transfer_id": "t", "mm_hash": "a", "consumer": CONSUMER}
+    proof = SECRET.vouch(fields["transfer_id"], fields["mm_hash"], fields["consumer"])
+    transfer = EncodeTransfer(**{**fields, "proof": proof, **changed})
+    items = [EncodeItem(mm_hash=name, tensor=spec(1)) for name in "ab"]
+    desk.dispatcher.request_arrived("r", items, EncodeParams(transfers=(transfer,)))
+    r = request("r", ("a", 1), ("b", 1))
+    for index in range(2):
+        desk.cache.allocate(r, index)
+    assert desk.take("r") == []
+    assert "is not the router's" in caplog.text

@@ -1,0 +1,106 @@
+"""Items that nobody asks for: what the router takes back, and what it never vouched for."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import pytest
+
+from epd_portable.connector import consumer
+from epd_portable.scheduling.items import State
+from epd_portable.wire.messages import NotWanted
+from tests.unit.runners.harness import (
+    CAT,
+    Pair,
+    PrefillSide,
+    assert_everything_is_back,
+    counted,
+    sources,
+)
+
+Kind = Literal["sync", "async"]
+
+
+def not_wanted(pair: Pair, transfer_id: str) -> None:
+    pair.pd.mailbox.inbox.append((b"router", NotWanted(transfer_id=transfer_id)))
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+@pytest.mark.parametrize("announced", ["before", "after"])
+def test_an_encoder_hears_at_once_that_nobody_wants_its_item(kind: Kind, announced: str) -> None:
+    """Its output keeps room in its cache until then."""
+    pair = Pair(PrefillSide(preallocation=kind))
+    if announced == "before":
+        pair.encode.submit(CAT)
+        pair.round()
+    not_wanted(pair, "t-cat")
+    pair.round()
+    if announced == "after":
+        pair.encode.submit(CAT)
+    pair.settle()
+    assert pair.encode.ended == ["t-cat"]
+    assert not pair.encode.writes
+    assert_everything_is_back(pair.pd)
+
+
+def test_a_slot_that_was_granted_early_comes_back() -> None:
+    pair = Pair(PrefillSide(preallocation="async"))
+    pair.encode.submit(CAT, ready=True)
+    pair.round()
+    assert pair.pd.cache.items["cat"].state is State.GRANTED
+    (write,) = pair.encode.writes.values()
+    not_wanted(pair, "t-cat")
+    pair.round()
+    assert pair.pd.pool.free_bytes < pair.pd.pool.capacity_bytes, "it may still be written"
+    pair.encode.finish_write(write.transfer_id)
+    pair.settle()
+    assert_everything_is_back(pair.pd)
+    name = "epd_pd_transfers_failed_total{cause=not_wanted}"
+    assert counted(pair.pd.registry)[name] == 1
+
+
+def test_a_request_that_is_here_all_the_same_encodes_the_item_itself() -> None:
+    pair = Pair()
+    pair.pd.arrive("r", CAT)
+    not_wanted(pair, "t-cat")
+    pair.round()
+    assert pair.pd.encode_here("r", 0)
+    assert sources(pair.pd, "r") == {"cat": "local"}
+
+
+def test_it_may_be_said_of_what_was_used_already() -> None:
+    pair = Pair()
+    pair.pd.arrive("r", CAT)
+    pair.encode.submit(CAT, ready=True)
+    pair.settle()
+    not_wanted(pair, "t-cat")
+    not_wanted(pair, "never heard of")
+    pair.settle()
+    assert sources(pair.pd, "r") == {"cat": "transfer"}
+    assert_everything_is_back(pair.pd)
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_an_announcement_that_the_router_does_not_vouch_for_changes_nothing(kind: Kind) -> None:
+    pair = Pair(PrefillSide(preallocation=kind))
+    pair.pd.mailbox.forged.add("t-cat")
+    pair.encode.submit(CAT, ready=True)
+    pair.settle()
+    assert not pair.pd.cache.items
+    assert not pair.encode.ended
+    assert not pair.pd.receiver._session._early
+    pair.pd.arrive("r", CAT)
+    pair.pd.clock.now += 1.1  # It is announced again.
+    pair.settle()
+    assert sources(pair.pd, "r") == {"cat": "transfer"}, "a request names it, which is proof enough"
+
+
+def test_announcements_that_nobody_asks_for_end_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(consumer, "MAX_EARLY", 1)
+    pair = Pair()
+    pair.encode.submit(CAT)
+    pair.settle()
+    assert len(pair.pd.receiver._session._early) == 1
+    pair.pd.clock.now += 30.0
+    pair.settle()
+    assert not pair.pd.receiver._session._early
