@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -30,4 +30,8 @@ def on_all_cores() -> Iterator[None]:
 def _all_cores() -> set[int]:
     # OpenMP starts its threads, and binds them, with the first operation that needs them all.
     torch.empty(torch.get_num_threads() * _BYTES_PER_THREAD, dtype=torch.uint8).zero_()
-    return set().union(*(os.sched_getaffinity(int(task)) for task in os.listdir("/proc/self/task")))
+    cores = os.sched_getaffinity(0)
+    for task in os.listdir("/proc/self/task"):
+        with suppress(ProcessLookupError):  # It has ended meanwhile.
+            cores |= os.sched_getaffinity(int(task))
+    return cores

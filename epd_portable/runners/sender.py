@@ -23,7 +23,7 @@ from epd_portable.connector.control import ControlClients, host_identity, new_se
 from epd_portable.connector.copies import CHUNK_BYTES
 from epd_portable.connector.curve import read_keys
 from epd_portable.connector.digest import digest_of
-from epd_portable.connector.producer import Actions, ProducerSession, TransferOrder, Write
+from epd_portable.connector.producer import Actions, Finished, ProducerSession, TransferOrder, Write
 from epd_portable.connector.transport import Transport
 from epd_portable.envs import EPD_PAYLOAD_DIGEST
 from epd_portable.errors import EPDError, TransportError, UnsupportedError
@@ -232,19 +232,23 @@ class Sender:
                 except TransportError as error:  # It is sent again; the address may yet be there.
                     logger.error("transfer %s: %s", message.transfer_id, error)
         for finished in actions.finished:
-            if finished.problem:
-                logger.warning("transfer %s ended: %s", finished.transfer_id, finished.problem)
-            with self._lock:
-                del self._orders[finished.transfer_id]
-                self._users[finished.mm_hash] -= 1
-                if not self._users[finished.mm_hash]:
-                    del self._users[finished.mm_hash]
-                    output = self._outputs.pop(finished.mm_hash, None)
-                    if output is not None:
-                        self._metrics.kept(-output[0].nbytes)
-                self._ended.add(finished.transfer_id)
-                self._has_ended.set()
-            self._metrics.finished(finished)
+            with self._surviving():
+                self._forget(finished)
+
+    def _forget(self, finished: Finished) -> None:
+        if finished.problem:
+            logger.warning("transfer %s ended: %s", finished.transfer_id, finished.problem)
+        with self._lock:
+            del self._orders[finished.transfer_id]
+            self._users[finished.mm_hash] -= 1
+            if not self._users[finished.mm_hash]:
+                del self._users[finished.mm_hash]
+                output = self._outputs.pop(finished.mm_hash, None)
+                if output is not None:
+                    self._metrics.kept(-output[0].nbytes)
+            self._ended.add(finished.transfer_id)
+            self._has_ended.set()
+        self._metrics.finished(finished)
 
     def _begin(self, write: Write) -> None:
         """Write here what takes about a millisecond at most, have the rest written elsewhere."""

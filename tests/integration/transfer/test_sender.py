@@ -180,6 +180,7 @@ def test_closing_lets_transfers_end_that_can(
     closing = threading.Thread(target=sender.close, args=(DEADLINE_S,))
     closing.start()
     pd.step_until(lambda: not closing.is_alive())
+    pd.step()
     assert pd.placed == ["cat"]
     assert sender.take_ended() == {"t-r"}
 
@@ -265,6 +266,27 @@ def test_an_error_nobody_foresaw_ends_the_transfer_that_it_concerns_and_is_told_
         "raise the limit of open files (ulimit -n)"
     ]
     assert_nothing_is_kept(sender)
+
+
+def test_an_error_with_a_transfer_that_ends_leaves_none_that_ends_beside_it(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender = make_sender(path, wait_timeout_s=0.2)
+
+    def fail(finished: object) -> None:
+        raise ValueError("no such label")
+
+    monkeypatch.setattr(sender._metrics, "finished", fail)
+    for name in ("t-1", "t-2"):
+        sender.submit(order(name, "cat", "tcp://127.0.0.1:9", 10), None)
+    seen: set[str] = set()
+    deadline_s = time.monotonic() + DEADLINE_S
+    while seen != {"t-1", "t-2"}:
+        assert time.monotonic() < deadline_s
+        sender.rest(0.1)
+        seen |= sender.take_ended()
+    assert_nothing_is_kept(sender)
+    sender.close()
 
 
 @pytest.mark.parametrize("call", ["receive", "poll"])
