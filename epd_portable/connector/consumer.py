@@ -462,10 +462,10 @@ class ConsumerSession:
         if transfer.writer != writer or grant is None or not fits:
             return
         self._fence.forbid(grant.slot)
-        self._send(sender, injected)
         self._end(transfer)
         transfer_s = self._now - transfer.granted_s
         self._events.landed(transfer, grant, transfer_s=transfer_s, digest=message.digest)
+        self._send(sender, injected)  # Last: requests wait for the item, nobody for this.
 
     def _fail(self, transfer: Transfer, code: NackCode, cause: FailureCause, reason: str) -> None:
         slot = self._revoke(transfer, reason)

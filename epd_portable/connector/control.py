@@ -140,10 +140,9 @@ class ControlServer:
 
         At most `MAX_AT_ONCE`; the rest comes with the next call.
         """
-        self._gate.look()
         received: list[tuple[bytes, AnyMessage]] = []
         for _ in range(MAX_AT_ONCE):
-            if not self._socket.poll(0):
+            if not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 break
             identity, *parts = receive_parts(self._socket, most=2)
             try:
@@ -152,6 +151,8 @@ class ControlServer:
                 logger.warning("control message from %r dropped: %r", identity, str(error))
             else:
                 received.append((identity, message))
+        if not received:  # Who has the key waits for an answer.
+            self._gate.look()
         return received
 
     def send(self, identity: bytes, message: AnyMessage) -> None:

@@ -260,11 +260,16 @@ class Receiver:
         self._listener.start()
 
     def take_in(self) -> None:
-        """Take in what has come, then judge deadlines: what came during a long step is in time."""
+        """Take in what has come, then judge deadlines: what came during a long step is in time.
+
+        Of a flood only so much that the engine, which waits for the lock, has its turn.
+        """
         now = self._clock()
-        while received := self._endpoint.receive():
-            for identity, message in received:
-                self._session.receive(identity, message, now)
+        received = self._endpoint.receive()
+        for identity, message in received:
+            self._session.receive(identity, message, now)
+        if received:
+            self._endpoint.wake()  # More may have come, of which ZMQ does not tell again.
         self._session.tick(now)
         self._expire(now)
         self._advance()

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "epd_portable"
-MAX_LINES = 400
+MAX_LINES = 700
 
 VENDOR = re.compile(r"(cuda|npu|hccl|nccl)(:\d*)?")
 VENDOR_OR_CPU = re.compile(r"(cuda|npu|hccl|nccl|cpu|gloo)(:\d*)?")

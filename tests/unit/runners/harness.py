@@ -73,6 +73,9 @@ class Mailbox:
     def is_gone(self, producer: PeerDescriptor) -> bool:
         return producer.session in self.gone
 
+    def wake(self) -> None:
+        """Nobody listens."""
+
     def close(self) -> None:
         self.is_closed = True
 
