@@ -1,4 +1,8 @@
-"""Items without media under vLLM's real scheduler: it never chooses them to be encoded here."""
+"""The scheduler of a prefill+decode instance over vLLM's real one; no engine computes.
+
+Items without media are never chosen to be encoded here, and requests that wait for their items are
+out of the engine's way.
+"""
 
 from __future__ import annotations
 
@@ -85,8 +89,10 @@ class Engine:
         self.encoded: list[tuple[str, int]] = []
         self.ended: dict[str, str] = {}
 
-    def arrive(self, request_id: str, *, pixels: bool, transfer: bool = False) -> None:
-        """Add a request of text, an item and text."""
+    def arrive(
+        self, request_id: str, *, pixels: bool, transfer: bool = False, text: int = TEXT
+    ) -> None:
+        """Add a request of ``text`` tokens of text, an item and text."""
         from vllm import SamplingParams
         from vllm.multimodal.inputs import (
             MultiModalFeatureSpec,
@@ -111,7 +117,7 @@ class Engine:
         self.scheduler.add_request(
             Request(
                 request_id=request_id,
-                prompt_token_ids=[1] * (TEXT + ITEM + TEXT),
+                prompt_token_ids=[1] * (text + ITEM + TEXT),
                 sampling_params=SamplingParams(
                     max_tokens=1,
                     extra_args={"ec_transfer_params": params} if transfer else None,
@@ -122,7 +128,7 @@ class Engine:
                         data=MultiModalKwargsItem(elements),
                         modality="image",
                         identifier=name,
-                        mm_position=PlaceholderRange(offset=TEXT, length=ITEM),
+                        mm_position=PlaceholderRange(offset=text, length=ITEM),
                     )
                 ],
             )
@@ -142,7 +148,8 @@ class Engine:
             req_id_to_index={request_id: index for index, request_id in enumerate(requests)},
             sampled_token_ids=[
                 [1]
-                if self.scheduler.requests[each].num_computed_tokens >= TEXT + ITEM + TEXT
+                if self.scheduler.requests[each].num_computed_tokens
+                >= self.scheduler.requests[each].num_prompt_tokens
                 else []
                 for each in requests
             ],
@@ -210,3 +217,41 @@ def test_with_media_the_same_deadline_makes_it_be_encoded(engine: Engine) -> Non
     assert engine.step_until(lambda: bool(engine.ended)) == [{"r": ITEM + TEXT}]
     assert engine.encoded == [("r", 0)]
     assert engine.ended == {"r": "length"}
+
+
+def test_a_request_that_waits_for_its_first_token_is_not_in_the_engines_queue(
+    engine: Engine,
+) -> None:
+    for number in range(3):
+        engine.arrive(f"r{number}", pixels=True, transfer=True, text=0)
+    assert engine.step() == {}
+    scheduler = engine.scheduler
+    assert len(scheduler.waiting) == 0
+    assert scheduler.has_requests()
+    assert scheduler.get_num_unfinished_requests() == 3
+    assert scheduler.get_request_counts() == (0, 3)
+    asked = []
+    judge = scheduler.ec_connector._receiver.may_schedule
+    scheduler.ec_connector._receiver.may_schedule = lambda *a, **k: (
+        asked.append(a) or judge(*a, **k)
+    )
+    for _ in range(5):
+        engine.step()
+    assert {request_id for request_id, *_ in asked} <= {"r0"}, "only the first is asked again"
+    engine.now_s += WAIT_S + 1.0
+    computed = engine.step_until(lambda: len(engine.ended) == 3)
+    assert next(list(each) for each in computed if each)[0] == "r0"
+    assert len(engine.encoded) == 3
+    assert not scheduler.has_requests() or scheduler.has_finished_requests()
+
+
+def test_a_request_that_sleeps_can_be_aborted(engine: Engine) -> None:
+    from vllm.v1.request import RequestStatus
+
+    engine.arrive("r", pixels=True, transfer=True, text=0)
+    engine.step()
+    engine.scheduler.finish_requests("r", RequestStatus.FINISHED_ABORTED)
+    engine.step()
+    assert not engine.scheduler.has_unfinished_requests()
+    assert engine.scheduler.get_request_counts() == (0, 0)
+    assert not engine.scheduler.encoder_cache_manager.items
