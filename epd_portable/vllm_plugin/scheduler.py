@@ -39,6 +39,8 @@ def _scheduler_class(asynchronous: bool) -> type:
 
         base = scheduler.Scheduler
 
+    from vllm.v1.core.sched.interface import PauseState
+
     class EPDScheduler(base):  # type: ignore[misc,valid-type]
         """See the module."""
 
@@ -66,7 +68,8 @@ def _scheduler_class(asynchronous: bool) -> type:
         def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
             with self.ec_connector.exclusive():
                 finished = super().finish_requests(*args, **kwargs)
-                for request_id in self._asleep.keys() - self.requests.keys():
+                # vLLM may keep one that has finished until its KV is somewhere else.
+                for request_id in [each for each, r in self._asleep.items() if r.is_finished()]:
                     del self._asleep[request_id]
                 return finished
 
@@ -98,7 +101,7 @@ def _scheduler_class(asynchronous: bool) -> type:
                     self._queues()[-1].prepend_request(request)
 
         def _queues(self) -> list[Any]:
-            # Up to 0.31 requests that were passed over have a queue of their own, looked at first.
+            # Up to 0.30 requests that were passed over have a queue of their own, looked at first.
             skipped = getattr(self, "skipped_waiting", None)
             return [self.waiting] if skipped is None else [self.waiting, skipped]
 
@@ -129,6 +132,8 @@ def _scheduler_class(asynchronous: bool) -> type:
                 return super().reset_prefix_cache(*args, **kwargs)
 
         def has_requests(self) -> bool:
-            return bool(super().has_requests() or self._asleep)
+            # To vLLM a paused engine is idle, whatever waits: `pause` itself waits for that.
+            waiting = self._asleep and self.pause_state == PauseState.UNPAUSED
+            return bool(super().has_requests() or waiting)
 
     return EPDScheduler

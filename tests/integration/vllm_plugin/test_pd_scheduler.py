@@ -255,3 +255,21 @@ def test_a_request_that_sleeps_can_be_aborted(engine: Engine) -> None:
     assert not engine.scheduler.has_unfinished_requests()
     assert engine.scheduler.get_request_counts() == (0, 0)
     assert not engine.scheduler.encoder_cache_manager.items
+
+
+@pytest.mark.parametrize("state", ["PAUSED_NEW", "PAUSED_ALL"])
+def test_a_request_that_sleeps_does_not_keep_the_engine_from_pausing(
+    engine: Engine, state: str
+) -> None:
+    from vllm.v1.core.sched.interface import PauseState
+
+    scheduler = engine.scheduler
+    engine.arrive("r", pixels=True, transfer=True, text=0)
+    assert engine.step() == {}
+    scheduler.set_pause_state(PauseState[state])
+    assert not scheduler.has_requests(), "vLLM ends a pause's wait when there are none"
+    engine.now_s += WAIT_S
+    scheduler.set_pause_state(PauseState.UNPAUSED)
+    assert scheduler.has_requests()
+    engine.step_until(lambda: bool(engine.ended))
+    assert engine.ended == {"r": "length"}

@@ -278,6 +278,7 @@ for kind in ("", "Async"):
                 "ec_connector",
                 "grammar_compile_error_reqs",
                 "requests",
+                "pause_state",
                 "use_eagle",
                 "waiting",
             )
@@ -355,6 +356,16 @@ SCHEDULER += [
             (REQUEST, "status"),
             ("vllm.v1.request:RequestStatus", "RUNNING"),
         ]
+    ),
+    Calls(
+        caller="scheduler.py: EPDScheduler.finish_requests",
+        target=f"{REQUEST}.is_finished",
+        arguments=("self",),
+    ),
+    Attribute(
+        caller="scheduler.py: EPDScheduler.has_requests",
+        owner="vllm.v1.core.sched.interface:PauseState",
+        attribute="UNPAUSED",
     ),
 ]
 
