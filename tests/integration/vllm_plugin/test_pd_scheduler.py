@@ -182,6 +182,14 @@ def engine(vllm_config: Any) -> Iterator[Engine]:
     made.scheduler.shutdown()
 
 
+@pytest.fixture
+def takes_bare_items() -> None:
+    from epd_portable.vllm_plugin import compat
+
+    if compat.version() < compat.HAS_METADATA:
+        pytest.skip("this vLLM takes no item without its media")
+
+
 def test_with_its_media_an_item_is_encoded_here(engine: Engine) -> None:
     engine.arrive("r", pixels=True)
     assert engine.step() == {"r": TEXT + ITEM + TEXT}
@@ -189,6 +197,7 @@ def test_with_its_media_an_item_is_encoded_here(engine: Engine) -> None:
     assert engine.ended == {"r": "length"}
 
 
+@pytest.mark.usefixtures("takes_bare_items")
 def test_without_media_and_transfer_its_request_fails_and_blocks_nobody(engine: Engine) -> None:
     engine.arrive("bare", pixels=False)
     engine.arrive("behind", pixels=True)
@@ -198,6 +207,7 @@ def test_without_media_and_transfer_its_request_fails_and_blocks_nobody(engine: 
     assert not engine.scheduler.has_unfinished_requests()
 
 
+@pytest.mark.usefixtures("takes_bare_items")
 def test_without_media_text_before_it_is_computed_and_no_deadline_makes_it_be_encoded(
     engine: Engine,
 ) -> None:
@@ -228,7 +238,6 @@ def test_a_request_that_waits_for_its_first_token_is_not_in_the_engines_queue(
     scheduler = engine.scheduler
     assert len(scheduler.waiting) == 0
     assert scheduler.has_requests()
-    assert scheduler.get_num_unfinished_requests() == 3
     assert scheduler.get_request_counts() == (0, 3)
     asked = []
     judge = scheduler.ec_connector._receiver.may_schedule
