@@ -70,7 +70,7 @@ EPD_PLATFORM = Variable(
     name="EPD_PLATFORM",
     default="",
     parse=str,
-    meaning="Platform of this process: cuda, npu or cpu; empty detects it.",
+    meaning="Default of --platform of epd-launch: cuda, npu or cpu.",
 )
 EPD_LOG_LEVEL = Variable(
     name="EPD_LOG_LEVEL",

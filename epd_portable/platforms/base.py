@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from epd_portable.errors import ProtocolError, TransportTimeoutError
+from epd_portable.errors import TransportTimeoutError
 from epd_portable.platforms.traits import PlatformTraits
 
 if TYPE_CHECKING:
@@ -82,22 +82,6 @@ class ShareHandle(msgspec.Struct, frozen=True, kw_only=True):
     ref_counter_offset: int
     event: bytes
     event_sync_required: bool
-
-    def to_bytes(self) -> bytes:
-        """Return the handle as a message can carry it."""
-        return msgspec.msgpack.encode(self)
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> ShareHandle:
-        """Read what :meth:`to_bytes` made.
-
-        Raises:
-            ProtocolError: ``data`` is no handle.
-        """
-        try:
-            return msgspec.msgpack.decode(data, type=cls)
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise ProtocolError(f"{len(data)} bytes are no share handle: {error}") from error
 
 
 class DeviceEvent(ABC):

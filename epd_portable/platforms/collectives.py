@@ -93,35 +93,5 @@ class CollectiveGroup(ABC):
         """
 
     @abstractmethod
-    def broadcast(self, tensor: torch.Tensor, src: int, timeout_s: float) -> None:
-        """Give the tensor of ``src`` to all ranks; ``src`` sends to one rank after the other.
-
-        Args:
-            tensor: Read at ``src``, filled elsewhere.
-            src: Any rank, the same in every rank's call.
-            timeout_s: Seconds from the call; positive.
-
-        Raises:
-            ValueError: An argument is wrong, or some rank expects another shape or dtype: then at
-                every rank.
-            TransportTimeoutError: Not complete within ``timeout_s``.
-            PeerLostError: Some rank closed its group or is gone.
-            ProtocolError: Some rank made a call that does not match.
-            TransportError: This group is closed.
-        """
-
-    @abstractmethod
-    def barrier(self, timeout_s: float) -> None:
-        """Return when every rank has called; orders host threads, not device work.
-
-        Raises:
-            ValueError: ``timeout_s`` is not positive.
-            TransportTimeoutError: Some rank did not call within ``timeout_s``.
-            PeerLostError: Some rank closed its group or is gone.
-            ProtocolError: Some rank made a call that does not match.
-            TransportError: This group is closed.
-        """
-
-    @abstractmethod
     def close(self) -> None:
         """Leave the group at once; the other ranks' calls fail. Calling again does nothing."""

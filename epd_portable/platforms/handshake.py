@@ -40,10 +40,8 @@ class Kind(IntEnum):
     """First number of a control word."""
 
     SEND = 1
-    BROADCAST = 2
-    BARRIER = 3
-    ACCEPT = 4
-    REFUSE = 5
+    ACCEPT = 2
+    REFUSE = 3
 
 
 class Deadline:
@@ -145,7 +143,7 @@ class HandshakeGroup(CollectiveGroup):
 
     def send(self, tensor: torch.Tensor, dst: int, timeout_s: float) -> None:
         """See :meth:`CollectiveGroup.send`."""
-        offer = self._describe(Kind.SEND, tensor)
+        offer = self._describe(tensor)
         self._check_peer(dst)
         with self._call(timeout_s) as deadline:
             self._put(offer, dst, deadline)
@@ -156,74 +154,19 @@ class HandshakeGroup(CollectiveGroup):
 
     def recv(self, tensor: torch.Tensor, src: int, timeout_s: float) -> None:
         """See :meth:`CollectiveGroup.recv`."""
-        wanted = self._describe(Kind.SEND, tensor)
+        wanted = self._describe(tensor)
         self._check_peer(src)
         with self._call(timeout_s) as deadline:
             offer = self._expect((Kind.SEND,), src, deadline)
-            self._answer(offer == wanted, wanted, src, deadline)
+            answer = Kind.ACCEPT if offer == wanted else Kind.REFUSE
+            self._put([int(answer), *wanted[1:]], src, deadline)
             if offer != wanted:
                 raise _mismatch(f"rank {src} sends", offer, "this rank expects", wanted)
             self._move_in(tensor, src, deadline)
 
-    def broadcast(self, tensor: torch.Tensor, src: int, timeout_s: float) -> None:
-        """See :meth:`CollectiveGroup.broadcast`."""
-        own = self._describe(Kind.BROADCAST, tensor)
-        if not 0 <= src < self.size:
-            raise ValueError(f"src={src} in a group of {self.size}; ranks count from 0")
-        with self._call(timeout_s) as deadline:
-            if src == self.rank:
-                self._broadcast_out(tensor, own, deadline)
-            else:
-                self._broadcast_in(tensor, own, src, deadline)
-
-    def barrier(self, timeout_s: float) -> None:
-        """See :meth:`CollectiveGroup.barrier`."""
-        word = [int(Kind.BARRIER)] + [0] * (WORD_LENGTH - 1)
-        with self._call(timeout_s) as deadline:
-            if self.rank == 0:
-                for peer in self._peers():
-                    self._expect((Kind.BARRIER,), peer, deadline)
-                for peer in self._peers():
-                    self._put(word, peer, deadline)
-            else:
-                self._put(word, 0, deadline)
-                self._expect((Kind.BARRIER,), 0, deadline)
-
     def close(self) -> None:
         """See :meth:`CollectiveGroup.close`."""
         self._close("close() was called")
-
-    def _broadcast_out(self, tensor: torch.Tensor, own: list[int], deadline: Deadline) -> None:
-        for peer in self._peers():
-            self._put(own, peer, deadline)
-        answers = {
-            peer: self._expect((Kind.ACCEPT, Kind.REFUSE), peer, deadline) for peer in self._peers()
-        }
-        refusals = {peer: word for peer, word in answers.items() if word[0] == Kind.REFUSE}
-        for peer in self._peers():
-            self._answer(not refusals, own, peer, deadline)
-        for peer, word in refusals.items():
-            raise _mismatch(f"rank {peer} expects", word, "this rank broadcasts", own)
-        for peer in self._peers():
-            self._move_out(tensor, peer, deadline)
-
-    def _broadcast_in(
-        self, tensor: torch.Tensor, own: list[int], src: int, deadline: Deadline
-    ) -> None:
-        offer = self._expect((Kind.BROADCAST,), src, deadline)
-        self._answer(offer == own, own, src, deadline)
-        verdict = self._expect((Kind.ACCEPT, Kind.REFUSE), src, deadline)
-        if offer != own:
-            raise _mismatch(f"rank {src} broadcasts", offer, "this rank expects", own)
-        if verdict[0] == Kind.REFUSE:
-            raise ValueError(
-                f"another rank does not expect the {_text(offer)} that rank {src} broadcasts; "
-                "nothing was moved"
-            )
-        self._move_in(tensor, src, deadline)
-
-    def _answer(self, accept: bool, own: list[int], dst: int, deadline: Deadline) -> None:
-        self._put([int(Kind.ACCEPT if accept else Kind.REFUSE), *own[1:]], dst, deadline)
 
     def _expect(self, kinds: Sequence[Kind], src: int, deadline: Deadline) -> list[int]:
         word = self._get(src, deadline)
@@ -244,7 +187,7 @@ class HandshakeGroup(CollectiveGroup):
                 f"rank {peer} as the other end of rank {self.rank} in a group of {self.size}"
             )
 
-    def _describe(self, kind: Kind, tensor: torch.Tensor) -> list[int]:
+    def _describe(self, tensor: torch.Tensor) -> list[int]:
         if tensor.device != self.device:
             raise ValueError(f"tensor is on {tensor.device}; this group moves {self.device}")
         if not tensor.is_contiguous():
@@ -257,7 +200,7 @@ class HandshakeGroup(CollectiveGroup):
             known = ", ".join(_dtype(index) for index in range(len(DTYPES)))
             raise ValueError(f"dtype {tensor.dtype} cannot be moved; view it as one of {known}")
         padding = [0] * (MAX_DIMS - tensor.dim())
-        return [int(kind), DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape, *padding]
+        return [int(Kind.SEND), DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape, *padding]
 
     @contextmanager
     def _call(self, timeout_s: float) -> Iterator[Deadline]:

@@ -1,13 +1,10 @@
-"""Which platforms there are, and which of them this process uses."""
+"""Which platforms there are, and which of them can be used here."""
 
 from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Mapping
-from dataclasses import dataclass
 
-from epd_portable import envs
 from epd_portable.errors import ConfigError, PlatformUnavailableError
 from epd_portable.platforms.base import Availability, Platform
 from epd_portable.platforms.traits import TRAITS
@@ -17,19 +14,6 @@ _IMPLEMENTATIONS: dict[str, tuple[str, str]] = {
     "npu": ("epd_portable.platforms.npu", "NpuPlatform"),
     "cpu": ("epd_portable.platforms.cpu", "CpuPlatform"),
 }
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rejected:
-    """A platform that was not chosen.
-
-    Attributes:
-        name: The platform.
-        reason: Why it cannot be used here.
-    """
-
-    name: str
-    reason: str
 
 
 def names() -> tuple[str, ...]:
@@ -65,31 +49,6 @@ def get(name: str) -> Platform:
     if not state.ok:
         raise PlatformUnavailableError(f"platform {name!r}: {state.reason}")
     return _load(name)
-
-
-def detect(environ: Mapping[str, str] | None = None) -> tuple[Platform, list[Rejected]]:
-    """Return the platform of this process, and why each better one was refused.
-
-    ``EPD_PLATFORM`` decides when it is set; otherwise the best that is available.
-
-    Args:
-        environ: Environment to read; ``None`` is that of the process.
-
-    Raises:
-        ConfigError: ``EPD_PLATFORM`` names no platform.
-        PlatformUnavailableError: The one asked for, or every one, cannot be used here.
-    """
-    asked = envs.EPD_PLATFORM.get(environ)
-    if asked:
-        return get(asked), []
-    rejected: list[Rejected] = []
-    for name in names():
-        state = availability(name)
-        if state.ok:
-            return _load(name), rejected
-        rejected.append(Rejected(name=name, reason=state.reason))
-    found = "; ".join(f"{item.name}: {item.reason}" for item in rejected)
-    raise PlatformUnavailableError(f"no platform can be used here: {found}")
 
 
 def _check_name(name: str) -> None:

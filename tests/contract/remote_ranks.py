@@ -126,12 +126,6 @@ class RemoteGroup(CollectiveGroup):
     def recv(self, tensor: torch.Tensor, src: int, timeout_s: float) -> None:
         self._move("recv", tensor, src, timeout_s)
 
-    def broadcast(self, tensor: torch.Tensor, src: int, timeout_s: float) -> None:
-        self._move("broadcast", tensor, src, timeout_s)
-
-    def barrier(self, timeout_s: float) -> None:
-        self._process.ask("barrier", self._number, timeout_s)
-
     def close(self) -> None:
         self._process.ask("close", self._number)
 
@@ -172,9 +166,6 @@ class _Ranks:
         except Exception as error:
             failure = error
         return _pack(tensor), failure
-
-    def barrier(self, number: int, timeout_s: float) -> None:
-        self._groups[number].barrier(timeout_s)
 
     def close(self, number: int) -> None:
         self._groups[number].close()

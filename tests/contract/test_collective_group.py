@@ -26,7 +26,6 @@ from epd_portable.errors import (
 from epd_portable.platforms import registry
 from epd_portable.platforms.base import Platform
 from epd_portable.platforms.collectives import CollectiveGroup, Rendezvous
-from epd_portable.platforms.collectives_fake import FakeCollectiveGroup
 from epd_portable.platforms.collectives_torch import RendezvousHost
 from epd_portable.platforms.handshake import DTYPES
 from tests.contract.remote_ranks import RankProcesses
@@ -51,10 +50,6 @@ def results(*calls: Callable[[], Any]) -> list[Any]:
 
 def errors(*calls: Callable[[], Any]) -> list[BaseException | None]:
     return [future.exception() for future in together(*calls)]
-
-
-def fakes(size: int) -> Sequence[CollectiveGroup]:
-    return FakeCollectiveGroup.make(size)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +81,6 @@ def index_for(platform: Platform, rank: int, size: int) -> int:
 
 @pytest.fixture(
     params=[
-        "fake",
         pytest.param("cpu", id="gloo"),
         pytest.param("npu", id="hccl", marks=pytest.mark.needs_npu),
         pytest.param("cuda", id="nccl", marks=pytest.mark.needs_cuda),
@@ -105,24 +99,21 @@ def make(
         return registry.get(request.param).new_group(where, index=index, timeout_s=AMPLE_S)
 
     def make_groups(size: int) -> Sequence[CollectiveGroup]:
-        if request.param == "fake":
-            groups = list(fakes(size))
-        else:
-            platform = registry.get(request.param)
-            indexes = [index_for(platform, rank, size) for rank in range(size)]
-            name = f"{request.node.name}-{next(numbers)}"
-            places = [
-                Rendezvous(host=host.host, port=host.port, name=name, rank=rank, size=size)
-                for rank in range(size)
-            ]
-            if request.param == "npu":
-                elsewhere.of_rank(size - 1)  # Starting takes longer than joining may.
-            groups = results(
-                *(
-                    lambda where=where, index=index: join(where, index)  # type: ignore[misc]
-                    for where, index in zip(places, indexes, strict=True)
-                )
+        platform = registry.get(request.param)
+        indexes = [index_for(platform, rank, size) for rank in range(size)]
+        name = f"{request.node.name}-{next(numbers)}"
+        places = [
+            Rendezvous(host=host.host, port=host.port, name=name, rank=rank, size=size)
+            for rank in range(size)
+        ]
+        if request.param == "npu":
+            elsewhere.of_rank(size - 1)  # Starting takes longer than joining may.
+        groups = results(
+            *(
+                lambda where=where, index=index: join(where, index)  # type: ignore[misc]
+                for where, index in zip(places, indexes, strict=True)
             )
+        )
         made.extend(groups)
         return groups
 
@@ -203,58 +194,25 @@ def test_the_sender_may_overwrite_its_tensor_when_send_returns(
     assert torch.equal(received.cpu(), torch.ones(1 << 18))
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("src", [0, 1])
-def test_broadcast_gives_every_rank_the_tensor_of_the_source(
-    make: MakeGroups, size: int, src: int
-) -> None:
-    groups = make(size)
-    tensors = [on(group, torch.full((4, 2), float(group.rank))) for group in groups]
-    results(
-        *(
-            lambda group=group: group.broadcast(tensors[group.rank], src, AMPLE_S)  # type: ignore[misc]
-            for group in groups
-        )
-    )
-    assert all(torch.equal(tensor.cpu(), torch.full((4, 2), float(src))) for tensor in tensors)
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_nobody_leaves_a_barrier_before_everybody_has_come(make: MakeGroups, size: int) -> None:
-    groups = make(size)
-    arrived: list[int] = []
-
-    def come(group: CollectiveGroup) -> int:
-        arrived.append(group.rank)
-        group.barrier(AMPLE_S)
-        return len(arrived)
-
-    seen = results(*(lambda group=group: come(group) for group in groups))  # type: ignore[misc]
-    assert seen == [size] * size
-
-
 def test_a_rank_that_closes_right_after_a_call_does_not_cut_off_the_others(
     make: MakeGroups,
 ) -> None:
-    def come_and_leave(group: CollectiveGroup) -> None:
-        group.barrier(AMPLE_S)
+    def send_and_leave(group: CollectiveGroup, tensor: torch.Tensor) -> None:
+        group.send(tensor, 1, AMPLE_S)
         group.close()
 
-    def send_and_leave(group: CollectiveGroup) -> None:
-        group.send(on(group, torch.ones(1 << 20)), 1, AMPLE_S)
+    def take_and_leave(group: CollectiveGroup, box: torch.Tensor) -> None:
+        group.recv(box, 0, AMPLE_S)
         group.close()
 
-    for _ in range(20):
-        groups = make(2)
-        results(*(lambda group=group: come_and_leave(group) for group in groups))  # type: ignore[misc]
-    for _ in range(5):
-        groups = make(2)
-        box = on(groups[1], torch.zeros(1 << 20))
+    for count in [4] * 20 + [1 << 20] * 5:
+        first, second = make(2)
+        ones, box = on(first, torch.ones(count)), on(second, torch.zeros(count))
         results(
-            lambda groups=groups: send_and_leave(groups[0]),  # type: ignore[misc]
-            lambda groups=groups, box=box: groups[1].recv(box, 0, AMPLE_S),  # type: ignore[misc]
+            lambda first=first, ones=ones: send_and_leave(first, ones),  # type: ignore[misc]
+            lambda second=second, box=box: take_and_leave(second, box),  # type: ignore[misc]
         )
-        assert torch.equal(box.cpu(), torch.ones(1 << 20))
+        assert torch.equal(box.cpu(), torch.ones(count))
 
 
 @pytest.mark.parametrize(
@@ -284,21 +242,6 @@ def test_a_mismatch_is_an_error_at_both_ends_and_the_group_stays_usable(
     assert box.cpu().sum() == 2
 
 
-def test_a_mismatch_at_one_rank_stops_the_broadcast_at_every_rank(make: MakeGroups) -> None:
-    groups = make(3)
-    contents = (torch.ones(4), torch.zeros(4), torch.zeros(5))
-    tensors = [on(group, content) for group, content in zip(groups, contents, strict=True)]
-    found = errors(
-        *(
-            lambda group=group: group.broadcast(tensors[group.rank], 0, AMPLE_S)  # type: ignore[misc]
-            for group in groups
-        )
-    )
-    assert [type(error) for error in found] == [ValueError] * 3
-    assert tensors[1].cpu().sum() == 0
-    results(*(lambda group=group: group.barrier(AMPLE_S) for group in groups))  # type: ignore[misc]
-
-
 @pytest.mark.parametrize(
     ("tensor", "complaint"),
     [
@@ -316,7 +259,7 @@ def test_a_tensor_that_cannot_be_moved_is_refused_at_once(
     if tensor.is_cpu and pair[0].device.type != "cpu":
         moved = torch.empty_strided((), (), dtype=tensor.dtype, device=pair[0].device)
         tensor = moved.new_empty(16)[: tensor.numel()].as_strided(tensor.shape, tensor.stride())
-    for call in (pair[0].send, pair[0].recv, pair[0].broadcast):
+    for call in (pair[0].send, pair[0].recv):
         with pytest.raises(ValueError, match=complaint):
             call(tensor, 1, AMPLE_S)
 
@@ -328,22 +271,12 @@ def test_the_other_end_must_be_another_rank(pair: Sequence[CollectiveGroup], pee
             call(on(pair[0], torch.ones(1)), peer, AMPLE_S)
 
 
-@pytest.mark.parametrize("src", [-1, 2])
-def test_the_source_of_a_broadcast_must_be_a_rank(
-    pair: Sequence[CollectiveGroup], src: int
-) -> None:
-    with pytest.raises(ValueError, match=f"src={src} in a group of 2"):
-        pair[0].broadcast(on(pair[0], torch.ones(1)), src, AMPLE_S)
-
-
 @pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("inf"), float("nan")])
 def test_a_deadline_must_lie_ahead(pair: Sequence[CollectiveGroup], timeout_s: float) -> None:
     tensor = on(pair[0], torch.ones(1))
     calls = (
         lambda: pair[0].send(tensor, 1, timeout_s),
         lambda: pair[0].recv(tensor, 1, timeout_s),
-        lambda: pair[0].broadcast(tensor, 1, timeout_s),
-        lambda: pair[0].barrier(timeout_s),
     )
     for call in calls:
         with pytest.raises(ValueError, match="positive and finite"):
@@ -357,13 +290,6 @@ def four(group: CollectiveGroup) -> torch.Tensor:
 CALLS: dict[str, Callable[[CollectiveGroup, float], None]] = {
     "send": lambda group, timeout_s: group.send(four(group), 1 - group.rank, timeout_s),
     "recv": lambda group, timeout_s: group.recv(four(group), 1 - group.rank, timeout_s),
-    "broadcast, giving": lambda group, timeout_s: group.broadcast(
-        four(group), group.rank, timeout_s
-    ),
-    "broadcast, taking": lambda group, timeout_s: group.broadcast(
-        four(group), 1 - group.rank, timeout_s
-    ),
-    "barrier": lambda group, timeout_s: group.barrier(timeout_s),
 }
 every_call = pytest.mark.parametrize("call", list(CALLS.values()), ids=list(CALLS))
 MakeCall = Callable[[CollectiveGroup, float], None]

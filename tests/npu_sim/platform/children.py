@@ -76,7 +76,7 @@ class Child:
 
     MARK = "@@"
     LOOP = """
-import sys, torch
+import msgspec, sys, torch
 from epd_portable.platforms import registry
 from epd_portable.platforms.base import ShareHandle
 npu = registry.get("npu")

@@ -10,6 +10,7 @@ import signal
 import threading
 from contextlib import closing
 
+import msgspec
 import pytest
 import torch
 
@@ -39,12 +40,13 @@ def lose_a_peer() -> None:
         group.close()
 
 
-def main(handle: str) -> None:
-    """Open the memory of ``handle`` (hexadecimal) before and after a peer is lost."""
+def main(packed: bytes) -> None:
+    """Open the memory of a handle before and after a peer is lost."""
+    handle = msgspec.msgpack.decode(packed, type=ShareHandle)
     npu = registry.get("npu")
-    opened = [npu.open_tensor(ShareHandle.from_bytes(bytes.fromhex(handle)))]
+    opened = [npu.open_tensor(handle)]
     lose_a_peer()
-    opened.append(npu.open_tensor(ShareHandle.from_bytes(bytes.fromhex(handle))))
+    opened.append(npu.open_tensor(handle))
     contents = [tensor.cpu() for tensor in opened]
     assert torch.equal(*contents)
     opened.clear()

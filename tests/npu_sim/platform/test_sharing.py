@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 import torch
 
@@ -37,8 +38,8 @@ def exporter(allocator: str) -> Iterator[Child]:
 
 def share(exporter: Child, name: str, make: str) -> ShareHandle:
     assert exporter.tell(f"{name} = {make}; torch.npu.synchronize('npu:1')") == "done"
-    text = exporter.tell(f"npu.share_tensor({name}).to_bytes().hex()")
-    return ShareHandle.from_bytes(bytes.fromhex(text.strip("'")))
+    text = exporter.tell(f"msgspec.msgpack.encode(npu.share_tensor({name})).hex()")
+    return msgspec.msgpack.decode(bytes.fromhex(text.strip("'")), type=ShareHandle)
 
 
 def test_both_ends_see_what_the_other_writes(npu: Platform, exporter: Child) -> None:
@@ -80,7 +81,7 @@ def test_several_processes_open_one_handle_and_the_last_keeps_it_when_others_go(
     handle = share(exporter, "x", "torch.full((100,), 3.0).to('npu:1')")
     opened = npu.open_tensor(handle)
     with Child(PYTORCH_NPU_ALLOC_CONF=allocator) as other:
-        code = f"y = npu.open_tensor(ShareHandle.from_bytes({handle.to_bytes()!r}))"
+        code = f"y = npu.open_tensor({handle!r})"
         assert other.tell(f"npu.set_device(1); {code}") == "done"
         assert other.tell("y.fill_(5); torch.npu.synchronize('npu:1')") == "done"
     assert opened.cpu().unique().tolist() == [5]
@@ -101,7 +102,7 @@ def test_a_device_that_the_opener_does_not_see_is_reached_from_the_one_it_has(
     handle = share(exporter, "x", "torch.full((100,), 3.0).to('npu:1')")
     with Child(ASCEND_RT_VISIBLE_DEVICES="0", PYTORCH_NPU_ALLOC_CONF=allocator) as other:
         assert other.tell("npu.device_count()") == "1"
-        code = f"y = npu.open_tensor(ShareHandle.from_bytes({handle.to_bytes()!r}))"
+        code = f"y = npu.open_tensor({handle!r})"
         assert other.tell(code) == "done"
         assert other.tell("str(y.device), y.cpu().unique().tolist()") == "('npu:0', [3.0])"
         assert other.tell("y.fill_(6); torch.npu.synchronize()") == "done"
@@ -125,7 +126,7 @@ def test_memory_comes_back_when_its_owner_drops_it_though_openers_never_came_or_
     for _ in range(2):
         handle = share(exporter, "x", f"torch.zeros({64 * MIB}, dtype=torch.uint8).to('npu:1')")
         with Child(PYTORCH_NPU_ALLOC_CONF=allocator) as opener:
-            code = f"y = npu.open_tensor(ShareHandle.from_bytes({handle.to_bytes()!r}))"
+            code = f"y = npu.open_tensor({handle!r})"
             assert opener.tell(code) == "done"
             opener.kill()
         assert before - int(exporter.tell(free)) >= 64 * MIB
@@ -139,8 +140,9 @@ def test_memory_comes_back_when_its_owner_drops_it_though_openers_never_came_or_
 def test_a_process_that_lost_a_peer_of_a_group_lets_go_of_memory_and_ends_well(
     exporter: Child,
 ) -> None:
-    handle = share(exporter, "x", "torch.full((100,), 3.0).to('npu:1')").to_bytes().hex()
-    script = f"from tests.npu_sim.platform.lost_peer_script import main; main({handle!r})"
+    handle = share(exporter, "x", "torch.full((100,), 3.0).to('npu:1')")
+    packed = msgspec.msgpack.encode(handle)
+    script = f"from tests.npu_sim.platform.lost_peer_script import main; main({packed!r})"
     assert "ALIVE [3.0]" in run_afresh(script).splitlines()
 
 

@@ -5,7 +5,7 @@ import mmap
 import pytest
 import torch
 
-from epd_portable.errors import PlatformUnavailableError, ProtocolError, UnsupportedError
+from epd_portable.errors import PlatformUnavailableError, UnsupportedError
 from epd_portable.platforms.base import Platform, ShareHandle
 from epd_portable.platforms.cpu import CpuPlatform
 from epd_portable.platforms.traits import TRAITS
@@ -119,13 +119,3 @@ def test_sharing_a_tensor_is_refused_with_the_remedy(platform: Platform) -> None
 def test_opening_a_handle_is_refused_with_its_kind(platform: Platform) -> None:
     with pytest.raises(UnsupportedError, match="cannot open cuda memory"):
         platform.open_tensor(HANDLE)
-
-
-def test_a_handle_survives_its_journey_as_bytes() -> None:
-    assert ShareHandle.from_bytes(HANDLE.to_bytes()) == HANDLE
-
-
-@pytest.mark.parametrize("data", [b"", b"\xc1", b"\x80", HANDLE.to_bytes()[:-1]])
-def test_bytes_that_are_no_handle_are_refused(data: bytes) -> None:
-    with pytest.raises(ProtocolError, match="are no share handle"):
-        ShareHandle.from_bytes(data)
