@@ -11,6 +11,7 @@ import logging
 import os
 import select
 import socket
+import threading
 import uuid
 from pathlib import Path
 
@@ -83,6 +84,57 @@ def host_identity() -> str:
     return f"{boot}:{shm.stat().st_dev if shm.exists() else 'none'}"
 
 
+class _Alarm:
+    """Lets one thread wait for messages of sockets that other threads use.
+
+    ZMQ's own poll would use the sockets meanwhile. Their descriptors can be waited for, but tell
+    only once that a message has come, and that to whoever uses the socket next.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._closed = False
+        self._ready = select.poll()
+        self._ready.register(self._bell, select.POLLIN)
+
+    def watch(self, target: zmq.Socket[bytes]) -> None:
+        """Wait for messages of this socket, too."""
+        self._ready.register(int(target.getsockopt(zmq.FD)), select.POLLIN)
+        self.ring()
+
+    def forget(self, target: zmq.Socket[bytes]) -> None:
+        """Undo `watch`, before the socket is closed."""
+        self._ready.unregister(int(target.getsockopt(zmq.FD)))
+
+    def look_again(self, target: zmq.Socket[bytes]) -> None:
+        """Ring if a socket that was just used has a message: it may have told its user of it."""
+        if _has_message(target):
+            self.ring()
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when it rings, a socket may have a message, or the time is over."""
+        self._ready.poll(timeout_s * 1000)
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._bell)
+
+    def ring(self) -> None:
+        """End a `wait`; does nothing after `close`."""
+        with self._lock:
+            if not self._closed:
+                os.eventfd_write(self._bell, 1)
+
+    def close(self) -> None:
+        """Nobody waits any more."""
+        with self._lock:
+            self._closed = True
+            os.close(self._bell)
+
+
+def _has_message(target: zmq.Socket[bytes]) -> bool:
+    return bool(int(target.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
+
 class ControlServer:
     """The consumer's end.
 
@@ -104,10 +156,8 @@ class ControlServer:
         self._socket.set_hwm(_HIGH_WATER_MARK)
         self._socket.setsockopt(zmq.MAXMSGSIZE, codec.MAX_MESSAGE_BYTES)
         self._socket.setsockopt(zmq.LINGER, 200)
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._ready = select.poll()
-        self._ready.register(self._wake, select.POLLIN)
-        self._ready.register(int(self._socket.getsockopt(zmq.FD)), select.POLLIN)
+        self._alarm = _Alarm()
+        self._alarm.watch(self._socket)
         self._gate = CurveGate(self._socket, address, keys, name="control channel")
         try:
             self._socket.bind(address)
@@ -127,13 +177,11 @@ class ControlServer:
 
         For one thread, beside another that does everything else with this object.
         """
-        self._ready.poll(timeout_s * 1000)
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wake)
+        self._alarm.wait(timeout_s)
 
     def wake(self) -> None:
-        """End a `wait` in another thread."""
-        os.eventfd_write(self._wake, 1)
+        """End a `wait` in another thread; does nothing after `close`."""
+        self._alarm.ring()
 
     def receive(self) -> list[tuple[bytes, AnyMessage]]:
         """Return what has arrived, as ``(identity, message)``; what is no message is logged.
@@ -142,7 +190,7 @@ class ControlServer:
         """
         received: list[tuple[bytes, AnyMessage]] = []
         for _ in range(MAX_AT_ONCE):
-            if not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            if not _has_message(self._socket):
                 break
             identity, *parts = receive_parts(self._socket, most=2)
             try:
@@ -163,21 +211,20 @@ class ControlServer:
         """
         data = codec.encode(message, session=self._session)
         self._socket.send_multipart([identity, data], flags=zmq.NOBLOCK)
-        # ZMQ tells once that a message has come, and it may just have told the sender.
-        if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            self.wake()
+        self._alarm.look_again(self._socket)
 
     def close(self) -> None:
         """Close the channel; what was sent goes out for at most 0.2 s."""
         self._gate.close()
         self._context.destroy()
-        os.close(self._wake)
+        self._alarm.close()
 
 
 class ControlClients:
     """The producer's end: a connection to each consumer that it has to do with.
 
-    Not for several threads, except `wake`.
+    For one thread at a time; only `wait` may go on in one while another does the rest, and `wake`
+    may come at any time.
 
     Args:
         session: Of this process.
@@ -188,14 +235,9 @@ class ControlClients:
         self._session = session
         self._keys = keys
         self._context = zmq.Context()
-        self._poller = zmq.Poller()
+        self._alarm = _Alarm()
         self._sockets = Connections(self._connect, self._leave)
         self._addresses: dict[zmq.Socket[bytes], str] = {}
-        self._wake_in = self._context.socket(zmq.PAIR)
-        self._wake_in.bind("inproc://wake")
-        self._wake_out = self._context.socket(zmq.PAIR)
-        self._wake_out.connect("inproc://wake")
-        self._poller.register(self._wake_in, zmq.POLLIN)
 
     def send(self, address: str, message: AnyMessage) -> None:
         """Send to the consumer that listens on ``address``; connects if need be.
@@ -208,40 +250,39 @@ class ControlClients:
         target = self._sockets.use(address)
         with contextlib.suppress(zmq.Again):
             target.send(codec.encode(message, session=self._session), flags=zmq.NOBLOCK)
+        self._alarm.look_again(target)
 
-    def receive(self, timeout_s: float) -> list[tuple[str, AnyMessage]]:
-        """Wait for messages or `wake` and return what arrived, as ``(address, message)``."""
+    def wait(self, timeout_s: float) -> None:
+        """Return when messages may have arrived, after `wake`, or when the time is over."""
+        self._alarm.wait(timeout_s)
+
+    def receive(self) -> list[tuple[str, AnyMessage]]:
+        """Return what has arrived, as ``(address, message)``; what is no message is logged.
+
+        At most `MAX_AT_ONCE` of each consumer; the rest comes with the next call.
+        """
         received = []
-        for ready, _ in self._poller.poll(int(timeout_s * 1000)):
+        for target, address in self._addresses.items():
             for _ in range(MAX_AT_ONCE):
-                if not ready.poll(0):
+                if not _has_message(target):
                     break
-                parts = receive_parts(ready, most=1)
-                if ready is self._wake_in:
-                    continue
+                parts = receive_parts(target, most=1)
                 try:
                     message, _session = codec.decode_parts(parts)
                 except ProtocolError as error:
-                    logger.warning(
-                        "message from %s dropped: %r", self._addresses[ready], str(error)
-                    )
+                    logger.warning("message from %s dropped: %r", address, str(error))
                 else:
-                    received.append((self._addresses[ready], message))
+                    received.append((address, message))
         return received
 
     def wake(self) -> None:
-        """End a `receive` that waits in another thread; one caller at a time, none during `close`.
-
-        Does nothing after it.
-        """
-        if self._wake_out.closed:
-            return
-        with contextlib.suppress(zmq.Again):
-            self._wake_out.send(b"", flags=zmq.NOBLOCK)
+        """End a `wait` in another thread; does nothing after `close`."""
+        self._alarm.ring()
 
     def close(self) -> None:
         """Close every connection; what was sent goes out for at most 0.2 s."""
         self._context.destroy()
+        self._alarm.close()
 
     def _connect(self, address: str) -> zmq.Socket[bytes]:
         try:
@@ -257,11 +298,11 @@ class ControlClients:
         target.setsockopt(zmq.LINGER, 200)
         connect_client(target, address, self._keys, what="control address")
         self._addresses[target] = address
-        self._poller.register(target, zmq.POLLIN)
+        self._alarm.watch(target)
         trace("control.opened", address=address)
         return target
 
     def _leave(self, target: zmq.Socket[bytes]) -> None:
-        self._poller.unregister(target)
+        self._alarm.forget(target)
         del self._addresses[target]
         target.close()

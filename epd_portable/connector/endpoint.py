@@ -41,7 +41,7 @@ class ConsumerEndpoint:
         fence: Lets writes through to leased slots only.
 
     Raises:
-        ConfigError: An address is off this host and there is no secret.
+        ConfigError: There is no secret.
         CapacityError: ``/dev/shm`` has no room for the pool.
         TransportError: An address is taken, or the workers have not opened their end.
     """

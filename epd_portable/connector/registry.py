@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from epd_portable.connector.curve import may_be_plain
 from epd_portable.connector.pool import SHM_FOLDER
-from epd_portable.connector.transport import Receiver, Transport, TransportCapabilities
+from epd_portable.connector.transport import PathReceiver, Transport, TransportCapabilities
 from epd_portable.errors import ConfigError, NoCommonPathError
 from epd_portable.platforms.traits import TRAITS
 from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor
@@ -169,7 +169,7 @@ def load_transport(name: str, copies: DeviceCopies, keys: CurveKeys) -> Transpor
     return make(copies, keys)
 
 
-def load_receiver(name: str) -> Callable[..., Receiver] | None:
+def load_receiver(name: str) -> Callable[..., PathReceiver] | None:
     """Return the class of the consumer's end of a path, or ``None`` if none is needed."""
     receiver = entry(name).receiver
     return _load(receiver) if receiver else None

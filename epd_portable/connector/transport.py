@@ -103,7 +103,7 @@ class Transport(ABC):
         """Release connections and mappings; the object is not used any more."""
 
 
-class Receiver(ABC):
+class PathReceiver(ABC):
     """The consumer's end of a path that needs somebody there."""
 
     @property

@@ -92,6 +92,8 @@ class Sender:
         self._users: Counter[str] = Counter()
         self._outputs: dict[str, tuple[torch.Tensor, DeviceEvent]] = {}
         self._lock = threading.Lock()
+        self._turns = threading.Lock()
+        """Whoever has it exchanges messages and moves the session on."""
         self._inbox: deque[Callable[[float], None]] = deque()
         self._ended: set[str] = set()
         self._has_ended = threading.Event()
@@ -146,7 +148,18 @@ class Sender:
                 return
             self._keep(mm_hash, output)
         trace("output.ready", mm_hash=mm_hash)
-        self._post(lambda now: self._session.output_ready(mm_hash))
+        self._inbox.append(lambda now: self._session.output_ready(mm_hash))
+        # What can be written at once leaves at once: the thread would have to be woken, and then
+        # wait for Python's lock, which this one keeps.
+        if self._in_place and self._turns.acquire(blocking=False):
+            try:
+                self._turn()
+            except Exception as error:  # The thread meets it again, and knows when to give up.
+                self._tell(error)
+            finally:
+                self._turns.release()
+        else:
+            self._control.wake()
 
     def take_ended(self) -> set[str]:
         """Return the ids of transfers that ended since the last call."""
@@ -167,7 +180,7 @@ class Sender:
         """
         with self._lock:
             self._stop_s = time.monotonic() + linger_s
-            self._control.wake()
+        self._control.wake()
         self._thread.join()
 
     # -- the sender's thread ---------------------------------------------------------------------
@@ -177,7 +190,9 @@ class Sender:
             failing_since_s: float | None = None
             while not self._is_over():
                 try:
-                    self._turn()
+                    self._control.wait(_BUSY_POLL_S if len(self._session) else _IDLE_POLL_S)
+                    with self._turns:
+                        self._turn()
                     failing_since_s = None
                 except Exception as error:
                     now = time.monotonic()
@@ -197,7 +212,7 @@ class Sender:
                 writer.join()
             for transport in self._transports.values():
                 transport.close()
-            with self._lock:  # Nobody is just waking it.
+            with self._turns:
                 self._control.close()
 
     def _is_over(self) -> bool:
@@ -207,7 +222,7 @@ class Sender:
         return idle or time.monotonic() >= self._stop_s
 
     def _turn(self) -> None:
-        received = self._control.receive(_BUSY_POLL_S if len(self._session) else _IDLE_POLL_S)
+        received = self._control.receive()
         now = time.monotonic()
         while self._inbox:
             with self._surviving():
@@ -291,8 +306,7 @@ class Sender:
 
     def _post(self, work: Callable[[float], None]) -> None:
         self._inbox.append(work)
-        with self._lock:
-            self._control.wake()
+        self._control.wake()
 
     def _keep(self, mm_hash: str, output: torch.Tensor) -> None:
         if mm_hash not in self._outputs:

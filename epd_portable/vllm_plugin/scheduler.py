@@ -1,4 +1,6 @@
-"""The scheduler: vLLM's own, with our encoder cache and three calls to the connector around it.
+"""The scheduler: vLLM's own, with our encoder cache, and with the connector called around it.
+
+Requests that wait for their items are kept outside its queue.
 
 ``--scheduler-cls epd_portable.vllm_plugin.scheduler.make_scheduler``. A factory, because Ascend
 replaces the base class when its plug-in loads, and because synchronous and asynchronous scheduling

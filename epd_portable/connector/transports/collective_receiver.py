@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from epd_portable.connector.copies import DeviceCopies
-from epd_portable.connector.transport import Receiver, RevokedFence
+from epd_portable.connector.transport import PathReceiver, RevokedFence
 from epd_portable.connector.transports.collective import (
     CONSUMER_RANK,
     MAX_FRAME_BYTES,
@@ -52,7 +52,7 @@ class PoolMemory(Protocol):
         ...
 
 
-class CollectiveReceiver(Receiver):
+class CollectiveReceiver(PathReceiver):
     """The consumer's end of all pairs: one thread that listens, and one for each producer.
 
     Args:
@@ -90,11 +90,11 @@ class CollectiveReceiver(Receiver):
 
     @property
     def address(self) -> str:
-        """See `Receiver.address`."""
+        """See `PathReceiver.address`."""
         return self._address
 
     def close(self) -> None:
-        """See `Receiver.close`; a producer that has stopped in mid-item is not waited for long."""
+        """See `PathReceiver.close`; a producer that has stopped in mid-item is not waited for long."""
         self._stop.set()
         self._thread.join()
         self._meeting_point.close()  # Ends the wait for a producer that stopped while it joined.

@@ -18,7 +18,7 @@ from epd_portable.connector.connections import Connections
 from epd_portable.connector.copies import DeviceCopies
 from epd_portable.connector.curve import CurveGate, CurveKeys, connect_client
 from epd_portable.connector.pool import SharedMemory
-from epd_portable.connector.transport import LeaseFence, Receiver, Transport, check_source
+from epd_portable.connector.transport import LeaseFence, PathReceiver, Transport, check_source
 from epd_portable.errors import (
     LeaseExpiredError,
     ProtocolError,
@@ -166,7 +166,7 @@ def _close_all(sockets: list[zmq.Socket[bytes]]) -> None:
         socket.close(linger=0)
 
 
-class TcpReceiver(Receiver):
+class TcpReceiver(PathReceiver):
     """Copies arriving chunks into the pool, in a thread of the consumer's scheduler process.
 
     Args:
@@ -206,11 +206,11 @@ class TcpReceiver(Receiver):
 
     @property
     def address(self) -> str:
-        """See `Receiver.address`."""
+        """See `PathReceiver.address`."""
         return self._address
 
     def close(self) -> None:
-        """See `Receiver.close`."""
+        """See `PathReceiver.close`."""
         self._stop.set()
         self._thread.join()
 

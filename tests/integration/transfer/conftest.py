@@ -41,6 +41,7 @@ class PrefillSide:
         pair = route.pair
         platform = registry.get(pair.prefill)
         platform.set_device(pair.prefill_index)
+        self.platform = platform
         self.computes_in_slots = not platform.traits.needs_device_copy
         self.pool = f"epd-test-{os.getpid()}-{uuid.uuid4().hex[:12]}"
         self.address = f"ipc://{folder}/{uuid.uuid4().hex[:8]}"
@@ -124,6 +125,8 @@ class PrefillSide:
         self.placer.carry_out(orders, self.encoder_cache)
         for mm_hash in freed:
             self.encoder_cache.pop(mm_hash, None)
+        # An engine's step that computes has ended when the device has its output.
+        self.platform.record_event().synchronize(DEADLINE_S)
         self.placed += [placement.mm_hash for placement in orders.placements]
         with self.receiver.lock:
             self.receiver.step_done()

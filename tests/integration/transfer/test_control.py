@@ -27,6 +27,13 @@ from epd_portable.wire.messages import PROTOCOL_VERSION, Abort, AnyMessage, Late
 from tests.keyring import keys, secret_file
 
 T = TypeVar("T")
+
+
+def heard(clients: ControlClients, timeout_s: float = 0.1) -> list[tuple[str, AnyMessage]]:
+    clients.wait(timeout_s)
+    return clients.receive()
+
+
 DEADLINE_S = 20.0
 
 
@@ -58,7 +65,7 @@ def test_messages_go_both_ways(server: ControlServer, clients: ControlClients) -
     assert until(server.receive) == [(b"client", question)]
     answer = Later(transfer_id="t")
     server.send(b"client", answer)
-    assert until(lambda: clients.receive(0.1)) == [(server.address, answer)]
+    assert until(lambda: heard(clients)) == [(server.address, answer)]
 
 
 def test_what_is_no_message_is_dropped_and_the_next_one_arrives(
@@ -94,7 +101,7 @@ def test_an_answer_may_be_as_long_as_the_limit_and_no_longer(
         server._socket.send_multipart([identity, bytes(nbytes)])
     begin_s = time.monotonic()
     while time.monotonic() - begin_s < 1.0:
-        assert clients.receive(0.1) == []
+        assert heard(clients) == []
     assert [record.getMessage()[-40:] for record in caplog.records if "dropped" in record.msg] != []
     assert len(caplog.records) == 1
 
@@ -173,12 +180,12 @@ def test_a_peer_that_does_not_read_loses_messages_and_the_sender_goes_on(
         many = 10_000
         for number in range(many):
             server.send(b"client", Abort(transfer_id=str(number), reason="x" * 900))
-        first = until(lambda: clients.receive(0.1))
-        while more := clients.receive(0.5):
+        first = until(lambda: heard(clients))
+        while more := heard(clients, 0.5):
             first += more
         assert len(first) < many
         server.send(b"client", Later(transfer_id="t"))
-        assert until(lambda: clients.receive(0.1)) == [(server.address, Later(transfer_id="t"))]
+        assert until(lambda: heard(clients)) == [(server.address, Later(transfer_id="t"))]
     finally:
         clients.close()
         server.close()
@@ -216,7 +223,7 @@ def test_one_consumer_too_many_costs_the_one_that_was_sent_to_least_lately_its_c
         clients.send(second, Later(transfer_id="again"))
         assert until(servers[1].receive) == [(b"client", Later(transfer_id="again"))]
         servers[1].send(b"client", Later(transfer_id="answer"))
-        assert until(lambda: clients.receive(0.1)) == [(second, Later(transfer_id="answer"))]
+        assert until(lambda: heard(clients)) == [(second, Later(transfer_id="answer"))]
     finally:
         for each in servers:
             each.close()
@@ -237,7 +244,7 @@ def test_who_comes_again_by_another_connection_is_heard_there(
         clients.send(server.address, Later(transfer_id="second"))
         assert until(server.receive) == [(b"client", Later(transfer_id="second"))]
         server.send(b"client", Later(transfer_id="answer"))
-        answered = until(lambda: clients.receive(0.1))
+        answered = until(lambda: heard(clients))
         assert answered == [(server.address, Later(transfer_id="answer"))]
 
 
@@ -256,7 +263,7 @@ def test_a_consumer_that_never_reads_does_not_stop_its_producer(
 def test_waking_ends_a_wait_and_is_no_message(clients: ControlClients) -> None:
     clients.wake()
     begin_s = time.monotonic()
-    assert clients.receive(DEADLINE_S) == []
+    assert heard(clients, DEADLINE_S) == []
     assert time.monotonic() - begin_s < DEADLINE_S / 2
 
 

@@ -306,7 +306,7 @@ def test_one_of_two_transfers_of_an_item_is_granted_and_the_other_waits(desk: De
     assert isinstance(grant, Grant)
     assert later == Later(transfer_id="u")
     desk.receive(A, written())
-    assert desk.poll() == [Injected(transfer_id="t"), NotNeeded(transfer_id="u")]
+    assert desk.poll() == [NotNeeded(transfer_id="u"), Injected(transfer_id="t")]
     assert len(desk.events) == 1
 
 

@@ -8,7 +8,7 @@ import pytest
 from epd_portable.connector import registry
 from epd_portable.connector.copies import DeviceCopies
 from epd_portable.connector.registry import Refused
-from epd_portable.connector.transport import Receiver, Transport
+from epd_portable.connector.transport import PathReceiver, Transport
 from epd_portable.errors import ConfigError, NoCommonPathError
 from epd_portable.platforms import registry as platforms
 from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor
@@ -95,7 +95,7 @@ def test_every_entry_loads_what_it_names(entry: registry.PathEntry) -> None:
     transport.close()
     receiver = registry.load_receiver(entry.name)
     assert (receiver is None) == (not entry.receiver)
-    assert receiver is None or issubclass(receiver, Receiver)  # type: ignore[arg-type]
+    assert receiver is None or issubclass(receiver, PathReceiver)  # type: ignore[arg-type]
 
 
 def test_choosing_loads_no_transport() -> None:
