@@ -160,7 +160,7 @@ def serve_command(
         if png_file is not None:
             chart.require()
         load_before = report.load_average()
-        plan = serve.Plan(
+        plan = serve.ServePlan(
             config=config,
             platform=platform,
             settings=settings,
@@ -242,7 +242,9 @@ def transfer_command(
         load_before = report.load_average()
         place = transfer.find(platform)
         chosen, left_out = choose_paths(paths, platform, place.devices)
-        cases = [transfer.Case(path=path, nbytes=nbytes) for nbytes in sizes for path in chosen]
+        cases = [
+            transfer.TransferCase(path=path, nbytes=nbytes) for nbytes in sizes for path in chosen
+        ]
         encode_s = encode_ms / 1000
         samples = transfer.measure(
             cases, place, repeat=repeat, encode_s=encode_s, report=console.progress
@@ -309,7 +311,7 @@ def step_command(
     with console.messages():
         load_before = report.load_average()
         cases = [
-            step.Case(decoding=running, items=each, waiting=behind)
+            step.StepCase(decoding=running, items=each, waiting=behind)
             for running in decoding
             for each in items
             for behind in waiting

@@ -40,7 +40,7 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
         return TensorSpec(shape=(self.num_tokens, WIDTH), dtype=DTYPE)
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class CommandDone(msgspec.Struct, frozen=True, kw_only=True):
     """Both ends' answer: ready at first, then once for each transfer that ended.
 
     Attributes:

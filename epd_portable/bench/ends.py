@@ -19,7 +19,7 @@ from typing import BinaryIO
 import msgspec
 import torch
 
-from epd_portable.bench.commands import DTYPE, TOKEN_BYTES, Answer, Command
+from epd_portable.bench.commands import DTYPE, TOKEN_BYTES, Command, CommandDone
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.connector.copies import DeviceCopies
 from epd_portable.connector.producer import TransferOrder
@@ -80,7 +80,7 @@ class Consumer:
         self._placer = Placer(copies, self._endpoint)
         self._outputs: dict[str, torch.Tensor] = {}
 
-    def run(self, command: Command) -> Answer:
+    def run(self, command: Command) -> CommandDone:
         """Receive one item, check its content and give its slot back.
 
         Raises:
@@ -113,7 +113,7 @@ class Consumer:
             self._receiver.request_finished(name)
             self._cache.reset()
         self._step()
-        return Answer()
+        return CommandDone()
 
     def close(self) -> None:
         """Stop receiving."""
@@ -148,7 +148,7 @@ class Producer:
         self._dtype: torch.dtype = getattr(torch, DTYPE)
         self._copy = torch.empty(0, dtype=self._dtype)
 
-    def run(self, command: Command) -> Answer:
+    def run(self, command: Command) -> CommandDone:
         """Deliver one item.
 
         Raises:
@@ -175,7 +175,7 @@ class Producer:
                     f"item {command.name} was not acknowledged in {self._timeout_s:g} s"
                 )
             time.sleep(_ENDED_POLL_S)
-        return Answer(memcpy_s=memcpy_s)
+        return CommandDone(memcpy_s=memcpy_s)
 
     def close(self) -> None:
         """Stop sending."""
@@ -204,7 +204,7 @@ def main(role: str, config_json: str, descriptor: str) -> None:
     end = Consumer(config, platform) if role == "consume" else Producer(config, platform)
     with open(int(descriptor), "wb", buffering=0) as answers:
         try:
-            _say(answers, Answer())
+            _say(answers, CommandDone())
             for line in sys.stdin:
                 _say(answers, end.run(msgspec.json.decode(line, type=Command)))
         finally:
@@ -223,7 +223,7 @@ def _wait(event: DeviceEvent, timeout_s: float) -> None:
             raise MeasurementError(f"the device did not complete a copy in {timeout_s:g} s")
 
 
-def _say(answers: BinaryIO, answer: Answer) -> None:
+def _say(answers: BinaryIO, answer: CommandDone) -> None:
     answers.write(msgspec.json.encode(answer) + b"\n")
 
 

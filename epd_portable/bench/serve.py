@@ -17,7 +17,7 @@ from epd_portable.bench.client import Timing, model_name, stream
 from epd_portable.bench.cpu_time import CpuTime
 from epd_portable.bench.provenance import Provenance, provenance
 from epd_portable.bench.traces import Handover, handovers, read_events, since
-from epd_portable.bench.workload import Kind, Round, rounds
+from epd_portable.bench.workload import RequestKind, Round, rounds
 from epd_portable.config.instance import PlatformName
 from epd_portable.config.load import load_topology
 
@@ -30,7 +30,7 @@ WARM_UP_ROUNDS = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class ServePlan:
     """What to measure.
 
     Attributes:
@@ -47,7 +47,7 @@ class Plan:
     config: Path
     platform: PlatformName
     settings: tuple[str, ...]
-    kinds: tuple[Kind, ...]
+    kinds: tuple[RequestKind, ...]
     requests: int
     concurrency: int
     max_tokens: int
@@ -55,7 +55,7 @@ class Plan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sample:
+class ServeSample:
     """One measured request.
 
     Attributes:
@@ -83,12 +83,12 @@ class Results:
     """
 
     startup_s: dict[str, float]
-    samples: list[Sample]
+    samples: list[ServeSample]
     provenance: Provenance
     handovers: list[Handover]
 
 
-def measure(plan: Plan, report: Callable[[str], None]) -> Results:
+def measure(plan: ServePlan, report: Callable[[str], None]) -> Results:
     """Start both sides, measure, stop them.
 
     Raises:
@@ -113,7 +113,7 @@ def measure(plan: Plan, report: Callable[[str], None]) -> Results:
                     _ask(url, models[side], asking)
         since_s = time.monotonic()
         asked = 0
-        samples: list[Sample] = []
+        samples: list[ServeSample] = []
         turns = -(-plan.requests // plan.concurrency)
         for turn in range(turns):
             report(f"round {turn + 1} of {turns}")
@@ -127,7 +127,7 @@ def measure(plan: Plan, report: Callable[[str], None]) -> Results:
                     timings = _ask(urls[side], models[side], asking)
                     used = cpu_time.read(sides[side].pid) - before
                     samples += [
-                        Sample(
+                        ServeSample(
                             kind=kind.name, side=side, timing=timing, cpu=used.shared(len(timings))
                         )
                         for timing in timings
@@ -144,7 +144,7 @@ def measure(plan: Plan, report: Callable[[str], None]) -> Results:
 
 
 def _sides(
-    plan: Plan, folder: Path, trace_dir: Path, report: Callable[[str], None]
+    plan: ServePlan, folder: Path, trace_dir: Path, report: Callable[[str], None]
 ) -> dict[str, servers.Server]:
     config = load_topology(plan.config, plan.platform, overrides=plan.settings)
     sides = {
@@ -179,7 +179,7 @@ def _sides(
     return sides
 
 
-def _next_round(plan: Plan, kind: Kind, seeds: Iterator[int]) -> Round:
+def _next_round(plan: ServePlan, kind: RequestKind, seeds: Iterator[int]) -> Round:
     return rounds(kind, concurrency=plan.concurrency, max_tokens=plan.max_tokens, seeds=seeds)
 
 

@@ -32,7 +32,7 @@ _TENSOR = TensorSpec(shape=(ITEM_TOKENS, WIDTH), dtype=DTYPE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Case:
+class StepCase:
     """The state of an engine.
 
     Attributes:
@@ -47,11 +47,11 @@ class Case:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sample:
+class StepSample:
     """One step.
 
     Attributes:
-        decoding: As in `Case`, like the next two.
+        decoding: As in `StepCase`, like the next two.
         items: As above.
         waiting: As above.
         step_s: The package's work in it, in seconds.
@@ -65,7 +65,9 @@ class Sample:
     asking_s: float
 
 
-def measure(cases: Sequence[Case], *, steps: int, report: Callable[[str], None]) -> list[Sample]:
+def measure(
+    cases: Sequence[StepCase], *, steps: int, report: Callable[[str], None]
+) -> list[StepSample]:
     """Measure so many steps of every case.
 
     Args:
@@ -85,11 +87,11 @@ def measure(cases: Sequence[Case], *, steps: int, report: Callable[[str], None])
     return samples
 
 
-def make_report(samples: Sequence[Sample], *, command: str, load_before: float) -> Report:
+def make_report(samples: Sequence[StepSample], *, command: str, load_before: float) -> Report:
     """Return the page of a measurement."""
-    groups: dict[Case, list[Sample]] = {}
+    groups: dict[StepCase, list[StepSample]] = {}
     for each in samples:
-        case = Case(decoding=each.decoding, items=each.items, waiting=each.waiting)
+        case = StepCase(decoding=each.decoding, items=each.items, waiting=each.waiting)
         groups.setdefault(case, []).append(each)
     summary = [
         {
@@ -183,7 +185,7 @@ class _Engine:
         receiver.may_schedule(request.request_id, request.num_computed_tokens)
         self.running.append(request)
 
-    def step(self, case: Case) -> Sample:
+    def step(self, case: StepCase) -> StepSample:
         """Do what a step makes the package do, and ask as many idle questions."""
         receiver, unsettled = self.receiver, self.receiver.cache.unsettled
 
@@ -209,7 +211,7 @@ class _Engine:
         for request in self.running:
             _yes(request, request.num_computed_tokens)
         asking_s = time.perf_counter() - begin_s
-        return Sample(**dataclasses.asdict(case), step_s=step_s, asking_s=asking_s)
+        return StepSample(**dataclasses.asdict(case), step_s=step_s, asking_s=asking_s)
 
 
 def _yes(request: _Request, num_computed_tokens: int) -> bool:
@@ -217,7 +219,7 @@ def _yes(request: _Request, num_computed_tokens: int) -> bool:
 
 
 @contextmanager
-def _engine(case: Case) -> Iterator[_Engine]:
+def _engine(case: StepCase) -> Iterator[_Engine]:
     config = InstanceConfig(
         instance="step",
         platform="cpu",

@@ -21,7 +21,7 @@ from typing import IO
 
 import msgspec
 
-from epd_portable.bench.commands import TOKEN_BYTES, VALUES, Answer, Command
+from epd_portable.bench.commands import TOKEN_BYTES, VALUES, Command, CommandDone
 from epd_portable.bench.servers import free_port
 from epd_portable.bench.traces import Handover, handovers, read_events
 from epd_portable.config.instance import InstanceConfig, PlatformName
@@ -39,7 +39,7 @@ _STDERR = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class TransferPlace:
     """Where the two ends are.
 
     Attributes:
@@ -69,7 +69,7 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Case:
+class TransferCase:
     """One combination.
 
     Attributes:
@@ -82,12 +82,12 @@ class Case:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sample:
+class TransferSample:
     """One measured transfer; times in seconds.
 
     Attributes:
-        path: As in `Case`.
-        nbytes: As in `Case`.
+        path: As in `TransferCase`.
+        nbytes: As in `TransferCase`.
         total_s: From the output to the placed tensor.
         grant_wait_s: See `Handover`, as are the next three, which add up to the total.
         write_s: As above.
@@ -107,26 +107,26 @@ class Sample:
     memcpy_s: float
 
 
-def find(platform: PlatformName) -> Place:
+def find(platform: PlatformName) -> TransferPlace:
     """Look where a platform's ends can be.
 
     Raises:
         PlatformUnavailableError: The platform cannot be used here; says why.
     """
     found = registry.get(platform)
-    return Place(
+    return TransferPlace(
         platform=platform, runtime=found.availability().reason, devices=found.device_count()
     )
 
 
 def measure(
-    cases: Sequence[Case],
-    place: Place,
+    cases: Sequence[TransferCase],
+    place: TransferPlace,
     *,
     repeat: int,
     encode_s: float,
     report: Callable[[str], None],
-) -> list[Sample]:
+) -> list[TransferSample]:
     """Measure every case ``repeat`` times, in turns, after unmeasured rounds.
 
     Args:
@@ -171,8 +171,8 @@ def measure(
     return [_sample(way, memcpy_s[way.transfer]) for way in measured]
 
 
-def _sample(way: Handover, memcpy_s: float) -> Sample:
-    return Sample(
+def _sample(way: Handover, memcpy_s: float) -> TransferSample:
+    return TransferSample(
         path=way.path,
         nbytes=way.nbytes,
         total_s=way.total_s,
@@ -211,7 +211,7 @@ class _Pair:
 
 @contextmanager
 def _pair(
-    path: str, place: Place, pool_bytes: int, trace_dir: Path, secret_file: str
+    path: str, place: TransferPlace, pool_bytes: int, trace_dir: Path, secret_file: str
 ) -> Iterator[_Pair]:
     control = f"tcp://127.0.0.1:{free_port()}"
     producer = InstanceConfig(
@@ -262,7 +262,7 @@ class _End:
         except BrokenPipeError as error:
             raise MeasurementError(f"{self.name} ended; its message is above") from error
 
-    def hear(self, timeout_s: float) -> Answer:
+    def hear(self, timeout_s: float) -> CommandDone:
         """Wait for the answer to one command.
 
         Raises:
@@ -273,7 +273,7 @@ class _End:
         line = self.answers.readline()
         if not line:
             raise MeasurementError(f"{self.name} ended; its message is above")
-        return msgspec.json.decode(line, type=Answer)
+        return msgspec.json.decode(line, type=CommandDone)
 
 
 @contextmanager

@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from epd_portable.bench.chart import Chart, Series
 from epd_portable.bench.report import Plain, Report, Table, conditions, format_bytes
 from epd_portable.bench.stats import paired_ratio, quantile, summarize
-from epd_portable.bench.transfer import Place, Sample
+from epd_portable.bench.transfer import TransferPlace, TransferSample
 
 _PARTS = ("grant_wait_s", "write_s", "notice_s", "place_s")
 
 
 def make_report(
-    samples: Sequence[Sample],
-    place: Place,
+    samples: Sequence[TransferSample],
+    place: TransferPlace,
     *,
     left_out: Mapping[str, str],
     command: str,
@@ -56,7 +56,7 @@ def make_report(
     )
 
 
-def make_chart(samples: Sequence[Sample]) -> Chart:
+def make_chart(samples: Sequence[TransferSample]) -> Chart:
     """Return median times by size, one line a path and one for memcpy."""
     groups = by_case(samples)
     sizes = sorted({nbytes for _, nbytes in groups})
@@ -80,17 +80,17 @@ def make_chart(samples: Sequence[Sample]) -> Chart:
     )
 
 
-def by_case(samples: Sequence[Sample]) -> dict[tuple[str, int], list[Sample]]:
+def by_case(samples: Sequence[TransferSample]) -> dict[tuple[str, int], list[TransferSample]]:
     """Return the samples of each path and size, paths in the order of measuring, sizes rising."""
     paths = list(dict.fromkeys(sample.path for sample in samples))
     order = sorted(samples, key=lambda sample: (paths.index(sample.path), sample.nbytes))
-    groups: dict[tuple[str, int], list[Sample]] = {}
+    groups: dict[tuple[str, int], list[TransferSample]] = {}
     for sample in order:
         groups.setdefault((sample.path, sample.nbytes), []).append(sample)
     return groups
 
 
-def _where(place: Place, left_out: Mapping[str, str]) -> str:
+def _where(place: TransferPlace, left_out: Mapping[str, str]) -> str:
     ends = "both ends on its cores"
     if place.is_device:
         ends = f"producer on device {place.producer}, consumer on device {place.consumer}"
@@ -101,7 +101,7 @@ def _where(place: Place, left_out: Mapping[str, str]) -> str:
     return f"{found} Not measured: {reasons}." if reasons else found
 
 
-def _on_devices(place: Place) -> tuple[str, ...]:
+def _on_devices(place: TransferPlace) -> tuple[str, ...]:
     if not place.is_device:
         return ()
     return (
@@ -111,7 +111,7 @@ def _on_devices(place: Place) -> tuple[str, ...]:
     )
 
 
-def _ratios(groups: dict[tuple[str, int], list[Sample]]) -> Table:
+def _ratios(groups: dict[tuple[str, int], list[TransferSample]]) -> Table:
     rows = []
     for (path, nbytes), group in groups.items():
         total = summarize([sample.total_s for sample in group])
@@ -136,7 +136,7 @@ def _ratios(groups: dict[tuple[str, int], list[Sample]]) -> Table:
     )
 
 
-def _parts(groups: dict[tuple[str, int], list[Sample]]) -> Table:
+def _parts(groups: dict[tuple[str, int], list[TransferSample]]) -> Table:
     rows = [
         (
             f"{path}, {format_bytes(nbytes)}",
@@ -151,7 +151,7 @@ def _parts(groups: dict[tuple[str, int], list[Sample]]) -> Table:
     )
 
 
-def _summary(path: str, nbytes: int, group: Sequence[Sample]) -> dict[str, Plain]:
+def _summary(path: str, nbytes: int, group: Sequence[TransferSample]) -> dict[str, Plain]:
     total = [sample.total_s for sample in group]
     ratio = paired_ratio(total, [sample.memcpy_s for sample in group])
     return {
@@ -164,5 +164,5 @@ def _summary(path: str, nbytes: int, group: Sequence[Sample]) -> dict[str, Plain
     }
 
 
-def _median_ms(group: Sequence[Sample], part: str) -> float:
+def _median_ms(group: Sequence[TransferSample], part: str) -> float:
     return quantile([getattr(sample, part) for sample in group], 0.5) * 1000

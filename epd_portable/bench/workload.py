@@ -16,7 +16,7 @@ BUSY_TOKENS_FACTOR = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Kind:
+class RequestKind:
     """One kind of request.
 
     Attributes:
@@ -32,22 +32,22 @@ class Kind:
     beside: int = 0
 
 
-def kinds(images: Sequence[int], sizes: Sequence[int]) -> list[Kind]:
+def kinds(images: Sequence[int], sizes: Sequence[int]) -> list[RequestKind]:
     """Return text, every combination of pictures, and text while the most pictures are encoded.
 
     Args:
         images: Numbers of pictures in a request, positive; may be empty.
         sizes: Sides in pixels.
     """
-    found = [Kind(name="text")]
+    found = [RequestKind(name="text")]
     for count in dict.fromkeys(images):
         for size in dict.fromkeys(sizes):
             noun = "picture" if count == 1 else "pictures"
-            found.append(Kind(name=f"{count} {noun}, {size} px", images=count, size=size))
+            found.append(RequestKind(name=f"{count} {noun}, {size} px", images=count, size=size))
     if images and sizes:
         most, largest = max(images), max(sizes)
         name = f"text beside {most} × {largest} px"
-        found.append(Kind(name=name, size=largest, beside=most))
+        found.append(RequestKind(name=name, size=largest, beside=most))
     return found
 
 
@@ -66,7 +66,7 @@ class Round:
     pictures: int
 
 
-def rounds(kind: Kind, *, concurrency: int, max_tokens: int, seeds: Iterator[int]) -> Round:
+def rounds(kind: RequestKind, *, concurrency: int, max_tokens: int, seeds: Iterator[int]) -> Round:
     """Return one round: ``concurrency`` requests that differ from all others.
 
     Args:

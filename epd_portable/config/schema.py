@@ -174,7 +174,7 @@ class Instances(_Section):
         return group
 
 
-class Transfer(_Section):
+class TransferSection(_Section):
     """How encoder outputs travel.
 
     Attributes:
@@ -199,7 +199,7 @@ class Transfer(_Section):
     trusted_network: bool = False
 
 
-class Router(_Section):
+class RouterSection(_Section):
     """The public HTTP address and its limits.
 
     Attributes:
@@ -275,15 +275,17 @@ class Topology(_Section):
     served_model_name: Annotated[str, Field(min_length=1)] | None = None
     secret_file: Annotated[str, Field(min_length=1)] | None = None
     instances: Instances = Instances()
-    transfer: Annotated[Transfer, Field(validate_default=True)] = Transfer()
-    router: Router = Router()
+    transfer: Annotated[TransferSection, Field(validate_default=True)] = TransferSection()
+    router: RouterSection = RouterSection()
     launch: Launch = Launch()
     engine_args: EngineArgs = Field(default_factory=dict)
     env: Environment = Field(default_factory=dict)
 
     @field_validator("transfer")
     @classmethod
-    def _media_go_where_an_encoder_is(cls, transfer: Transfer, info: ValidationInfo) -> Transfer:
+    def _media_go_where_an_encoder_is(
+        cls, transfer: TransferSection, info: ValidationInfo
+    ) -> TransferSection:
         instances: Instances | None = info.data.get("instances")
         if instances is None or instances.prefill_decode.encoder or transfer.media == "metadata":
             return transfer

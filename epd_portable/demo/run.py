@@ -37,7 +37,7 @@ _ROOM_BYTES = 6 << 30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
+class Completion:
     """One chat completion.
 
     Attributes:
@@ -55,7 +55,7 @@ class Answer:
     latency_s: float
 
 
-def ask(url: str, picture: Picture, question: str) -> Answer:
+def ask(url: str, picture: Picture, question: str) -> Completion:
     """Ask one question about one picture.
 
     Raises:
@@ -81,7 +81,7 @@ def ask(url: str, picture: Picture, question: str) -> Answer:
     answer = response.json()
     choice = answer["choices"][0]
     steps = choice["logprobs"]["content"]
-    return Answer(
+    return Completion(
         text=choice["message"]["content"],
         tokens=tuple(step["token"] for step in steps),
         logprobs=tuple(step["logprob"] for step in steps),
@@ -90,7 +90,7 @@ def ask(url: str, picture: Picture, question: str) -> Answer:
     )
 
 
-def difference(split: Answer, reference: Answer) -> str:
+def difference(split: Completion, reference: Completion) -> str:
     """Return what differs between two answers, or nothing."""
     if split.tokens != reference.tokens:
         return f"tokens differ: {split.text!r} split, {reference.text!r} in one process"
@@ -167,7 +167,7 @@ def _show(options: argparse.Namespace, picture: Picture, question: str, folder: 
         return _compare(split, ask(started.result().url, picture, question))
 
 
-def _report(picture: Picture, question: str, split: Answer) -> None:
+def _report(picture: Picture, question: str, split: Completion) -> None:
     item = split.items[0] if split.items else {}
     _say("")
     _say(f"picture:       {picture.scene.answer(QuestionKind.DESCRIBE)}")
@@ -183,7 +183,7 @@ def _report(picture: Picture, question: str, split: Answer) -> None:
     _say("")
 
 
-def _compare(split: Answer, reference: Answer) -> int:
+def _compare(split: Completion, reference: Completion) -> int:
     _say(f"in one process {reference.text}")
     item = split.items[0] if split.items else {}
     problem = difference(split, reference)

@@ -21,7 +21,7 @@ SCORED_KINDS = (QuestionKind.DESCRIBE, QuestionKind.COUNT)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
+class GradedAnswer:
     """One question that was put to the endpoint."""
 
     seed: int
@@ -39,7 +39,7 @@ class Answer:
 class Score:
     """All answers of one evaluation."""
 
-    answers: tuple[Answer, ...]
+    answers: tuple[GradedAnswer, ...]
 
     @property
     def exact_match(self) -> float:
@@ -53,7 +53,7 @@ class Score:
         return {kind: _share([a for a in self.answers if a.kind is kind]) for kind in kinds}
 
     @property
-    def wrong(self) -> list[Answer]:
+    def wrong(self) -> list[GradedAnswer]:
         """The answers that are not exactly right."""
         return [answer for answer in self.answers if not answer.right]
 
@@ -107,7 +107,7 @@ def evaluate(
             return Score(answers=tuple(answers))
 
 
-def _ask(client: httpx.Client, model: str, picture: Picture, kind: QuestionKind) -> Answer:
+def _ask(client: httpx.Client, model: str, picture: Picture, kind: QuestionKind) -> GradedAnswer:
     content = [
         {"type": "image_url", "image_url": {"url": picture.data_url()}},
         {"type": "text", "text": QUESTIONS[kind]},
@@ -123,7 +123,7 @@ def _ask(client: httpx.Client, model: str, picture: Picture, kind: QuestionKind)
             "max_tokens": 32,
         },
     )
-    return Answer(
+    return GradedAnswer(
         seed=picture.seed,
         kind=kind,
         expected=picture.scene.answer(kind),
@@ -152,7 +152,7 @@ def _call(client: httpx.Client, method: str, path: str, body: object = None) -> 
     return reply
 
 
-def _share(answers: Sequence[Answer]) -> float:
+def _share(answers: Sequence[GradedAnswer]) -> float:
     return sum(answer.right for answer in answers) / len(answers)
 
 

@@ -36,7 +36,7 @@ DTYPES: tuple[torch.dtype, ...] = (
 )
 
 
-class Kind(IntEnum):
+class WordKind(IntEnum):
     """First number of a control word."""
 
     SEND = 1
@@ -147,8 +147,8 @@ class HandshakeGroup(CollectiveGroup):
         self._check_peer(dst)
         with self._call(timeout_s) as deadline:
             self._put(offer, dst, deadline)
-            answer = self._expect((Kind.ACCEPT, Kind.REFUSE), dst, deadline)
-            if answer[0] == Kind.REFUSE:
+            answer = self._expect((WordKind.ACCEPT, WordKind.REFUSE), dst, deadline)
+            if answer[0] == WordKind.REFUSE:
                 raise _mismatch(f"rank {dst} expects", answer, "this rank sends", offer)
             self._move_out(tensor, dst, deadline)
 
@@ -157,8 +157,8 @@ class HandshakeGroup(CollectiveGroup):
         wanted = self._describe(tensor)
         self._check_peer(src)
         with self._call(timeout_s) as deadline:
-            offer = self._expect((Kind.SEND,), src, deadline)
-            answer = Kind.ACCEPT if offer == wanted else Kind.REFUSE
+            offer = self._expect((WordKind.SEND,), src, deadline)
+            answer = WordKind.ACCEPT if offer == wanted else WordKind.REFUSE
             self._put([int(answer), *wanted[1:]], src, deadline)
             if offer != wanted:
                 raise _mismatch(f"rank {src} sends", offer, "this rank expects", wanted)
@@ -168,7 +168,7 @@ class HandshakeGroup(CollectiveGroup):
         """See :meth:`CollectiveGroup.close`."""
         self._close("close() was called")
 
-    def _expect(self, kinds: Sequence[Kind], src: int, deadline: Deadline) -> list[int]:
+    def _expect(self, kinds: Sequence[WordKind], src: int, deadline: Deadline) -> list[int]:
         word = self._get(src, deadline)
         if word[0] not in kinds:
             wanted = " or ".join(kind.name.lower() for kind in kinds)
@@ -200,7 +200,13 @@ class HandshakeGroup(CollectiveGroup):
             known = ", ".join(_dtype(index) for index in range(len(DTYPES)))
             raise ValueError(f"dtype {tensor.dtype} cannot be moved; view it as one of {known}")
         padding = [0] * (MAX_DIMS - tensor.dim())
-        return [int(Kind.SEND), DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape, *padding]
+        return [
+            int(WordKind.SEND),
+            DTYPES.index(tensor.dtype),
+            tensor.dim(),
+            *tensor.shape,
+            *padding,
+        ]
 
     @contextmanager
     def _call(self, timeout_s: float) -> Iterator[Deadline]:
@@ -234,7 +240,7 @@ def _mismatch(theirs: str, their_word: list[int], ours: str, our_word: list[int]
 
 
 def _kind(number: int) -> str:
-    return Kind(number).name.lower() if number in list(Kind) else f"word {number}"
+    return WordKind(number).name.lower() if number in list(WordKind) else f"word {number}"
 
 
 def _dtype(index: int) -> str:

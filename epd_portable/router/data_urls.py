@@ -21,7 +21,7 @@ FRAMES = "video/jpeg"
 _BASE64 = re.compile(rb"[A-Za-z0-9+/]*={0,2}")
 
 
-class Kind(msgspec.Struct, frozen=True, kw_only=True):
+class MediaKind(msgspec.Struct, frozen=True, kw_only=True):
     """What may stand in an item's data URL.
 
     Attributes:
@@ -35,13 +35,13 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
     example: str
 
 
-IMAGE = Kind(modality="image", families=frozenset({"image"}), example="image/png")
-VIDEO = Kind(modality="video", families=frozenset({"video"}), example="video/mp4")
+IMAGE = MediaKind(modality="image", families=frozenset({"image"}), example="image/png")
+VIDEO = MediaKind(modality="video", families=frozenset({"video"}), example="video/mp4")
 # Of a video, the sound track is taken.
-AUDIO = Kind(modality="audio", families=frozenset({"audio", "video"}), example="audio/wav")
+AUDIO = MediaKind(modality="audio", families=frozenset({"audio", "video"}), example="audio/wav")
 
 
-def split_data_url(url: Bytes, kind: Kind, where: str) -> tuple[str, Bytes]:
+def split_data_url(url: Bytes, kind: MediaKind, where: str) -> tuple[str, Bytes]:
     """Return media type and base64 text of an item's data URL.
 
     Args:

@@ -23,14 +23,14 @@ from epd_portable.router.data_urls import (
     IMAGE,
     VIDEO,
     Bytes,
-    Kind,
+    MediaKind,
     Modality,
     check_base64,
     split_data_url,
 )
 
 INPUT_AUDIO = "input_audio"
-KINDS: Mapping[str, Kind] = {
+KINDS: Mapping[str, MediaKind] = {
     "image_url": IMAGE,
     "video_url": VIDEO,
     "audio_url": AUDIO,
@@ -185,7 +185,7 @@ def _media_field(part: Part, kind: str | None, where: str) -> str | None:
     return present[0] if present else expected
 
 
-def _url(raw: msgspec.Raw | None, kind: Kind, where: str) -> Bytes:
+def _url(raw: msgspec.Raw | None, kind: MediaKind, where: str) -> Bytes:
     if raw is not None and _opens(raw, b"{"):
         raw = _fields(raw, where).get("url")
         where = f"{where}.url"

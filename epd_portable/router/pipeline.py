@@ -16,7 +16,7 @@ from epd_portable.router.metrics import Metrics
 from epd_portable.router.pool import Instance, Pool
 from epd_portable.router.replies import Reply, refusal, unavailable
 from epd_portable.router.requests import Call
-from epd_portable.router.sending import Sender
+from epd_portable.router.sending import RequestSender
 from epd_portable.router.settings import RouterSettings
 from epd_portable.router.transfers import expected_transfer, new_transfer
 from epd_portable.wire.params import (
@@ -62,7 +62,7 @@ class Pipeline:
         self._control = control
         self._metrics = metrics
         self._deliverer = Deliverer(settings, pool, control, metrics)
-        self._sender = Sender(metrics)
+        self._sender = RequestSender(metrics)
         self._late: set[asyncio.Task[None]] = set()
         self._without_metadata: set[str] = set()
 

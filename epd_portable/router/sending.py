@@ -37,7 +37,7 @@ class _ErrorEvent(msgspec.Struct):
     error: _EngineError
 
 
-class Sender:
+class RequestSender:
     """Sends requests to PD instances."""
 
     def __init__(self, metrics: Metrics) -> None:

@@ -192,6 +192,16 @@ def test_no_module_is_longer_than_a_reader_can_hold() -> None:
     assert not too_long, f"split what has more than {MAX_LINES} lines"
 
 
+def test_no_two_public_classes_share_a_name() -> None:
+    places: dict[str, list[str]] = {}
+    for module in modules():
+        for node in ast.parse(module.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(str(module.relative_to(PACKAGE)))
+    assert len(places) > 200, "the guard does not see the package's classes"
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
 def tracked_files() -> list[Path]:
     listed = subprocess.run(
         ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True

@@ -94,7 +94,7 @@ class CollectiveReceiver(PathReceiver):
         return self._address
 
     def close(self) -> None:
-        """See `PathReceiver.close`; a producer that has stopped in mid-item is not waited for long."""
+        """See `PathReceiver.close`; a producer that stopped in mid-item is not waited for long."""
         self._stop.set()
         self._thread.join()
         self._meeting_point.close()  # Ends the wait for a producer that stopped while it joined.

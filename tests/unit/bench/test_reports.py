@@ -11,17 +11,16 @@ from epd_portable.bench import chart, console, report, serve_report, transfer_re
 from epd_portable.bench.client import Timing
 from epd_portable.bench.cpu_time import CpuTime
 from epd_portable.bench.provenance import Provenance
-from epd_portable.bench.serve import CONCURRENT, ONE_PROCESS, SPLIT, Results
-from epd_portable.bench.serve import Sample as ServeSample
+from epd_portable.bench.serve import CONCURRENT, ONE_PROCESS, SPLIT, Results, ServeSample
 from epd_portable.bench.traces import Handover
-from epd_portable.bench.transfer import Place, Sample
+from epd_portable.bench.transfer import TransferPlace, TransferSample
 from epd_portable.errors import MeasurementError
 
 COMMAND = "epd-bench transfer --repeat 2"
 
 
-def transfer_sample(path: str, nbytes: int, scale: float = 1.0) -> Sample:
-    return Sample(
+def transfer_sample(path: str, nbytes: int, scale: float = 1.0) -> TransferSample:
+    return TransferSample(
         path=path,
         nbytes=nbytes,
         total_s=0.010 * scale,
@@ -41,10 +40,10 @@ TRANSFERS = [
 ]
 
 
-CPU = Place(platform="cpu", runtime="torch 1", devices=1)
+CPU = TransferPlace(platform="cpu", runtime="torch 1", devices=1)
 
 
-def transfer_page(place: Place = CPU, **left_out: str) -> report.Report:
+def transfer_page(place: TransferPlace = CPU, **left_out: str) -> report.Report:
     return transfer_report.make_report(
         TRANSFERS, place, left_out=left_out, command=COMMAND, encode_s=0.01, load_before=0.25
     )
@@ -111,7 +110,7 @@ def test_transfers_are_shown_by_path_and_rising_size_with_the_ratio_first() -> N
 def test_a_page_says_what_it_ran_on_and_that_copies_of_devices_were_waited_for(
     devices: int, words: str
 ) -> None:
-    place = Place(platform="npu", runtime="torch_npu 2.13.0", devices=devices)
+    place = TransferPlace(platform="npu", runtime="torch_npu 2.13.0", devices=devices)
     page = report.to_markdown(transfer_page(place))
     assert f"Platform npu (torch_npu 2.13.0): {words}." in page
     assert "is complete, not only queued" in page

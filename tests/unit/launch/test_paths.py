@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typing
 
-from epd_portable.config.schema import Transfer
+from epd_portable.config.schema import TransferSection
 from epd_portable.connector import registry
 from epd_portable.launch.fit import DEVICE_POOL_PATHS
 from epd_portable.launch.seats import DEVICE_MEMORY_PATHS
@@ -19,7 +19,7 @@ def names(**capabilities: bool) -> set[str]:
 
 
 def test_every_path_can_be_asked_for_and_nothing_else() -> None:
-    allowed = typing.get_args(Transfer.model_fields["path"].annotation)
+    allowed = typing.get_args(TransferSection.model_fields["path"].annotation)
     assert set(allowed) == {registry.AUTO, *names()}
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epd_portable.errors import RequestError
-from epd_portable.router.data_urls import AUDIO, IMAGE, VIDEO, Kind, split_data_url
+from epd_portable.router.data_urls import AUDIO, IMAGE, VIDEO, MediaKind, split_data_url
 from epd_portable.router.media import Conversation, content_key, read_conversation
 
 RED = "data:image/png;base64," + base64.b64encode(b"red picture!").decode()
@@ -221,7 +221,7 @@ def test_a_bad_item_is_refused_with_place_and_remedy(
         (FILM, AUDIO, "video/mp4"),
     ],
 )
-def test_good_data_urls_pass(url: str, kind: Kind, expected: str) -> None:
+def test_good_data_urls_pass(url: str, kind: MediaKind, expected: str) -> None:
     media_type, data = split_data_url(url.encode(), kind, "here")
     assert media_type == expected
     assert base64.b64decode(data, validate=True)
