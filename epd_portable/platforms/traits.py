@@ -111,4 +111,4 @@ _CPU = PlatformTraits(
 TRAITS: Mapping[str, PlatformTraits] = MappingProxyType(
     {traits.name: traits for traits in (_CUDA, _NPU, _CPU)}
 )
-"""Every platform by name, the best first: the order in which detection tries them."""
+"""Every platform by name, the best first."""

@@ -1,8 +1,8 @@
-"""Encode worker: a thread that announces items, writes them into granted slots and hears acks.
+"""Encode worker: announces items, writes them into granted slots and hears acks.
 
-That thread holds the control sockets. What is a short copy in host memory it writes itself, and
-says *written* in the same turn; whatever may wait for a device or a peer is written by a thread of
-a pool, which hands the end of it back.
+A thread does that in turns, and the model runner's takes one when it has put out an item. What is a
+short copy in host memory is written in such a turn, and *written* said; whatever may wait for a
+device or a peer is written by a thread of a pool, which hands the end of it back.
 """
 
 from __future__ import annotations
