@@ -58,7 +58,7 @@ def _scheduler_class(asynchronous: bool) -> type:
                 )
             self.encoder_cache_manager = self.ec_connector.attach(
                 self.encoder_cache_manager.cache_size,
-                # What a drafter reads ahead (0.31 on; before, only EAGLE did, one token).
+                # What a drafter reads ahead (0.30 on; before, only EAGLE did, one token).
                 lookahead=getattr(self, "num_prefill_lookahead", int(self.use_eagle)),
             )
 
