@@ -253,6 +253,24 @@ def metadata_resolver(vllm_config: VllmConfig) -> Any:
     return utils.PlaceholderMetadataResolver(vllm_config.model_config)
 
 
+def metadata_fields(vllm_config: VllmConfig, resolver: Any) -> dict[str, set[str]]:
+    """Return the metadata fields of every modality that the model takes.
+
+    The first call in a process may load the model's processor, which takes a second and more.
+
+    Args:
+        vllm_config: Of the engine.
+        resolver: From `metadata_resolver`; from now on it builds nothing for these modalities.
+    """
+    model = vllm_config.model_config
+    if resolver is None or not model.is_multimodal_model:
+        return {}
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+
+    modalities = MULTIMODAL_REGISTRY.create_processor(model).info.supported_mm_limits
+    return {modality: resolver.fields_for(modality) for modality in modalities}
+
+
 def item_metadata(feature: Any, resolver: Any) -> dict[str, list[Any]]:
     """Return the metadata fields that the engine holds of one item, as JSON values.
 

@@ -26,12 +26,16 @@ class ItemMetadata:
     An item that the engine's front end has in a cache may arrive without data; what was seen of
     it earlier is remembered, the latest `MAX_REMEMBERED` items.
 
+    Made before the engine is ready: what is asked about the model is asked here, and no item of a
+    request ever waits for it.
+
     Args:
         vllm_config: Of the engine.
     """
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         self._resolver = compat.metadata_resolver(vllm_config)
+        self._declared = compat.metadata_fields(vllm_config, self._resolver)
         self._known: OrderedDict[str, dict[str, list[Any]]] = OrderedDict()
 
     def of(self, feature: Any) -> dict[str, list[Any]] | None:
@@ -70,7 +74,7 @@ class ItemMetadata:
         return not keys or not keys <= self._fields(feature.modality)
 
     def _fields(self, modality: str) -> set[str]:
-        return set() if self._resolver is None else self._resolver.fields_for(modality)
+        return self._declared.get(modality, set())
 
 
 def _position_fields(data: Any) -> set[str]:

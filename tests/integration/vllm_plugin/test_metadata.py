@@ -13,14 +13,18 @@ from epd_portable.demo import MODEL_DIR
 pytestmark = pytest.mark.needs_vllm
 
 
-@pytest.fixture(scope="module")
-def metadata() -> Any:
+def make_metadata() -> Any:
     from vllm.config import ModelConfig
 
     from epd_portable.vllm_plugin.metadata import ItemMetadata
 
     config = ModelConfig(model=str(MODEL_DIR), dtype="float32", max_model_len=256)
     return ItemMetadata(SimpleNamespace(model_config=config))  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def metadata() -> Any:
+    return make_metadata()
 
 
 def feature(name: str = "cat", modality: str = "image", **fields: Any) -> Any:
@@ -83,6 +87,25 @@ def test_no_more_items_are_remembered_than_allowed(
         metadata.of(feature(name, pixel_values=PIXELS, image_grid_thw=GRID))
     assert metadata.of(feature("emu")) is None
     assert metadata.of(feature("gnu")) == {"image_grid_thw": [1, 4, 4]}
+
+
+def test_the_model_is_asked_at_the_start_and_never_while_items_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+
+    metadata = make_metadata()
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a processor was built for an item")
+
+    monkeypatch.setattr(MULTIMODAL_REGISTRY, "create_processor", refuse)
+    picture = feature(pixel_values=PIXELS, image_grid_thw=GRID)
+    video = feature("clip", "video", pixel_values_videos=PIXELS, video_grid_thw=GRID)
+    song = feature("song", "audio", pixel_values=PIXELS)
+    described = [metadata.of(each) for each in (picture, video, song)]
+    assert described == [{"image_grid_thw": [1, 4, 4]}, {"video_grid_thw": [1, 4, 4]}, {}]
+    assert all(metadata.has_media(each) for each in (picture, video, song))
 
 
 def test_a_video_placed_by_more_than_what_is_declared_cannot_be_described(metadata: Any) -> None:
