@@ -78,7 +78,8 @@ class Receiver:
         self._lookahead = lookahead
         self._clock = clock
         self._requests: dict[str, RequestRecord] = {}
-        self._arrivals: deque[RequestRecord] = deque()
+        self._arrivals: deque[tuple[float, str]] = deque()
+        """Deadlines of requests, and whose they are; those that have ended go in time."""
         self._numbers = itertools.count()
         self._unavailable: set[str] = set()
         self._sleepers: list[RequestRecord] = []
@@ -131,7 +132,7 @@ class Receiver:
             bare=bare_items(items, transfers, can_encode=self._config.can_encode),
         )
         self._requests[request.request_id] = record
-        self._arrivals.append(record)
+        self._note_arrival(record)
         self.cache.enter(record)
         if not self._refuse_crowd(record):
             for prompt_item in items:
@@ -500,11 +501,19 @@ class Receiver:
         if not item.transfers:
             self.cache.lost_transfer(item, reason)
 
+    def _note_arrival(self, record: RequestRecord) -> None:
+        if len(self._arrivals) > 4 * len(self._requests) + 64:
+            self._arrivals = deque(each for each in self._arrivals if each[1] in self._requests)
+        deadline_s = record.arrived_s + self._config.wait_timeout_s
+        self._arrivals.append((deadline_s, record.request_id))
+
     def _expire(self, now: float) -> None:
         """Give up items that a request awaits beyond its own deadline, by transfers of others."""
         wait_s = self._config.wait_timeout_s
-        while self._arrivals and now >= self._arrivals[0].arrived_s + wait_s:
-            record = self._arrivals.popleft()
+        while self._arrivals and now >= self._arrivals[0][0]:
+            record = self._requests.get(self._arrivals.popleft()[1])
+            if record is None or now < record.arrived_s + wait_s:
+                continue  # It has ended; another of that name has a deadline of its own.
             for claim in list(record.claims.values()):
                 item = claim.item
                 if not item.transfers or item.is_here or item.state is State.LOCAL:
