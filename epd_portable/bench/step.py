@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from epd_portable.bench.commands import DTYPE, WIDTH
 from epd_portable.bench.report import Report, Table, conditions
+from epd_portable.bench.scratch import scratch_folder
 from epd_portable.bench.servers import free_port
 from epd_portable.bench.stats import quantile
 from epd_portable.config.instance import InstanceConfig
@@ -81,7 +82,7 @@ def measure(
             f"{case.decoding} requests decode, {case.items} items each; {case.waiting} wait: "
             f"{steps} steps"
         )
-        with _engine(case) as engine:
+        with scratch_folder() as (_, secret_file), _engine(case, secret_file) as engine:
             taken = [engine.step(case) for _ in range(_WARM_UP + steps)]
         samples += taken[_WARM_UP:]
     return samples
@@ -219,7 +220,7 @@ def _yes(request: _Request, num_computed_tokens: int) -> bool:
 
 
 @contextmanager
-def _engine(case: StepCase) -> Iterator[_Engine]:
+def _engine(case: StepCase, secret_file: str) -> Iterator[_Engine]:
     config = InstanceConfig(
         instance="step",
         platform="cpu",
@@ -229,6 +230,7 @@ def _engine(case: StepCase) -> Iterator[_Engine]:
         pool=f"epd-bench-{os.getpid()}-step",
         pool_bytes=64 * _TENSOR.nbytes,
         can_encode=True,
+        secret_file=secret_file,
     )
     receiver = Receiver(
         config,

@@ -11,7 +11,6 @@ import os
 import select
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,10 +21,10 @@ from typing import IO
 import msgspec
 
 from epd_portable.bench.commands import TOKEN_BYTES, VALUES, Command, CommandDone
+from epd_portable.bench.scratch import scratch_folder
 from epd_portable.bench.servers import free_port
 from epd_portable.bench.traces import Handover, handovers, read_events
 from epd_portable.config.instance import InstanceConfig, PlatformName
-from epd_portable.config.secret import make_secret_file
 from epd_portable.errors import MeasurementError
 from epd_portable.platforms import registry
 from epd_portable.platforms.traits import TRAITS
@@ -140,14 +139,12 @@ def measure(
     Raises:
         MeasurementError: An end failed, or a transfer took another path than asked for.
     """
-    with tempfile.TemporaryDirectory(prefix="epd-bench-") as folder, ExitStack() as stack:
+    with scratch_folder() as (folder, secret_file), ExitStack() as stack:
         report("starting a producer and a consumer for each path")
         paths = dict.fromkeys(case.path for case in cases)
         room = 2 * max(case.nbytes for case in cases)
-        secret_file = str(Path(folder, "secret"))
-        make_secret_file(secret_file)
         pairs = {
-            path: stack.enter_context(_pair(path, place, room, Path(folder), secret_file))
+            path: stack.enter_context(_pair(path, place, room, folder, secret_file))
             for path in paths
         }
         memcpy_s: dict[str, float] = {}
@@ -161,7 +158,7 @@ def measure(
             what = f"round {turn + 1} of {repeat}" if turn >= 0 else "warm-up"
             report(f"{what}: {len(cases)} transfers in {time.monotonic() - begin_s:.1f} s")
         end = "item.complete" if place.is_device else "item.placed"
-        ways = handovers(read_events(Path(folder)), end=end)
+        ways = handovers(read_events(folder), end=end)
     measured = [way for way in ways if way.transfer.startswith("item-")]
     if len(measured) != len(cases) * repeat:
         raise MeasurementError(

@@ -21,9 +21,10 @@ def test_help_shows_commands_that_can_be_copied() -> None:
     assert code == 0
     assert "epd-bench serve --config configs/1e1pd.yaml --platform cpu" in text
     assert "epd-bench transfer --path shm" in text
+    assert "epd-bench step --decoding 256 --items 32 --waiting 1000" in text
 
 
-@pytest.mark.parametrize("command", ["serve", "transfer"])
+@pytest.mark.parametrize("command", ["serve", "transfer", "step"])
 def test_the_help_of_a_command_tells_its_exit_statuses_and_defaults(command: str) -> None:
     code, text = run(command, "--help")
     assert code == 0
@@ -44,6 +45,10 @@ def test_the_help_of_a_command_tells_its_exit_statuses_and_defaults(command: str
         ([*SERVE, "x.yaml", "--size", "112,7"], "7 pixels: expected 28 to 4096"),
         ([*SERVE, "x.yaml", "--baseline", "hope"], "'hope' is not one of"),
         (["serve", "--platform", "cpu"], "Missing option '--config'"),
+        (["step", "--decoding", "0"], "0 is not in the range"),
+        (["step", "--items", "65"], "65 is not in the range"),
+        (["step", "--waiting", "-1"], "-1 is not in the range"),
+        (["step", "--steps", "9"], "9 is not in the range"),
     ],
 )
 def test_a_wrong_argument_ends_with_status_2_and_a_message_that_names_it(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from epd_portable.bench import chart, console, report, serve_report, transfer_report
+from epd_portable.bench import chart, console, report, serve_report, step, transfer_report
 from epd_portable.bench.client import Timing
 from epd_portable.bench.cpu_time import CpuTime
 from epd_portable.bench.provenance import Provenance
@@ -47,6 +47,20 @@ def transfer_page(place: TransferPlace = CPU, **left_out: str) -> report.Report:
     return transfer_report.make_report(
         TRANSFERS, place, left_out=left_out, command=COMMAND, encode_s=0.01, load_before=0.25
     )
+
+
+def step_sample(waiting: int, step_s: float) -> step.StepSample:
+    return step.StepSample(decoding=256, items=32, waiting=waiting, step_s=step_s, asking_s=10e-6)
+
+
+STEPS = [
+    *(step_sample(0, step_s) for step_s in (20e-6, 30e-6, 40e-6)),
+    *(step_sample(1000, step_s) for step_s in (40e-6, 50e-6, 90e-6)),
+]
+
+
+def step_page() -> report.Report:
+    return step.make_report(STEPS, command="epd-bench step", load_before=0.25)
 
 
 def timing(scale: float) -> Timing:
@@ -133,6 +147,24 @@ def test_json_holds_every_sample_and_the_summary() -> None:
     assert data["conditions"]["versions"]["epd-portable"]
 
 
+def test_steps_are_shown_by_case_with_the_ratio_to_asking_alone_first() -> None:
+    (table,) = step_page().tables
+    assert table.columns[:3] == ("decoding × items", "waiting", "ratio")
+    assert table.rows == (
+        ("256 × 32", "0", "3.00", "30.0", "38.0", "10.0"),
+        ("256 × 32", "1000", "5.00", "50.0", "82.0", "10.0"),
+    )
+
+
+def test_json_holds_every_step_and_the_figures_of_each_case() -> None:
+    data = json.loads(report.to_json(step_page()))
+    assert [each["step_s"] for each in data["samples"]] == [each.step_s for each in STEPS]
+    assert [(row["waiting"], row["step_s"]) for row in data["summary"]] == [
+        (0, 3e-05),
+        (1000, 5e-05),
+    ]
+
+
 def test_serving_shows_ratios_first_and_the_times_beside_them() -> None:
     page = serve_report.make_report(results(SPLIT, ONE_PROCESS), command="c", load_before=0.0)
     first = page.tables[0]
@@ -162,6 +194,7 @@ def test_cpu_time_is_shown_per_request_beside_that_of_the_peer() -> None:
 def test_every_row_of_every_table_has_a_cell_for_each_column() -> None:
     pages = [
         transfer_page(),
+        step_page(),
         serve_report.make_report(results(SPLIT, ONE_PROCESS), command="c", load_before=0.0),
     ]
     for table in (table for page in pages for table in page.tables):
