@@ -199,9 +199,10 @@ class _Engine:
         begin_s = time.perf_counter()
         with receiver.lock:
             receiver.before_step()
-            receiver.take_woken()
             for request in self.running:
                 may_schedule(request, request.num_computed_tokens)
+            for request_id in receiver.take_woken():
+                receiver.may_schedule(request_id, 0, running=False)
             receiver.take_sleepers()
             receiver.take_orders(receiver.cache.get_freed_mm_hashes(), computes=True)
         with receiver.lock:
