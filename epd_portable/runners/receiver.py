@@ -15,6 +15,7 @@ from epd_portable.connector.consumer import ConsumerSession, FailureCause, Trans
 from epd_portable.connector.endpoint import ConsumerEndpoint
 from epd_portable.connector.pool import ReceivePool
 from epd_portable.connector.transport import LeaseFence
+from epd_portable.errors import TransportError
 from epd_portable.log import trace
 from epd_portable.runners.orders import OrderBook
 from epd_portable.runners.placer import Placement, WorkerOrders
@@ -104,6 +105,7 @@ class Receiver:
         self._orders = OrderBook(self._pool, self.cache, copies=copies)
         self.lock = threading.RLock()
         self._closing = False
+        self._death: BaseException | None = None
         self._listener: threading.Thread | None = None
 
     # -- requests --------------------------------------------------------------------------------
@@ -239,7 +241,17 @@ class Receiver:
     # -- steps -----------------------------------------------------------------------------------
 
     def before_step(self) -> None:
-        """A step is about to be scheduled: hand out the room that came back since."""
+        """A step is about to be scheduled: hand out the room that came back since.
+
+        Raises:
+            TransportError: The receiver's thread has ended: nothing comes to this instance any
+                more. It ends the engine, which would seem well otherwise.
+        """
+        if self._death is not None:
+            raise TransportError(
+                f"the thread epd-receiver ended with {self._death!r}, and no item comes to "
+                f"{self._config.instance}; restart it"
+            ) from self._death
         self._advance()
         self._metrics.room(self._pool, self.cache)
 
@@ -284,11 +296,16 @@ class Receiver:
         self._endpoint.close()
 
     def _listen(self) -> None:
-        while not self._closing:
-            self._endpoint.wait(_LOOK_EVERY_S)
-            with self.lock:
-                if not self._closing:
-                    self.take_in()
+        try:
+            while not self._closing:
+                self._endpoint.wait(_LOOK_EVERY_S)
+                with self.lock:
+                    if not self._closing:
+                        self.take_in()
+        except BaseException as error:
+            self._death = error
+            logger.critical("the thread epd-receiver ends: no item comes here any more")
+            raise
 
     def _send(self, identity: bytes, message: AnyMessage) -> None:
         self._endpoint.send(identity, message)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
 
 from epd_portable.connector.consumer import LEASE_MARGIN_S
+from epd_portable.errors import TransportError
 from epd_portable.wire.messages import Nack, NackCode
 from tests.unit.runners.harness import (
     CAT,
@@ -272,3 +274,22 @@ def test_another_request_still_gets_the_item_after_one_was_cancelled_when_it_was
     pair.settle()
     assert sources(pair.pd, "s") == {"cat": "transfer"}
     assert_everything_is_back(pair.pd)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_engine_whose_receiver_has_died_ends(caplog: pytest.LogCaptureFixture) -> None:
+    """It would answer on, encode everything itself, and nobody would know."""
+    pd = PrefillSide()
+    broken = threading.Event()
+
+    def wait(timeout_s: float) -> None:
+        broken.set()
+        raise OSError("no such thing as a socket")
+
+    pd.mailbox.wait = wait  # type: ignore[attr-defined]
+    pd.receiver.listen()
+    assert broken.wait(10)
+    pd.receiver._listener.join(10)  # type: ignore[union-attr]
+    with pytest.raises(TransportError, match="epd-receiver ended with OSError"):
+        pd.receiver.before_step()
+    assert "no item comes here any more" in caplog.text
