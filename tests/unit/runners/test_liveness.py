@@ -205,3 +205,18 @@ def test_who_has_room_and_waits_for_a_seat_does_not_keep_it_from_who_has_the_sea
     bench.encode.session.output_ready("q")
     assert set(bench.run()) == {"first", "second"}
     bench.assert_settled()
+
+
+def test_the_first_in_the_order_begins_once_nobody_else_has_room_and_no_seat() -> None:
+    """Nothing about its own items changes then: it is woken for being the first."""
+    bench = Bench(PrefillSide(cache_tokens=4), seats=2)
+    awaited = moved("x", 1)
+    bench.engine.add("r", awaited, lead=0)
+    bench.encode.submit(awaited, ready=False)
+    bench.engine.add("s", local("y", 2), local("z", 3), lead=0)
+    for _ in range(3):
+        bench.round()
+    assert set(bench.engine.asleep) == {"r", "s"}
+    bench.encode.session.output_ready("x")
+    assert bench.run() == ["r", "s"]
+    bench.assert_settled()
