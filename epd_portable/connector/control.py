@@ -235,6 +235,8 @@ class ControlClients:
         self._session = session
         self._keys = keys
         self._context = zmq.Context()
+        # With the first socket ZMQ makes threads of its own, which run where their maker does.
+        self._context.socket(zmq.DEALER).close()
         self._alarm = _Alarm()
         self._sockets = Connections(self._connect, self._leave)
         self._addresses: dict[zmq.Socket[bytes], str] = {}
