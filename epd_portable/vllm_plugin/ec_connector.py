@@ -6,7 +6,6 @@ Hooks by version are listed in `epd_portable.vllm_plugin.compat`.
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Container, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -51,10 +50,6 @@ logger = logging.getLogger(__name__)
 
 ParamsT = TypeVar("ParamsT")
 
-SWITCH_INTERVAL_S = 0.0005
-"""How long a thread may keep Python's lock from another that wants it. An item's next step is often
-made by a thread beside the engine's; by default each would wait for up to 5 ms."""
-
 _REST_S = 0.005
 """vLLM steps every millisecond while a request waits; a new one waits no longer than this."""
 _LINGER_S = 2.0
@@ -93,7 +88,6 @@ class EPDConnector(ECConnectorBase):
         if not self._config.can_encode:
             compat.check_metadata()
         self._fingerprint = compat.fingerprint(vllm_config)
-        sys.setswitchinterval(SWITCH_INTERVAL_S)
         exposition.publish()
         self._dispatcher: Dispatcher | None = None
         self._queue: EncodeQueue | None = None
