@@ -494,7 +494,7 @@ class Receiver:
 
     def _advance(self) -> None:
         self.cache.advance()
-        if not self.cache.is_blocked:
+        if self.cache.accepts_early and not self.cache.is_blocked:
             for announce in self._session.early():
                 self._accept(announce)
 
@@ -545,7 +545,7 @@ class Receiver:
         """Let the scheduler end a request, and tell the router by one of its own transfers.
 
         Args:
-            record: Of the request; one that has failed already stays as it is.
+            record: Of the request, which has not failed yet.
             mm_hash: The item that cannot be had.
             code: Why, for the router.
             detail: Why, for people: value, limit and remedy.

@@ -28,7 +28,7 @@ import heapq
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from epd_portable.scheduling.encoder_cache import EncoderCacheManager, MultiModalRequest
 from epd_portable.scheduling.items import Claim, Claimant, Item, State
@@ -82,9 +82,12 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
         deliveries: Is told what becomes of items.
 
     Attributes:
+        accepts_early: Whether it ever accepts an item that no request has asked for.
         unsettled: Requests of which not all items are computed: the engine asks before it computes
             any of them further.
     """
+
+    accepts_early: ClassVar[bool] = False
 
     def __init__(self, cache_size: int, slots: SlotSource, deliveries: Deliveries) -> None:
         super().__init__(cache_size)
@@ -202,11 +205,7 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
         claim.over = True
         if claim.served:
             self._release(item, who.request_id)
-            inputs = self._inputs.get(who.request_id)
-            if inputs is not None:
-                inputs -= claim.inputs
-                if not inputs:
-                    del self._inputs[who.request_id]
+            self._drop_inputs(who.request_id, claim.inputs)
         else:
             self._wait_is_over(claim)
         self._count(who)
@@ -299,7 +298,7 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
             self._stirred = True
 
     def stir(self) -> None:
-        """Something changed that `advance` cannot see: a slot came back, a transfer was added."""
+        """Something changed that `advance` cannot see: a slot came back from its producer."""
         self._stirred = True
 
     # -- what vLLM's scheduler calls -------------------------------------------------------------
@@ -351,11 +350,7 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
         who = self._claimants.get(request.request_id)
         if who is None:
             return
-        inputs = self._inputs.get(request.request_id)
-        if inputs is not None:
-            inputs.discard(input_id)
-            if not inputs:
-                del self._inputs[request.request_id]
+        self._drop_inputs(request.request_id, {input_id})
         claim = who.claims.get(request.mm_features[input_id].identifier)
         if claim is not None:
             claim.inputs.discard(input_id)
@@ -482,12 +477,16 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
     def _unserve(self, claim: Claim) -> None:
         """Take an item's room from a request, whose claim queues again."""
         self._release(claim.item, claim.who.request_id)
-        inputs = self._inputs.get(claim.who.request_id)
-        if inputs is not None:
-            inputs -= claim.inputs
-            if not inputs:
-                del self._inputs[claim.who.request_id]
+        self._drop_inputs(claim.who.request_id, claim.inputs)
         self._enqueue(claim)
+
+    def _drop_inputs(self, request_id: str, computed: set[int]) -> None:
+        """Let the engine compute with these occurrences of a request's items no more."""
+        inputs = self._inputs.get(request_id)
+        if inputs is not None:
+            inputs -= computed
+            if not inputs:
+                del self._inputs[request_id]
 
     def _wait_again(self, item: Item) -> None:
         """An item has lost its room on its way: everybody who held it queues again."""
@@ -571,6 +570,8 @@ class AsyncEncoderCachePreallocator(EncoderCachePreallocator):
     An accepted item holds nobody up for good: none is accepted while a claim waits, what is
     accepted lands or ends at a deadline, and once landed it is evicted like every idle entry.
     """
+
+    accepts_early = True
 
     def accept(self, mm_hash: str, tensor: TensorSpec) -> Item | None:
         """Reserve room unless a claim waits for some, the item is known, or could never fit."""
