@@ -18,6 +18,7 @@ from pydantic import (
     JsonValue,
     ValidationInfo,
     field_validator,
+    model_validator,
 )
 
 from epd_portable.envs import EPD_MAX_QUEUED_BYTES, EPD_MAX_QUEUED_ITEMS
@@ -81,6 +82,18 @@ def _check_engine_arg_name(name: str) -> str:
     return name
 
 
+def _check_network(network: str) -> str:
+    if network not in ("loopback", "private"):
+        try:
+            ipaddress.ip_network(network)
+        except ValueError as error:
+            raise ValueError(
+                f"{network!r} is no network ({error}); write for example 10.1.0.0/16, loopback or "
+                "private"
+            ) from None
+    return network
+
+
 def _check_host(host: str) -> str:
     try:
         address = ipaddress.IPv4Address(host)
@@ -100,6 +113,7 @@ def _device(value: Any) -> Any:
 Size = Annotated[int, BeforeValidator(parse_size)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 Seconds = Annotated[float, Field(gt=0)]
+Network = Annotated[str, AfterValidator(_check_network)]
 EngineArgs = dict[Annotated[str, AfterValidator(_check_engine_arg_name)], JsonValue]
 Device = Annotated[str, BeforeValidator(_device), Field(pattern=r"^[A-Za-z0-9_./:-]+$")]
 Environment = dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], str]
@@ -199,26 +213,94 @@ class TransferSection(_Section):
     trusted_network: bool = False
 
 
+MAX_ENCODERS = 2
+"""Encoders tried for one item before the PD instance encodes it itself."""
+
+
 class RouterSection(_Section):
     """The public HTTP address and its limits.
 
     Attributes:
         host: Address to listen on.
         port: Port to listen on.
+        admin_port: Port of the same host for ``/epd/``, ``/metrics`` and ``/health``; by default
+            they are on `port`.
+        tls_cert_file: Certificate chain in PEM; with it the router speaks HTTPS.
+        tls_key_file: Its private key in PEM.
+        api_keys_file: File with one key of clients a line; asked for as bearer token. Read again
+            when it changes.
+        cors_origins: Origins of web pages that may ask; ``*`` is any.
+        unknown_fields: What becomes of fields of a request body that no version of vLLM knows:
+            ``pass`` them on, ``drop`` them, or ``refuse`` the request with the nearest known name.
+        item_outcomes: Tell clients how each item of theirs was had (``ec_transfer_params`` in
+            answers that are not streamed). Who sees it learns which pictures others have sent.
         max_body_bytes: Larger request bodies are refused with 413.
+        max_bodies_bytes: Bytes of all request bodies that are held at a time; beyond them requests
+            are refused with 503.
+        body_timeout_s: Longest time in which a request's body must have come.
+        send_timeout_s: A client that takes nothing of its answer for this long is given up.
         max_media_items: Requests with more images, videos and audio clips are refused with 400.
-        encode_timeout_s: Longest time one encode job may take.
+        encode_timeout_s: Longest time one encode job may take, before another encoder is tried; by
+            default what lets all tries end within ``transfer.wait_timeout_s``.
         idle_timeout_s: Longest silence of a prefill-decode instance before a request is given up.
+        drain_s: How long answers that have begun may go on when the router is stopped.
         forget_after_s: An instance that joined and is not healthy for this long is forgotten.
+        instance_networks: Networks in which instances may be that join, as ``10.0.0.0/8``; by
+            default this machine and private ones.
     """
 
     host: str = "127.0.0.1"
     port: Port = 8000
+    admin_port: Port | None = None
+    tls_cert_file: str | None = None
+    tls_key_file: str | None = None
+    api_keys_file: str | None = None
+    cors_origins: list[str] = []
+    unknown_fields: Literal["pass", "drop", "refuse"] = "pass"
+    item_outcomes: bool = False
     max_body_bytes: Annotated[Size, Field(ge=1024)] = 64 << 20
+    max_bodies_bytes: Annotated[Size, Field(ge=1024)] = 1 << 30
+    body_timeout_s: Seconds = 60.0
+    send_timeout_s: Seconds = 60.0
     max_media_items: Annotated[int, Field(ge=1)] = 64
-    encode_timeout_s: Seconds = 60.0
+    encode_timeout_s: Seconds | None = None
     idle_timeout_s: Seconds = 600.0
+    drain_s: Seconds = 30.0
     forget_after_s: Seconds = 600.0
+    instance_networks: list[Network] = ["loopback", "private"]
+
+    @model_validator(mode="after")
+    def _files_and_sizes_fit(self) -> RouterSection:
+        if (self.tls_cert_file is None) != (self.tls_key_file is None):
+            raise ValueError("tls_cert_file and tls_key_file belong together: set both or neither")
+        if self.max_bodies_bytes < self.max_body_bytes:
+            raise ValueError(
+                f"max_bodies_bytes of {self.max_bodies_bytes} is less than max_body_bytes of "
+                f"{self.max_body_bytes}: one request must fit"
+            )
+        return self
+
+    def deadline_problem(self, wait_timeout_s: float) -> str:
+        """Return why the deadlines of an item do not fit into each other; empty if they do.
+
+        Args:
+            wait_timeout_s: How long a PD instance waits for an item.
+        """
+        encode_s = self.encode_timeout_s
+        if encode_s is not None and encode_s * MAX_ENCODERS > wait_timeout_s:
+            return (
+                f"router.encode_timeout_s of {encode_s:g} s leaves no time for another encoder: "
+                f"{MAX_ENCODERS} of them are tried within transfer.wait_timeout_s of "
+                f"{wait_timeout_s:g} s; set at most {wait_timeout_s / MAX_ENCODERS:g}, or leave "
+                "it out"
+            )
+        if wait_timeout_s >= self.idle_timeout_s:
+            return (
+                f"transfer.wait_timeout_s of {wait_timeout_s:g} s is not less than "
+                f"router.idle_timeout_s of {self.idle_timeout_s:g} s: requests would be given up "
+                "while their items are waited for; raise the latter"
+            )
+        return ""
 
 
 class Restart(_Section):
@@ -280,6 +362,12 @@ class Topology(_Section):
     launch: Launch = Launch()
     engine_args: EngineArgs = Field(default_factory=dict)
     env: Environment = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _deadlines_fit_into_each_other(self) -> Topology:
+        if problem := self.router.deadline_problem(self.transfer.wait_timeout_s):
+            raise ValueError(problem)
+        return self
 
     @field_validator("transfer")
     @classmethod

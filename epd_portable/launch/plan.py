@@ -262,22 +262,16 @@ def _router(
 ) -> ProcessSpec:
     router = topology.router
     settings = RouterSettings(
-        host=router.host,
-        port=router.port,
+        **router.model_dump(),
         model=model.served_name,
         instances=tuple(backends),
         secret_file=secret_file,
         # The secret of a run is for its own processes.
         registration=topology.secret_file is not None,
         warm_up=topology.launch.warm_up,
-        forget_after_s=router.forget_after_s,
         media=topology.transfer.media,
         local_encode=topology.instances.prefill_decode.encoder,
-        encode_timeout_s=router.encode_timeout_s,
-        idle_timeout_s=router.idle_timeout_s,
         wait_timeout_s=topology.transfer.wait_timeout_s,
-        max_body_bytes=router.max_body_bytes,
-        max_media_items=router.max_media_items,
     )
     return ProcessSpec(
         name="router",

@@ -8,12 +8,11 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from epd_portable.config.problems import in_one_line
+from epd_portable.config.schema import MAX_ENCODERS, RouterSection
 from epd_portable.errors import ConfigError
 
 Role = Literal["encode", "prefill-decode"]
 HttpUrl = Annotated[str, Field(pattern=r"^https?://[^/\s]+$")]
-
-MEBIBYTE = 1 << 20
 
 
 class InstanceSettings(BaseModel):
@@ -49,13 +48,13 @@ class InstanceSettings(BaseModel):
         return self
 
 
-class RouterSettings(BaseModel):
-    """Everything the router needs to know.
+class RouterSettings(RouterSection):
+    """Everything the router needs to know: the keys of the topology file's ``router`` section,
+    and what the launcher adds.
 
     Attributes:
-        host: Address to listen on.
         port: Port to listen on; 0 takes a free one.
-        model: Served name of the model; requests for another are refused.
+        model: Served name of the model; goes to instances where a client names none.
         instances: Those that are there from the beginning; without registration at least one of
             role ``prefill-decode``.
         secret_file: File with the secret of the deployment or of the launcher's run, from which the
@@ -65,45 +64,33 @@ class RouterSettings(BaseModel):
             that it makes for a run.
         warm_up: Send every instance its first requests, and an item over every pair of instances,
             before clients' requests.
-        forget_after_s: A registered instance that is not healthy for this long is forgotten.
         media: ``concurrent``: PD instances get the media, at the same time as encoders.
             ``metadata``: they get what encoders say of the items in place of their media.
         local_encode: Whether PD instances hold the encoder, so that media are of use to them.
-        encode_timeout_s: Longest time of one encode job.
         wait_timeout_s: How long a PD instance waits for an item; afterwards no further encoder is
             tried for it.
         connect_timeout_s: Longest time of connecting to an instance.
-        idle_timeout_s: Longest silence of a PD instance: before the first byte of an answer, and
-            between two pieces of it.
         nack_grace_s: After a failed PD request, how long its reason is waited for on the control
             channel.
         probe_interval_s: Time between two health probes of one instance.
         probe_timeout_s: Longest time of one probe.
-        max_body_bytes: Largest request body.
-        max_media_items: Most images, videos and audio clips in one request.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    host: str = "127.0.0.1"
     port: int = Field(ge=0, le=65535)
     model: str = Field(min_length=1)
     instances: tuple[InstanceSettings, ...]
     secret_file: str = ""
     registration: bool = True
     warm_up: bool = False
-    forget_after_s: float = Field(default=600.0, gt=0)
     media: Literal["concurrent", "metadata"] = "concurrent"
     local_encode: bool = True
-    encode_timeout_s: float = Field(default=30.0, gt=0)
     wait_timeout_s: float = Field(default=30.0, gt=0)
     connect_timeout_s: float = Field(default=2.0, gt=0)
-    idle_timeout_s: float = Field(default=600.0, gt=0)
     nack_grace_s: float = Field(default=1.0, ge=0)
     probe_interval_s: float = Field(default=1.0, gt=0)
     probe_timeout_s: float = Field(default=5.0, gt=0)
-    max_body_bytes: int = Field(default=64 * MEBIBYTE, gt=0)
-    max_media_items: int = Field(default=64, gt=0)
 
     @model_validator(mode="after")
     def _instances_fit_together(self) -> RouterSettings:
@@ -118,9 +105,20 @@ class RouterSettings(BaseModel):
             )
         return self
 
+    @model_validator(mode="after")
+    def _deadlines_fit_into_each_other(self) -> RouterSettings:
+        if problem := self.deadline_problem(self.wait_timeout_s):
+            raise ValueError(problem)
+        return self
+
     def of_role(self, role: Role) -> tuple[InstanceSettings, ...]:
         """Return the instances of one role, in the order given."""
         return tuple(instance for instance in self.instances if instance.role == role)
+
+    @property
+    def encode_job_s(self) -> float:
+        """Longest time of one encode job: short enough for another encoder afterwards."""
+        return self.encode_timeout_s or self.wait_timeout_s / MAX_ENCODERS
 
 
 def load_settings(text: str) -> RouterSettings:
