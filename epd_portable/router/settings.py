@@ -76,7 +76,7 @@ class RouterSettings(RouterSection):
         probe_timeout_s: Longest time of one probe.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
 
     port: int = Field(ge=0, le=65535)
     model: str = Field(min_length=1)
