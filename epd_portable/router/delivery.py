@@ -1,40 +1,53 @@
-"""One item's way to a PD instance: an encode job, and the failure ladder under it."""
+"""One item's way to a PD instance: an encode job, and the rungs under it."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Collection, Coroutine
-from dataclasses import dataclass
+import uuid
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 
 import anyio
-import httpx
 import msgspec
 
+from epd_portable.config.schema import MAX_ENCODERS
+from epd_portable.config.secret import Secret
 from epd_portable.log import trace
+from epd_portable.router.body import CHAT_PATH
 from epd_portable.router.control import ControlChannels, Inbox
+from epd_portable.router.instances import Instance, Instances
+from epd_portable.router.ladder import Point, RetryBudget, Trouble, descend
 from epd_portable.router.media import MediaItem
-from epd_portable.router.metrics import ItemFate, Metrics
-from epd_portable.router.pool import Instance, Pool, describe
-from epd_portable.router.requests import CHAT_PATH
+from epd_portable.router.metrics import ItemFate, Metrics, Rung
 from epd_portable.router.settings import RouterSettings
-from epd_portable.wire.messages import Nack
-from epd_portable.wire.params import EncodedItem, EncodeOutcome
+from epd_portable.router.upstream import Fault, Segments, Upstream, UpstreamError
+from epd_portable.wire.params import EncodedItem, EncodeOutcome, EncodeTransfer, ExpectedTransfer
 
 logger = logging.getLogger(__name__)
-
-MAX_ENCODERS = 2
-"""Encoders tried for one item before the PD instance is told to encode it."""
 
 FIRST_REPEAT_S = 0.05
 LONGEST_REPEAT_S = 1.0
 
 
-class _Answer(msgspec.Struct):
-    """What is read of an encode job's answer."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Delivery:
+    """One item's way: what, by whom first, and the body of the encode job.
 
-    ec_transfer_params: EncodeOutcome | None = None
+    Attributes:
+        item: The item.
+        transfer: Its way to the PD instance, whichever encoder brings it.
+        encoder: Who is asked first.
+        body: Of the job; the same for every encoder.
+        bare: Its metadata are waited for, and go to the PD instance in place of its media.
+    """
+
+    item: MediaItem
+    transfer: EncodeTransfer
+    encoder: Instance
+    body: Segments
+    bare: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,94 +55,104 @@ class EncodeFailure:
     """Why an item was not encoded.
 
     Attributes:
+        trouble: What went wrong.
         reason: For the log.
-        final: Whether another encoder would refuse it too.
-        full_for_s: The encoder is well, but full for about this long.
+        full_for_s: The encoder has room again after about this long.
     """
 
+    trouble: Trouble
     reason: str
-    final: bool = False
-    full_for_s: float | None = None
+    full_for_s: float = 0.0
 
 
-@dataclass(kw_only=True, slots=True)
-class Delivery:
-    """One item that an encoder has been chosen for.
+@dataclass(slots=True)
+class Attempt:
+    """One try of a request, while it runs.
 
     Attributes:
-        item: The image.
-        transfer_id: Its way to the PD request.
-        body: Of the encode job; the same for every encoder.
-        encoder: Instance that is asked first.
-        pd: Instance that waits for the item.
-        headers: Of the encode job.
-        told: What the encoder says of the item, or why there is none that does; ``None`` if the PD
-            instance is asked without waiting for it.
+        pd: Who answers.
+        deliveries: Of the items that encoders bring; the others it encodes by itself.
+        headers: Of the request.
+        inbox: What the PD instance refuses.
+        answered: Set when the PD instance has begun its answer, and so needs no item any more.
+        told: What encoders say of the items that go without their media, by transfer.
     """
 
-    item: MediaItem
-    transfer_id: str
-    body: bytes
-    encoder: Instance
     pd: Instance
-    headers: dict[str, str]
-    told: asyncio.Future[EncodedItem | EncodeFailure] | None = None
+    deliveries: tuple[Delivery, ...]
+    headers: Mapping[str, str]
+    inbox: Inbox
+    answered: asyncio.Event = field(default_factory=asyncio.Event)
+    told: dict[str, asyncio.Future[EncodedItem | EncodeFailure]] = field(default_factory=dict)
 
-    @property
-    def held_back(self) -> bool:
-        """Whether the PD instance has not been asked yet, for want of the item's metadata."""
-        return self.told is not None and not self.told.done()
-
-    def tell(self, answer: EncodedItem | EncodeFailure) -> None:
-        """Let the PD instance be asked, or not; only the first answer counts."""
-        if self.told is not None and not self.told.done():
-            self.told.set_result(answer)
+    def tell(self, delivery: Delivery, answer: EncodedItem | EncodeFailure) -> bool:
+        """Let the PD instance be asked, or not; tell whether that was waited for."""
+        waiting = self.told.get(delivery.transfer.transfer_id)
+        if waiting is None or waiting.done():
+            return False
+        waiting.set_result(answer)
+        return True
 
 
 class Deliverer:
-    """Walks the ladder: an encoder, another encoder, local encoding on the PD instance."""
+    """Has items encoded, by one encoder or another, or by the PD instance that waits for them.
+
+    Args:
+        settings: Of the router.
+        instances: Who is there.
+        upstream: Connections to them.
+        control: Channels to PD instances.
+        metrics: Count what happens.
+        retries: How often a job may be given to another encoder.
+    """
 
     def __init__(
-        self, settings: RouterSettings, pool: Pool, control: ControlChannels, metrics: Metrics
+        self,
+        settings: RouterSettings,
+        instances: Instances,
+        upstream: Upstream,
+        control: ControlChannels,
+        metrics: Metrics,
+        retries: RetryBudget,
     ) -> None:
         self._settings = settings
-        self._pool = pool
+        self._instances = instances
+        self._upstream = upstream
         self._control = control
         self._metrics = metrics
+        self._retries = retries
 
-    async def deliver(self, delivery: Delivery, answered: asyncio.Event, inbox: Inbox) -> None:
+    async def deliver(self, delivery: Delivery, index: int, one: Attempt) -> None:
         """Have one item encoded; return when nothing is left to do for it.
 
         An encoder that goes down after its job was answered may not have written the item yet, and
         the PD instance may refuse what an encoder announces. Until the PD instance answers these
         count as failures like any other.
-
-        Args:
-            delivery: What, by whom and for whom.
-            answered: Set when the PD instance has begun its answer, and so needs the item no more.
-            inbox: What the PD instance refuses.
         """
         try:
-            outcome = await self._try_encoders(delivery, answered, inbox)
+            outcome = await self._try_encoders(delivery, index, one)
         except asyncio.CancelledError:
             self._metrics.item("cancelled")
             raise
         except Exception as error:
-            delivery.tell(EncodeFailure(reason=describe(error)))
+            one.tell(delivery, EncodeFailure(trouble=Trouble.ENCODER_FAILED, reason=repr(error)))
             raise
         if not isinstance(outcome, EncodeFailure):
             self._metrics.item(outcome)
             return
-        if delivery.held_back:
-            delivery.tell(outcome)
+        if one.tell(delivery, outcome):
             return
         self._metrics.item("local")
-        self._metrics.rung("local_encode")
-        await self._ask_for_local_encoding(delivery, outcome.reason, answered)
+        await self._ask_for_local_encoding(delivery, outcome.reason, one)
 
     async def _try_encoders(
-        self, delivery: Delivery, answered: asyncio.Event, inbox: Inbox
+        self, delivery: Delivery, index: int, one: Attempt
     ) -> ItemFate | EncodeFailure:
+        """Go down the ladder until the item is encoded, not needed, or the PD instance's to encode.
+
+        Returns:
+            What became of it, or why no encoder brings it.
+        """
         deadline = time.monotonic() + self._settings.wait_timeout_s
         encoder = delivery.encoder
         failed: list[str] = []
@@ -137,132 +160,192 @@ class Deliverer:
         while True:
             # Its job may be answered before the item is written: it must not leave before that.
             with encoder.held():
-                failure = await self._encode(delivery, encoder)
+                failure = await self._encode(delivery, index, encoder, one, deadline)
                 if failure is None:
-                    refused = inbox.encoder_refused(delivery.transfer_id)
-                    failure = await _lost_before(answered, encoder, refused)
+                    failure = await _lost_before_answer(delivery, encoder, one)
             if failure is None:
                 return "encoded" if encoder is delivery.encoder else "other_encoder"
-            if answered.is_set():
+            if one.answered.is_set():
                 return "not_needed"
+            is_full = failure.trouble is Trouble.ENCODER_FULL
             logger.log(
-                logging.WARNING if failure.full_for_s is None else logging.INFO,
+                logging.INFO if is_full else logging.WARNING,
                 "transfer %s: encoder %s: %s",
-                delivery.transfer_id,
+                delivery.transfer.transfer_id,
                 encoder.name,
                 failure.reason,
             )
-            if failure.full_for_s is not None:
-                self._metrics.rung("encoder_full")
+            if is_full:
                 full[encoder.name] = time.monotonic() + failure.full_for_s
             else:
                 failed.append(encoder.name)
-            if failure.final or len(failed) == MAX_ENCODERS or time.monotonic() >= deadline:
-                break
-            another = self._pool.encoder(delivery.item.mm_hash, exclude=[*failed, *full])
-            if another is None and full:
-                # Every encoder that is left is full: ask again when the first has room.
-                free_at = min(full.values())
-                if free_at >= deadline:
-                    break
-                with anyio.move_on_after(free_at - time.monotonic()):
-                    await answered.wait()
-                    return "not_needed"
-                full.clear()
-                another = self._pool.encoder(delivery.item.mm_hash, exclude=failed)
-            if another is None:
-                break
-            if failure.full_for_s is None:
-                self._metrics.rung("other_encoder")
+            another = None
+            if len(failed) < MAX_ENCODERS and time.monotonic() < deadline:
+                another = self._instances.encoder(delivery.item.mm_hash, exclude=[*failed, *full])
+                if another is None and full and min(full.values()) < deadline:
+                    another = await self._first_with_room(delivery, one, failed, full)
+                    if one.answered.is_set():
+                        return "not_needed"
+                if another is not None and not is_full and not self._retries.take():
+                    another = None
+            next_rungs: tuple[Rung, ...] = ("encoder_full", "other_encoder") if another else ()
+            descend(failure.trouble, Point.ENCODING, next_rungs, self._metrics)
+            if another is None or failure.trouble is Trouble.ITEM_REFUSED:
+                tried = _tried(failed, full, failure)
+                return EncodeFailure(trouble=failure.trouble, reason=tried)
             encoder = another
-        return EncodeFailure(reason=_tried(failed, full, failure), final=failure.final)
 
-    async def _ask_for_local_encoding(
-        self, delivery: Delivery, reason: str, answered: asyncio.Event
-    ) -> None:
+    async def _first_with_room(
+        self, delivery: Delivery, one: Attempt, failed: Collection[str], full: dict[str, float]
+    ) -> Instance | None:
+        """Every encoder that is left is full: return one when the first has room again."""
+        with anyio.move_on_after(min(full.values()) - time.monotonic()):
+            await one.answered.wait()
+        full.clear()
+        return self._instances.encoder(delivery.item.mm_hash, exclude=failed)
+
+    async def _encode(
+        self, delivery: Delivery, index: int, encoder: Instance, one: Attempt, deadline: float
+    ) -> EncodeFailure | None:
+        """Run one encode job; return why it failed, or ``None``."""
+        started = time.monotonic()
+        trace("encode_job", transfer_id=delivery.transfer.transfer_id, encoder=encoder.name)
+        headers = {**one.headers, "x-request-id": f"{one.headers['x-request-id']}-item{index}"}
+        with anyio.CancelScope() as scope, encoder.working() as work:
+            work.on_down(scope.cancel)
+            try:
+                status, given, body = await self._upstream.ask(
+                    "POST",
+                    encoder.url + CHAT_PATH,
+                    body=delivery.body,
+                    headers=headers,
+                    connect_s=self._settings.connect_timeout_s,
+                    timeout_s=max(min(self._settings.encode_job_s, deadline - started), 0.001),
+                )
+            except UpstreamError as error:
+                encoder.failed(error.fault)
+                waited = f" within {time.monotonic() - started:.1f} s"
+                reason = f"no answer{waited}" if error.fault is Fault.SILENT else str(error)
+                return EncodeFailure(trouble=Trouble.ENCODER_FAILED, reason=reason)
+        if scope.cancelled_caught:
+            reason = f"went down: {encoder.reason}"
+            return EncodeFailure(trouble=Trouble.ENCODER_FAILED, reason=reason)
+        if status < 300:
+            encoder.answered()
+            self._metrics.encode_s.labels(encoder.name).observe(time.monotonic() - started)
+            one.tell(delivery, read_item(body))
+            return None
+        reason = f"answered {status}: {body[:200].decode('utf-8', 'replace')!r}"
+        if status == 429:
+            encoder.answered()
+            return EncodeFailure(
+                trouble=Trouble.ENCODER_FULL, reason=reason, full_for_s=_retry_after_s(given)
+            )
+        if status >= 500:
+            encoder.failed("error")
+            return EncodeFailure(trouble=Trouble.ENCODER_FAILED, reason=reason)
+        encoder.answered()
+        return EncodeFailure(trouble=Trouble.ITEM_REFUSED, reason=reason)
+
+    async def _ask_for_local_encoding(self, delivery: Delivery, reason: str, one: Attempt) -> None:
         """Repeat the message until the answer begins.
 
         It may well overtake the request, which the instance has to preprocess first, and an
         instance need not remember a message about a transfer that it does not know yet.
         """
         pause_s = FIRST_REPEAT_S
-        while not answered.is_set():
-            self._control.encode_failed(delivery.pd.name, delivery.transfer_id, reason)
+        while not one.answered.is_set():
+            self._control.encode_failed(
+                one.pd.name, delivery.transfer.transfer_id, reason
+            )
             with anyio.move_on_after(pause_s):
-                await answered.wait()
+                await one.answered.wait()
             pause_s = min(2 * pause_s, LONGEST_REPEAT_S)
 
-    async def _encode(self, delivery: Delivery, encoder: Instance) -> EncodeFailure | None:
-        """Run one encode job; return why it failed, or ``None``."""
-        started = time.monotonic()
-        trace("encode_job", transfer_id=delivery.transfer_id, encoder=encoder.name)
-        try:
-            # Not asyncio.wait_for: before Python 3.12 it forgets a cancellation that comes together
-            # with the answer, and then this job would wait for an answer that never begins.
-            with encoder.working(), anyio.fail_after(self._settings.encode_timeout_s):
-                response = await encoder.client.post(
-                    CHAT_PATH, content=delivery.body, headers=delivery.headers
-                )
-        except (TimeoutError, httpx.TimeoutException):
-            encoder.suspect()
-            return EncodeFailure(reason=f"no answer within {time.monotonic() - started:.1f} s")
-        except httpx.RequestError as error:
-            encoder.mark_down(describe(error))
-            return EncodeFailure(reason=describe(error))
-        if response.is_success:
-            self._metrics.encode_s.labels(encoder.name).observe(time.monotonic() - started)
-            delivery.tell(read_answer(response.content))
+def new_transfer(item: MediaItem, pd: Instance, secret: Secret) -> EncodeTransfer:
+    """Return a way of its own for an item, for whichever instance encodes it, with its proof."""
+    transfer_id = uuid.uuid4().hex
+    return EncodeTransfer(
+        transfer_id=transfer_id,
+        mm_hash=item.mm_hash,
+        consumer=pd.control,
+        modality=item.modality,
+        proof=secret.vouch(transfer_id, item.mm_hash, pd.control),
+    )
+
+
+def expected_transfer(
+    transfer: EncodeTransfer, encoder: Instance, told: EncodedItem | None
+) -> ExpectedTransfer:
+    """Return what the PD instance may expect.
+
+    Args:
+        transfer: The item's way.
+        encoder: Instance that is asked first.
+        told: What it says of the item, which then travels without its media and under the
+            engine's own name; ``None`` with media.
+    """
+    return ExpectedTransfer(
+        transfer_id=transfer.transfer_id,
+        mm_hash=told.mm_hash if told else transfer.mm_hash,
+        encoder=encoder.name,
+        modality=transfer.modality,
+        media=told is None,
+    )
+
+
+class _EncodeAnswer(msgspec.Struct):
+    """What is read of an encode job's answer."""
+
+    ec_transfer_params: EncodeOutcome | None = None
+
+
+def read_item(body: bytes) -> EncodedItem | EncodeFailure:
+    """Return what the answer to an encode job says of its item."""
+    try:
+        outcome = msgspec.json.decode(body, type=_EncodeAnswer).ec_transfer_params
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        reason = f"its answer cannot be read: {str(error)!r}"
+        return EncodeFailure(trouble=Trouble.NO_METADATA, reason=reason)
+    if outcome is None or not outcome.items:
+        reason = "its answer says nothing of the item"
+        return EncodeFailure(trouble=Trouble.NO_METADATA, reason=reason)
+    return outcome.items[0]
+
+
+async def _lost_before_answer(
+    delivery: Delivery, encoder: Instance, one: Attempt
+) -> EncodeFailure | None:
+    """Return why an encoded item will not be delivered, or ``None`` when the answer begins."""
+    if one.answered.is_set():
+        return None
+    down = asyncio.ensure_future(encoder.wait_down())
+    refusal = asyncio.ensure_future(one.inbox.encoder_refused(delivery.transfer.transfer_id))
+    done = asyncio.ensure_future(one.answered.wait())
+    try:
+        await asyncio.wait({down, refusal, done}, return_when=asyncio.FIRST_COMPLETED)
+        if one.answered.is_set():
             return None
-        if response.status_code >= 500:
-            encoder.suspect()
-        full = response.status_code == httpx.codes.TOO_MANY_REQUESTS
-        return EncodeFailure(
-            reason=f"answered {response.status_code}: {response.text[:200]!r}",
-            final=response.is_client_error and not full,
-            full_for_s=_retry_after_s(response) if full else None,
-        )
+        if refusal.done():
+            reason = f"refused: {refusal.result().detail!r}"
+        else:
+            reason = f"went down: {encoder.reason}"
+        return EncodeFailure(trouble=Trouble.ENCODER_FAILED, reason=reason)
+    finally:
+        for waiting in (down, refusal, done):
+            waiting.cancel()
 
 
-def _retry_after_s(response: httpx.Response) -> float:
-    """Return how long an encoder asks to wait; it tells milliseconds and, for others, seconds."""
-    for name, unit_s in (("retry-after-ms", 0.001), ("retry-after", 1.0)):
-        text = response.headers.get(name, "")
-        if text.isdecimal():
-            return max(int(text) * unit_s, FIRST_REPEAT_S)
-    return LONGEST_REPEAT_S
-
-
-def _tried(failed: list[str], full: Collection[str], last: EncodeFailure) -> str:
+def _tried(failed: Collection[str], full: Collection[str], last: EncodeFailure) -> str:
     found = (("tried", failed), ("full", sorted(full)))
     named = [f"encoders {word}: {', '.join(names)}" for word, names in found if names]
     return "; ".join([*named, f"last: {last.reason}"])
 
 
-def read_answer(body: bytes) -> EncodedItem | EncodeFailure:
-    """Return what the answer to an encode job says of its item."""
-    try:
-        outcome = msgspec.json.decode(body, type=_Answer).ec_transfer_params
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        return EncodeFailure(reason=f"its answer cannot be read: {str(error)!r}")
-    if outcome is None or not outcome.items:
-        return EncodeFailure(reason="its answer says nothing of the item")
-    return outcome.items[0]
-
-
-async def _lost_before(
-    answered: asyncio.Event, encoder: Instance, refused: Coroutine[None, None, Nack]
-) -> EncodeFailure | None:
-    """Return why an encoded item will not be delivered, or ``None`` when the answer begins."""
-    down = asyncio.ensure_future(encoder.wait_down())
-    refusal = asyncio.ensure_future(refused)
-    done = asyncio.ensure_future(answered.wait())
-    try:
-        await asyncio.wait({down, refusal, done}, return_when=asyncio.FIRST_COMPLETED)
-        if answered.is_set():
-            return None
-        if refusal.done():
-            return EncodeFailure(reason=f"refused: {refusal.result().detail!r}")
-        return EncodeFailure(reason=f"went down: {encoder.reason}")
-    finally:
-        for waiting in (down, refusal, done):
-            waiting.cancel()
+def _retry_after_s(headers: Mapping[str, str]) -> float:
+    """Return how long an encoder asks to wait; it tells milliseconds and, for others, seconds."""
+    for name, unit_s in (("retry-after-ms", 0.001), ("retry-after", 1.0)):
+        text = headers.get(name, "")
+        if text.isdecimal():
+            return max(int(text) * unit_s, FIRST_REPEAT_S)
+    return LONGEST_REPEAT_S

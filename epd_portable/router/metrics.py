@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from epd_portable.router.pool import Instance
+from epd_portable.router.instances import Instance
 
 ItemFate = Literal["encoded", "other_encoder", "local", "no_encoder", "not_needed", "cancelled"]
 """``encoded``: by the encoder asked first. ``other_encoder``: by a second one. ``local``: encoders
@@ -19,12 +19,18 @@ failed and the PD instance was told to encode. ``no_encoder``: none was healthy 
 first."""
 
 Rung = Literal[
-    "encoder_full", "other_encoder", "original_media", "local_encode", "pd_again", "unavailable"
+    "encoder_full",
+    "other_encoder",
+    "original_media",
+    "local_encode",
+    "pd_again",
+    "broken_off",
+    "passed_on",
+    "refused",
+    "unavailable",
+    "timeout",
 ]
-"""Steps of the failure ladder, from the mildest to 503. ``encoder_full``: an encoder answered 429,
-so that another is asked, or the same later. ``original_media``: a request could not be
-answered by metadata and was sent with its media. ``pd_again``: the request was lost with its PD
-instance and sent once more."""
+"""What is done when something has gone wrong, see `epd_portable.router.ladder.LADDER`."""
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
@@ -44,7 +50,7 @@ class _InstanceCollector(Collector):
         for instance in self._instances():
             where = (instance.name, instance.role)
             up.add_metric(where, float(instance.healthy))
-            load.add_metric(where, float(instance.in_flight))
+            load.add_metric(where, float(instance.load))
         return (up, load)
 
 

@@ -1,36 +1,37 @@
-"""Answers to clients, and errors in OpenAI's form."""
+"""Answers of the router's own, and errors in OpenAI's form."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 
 import msgspec
 
 from epd_portable.errors import RequestError
-from epd_portable.wire.messages import Nack, NackCode
 
 RETRY_AFTER_S = 2
 """What clients are told to wait when no instance can serve them at the moment."""
+JSON = {"content-type": "application/json"}
 
-_ERROR_TYPES = {404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
+_ERROR_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Reply:
-    """An answer whose beginning is there.
+class Reply(msgspec.Struct, frozen=True):
+    """A whole answer.
 
     Attributes:
         status: HTTP status.
         headers: To be sent; names in lower case.
-        body: First piece, or the whole.
-        rest: Further pieces, if it is streamed.
+        body: As it is sent.
     """
 
     status: int
+    headers: Mapping[str, str]
     body: bytes
-    headers: dict[str, str] = field(default_factory=dict)
-    rest: AsyncIterator[bytes] | None = None
 
 
 def error_body(message: str, *, status: int, code: str) -> bytes:
@@ -43,14 +44,12 @@ def error_body(message: str, *, status: int, code: str) -> bytes:
 
 def error_reply(error: RequestError) -> Reply:
     """Return a refused request's answer."""
-    headers = {"content-type": "application/json"}
+    headers = dict(JSON)
     if error.retry_after_s is not None:
         headers["retry-after"] = str(error.retry_after_s)
-    return Reply(
-        status=error.status,
-        headers=headers,
-        body=error_body(str(error), status=error.status, code=error.code),
-    )
+    if error.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return Reply(error.status, headers, error_body(str(error), status=error.status, code=error.code))
 
 
 def error_event(message: str, *, status: int, code: str) -> bytes:
@@ -58,16 +57,13 @@ def error_event(message: str, *, status: int, code: str) -> bytes:
     return b"data: " + error_body(message, status=status, code=code) + b"\n\n"
 
 
+def json_reply(value: object, status: int = 200) -> Reply:
+    """Return a value as JSON."""
+    return Reply(status, JSON, msgspec.json.encode(value))
+
+
 def unavailable(message: str) -> RequestError:
     """Return the error for a request that may succeed later."""
     return RequestError(
         message, status=503, code="service_unavailable", retry_after_s=RETRY_AFTER_S
     )
-
-
-def refusal(nacks: list[Nack]) -> RequestError | None:
-    """Return what the client is told of a PD instance's decisive refusals."""
-    too_large = next((nack for nack in nacks if nack.code is NackCode.TOO_LARGE), None)
-    if too_large is not None:
-        return RequestError(too_large.detail, status=413, code="item_too_large")
-    return unavailable(nacks[0].detail) if nacks else None

@@ -1,0 +1,564 @@
+"""One client request across the instances: read → plan → encode jobs and request at once → relay.
+
+`Exchange.serve` is the whole story of a request. What goes wrong on the way is a `Trouble` at a
+`Point`, and the table in `ladder` says what is done then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import anyio
+import msgspec
+
+from epd_portable.config.secret import Secret
+from epd_portable.errors import RequestError
+from epd_portable.log import trace
+from epd_portable.router.body import Call, size
+from epd_portable.router.control import ControlChannels
+from epd_portable.router.delivery import (
+    Attempt,
+    Deliverer,
+    Delivery,
+    EncodeFailure,
+    expected_transfer,
+    new_transfer,
+)
+from epd_portable.router.instances import Instance, Instances
+from epd_portable.router.ladder import Failed, Point, RetryBudget, Trouble, descend
+from epd_portable.router.media import MediaItem
+from epd_portable.router.metrics import Metrics, Rung
+from epd_portable.router.replies import JSON, Reply, error_event, unavailable
+from epd_portable.router.settings import RouterSettings
+from epd_portable.router.upstream import Answer, Fault, Segments, Upstream, UpstreamError
+from epd_portable.wire.messages import NackCode
+from epd_portable.wire.params import EncodedItem, PrefillOutcome, PrefillParams
+
+logger = logging.getLogger(__name__)
+
+MAX_PD_ATTEMPTS = 2
+"""Times that one request is sent: one that kills its instance must not walk over them all."""
+JOB_GRACE_S = 2.0
+"""Encode jobs may still be answered for this long after the PD instance has finished."""
+ANSWER_HEADERS = ("content-type", "retry-after", "endpoint-load-metrics")
+"""Headers of an instance's answer that clients get."""
+_ERROR_EVENT = b'data: {"error"'
+_OUTCOME = b'"ec_transfer_params"'
+_EVENT_END = b"\n\n"
+_MAX_HELD_BYTES = 1 << 20
+"""The longest part of an event that is held back until the rest of it is there."""
+
+
+class Outgoing(Protocol):
+    """Where an answer goes.
+
+    Attributes:
+        begun: Whether its status and headers are sent.
+    """
+
+    begun: bool
+
+    async def whole(self, reply: Reply) -> None:
+        """Send a whole answer."""
+
+    async def begin(self, status: int, headers: Mapping[str, str]) -> None:
+        """Send status and headers of an answer that comes in pieces."""
+
+    async def piece(self, data: bytes) -> None:
+        """Send a piece; returns when the client takes more."""
+
+    async def end(self) -> None:
+        """Send the end."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """Every choice for one try of a request.
+
+    Attributes:
+        pd: Who answers.
+        deliveries: Of the items that encoders bring; the others it encodes by itself.
+    """
+
+    pd: Instance
+    deliveries: tuple[Delivery, ...] = ()
+
+
+class Exchange:
+    """Sends calls to instances and brings the answers back.
+
+    Args:
+        settings: Of the router.
+        instances: Who is there.
+        upstream: Connections to them.
+        control: Channels to PD instances, for what concerns items.
+        metrics: Count what happens.
+        secret: Vouches for transfers.
+    """
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        instances: Instances,
+        upstream: Upstream,
+        control: ControlChannels,
+        metrics: Metrics,
+        secret: Secret,
+    ) -> None:
+        self._settings = settings
+        self._instances = instances
+        self._upstream = upstream
+        self._control = control
+        self._metrics = metrics
+        self._secret = secret
+        self._retries = RetryBudget()
+        self._deliverer = Deliverer(
+            settings, instances, upstream, control, metrics, self._retries
+        )
+        self._jobs: set[asyncio.Task[None]] = set()
+        self._without_metadata: set[str] = set()
+
+    async def close(self) -> None:
+        """Cancel encode jobs that outlived their requests."""
+        for job in self._jobs:
+            job.cancel()
+        await asyncio.gather(*self._jobs, return_exceptions=True)
+
+    async def serve(self, call: Call, headers: Mapping[str, str], out: Outgoing) -> None:
+        """Answer a call; to cancel it aborts the work at the instances.
+
+        Args:
+            call: The request.
+            headers: To send along to every instance; ``x-request-id`` is among them.
+            out: Takes the answer.
+
+        Raises:
+            RequestError: The answer has not begun, and there will be none; says why.
+        """
+        for item in call.items:
+            self._metrics.modalities.labels(item.modality).inc()
+        self._retries.request()
+        bare = any(self._goes_bare(item) for item in call.items)
+        tried: list[str] = []
+        lost = False
+        while True:
+            try:
+                plan = self._plan(call, headers, tried, bare=bare, same=lost)
+                await self._try(call, plan, headers, out)
+                return
+            except Failed as failed:
+                possible = self._possible(failed, len(tried), bare=bare)
+                rung = descend(failed.trouble, failed.point, possible, self._metrics)
+                logger.warning("request %s: %s (%s)", headers["x-request-id"], failed, rung)
+                if rung == "pd_again":
+                    tried.append(plan.pd.name)
+                    lost = failed.trouble is Trouble.PD_LOST
+                elif rung == "original_media":
+                    call, bare = call.renamed(), False
+                else:
+                    await self._end(failed, rung, out)
+                    return
+
+    def _plan(
+        self,
+        call: Call,
+        headers: Mapping[str, str],
+        tried: Collection[str],
+        *,
+        bare: bool,
+        same: bool,
+    ) -> Plan:
+        """Choose who answers, and an encoder for every item.
+
+        Args:
+            call: The request.
+            headers: Of the request.
+            tried: PD instances that failed it.
+            bare: Encoders' metadata go in place of media, where the model allows it.
+            same: With no other PD instance, one that failed may be asked again: its connection
+                broke, and it may be well.
+
+        Raises:
+            Failed: There is no PD instance; or ``bare``, and an item has no encoder.
+        """
+        key = headers["x-request-id"]
+        pd = self._instances.prefill_decode(key, exclude=tried)
+        if pd is None and same:
+            pd = self._instances.prefill_decode(key)
+        if pd is None:
+            raise Failed(Trouble.NO_PD, Point.ASKED, self._why_no_pd())
+        deliveries: list[Delivery] = []
+        with contextlib.ExitStack() as reserved:
+            for item in call.items:
+                encoder = self._instances.encoder(item.mm_hash)
+                goes_bare = bare and self._goes_bare(item)
+                if encoder is None and goes_bare:
+                    raise Failed(Trouble.NO_ENCODER, Point.ASKED, "no encoder is healthy")
+                if encoder is None:
+                    self._metrics.item("no_encoder")
+                    descend(Trouble.NO_ENCODER, Point.ENCODING, (), self._metrics)
+                    continue
+                # Its job is not in flight yet, but the next item's choice must see it.
+                reserved.enter_context(encoder.working())
+                transfer = new_transfer(item, pd, self._secret)
+                deliveries.append(
+                    Delivery(
+                        item=item,
+                        transfer=transfer,
+                        encoder=encoder,
+                        body=call.for_encoder(item, transfer),
+                        bare=goes_bare,
+                    )
+                )
+        return Plan(pd=pd, deliveries=tuple(deliveries))
+
+    async def _try(
+        self, call: Call, plan: Plan, headers: Mapping[str, str], out: Outgoing
+    ) -> None:
+        """Start the encode jobs and the request, and relay the answer.
+
+        Raises:
+            Failed: There is no answer, or only a part of it.
+        """
+        pd = plan.pd
+        transfers = [each.transfer.transfer_id for each in plan.deliveries]
+        with (
+            anyio.CancelScope() as scope,
+            self._control.expect(transfers) as inbox,
+            pd.working() as work,
+            contextlib.ExitStack() as held,
+        ):
+            work.on_down(scope.cancel)
+            one = Attempt(pd, plan.deliveries, headers, inbox)
+            jobs = self._start_jobs(one, held)
+            try:
+                told = await self._told(one)
+                body = call.for_pd(self._params(plan, told), told or None)
+                trace(
+                    "pd_request",
+                    request_id=headers["x-request-id"],
+                    instance=pd.name,
+                    nbytes=size(body),
+                )
+                answer = await self._ask(pd, call, body, headers)
+                try:
+                    await self._relay(call, answer, one, held, out)
+                finally:
+                    answer.close()
+                if answer.status >= 400:
+                    self._give_up(plan, jobs)
+            except BaseException:
+                self._give_up(plan, jobs)
+                raise
+            _end_soon(jobs)
+        if scope.cancelled_caught:
+            point = Point.ANSWERING if out.begun else Point.ASKED
+            raise Failed(
+                Trouble.PD_LOST, point, f"instance {pd.name} went down: {pd.reason}"
+            )
+
+    def _start_jobs(self, one: Attempt, held: contextlib.ExitStack) -> list[asyncio.Task[None]]:
+        loop = asyncio.get_running_loop()
+        jobs = []
+        for index, delivery in enumerate(one.deliveries):
+            held.enter_context(delivery.encoder.held())
+            if delivery.bare:
+                one.told[delivery.transfer.transfer_id] = loop.create_future()
+            job = loop.create_task(self._deliverer.deliver(delivery, index, one))
+            self._jobs.add(job)
+            job.add_done_callback(self._job_ended)
+            jobs.append(job)
+        return jobs
+
+    def _job_ended(self, job: asyncio.Task[None]) -> None:
+        self._jobs.discard(job)
+        if not job.cancelled() and (error := job.exception()):
+            logger.error("delivery of an item failed", exc_info=error)
+
+    def _give_up(self, plan: Plan, jobs: Iterable[asyncio.Task[None]]) -> None:
+        """End the calls to encoders, and tell the PD instance that nobody asks for the items."""
+        for job in jobs:
+            job.cancel()
+        if plan.deliveries:
+            ids = [each.transfer.transfer_id for each in plan.deliveries]
+            self._control.not_wanted(plan.pd.name, ids)
+
+    # The request to the PD instance, and its answer.
+
+    async def _told(self, one: Attempt) -> dict[str, EncodedItem]:
+        """Wait until encoders have said what the items are; by the names that these have here.
+
+        Raises:
+            Failed: Of some item it cannot be had.
+        """
+        told: dict[str, EncodedItem] = {}
+        for delivery in one.deliveries:
+            if not delivery.bare:
+                continue
+            answer = await one.told[delivery.transfer.transfer_id]
+            if isinstance(answer, EncodeFailure):
+                refused = answer.trouble is Trouble.ITEM_REFUSED
+                trouble = Trouble.ITEM_REFUSED if refused else Trouble.NO_METADATA
+                raise Failed(trouble, Point.ASKED, answer.reason)
+            if answer.metadata == {} and answer.modality not in self._without_metadata:
+                self._without_metadata.add(answer.modality)
+                logger.warning(
+                    "items of modality %r cannot be described by metadata with this model and "
+                    "version of vLLM: prefill+decode instances get media, as with transfer.media "
+                    "concurrent",
+                    answer.modality,
+                )
+            if not answer.metadata:
+                name = delivery.encoder.name
+                raise Failed(
+                    Trouble.NO_METADATA, Point.ASKED, f"{name} knows no metadata of an item"
+                )
+            told[delivery.item.mm_hash] = answer
+        return told
+
+    def _params(self, plan: Plan, told: Mapping[str, EncodedItem]) -> PrefillParams | None:
+        """Return what the PD instance may expect."""
+        if not plan.deliveries:
+            return None
+        transfers = tuple(
+            expected_transfer(each.transfer, each.encoder, told.get(each.item.mm_hash))
+            for each in plan.deliveries
+        )
+        return PrefillParams(transfers=transfers, reply_to=self._control.identity)
+
+    async def _ask(
+        self, pd: Instance, call: Call, body: Segments, headers: Mapping[str, str]
+    ) -> Answer:
+        try:
+            return await self._upstream.request(
+                call.method,
+                pd.url + call.path,
+                body=body,
+                headers=headers,
+                connect_s=self._settings.connect_timeout_s,
+                silent_s=self._settings.idle_timeout_s,
+            )
+        except UpstreamError as error:
+            raise _failed(pd, error, Point.ASKED) from error
+
+    async def _relay(
+        self,
+        call: Call,
+        answer: Answer,
+        one: Attempt,
+        held: contextlib.ExitStack,
+        out: Outgoing,
+    ) -> None:
+        """Pass an answer on, once it is known to be no 5xx.
+
+        Raises:
+            Failed: It is one, or it ended too early.
+        """
+        pd = one.pd
+        given = answer.headers
+        headers = {name: given[name] for name in ANSWER_HEADERS if name in given}
+        try:
+            if answer.status < 400 and headers.get("content-type", "").startswith(
+                "text/event-stream"
+            ):
+                first = await _first_event(answer)
+                failure = _failed_stream(first)
+                if failure is None:
+                    one.answered.set()
+                    held.close()
+                    pd.answered()
+                    await out.begin(answer.status, headers)
+                    await _relay_events(first, answer, out)
+                    await out.end()
+                    return
+                reply = failure
+            else:
+                reply = Reply(answer.status, headers, await answer.read())
+        except UpstreamError as error:
+            raise _failed(pd, error, Point.ANSWERING) from error
+        one.answered.set()
+        held.close()
+        if reply.status >= 500:
+            pd.failed("error")
+            await self._explain(one)
+            raise Failed(
+                Trouble.PD_FAILED,
+                Point.ASKED,
+                f"instance {pd.name} answered {reply.status}: {reply.body[:200]!r}",
+                reply,
+            )
+        pd.answered()
+        await out.whole(self._without_outcome(reply) if call.items else reply)
+
+    async def _explain(self, one: Attempt) -> None:
+        """Raise the reason that came over the control channel, if there is one."""
+        if one.deliveries and not one.inbox.nacks:
+            await one.inbox.wait(self._settings.nack_grace_s)
+        for nack in one.inbox.nacks:
+            if nack.code is NackCode.TOO_LARGE:
+                raise Failed(Trouble.PD_TOO_LARGE, Point.ASKED, nack.detail)
+        if one.inbox.nacks:
+            raise Failed(Trouble.PD_UNAVAILABLE, Point.ASKED, one.inbox.nacks[0].detail)
+
+    def _without_outcome(self, reply: Reply) -> Reply:
+        """Count how the items were had; clients are told only where the settings say so."""
+        if _OUTCOME not in reply.body:
+            return reply
+        try:
+            fields = msgspec.json.decode(reply.body, type=dict[str, msgspec.Raw])
+            outcome = msgspec.json.decode(
+                fields.pop("ec_transfer_params", msgspec.Raw(b"null")), type=PrefillOutcome | None
+            )
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            logger.warning("an answer's ec_transfer_params cannot be read: %r", str(error))
+            return reply
+        for item in outcome.items if outcome is not None else ():
+            self._metrics.sources.labels(item.source, item.path).inc()
+        if self._settings.item_outcomes:
+            return reply
+        return Reply(reply.status, reply.headers, msgspec.json.encode(fields))
+
+    def _possible(self, failed: Failed, tries: int, *, bare: bool) -> tuple[Rung, ...]:
+        """Return the rungs that depend on more than what went wrong and when."""
+        if bare and self._settings.local_encode:
+            media: tuple[Rung, ...] = ("original_media",)
+        else:
+            media = ()
+        again: tuple[Rung, ...] = ()
+        if failed.point is Point.ASKED and tries + 1 < MAX_PD_ATTEMPTS:
+            lost = failed.trouble is Trouble.PD_LOST
+            others = len(self._instances.of_role("prefill-decode")) > 1
+            if (lost or (failed.trouble is Trouble.PD_FAILED and others)) and self._retries.take():
+                again = ("pd_again",)
+        return (*media, *again)
+
+    async def _end(self, failed: Failed, rung: Rung, out: Outgoing) -> None:
+        """Tell the client of a failure that nothing can be done about.
+
+        Raises:
+            RequestError: The answer has not begun.
+        """
+        if rung == "passed_on":
+            assert failed.reply is not None
+            await out.whole(failed.reply)
+        elif rung == "broken_off":
+            message = f"{failed}: the answer is incomplete; send the request again"
+            if not out.begun:
+                raise RequestError(message, status=502, code="instance_lost")
+            await out.piece(error_event(message, status=502, code="instance_lost"))
+            await out.end()
+        elif rung == "timeout":
+            raise RequestError(
+                f"{failed}: the request is given up; ask for fewer tokens or raise that limit",
+                status=504,
+                code="timeout",
+            )
+        elif rung == "refused" and failed.trouble is Trouble.PD_TOO_LARGE:
+            raise RequestError(str(failed), status=413, code="item_too_large")
+        elif rung == "refused":
+            raise RequestError(str(failed), status=400, code="item_refused")
+        else:
+            raise unavailable(f"{failed}; try again later")
+
+    def _goes_bare(self, item: MediaItem) -> bool:
+        """Tell whether an item is tried without its media first."""
+        if self._settings.media != "metadata":
+            return False
+        return not self._settings.local_encode or item.modality not in self._without_metadata
+
+    def _why_no_pd(self) -> str:
+        states = "; ".join(
+            f"{each.name}: {each.reason or each.state}"
+            for each in self._instances.of_role("prefill-decode")[:8]
+        )
+        return f"no prefill+decode instance can serve ({states or 'none is there'})"
+
+
+def _failed(pd: Instance, error: UpstreamError, point: Point) -> Failed:
+    """Return what an error of the connection is to the request."""
+    pd.failed(error.fault)
+    if error.fault is Fault.SILENT:
+        message = f"instance {pd.name} was silent for longer than router.idle_timeout_s"
+        return Failed(Trouble.PD_SILENT, point, message)
+    return Failed(Trouble.PD_LOST, point, f"instance {pd.name} was lost: {error}")
+
+
+async def _first_event(answer: Answer) -> bytes:
+    """Return the beginning of a stream, until it is clear whether it is an error."""
+    first = await answer.piece()
+    while first and first.startswith(_ERROR_EVENT[: len(first)]) and _EVENT_END not in first:
+        more = await answer.piece()
+        if not more:
+            break
+        first += more
+    return first
+
+
+async def _relay_events(data: bytes, answer: Answer, out: Outgoing) -> None:
+    """Pass whole events on as they come: what ends within one is none to the client.
+
+    Raises:
+        UpstreamError: The stream ended too early.
+    """
+    held = b""
+    while data:
+        if held:
+            data = held + data
+            held = b""
+        if not data.endswith(_EVENT_END) and len(data) < _MAX_HELD_BYTES:
+            end = data.rfind(_EVENT_END) + len(_EVENT_END)
+            if end < len(_EVENT_END):
+                end = 0
+            data, held = data[:end], data[end:]
+        if data:
+            await out.piece(data)
+        data = await answer.piece()
+    if held:
+        await out.piece(held)
+
+
+class _EngineError(msgspec.Struct):
+    code: int = 500
+
+
+class _ErrorEvent(msgspec.Struct):
+    error: _EngineError
+
+
+def _failed_stream(first: bytes) -> Reply | None:
+    """Return the answer to a streamed request that failed before its first token."""
+    if not first.startswith(_ERROR_EVENT):
+        return None
+    event = first.partition(_EVENT_END)[0].removeprefix(b"data: ")
+    try:
+        status = msgspec.json.decode(event, type=_ErrorEvent).error.code
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        status = 500
+    return Reply(status if 400 <= status <= 599 else 500, JSON, event)
+
+
+def _end_soon(jobs: Iterable[asyncio.Task[None]]) -> None:
+    """Cancel jobs whose encoders do not answer soon, though nobody waits for them."""
+    waiting = [job for job in jobs if not job.done()]
+    if not waiting:
+        return
+    timer = asyncio.get_running_loop().call_later(
+        JOB_GRACE_S, lambda: [job.cancel() for job in waiting]
+    )
+    left = len(waiting)
+
+    def ended(_: asyncio.Task[None]) -> None:
+        nonlocal left
+        left -= 1
+        if not left:
+            timer.cancel()
+
+    for job in waiting:
+        job.add_done_callback(ended)
+
+
