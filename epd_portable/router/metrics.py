@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterable
 from typing import Literal
 
@@ -119,6 +120,26 @@ class Metrics:
             buckets=_SECONDS,
             registry=registry,
         )
+
+    def answered(
+        self, endpoint: str, status: int, started: float, first_at: float, *, gone: bool
+    ) -> None:
+        """Count a request that has ended.
+
+        Args:
+            endpoint: Its path, one of those that are served.
+            status: Of the answer, 0 if there was none.
+            started: When its body was there; by `time.monotonic`.
+            first_at: When the answer began, 0 if it did not.
+            gone: The client gave it up.
+        """
+        if gone:
+            self.disconnects.labels(endpoint).inc()
+            return
+        if first_at:
+            self.first_byte_s.labels(endpoint).observe(first_at - started)
+        self.response_s.labels(endpoint).observe(time.monotonic() - started)
+        self.requests.labels(endpoint, str(status)).inc()
 
     def item(self, fate: ItemFate) -> None:
         """Count one item."""

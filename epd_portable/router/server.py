@@ -1,0 +1,447 @@
+"""The router as an ASGI application: what it serves at which path, what it takes in, what it lets
+out, and how it stops."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from epd_portable.config.secret import Secret
+from epd_portable.connector.curve import CurveKeys
+from epd_portable.errors import RequestError
+from epd_portable.router.access import ApiKeys
+from epd_portable.router.body import Call, Rules, read_call
+from epd_portable.router.control import ControlChannels
+from epd_portable.router.exchange import Exchange
+from epd_portable.router.incoming import Bodies, ClientGoneError
+from epd_portable.router.instances import Instances
+from epd_portable.router.introduction import Introducer
+from epd_portable.router.members import Members
+from epd_portable.router.metrics import Metrics
+from epd_portable.router.replies import Reply, error_reply, json_reply, unavailable
+from epd_portable.router.settings import RouterSettings
+from epd_portable.router.upstream import Upstream
+
+logger = logging.getLogger(__name__)
+
+WITH_MEDIA = frozenset(
+    {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"}
+)
+"""Paths whose bodies are read: encoders get the items in them."""
+TO_ANY_INSTANCE: Mapping[str, str] = {
+    **dict.fromkeys(
+        (
+            "/tokenize",
+            "/detokenize",
+            "/v1/embeddings",
+            "/v2/embed",
+            "/pooling",
+            "/classify",
+            "/score",
+            "/v1/score",
+            "/rerank",
+            "/v1/rerank",
+            "/v2/rerank",
+            "/generative_scoring",
+            "/v1/messages/count_tokens",
+            "/v1/chat/completions/batch",
+            "/v1/chat/completions/render",
+            "/v1/completions/render",
+            "/v1/audio/transcriptions",
+            "/v1/audio/translations",
+            "/cohere/v2/chat",
+            "/invocations",
+        ),
+        "POST",
+    ),
+    **dict.fromkeys(("/v1/models", "/version", "/load", "/tokenizer_info"), "GET"),
+}
+"""Paths that go to a PD instance as they are, and the method of each.
+
+vLLM's addresses for operators (sleep, weights, caches, adapters, profiles, pauses) are not among
+them: what they do concerns one instance, which its operator asks directly.
+"""
+OTHER = "other"
+"""Label of all paths that are not served."""
+
+PASSED_ON = (
+    "authorization",
+    "traceparent",
+    "tracestate",
+    "x-session-id",
+    "x-vllm-priority",
+    "endpoint-load-metrics-format",
+    "accept",
+)
+"""Headers of clients that reach instances. All others stay here, so none can be forged."""
+IN_THREAD_BYTES = 256 * 1024
+"""Bodies from this size on are read beside the event loop."""
+SWEEP_EVERY_S = 1.0
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+class Router:
+    """Everything that lives as long as the server; an ASGI application.
+
+    Raises:
+        ConfigError: The secret file or another one cannot be used.
+
+    Attributes:
+        draining: Nothing new is taken on.
+        in_flight: Requests that are being answered.
+    """
+
+    def __init__(self, settings: RouterSettings) -> None:
+        self.settings = settings
+        self.draining = False
+        self.in_flight: set[_Client] = set()
+        secret = Secret.read(settings.secret_file)
+        self._keys = ApiKeys(settings.api_keys_file) if settings.api_keys_file else None
+        self._passed_on = frozenset(PASSED_ON[1:] if self._keys else PASSED_ON)
+        self.upstream = Upstream()
+        self.instances = Instances()
+        self.metrics = Metrics(lambda: self.instances.all)
+        self._control = ControlChannels(CurveKeys.derive(secret))
+        self._exchange = Exchange(
+            settings, self.instances, self.upstream, self._control, self.metrics, secret
+        )
+        introducer = Introducer(settings, self.instances, self.upstream, self._control, secret)
+        self._members = Members(
+            settings,
+            self.instances,
+            self.upstream,
+            self._control,
+            self.metrics,
+            introducer.introduce,
+            secret,
+        )
+        self._bodies = Bodies(
+            max_bytes=settings.max_body_bytes,
+            max_sum_bytes=settings.max_bodies_bytes,
+            timeout_s=settings.body_timeout_s,
+        )
+        self._rules = Rules(
+            max_items=settings.max_media_items, unknown_fields=settings.unknown_fields
+        )
+        self._sweeping: asyncio.Task[None] | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request, or live from start to stop."""
+        if scope["type"] == "lifespan":
+            await self._live(receive, send)
+            return
+        assert scope["type"] == "http"
+        client = _Client(scope, receive, send, self._passed_on)
+        path: str = scope["path"]
+        if path in WITH_MEDIA or path in TO_ANY_INSTANCE:
+            await self._generate(path, client)
+        else:
+            await self._answer_itself(path, client)
+
+    async def _live(self, receive: Receive, send: Send) -> None:
+        await receive()
+        try:
+            await self.open()
+        except Exception as error:
+            logger.exception("the router cannot start")
+            await send({"type": "lifespan.startup.failed", "message": str(error)})
+            return
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        await self.close()
+        await send({"type": "lifespan.shutdown.complete"})
+
+    async def open(self) -> None:
+        """Connect to the instances and watch them.
+
+        Raises:
+            ConfigError: An address cannot be used.
+        """
+        await self.upstream.open()
+        self._sweeping = asyncio.create_task(self._sweep())
+        await self._members.open()
+
+    async def close(self) -> None:
+        """End everything."""
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+        await self._exchange.close()
+        await self._members.close()
+        await self._control.close()
+        await self.upstream.close()
+
+    async def drain(self) -> None:
+        """Take on nothing more, and return when all answers have ended or had their time."""
+        self.draining = True
+        logger.info("stopping: %d answers have begun", len(self.in_flight))
+        deadline = time.monotonic() + self.settings.drain_s
+        while self.in_flight and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        if self.in_flight:
+            logger.warning("%d answers are cut off after router.drain_s", len(self.in_flight))
+
+    # Requests that go to instances.
+
+    async def _generate(self, path: str, client: _Client) -> None:
+        """Answer by a PD instance; what a client gives up is given up everywhere."""
+        metrics = self.metrics
+        work = asyncio.current_task()
+        assert work is not None
+        watch: asyncio.Task[None] | None = None
+        metrics.in_flight.inc()
+        self.in_flight.add(client)
+        started = time.monotonic()
+        try:
+            with self._bodies.holding() as body:
+                call = await self._read(path, client, body)
+                started = time.monotonic()
+                watch = asyncio.create_task(client.watch(work))
+                await self._exchange.serve(call, client.for_instances, client)
+        except RequestError as error:
+            await client.whole(error_reply(error))
+        except ClientGoneError:
+            client.gone = True
+        except asyncio.CancelledError:
+            if not client.gone:
+                # The server stops and waits no longer.
+                if not client.begun:
+                    await client.whole(error_reply(unavailable("the router is stopping")))
+                raise
+        except Exception:
+            logger.exception("request %s", client.request_id)
+            if not client.begun:
+                await client.whole(error_reply(_internal(client.request_id)))
+        finally:
+            if watch is not None:
+                watch.cancel()
+            self.in_flight.discard(client)
+            metrics.in_flight.dec()
+            metrics.answered(path, client.status, started, client.first_at, gone=client.gone)
+
+    async def _read(self, path: str, client: _Client, body: Any) -> Call:
+        """Return what the client asks for.
+
+        Raises:
+            RequestError: It is refused.
+            ClientGoneError: It has gone.
+        """
+        method = TO_ANY_INSTANCE.get(path, "POST")
+        if client.method != method:
+            raise _no_such(client.method, path, 405)
+        if self._keys is not None:
+            self._keys.check(client.headers)
+        if self.draining:
+            client.last = True
+            raise unavailable("the router is stopping")
+        data = await body.read(client.headers, client.receive)
+        if path not in WITH_MEDIA:
+            given = client.headers.get("content-type")
+            if given is not None and given.isascii():
+                client.for_instances["content-type"] = given
+            return Call.untouched(method, path, data)
+        client.for_instances["content-type"] = "application/json"
+        if len(data) < IN_THREAD_BYTES:
+            return read_call(path, data, self._rules)
+        return await asyncio.to_thread(read_call, path, data, self._rules)
+
+    # What the router answers itself.
+
+    async def _answer_itself(self, path: str, client: _Client) -> None:
+        try:
+            reply = await self._own_reply(path, client)
+        except RequestError as error:
+            reply = error_reply(error)
+        except ClientGoneError:
+            return
+        await client.whole(reply)
+        if client.method == "GET" and path in ("/health", "/ping", "/metrics"):
+            return
+        self.metrics.requests.labels(OTHER, str(reply.status)).inc()
+
+    async def _own_reply(self, path: str, client: _Client) -> Reply:
+        admin = self._on_admin_port(client)
+        if path in ("/health", "/ping") and client.method in ("GET", "HEAD", "POST"):
+            return self._health(client)
+        if path == "/metrics" and admin:
+            if client.method != "GET":
+                raise _no_such(client.method, path, 405)
+            kind = {"content-type": "text/plain; version=0.0.4; charset=utf-8"}
+            return Reply(200, kind, self.metrics.exposition())
+        if path.startswith("/epd/") and admin:
+            with self._bodies.holding() as body:
+                data = bytes(await body.read(client.headers, client.receive))
+            return await self._members.handle(client.method, client.target, client.headers, data)
+        if client.headers.get("upgrade", "").lower() == "websocket":
+            raise RequestError(
+                f"{path}: websockets are not served here; ask by HTTP", status=501,
+                code="websocket_unsupported",
+            )
+        raise _no_such(client.method, path, 404)
+
+    def _health(self, client: _Client) -> Reply:
+        """Answer 200 while a request could be served, else 503; names are for holders of the
+        secret."""
+        usable = any(each.usable for each in self.instances.of_role("prefill-decode"))
+        status = "draining" if self.draining else "ok" if usable else "unavailable"
+        answer: dict[str, object] = {"status": status}
+        if self._members.vouched_for("GET", client.target, client.headers):
+            answer["instances"] = self._members.states()
+        return json_reply(answer, 200 if status == "ok" else 503)
+
+    def _on_admin_port(self, client: _Client) -> bool:
+        return self.settings.admin_port is None or client.port == self.settings.admin_port
+
+    # Clients that take nothing.
+
+    async def _sweep(self) -> None:
+        """Give up clients that take nothing of their answers."""
+        while True:
+            await asyncio.sleep(SWEEP_EVERY_S)
+            limit = time.monotonic() - self.settings.send_timeout_s
+            for client in [each for each in self.in_flight if 0 < each.sending_since < limit]:
+                logger.warning(
+                    "request %s: its client took nothing for router.send_timeout_s",
+                    client.request_id,
+                )
+                client.give_up()
+
+
+class _Client:
+    """One request of a client, and its answer.
+
+    Attributes:
+        method: Of HTTP.
+        target: Path and query.
+        port: At which it came.
+        headers: Names in lower case; those whose values are not ASCII are left out.
+        request_id: The client's own or a new one.
+        for_instances: Headers that instances get.
+        begun: Whether status and headers are sent.
+        status: Of the answer, 0 before.
+        first_at: When its first byte was sent, 0 before.
+        gone: The client has closed its connection.
+        last: No other request is taken on its connection.
+        sending_since: When the piece that the client does not take was sent, 0 if there is none.
+    """
+
+    def __init__(
+        self, scope: Scope, receive: Receive, send: Send, passed_on: frozenset[str]
+    ) -> None:
+        self.receive = receive
+        self._send = send
+        self.method: str = scope["method"]
+        self.port: int = scope["server"][1] if scope.get("server") else 0
+        query: bytes = scope.get("query_string", b"")
+        self.target: str = scope["path"] + (f"?{query.decode('latin-1')}" if query else "")
+        self.headers: dict[str, str] = {
+            name.decode("latin-1"): value.decode("ascii")
+            for name, value in scope["headers"]
+            if value.isascii()
+        }
+        given = self.headers.get("x-request-id", "")
+        self.request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        self.for_instances = {
+            name: value for name, value in self.headers.items() if name in passed_on
+        }
+        self.for_instances["x-request-id"] = self.request_id
+        self.begun = False
+        self.status = 0
+        self.first_at = 0.0
+        self.gone = False
+        self.last = False
+        self.sending_since = 0.0
+        self._work: asyncio.Task[Any] | None = None
+
+    async def watch(self, work: asyncio.Task[Any]) -> None:
+        """Cancel the work when the client goes away."""
+        self._work = work
+        while (await self.receive())["type"] != "http.disconnect":
+            pass
+        self.give_up()
+
+    def give_up(self) -> None:
+        """Treat the client as gone."""
+        self.gone = True
+        if self._work is not None:
+            self._work.cancel()
+
+    async def whole(self, reply: Reply) -> None:
+        """Send a whole answer."""
+        if reply.status in (408, 413):
+            # Part of the body may still be on its way: this connection serves no other request.
+            self.last = True
+        headers = {**reply.headers, "content-length": str(len(reply.body))}
+        await self.begin(reply.status, headers)
+        body = b"" if self.method == "HEAD" else reply.body
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def begin(self, status: int, headers: Mapping[str, str]) -> None:
+        """Send status and headers."""
+        self.begun = True
+        self.status = status
+        self.first_at = time.monotonic()
+        listed = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
+        listed.append((b"x-request-id", self.request_id.encode()))
+        if self.last:
+            listed.append((b"connection", b"close"))
+        await self._send({"type": "http.response.start", "status": status, "headers": listed})
+
+    async def piece(self, data: bytes) -> None:
+        """Send a piece; returns when the client takes more."""
+        self.sending_since = time.monotonic()
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        self.sending_since = 0.0
+
+    async def end(self) -> None:
+        """Send the end."""
+        await self._send({"type": "http.response.body", "body": b""})
+
+
+def create_app(settings: RouterSettings) -> ASGIApp:
+    """Return the router as an ASGI application; its lifespan connects to the instances."""
+    return with_cors(Router(settings))
+
+
+def with_cors(router: Router) -> ASGIApp:
+    """Let web pages of other origins ask, where the settings allow it."""
+    origins = router.settings.cors_origins
+    if not origins:
+        return router
+    return CORSMiddleware(
+        router,
+        allow_origins=origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id", "retry-after"],
+    )
+
+
+def _no_such(method: str, path: str, status: int) -> RequestError:
+    if status == 405:
+        wanted = TO_ANY_INSTANCE.get(path, "POST" if path in WITH_MEDIA else "GET")
+        problem, code = f"only {wanted} is served at this path", "method_not_allowed"
+    else:
+        known = ", ".join(sorted(WITH_MEDIA))
+        problem = f"there is no such path; media are taken at {known}, and what else vLLM serves "
+        problem += "to clients is passed on; addresses for operators are at the instances"
+        code = "unknown_path"
+    return RequestError(f"{method} {path[:256]}: {problem}", status=status, code=code)
+
+
+def _internal(request_id: str) -> RequestError:
+    return RequestError(
+        f"internal error of the router; its log has the reason under request {request_id}",
+        status=500,
+        code="internal_error",
+    )
+
+
