@@ -1,0 +1,829 @@
+"""The instances as the router sees them: which there are, how they are, how busy, and which gets
+what.
+
+No input or output happens here: who probes tells what it saw, who asks tells what came of it. What
+is counted lies in a `Table`, which several processes may share.
+
+Encoders are chosen by item, on a ring of hashes and under a load bound: the same picture meets the
+encoder that still has it in its cache, unless that one is busier than the others. Prefill+decode
+instances are chosen by load.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import math
+import time
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from types import TracebackType
+from typing import Literal, TypeAlias
+
+import anyio
+import msgspec
+
+from epd_portable.router.settings import InstanceSettings, Role
+from epd_portable.router.upstream import Fault
+
+logger = logging.getLogger(__name__)
+
+MAX_INSTANCES = 10_000
+
+PROBES_UNTIL_DOWN = 3
+"""Silent probes in a row after which an instance counts as down: a busy one may miss one."""
+
+FAILURES_UNTIL_EJECTED = 5
+"""Failed requests in a row after which an instance gets none for a while, though it is healthy."""
+FIRST_EJECTION_S = 5.0
+LONGEST_EJECTION_S = 60.0
+
+LOAD_BOUND = 1.25
+"""No encoder takes more than this multiple of the average load."""
+FEW = 16
+"""Up to so many prefill+decode instances the loads of all are compared, else those of two."""
+IDLE_POLL_S = 0.05
+
+State = Literal["joining", "up", "down", "draining"]
+"""``joining``: healthy, but not warmed up yet. ``draining``: gets nothing more."""
+Failure: TypeAlias = Fault | Literal["error"]
+"""How a request failed; ``error`` is an answer that says so (5xx)."""
+
+_WORDS: dict[Failure, str] = {
+    Fault.REFUSED: "refused a connection",
+    Fault.CUT: "cut an answer off",
+    Fault.SILENT: "stayed silent",
+    Fault.BROKEN: "answered something that is no HTTP",
+    "error": "answered with an error of its own",
+}
+_ROLES: tuple[Role, ...] = ("encode", "prefill-decode")
+_ROWS = MAX_INSTANCES + 64  # More than instances: the row of one that has left may be in use still.
+_UNSEEN = 0
+_NOBODY = (1 << 63) - 1
+
+
+class Table:
+    """What is in flight: a row for each instance, a column for each process of the router.
+
+    Each process writes its own column only, so nobody needs a lock. Times are those of
+    ``time.monotonic``, which is one clock for all processes of a machine.
+
+    Args:
+        memory: At least `nbytes` bytes, zero at first; of this process alone unless given.
+        columns: Processes.
+        column: That of this process.
+    """
+
+    def __init__(
+        self, memory: memoryview | None = None, *, columns: int = 1, column: int = 0
+    ) -> None:
+        if memory is None:
+            memory = memoryview(bytearray(self.nbytes(columns)))
+        self._columns, self._column = columns, column
+        cells = 4 * _ROWS * columns
+        self._seen = memory[: 8 * columns].cast("q")
+        memory = memory[8 * columns :]
+        self._answered = memory[: 8 * _ROWS].cast("d")
+        memory = memory[8 * _ROWS :]
+        self._in_flight = memory[:cells].cast("i")
+        self._held = memory[cells : 2 * cells].cast("i")
+
+    @staticmethod
+    def nbytes(columns: int) -> int:
+        """Return how much memory a table of so many columns takes."""
+        return 8 * columns + 8 * _ROWS + 2 * 4 * _ROWS * columns
+
+    def work(self, row: int, change: int) -> None:
+        """Count requests or jobs of this process."""
+        self._in_flight[row * self._columns + self._column] += change
+
+    def hold(self, row: int, change: int) -> None:
+        """Count reasons of this process for which an instance must not leave."""
+        self._held[row * self._columns + self._column] += change
+
+    def load(self, row: int) -> int:
+        """Return what is in flight in all processes."""
+        if self._columns == 1:
+            return self._in_flight[row]
+        begin = row * self._columns
+        return sum(self._in_flight[begin : begin + self._columns])
+
+    def held(self, row: int) -> int:
+        """Return how many reasons all processes have for which an instance must not leave."""
+        begin = row * self._columns
+        return sum(self._held[begin : begin + self._columns])
+
+    def answered(self, row: int, at: float) -> None:
+        """Note when an instance has answered last, to any process."""
+        self._answered[row] = at
+
+    def answered_at(self, row: int) -> float:
+        """Return when an instance has answered last, to any process; 0 for never."""
+        return self._answered[row]
+
+    def saw(self, version: int) -> None:
+        """Note up to which change this process knows the instances."""
+        self._seen[self._column] = version
+
+    def all_saw(self, version: int) -> bool:
+        """Tell whether every other process knows a change."""
+        return all(
+            seen >= version for column, seen in enumerate(self._seen) if column != self._column
+        )
+
+    def open_column(self, column: int) -> None:
+        """Begin to wait for a process that has been started, which knows nothing yet."""
+        self._seen[column] = _UNSEEN
+
+    def clear_column(self, column: int) -> None:
+        """Forget what a process had in flight: it has ended."""
+        for row in range(_ROWS):
+            self._in_flight[row * self._columns + column] = 0
+            self._held[row * self._columns + column] = 0
+        self._seen[column] = _NOBODY
+
+
+class InstanceView(msgspec.Struct, frozen=True, kw_only=True):
+    """What one process tells another of an instance.
+
+    Attributes:
+        name: From the settings, as `role`, `url` and `control`.
+        row: In the table.
+        registered: See `Instance`, as the rest.
+    """
+
+    name: str
+    role: Role
+    url: str
+    control: str
+    row: int
+    registered: bool
+    healthy: bool
+    is_introduced: bool
+    draining: bool
+    suspected: bool
+    ejected: bool
+    reason: str
+    problem: str
+
+
+class Work:
+    """One request or job at an instance, in flight while the context lasts."""
+
+    __slots__ = ("_callback", "_instance")
+
+    def __init__(self, instance: Instance) -> None:
+        self._instance = instance
+        self._callback: Callable[[], None] | None = None
+
+    def __enter__(self) -> Work:
+        self._instance._begin(self)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._callback = None
+        self._instance._end(self)
+
+    def on_down(self, callback: Callable[[], None]) -> None:
+        """Have a function called when the instance goes down while this lasts; at once if it is
+        down. It must not raise."""
+        if self._instance.healthy:
+            self._callback = callback
+        else:
+            callback()
+
+    def _gone_down(self) -> None:
+        callback, self._callback = self._callback, None
+        if callback is not None:
+            callback()
+
+
+class Hold:
+    """Something of an instance that is needed while the context lasts, so that it may not leave."""
+
+    __slots__ = ("_instance",)
+
+    def __init__(self, instance: Instance) -> None:
+        self._instance = instance
+
+    def __enter__(self) -> None:
+        self._instance._hold(1)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._instance._hold(-1)
+
+
+class Instance:
+    """One instance; down until a probe succeeds, joining until it was introduced.
+
+    A failed request makes a healthy instance suspected: others are preferred until it has answered
+    a probe or a request. Several in a row eject it: others are preferred for a while, whatever it
+    answers. Only probes take it down.
+
+    Attributes:
+        settings: Where it is and what it serves.
+        name: From the settings.
+        role: From the settings.
+        url: From the settings.
+        control: ZMQ address of its control channel, or empty.
+        registered: It came while the router ran, and is forgotten when it stays away.
+        in_flight: Requests or jobs it works on for this process.
+        healthy: Whether it answers probes.
+        is_introduced: Whether clients' requests may be sent to this life of it.
+        suspected: A request failed, and it has answered nothing since.
+        ejected: Requests failed in a row.
+        reason: Why it is down, suspected or ejected.
+        problem: What went wrong when it was warmed up, or empty.
+        row: In the table.
+        point: Its place on the ring.
+    """
+
+    def __init__(
+        self,
+        owner: Instances,
+        settings: InstanceSettings,
+        *,
+        row: int,
+        registered: bool,
+        warm_up: bool,
+    ) -> None:
+        self.settings = settings
+        self.name: str = settings.name
+        self.role: Role = settings.role
+        self.url: str = settings.url
+        self.control: str = settings.control
+        self.registered = registered
+        self.in_flight = 0
+        self.healthy = False
+        self.is_introduced = not warm_up
+        self.suspected = False
+        self.ejected = False
+        self.reason = "not probed yet"
+        self.problem = ""
+        self.row = row
+        self.point, _ = _hashes(settings.name)
+        self._owner = owner
+        self._table = owner.table
+        self._clock = owner.clock
+        self._ring: _Ring | None = None
+        self._warm_up = warm_up
+        self._draining = False
+        self._works: set[Work] = set()
+        self._up = asyncio.Event()
+        self._down = asyncio.Event()
+        self._down.set()
+        self._silent_probes = 0
+        self._failures = 0
+        self._failed_at = 0.0
+        self._ejections = 0
+        self._ejected_until = 0.0
+        self._ejection: asyncio.TimerHandle | None = None
+        self._told: InstanceView | None = None
+
+    @property
+    def state(self) -> State:
+        """What it is to this router."""
+        if self._draining:
+            return "draining"
+        if not self.healthy:
+            return "down"
+        return "up" if self.is_introduced else "joining"
+
+    @property
+    def usable(self) -> bool:
+        """Whether clients' requests may be sent to it."""
+        return self.healthy and self.is_introduced and not self._draining
+
+    @property
+    def preferred(self) -> bool:
+        """Whether it is chosen before those that are not."""
+        return self.usable and not (self.suspected or self.ejected)
+
+    @property
+    def load(self) -> int:
+        """Requests or jobs it works on for all processes of the router."""
+        return self._table.load(self.row)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no process needs anything of it."""
+        return not self._table.held(self.row)
+
+    @property
+    def answered_at(self) -> float:
+        """When it has answered a request last; 0 for never."""
+        return self._table.answered_at(self.row)
+
+    def working(self) -> Work:
+        """Return a context that counts one request or job as in flight."""
+        return Work(self)
+
+    def held(self) -> Hold:
+        """Return a context that keeps it from leaving: something of it is still needed."""
+        return Hold(self)
+
+    async def wait_idle(self) -> None:
+        """Return as soon as no process needs anything of it, nor could begin to unknowingly."""
+        version = self._owner.version
+        while not (self._table.all_saw(version) and self.idle):
+            await asyncio.sleep(IDLE_POLL_S)
+
+    async def wait_up(self) -> None:
+        """Return as soon as it is healthy."""
+        await self._up.wait()
+
+    async def wait_down(self) -> None:
+        """Return as soon as it is not healthy."""
+        await self._down.wait()
+
+    async def comes_up(self, timeout_s: float) -> bool:
+        """Wait until it is healthy; tell whether that was within the limit."""
+        with anyio.move_on_after(timeout_s):
+            await self._up.wait()
+        return self.healthy
+
+    # What is seen of it by probes.
+
+    def seen_well(self) -> None:
+        """It answered a probe."""
+        self._silent_probes = 0
+        if self.healthy and not self.suspected:
+            return
+        self.suspected = False
+        self.healthy = True
+        self._changed()
+
+    def seen_silent(self) -> None:
+        """It did not answer a probe in time."""
+        self._silent_probes += 1
+        if self._silent_probes >= PROBES_UNTIL_DOWN:
+            self._fall(f"{PROBES_UNTIL_DOWN} health probes without answer")
+
+    def seen_gone(self, reason: str) -> None:
+        """Its process has ended: who answers next is a new one."""
+        self.is_introduced = not self._warm_up
+        self._fall(reason)
+
+    # What is seen of it by requests.
+
+    def answered(self) -> None:
+        """It answered a request as it should."""
+        self._table.answered(self.row, self._clock())
+        if self.suspected:
+            self.suspected = False
+            self._owner.report(self, None)
+            self._changed()
+
+    def failed(self, failure: Failure) -> None:
+        """A request to it failed, and not for what the request asked."""
+        if not self.healthy:
+            return
+        self.suspected = True
+        if self._owner.decides:
+            self._count(failure)
+        self._owner.report(self, failure)
+        self._changed()
+
+    def _count(self, failure: Failure) -> None:
+        now = self._clock()
+        if self.answered_at > self._failed_at:
+            self._failures = 0
+        self._failed_at = now
+        self._failures += 1
+        self.reason = f"{_WORDS[failure]}, {self._failures} in a row"
+        if failure is Fault.REFUSED:
+            # It need not be silent for long to be taken for gone.
+            self._silent_probes = PROBES_UNTIL_DOWN - 1
+        if (
+            self._failures >= FAILURES_UNTIL_EJECTED
+            and self.usable
+            and not self.ejected
+            and self._owner.may_eject(self.role)
+        ):
+            if now - self._ejected_until > LONGEST_EJECTION_S:
+                self._ejections = 0
+            for_s = min(FIRST_EJECTION_S * 2.0**self._ejections, LONGEST_EJECTION_S)
+            self._ejections += 1
+            self._ejected_until = now + for_s
+            self.ejected = True
+            self._ejection = asyncio.get_running_loop().call_later(for_s, self.let_back)
+            logger.warning(
+                "instance %s gets nothing for %g s: it %s", self.name, for_s, self.reason
+            )
+
+    def let_back(self) -> None:
+        """End its ejection; one more failure begins another."""
+        self._end_ejection()
+        self._failures = FAILURES_UNTIL_EJECTED - 1
+        self._changed()
+
+    def _end_ejection(self) -> None:
+        self.ejected = False
+        if self._ejection is not None:
+            self._ejection.cancel()
+            self._ejection = None
+
+    # What is decided about it.
+
+    def introduced(self) -> None:
+        """Let clients' requests be sent to it until it is gone; nothing if that is so already."""
+        if self.healthy and not self.is_introduced:
+            self.is_introduced = True
+            self._changed()
+
+    def drain(self) -> None:
+        """Send it nothing more."""
+        self._draining = True
+        self._end_ejection()
+        self._changed()
+
+    def resume(self) -> None:
+        """Take back `drain`."""
+        self._draining = False
+        self._changed()
+
+    def note(self, problem: str) -> None:
+        """Set what went wrong when it was warmed up; empty for nothing."""
+        self.problem = problem
+        self._changed()
+
+    def _fall(self, reason: str) -> None:
+        if self.healthy:
+            self._failures = 0
+            self.suspected = False
+            self._end_ejection()
+        self.healthy = False
+        self.reason = reason
+        self._changed()
+
+    def _leave(self) -> None:
+        self._draining = True
+        self._fall("has left")
+
+    def _changed(self) -> None:
+        """Make known what it is since something about it has changed."""
+        if self.healthy and not (self.suspected or self.ejected):
+            self.reason = ""
+        self._owner._place(self)
+        if self.healthy and not self._up.is_set():
+            logger.info("instance %s is up", self.name)
+            self._down.clear()
+            self._up.set()
+        elif not self.healthy and self._up.is_set():
+            logger.warning("instance %s is down: %s", self.name, self.reason)
+            self._up.clear()
+            self._down.set()
+        if not self.healthy:
+            for work in tuple(self._works):
+                work._gone_down()
+        if (view := self.view) != self._told:
+            self._told = view
+            self._owner._tell(self)
+
+    # Counting.
+
+    def _begin(self, work: Work) -> None:
+        self._works.add(work)
+        self.in_flight += 1
+        self._table.work(self.row, 1)
+        self._table.hold(self.row, 1)
+        if self._ring is not None:
+            self._table.work(self._ring.row, 1)
+
+    def _end(self, work: Work) -> None:
+        self._works.remove(work)
+        self.in_flight -= 1
+        self._table.work(self.row, -1)
+        self._table.hold(self.row, -1)
+        if self._ring is not None:
+            self._table.work(self._ring.row, -1)
+
+    def _hold(self, change: int) -> None:
+        self._table.hold(self.row, change)
+
+    # Between processes.
+
+    @property
+    def view(self) -> InstanceView:
+        """What another process has to know of it."""
+        return InstanceView(
+            name=self.name,
+            role=self.role,
+            url=self.url,
+            control=self.control,
+            row=self.row,
+            registered=self.registered,
+            healthy=self.healthy,
+            is_introduced=self.is_introduced,
+            draining=self._draining,
+            suspected=self.suspected,
+            ejected=self.ejected,
+            reason=self.reason,
+            problem=self.problem,
+        )
+
+    def _take(self, view: InstanceView) -> None:
+        self.healthy = view.healthy
+        self.is_introduced = view.is_introduced
+        self._draining = view.draining
+        self.suspected = view.suspected
+        self.ejected = view.ejected
+        self.reason = view.reason
+        self.problem = view.problem
+        self._changed()
+
+
+class Instances:
+    """The instances that there are; lists to choose from follow every change of one.
+
+    Args:
+        table: Where things are counted; one of this process alone unless given.
+        report: Another process decides how instances are: it is told of failed requests, and
+            of an answer (``None``) of one that was suspected. `take` says what it decides.
+        clock: Like ``time.monotonic``.
+
+    Attributes:
+        table: See above.
+        clock: See above.
+        decides: Whether this process decides how instances are.
+        version: Counts the changes.
+    """
+
+    def __init__(
+        self,
+        table: Table | None = None,
+        *,
+        report: Callable[[Instance, Failure | None], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.table = table or Table()
+        self.clock = clock
+        self.decides = report is None
+        self.version = 0
+        self._report = report
+        self._instances: dict[str, Instance] = {}
+        self._watchers: list[Callable[[Instance], None]] = []
+        # For each role those that are preferred, then the other usable ones.
+        self._rings: dict[Role, tuple[_Ring, _Ring]] = {
+            role: (_Ring(self.table, 2 * n), _Ring(self.table, 2 * n + 1))
+            for n, role in enumerate(_ROLES)
+        }
+        self._free_rows = deque(range(2 * len(_ROLES), _ROWS))
+
+    @property
+    def all(self) -> tuple[Instance, ...]:
+        """All instances, in the order in which they came."""
+        return tuple(self._instances.values())
+
+    def __len__(self) -> int:
+        return len(self._instances)
+
+    def of_role(self, role: Role) -> list[Instance]:
+        """Return all instances of one role."""
+        return [instance for instance in self._instances.values() if instance.role == role]
+
+    def any_usable(self, role: Role) -> bool:
+        """Tell whether an instance of one role is usable."""
+        return any(self._rings[role])
+
+    def get(self, name: str) -> Instance | None:
+        """Return the instance of that name."""
+        return self._instances.get(name)
+
+    def watch(self, callback: Callable[[Instance], None]) -> None:
+        """Have a function called whenever an instance has come, changed or left."""
+        self._watchers.append(callback)
+
+    def add(
+        self, settings: InstanceSettings, *, registered: bool = False, warm_up: bool = False
+    ) -> Instance:
+        """Take in an instance, at most `MAX_INSTANCES`.
+
+        Args:
+            settings: Where it is and what it serves.
+            registered: It came while the router ran.
+            warm_up: It has to be introduced, whenever its process has been started.
+        """
+        assert len(self._instances) < MAX_INSTANCES
+        return self._add(settings, self._free_row(), registered=registered, warm_up=warm_up)
+
+    def remove(self, name: str) -> None:
+        """Forget an instance, which is down from then on."""
+        instance = self._instances.pop(name)
+        instance._leave()
+        self._free_rows.append(instance.row)
+
+    def take(self, view: InstanceView) -> None:
+        """Take over what another process says of an instance that is there for it."""
+        instance = self._instances.get(view.name)
+        if instance is not None and instance.row != view.row:
+            self.remove(view.name)
+            instance = None
+        if instance is None:
+            settings = InstanceSettings(
+                name=view.name, role=view.role, url=view.url, control=view.control
+            )
+            instance = self._add(settings, view.row, registered=view.registered, warm_up=False)
+        instance._take(view)
+
+    def encoder(self, mm_hash: str, exclude: Collection[str] = ()) -> Instance | None:
+        """Return the usable encode instance that should have an item.
+
+        Args:
+            mm_hash: Of the item.
+            exclude: Names of instances that must not have it.
+        """
+        for ring in self._rings["encode"]:
+            if chosen := ring.near(mm_hash, self._within(ring, exclude)):
+                return chosen
+        return None
+
+    def prefill_decode(self, key: str, exclude: Collection[str] = ()) -> Instance | None:
+        """Return the usable prefill+decode instance that should have a request.
+
+        Args:
+            key: Of the request; decides between equals.
+            exclude: Names of instances that must not have it.
+        """
+        for ring in self._rings["prefill-decode"]:
+            if chosen := ring.lightest(key, self._within(ring, exclude)):
+                return chosen
+        return None
+
+    def may_eject(self, role: Role) -> bool:
+        """Tell whether one more may be ejected: at most half of the usable ones."""
+        return 2 * (len(self._ejected(role)) + 1) <= sum(map(len, self._rings[role]))
+
+    def report(self, instance: Instance, failure: Failure | None) -> None:
+        """Tell the process that decides, if it is another one."""
+        if self._report is not None:
+            self._report(instance, failure)
+
+    def _within(self, ring: _Ring, names: Collection[str]) -> list[Instance]:
+        found = (self._instances.get(name) for name in set(names))
+        return [instance for instance in found if instance is not None and instance._ring is ring]
+
+    def _ejected(self, role: Role) -> list[Instance]:
+        return [instance for instance in self._rings[role][1].instances if instance.ejected]
+
+    def _add(
+        self, settings: InstanceSettings, row: int, *, registered: bool, warm_up: bool
+    ) -> Instance:
+        assert settings.name not in self._instances
+        instance = Instance(self, settings, row=row, registered=registered, warm_up=warm_up)
+        self._instances[instance.name] = instance
+        if self.decides:
+            self.table.answered(row, 0.0)
+        self._tell(instance)
+        return instance
+
+    def _free_row(self) -> int:
+        for _ in range(len(self._free_rows)):
+            row = self._free_rows.popleft()
+            if not self.table.held(row):
+                return row
+            self._free_rows.append(row)
+        raise AssertionError("more rows are held by instances that have left than there are spare")
+
+    def _place(self, instance: Instance) -> None:
+        """Put an instance into the ring in which it belongs."""
+        preferred, other = self._rings[instance.role]
+        ring = None
+        if instance.usable and self.get(instance.name) is instance:
+            ring = preferred if instance.preferred else other
+        if ring is instance._ring:
+            return
+        if instance._ring is not None:
+            instance._ring.remove(instance)
+        instance._ring = ring
+        if ring is not None:
+            ring.add(instance)
+        if ring is None and self.decides:
+            self._keep_half(instance.role)
+
+    def _keep_half(self, role: Role) -> None:
+        """Let ejected ones back, the first first, until they are at most half of the usable."""
+        ejected = sorted(self._ejected(role), key=lambda instance: instance._ejected_until)
+        for instance in ejected:
+            if 2 * len(self._ejected(role)) <= sum(map(len, self._rings[role])):
+                break
+            instance.let_back()
+
+    def _tell(self, instance: Instance) -> None:
+        self.version += 1
+        for callback in self._watchers:
+            callback(instance)
+
+
+class _Ring:
+    """Instances among which is chosen, ordered by their points on a circle of hashes.
+
+    Each has one point. A key looks at the circle from several places, and prefers whoever is
+    nearest after one of them: so the shares of few instances are even, and when one leaves only the
+    keys that preferred it move. (Appleton and O'Reilly, Multi-probe consistent hashing, 2015.)
+    """
+
+    PLACES = 21
+
+    def __init__(self, table: Table, row: int) -> None:
+        self.instances: list[Instance] = []
+        self.row = row
+        self._table = table
+        self._points: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.instances)
+
+    def add(self, instance: Instance) -> None:
+        index = bisect_left(self._points, instance.point)
+        self._points.insert(index, instance.point)
+        self.instances.insert(index, instance)
+        self._table.work(self.row, instance.in_flight)
+
+    def remove(self, instance: Instance) -> None:
+        index = bisect_left(self._points, instance.point)
+        while self.instances[index] is not instance:
+            index += 1
+        del self._points[index], self.instances[index]
+        self._table.work(self.row, -instance.in_flight)
+
+    def near(self, key: str, exclude: Sequence[Instance]) -> Instance | None:
+        """Return the instance that a key prefers of those within the load bound."""
+        count = len(self.instances) - len(exclude)
+        if not count:
+            return None
+        total = self._table.load(self.row) - sum(instance.load for instance in exclude)
+        limit = math.ceil(LOAD_BOUND * (total + 1) / count)
+        nearest = sorted(self._seen_from(key))
+        best = None
+        for instance in self._in_order(nearest):
+            if instance in exclude:
+                continue
+            if instance.load < limit:
+                return instance
+            best = best or instance
+        # Other processes count meanwhile, so that all may be above what was the limit.
+        return best
+
+    def lightest(self, key: str, exclude: Sequence[Instance]) -> Instance | None:
+        """Return the instance with the least load of few; of many, the lighter of two."""
+        count = len(self.instances)
+        if count == len(exclude):
+            return None
+        first, second = _hashes(key)
+        if count > FEW:
+            one = first % count
+            other = (one + 1 + second % (count - 1)) % count
+            pair = (self._at(one, exclude), self._at(other, exclude))
+            return min(pair, key=lambda instance: instance.load)
+        loads = [(i.load, _mixed(first ^ i.point), i) for i in self.instances if i not in exclude]
+        return min(loads, key=lambda each: each[:2])[2]
+
+    def _at(self, index: int, exclude: Sequence[Instance]) -> Instance:
+        while self.instances[index] in exclude:
+            index = (index + 1) % len(self.instances)
+        return self.instances[index]
+
+    def _seen_from(self, key: str) -> Iterable[tuple[int, int]]:
+        """Return distance and index of whoever is next after each place from which a key looks."""
+        points, count = self._points, len(self._points)
+        place, step = _hashes(key)
+        for _ in range(self.PLACES):
+            index = bisect_left(points, place)
+            if index == count:
+                index = 0
+            yield (points[index] - place) & _MASK, index
+            place = (place + step) & _MASK
+
+    def _in_order(self, nearest: Sequence[tuple[int, int]]) -> Iterable[Instance]:
+        """Return those seen first, the nearest first, and then everybody around the circle."""
+        for _, index in nearest:
+            yield self.instances[index]
+        _, index = nearest[0]
+        yield from self.instances[index:]
+        yield from self.instances[:index]
+
+
+_MASK = (1 << 64) - 1
+
+
+def _hashes(key: str) -> tuple[int, int]:
+    digest = hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    return int.from_bytes(digest[:8], "big"), int.from_bytes(digest[8:], "big")
+
+
+def _mixed(number: int) -> int:
+    number = (number * 0x9E3779B97F4A7C15) & _MASK
+    return ((number ^ (number >> 32)) * 0xD6E8FEB86659FD93) & _MASK

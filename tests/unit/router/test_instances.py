@@ -1,0 +1,574 @@
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from epd_portable.router.instances import (
+    FAILURES_UNTIL_EJECTED,
+    FEW,
+    FIRST_EJECTION_S,
+    LOAD_BOUND,
+    LONGEST_EJECTION_S,
+    PROBES_UNTIL_DOWN,
+    Failure,
+    Instance,
+    Instances,
+    Table,
+)
+from epd_portable.router.settings import InstanceSettings, Role
+from epd_portable.router.upstream import Fault
+
+FAILURES: list[Failure] = [*Fault, "error"]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        self.now += 0.001
+        return self.now
+
+
+def named(name: str, role: Role = "encode") -> InstanceSettings:
+    control = "tcp://h:1" if role == "prefill-decode" else ""
+    return InstanceSettings(name=name, role=role, url=f"http://{name}:1", control=control)
+
+
+def of(count: int, role: Role = "encode") -> Instances:
+    """Return instances that are all up."""
+    instances = Instances(clock=Clock())
+    for number in range(count):
+        instances.add(named(f"i-{number}", role)).seen_well()
+    return instances
+
+
+def busy(instances: Instances, loads: dict[str, int]) -> None:
+    for name, load in loads.items():
+        for _ in range(load):
+            found(instances, name).working().__enter__()
+
+
+def found(instances: Instances, name: str) -> Instance:
+    instance = instances.get(name)
+    assert instance is not None
+    return instance
+
+
+def well(instance: Instance) -> Instance:
+    instance.seen_well()
+    return instance
+
+
+def chosen(instances: Instances, key: str, exclude: tuple[str, ...] = ()) -> str:
+    """Return the name of the encoder of an item."""
+    instance = instances.encoder(key, exclude)
+    assert instance is not None
+    return instance.name
+
+
+# How an instance is. What happens to it, in order; then its state, whether it is preferred to
+# others, whether its process has been introduced.
+
+WELL, SILENT, GONE = Instance.seen_well, Instance.seen_silent, lambda i: i.seen_gone("refused")
+LATE = [SILENT] * PROBES_UNTIL_DOWN
+INTRODUCED, DRAIN, RESUME, ANSWERED = (
+    Instance.introduced,
+    Instance.drain,
+    Instance.resume,
+    Instance.answered,
+)
+
+
+def fails(failure: Failure) -> Callable[[Instance], None]:
+    return lambda instance: instance.failed(failure)
+
+
+UP = [WELL, INTRODUCED]
+ERROR, REFUSED, CUT = fails("error"), fails(Fault.REFUSED), fails(Fault.CUT)
+EJECTED = [*UP, *[ERROR] * FAILURES_UNTIL_EJECTED]
+
+HISTORIES: dict[str, tuple[list[Callable[[Instance], Any]], str, bool, bool]] = {
+    "nobody has seen it": ([], "down", False, False),
+    "it answers a probe": ([WELL], "joining", False, False),
+    "it cannot be introduced while it is down": ([INTRODUCED, WELL], "joining", False, False),
+    "it is introduced": (UP, "up", True, True),
+    "a busy one misses probes": ([*UP, *LATE[1:]], "up", True, True),
+    "missed probes count in a row only": ([*UP, *LATE[1:], WELL, *LATE[1:]], "up", True, True),
+    "it misses too many probes": ([*UP, *LATE], "down", False, True),
+    "it was silent, and is the same process": ([*UP, *LATE, WELL], "up", True, True),
+    "its process has ended": ([*UP, GONE], "down", False, False),
+    "another process is there": ([*UP, GONE, WELL], "joining", False, False),
+    "it ended after it was silent": ([*UP, *LATE, GONE, WELL], "joining", False, False),
+    "a connection is cut": ([*UP, CUT], "up", False, True),
+    "it answers a probe after that": ([*UP, CUT, WELL], "up", True, True),
+    "it answers a request after that": ([*UP, CUT, ANSWERED], "up", True, True),
+    "it misses a probe after that": ([*UP, CUT, SILENT], "up", False, True),
+    "it refuses a connection": ([*UP, REFUSED], "up", False, True),
+    "it misses a probe after refusing": ([*UP, REFUSED, SILENT], "down", False, True),
+    "it answers an error": ([*UP, ERROR], "up", False, True),
+    "errors in a row": ([*EJECTED, WELL, ANSWERED], "up", False, True),
+    "errors with answers between": ([*UP, *[ERROR, ANSWERED] * 20], "up", True, True),
+    "an ejected one ends": ([*EJECTED, GONE, WELL, INTRODUCED], "up", True, True),
+    "an ejected one drains": ([*EJECTED, DRAIN], "draining", False, True),
+    "it drains": ([*UP, DRAIN], "draining", False, True),
+    "it resumes": ([*UP, DRAIN, RESUME], "up", True, True),
+    "it resumes as another process": ([*UP, DRAIN, GONE, WELL, RESUME], "joining", False, False),
+    "it resumes while it is down": ([*UP, DRAIN, *LATE, RESUME], "down", False, True),
+    "an error while it is down": ([*UP, GONE, ERROR, WELL, INTRODUCED], "up", True, True),
+}
+
+
+@pytest.mark.parametrize("history", HISTORIES)
+async def test_how_an_instance_is_after(history: str) -> None:
+    happens, state, preferred, is_introduced = HISTORIES[history]
+    instances = of(3)
+    instance = instances.add(named("e"), warm_up=True)
+    for event in happens:
+        event(instance)
+    assert (instance.state, instance.preferred, instance.is_introduced) == (
+        state,
+        preferred,
+        is_introduced,
+    )
+    assert instance.usable == (state == "up")
+    assert bool(instance.reason) == (not instance.healthy or instance.suspected or instance.ejected)
+    waiting = [asyncio.ensure_future(wait()) for wait in (instance.wait_up, instance.wait_down)]
+    await asyncio.sleep(0)
+    assert [task.done() for task in waiting] == [instance.healthy, not instance.healthy]
+    for task in waiting:
+        task.cancel()
+
+
+def test_one_need_not_be_introduced_where_nobody_warms_up() -> None:
+    instance = Instances().add(named("e"))
+    WELL(instance)
+    GONE(instance)
+    WELL(instance)
+    assert instance.state == "up"
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_others_are_preferred_to_one_that_failed_and_alone_it_serves(failure: Failure) -> None:
+    instances = of(2)
+    first = found(instances, chosen(instances, "item"))
+    first.failed(failure)
+    assert chosen(instances, "item") != first.name
+    other = chosen(instances, "item")
+    assert chosen(instances, "item", exclude=(other,)) == first.name
+    instances.remove(other)
+    assert chosen(instances, "item") == first.name
+    assert first.reason
+
+
+async def test_ejection_ends_and_grows_with_each_failure_after_it() -> None:
+    clock = Clock()
+    instances = Instances(clock=clock)
+    for name in "abc":
+        WELL(instances.add(named(name)))
+    instance = found(instances, "a")
+    lasted = []
+    for _ in range(6):
+        while not instance.ejected:
+            ERROR(instance)
+        assert instance._ejection is not None
+        lasted.append(instance._ejection.when() - asyncio.get_running_loop().time())
+        clock.now += lasted[-1]
+        instance.let_back()
+        WELL(instance)
+        assert instance.preferred
+    assert lasted == pytest.approx([FIRST_EJECTION_S * 2**n for n in range(4)] + 2 * [60], abs=0.2)
+    clock.now += LONGEST_EJECTION_S + 1
+    ANSWERED(instance)
+    for _ in range(FAILURES_UNTIL_EJECTED - 1):
+        ERROR(instance)
+        assert not instance.ejected
+    ERROR(instance)
+    assert instance._ejected_until - clock.now == pytest.approx(FIRST_EJECTION_S, abs=0.2)
+
+
+async def test_an_ejected_one_comes_back_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("epd_portable.router.instances.FIRST_EJECTION_S", 0.01)
+    instances = of(2)
+    instance = found(instances, "i-0")
+    for event in EJECTED:
+        event(instance)
+    WELL(instance)
+    back = asyncio.Event()
+    instances.watch(lambda changed: back.set() if changed.preferred else None)
+    assert not instance.preferred
+    await asyncio.wait_for(back.wait(), 10)
+    assert instance.preferred
+
+
+class Lives(RuleBasedStateMachine):
+    """Instances to which anything happens."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.instances = Instances(clock=Clock())
+        self.works: list[Any] = []
+        self.count = 0
+
+    def teardown(self) -> None:
+        self.loop.close()
+
+    def pick(self, number: int) -> Instance | None:
+        everybody = self.instances.all
+        return everybody[number % len(everybody)] if everybody else None
+
+    @rule(role=st.sampled_from(["encode", "prefill-decode"]), warm_up=st.booleans())
+    def come(self, role: Role, warm_up: bool) -> None:
+        self.count += 1
+        self.instances.add(named(f"i-{self.count}", role), warm_up=warm_up)
+
+    @rule(number=st.integers(0, 99))
+    def go(self, number: int) -> None:
+        if instance := self.pick(number):
+            self.instances.remove(instance.name)
+
+    @rule(
+        number=st.integers(0, 99),
+        happens=st.sampled_from(
+            [[WELL], UP, UP, EJECTED, [SILENT], [GONE], [REFUSED], [DRAIN], [RESUME], [ANSWERED]]
+        ),
+    )
+    def live(self, number: int, happens: list[Callable[[Instance], Any]]) -> None:
+        async def lived() -> None:
+            if instance := self.pick(number):
+                for event in happens:
+                    event(instance)
+
+        self.loop.run_until_complete(lived())
+
+    @rule(number=st.integers(0, 99))
+    def let_back(self, number: int) -> None:
+        if (instance := self.pick(number)) and instance.ejected:
+            instance.let_back()
+
+    @rule(key=st.text(max_size=3))
+    def work(self, key: str) -> None:
+        for instance in (self.instances.encoder(key), self.instances.prefill_decode(key)):
+            if instance is not None:
+                self.works.append(instance.working())
+                self.works[-1].__enter__()
+
+    @rule(number=st.integers(0, 99))
+    def finish(self, number: int) -> None:
+        if self.works:
+            self.works.pop(number % len(self.works)).__exit__(None, None, None)
+
+    @invariant()
+    def only_usable_ones_are_chosen_the_preferred_first_and_excluded_ones_never(self) -> None:
+        everybody = self.instances.all
+        for role, choose in (
+            ("encode", self.instances.encoder),
+            ("prefill-decode", self.instances.prefill_decode),
+        ):
+            names = [i.name for i in everybody if i.role == role]
+            for exclude in ([], names[:1], names[::2], names):
+                left = [i for i in everybody if i.name in names and i.name not in exclude]
+                usable = [i for i in left if i.usable]
+                instance = choose("key", exclude)
+                assert (instance is None) == (not usable)
+                if instance is not None:
+                    assert instance in ([i for i in left if i.preferred] or usable)
+
+    @invariant()
+    def at_most_half_of_the_usable_are_ejected(self) -> None:
+        for role in ("encode", "prefill-decode"):
+            usable = [i for i in self.instances.of_role(role) if i.usable]
+            assert 2 * sum(i.ejected for i in usable) <= len(usable)
+
+    @invariant()
+    def everything_in_flight_is_counted(self) -> None:
+        for instance in self.instances.all:
+            assert instance.load == instance.in_flight
+        for rings in self.instances._rings.values():
+            for ring in rings:
+                total = self.instances.table.load(ring.row)
+                assert total == sum(i.in_flight for i in ring.instances)
+
+
+Lives.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestLives = Lives.TestCase
+
+
+# Who is chosen.
+
+loads = st.lists(st.integers(0, 30), min_size=1, max_size=8)
+
+
+def test_an_item_meets_the_same_encoder_again() -> None:
+    instances = of(3)
+    assert len({chosen(instances, "item") for _ in range(5)}) == 1
+
+
+@pytest.mark.parametrize("count", [2, 3, 10, 50])
+def test_items_spread_over_idle_encoders(count: int) -> None:
+    instances = of(count)
+    shares = Counter(chosen(instances, f"item-{n}") for n in range(100 * count))
+    assert len(shares) == count
+    assert min(shares.values()) > 50
+    assert max(shares.values()) < 150
+
+
+@given(st.sets(st.integers(0, 1000), min_size=2, max_size=30), st.data())
+@settings(deadline=None)
+def test_when_an_encoder_leaves_only_its_items_move_and_they_come_back_with_it(
+    numbers: set[int], data: st.DataObject
+) -> None:
+    instances = Instances()
+    for number in numbers:
+        WELL(instances.add(named(f"i-{number}")))
+    before = {f"item-{n}": chosen(instances, f"item-{n}") for n in range(50)}
+    gone = found(instances, data.draw(st.sampled_from([f"i-{n}" for n in sorted(numbers)])))
+    GONE(gone)
+    for item, name in before.items():
+        assert (chosen(instances, item) == name) == (name != gone.name)
+    WELL(gone)
+    assert {item: chosen(instances, item) for item in before} == before
+
+
+@given(st.text(), loads)
+@settings(deadline=None)
+def test_no_encoder_takes_more_than_its_bound(key: str, given_loads: list[int]) -> None:
+    instances = of(len(given_loads))
+    load = {f"i-{n}": load for n, load in enumerate(given_loads)}
+    busy(instances, load)
+    assert load[chosen(instances, key)] < LOAD_BOUND * (sum(load.values()) + 1) / len(load) + 1
+    if len(load) > 1:
+        left = {name: each for name, each in load.items() if name != "i-0"}
+        bound = LOAD_BOUND * (sum(left.values()) + 1) / len(left) + 1
+        assert load[chosen(instances, key, exclude=("i-0", "nobody"))] < bound
+
+
+def test_a_busy_encoder_is_passed_over_for_the_same_other_one() -> None:
+    instances = of(5)
+    favourite = chosen(instances, "item")
+    busy(instances, {favourite: 4})
+    assert len({chosen(instances, "item") for _ in range(5)} | {favourite}) == 2
+
+
+@given(st.text(), loads)
+@settings(deadline=None)
+def test_of_few_the_least_busy_has_a_request(key: str, given_loads: list[int]) -> None:
+    instances = of(len(given_loads), "prefill-decode")
+    busy(instances, {f"i-{n}": load for n, load in enumerate(given_loads)})
+    instance = instances.prefill_decode(key)
+    assert instance is not None
+    assert instance.load == min(given_loads)
+
+
+def test_the_key_decides_between_equals() -> None:
+    instances = of(3, "prefill-decode")
+    shares: Counter[str] = Counter()
+    for n in range(300):
+        (name,) = {i.name for _ in range(2) if (i := instances.prefill_decode(f"request-{n}"))}
+        shares[name] += 1
+    assert min(shares.values()) > 60
+
+
+def test_of_many_the_lighter_of_two_has_a_request() -> None:
+    count = 10 * FEW
+    instances = of(count, "prefill-decode")
+    for n in range(20 * count):
+        instance = instances.prefill_decode(f"request-{n}")
+        assert instance is not None
+        instance.working().__enter__()
+    assert max(instance.load for instance in instances.all) <= 24
+
+
+def test_without_instances_nothing_is_chosen() -> None:
+    assert Instances().encoder("item") is None
+    assert Instances().prefill_decode("request") is None
+    assert not of(1).any_usable("prefill-decode")
+    assert of(1).any_usable("encode")
+
+
+# What is counted.
+
+
+def test_work_in_flight_is_counted_even_when_it_fails() -> None:
+    instance = found(of(1), "i-0")
+    with pytest.raises(ValueError, match="broken"), instance.working(), instance.working():
+        assert instance.in_flight == instance.load == 2
+        raise ValueError("broken")
+    assert instance.in_flight == 0
+    assert instance.idle
+
+
+async def test_it_is_idle_when_nothing_of_it_is_needed() -> None:
+    instance = found(of(1), "i-0")
+    with instance.held():
+        assert instance.in_flight == 0
+        waiting = asyncio.ensure_future(instance.wait_idle())
+        await asyncio.sleep(0)
+        assert not instance.idle
+        assert not waiting.done()
+    await asyncio.wait_for(waiting, 10)
+
+
+def test_who_works_hears_that_the_instance_went_down() -> None:
+    instances = of(1)
+    instance = found(instances, "i-0")
+    heard: list[str] = []
+    with instance.working() as first, instance.working():
+        first.on_down(lambda: heard.append("first"))
+        with instance.working() as over:
+            over.on_down(lambda: heard.append("over"))
+        CUT(instance)
+        assert heard == []
+        GONE(instance)
+        GONE(instance)
+        assert heard == ["first"]
+    with instance.working() as late:
+        late.on_down(lambda: heard.append("late"))
+    assert heard == ["first", "late"]
+
+
+def test_one_that_is_removed_is_down_for_who_works_with_it() -> None:
+    instances = of(1)
+    instance = found(instances, "i-0")
+    heard: list[str] = []
+    with instance.working() as work:
+        work.on_down(lambda: heard.append(instance.reason))
+        instances.remove("i-0")
+        assert heard == ["has left"]
+        assert len(instances) == 0
+        again = instances.add(named("i-0"))
+        assert again.row != instance.row
+        assert again.load == 0
+
+
+def test_watchers_hear_of_changes_only() -> None:
+    instances = of(1)
+    instance = found(instances, "i-0")
+    heard: list[str] = []
+    instances.watch(lambda changed: heard.append(changed.state))
+    for event in (WELL, GONE, GONE, *LATE, SILENT, WELL, DRAIN, DRAIN):
+        event(instance)
+    instances.remove("i-0")
+    assert heard == ["down", "down", "up", "draining", "draining"]
+
+
+# Between processes.
+
+
+@pytest.fixture
+def two() -> tuple[Instances, Instances, list[tuple[str, Failure | None]]]:
+    """Return the instances of who decides and of another process, and what it reports."""
+    memory = memoryview(bytearray(Table.nbytes(2)))
+    reports: list[tuple[str, Failure | None]] = []
+    return (
+        Instances(Table(memory, columns=2, column=0), clock=Clock()),
+        Instances(
+            Table(memory, columns=2, column=1),
+            report=lambda instance, failure: reports.append((instance.name, failure)),
+            clock=Clock(),
+        ),
+        reports,
+    )
+
+
+Two = tuple[Instances, Instances, list[tuple[str, Failure | None]]]
+
+
+def test_another_process_sees_what_one_decides(two: Two) -> None:
+    deciding, other, _ = two
+    deciding.watch(lambda instance: other.take(instance.view))
+    for name in ("a", "b"):
+        instance = well(deciding.add(named(name), warm_up=True))
+        instance.introduced()
+    assert [instance.view for instance in other.all] == [i.view for i in deciding.all]
+    here = found(deciding, "a")
+    GONE(here)
+    there = found(other, "a")
+    assert (there.state, there.reason) == ("down", "refused")
+    assert chosen(other, "item") == "b"
+
+
+def test_load_is_that_of_all_processes(two: Two) -> None:
+    deciding, other, _ = two
+    deciding.watch(lambda instance: other.take(instance.view))
+    for name in ("p", "q"):
+        WELL(deciding.add(named(name, "prefill-decode")))
+        WELL(deciding.add(named(f"e-{name}")))
+    with found(deciding, "p").working(), found(other, "p").working(), found(other, "q").working():
+        assert [i.load for i in deciding.all] == [i.load for i in other.all] == [2, 0, 1, 0]
+        assert [i.in_flight for i in other.all] == [1, 0, 1, 0]
+        for instances in (deciding, other):
+            for key in "abc":
+                pd = instances.prefill_decode(key)
+                assert pd is not None
+                assert pd.name == "q"
+    favourite = chosen(other, "item")
+    works = [found(deciding, favourite).working() for _ in range(3)]
+    for work in works:
+        work.__enter__()
+    assert chosen(other, "item") != favourite
+    deciding.table.clear_column(0)
+    assert chosen(other, "item") == favourite
+
+
+def test_a_failure_seen_by_another_process_is_told_and_at_once_avoided_there(two: Two) -> None:
+    deciding, other, reports = two
+    deciding.watch(lambda instance: other.take(instance.view))
+    for name in ("a", "b"):
+        WELL(deciding.add(named(name)))
+    favourite = chosen(other, "item")
+    found(other, favourite).failed(Fault.CUT)
+    assert reports == [(favourite, Fault.CUT)]
+    assert chosen(other, "item") != favourite
+    found(other, favourite).answered()
+    assert reports[1:] == [(favourite, None)]
+    assert chosen(other, "item") == favourite
+
+
+def test_answers_to_another_process_count_between_failures(two: Two) -> None:
+    deciding, other, _ = two
+    deciding.watch(lambda instance: other.take(instance.view))
+    for name in ("a", "b"):
+        WELL(deciding.add(named(name)))
+    instance = found(deciding, "a")
+    for _ in range(3 * FAILURES_UNTIL_EJECTED):
+        ERROR(instance)
+        WELL(instance)
+        other.clock = deciding.clock
+        found(other, "a")._clock = deciding.clock
+        ANSWERED(found(other, "a"))
+    assert not instance.ejected
+
+
+async def test_one_leaves_only_when_every_process_knows_and_needs_nothing_of_it(two: Two) -> None:
+    deciding, other, _ = two
+    deciding.watch(lambda instance: other.take(instance.view))
+    instance = well(deciding.add(named("a")))
+    deciding.table.open_column(1)
+    with found(other, "a").held():
+        DRAIN(instance)
+        waiting = asyncio.ensure_future(instance.wait_idle())
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+    await asyncio.sleep(0.1)
+    assert not waiting.done()
+    other.table.saw(deciding.version)
+    await asyncio.wait_for(waiting, 10)
+
+
+def test_the_place_of_one_that_left_is_not_taken_while_it_is_needed_elsewhere(two: Two) -> None:
+    deciding, other, _ = two
+    WELL(deciding.add(named("a")))
+    other.take(found(deciding, "a").view)
+    with found(other, "a").working():
+        deciding.remove("a")
+        rows = {deciding.add(named(f"b-{n}")).row for n in range(50)}
+    assert found(other, "a").row not in rows
