@@ -1,33 +1,59 @@
-"""Images, videos and audio clips in chat messages: found, checked, and keyed by content. Pure.
+"""Images, videos and audio clips in messages: found, checked, and keyed by content. Pure.
 
 The engine's caches trust the ``uuid`` of an item, so a client's own is replaced (media) or removed
 (everything else): with a forged one, a request could read or overwrite what belongs to another.
 
-Media must come as base64: in data URLs, or as ``input_audio`` has it. Parts that hold embeddings
-are refused, and so is a part with two items: the engine would look at one of them only, and not
-necessarily at the one that was keyed.
+Media must come as base64: in data URLs, or as ``input_audio`` has it. Of the base64 text only the
+engine that decodes it tells whether it is right. Parts that hold embeddings are refused, and so is
+a part with two items: the engine would look at one of them only, and not necessarily at the one
+that was keyed.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import Literal
 
 import msgspec
 
 from epd_portable.errors import RequestError
-from epd_portable.router.data_urls import (
-    AUDIO,
-    IMAGE,
-    VIDEO,
-    Bytes,
-    MediaKind,
-    Modality,
-    check_base64,
-    split_data_url,
-)
+from epd_portable.router.cut_text import STEP_BYTES, Bytes, CutText, decode
+from epd_portable.wire.params import EncodedItem
+
+Modality = Literal["image", "video", "audio"]
+Part = dict[str, msgspec.Raw]
+Check = Callable[[Modality, str, Bytes, str], None]
+"""Raises `RequestError` for an item that is not allowed, by its modality, media type, base64 text
+and place in the request."""
+
+MAX_HEADER_BYTES = 256
+"""Longest ``data:<media type>;base64`` prefix that is looked at."""
+FRAMES = "video/jpeg"
+"""Media type of a video that is a list of pictures, with commas between their base64 texts."""
+MEDIA_SUFFIX = "-media"
+"""What is added to an item's name when its media are sent after its metadata."""
+
+
+class MediaKind(msgspec.Struct, frozen=True, kw_only=True):
+    """What may stand in an item's data URL.
+
+    Attributes:
+        modality: What the item is to the model.
+        families: First halves of the media types that can hold it.
+        example: One of these media types.
+    """
+
+    modality: Modality
+    families: frozenset[str]
+    example: str
+
+
+IMAGE = MediaKind(modality="image", families=frozenset({"image"}), example="image/png")
+VIDEO = MediaKind(modality="video", families=frozenset({"video"}), example="video/mp4")
+# Of a video, the sound track is taken.
+AUDIO = MediaKind(modality="audio", families=frozenset({"audio", "video"}), example="audio/wav")
 
 INPUT_AUDIO = "input_audio"
 KINDS: Mapping[str, MediaKind] = {
@@ -43,13 +69,8 @@ REFUSED_PARTS = frozenset(
     {"image_embeds", "video_embeds", "audio_embeds", "prompt_embeds", "image_pil"}
 )
 
-_ESCAPE = re.compile(rb"\\")
 _FORMAT = re.compile(r"[a-z0-9][a-z0-9.+-]{0,31}")
 
-T = TypeVar("T")
-Part = dict[str, msgspec.Raw]
-
-_text_decoder = msgspec.json.Decoder(str)
 _raws = msgspec.json.Decoder(list[msgspec.Raw])
 _object = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -58,9 +79,9 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
     """One distinct item of a request.
 
     Attributes:
-        mm_hash: 64 hexadecimal digits that depend on modality and content alone.
+        mm_hash: 64 hexadecimal digits that depend on modality, content and salt alone.
         modality: What it is to the model.
-        part: The content part as the client sent it, with ``uuid`` set to `mm_hash`.
+        part: The content part as the client sent it, with ``uuid`` set to `mm_hash`; cut.
     """
 
     mm_hash: str
@@ -72,7 +93,7 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     """Messages ready for an instance.
 
     Attributes:
-        messages: To be sent, as JSON values; what needed no change is the client's own bytes.
+        messages: To be sent, as cut JSON values; what needed no change is the client's own.
         items: Distinct ones in the order of their first place.
         changed: Whether `messages` differs from what the client sent.
     """
@@ -82,47 +103,121 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     changed: bool
 
 
-def read_conversation(raw: msgspec.Raw, *, salt: bytes = b"", max_items: int) -> Conversation:
-    """Find every item, key it, and write the keys into the messages.
+class MediaReader:
+    """Finds every item of one request, and keys it.
 
     Args:
-        raw: The ``messages`` field of a chat request.
-        salt: Whatever else the encoder's output depends on; becomes part of every key.
+        cut: The request's body.
+        salt: Whatever else an item may be shared by, such as settings that change the encoder's
+            output; becomes part of every key.
         max_items: Most media parts allowed, repeated ones included.
-
-    Raises:
-        RequestError: 400; names the place, the value and the remedy.
+        check: Of each item.
     """
-    items: dict[str, MediaItem] = {}
-    messages: list[object] = []
-    changed = False
-    count = 0
-    for index, message in enumerate(_array(raw, "messages")):
-        fields = _fields(message, f"messages[{index}]")
-        content = fields.get("content")
-        if content is None or not _opens(content, b"["):
-            messages.append(message)
-            continue
-        where = f"messages[{index}].content"
-        parts: list[object] = []
-        touched = False
-        for place, part in enumerate(_array(content, where)):
-            rewritten, item = _read_part(part, f"{where}[{place}]", salt)
-            if item is not None:
-                count += 1
-                items.setdefault(item.mm_hash, item)
-            touched |= rewritten is not part
-            parts.append(rewritten)
-        changed |= touched
-        messages.append({**fields, "content": parts} if touched else message)
-    if count > max_items:
-        raise RequestError(
-            f"{count} images, videos and audio clips in one request: at most {max_items} are "
-            "allowed; send fewer, or raise router.max_media_items",
-            status=400,
-            code="too_many_items",
-        )
-    return Conversation(messages=messages, items=tuple(items.values()), changed=changed)
+
+    def __init__(
+        self, cut: CutText, *, salt: bytes = b"", max_items: int, check: Check | None = None
+    ) -> None:
+        self._cut = cut
+        self._salt = salt
+        self._max_items = max_items
+        self._check = check
+        self._items: dict[str, MediaItem] = {}
+        self._count = 0
+
+    def conversation(self, raw: msgspec.Raw) -> Conversation:
+        """Return the ``messages`` of a chat request with keys in them.
+
+        Raises:
+            RequestError: 400; names the place, the value and the remedy.
+        """
+        messages: list[object] = []
+        changed = False
+        given = decode(_raws, raw, "messages")
+        for index, message in enumerate(given):
+            fields = decode(_object, message, f"messages[{index}]")
+            content = fields.get("content")
+            if content is None or not _opens(content, b"["):
+                messages.append(message)
+                continue
+            where = f"messages[{index}].content"
+            parts = decode(_raws, content, where)
+            read = [self._part(part, f"{where}[{i}]") for i, part in enumerate(parts)]
+            touched = any(new is not part for new, part in zip(read, parts, strict=True))
+            changed |= touched
+            messages.append({**fields, "content": read} if touched else message)
+        return Conversation(messages=messages, items=tuple(self._items.values()), changed=changed)
+
+    def _part(self, raw: msgspec.Raw, where: str) -> msgspec.Raw | Part:
+        if not _opens(raw, b"{"):
+            return raw
+        part = decode(_object, raw, where)
+        kind = self._cut.text(part["type"], f"{where}.type") if "type" in part else None
+        refused = sorted(REFUSED_PARTS & {kind, *part})
+        if refused:
+            raise RequestError(
+                f"{where}: {refused[0]} is not accepted from clients; send the item itself, for "
+                "example as an image_url part with a data URL",
+                status=400,
+                code="unsupported_part",
+            )
+        name = _media_field(part, kind, where)
+        if name is None:
+            return raw if part.pop("uuid", None) is None else part
+        place = f"{where}.{name}"
+        if name == INPUT_AUDIO:
+            media_type, data = self._input_audio(part.get(name), place)
+        else:
+            url = self._url(part.get(name), KINDS[name], place)
+            media_type, data = split_data_url(url, KINDS[name], place)
+        return self._keyed(part, KINDS[name].modality, media_type, data, place)
+
+    def _keyed(
+        self, part: Part, modality: Modality, media_type: str, data: Bytes, place: str
+    ) -> Part:
+        self._count += 1
+        if self._count > self._max_items:
+            raise RequestError(
+                f"{place}: item {self._count} of one request: at most {self._max_items} images, "
+                "videos and audio clips are allowed; send fewer, or raise router.max_media_items",
+                status=400,
+                code="too_many_items",
+            )
+        if self._check is not None:
+            self._check(modality, media_type, data, place)
+        mm_hash = content_key(modality, media_type, data, self._salt)
+        part["uuid"] = msgspec.Raw(b'"%s"' % mm_hash.encode())
+        self._items.setdefault(mm_hash, MediaItem(mm_hash=mm_hash, modality=modality, part=part))
+        return part
+
+    def _url(self, raw: msgspec.Raw | None, kind: MediaKind, where: str) -> Bytes:
+        if raw is not None and _opens(raw, b"{"):
+            raw = decode(_object, raw, where).get("url")
+            where = f"{where}.url"
+        if raw is None:
+            raise _missing(where, f"a data URL, data:{kind.example};base64,<data>")
+        return self._cut.text_bytes(raw, where)
+
+    def _input_audio(self, raw: msgspec.Raw | None, where: str) -> tuple[str, Bytes]:
+        """Return media type and base64 text, as if the clip had come as a data URL."""
+        expected = '{"data": "<base64 of the file>", "format": "wav"}'
+        if raw is None:
+            raise _missing(where, expected)
+        fields = decode(_object, raw, where)
+        for name in ("data", "format"):
+            if name not in fields:
+                raise _missing(f"{where}.{name}", f"the audio clip as {expected}")
+        sort = self._cut.text(fields["format"], f"{where}.format").lower()
+        if not _FORMAT.fullmatch(sort):
+            raise RequestError(
+                f"{where}.format: {sort[:32]!r} is no audio format; write for example 'wav' or "
+                "'mp3'",
+                status=400,
+                code="invalid_part",
+            )
+        data = self._cut.text_bytes(fields["data"], f"{where}.data")
+        if not data:
+            raise _no_data(f"{where}.data")
+        return f"audio/{sort}", data
 
 
 def content_key(modality: Modality, media_type: str, base64_text: Bytes, salt: bytes = b"") -> str:
@@ -134,35 +229,104 @@ def content_key(modality: Modality, media_type: str, base64_text: Bytes, salt: b
     return digest.hexdigest()
 
 
-def _read_part(raw: msgspec.Raw, where: str, salt: bytes) -> tuple[object, MediaItem | None]:
-    if not _opens(raw, b"{"):
-        return raw, None
-    part = _fields(raw, where)
-    kind = _text(part["type"], f"{where}.type") if "type" in part else None
-    refused = sorted(REFUSED_PARTS & ({kind} | part.keys()))
-    if refused:
-        raise RequestError(
-            f"{where}: {refused[0]} is not accepted from clients; send the item itself, for "
-            "example as an image_url part with a data URL",
-            status=400,
-            code="unsupported_part",
+def split_data_url(url: Bytes, kind: MediaKind, where: str) -> tuple[str, Bytes]:
+    """Return media type and base64 text of an item's data URL.
+
+    Args:
+        url: The URL, in UTF-8.
+        kind: What it must hold.
+        where: Its place in the request, for messages.
+
+    Raises:
+        RequestError: 400; it is no data URL, not said to be base64, empty, or not of this kind.
+    """
+    head = bytes(url[:MAX_HEADER_BYTES])
+    shown = repr(head[:48].decode("utf-8", "replace")) + ("…" if len(url) > 48 else "")
+    place = f"{where}: {shown}"
+    if head[:5].lower() != b"data:":
+        raise _refusal(
+            place,
+            f"only data URLs are supported by this version; inline the {kind.modality} as "
+            f"data:{kind.example};base64,<base64 of the file>",
+            code="unsupported_url",
         )
-    name = _media_field(part, kind, where)
-    if name is None:
-        if "uuid" not in part:
-            return raw, None
-        del part["uuid"]
-        return part, None
-    place = f"{where}.{name}"
-    if name == INPUT_AUDIO:
-        media_type, data = _read_input_audio(part.get(name), place)
-    else:
-        url = _url(part.get(name), KINDS[name], place)
-        media_type, data = split_data_url(url, KINDS[name], place)
-    modality = KINDS[name].modality
-    mm_hash = content_key(modality, media_type, data, salt)
-    part["uuid"] = msgspec.Raw(b'"%s"' % mm_hash.encode())
-    return part, MediaItem(mm_hash=mm_hash, modality=modality, part=part)
+    comma = head.find(b",")
+    if comma < 0:
+        raise _refusal(
+            place,
+            f"the data URL has no ',' before its data; write data:{kind.example};base64,<data>",
+        )
+    media_type, _, parameters = head[5:comma].decode("ascii", "replace").partition(";")
+    media_type = media_type.lower()
+    family, _, subtype = media_type.partition("/")
+    if family not in kind.families or not subtype:
+        raise _refusal(
+            place,
+            f"media type {media_type!r} is no {kind.modality}; write for example {kind.example}",
+        )
+    if parameters.rpartition(";")[2] != "base64":
+        raise _refusal(place, "the data URL is not base64; write ';base64' before the ','")
+    data = url[comma + 1 :]
+    if not data:
+        raise _no_data(place)
+    if media_type == FRAMES and kind is VIDEO:
+        _check_frames(data, place)
+    return media_type, data
+
+
+def with_metadata(messages: Iterable[object], encoded: Mapping[str, EncodedItem]) -> list[object]:
+    """Return messages in which every keyed part holds metadata in place of its media.
+
+    Args:
+        messages: As `Conversation.messages`.
+        encoded: By the name that the router gave the item; with metadata.
+    """
+
+    def without_media(name: str, part: Part) -> object:
+        item = encoded.get(name)
+        if item is None:
+            return part
+        kind = f"{item.modality}_embeds"
+        return {"type": kind, kind: item.metadata, "uuid": name}
+
+    return [_rewritten(message, without_media) for message in messages]
+
+
+def renamed(
+    messages: Iterable[object], items: Iterable[MediaItem]
+) -> tuple[list[object], tuple[MediaItem, ...]]:
+    """Return messages and items with names that no metadata was sent under.
+
+    The engine keeps what its front end made of an item under the item's name. Made from metadata
+    alone, it holds no pixels, and no later request with the media would bring them: the media of
+    an item whose metadata an instance may have seen go to it under a name of their own.
+    """
+
+    def with_other_name(name: str, part: Part) -> Part:
+        return {**part, "uuid": msgspec.Raw(msgspec.json.encode(name + MEDIA_SUFFIX))}
+
+    moved = tuple(
+        msgspec.structs.replace(
+            item,
+            mm_hash=item.mm_hash + MEDIA_SUFFIX,
+            part=with_other_name(item.mm_hash, item.part),
+        )
+        for item in items
+    )
+    return [_rewritten(message, with_other_name) for message in messages], moved
+
+
+def _rewritten(message: object, write: Callable[[str, Part], object]) -> object:
+    """Apply ``write`` to the keyed parts; only those are dictionaries with a name."""
+    if not isinstance(message, dict) or not isinstance(message.get("content"), list):
+        return message
+    content = [
+        write(msgspec.json.decode(part["uuid"], type=str), part)
+        if isinstance(part, dict) and "uuid" in part
+        else part
+        for part in message["content"]
+    ]
+    return {**message, "content": content}
 
 
 def _media_field(part: Part, kind: str | None, where: str) -> str | None:
@@ -185,66 +349,29 @@ def _media_field(part: Part, kind: str | None, where: str) -> str | None:
     return present[0] if present else expected
 
 
-def _url(raw: msgspec.Raw | None, kind: MediaKind, where: str) -> Bytes:
-    if raw is not None and _opens(raw, b"{"):
-        raw = _fields(raw, where).get("url")
-        where = f"{where}.url"
-    if raw is None:
-        raise _missing(where, f"a data URL, data:{kind.example};base64,<data>")
-    return _text_bytes(raw, where)
-
-
-def _read_input_audio(raw: msgspec.Raw | None, where: str) -> tuple[str, Bytes]:
-    """Return media type and base64 text, as if the clip had come as a data URL."""
-    expected = '{"data": "<base64 of the file>", "format": "wav"}'
-    if raw is None:
-        raise _missing(where, expected)
-    fields = _fields(raw, where)
-    for name in ("data", "format"):
-        if name not in fields:
-            raise _missing(f"{where}.{name}", f"the audio clip as {expected}")
-    sort = _text(fields["format"], f"{where}.format").lower()
-    if not _FORMAT.fullmatch(sort):
-        raise RequestError(
-            f"{where}.format: {sort[:32]!r} is no audio format; write for example 'wav' or 'mp3'",
-            status=400,
-            code="invalid_part",
-        )
-    data = _text_bytes(fields["data"], f"{where}.data")
-    check_base64(data, f"{where}.data")
-    return f"audio/{sort}", data
-
-
-def _missing(where: str, expected: str) -> RequestError:
-    return RequestError(f"{where} is missing: give {expected}", status=400, code="invalid_part")
+def _check_frames(data: Bytes, place: str) -> None:
+    """Refuse a list of frames one of which is empty; looked at in steps, as it may be long."""
+    before = b","
+    for start in range(0, len(data), STEP_BYTES):
+        step = before + bytes(data[start : start + STEP_BYTES])
+        if b",," in step:
+            raise _no_data(f"{place}: a frame")
+        before = step[-1:]
+    if before == b",":
+        raise _no_data(f"{place}: its last frame")
 
 
 def _opens(raw: msgspec.Raw, bracket: bytes) -> bool:
     return bytes(memoryview(raw)[:1]) == bracket
 
 
-def _text_bytes(raw: msgspec.Raw, where: str) -> Bytes:
-    """Return a JSON string's UTF-8 bytes; a view where it holds no escapes."""
-    view = memoryview(raw)
-    if _opens(raw, b'"') and not _ESCAPE.search(view):
-        return view[1:-1]
-    return _text(raw, where).encode("utf-8")
+def _missing(where: str, expected: str) -> RequestError:
+    return RequestError(f"{where} is missing: give {expected}", status=400, code="invalid_part")
 
 
-def _text(raw: msgspec.Raw, where: str) -> str:
-    return _decode(_text_decoder, raw, where)
+def _no_data(place: str) -> RequestError:
+    return _refusal(place, "it holds no data; give the base64 text of the file")
 
 
-def _fields(raw: msgspec.Raw, where: str) -> dict[str, msgspec.Raw]:
-    return _decode(_object, raw, where)
-
-
-def _array(raw: msgspec.Raw, where: str) -> list[msgspec.Raw]:
-    return _decode(_raws, raw, where)
-
-
-def _decode(decoder: msgspec.json.Decoder[T], raw: msgspec.Raw, where: str) -> T:
-    try:
-        return decoder.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError(f"{where}: {error}", status=400, code="invalid_field") from error
+def _refusal(place: str, problem: str, *, code: str = "invalid_data_url") -> RequestError:
+    return RequestError(f"{place}: {problem}", status=400, code=code)

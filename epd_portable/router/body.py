@@ -1,0 +1,406 @@
+"""A client's request body: read once, checked, and written for the instances. Pure.
+
+What a client sent goes on as its own bytes wherever nothing had to be changed, and no image, video
+or audio clip is decoded, copied or encoded on its way.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Literal, cast
+
+import msgspec
+
+from epd_portable.errors import RequestError
+from epd_portable.router import media
+from epd_portable.router.cut_text import CutText, Segments
+from epd_portable.router.media import Check, MediaItem, MediaReader
+from epd_portable.wire.params import EncodedItem, EncodeParams, EncodeTransfer, PrefillParams
+
+CHAT_PATH = "/v1/chat/completions"
+COMPLETION_PATH = "/v1/completions"
+
+MAX_JSON_BYTES = 16 << 20
+"""Of one body, its long strings not counted: it is read at once, and nobody else is served in these
+milliseconds. No model reads a text as long."""
+MAX_COMMAS = 1_000_000
+"""In them. Every value of a list or object takes some 60 bytes while the body is read, even one of
+2 bytes in it; there are no more of them than commas."""
+MAX_NAMED = 10
+"""Unknown fields that one answer names."""
+
+UnknownFields = Literal["refuse", "drop", "pass"]
+
+_ENCODER_SETTINGS = ("mm_processor_kwargs", "media_io_kwargs")
+"""Fields that change what the encoder computes."""
+_ITEM_SALT = (*_ENCODER_SETTINGS, "cache_salt")
+"""Fields that an item's key depends on: who sets a salt shares nothing with others."""
+_WITH_SOUND = frozenset({"video", "audio"})
+"""Modalities of which an item can be two to the engine, if a video's sound is taken too; those are
+encoded where the whole prompt is."""
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+STRIPPED = frozenset({"ec_transfer_params", "kv_transfer_params"})
+"""Fields that travel between the router and its instances; what a client puts there is dropped."""
+
+_SHARED_FIELDS = _names(
+    """
+    add_special_tokens allowed_token_ids bad_words cache_salt echo frequency_penalty ignore_eos
+    include_stop_str_in_output length_penalty logit_bias logprob_token_ids logprobs max_tokens
+    min_p min_tokens mm_payload model n presence_penalty priority prompt_logprobs
+    repetition_detection repetition_penalty request_id response_format return_mm_kwargs
+    return_token_ids return_token_offsets return_tokens_as_token_ids routed_experts_prompt_start
+    seed session_id skip_special_tokens spaces_between_special_tokens stop stop_token_ids stream
+    stream_interval stream_options structured_outputs temperature thinking_token_budget top_k top_p
+    truncate_prompt_tokens truncation_side use_beam_search user vllm_xargs watermarking
+    """
+)
+CHAT_ENGINE_FIELDS = _SHARED_FIELDS | _names(
+    """
+    add_generation_prompt chat_template chat_template_kwargs continue_final_message documents
+    include_reasoning max_completion_tokens media_io_kwargs messages mm_processor_kwargs
+    parallel_tool_calls reasoning_effort return_prompt_text tool_choice tools top_logprobs
+    """
+)
+COMPLETION_ENGINE_FIELDS = _SHARED_FIELDS | _names("prompt prompt_embeds suffix")
+WITHOUT_EFFECT = _names(
+    """
+    audio best_of enable_thinking function_call functions guided_choice guided_decoding_backend
+    guided_grammar guided_json guided_regex guided_whitespace_pattern metadata modalities
+    prediction prompt_cache_key prompt_cache_retention reasoning safety_identifier service_tier
+    store thinking verbosity web_search_options
+    """
+)
+"""Fields that clients send for other services, or for other versions of the engine."""
+KNOWN_FIELDS: Mapping[str, frozenset[str]] = {
+    CHAT_PATH: CHAT_ENGINE_FIELDS | WITHOUT_EFFECT,
+    COMPLETION_PATH: COMPLETION_ENGINE_FIELDS | WITHOUT_EFFECT,
+}
+"""By the path of the endpoint."""
+
+_BLANKS = 64
+"""A body that begins with as many is taken for no JSON."""
+
+_object = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+class Rules(msgspec.Struct, frozen=True, kw_only=True):
+    """What requests may ask for.
+
+    Attributes:
+        models: Names that may be asked for; ``None`` leaves that to the instances, which know
+            their adapters.
+        max_items: Most images, videos and audio clips in one request.
+        unknown_fields: What becomes of a field whose name is not known. Engines ignore what they do
+            not know, so a misspelt one would be answered as if it had not been sent.
+        check: Of each item; ``None`` for none.
+    """
+
+    models: frozenset[str] | None = None
+    max_items: int = 64
+    unknown_fields: UnknownFields = "pass"
+    check: Check | None = None
+
+
+class Call(msgspec.Struct, frozen=True, kw_only=True):
+    """A client's request, ready to be sent.
+
+    Attributes:
+        method: Of HTTP.
+        path: Of the endpoint, at the router and at the instance.
+        cut: The client's body.
+        changed: Whether it goes on as `fields`, rather than as it came.
+        fields: Of the body's top level, rewritten.
+        model: That was asked for; empty for whichever is served.
+        items: Distinct images, videos and audio clips.
+        stream: Whether the answer comes in pieces.
+    """
+
+    method: str = "POST"
+    path: str
+    cut: CutText
+    changed: bool = False
+    fields: Mapping[str, object] = {}
+    model: str = ""
+    items: tuple[MediaItem, ...] = ()
+    stream: bool = False
+
+    @classmethod
+    def untouched(cls, method: str, path: str, data: bytes | bytearray) -> Call:
+        """Return a call whose body nobody looks at."""
+        return cls(method=method, path=path, cut=CutText(data, whole=True))
+
+    def for_pd(
+        self, params: PrefillParams | None, told: Mapping[str, EncodedItem] | None = None
+    ) -> Segments:
+        """Return the body for a prefill+decode instance.
+
+        Args:
+            params: ``None`` if it expects no transfer.
+            told: What encoders said of the items, by the items' names here: goes in place of their
+                media.
+        """
+        fields = self.fields
+        if told is not None:
+            fields = {**fields, "messages": media.with_metadata(self._messages, told)}
+        if params is not None:
+            fields = {**fields, "ec_transfer_params": params}
+        elif told is None and not self.changed:
+            return [self.cut.original()]
+        return self.cut.segments(msgspec.json.encode(fields))
+
+    def for_encoder(self, item: MediaItem, transfer: EncodeTransfer) -> Segments:
+        """Return the body of the encode job for one item: nothing of the text is in it.
+
+        It names no model: an encode instance has one, by whatever names others serve it.
+        """
+        settings = {name: self.fields[name] for name in _ENCODER_SETTINGS if name in self.fields}
+        job = {
+            "messages": [{"role": "user", "content": [item.part]}],
+            "max_tokens": 1,
+            "temperature": 0,
+            "stream": False,
+            **settings,
+            "ec_transfer_params": EncodeParams(transfers=(transfer,)),
+        }
+        return self.cut.segments(msgspec.json.encode(job))
+
+    def renamed(self) -> Call:
+        """Return this call with names for its items that were never sent without media."""
+        messages, items = media.renamed(self._messages, self.items)
+        fields = {**self.fields, "messages": messages}
+        return msgspec.structs.replace(self, changed=True, fields=fields, items=items)
+
+    @property
+    def _messages(self) -> list[object]:
+        return cast("list[object]", self.fields["messages"])
+
+
+class _ProcessorSettings(msgspec.Struct):
+    """What is read of ``mm_processor_kwargs``."""
+
+    use_audio_in_video: object = False
+
+
+_processor_settings = msgspec.json.Decoder(_ProcessorSettings | None)
+
+
+def size(segments: Segments) -> int:
+    """Return how many bytes a body has."""
+    return sum(map(len, segments))
+
+
+def read_call(path: str, data: bytes | bytearray, rules: Rules) -> Call:
+    """Read the body of a request.
+
+    Chat requests and text completions are checked; every other body may be anything, and goes on
+    as it is.
+
+    Args:
+        path: Of the endpoint.
+        data: As the client sent it; must not change afterwards.
+        rules: What it may ask for.
+
+    Raises:
+        RequestError: 4xx; names the place, the value and the remedy.
+    """
+    if path == CHAT_PATH:
+        return _read_chat(data, rules)
+    if path == COMPLETION_PATH:
+        return _read_completion(data, rules)
+    return _read_other(path, data, rules)
+
+
+def _read_chat(data: bytes | bytearray, rules: Rules) -> Call:
+    cut, fields, changed = _read_object(CHAT_PATH, data, rules)
+    if "messages" not in fields:
+        raise _missing("messages", 'a list of messages, [{"role": "user", "content": "..."}]')
+    reader = MediaReader(cut, salt=_salt(cut, fields), max_items=rules.max_items, check=rules.check)
+    conversation = reader.conversation(fields["messages"])
+    items = conversation.items
+    if items and _uses_sound_of_videos(fields):
+        items = tuple(item for item in items if item.modality not in _WITH_SOUND)
+    return Call(
+        path=CHAT_PATH,
+        cut=cut,
+        changed=changed or conversation.changed,
+        fields={**fields, "messages": conversation.messages},
+        model=_model(cut, fields, rules),
+        items=items,
+        stream=_is_true(fields, "stream"),
+    )
+
+
+def _read_completion(data: bytes | bytearray, rules: Rules) -> Call:
+    cut, fields, changed = _read_object(COMPLETION_PATH, data, rules)
+    if not {"prompt", "prompt_embeds"} & fields.keys():
+        raise _missing("prompt", "the text to complete")
+    return Call(
+        path=COMPLETION_PATH,
+        cut=cut,
+        changed=changed,
+        fields=fields,
+        model=_model(cut, fields, rules),
+        stream=_is_true(fields, "stream"),
+    )
+
+
+def _read_other(path: str, data: bytes | bytearray, rules: Rules) -> Call:
+    if data[:_BLANKS].lstrip()[:1] != b"{":
+        return Call.untouched("POST", path, data)
+    cut, fields, changed = _read_object(path, data, rules)
+    return Call(
+        path=path,
+        cut=cut,
+        changed=changed,
+        fields=fields,
+        model=_model(cut, fields, rules),
+        stream=_is_true(fields, "stream"),
+    )
+
+
+def _read_object(
+    path: str, data: bytes | bytearray, rules: Rules
+) -> tuple[CutText, dict[str, msgspec.Raw], bool]:
+    """Return the cut text, its checked top level, and whether something was dropped from it."""
+    cut = CutText(data)
+    _check_size(cut)
+    try:
+        fields = _object.decode(cut.small)
+    except msgspec.ValidationError as error:
+        raise RequestError(
+            f"request body: {error}; send one JSON object", status=400, code="invalid_body"
+        ) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(
+            f"request body of {len(data)} bytes, beginning with "
+            f"{data[:32].decode('utf-8', 'replace')!r}, is not JSON in UTF-8: {error}",
+            status=400,
+            code="invalid_json",
+        ) from error
+    dropped = STRIPPED & fields.keys()
+    if rules.unknown_fields != "pass" and path in KNOWN_FIELDS:
+        unknown = fields.keys() - KNOWN_FIELDS[path] - STRIPPED
+        if unknown and rules.unknown_fields == "refuse":
+            raise _unknown_fields(map(cut.restored, unknown), KNOWN_FIELDS[path])
+        dropped |= unknown
+    for name in dropped:
+        del fields[name]
+    _check_extra_arguments(fields)
+    return cut, fields, bool(dropped)
+
+
+def _check_size(cut: CutText) -> None:
+    commas = cut.small.count(b",")
+    if commas > MAX_COMMAS:
+        raise RequestError(
+            f"request body holds {commas} commas: at most {MAX_COMMAS} are allowed; send fewer "
+            "values",
+            status=413,
+            code="too_many_values",
+        )
+    if len(cut.small) > MAX_JSON_BYTES:
+        raise RequestError(
+            f"request body holds {len(cut.small)} bytes beside its media and other long strings: "
+            f"at most {MAX_JSON_BYTES} are allowed; send less text, or fewer values",
+            status=413,
+            code="too_much_json",
+        )
+
+
+def _unknown_fields(names: Iterable[str], known: frozenset[str]) -> RequestError:
+    unknown = sorted(names)
+    described = []
+    for name in unknown[:MAX_NAMED]:
+        near = difflib.get_close_matches(name[:64], known, n=1)
+        described.append(f"{name[:64]!r}" + (f" (did you mean {near[0]!r}?)" if near else ""))
+    if len(unknown) > MAX_NAMED:
+        described.append(f"and {len(unknown) - MAX_NAMED} more")
+    return RequestError(
+        f"unknown field{'s' if len(unknown) > 1 else ''} {', '.join(described)} in the request "
+        "body: correct the name or remove it",
+        status=400,
+        code="unknown_field",
+    )
+
+
+def _check_extra_arguments(fields: Mapping[str, msgspec.Raw]) -> None:
+    """Refuse ``vllm_xargs`` that would pose as the router's own parameters inside the engine."""
+    raw = _given(fields, "vllm_xargs")
+    if raw is None:
+        return
+    try:
+        names = _object.decode(raw).keys()
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(
+            f"vllm_xargs: expected an object of strings and numbers: {error}",
+            status=400,
+            code="invalid_field",
+        ) from error
+    forged = sorted(STRIPPED & names)
+    if forged:
+        raise RequestError(
+            f"vllm_xargs may not hold {forged}: these names are the router's own; remove them",
+            status=400,
+            code="invalid_field",
+        )
+
+
+def _salt(cut: CutText, fields: Mapping[str, msgspec.Raw]) -> bytes:
+    """Return what else the keys of this request's items depend on."""
+    return b"".join(cut.whole(bytes(_given(fields, name) or b"")) + b"\0" for name in _ITEM_SALT)
+
+
+def _uses_sound_of_videos(fields: Mapping[str, msgspec.Raw]) -> bool:
+    raw = fields.get("mm_processor_kwargs")
+    if raw is None:
+        return False
+    try:
+        settings = _processor_settings.decode(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(
+            f"mm_processor_kwargs: {error}; give an object of the processor's settings",
+            status=400,
+            code="invalid_field",
+        ) from error
+    return settings is not None and bool(settings.use_audio_in_video)
+
+
+def _model(cut: CutText, fields: Mapping[str, msgspec.Raw], rules: Rules) -> str:
+    raw = _given(fields, "model")
+    if raw is None:
+        return ""
+    name = cut.text(raw, "model")
+    if rules.models is not None and name not in rules.models:
+        served = " or ".join(repr(each) for each in sorted(rules.models))
+        raise RequestError(
+            f"model {name[:128]!r} is not served here: this router serves {served}; correct the "
+            "field or leave it out",
+            status=404,
+            code="model_not_found",
+        )
+    return name
+
+
+def _given(fields: Mapping[str, msgspec.Raw], name: str) -> msgspec.Raw | None:
+    """Return a field's value; ``None`` if it is missing or null."""
+    raw = fields.get(name)
+    return None if raw is None or bytes(raw) == b"null" else raw
+
+
+def _is_true(fields: Mapping[str, msgspec.Raw], name: str) -> bool:
+    raw = fields.get(name)
+    return raw is not None and bytes(raw) == b"true"
+
+
+def _missing(name: str, expected: str) -> RequestError:
+    return RequestError(
+        f"field {name!r} is missing in the request body: give {expected}",
+        status=400,
+        code="missing_field",
+    )
