@@ -1,5 +1,4 @@
-"""The instances as the router sees them: which there are, how they are, how busy, and which gets
-what.
+"""The instances as the router sees them: how they are, how busy, and which of them gets what.
 
 No input or output happens here: who probes tells what it saw, who asks tells what came of it. What
 is counted lies in a `Table`, which several processes may share.
@@ -192,8 +191,10 @@ class Work:
         self._instance._end(self)
 
     def on_down(self, callback: Callable[[], None]) -> None:
-        """Have a function called when the instance goes down while this lasts; at once if it is
-        down. It must not raise."""
+        """Have a function called when the instance goes down while this lasts.
+
+        At once if it is down. The function must not raise.
+        """
         if self._instance.healthy:
             self._callback = callback
         else:
