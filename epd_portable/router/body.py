@@ -21,7 +21,7 @@ from epd_portable.wire.params import EncodedItem, EncodeParams, EncodeTransfer, 
 CHAT_PATH = "/v1/chat/completions"
 COMPLETION_PATH = "/v1/completions"
 
-MAX_JSON_BYTES = 16 << 20
+MAX_JSON_BYTES = 8 << 20
 """Of one body, its long strings not counted: it is read at once, and nobody else is served in these
 milliseconds. No model reads a text as long."""
 MAX_COMMAS = 1_000_000
@@ -113,6 +113,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         method: Of HTTP.
         path: Of the endpoint, at the router and at the instance.
+        method: Of HTTP.
         cut: The client's body.
         changed: Whether it goes on as `fields`, rather than as it came.
         fields: Of the body's top level, rewritten.
@@ -123,6 +124,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 
     method: str = "POST"
     path: str
+    method: str = "POST"
     cut: CutText
     changed: bool = False
     fields: Mapping[str, object] = {}
@@ -296,6 +298,13 @@ def _read_object(
 
 
 def _check_size(cut: CutText) -> None:
+    if len(cut.small) > MAX_JSON_BYTES:
+        raise RequestError(
+            f"request body holds {len(cut.small)} bytes beside its media and other long strings: "
+            f"at most {MAX_JSON_BYTES} are allowed; send less text, or fewer values",
+            status=413,
+            code="too_much_json",
+        )
     commas = cut.small.count(b",")
     if commas > MAX_COMMAS:
         raise RequestError(
@@ -303,13 +312,6 @@ def _check_size(cut: CutText) -> None:
             "values",
             status=413,
             code="too_many_values",
-        )
-    if len(cut.small) > MAX_JSON_BYTES:
-        raise RequestError(
-            f"request body holds {len(cut.small)} bytes beside its media and other long strings: "
-            f"at most {MAX_JSON_BYTES} are allowed; send less text, or fewer values",
-            status=413,
-            code="too_much_json",
         )
 
 

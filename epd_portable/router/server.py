@@ -19,6 +19,7 @@ from epd_portable.connector.curve import CurveKeys
 from epd_portable.errors import RequestError
 from epd_portable.router.access import ApiKeys
 from epd_portable.router.body import Call, Rules, read_call
+from epd_portable.router.cut_text import CutText
 from epd_portable.router.control import ControlChannels
 from epd_portable.router.exchange import Exchange
 from epd_portable.router.incoming import Bodies, ClientGoneError
@@ -247,7 +248,7 @@ class Router:
             given = client.headers.get("content-type")
             if given is not None and given.isascii():
                 client.for_instances["content-type"] = given
-            return Call.untouched(method, path, data)
+            return Call(path=path, method=method, cut=CutText(data))
         client.for_instances["content-type"] = "application/json"
         if len(data) < IN_THREAD_BYTES:
             return read_call(path, data, self._rules)
