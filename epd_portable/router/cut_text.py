@@ -3,12 +3,13 @@
 Nearly all of a large body is the base64 text of a picture or a film. Such a string stays where it
 came to; a short word that nobody can guess stands for it in the text that is read, changed and
 written, and what is written is sent in segments, with views of the strings between them.
-Pure, and the interpreter lock is never held for more than a few milliseconds at a time.
+Pure; and of large texts, done in steps between which other threads run.
 """
 
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -22,8 +23,11 @@ Segments = Sequence[Bytes]
 
 LONG_BYTES = 4096
 """Stretches of a string from this length on are cut out."""
-STEP_BYTES = 1 << 20
-"""Large texts are looked at in steps of this size: between two of them other threads may run."""
+_STEP_BYTES = 4 << 20
+_UNESCAPE_BYTES = 1 << 20
+"""Large texts are looked at in steps of such sizes, some half millisecond each."""
+_PAUSE_S = 50e-6
+"""After a step: long enough for a waiting thread to take the interpreter lock."""
 
 _WINDOW = LONG_BYTES // 2
 """A stretch without a quote from `LONG_BYTES` on holds a whole window of the text."""
@@ -168,8 +172,10 @@ def _long_runs(data: bytes | bytearray) -> list[tuple[int, int]]:
 
 def _find(data: bytes | bytearray, what: bytes, start: int, stop: int) -> int:
     """Do as ``data.find`` does for one byte, in steps."""
-    for place in range(start, stop, STEP_BYTES):
-        found = data.find(what, place, min(place + STEP_BYTES, stop))
+    for place in range(start, stop, _STEP_BYTES):
+        if place > start:
+            time.sleep(_PAUSE_S)
+        found = data.find(what, place, min(place + _STEP_BYTES, stop))
         if found >= 0:
             return found
     return -1
@@ -184,7 +190,9 @@ def _unescaped(string: memoryview, where: str) -> memoryview:
     text = bytearray()
     start = 0
     while start < len(string):
-        stop = start + STEP_BYTES
+        if start > 0:
+            time.sleep(_PAUSE_S)
+        stop = start + _UNESCAPE_BYTES
         if stop < len(string):
             escape = bytes(string[stop - _LONGEST_ESCAPE : stop]).rfind(b"\\")
             stop += escape - _LONGEST_ESCAPE if escape >= 0 else 0

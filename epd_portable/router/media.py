@@ -19,7 +19,7 @@ from typing import Literal
 import msgspec
 
 from epd_portable.errors import RequestError
-from epd_portable.router.cut_text import STEP_BYTES, Bytes, CutText, decode
+from epd_portable.router.cut_text import Bytes, CutText, decode
 from epd_portable.wire.params import EncodedItem
 
 Modality = Literal["image", "video", "audio"]
@@ -30,8 +30,6 @@ and place in the request."""
 
 MAX_HEADER_BYTES = 256
 """Longest ``data:<media type>;base64`` prefix that is looked at."""
-FRAMES = "video/jpeg"
-"""Media type of a video that is a list of pictures, with commas between their base64 texts."""
 MEDIA_SUFFIX = "-media"
 """What is added to an item's name when its media are sent after its metadata."""
 
@@ -269,8 +267,6 @@ def split_data_url(url: Bytes, kind: MediaKind, where: str) -> tuple[str, Bytes]
     data = url[comma + 1 :]
     if not data:
         raise _no_data(place)
-    if media_type == FRAMES and kind is VIDEO:
-        _check_frames(data, place)
     return media_type, data
 
 
@@ -347,18 +343,6 @@ def _media_field(part: Part, kind: str | None, where: str) -> str | None:
             code="invalid_part",
         )
     return present[0] if present else expected
-
-
-def _check_frames(data: Bytes, place: str) -> None:
-    """Refuse a list of frames one of which is empty; looked at in steps, as it may be long."""
-    before = b","
-    for start in range(0, len(data), STEP_BYTES):
-        step = before + bytes(data[start : start + STEP_BYTES])
-        if b",," in step:
-            raise _no_data(f"{place}: a frame")
-        before = step[-1:]
-    if before == b",":
-        raise _no_data(f"{place}: its last frame")
 
 
 def _opens(raw: msgspec.Raw, bracket: bytes) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from epd_portable.config.secret import Secret
+from epd_portable.config.secret import INSTANCE_TOKEN_HEADER, Secret
 from epd_portable.connector.curve import CurveKeys
 from epd_portable.errors import RequestError
 from epd_portable.router.access import ApiKeys
@@ -108,7 +108,7 @@ class Router:
         secret = Secret.read(settings.secret_file)
         self._keys = ApiKeys(settings.api_keys_file) if settings.api_keys_file else None
         self._passed_on = frozenset(PASSED_ON[1:] if self._keys else PASSED_ON)
-        self.upstream = Upstream()
+        self.upstream = Upstream({INSTANCE_TOKEN_HEADER: secret.instance_token()})
         self.instances = Instances()
         self.metrics = Metrics(lambda: self.instances.all)
         self._control = ControlChannels(CurveKeys.derive(secret))

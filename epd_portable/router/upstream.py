@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import enum
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 
 import aiohttp
 
 from epd_portable.errors import EPDError
-
-Segments = Sequence["bytes | memoryview"]
-"""A body in pieces, none of them copied: texts of the router, and views of what a client sent."""
+from epd_portable.router.cut_text import Segments
 
 KEEPALIVE_S = 4.0
 """Idle connections are dropped before the five seconds after which servers close them."""
@@ -93,7 +91,7 @@ class Upstream:
     """Connections to all instances.
 
     Args:
-        token: What every instance asks for, see `Secret.instance_token`; empty shows none.
+        headers: Of every request, such as the token that instances ask for.
     """
 
     def __init__(self, headers: Mapping[str, str] | None = None) -> None:

@@ -155,6 +155,32 @@ def test_one_need_not_be_introduced_where_nobody_warms_up() -> None:
     assert instance.state == "up"
 
 
+async def test_ejected_ones_come_back_when_they_would_be_more_than_half_of_the_usable() -> None:
+    instances = of(6)
+    first, second, third, fourth, *others = instances.all
+    for ejected in (first, second, third, fourth):
+        for event in EJECTED:
+            event(ejected)
+    assert [each.ejected for each in instances.all] == 3 * [True] + 3 * [False]
+    GONE(others[0])
+    assert [each.ejected for each in instances.all] == [False, *2 * [True], *3 * [False]]
+    DRAIN(second)
+    GONE(fourth)
+    RESUME(second)
+    assert [each.ejected for each in instances.all] == [False, False, True, *3 * [False]]
+    instances.remove(others[1].name)
+    instances.remove(second.name)
+    assert third.ejected
+    instances.remove(first.name)
+    assert not third.ejected
+
+
+def test_a_prefill_decode_instance_that_failed_is_not_preferred_either() -> None:
+    instances = of(2, "prefill-decode")
+    CUT(found(instances, "i-0"))
+    assert {i.name for n in range(20) if (i := instances.prefill_decode(str(n)))} == {"i-1"}
+
+
 @pytest.mark.parametrize("failure", FAILURES)
 def test_others_are_preferred_to_one_that_failed_and_alone_it_serves(failure: Failure) -> None:
     instances = of(2)
@@ -174,9 +200,10 @@ async def test_ejection_ends_and_grows_with_each_failure_after_it() -> None:
     for name in "abc":
         WELL(instances.add(named(name)))
     instance = found(instances, "a")
-    lasted = []
+    lasted: list[float] = []
     for _ in range(6):
-        while not instance.ejected:
+        for _ in range(1 if lasted else FAILURES_UNTIL_EJECTED):
+            assert not instance.ejected
             ERROR(instance)
         assert instance._ejection is not None
         lasted.append(instance._ejection.when() - asyncio.get_running_loop().time())
@@ -374,6 +401,7 @@ def test_the_key_decides_between_equals() -> None:
     for n in range(300):
         (name,) = {i.name for _ in range(2) if (i := instances.prefill_decode(f"request-{n}"))}
         shares[name] += 1
+    assert len(shares) == 3
     assert min(shares.values()) > 60
 
 
@@ -564,11 +592,34 @@ async def test_one_leaves_only_when_every_process_knows_and_needs_nothing_of_it(
     await asyncio.wait_for(waiting, 10)
 
 
-def test_the_place_of_one_that_left_is_not_taken_while_it_is_needed_elsewhere(two: Two) -> None:
-    deciding, other, _ = two
-    WELL(deciding.add(named("a")))
-    other.take(found(deciding, "a").view)
+def test_the_place_of_one_that_left_is_not_taken_while_it_is_needed_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("epd_portable.router.instances._ROWS", 6)
+    memory = memoryview(bytearray(Table.nbytes(2)))
+    deciding = Instances(Table(memory, columns=2, column=0))
+    other = Instances(Table(memory, columns=2, column=1), report=lambda *_: None)
+    first = well(deciding.add(named("a")))
+    other.take(first.view)
     with found(other, "a").working():
+        ANSWERED(found(other, "a"))
         deciding.remove("a")
-        rows = {deciding.add(named(f"b-{n}")).row for n in range(50)}
-    assert found(other, "a").row not in rows
+        second = deciding.add(named("b"))
+        assert second.row != first.row
+    deciding.remove("b")
+    third = deciding.add(named("a"))
+    assert (third.row, third.load, third.answered_at) == (first.row, 0, 0)
+
+
+def test_another_one_of_the_same_name_takes_over_nothing(two: Two) -> None:
+    deciding, other, _ = two
+    other.take(well(deciding.add(named("a"))).view)
+    before = found(other, "a")
+    heard: list[str] = []
+    with before.working() as work:
+        work.on_down(lambda: heard.append(before.reason))
+        deciding.remove("a")
+        other.take(well(deciding.add(named("a"))).view)
+    after = found(other, "a")
+    assert heard == ["has left"]
+    assert (after.healthy, after.row, after.load) == (True, found(deciding, "a").row, 0)
