@@ -255,12 +255,11 @@ class Deliverer:
         """
         pause_s = FIRST_REPEAT_S
         while not one.answered.is_set():
-            self._control.encode_failed(
-                one.pd.name, delivery.transfer.transfer_id, reason
-            )
+            self._control.encode_failed(one.pd.name, delivery.transfer.transfer_id, reason)
             with anyio.move_on_after(pause_s):
                 await one.answered.wait()
             pause_s = min(2 * pause_s, LONGEST_REPEAT_S)
+
 
 def new_transfer(item: MediaItem, pd: Instance, secret: Secret) -> EncodeTransfer:
     """Return a way of its own for an item, for whichever instance encodes it, with its proof."""

@@ -117,9 +117,7 @@ class Exchange:
         self._metrics = metrics
         self._secret = secret
         self._retries = RetryBudget()
-        self._deliverer = Deliverer(
-            settings, instances, upstream, control, metrics, self._retries
-        )
+        self._deliverer = Deliverer(settings, instances, upstream, control, metrics, self._retries)
         self._jobs: set[asyncio.Task[None]] = set()
         self._without_metadata: set[str] = set()
 
@@ -217,9 +215,7 @@ class Exchange:
                 )
         return Plan(pd=pd, deliveries=tuple(deliveries))
 
-    async def _try(
-        self, call: Call, plan: Plan, headers: Mapping[str, str], out: Outgoing
-    ) -> None:
+    async def _try(self, call: Call, plan: Plan, headers: Mapping[str, str], out: Outgoing) -> None:
         """Start the encode jobs and the request, and relay the answer.
 
         Raises:
@@ -258,9 +254,7 @@ class Exchange:
             _end_soon(jobs)
         if scope.cancelled_caught:
             point = Point.ANSWERING if out.begun else Point.ASKED
-            raise Failed(
-                Trouble.PD_LOST, point, f"instance {pd.name} went down: {pd.reason}"
-            )
+            raise Failed(Trouble.PD_LOST, point, f"instance {pd.name} went down: {pd.reason}")
 
     def _start_jobs(self, one: Attempt, held: contextlib.ExitStack) -> list[asyncio.Task[None]]:
         loop = asyncio.get_running_loop()
@@ -560,5 +554,3 @@ def _end_soon(jobs: Iterable[asyncio.Task[None]]) -> None:
 
     for job in waiting:
         job.add_done_callback(ended)
-
-

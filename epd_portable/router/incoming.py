@@ -1,5 +1,6 @@
 """Request bodies from the socket, with limits that hold while reading: bytes, time, and the sum
-over all that are read at the same time."""
+over all that are read at the same time.
+"""
 
 from __future__ import annotations
 

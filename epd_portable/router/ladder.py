@@ -85,9 +85,7 @@ class Failed(EPDError):
         self.reply = reply
 
 
-def descend(
-    trouble: Trouble, point: Point, possible: Collection[Rung], metrics: Metrics
-) -> Rung:
+def descend(trouble: Trouble, point: Point, possible: Collection[Rung], metrics: Metrics) -> Rung:
     """Return what is done next, the last rung if nothing else is possible, and count it."""
     rungs = LADDER[trouble, point]
     rung = next((rung for rung in rungs if rung in possible), rungs[-1])

@@ -49,7 +49,9 @@ def error_reply(error: RequestError) -> Reply:
         headers["retry-after"] = str(error.retry_after_s)
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
-    return Reply(error.status, headers, error_body(str(error), status=error.status, code=error.code))
+    return Reply(
+        error.status, headers, error_body(str(error), status=error.status, code=error.code)
+    )
 
 
 def error_event(message: str, *, status: int, code: str) -> bytes:

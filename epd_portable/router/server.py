@@ -1,5 +1,6 @@
 """The router as an ASGI application: what it serves at which path, what it takes in, what it lets
-out, and how it stops."""
+out, and how it stops.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ from epd_portable.connector.curve import CurveKeys
 from epd_portable.errors import RequestError
 from epd_portable.router.access import ApiKeys
 from epd_portable.router.body import Call, Rules, read_call
-from epd_portable.router.cut_text import CutText
 from epd_portable.router.control import ControlChannels
+from epd_portable.router.cut_text import CutText
 from epd_portable.router.exchange import Exchange
 from epd_portable.router.incoming import Bodies, ClientGoneError
 from epd_portable.router.instances import Instances
@@ -33,9 +34,7 @@ from epd_portable.router.upstream import Upstream
 
 logger = logging.getLogger(__name__)
 
-WITH_MEDIA = frozenset(
-    {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"}
-)
+WITH_MEDIA = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
 """Paths whose bodies are read: encoders get the items in them."""
 TO_ANY_INSTANCE: Mapping[str, str] = {
     **dict.fromkeys(
@@ -283,14 +282,16 @@ class Router:
             return await self._members.handle(client.method, client.target, client.headers, data)
         if client.headers.get("upgrade", "").lower() == "websocket":
             raise RequestError(
-                f"{path}: websockets are not served here; ask by HTTP", status=501,
+                f"{path}: websockets are not served here; ask by HTTP",
+                status=501,
                 code="websocket_unsupported",
             )
         raise _no_such(client.method, path, 404)
 
     def _health(self, client: _Client) -> Reply:
         """Answer 200 while a request could be served, else 503; names are for holders of the
-        secret."""
+        secret.
+        """
         usable = any(each.usable for each in self.instances.of_role("prefill-decode"))
         status = "draining" if self.draining else "ok" if usable else "unavailable"
         answer: dict[str, object] = {"status": status}
@@ -444,5 +445,3 @@ def _internal(request_id: str) -> RequestError:
         status=500,
         code="internal_error",
     )
-
-

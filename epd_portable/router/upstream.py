@@ -1,5 +1,6 @@
 """HTTP to the instances: requests out, answers in, and the one place where a client library's
-errors become the package's own."""
+errors become the package's own.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +84,8 @@ class Answer:
 
     def close(self) -> None:
         """Let the connection go: to others if the answer is whole, else it is closed, on which an
-        instance aborts the request."""
+        instance aborts the request.
+        """
         self._response.close()
 
 
@@ -102,7 +104,9 @@ class Upstream:
         """Get ready; from within the event loop."""
         self._session = aiohttp.ClientSession(
             # The engine bounds its own concurrency; a bound here would only hide its queue.
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S, ttl_dns_cache=10),
+            connector=aiohttp.TCPConnector(
+                limit=0, keepalive_timeout=KEEPALIVE_S, ttl_dns_cache=10
+            ),
             auto_decompress=False,
             cookie_jar=aiohttp.DummyCookieJar(),
             headers=self._headers,
