@@ -28,13 +28,14 @@ KEEP_ALIVE_S = 65
 """How long an idle connection of a client stays open: longer than clients keep theirs, or one that
 sends in the moment in which it is closed gets no answer."""
 HEADERS_WITHIN_S = 30.0
-"""Longest time from a connection, or from the first byte of a request, to the end of its headers."""
+"""In which a request's headers must have come, from the connection or its first byte on."""
 LOOK_EVERY_S = 5.0
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Serve until SIGINT or SIGTERM: answers that have begun end first, for ``drain_s`` at most; a
-    second signal ends them at once.
+    """Serve until SIGINT or SIGTERM.
+
+    Answers that have begun end first, for ``drain_s`` at most; a second signal ends them at once.
 
     Returns:
         0 after a clean stop, 2 if the settings are wrong or the port is taken.

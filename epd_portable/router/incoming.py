@@ -1,6 +1,4 @@
-"""Request bodies from the socket, with limits that hold while reading: bytes, time, and the sum
-over all that are read at the same time.
-"""
+"""Request bodies from the socket, with limits that hold while reading: bytes, time, and their sum."""
 
 from __future__ import annotations
 

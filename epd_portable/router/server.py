@@ -1,6 +1,4 @@
-"""The router as an ASGI application: what it serves at which path, what it takes in, what it lets
-out, and how it stops.
-"""
+"""The router as an ASGI application: what it serves where, takes in and lets out, and its stop."""
 
 from __future__ import annotations
 
@@ -289,8 +287,9 @@ class Router:
         raise _no_such(client.method, path, 404)
 
     def _health(self, client: _Client) -> Reply:
-        """Answer 200 while a request could be served, else 503; names are for holders of the
-        secret.
+        """Answer 200 while a request could be served, else 503.
+
+        Names of instances are for holders of the secret.
         """
         usable = any(each.usable for each in self.instances.of_role("prefill-decode"))
         status = "draining" if self.draining else "ok" if usable else "unavailable"

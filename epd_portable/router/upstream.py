@@ -1,6 +1,4 @@
-"""HTTP to the instances: requests out, answers in, and the one place where a client library's
-errors become the package's own.
-"""
+"""HTTP to the instances, and the one place where a library's errors become the package's own."""
 
 from __future__ import annotations
 
@@ -83,8 +81,9 @@ class Answer:
             raise _translated(error) from error
 
     def close(self) -> None:
-        """Let the connection go: to others if the answer is whole, else it is closed, on which an
-        instance aborts the request.
+        """Let the connection go: to others if the answer is whole.
+
+        Else it is closed, on which an instance aborts the request.
         """
         self._response.close()
 
