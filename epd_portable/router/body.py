@@ -113,7 +113,6 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         method: Of HTTP.
         path: Of the endpoint, at the router and at the instance.
-        method: Of HTTP.
         cut: The client's body.
         changed: Whether it goes on as `fields`, rather than as it came.
         fields: Of the body's top level, rewritten.
@@ -124,7 +123,6 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 
     method: str = "POST"
     path: str
-    method: str = "POST"
     cut: CutText
     changed: bool = False
     fields: Mapping[str, object] = {}

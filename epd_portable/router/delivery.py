@@ -17,12 +17,13 @@ from epd_portable.config.secret import Secret
 from epd_portable.log import trace
 from epd_portable.router.body import CHAT_PATH
 from epd_portable.router.control import ControlChannels, Inbox
+from epd_portable.router.cut_text import Segments
 from epd_portable.router.instances import Instance, Instances
 from epd_portable.router.ladder import Point, RetryBudget, Trouble, descend
 from epd_portable.router.media import MediaItem
 from epd_portable.router.metrics import ItemFate, Metrics, Rung
 from epd_portable.router.settings import RouterSettings
-from epd_portable.router.upstream import Fault, Segments, Upstream, UpstreamError
+from epd_portable.router.upstream import Fault, Upstream, UpstreamError
 from epd_portable.wire.params import EncodedItem, EncodeOutcome, EncodeTransfer, ExpectedTransfer
 
 logger = logging.getLogger(__name__)

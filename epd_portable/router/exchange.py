@@ -21,6 +21,7 @@ from epd_portable.errors import RequestError
 from epd_portable.log import trace
 from epd_portable.router.body import Call, size
 from epd_portable.router.control import ControlChannels
+from epd_portable.router.cut_text import Segments
 from epd_portable.router.delivery import (
     Attempt,
     Deliverer,
@@ -35,7 +36,7 @@ from epd_portable.router.media import MediaItem
 from epd_portable.router.metrics import Metrics, Rung
 from epd_portable.router.replies import JSON, Reply, error_event, unavailable
 from epd_portable.router.settings import RouterSettings
-from epd_portable.router.upstream import Answer, Fault, Segments, Upstream, UpstreamError
+from epd_portable.router.upstream import Answer, Fault, Upstream, UpstreamError
 from epd_portable.wire.messages import NackCode
 from epd_portable.wire.params import EncodedItem, PrefillOutcome, PrefillParams
 

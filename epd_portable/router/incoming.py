@@ -1,4 +1,4 @@
-"""Request bodies from the socket, with limits that hold while reading: bytes, time, and their sum."""
+"""Request bodies from the socket, with limits that hold while reading: bytes, time, their sum."""
 
 from __future__ import annotations
 
