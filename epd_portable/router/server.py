@@ -19,7 +19,6 @@ from epd_portable.errors import RequestError
 from epd_portable.router.access import ApiKeys
 from epd_portable.router.body import Call, Rules, read_call
 from epd_portable.router.control import ControlChannels
-from epd_portable.router.cut_text import CutText
 from epd_portable.router.exchange import Exchange
 from epd_portable.router.incoming import Bodies, ClientGoneError
 from epd_portable.router.instances import Instances
@@ -245,7 +244,7 @@ class Router:
             given = client.headers.get("content-type")
             if given is not None and given.isascii():
                 client.for_instances["content-type"] = given
-            return Call(path=path, method=method, cut=CutText(data))
+            return Call.untouched(method, path, data)
         client.for_instances["content-type"] = "application/json"
         if len(data) < IN_THREAD_BYTES:
             return read_call(path, data, self._rules)
