@@ -25,8 +25,12 @@ MAX_JSON_BYTES = 8 << 20
 """Of one body, its long strings not counted: it is read at once, and nobody else is served in these
 milliseconds. No model reads a text as long."""
 MAX_COMMAS = 1_000_000
-"""In them. Every value of a list or object takes some 60 bytes while the body is read, even one of
-2 bytes in it; there are no more of them than commas."""
+MAX_MESSAGES_COMMAS = 300_000
+MAX_STRINGS = 100_000
+"""In them, in those of a chat request, and how many strings. Every value of a list or object takes
+some 60 bytes and 50 ns while the body is read, even one of 2 bytes in it. There are no more values
+than commas, and no more names than strings; a prompt of tokens has many values, but is not taken
+apart."""
 MAX_NAMED = 10
 """Unknown fields that one answer names."""
 
@@ -269,7 +273,7 @@ def _read_object(
 ) -> tuple[CutText, dict[str, msgspec.Raw], bool]:
     """Return the cut text, its checked top level, and whether something was dropped from it."""
     cut = CutText(data)
-    _check_size(cut)
+    _check_size(path, cut)
     try:
         fields = _object.decode(cut.small)
     except msgspec.ValidationError as error:
@@ -295,22 +299,26 @@ def _read_object(
     return cut, fields, bool(dropped)
 
 
-def _check_size(cut: CutText) -> None:
-    if len(cut.small) > MAX_JSON_BYTES:
-        raise RequestError(
-            f"request body holds {len(cut.small)} bytes beside its media and other long strings: "
-            f"at most {MAX_JSON_BYTES} are allowed; send less text, or fewer values",
-            status=413,
-            code="too_much_json",
-        )
-    commas = cut.small.count(b",")
-    if commas > MAX_COMMAS:
-        raise RequestError(
-            f"request body holds {commas} commas: at most {MAX_COMMAS} are allowed; send fewer "
-            "values",
-            status=413,
-            code="too_many_values",
-        )
+def _check_size(path: str, cut: CutText) -> None:
+    """Refuse a text that would hold up others while it is read, or take much memory."""
+    nbytes = len(cut.small)
+    if nbytes > MAX_JSON_BYTES:
+        raise _too_much(f"{nbytes} bytes beside its media and other long strings", MAX_JSON_BYTES)
+    most = MAX_MESSAGES_COMMAS if path == CHAT_PATH else MAX_COMMAS
+    if nbytes > most and (commas := cut.count(b",")) > most:
+        raise _too_much(f"{commas} commas", most)
+    if nbytes > 2 * MAX_STRINGS and (quotes := cut.count(b'"')) > 2 * MAX_STRINGS:
+        strings = (quotes - cut.count(b'\\"')) // 2
+        if strings > MAX_STRINGS:
+            raise _too_much(f"{strings} strings", MAX_STRINGS)
+
+
+def _too_much(found: str, most: int) -> RequestError:
+    return RequestError(
+        f"request body holds {found}: at most {most} are allowed; send fewer values, or less text",
+        status=413,
+        code="too_many_values",
+    )
 
 
 def _unknown_fields(names: Iterable[str], known: frozenset[str]) -> RequestError:

@@ -8,6 +8,7 @@ Pure; and of large texts, done in steps between which other threads run.
 
 from __future__ import annotations
 
+import mmap
 import secrets
 import time
 from collections.abc import Sequence
@@ -24,7 +25,8 @@ Segments = Sequence[Bytes]
 LONG_BYTES = 4096
 """Stretches of a string from this length on are cut out."""
 _STEP_BYTES = 4 << 20
-_UNESCAPE_BYTES = 1 << 20
+_COUNT_BYTES = 512 << 10
+_UNESCAPE_BYTES = 256 << 10
 """Large texts are looked at in steps of such sizes, some half millisecond each."""
 _PAUSE_S = 50e-6
 """After a step: long enough for a waiting thread to take the interpreter lock."""
@@ -94,6 +96,15 @@ class CutText:
     def original(self) -> Bytes:
         """Return the whole text as it came."""
         return self._data if isinstance(self._data, bytes) else self._view
+
+    def count(self, what: bytes) -> int:
+        """Return how many times something stands in `small`, but for one on a border of steps."""
+        found = 0
+        for place in range(0, len(self.small), _COUNT_BYTES):
+            if place > 0:
+                time.sleep(_PAUSE_S)
+            found += self.small.count(what, place, place + _COUNT_BYTES)
+        return found
 
     def restored(self, name: str) -> str:
         """Return a field's name as the client wrote it."""
@@ -187,15 +198,18 @@ def _unescaped(string: memoryview, where: str) -> memoryview:
     Done in steps that end before an escape or after one. They may cut other things in two, two
     backslashes for example: media have none of these, and they are refused.
     """
-    text = bytearray()
-    start = 0
+    # Memory that is cleared page by page, as it is written to.
+    text = memoryview(mmap.mmap(-1, len(string)))
+    start = done = 0
     while start < len(string):
         if start > 0:
             time.sleep(_PAUSE_S)
-        stop = start + _UNESCAPE_BYTES
+        stop = min(start + _UNESCAPE_BYTES, len(string))
         if stop < len(string):
             escape = bytes(string[stop - _LONGEST_ESCAPE : stop]).rfind(b"\\")
             stop += escape - _LONGEST_ESCAPE if escape >= 0 else 0
-        text += decode(_text, msgspec.Raw(b'"%b"' % bytes(string[start:stop])), where).encode()
+        step = decode(_text, msgspec.Raw(b'"%b"' % bytes(string[start:stop])), where).encode()
+        text[done : done + len(step)] = step
         start = stop
-    return memoryview(text)
+        done += len(step)
+    return text[:done]

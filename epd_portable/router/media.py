@@ -30,6 +30,8 @@ and place in the request."""
 
 MAX_HEADER_BYTES = 256
 """Longest ``data:<media type>;base64`` prefix that is looked at."""
+MAX_PARTS = 20_000
+"""Messages in a request, and parts in a message."""
 MEDIA_SUFFIX = "-media"
 """What is added to an item's name when its media are sent after its metadata."""
 
@@ -130,15 +132,14 @@ class MediaReader:
         """
         messages: list[object] = []
         changed = False
-        given = decode(_raws, raw, "messages")
-        for index, message in enumerate(given):
+        for index, message in enumerate(_array(raw, "messages")):
             fields = decode(_object, message, f"messages[{index}]")
             content = fields.get("content")
             if content is None or not _opens(content, b"["):
                 messages.append(message)
                 continue
             where = f"messages[{index}].content"
-            parts = decode(_raws, content, where)
+            parts = _array(content, where)
             read = [self._part(part, f"{where}[{i}]") for i, part in enumerate(parts)]
             touched = any(new is not part for new, part in zip(read, parts, strict=True))
             changed |= touched
@@ -323,6 +324,17 @@ def _rewritten(message: object, write: Callable[[str, Part], object]) -> object:
         for part in message["content"]
     ]
     return {**message, "content": content}
+
+
+def _array(raw: msgspec.Raw, where: str) -> list[msgspec.Raw]:
+    values = decode(_raws, raw, where)
+    if len(values) > MAX_PARTS:
+        raise RequestError(
+            f"{where}: a list of {len(values)}: at most {MAX_PARTS} are allowed; send fewer",
+            status=413,
+            code="too_many_values",
+        )
+    return values
 
 
 def _media_field(part: Part, kind: str | None, where: str) -> str | None:
