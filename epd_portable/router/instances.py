@@ -168,17 +168,23 @@ class InstanceView(msgspec.Struct, frozen=True, kw_only=True):
     problem: str
 
 
-class Work:
-    """One request or job at an instance, in flight while the context lasts."""
+class Use:
+    """A use of an instance, which must not leave while the context lasts.
 
-    __slots__ = ("_callback", "_instance")
+    Args:
+        instance: That is used.
+        work: Whether it works meanwhile on a request or job, which then is in flight.
+    """
 
-    def __init__(self, instance: Instance) -> None:
+    __slots__ = ("_callback", "_instance", "_work")
+
+    def __init__(self, instance: Instance, *, work: bool) -> None:
         self._instance = instance
+        self._work = int(work)
         self._callback: Callable[[], None] | None = None
 
-    def __enter__(self) -> Work:
-        self._instance._begin(self)
+    def __enter__(self) -> Use:
+        self._instance._begin(self, self._work)
         return self
 
     def __exit__(
@@ -188,7 +194,7 @@ class Work:
         traceback: TracebackType | None,
     ) -> None:
         self._callback = None
-        self._instance._end(self)
+        self._instance._end(self, self._work)
 
     def on_down(self, callback: Callable[[], None]) -> None:
         """Have a function called when the instance goes down while this lasts.
@@ -204,26 +210,6 @@ class Work:
         callback, self._callback = self._callback, None
         if callback is not None:
             callback()
-
-
-class Hold:
-    """Something of an instance that is needed while the context lasts, so that it may not leave."""
-
-    __slots__ = ("_instance",)
-
-    def __init__(self, instance: Instance) -> None:
-        self._instance = instance
-
-    def __enter__(self) -> None:
-        self._instance._hold(1)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._instance._hold(-1)
 
 
 class Instance:
@@ -281,7 +267,7 @@ class Instance:
         self._ring: _Ring | None = None
         self._warm_up = warm_up
         self._draining = False
-        self._works: set[Work] = set()
+        self._uses: set[Use] = set()
         self._up = asyncio.Event()
         self._down = asyncio.Event()
         self._down.set()
@@ -327,13 +313,13 @@ class Instance:
         """When it has answered a request last; 0 for never."""
         return self._table.answered_at(self.row)
 
-    def working(self) -> Work:
+    def working(self) -> Use:
         """Return a context that counts one request or job as in flight."""
-        return Work(self)
+        return Use(self, work=True)
 
-    def held(self) -> Hold:
+    def held(self) -> Use:
         """Return a context that keeps it from leaving: something of it is still needed."""
-        return Hold(self)
+        return Use(self, work=False)
 
     async def wait_idle(self) -> None:
         """Return as soon as no process needs anything of it, nor could begin to unknowingly."""
@@ -487,32 +473,29 @@ class Instance:
             self._up.clear()
             self._down.set()
         if not self.healthy:
-            for work in tuple(self._works):
-                work._gone_down()
+            for use in tuple(self._uses):
+                use._gone_down()
         if (view := self.view) != self._told:
             self._told = view
             self._owner._tell(self)
 
     # Counting.
 
-    def _begin(self, work: Work) -> None:
-        self._works.add(work)
-        self.in_flight += 1
-        self._table.work(self.row, 1)
+    def _begin(self, use: Use, work: int) -> None:
+        self._uses.add(use)
         self._table.hold(self.row, 1)
-        if self._ring is not None:
-            self._table.work(self._ring.row, 1)
+        self._count_work(work)
 
-    def _end(self, work: Work) -> None:
-        self._works.remove(work)
-        self.in_flight -= 1
-        self._table.work(self.row, -1)
+    def _end(self, use: Use, work: int) -> None:
+        self._uses.remove(use)
         self._table.hold(self.row, -1)
-        if self._ring is not None:
-            self._table.work(self._ring.row, -1)
+        self._count_work(-work)
 
-    def _hold(self, change: int) -> None:
-        self._table.hold(self.row, change)
+    def _count_work(self, change: int) -> None:
+        self.in_flight += change
+        self._table.work(self.row, change)
+        if self._ring is not None:
+            self._table.work(self._ring.row, change)
 
     # Between processes.
 

@@ -449,7 +449,7 @@ def test_who_works_hears_that_the_instance_went_down() -> None:
     instances = of(1)
     instance = found(instances, "i-0")
     heard: list[str] = []
-    with instance.working() as first, instance.working():
+    with instance.held() as first, instance.working():
         first.on_down(lambda: heard.append("first"))
         with instance.working() as over:
             over.on_down(lambda: heard.append("over"))
