@@ -106,6 +106,7 @@ async def serve(settings: RouterSettings, listeners: list[socket.socket]) -> Non
             log_config=None,
             access_log=False,
             server_header=False,
+            proxy_headers=False,
             lifespan="on",
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=1,

@@ -1,4 +1,4 @@
-"""Request bodies from the socket, with limits that hold while reading: bytes, time, their sum."""
+"""Request bodies from the socket, with limits that hold while they are read."""
 
 from __future__ import annotations
 
@@ -31,17 +31,14 @@ class Bodies:
     Args:
         max_bytes: Of one body.
         max_sum_bytes: Of all that are held at a time.
-        timeout_s: In which a body must have come.
 
     Attributes:
         held_bytes: Of large bodies that are held now.
-        timeout_s: In which a body must have come.
     """
 
-    def __init__(self, *, max_bytes: int, max_sum_bytes: int, timeout_s: float) -> None:
+    def __init__(self, *, max_bytes: int, max_sum_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._max_sum_bytes = max_sum_bytes
-        self.timeout_s = timeout_s
         self.held_bytes = 0
 
     @contextlib.contextmanager
@@ -109,7 +106,7 @@ class Body:
             receive: Of the request.
 
         Raises:
-            RequestError: 408, 413 or 503; it does not come, or is too large.
+            RequestError: 413 or 503; it is too large, or all are together.
             ClientGoneError: The client is gone.
         """
         announced = headers.get("content-length", "")
@@ -120,23 +117,14 @@ class Body:
             if announced.isdecimal():
                 self._bodies.check(int(announced))
             data = bytearray()
-            with anyio.fail_after(self._bodies.timeout_s):
-                while more:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise ClientGoneError("while its request was read")
-                    more = message.get("more_body", False)
-                    data += message.get("body", b"")
-                    self._bodies.count(self, len(data))
+            while more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGoneError("while its request was read")
+                more = message.get("more_body", False)
+                data += message.get("body", b"")
+                self._bodies.count(self, len(data))
             return data
-        except TimeoutError:
-            raise RequestError(
-                f"{len(data)} bytes of the request body came within router.body_timeout_s of "
-                f"{self._bodies.timeout_s:g} s, and not its end: send it faster, or raise that "
-                "limit",
-                status=408,
-                code="body_timeout",
-            ) from None
         except RequestError:
             data = bytearray()
             if more and headers.get("expect", "").lower() != "100-continue":

@@ -124,7 +124,6 @@ class Router:
         self._bodies = Bodies(
             max_bytes=settings.max_body_bytes,
             max_sum_bytes=settings.max_bodies_bytes,
-            timeout_s=settings.body_timeout_s,
         )
         self._rules = Rules(
             max_items=settings.max_media_items, unknown_fields=settings.unknown_fields
@@ -196,19 +195,23 @@ class Router:
         watch: asyncio.Task[None] | None = None
         metrics.in_flight.inc()
         self.in_flight.add(client)
+        client.work = work
         started = time.monotonic()
         try:
             with self._bodies.holding() as body:
                 call = await self._read(path, client, body)
+                client.reading_since = 0.0
                 started = time.monotonic()
-                watch = asyncio.create_task(client.watch(work))
+                watch = asyncio.create_task(client.watch())
                 await self._exchange.serve(call, client.for_instances, client)
         except RequestError as error:
             await client.whole(error_reply(error))
         except ClientGoneError:
             client.gone = True
         except asyncio.CancelledError:
-            if not client.gone:
+            if client.overdue:
+                await client.whole(error_reply(self._too_slow()))
+            elif not client.gone:
                 # The server stops and waits no longer.
                 if not client.begun:
                     await client.whole(error_reply(unavailable("the router is stopping")))
@@ -300,19 +303,34 @@ class Router:
     def _on_admin_port(self, client: _Client) -> bool:
         return self.settings.admin_port is None or client.port == self.settings.admin_port
 
-    # Clients that take nothing.
+    # Clients that send nothing, or take nothing.
 
     async def _sweep(self) -> None:
-        """Give up clients that take nothing of their answers."""
+        """Give up clients whose bodies do not come, and who take nothing of their answers."""
+        settings = self.settings
+        shortest = min(settings.body_timeout_s, settings.send_timeout_s)
         while True:
-            await asyncio.sleep(SWEEP_EVERY_S)
-            limit = time.monotonic() - self.settings.send_timeout_s
-            for client in [each for each in self.in_flight if 0 < each.sending_since < limit]:
-                logger.warning(
-                    "request %s: its client took nothing for router.send_timeout_s",
-                    client.request_id,
-                )
-                client.give_up()
+            await asyncio.sleep(min(SWEEP_EVERY_S, shortest / 4))
+            now = time.monotonic()
+            for client in tuple(self.in_flight):
+                if 0 < client.reading_since < now - settings.body_timeout_s:
+                    client.overdue = True
+                    client.reading_since = 0.0
+                    client.work.cancel()
+                elif 0 < client.sending_since < now - settings.send_timeout_s:
+                    logger.warning(
+                        "request %s: its client took nothing for router.send_timeout_s",
+                        client.request_id,
+                    )
+                    client.give_up()
+
+    def _too_slow(self) -> RequestError:
+        return RequestError(
+            f"the request body did not end within router.body_timeout_s of "
+            f"{self.settings.body_timeout_s:g} s: send it faster, or raise that limit",
+            status=408,
+            code="body_timeout",
+        )
 
 
 class _Client:
@@ -329,6 +347,9 @@ class _Client:
         status: Of the answer, 0 before.
         first_at: When its first byte was sent, 0 before.
         gone: The client has closed its connection.
+        overdue: Its body did not come in time.
+        work: The task that answers.
+        reading_since: When its body was first waited for, 0 afterwards.
         last: No other request is taken on its connection.
         sending_since: When the piece that the client does not take was sent, 0 if there is none.
     """
@@ -357,13 +378,14 @@ class _Client:
         self.status = 0
         self.first_at = 0.0
         self.gone = False
+        self.overdue = False
         self.last = False
+        self.work: asyncio.Task[Any]
+        self.reading_since = time.monotonic()
         self.sending_since = 0.0
-        self._work: asyncio.Task[Any] | None = None
 
-    async def watch(self, work: asyncio.Task[Any]) -> None:
+    async def watch(self) -> None:
         """Cancel the work when the client goes away."""
-        self._work = work
         while (await self.receive())["type"] != "http.disconnect":
             pass
         self.give_up()
@@ -371,8 +393,7 @@ class _Client:
     def give_up(self) -> None:
         """Treat the client as gone."""
         self.gone = True
-        if self._work is not None:
-            self._work.cancel()
+        self.work.cancel()
 
     async def whole(self, reply: Reply) -> None:
         """Send a whole answer."""
