@@ -293,9 +293,12 @@ class Router:
 
         Names of instances are for holders of the secret.
         """
-        usable = any(each.usable for each in self.instances.of_role("prefill-decode"))
+        usable = self.instances.any_usable("prefill-decode")
         status = "draining" if self.draining else "ok" if usable else "unavailable"
-        answer: dict[str, object] = {"status": status}
+        counted = dict.fromkeys(("up", "joining", "down", "draining"), 0)
+        for instance in self.instances.all:
+            counted[instance.state] += 1
+        answer: dict[str, object] = {"status": status, "counts": counted}
         if self._members.vouched_for("GET", client.target, client.headers):
             answer["instances"] = self._members.states()
         return json_reply(answer, 200 if status == "ok" else 503)
