@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from epd_portable.connector.curve import read_keys
-from epd_portable.router.app import create_app
+from epd_portable.router.server import create_app
 from epd_portable.router.settings import RouterSettings
 from tests.integration.router.stand_in import (
     DEADLINE_S,
@@ -20,7 +20,7 @@ from tests.integration.router.stand_in import (
     StandIn,
     answer,
 )
-from tests.keyring import secret_file
+from tests.keyring import secret, secret_file
 
 
 @dataclass
@@ -68,12 +68,17 @@ class Topology:
 
         await asyncio.wait_for(reached(), DEADLINE_S)
 
+    async def health(self) -> httpx.Response:
+        """Return the router's view of its instances, as holders of the secret see it."""
+        signed = {"authorization": secret().sign("GET", "/health")}
+        return await self.client.get("/health", headers=signed)
+
     async def until_health(self, condition: Callable[[dict[str, Any]], bool]) -> httpx.Response:
         """Wait until the router's view of its instances fulfils a condition."""
 
         async def fulfilled() -> httpx.Response:
             while True:
-                response = await self.client.get("/health")
+                response = await self.health()
                 if condition(response.json()["instances"]):
                     return response
                 await asyncio.sleep(0.02)
@@ -111,6 +116,7 @@ async def build() -> AsyncIterator[Build]:
             "instances": instances,
             "probe_interval_s": 0.1,
             "nack_grace_s": 0.3,
+            "item_outcomes": True,
             **settings,
         }
         router_settings = RouterSettings.model_validate(options)

@@ -48,6 +48,10 @@ class Received:
         return self.body.get("ec_transfer_params")
 
 
+async def well() -> Response:
+    return Response()
+
+
 Behaviour = Callable[[Received], Awaitable[Response]]
 
 
@@ -131,6 +135,7 @@ class StandIn:
     name: str
     role: str
     behaviour: Behaviour = answer
+    health: Callable[[], Awaitable[Response]] = well
     received: list[Received] = field(default_factory=list)
     aborted: int = 0
     serving: Serving = field(init=False)
@@ -142,11 +147,14 @@ class StandIn:
         ]
         routes = [
             *generation,
-            Route("/health", lambda _: Response()),
+            Route("/health", self._answer_probe),
             Route("/v1/models", lambda _: JSONResponse({"data": [{"id": "demo"}]})),
         ]
         self._arrived = asyncio.Condition()
         self.serving = Serving(Starlette(routes=routes))
+
+    async def _answer_probe(self, request: Request) -> Response:
+        return await self.health()
 
     async def _generate(self, request: Request) -> Response:
         received = Received(

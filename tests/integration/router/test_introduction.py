@@ -125,7 +125,7 @@ async def test_clients_are_told_to_wait_until_then(build: Build) -> None:
     response = await t.chat(TEXT)
     assert response.status_code == 503
     assert "pd-0: joining" in response.json()["error"]["message"]
-    health = await t.client.get("/health")
+    health = await t.health()
     assert health.status_code == 503
     assert health.json()["instances"]["pd-0"]["healthy"]
     release.set()

@@ -63,7 +63,7 @@ class Kept:
         assert words in line.decode()
 
     async def has_left(self) -> bool:
-        health = await self.topology.client.get("/health")
+        health = await self.topology.health()
         return "encode-7" not in health.json()["instances"]
 
 

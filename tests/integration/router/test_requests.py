@@ -271,7 +271,7 @@ async def test_models_health_and_metrics_are_served(build: Build) -> None:
     await t.chat(RED)
 
     assert (await t.client.get("/v1/models")).json()["data"][0]["id"] == "demo"
-    health = await t.client.get("/health")
+    health = await t.health()
     assert health.status_code == 200
     assert health.json()["instances"]["encode-0"]["healthy"] is True
     await t.until_metric('epd_router_items_total{fate="encoded"}', 1)
