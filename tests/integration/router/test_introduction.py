@@ -14,6 +14,7 @@ from epd_portable.config.secret import Secret, make_secret_file
 from tests.integration.router.conftest import Build, Topology
 from tests.integration.router.stand_in import Behaviour, Received, StandIn, refuse
 from tests.integration.router.test_requests import RED, TEXT
+from tests.keyring import Signed
 
 
 def transferring(source: str = "transfer") -> Behaviour:
@@ -135,7 +136,7 @@ async def test_clients_are_told_to_wait_until_then(build: Build) -> None:
 
 async def test_a_newcomer_meets_everybody_before_it_gets_work(build: Build, tmp_path: Path) -> None:
     make_secret_file(str(tmp_path / "secret"))
-    headers = {"authorization": f"Bearer {Secret.read(str(tmp_path / 'secret')).token()}"}
+    signed = Signed(Secret.read(str(tmp_path / "secret")))
     t = await build(
         encoders=2,
         pds=1,
@@ -154,7 +155,7 @@ async def test_a_newcomer_meets_everybody_before_it_gets_work(build: Build, tmp_
         "url": newcomer.serving.url,
         "control": t.controls[0].address,
     }
-    joined = await t.client.post("/epd/instances", json=body, headers=headers)
+    joined = await t.client.post("/epd/instances", json=body, auth=signed)
     assert joined.json()["state"] == "joining"
     await t.until_health(is_up)
     met = [pair for pair in pairs(t) if pair[1] == "pd-1"]

@@ -21,8 +21,8 @@ INSTANCES = "/epd/instances"
 
 
 @pytest.fixture
-def auth() -> dict[str, str]:
-    return {"authorization": f"Bearer {keyring.secret().token()}"}
+def auth() -> keyring.Signed:
+    return keyring.Signed()
 
 
 @pytest.fixture
@@ -53,12 +53,12 @@ class Newcomers:
         return body
 
 
-async def shown(t: Topology, auth: dict[str, str]) -> dict[str, dict[str, Any]]:
-    listed = (await t.client.get(INSTANCES, headers=auth)).json()["instances"]
+async def shown(t: Topology, auth: keyring.Signed) -> dict[str, dict[str, Any]]:
+    listed = (await t.client.get(INSTANCES, auth=auth)).json()["instances"]
     return {instance["name"]: instance for instance in listed}
 
 
-async def until_gone(t: Topology, auth: dict[str, str], name: str) -> None:
+async def until_gone(t: Topology, auth: keyring.Signed, name: str) -> None:
     async def gone() -> None:
         while name in await shown(t, auth):
             await asyncio.sleep(0.02)
@@ -67,14 +67,14 @@ async def until_gone(t: Topology, auth: dict[str, str], name: str) -> None:
 
 
 async def test_a_router_without_instances_serves_those_that_join(
-    build: Build, auth: dict[str, str], newcomers: Newcomers
+    build: Build, auth: keyring.Signed, newcomers: Newcomers
 ) -> None:
     t = await build(encoders=0, pds=0, registration=True)
     assert (await t.chat(RED)).status_code == 503
 
     bodies = [await newcomers.start("e", "encode"), await newcomers.start("p", "prefill-decode")]
     for body in bodies:
-        joined = await t.client.post(INSTANCES, json=body, headers=auth)
+        joined = await t.client.post(INSTANCES, json=body, auth=auth)
         assert (joined.status_code, joined.json()["state"]) == (201, "up")
 
     assert (await t.chat(RED)).status_code == 200
@@ -85,11 +85,11 @@ async def test_a_router_without_instances_serves_those_that_join(
 
 
 async def test_a_newcomer_is_heard_on_its_control_channel(
-    build: Build, auth: dict[str, str], newcomers: Newcomers
+    build: Build, auth: keyring.Signed, newcomers: Newcomers
 ) -> None:
     t = await build(encoders=1, pds=0, registration=True)
     body = await newcomers.start("p", "prefill-decode")
-    await t.client.post(INSTANCES, json=body, headers=auth)
+    await t.client.post(INSTANCES, json=body, auth=auth)
 
     async def refuse(received: Received) -> Response:
         (control,) = newcomers.controls
@@ -103,7 +103,7 @@ async def test_a_newcomer_is_heard_on_its_control_channel(
 
 @pytest.mark.parametrize("token", ["", "Bearer", "Bearer wrong", "Bearer \xe4", "Basic x"])
 async def test_without_the_token_nothing_is_shown_or_changed(
-    build: Build, auth: dict[str, str], token: str
+    build: Build, auth: keyring.Signed, token: str
 ) -> None:
     t = await build(registration=True)
     body = {"name": "x", "role": "encode", "url": "http://127.0.0.1:1"}
@@ -120,9 +120,9 @@ async def test_without_the_token_nothing_is_shown_or_changed(
     }
 
 
-async def test_without_a_secret_nobody_can_register(build: Build, auth: dict[str, str]) -> None:
+async def test_without_a_secret_nobody_can_register(build: Build, auth: keyring.Signed) -> None:
     t = await build()
-    response = await t.client.get(INSTANCES, headers=auth)
+    response = await t.client.get(INSTANCES, auth=auth)
     assert response.status_code == 404
     assert "secret_file" in response.json()["error"]["message"]
 
@@ -139,44 +139,44 @@ async def test_without_a_secret_nobody_can_register(build: Build, auth: dict[str
     ],
 )
 async def test_a_wrong_registration_is_refused_by_key(
-    build: Build, auth: dict[str, str], body: str, words: str
+    build: Build, auth: keyring.Signed, body: str, words: str
 ) -> None:
     t = await build(registration=True)
-    response = await t.client.post(INSTANCES, content=body, headers=auth)
+    response = await t.client.post(INSTANCES, content=body, auth=auth)
     assert response.status_code == 400
     assert words in response.json()["error"]["message"]
     assert set(await shown(t, auth)) == {"encode-0", "pd-0"}
 
 
 async def test_registering_twice_is_registering_once(
-    build: Build, auth: dict[str, str], newcomers: Newcomers
+    build: Build, auth: keyring.Signed, newcomers: Newcomers
 ) -> None:
     t = await build(registration=True)
     body = await newcomers.start("p", "prefill-decode")
-    answers = [await t.client.post(INSTANCES, json=body, headers=auth) for _ in range(2)]
+    answers = [await t.client.post(INSTANCES, json=body, auth=auth) for _ in range(2)]
     assert [a.status_code for a in answers] == [201, 200]
     assert set(await shown(t, auth)) == {"encode-0", "pd-0", "p"}
 
 
 async def test_a_name_changes_hands_only_when_its_holder_is_gone(
-    build: Build, auth: dict[str, str], newcomers: Newcomers
+    build: Build, auth: keyring.Signed, newcomers: Newcomers
 ) -> None:
     t = await build(registration=True)
     first = await newcomers.start("p", "prefill-decode")
     second = await newcomers.start("p", "prefill-decode")
-    await t.client.post(INSTANCES, json=first, headers=auth)
+    await t.client.post(INSTANCES, json=first, auth=auth)
 
-    taken = await t.client.post(INSTANCES, json=second, headers=auth)
+    taken = await t.client.post(INSTANCES, json=second, auth=auth)
     assert taken.status_code == 409
     assert first["url"] in taken.json()["error"]["message"]
 
     await newcomers.instances[0].serving.stop()
-    assert (await t.client.post(INSTANCES, json=second, headers=auth)).status_code == 201
+    assert (await t.client.post(INSTANCES, json=second, auth=auth)).status_code == 201
     assert (await shown(t, auth))["p"]["url"] == second["url"]
 
 
 async def test_one_that_leaves_finishes_its_work_and_gets_no_more(
-    build: Build, auth: dict[str, str]
+    build: Build, auth: keyring.Signed
 ) -> None:
     t = await build(pds=2, registration=True)
     release = asyncio.Event()
@@ -191,7 +191,7 @@ async def test_one_that_leaves_finishes_its_work_and_gets_no_more(
     for pd in t.pds:
         await pd.until(lambda pd: len(pd.received) == 1)
 
-    left = await t.client.delete(f"{INSTANCES}/pd-0", headers=auth)
+    left = await t.client.delete(f"{INSTANCES}/pd-0", auth=auth)
     assert (left.status_code, left.json()["state"], left.json()["in_flight"]) == (
         202,
         "draining",
@@ -205,13 +205,13 @@ async def test_one_that_leaves_finishes_its_work_and_gets_no_more(
     release.set()
     assert [(await r).status_code for r in running] == [200, 200]
     await until_gone(t, auth, "pd-0")
-    again = await t.client.delete(f"{INSTANCES}/pd-0", headers=auth)
+    again = await t.client.delete(f"{INSTANCES}/pd-0", auth=auth)
     assert again.status_code == 404
     assert "pd-1" in again.json()["error"]["message"]
 
 
 async def test_an_encoder_stays_until_the_answer_that_needs_its_item_has_begun(
-    build: Build, auth: dict[str, str]
+    build: Build, auth: keyring.Signed
 ) -> None:
     """Its job is answered before the item is written."""
     t = await build(registration=True)
@@ -225,7 +225,7 @@ async def test_an_encoder_stays_until_the_answer_that_needs_its_item_has_begun(
     running = asyncio.create_task(t.chat(RED))
     await t.encoders[0].until(lambda encoder: len(encoder.received) == 1)
     await t.pd.until(lambda pd: len(pd.received) == 1)
-    await t.client.delete(f"{INSTANCES}/encode-0", headers=auth)
+    await t.client.delete(f"{INSTANCES}/encode-0", auth=auth)
 
     async def job_answered() -> None:
         while (await shown(t, auth))["encode-0"]["in_flight"]:
@@ -239,11 +239,11 @@ async def test_an_encoder_stays_until_the_answer_that_needs_its_item_has_begun(
 
 
 async def test_one_that_registers_again_while_it_leaves_stays(
-    build: Build, auth: dict[str, str], newcomers: Newcomers
+    build: Build, auth: keyring.Signed, newcomers: Newcomers
 ) -> None:
     t = await build(encoders=0, pds=0, registration=True)
     body = await newcomers.start("p", "prefill-decode")
-    await t.client.post(INSTANCES, json=body, headers=auth)
+    await t.client.post(INSTANCES, json=body, auth=auth)
     release = asyncio.Event()
 
     async def slow(received: Received) -> Response:
@@ -253,8 +253,8 @@ async def test_one_that_registers_again_while_it_leaves_stays(
     newcomers.instances[0].behaviour = slow
     running = asyncio.create_task(t.chat(TEXT))
     await newcomers.instances[0].until(lambda pd: len(pd.received) == 1)
-    await t.client.delete(f"{INSTANCES}/p", headers=auth)
-    assert (await t.client.post(INSTANCES, json=body, headers=auth)).status_code == 200
+    await t.client.delete(f"{INSTANCES}/p", auth=auth)
+    assert (await t.client.post(INSTANCES, json=body, auth=auth)).status_code == 200
 
     release.set()
     assert (await running).status_code == 200
@@ -263,11 +263,11 @@ async def test_one_that_registers_again_while_it_leaves_stays(
 
 
 async def test_a_registered_instance_that_stays_away_is_forgotten_a_configured_one_is_not(
-    build: Build, auth: dict[str, str], newcomers: Newcomers
+    build: Build, auth: keyring.Signed, newcomers: Newcomers
 ) -> None:
     t = await build(registration=True, forget_after_s=0.3)
     body = await newcomers.start("p", "prefill-decode")
-    await t.client.post(INSTANCES, json=body, headers=auth)
+    await t.client.post(INSTANCES, json=body, auth=auth)
     assert "p" in await shown(t, auth)
 
     await t.pd.serving.stop()
@@ -277,7 +277,7 @@ async def test_a_registered_instance_that_stays_away_is_forgotten_a_configured_o
 
 
 async def test_clients_come_and_go_while_instances_do(
-    build: Build, auth: dict[str, str], newcomers: Newcomers
+    build: Build, auth: keyring.Signed, newcomers: Newcomers
 ) -> None:
     t = await build(encoders=2, pds=2, registration=True)
     bodies = [await newcomers.start("e", "encode"), await newcomers.start("p", "prefill-decode")]
@@ -293,10 +293,10 @@ async def test_clients_come_and_go_while_instances_do(
     try:
         for _ in range(5):
             for body in bodies:
-                joined = await t.client.post(INSTANCES, json=body, headers=auth)
+                joined = await t.client.post(INSTANCES, json=body, auth=auth)
                 assert joined.status_code == 201
             for body in bodies:
-                await t.client.delete(f"{INSTANCES}/{body['name']}", headers=auth)
+                await t.client.delete(f"{INSTANCES}/{body['name']}", auth=auth)
             for body in bodies:
                 await until_gone(t, auth, body["name"])
     finally:
