@@ -102,7 +102,7 @@ async def test_a_newcomer_is_heard_on_its_control_channel(
 
 
 @pytest.mark.parametrize("token", ["", "Bearer", "Bearer wrong", "Bearer \xe4", "Basic x"])
-async def test_without_the_token_nothing_is_shown_or_changed(
+async def test_without_a_signature_nothing_is_shown_or_changed(
     build: Build, auth: keyring.Signed, token: str
 ) -> None:
     t = await build(registration=True)
@@ -112,19 +112,197 @@ async def test_without_the_token_nothing_is_shown_or_changed(
         await t.client.get(INSTANCES, headers=headers),
         await t.client.post(INSTANCES, json=body, headers=headers),
         await t.client.delete(f"{INSTANCES}/pd-0", headers=headers),
+        await t.client.post(f"{INSTANCES}/pd-0/drain", headers=headers),
+        await t.client.post(f"{INSTANCES}/pd-0/resume", headers=headers),
     ]
-    assert [a.status_code for a in answers] == [401, 401, 401]
+    assert [a.status_code for a in answers] == 5 * [401]
+    assert "instances" not in (await t.client.get("/health", headers=headers)).json()
     assert {name: i["state"] for name, i in (await shown(t, auth)).items()} == {
         "encode-0": "up",
         "pd-0": "up",
     }
 
 
-async def test_without_a_secret_nobody_can_register(build: Build, auth: keyring.Signed) -> None:
+async def test_a_request_that_somebody_has_overheard_does_nothing(
+    build: Build, auth: keyring.Signed
+) -> None:
+    t = await build(registration=True)
+    path = f"{INSTANCES}/pd-0/drain"
+    headers = {"authorization": keyring.secret().sign("POST", path)}
+    resume = await t.client.post(f"{INSTANCES}/pd-0/resume", headers=headers)
+    assert resume.status_code == 401
+    assert (await t.client.post(path, headers=headers)).status_code == 202
+    await t.client.post(f"{INSTANCES}/pd-0/resume", auth=auth)
+    again = await t.client.post(path, headers=headers)
+    assert (again.status_code, "used before" in again.text) == (401, True)
+    assert (await shown(t, auth))["pd-0"]["state"] == "up"
+
+
+async def test_the_secret_of_a_run_registers_nobody_and_may_drain(
+    build: Build, auth: keyring.Signed
+) -> None:
     t = await build()
-    response = await t.client.get(INSTANCES, auth=auth)
-    assert response.status_code == 404
-    assert "secret_file" in response.json()["error"]["message"]
+    body = {"name": "x", "role": "encode", "url": "http://127.0.0.1:1"}
+    for response in (
+        await t.client.post(INSTANCES, json=body, auth=auth),
+        await t.client.delete(f"{INSTANCES}/pd-0", auth=auth),
+    ):
+        assert response.status_code == 404
+        assert "secret_file" in response.json()["error"]["message"]
+    assert set(await shown(t, auth)) == {"encode-0", "pd-0"}
+    drained = await t.client.post(f"{INSTANCES}/encode-0/drain", auth=auth)
+    assert (drained.status_code, drained.json()["state"]) == (202, "draining")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("PUT", INSTANCES, 405),
+        ("GET", f"{INSTANCES}/pd-0", 405),
+        ("GET", f"{INSTANCES}/pd-0/drain", 405),
+        ("POST", f"{INSTANCES}/pd-0/stop", 404),
+        ("POST", f"{INSTANCES}/nobody/drain", 404),
+        ("POST", f"{INSTANCES}/nobody/resume", 404),
+        ("GET", "/epd/other", 404),
+    ],
+)
+async def test_what_is_not_there_is_said(
+    build: Build, auth: keyring.Signed, method: str, path: str, status: int
+) -> None:
+    t = await build(registration=True)
+    assert (await t.client.request(method, path, auth=auth)).status_code == status
+
+
+async def test_one_that_drains_stays_known_and_gets_nothing_until_it_resumes(
+    build: Build, auth: keyring.Signed
+) -> None:
+    t = await build(pds=2)
+    release = asyncio.Event()
+
+    async def slow(received: Received) -> Response:
+        await release.wait()
+        return await answer(received)
+
+    for pd in t.pds:
+        pd.behaviour = slow
+    running = [asyncio.create_task(t.chat(TEXT)) for _ in range(2)]
+    for pd in t.pds:
+        await pd.until(lambda pd: len(pd.received) == 1)
+    drained = await t.client.post(f"{INSTANCES}/pd-0/drain", auth=auth)
+    assert (drained.status_code, drained.json()["state"], drained.json()["idle"]) == (
+        202,
+        "draining",
+        False,
+    )
+    release.set()
+    assert [(await each).status_code for each in running] == [200, 200]
+    for _ in range(3):
+        assert (await t.chat(TEXT)).status_code == 200
+    assert len(t.pds[0].received) == 1
+    seen = (await shown(t, auth))["pd-0"]
+    assert (seen["state"], seen["idle"]) == ("draining", True)
+    resumed = await t.client.post(f"{INSTANCES}/pd-0/resume", auth=auth)
+    assert (resumed.status_code, resumed.json()["state"]) == (200, "up")
+    for _ in range(8):
+        await t.chat(TEXT)
+    assert len(t.pds[0].received) > 1
+
+
+async def test_one_that_is_told_to_leave_and_resumed_stays(
+    build: Build, auth: keyring.Signed
+) -> None:
+    t = await build(registration=True)
+    release = asyncio.Event()
+
+    async def slow(received: Received) -> Response:
+        await release.wait()
+        return await answer(received)
+
+    t.pd.behaviour = slow
+    running = asyncio.create_task(t.chat(TEXT))
+    await t.pd.until(lambda pd: len(pd.received) == 1)
+    await t.client.delete(f"{INSTANCES}/pd-0", auth=auth)
+    await t.client.post(f"{INSTANCES}/pd-0/resume", auth=auth)
+    release.set()
+    assert (await running).status_code == 200
+    await asyncio.sleep(0.2)
+    assert (await t.chat(TEXT)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://169.254.169.254",
+        "http://[fe80::1]:80",
+        "http://[::ffff:169.254.169.254]:80",
+        "http://0.0.0.0:80",
+        "http://[::]:80",
+        "http://224.0.0.1:80",
+        "http://8.8.8.8:80",
+        "http://2851995646",
+    ],
+)
+async def test_instances_are_where_the_settings_say(
+    build: Build, auth: keyring.Signed, url: str
+) -> None:
+    t = await build(registration=True)
+    for body in (
+        {"name": "x", "role": "encode", "url": url},
+        {
+            "name": "x",
+            "role": "prefill-decode",
+            "url": "http://127.0.0.1:1",
+            "control": url.replace("http", "tcp").removesuffix(":80") + ":80",
+        },
+    ):
+        refused = await t.client.post(INSTANCES, json=body, auth=auth)
+        assert refused.status_code == 403, refused.text
+        message = refused.json()["error"]["message"]
+        assert "router.instance_networks" in message
+        assert url.removesuffix(":80").partition("//")[2] in message
+    assert set(await shown(t, auth)) == {"encode-0", "pd-0"}
+
+
+async def test_a_network_that_is_listed_is_asked(build: Build, auth: keyring.Signed) -> None:
+    t = await build(registration=True, instance_networks=["169.254.0.0/16", "127.0.0.2/32"])
+    for url, status in (
+        ("http://127.0.0.1:9", 403),
+        ("http://127.0.0.2:9", 201),
+        ("http://localhost:9", 403),
+    ):
+        body = {"name": f"e-{status}", "role": "encode", "url": url}
+        assert (await t.client.post(INSTANCES, json=body, auth=auth)).status_code == status
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://127.0.0.1?@169.254.169.254",
+        "http://127.0.0.1#x",
+        "http://u@127.0.0.1",
+        "http://a\\b",
+    ],
+)
+async def test_a_url_that_can_be_read_in_two_ways_is_refused(
+    build: Build, auth: keyring.Signed, url: str
+) -> None:
+    t = await build(registration=True)
+    body = {"name": "x", "role": "encode", "url": url}
+    refused = await t.client.post(INSTANCES, json=body, auth=auth)
+    assert (refused.status_code, "url" in refused.text) == (400, True)
+
+
+async def test_a_host_that_nobody_knows_is_refused(build: Build, auth: keyring.Signed) -> None:
+    t = await build(registration=True)
+    body = {"name": "x", "role": "encode", "url": "http://no-such-host.invalid:1"}
+    refused = await t.client.post(INSTANCES, json=body, auth=auth)
+    assert (refused.status_code, "no-such-host" in refused.text) == (400, True)
+
+
+async def test_too_long_a_registration_is_refused(build: Build, auth: keyring.Signed) -> None:
+    t = await build(registration=True)
+    refused = await t.client.post(INSTANCES, content=b" " * 70_000, auth=auth)
+    assert (refused.status_code, "70000 bytes" in refused.text) == (400, True)
 
 
 @pytest.mark.parametrize(
