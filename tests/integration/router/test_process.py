@@ -125,7 +125,7 @@ def test_wrong_settings_end_it_with_their_names() -> None:
 
 def test_it_imports_neither_torch_nor_an_engine() -> None:
     code = (
-        "import sys, epd_portable.router.app, epd_portable.router.__main__;"
+        "import sys, epd_portable.router.server, epd_portable.router.__main__;"
         "heavy = {'torch', 'numpy', 'transformers', 'vllm'} & set(sys.modules);"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
