@@ -34,9 +34,11 @@ logger = logging.getLogger(__name__)
 INSTANCES_PATH = "/epd/instances"
 MAX_BODY_BYTES = 64 * 1024
 
-PROBES_PER_S = 200.0
+PROBES_PER_S = 100.0
 """Of all instances together: many of them are asked less often than ``probe_interval_s`` says."""
 PROBES_AT_ONCE = 64
+TOGETHER_S = 0.1
+"""Probes that are due within this are sent together: to wake up costs more than a probe."""
 JITTER = 0.1
 """Part of an interval by which probes are moved, so that they do not come in bursts."""
 
@@ -135,6 +137,7 @@ class Probes:
             self._asked[instance] = True
         elif instance.suspected:
             self._set_due(instance, self._instances.clock())
+            self._wake.set()
 
     def _next(self, instance: Instance) -> float:
         interval_s = self._interval_s
@@ -145,8 +148,6 @@ class Probes:
     def _set_due(self, instance: Instance, at: float) -> None:
         self._due[instance] = at
         heapq.heappush(self._queue, (at, next(self._number), instance))
-        if self._queue[0][2] is instance:
-            self._wake.set()
 
     async def _run(self) -> None:
         while True:
@@ -156,8 +157,7 @@ class Probes:
                 at, _, instance = heapq.heappop(self._queue)
                 if self._due.get(instance) == at:
                     self._ask(instance, now)
-            wait_s = self._queue[0][0] - now if self._queue else None
-            await _set_within(self._wake, wait_s)
+            await _set_within(self._wake, TOGETHER_S)
 
     def _ask(self, instance: Instance, now: float) -> None:
         well = instance.healthy and not instance.suspected
@@ -179,8 +179,9 @@ class Probes:
         finally:
             again = self._asked.pop(instance, False)
             if instance in self._due:
-                at = self._instances.clock() if again else self._next(instance)
-                self._set_due(instance, at)
+                if again:
+                    self._wake.set()
+                self._set_due(instance, self._instances.clock() if again else self._next(instance))
 
 
 class Members:
@@ -588,7 +589,7 @@ async def _resolved(name: str, url: str) -> set[Address]:
     return {ipaddress.ip_address(str(each[4][0])) for each in found}
 
 
-async def _set_within(event: asyncio.Event, timeout_s: float | None) -> None:
+async def _set_within(event: asyncio.Event, timeout_s: float) -> None:
     """Return when an event is set, at the latest after a time."""
     waiting = asyncio.ensure_future(event.wait())
     try:
