@@ -25,7 +25,7 @@ from epd_portable.router.instances import Instances
 from epd_portable.router.introduction import Introducer
 from epd_portable.router.members import Members
 from epd_portable.router.metrics import Metrics
-from epd_portable.router.replies import Reply, error_reply, json_reply, unavailable
+from epd_portable.router.replies import Reply, error_event, error_reply, json_reply, unavailable
 from epd_portable.router.settings import RouterSettings
 from epd_portable.router.upstream import Upstream
 
@@ -213,13 +213,10 @@ class Router:
                 await client.whole(error_reply(self._too_slow()))
             elif not client.gone:
                 # The server stops and waits no longer.
-                if not client.begun:
-                    await client.whole(error_reply(unavailable("the router is stopping")))
-                raise
+                await client.fail(unavailable("the router is stopping"))
         except Exception:
             logger.exception("request %s", client.request_id)
-            if not client.begun:
-                await client.whole(error_reply(_internal(client.request_id)))
+            await client.fail(_internal(client.request_id))
         finally:
             if watch is not None:
                 watch.cancel()
@@ -407,6 +404,14 @@ class _Client:
         await self.begin(reply.status, headers)
         body = b"" if self.method == "HEAD" else reply.body
         await self._send({"type": "http.response.body", "body": body})
+
+    async def fail(self, error: RequestError) -> None:
+        """Send an error, within the answer if that has begun."""
+        if not self.begun:
+            await self.whole(error_reply(error))
+            return
+        await self.piece(error_event(str(error), status=error.status, code=error.code))
+        await self.end()
 
     async def begin(self, status: int, headers: Mapping[str, str]) -> None:
         """Send status and headers."""
