@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from epd_portable.errors import ConfigError, PortInUseError
-from epd_portable.router.__main__ import KEEP_ALIVE_S, listen
+from epd_portable.router.serving import KEEP_ALIVE_S, listen
 
 
 def test_small_pieces_of_an_answer_are_sent_without_delay() -> None:
