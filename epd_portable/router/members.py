@@ -14,7 +14,7 @@ import random
 import uuid
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 from urllib.parse import urlsplit
 
 from pydantic import ValidationError
@@ -52,6 +52,9 @@ Introduce = Callable[[Instance], Awaitable[None]]
 """Lets a healthy instance meet the others, and says by `Instance.introduced` when it gets clients'
 requests; returns when nothing is left to do for it. It may be lost meanwhile."""
 
+States: TypeAlias = dict[str, dict[str, Any]]
+"""How each instance is, by name."""
+
 _NETWORKS: Mapping[str, tuple[str, ...]] = {
     "loopback": ("127.0.0.0/8", "::1/128"),
     "private": ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "fc00::/7"),
@@ -64,6 +67,42 @@ _SPECIAL: tuple[Network, ...] = tuple(
         *("224.0.0.0/4", "ff00::/8", "240.0.0.0/4"),
     )
 )
+
+
+class MemberList(Protocol):
+    """Knows the instances: `Members`, or whoever asks the process in which those are."""
+
+    async def open(self) -> None:
+        """Begin: afterwards instances can be chosen."""
+
+    async def close(self) -> None:
+        """End."""
+
+    async def states(self, method: str, target: str, headers: Mapping[str, str]) -> States | None:
+        """Return how each instance is; ``None`` to who does not hold the secret.
+
+        Args:
+            method: Of the request, which has no body.
+            target: Path and query, as they came.
+            headers: Names in lower case.
+        """
+
+    async def handle(
+        self, method: str, target: str, headers: Mapping[str, str], body: bytes
+    ) -> Reply:
+        """Answer a request at ``/epd/``, for holders of the secret.
+
+        Answers carry a name of this router: another one knows nobody who has registered.
+
+        Args:
+            method: Of HTTP.
+            target: Path and query, as they came.
+            headers: Names in lower case.
+            body: Whole.
+
+        Raises:
+            RequestError: It is refused.
+        """
 
 
 class Probes:
@@ -316,8 +355,14 @@ class Members:
             self._take_back(instance)
             return instance
 
-    def states(self) -> dict[str, dict[str, Any]]:
-        """Return how each instance is, by name."""
+    # Over HTTP.
+
+    async def states(self, method: str, target: str, headers: Mapping[str, str]) -> States | None:
+        """See `MemberList`."""
+        try:
+            self._check.check(headers.get("authorization", ""), method, target)
+        except RequestError:
+            return None
         return {
             instance.name: {
                 "role": instance.role,
@@ -330,32 +375,10 @@ class Members:
             for instance in self._instances.all
         }
 
-    # Over HTTP.
-
-    def vouched_for(self, method: str, target: str, headers: Mapping[str, str]) -> bool:
-        """Tell whether a request without a body comes from a holder of the secret."""
-        try:
-            self._check.check(headers.get("authorization", ""), method, target)
-        except RequestError:
-            return False
-        return True
-
     async def handle(
         self, method: str, target: str, headers: Mapping[str, str], body: bytes
     ) -> Reply:
-        """Answer a request at ``/epd/``, for holders of the secret.
-
-        Answers carry a name of this router process: another one knows nobody who has registered.
-
-        Args:
-            method: Of HTTP.
-            target: Path and query, as they came.
-            headers: Names in lower case.
-            body: Whole.
-
-        Raises:
-            RequestError: It is refused.
-        """
+        """See `MemberList`."""
         self._check.check(headers.get("authorization", ""), method, target, body)
         path = target.partition("?")[0]
         if path == INSTANCES_PATH:
