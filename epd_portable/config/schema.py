@@ -100,6 +100,7 @@ def _device(value: Any) -> Any:
 Size = Annotated[int, BeforeValidator(parse_size)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 Seconds = Annotated[float, Field(gt=0)]
+SecondsOrNone = Annotated[float, Field(ge=0)]
 EngineArgs = dict[Annotated[str, AfterValidator(_check_engine_arg_name)], JsonValue]
 Device = Annotated[str, BeforeValidator(_device), Field(pattern=r"^[A-Za-z0-9_./:-]+$")]
 Environment = dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], str]
@@ -209,6 +210,8 @@ class RouterSection(_Section):
         max_media_items: Requests with more images, videos and audio clips are refused with 400.
         encode_timeout_s: Longest time one encode job may take.
         idle_timeout_s: Longest silence of a prefill-decode instance before a request is given up.
+        drain_s: Time for requests that are being answered to end: all of them when the topology
+            stops, those of one instance when it is renewed; 0 leaves none.
         forget_after_s: An instance that joined and is not healthy for this long is forgotten.
     """
 
@@ -218,6 +221,7 @@ class RouterSection(_Section):
     max_media_items: Annotated[int, Field(ge=1)] = 64
     encode_timeout_s: Seconds = 60.0
     idle_timeout_s: Seconds = 600.0
+    drain_s: SecondsOrNone = 30.0
     forget_after_s: Seconds = 600.0
 
 
@@ -236,14 +240,19 @@ class Restart(_Section):
 
 
 class Launch(_Section):
-    """How the launcher starts and stops processes.
+    """How the launcher starts, watches and stops processes.
 
     Attributes:
         host: IPv4 address of this machine on which instances listen: HTTP, control and data. Off
             the loopback it needs ``secret_file``.
         startup_timeout_s: Every process must be healthy within this time of its start.
         stop_grace_s: Time between asking processes to end and killing them.
+        probe_interval_s: Time between two probes of a process that serves.
+        hung_after_s: A process that misses all its probes for this long, and at least three, is
+            ended and started again. Each may take a third of this time. 0 probes none.
         restart: Back-off of restarts.
+        log_max_bytes: A log that is larger is cut, and its content kept as an older part.
+        log_files: Files kept of each log: itself and its older parts.
         warm_up: Send every instance its first requests, and an item over every pair, before it gets
             those of clients.
     """
@@ -252,7 +261,11 @@ class Launch(_Section):
     warm_up: bool = True
     startup_timeout_s: Seconds = 600.0
     stop_grace_s: Seconds = 15.0
+    probe_interval_s: Seconds = 5.0
+    hung_after_s: SecondsOrNone = 120.0
     restart: Restart = Restart()
+    log_max_bytes: Annotated[Size, Field(ge=64 << 10)] = 100 << 20
+    log_files: Annotated[int, Field(ge=1, le=100)] = 3
 
 
 class Topology(_Section):

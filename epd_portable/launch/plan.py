@@ -261,6 +261,8 @@ def _router(
     secret_file: str,
 ) -> ProcessSpec:
     router = topology.router
+    # Only a router that drains knows the key.
+    drain: dict[str, Any] = {"drain_s": router.drain_s}
     settings = RouterSettings(
         host=router.host,
         port=router.port,
@@ -278,6 +280,7 @@ def _router(
         wait_timeout_s=topology.transfer.wait_timeout_s,
         max_body_bytes=router.max_body_bytes,
         max_media_items=router.max_media_items,
+        **{name: value for name, value in drain.items() if name in RouterSettings.model_fields},
     )
     return ProcessSpec(
         name="router",

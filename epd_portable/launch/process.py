@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Collection, Iterator, Mapping
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,9 +17,10 @@ from urllib.parse import urlsplit
 from epd_portable import envs
 from epd_portable.errors import LaunchError
 from epd_portable.launch.plan import ProcessSpec
+from epd_portable.launch.private_files import open_log
+from epd_portable.launch.safe_path import safe_cwd, safe_environ
 from epd_portable.launch.sessions import SHM
 
-_PROBE_TIMEOUT_S = 1.0
 _TAIL_BYTES = 256 << 10
 _OF_ONE_ENGINE = ("PROMETHEUS_MULTIPROC_DIR", envs.EPD_METRICS_DIR.name)
 
@@ -46,12 +48,13 @@ class Child:
             with contextlib.suppress(OSError):
                 (SHM / spec.shm_name).unlink(missing_ok=True)
         cores = {core for rank in spec.cores for core in rank}
-        with self.log.open("ab") as output, _on_cores(cores):
+        with open_log(self.log) as output, _on_cores(cores):
             self._log_start = output.tell()
             try:
                 self._process = subprocess.Popen(
                     spec.argv,
                     env=_environment(environ, spec.env, run_id),
+                    cwd=safe_cwd(log_dir),
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
@@ -69,37 +72,46 @@ class Child:
         """Return the exit status, negative for a signal, or ``None`` while it runs."""
         return self._process.poll()
 
-    def healthy(self, *, with_instances: bool) -> bool:
-        """Ask ``GET /health``; anything but 200 within a second is no.
+    def ready(self, *, timeout_s: float, with_instances: bool) -> bool:
+        """Ask ``GET /health``; anything but 200 in time is no.
 
         Args:
+            timeout_s: Longest wait for an answer.
             with_instances: Whether a router must also be ready to use every instance.
         """
-        answer = self._health()
-        if answer is None or self.spec.role != "router" or not with_instances:
-            return answer is not None
-        return all(seen["state"] == "up" for seen in answer["instances"].values())
+        status, body = self._health(timeout_s)
+        if status != HTTPStatus.OK or self.spec.role != "router" or not with_instances:
+            return status == HTTPStatus.OK
+        return all(seen["state"] == "up" for seen in json.loads(body)["instances"].values())
 
-    def problems(self) -> list[str]:
+    def answers(self, *, timeout_s: float) -> bool:
+        """Ask ``GET /health`` of a process that was ready: whether it answers as it should.
+
+        An instance answers 200. A router that has no instance to use answers 503, and is well.
+
+        Args:
+            timeout_s: Longest wait for an answer.
+        """
+        status, _ = self._health(timeout_s)
+        return status is not None if self.spec.role == "router" else status == HTTPStatus.OK
+
+    def problems(self, *, timeout_s: float) -> list[str]:
         """Return what went wrong when a router warmed its instances up."""
-        instances = (self._health() or {"instances": {}})["instances"].values()
-        return [seen["problem"] for seen in instances if "problem" in seen]
+        status, body = self._health(timeout_s)
+        instances: dict[str, Any] = json.loads(body)["instances"] if status else {}
+        return [seen["problem"] for seen in instances.values() if "problem" in seen]
 
-    def _health(self) -> dict[str, Any] | None:
-        """Return the answer to ``GET /health``, empty for an instance; ``None`` if not healthy."""
+    def _health(self, timeout_s: float) -> tuple[int | None, bytes]:
+        """Return status and body of the answer to ``GET /health``; no status for no answer."""
         address = urlsplit(self.spec.url)
         assert address.hostname is not None
-        connection = http.client.HTTPConnection(
-            address.hostname, address.port, timeout=_PROBE_TIMEOUT_S
-        )
+        connection = http.client.HTTPConnection(address.hostname, address.port, timeout=timeout_s)
         try:
             connection.request("GET", "/health")
             answer = connection.getresponse()
-            if answer.status != http.HTTPStatus.OK:
-                return None
-            return dict(json.load(answer)) if self.spec.role == "router" else {}
+            return answer.status, answer.read()
         except (OSError, http.client.HTTPException):
-            return None
+            return None, b""
         finally:
             connection.close()
 
@@ -107,6 +119,8 @@ class Child:
         """Return the end of what this start has written so far, at most 256 KiB."""
         with self.log.open("rb") as file:
             end = file.seek(0, os.SEEK_END)
+            # Cut meanwhile, because it was full: all that is in it is of this start.
+            self._log_start = self._log_start if self._log_start <= end else 0
             file.seek(max(self._log_start, end - _TAIL_BYTES))
             return file.read().decode("utf-8", errors="replace")
 
@@ -137,13 +151,15 @@ def _environment(
     Folders of metrics are left out: every engine on the host would show what all of them count.
     """
     cache = environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return {
-        "TORCHINDUCTOR_CACHE_DIR": str(Path(cache, "epd-portable", "torchinductor")),
-        **{name: value for name, value in environ.items() if name not in _OF_ONE_ENGINE},
-        **mine,
-        "EPD_RUN_ID": run_id,
-        "PYTHONUNBUFFERED": "1",
-    }
+    return safe_environ(
+        {
+            "TORCHINDUCTOR_CACHE_DIR": str(Path(cache, "epd-portable", "torchinductor")),
+            **{name: value for name, value in environ.items() if name not in _OF_ONE_ENGINE},
+            **mine,
+            "EPD_RUN_ID": run_id,
+            "PYTHONUNBUFFERED": "1",
+        }
+    )
 
 
 def describe_exit(status: int) -> str:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,22 @@ from epd_portable.launch.ports import is_free, port_source
 
 HERE = Path(__file__).parent
 DEADLINE_S = 30.0
+ROLES = {"encode": "encode", "other": "encode", "pd": "prefill-decode", "router": "router"}
+ROUTES = "--routes"
+"""Among the options of a router: it is `stand_in_router`, which sends requests on."""
 
 
 class Run:
     """One launcher process with its stand-ins."""
 
-    def __init__(self, folder: Path, servers: dict[str, list[str]], launch: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        servers: dict[str, list[str]],
+        launch: dict[str, Any],
+        popen: dict[str, Any],
+        **settings: Any,
+    ) -> None:
         self.run_id = secrets.token_hex(4)
         self.temp_dir = folder / f"temp-{self.run_id}"
         self.temp_dir.mkdir()
@@ -39,12 +50,16 @@ class Run:
         processes = [
             {
                 "name": name,
-                "role": "router" if name == "router" else "encode",
+                "role": ROLES[name.partition("-")[0]],
                 "argv": [
                     sys.executable,
-                    str(HERE / "stand_in.py"),
+                    str(HERE / ("stand_in_router.py" if ROUTES in options else "stand_in.py")),
                     f"--port={self.ports[name]}",
-                    *(option.format(shm=f"epd-{self.run_id}-{name}") for option in options),
+                    *(
+                        option.format(shm=f"epd-{self.run_id}-{name}", port=self.ports)
+                        for option in options
+                        if option != ROUTES
+                    ),
                 ],
                 "env": {},
                 "url": f"http://127.0.0.1:{self.ports[name]}",
@@ -61,6 +76,7 @@ class Run:
                     "launch": launch,
                     "log_dir": str(self.log_dir),
                     "temp_dir": str(self.temp_dir),
+                    **settings,
                 }
             ),
             "utf-8",
@@ -69,11 +85,14 @@ class Run:
         self._queue: queue.Queue[str] = queue.Queue()
         self.process = subprocess.Popen(
             [sys.executable, str(HERE / "run_plan.py"), str(plan)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-            env={**os.environ, "PYTHONPATH": str(HERE.parents[2])},
+            **{
+                "stdout": subprocess.PIPE,
+                "stderr": subprocess.STDOUT,
+                "text": True,
+                "start_new_session": True,
+                "env": {**os.environ, "PYTHONPATH": str(HERE.parents[2])},
+                **popen,
+            },
         )
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
@@ -94,6 +113,16 @@ class Run:
             self.lines.append(line)
             if text in line:
                 return line
+
+    def ask(self, name: str, path: str, timeout_s: float = DEADLINE_S) -> str:
+        """Return what a stand-in answers.
+
+        Raises:
+            OSError: It does not, or not 200.
+        """
+        url = f"http://127.0.0.1:{self.ports[name]}{path}"
+        with urllib.request.urlopen(url, timeout=timeout_s) as answer:
+            return str(answer.read(), "utf-8")
 
     def pid_of(self, name: str) -> int:
         """Return the pid of the process that listens for ``name``."""
@@ -151,8 +180,16 @@ class Run:
 def launch(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     runs: list[Run] = []
 
-    def start(servers: dict[str, list[str]], **settings: Any) -> Run:
-        runs.append(Run(tmp_path, servers, {"stop_grace_s": 2.0, **settings}))
+    def start(
+        servers: dict[str, list[str]],
+        *,
+        popen: dict[str, Any] | None = None,
+        drain_s: float = 30.0,
+        **launch: Any,
+    ) -> Run:
+        """Start a topology; what is named beside it are keys of ``launch``."""
+        launch = {"stop_grace_s": 2.0, **launch}
+        runs.append(Run(tmp_path, servers, launch, popen or {}, drain_s=drain_s))
         return runs[-1]
 
     yield start

@@ -6,7 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-from epd_portable.config.schema import Launch
+from epd_portable.config.schema import Launch, RouterSection
 from epd_portable.errors import LaunchError
 from epd_portable.launch.plan import Plan, ProcessSpec
 from epd_portable.launch.supervisor import Supervisor
@@ -26,6 +26,7 @@ def main() -> None:
     supervisor = Supervisor(
         plan,
         Launch.model_validate(raw["launch"]),
+        drain_s=raw.get("drain_s", RouterSection().drain_s),
         log_dir=Path(raw["log_dir"]),
         temp_dir=Path(raw["temp_dir"]),
         say=lambda line: print(line, flush=True),

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from epd_portable.config.schema import Restart
+from epd_portable.config.schema import Launch, Restart
 from epd_portable.launch.lifecycle import Fail, Kill, Lifecycle, Notice, Phase, Start
 
-RESTART = Restart(first_delay_s=1.0, max_delay_s=5.0, healthy_after_s=60.0)
+LAUNCH = Launch(
+    startup_timeout_s=100.0,
+    stop_grace_s=15.0,
+    hung_after_s=30.0,
+    restart=Restart(first_delay_s=1.0, max_delay_s=5.0, healthy_after_s=60.0),
+)
 
 
 def new() -> Lifecycle:
-    return Lifecycle(["encode-0", "router"], startup_timeout_s=100.0, restart=RESTART)
+    return Lifecycle(["encode-0", "router"], LAUNCH)
 
 
 def serving(now: float = 0.0) -> Lifecycle:
