@@ -114,6 +114,13 @@ class Run:
             if text in line:
                 return line
 
+    def all_lines(self) -> list[str]:
+        """Return what an ended launcher has said, unread lines included."""
+        self._reader.join()
+        while not self._queue.empty():
+            self.lines.append(self._queue.get())
+        return self.lines
+
     def ask(self, name: str, path: str, timeout_s: float = DEADLINE_S) -> str:
         """Return what a stand-in answers.
 

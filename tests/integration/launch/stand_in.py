@@ -6,6 +6,7 @@ reproduce anything that an engine computes. It can be told to become ill:
 - ``/become/503``: what ``/health`` answers from now on
 - ``/late/1.5``: seconds after which
 - ``/block``: with ``--one-thread`` it answers nobody any more, as with a blocked event loop
+- ``/raise``: it ends with an exception
 - ``/work/1.5``: answers its pid after so many seconds, unless it is told to end before
 """
 
@@ -40,6 +41,10 @@ class Answer(BaseHTTPRequestHandler):
             case ["block"]:
                 self.say(200, "")
                 time.sleep(600)
+            case ["raise"]:
+                self.say(200, "")
+                os.write(2, b"RuntimeError: at last\n")
+                os._exit(1)
             case ["work", seconds]:
                 time.sleep(float(seconds))
                 self.say(200, str(os.getpid()))
@@ -62,6 +67,12 @@ status = 200
 late_s = 0.0
 
 
+def chat() -> None:
+    while True:
+        os.write(1, b"x" * 9999 + b"\n")
+        time.sleep(0.01)
+
+
 def main() -> None:
     global problem
     parser = argparse.ArgumentParser()
@@ -73,6 +84,7 @@ def main() -> None:
     parser.add_argument("--child", action="store_true", help="start a process that ignores SIGTERM")
     parser.add_argument("--problem", default="", help="what a router says of its instance")
     parser.add_argument("--one-thread", action="store_true", help="answer one after the other")
+    parser.add_argument("--chatty", action="store_true", help="write 1 MB a second")
     options = parser.parse_args()
     problem = options.problem
     print("Starting to load model nothing", flush=True)
@@ -89,6 +101,8 @@ def main() -> None:
         subprocess.Popen([sys.executable, "-c", code])
     if options.hang:
         time.sleep(600)
+    if options.chatty:
+        threading.Thread(target=chat, daemon=True).start()
     kind = HTTPServer if options.one_thread else ThreadingHTTPServer
     server = kind(("127.0.0.1", options.port), Answer)
     server.serve_forever()
