@@ -99,7 +99,7 @@ class Child:
         """Return what went wrong when a router warmed its instances up."""
         status, body = self._health(timeout_s)
         instances: dict[str, Any] = json.loads(body)["instances"] if status else {}
-        return [seen["problem"] for seen in instances.values() if "problem" in seen]
+        return [seen["problem"] for seen in instances.values() if seen.get("problem")]
 
     def _health(self, timeout_s: float) -> tuple[int | None, bytes]:
         """Return status and body of the answer to ``GET /health``; no status for no answer."""

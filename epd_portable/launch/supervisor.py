@@ -33,6 +33,8 @@ from epd_portable.launch.probes import Probes
 from epd_portable.launch.process import Child, describe_exit
 from epd_portable.launch.progress import Progress
 from epd_portable.launch.rotation import Rotation
+from epd_portable.launch.router_client import RouterClient
+from epd_portable.launch.update import RollingUpdate
 
 _STEP_S = 0.1
 _START_PROBE_EVERY_S = 0.5
@@ -41,7 +43,7 @@ _LOOK_EVERY_S = 3.0
 _ORPHAN_GRACE_S = 1.0
 _DRAIN_MARGIN_S = 5.0
 """What a router may take longer than its own grace, to close what is left."""
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Supervisor:
@@ -50,7 +52,9 @@ class Supervisor:
     Args:
         plan: What to run.
         launch: Timeouts, back-off and sizes of logs.
-        drain_s: How long the router may go on with open requests when a stop was asked for.
+        router: Asked when instances are updated.
+        drain_s: How long open requests may go on: of the router when a stop was asked for, of an
+            instance when it is updated.
         log_dir: Existing folder for one log file a process.
         temp_dir: Existing folder for the engines' temporary files; removed at the end.
         say: Prints one line for the user.
@@ -61,6 +65,7 @@ class Supervisor:
         plan: Plan,
         launch: Launch,
         *,
+        router: RouterClient,
         drain_s: float,
         log_dir: Path,
         temp_dir: Path,
@@ -68,6 +73,7 @@ class Supervisor:
     ) -> None:
         self._plan = plan
         self._launch = launch
+        self._router = router
         self._drain_s = drain_s
         self._log_dir = log_dir
         self._temp_dir = temp_dir
@@ -77,6 +83,9 @@ class Supervisor:
         self._lifecycle = Lifecycle(self._specs, launch)
         self._probes: Probes[Child] = Probes()
         self._stop_requests = 0
+        self._hangups = 0
+        self._had_terminal = _has_terminal()
+        self._update: RollingUpdate | None = None
         self._next_start_probe_at = 0.0
         self._next_probe_at = 0.0
         self._started = time.time()
@@ -138,6 +147,8 @@ class Supervisor:
         if asked:
             self._say("stopping")
         self._probes.close()
+        if self._update:
+            self._update.give_up()
         if asked and self._lifecycle.phase is Phase.SERVING:
             self._drain(until=lambda: self._stop_requests > asked)
         self._look_at_shared_memory()
@@ -187,6 +198,13 @@ class Supervisor:
             self._next_look_at = now + _LOOK_EVERY_S
             self._look_at_shared_memory()
         self._perform(self._lifecycle.tick(time.monotonic()))
+        if self._hangups:
+            self._hangups = 0
+            self._hung_up()
+        if self._update:
+            self._perform(self._update.step())
+            if self._update.ended:
+                self._update = None
         self._keep_guarded()
         time.sleep(_STEP_S)
 
@@ -217,6 +235,23 @@ class Supervisor:
                 self._probes.ask(
                     self._children[name], lambda child: child.answers(timeout_s=timeout_s)
                 )
+
+    def _hung_up(self) -> None:
+        """Stop if the terminal was closed; otherwise somebody wishes an update."""
+        if self._had_terminal and not _has_terminal():
+            self._stop_requests += 1
+        elif self._lifecycle.phase is not Phase.SERVING:
+            self._say("no update while the topology starts")
+        elif self._update:
+            self._say("an update is under way; ask again when it has ended")
+        else:
+            self._update = RollingUpdate(
+                [spec for spec in self._plan.processes if spec.role != "router"],
+                lifecycle=self._lifecycle,
+                router=self._router,
+                launch=self._launch,
+                drain_s=self._drain_s,
+            )
 
     def _keep_guarded(self) -> None:
         if not self._guard.alive:
@@ -298,12 +333,25 @@ class Supervisor:
         def stop(signum: int, frame: FrameType | None) -> None:
             self._stop_requests += 1
 
+        def hang_up(signum: int, frame: FrameType | None) -> None:
+            self._hangups += 1
+
         before = {signum: signal.signal(signum, stop) for signum in _STOP_SIGNALS}
+        before[signal.SIGHUP] = signal.signal(signal.SIGHUP, hang_up)
         try:
             yield
         finally:
             for signum, handler in before.items():
                 signal.signal(signum, handler)
+
+
+def _has_terminal() -> bool:
+    """Tell whether this process has a controlling terminal; a closed one is none any more."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC))
+    except OSError:
+        return False
+    return True
 
 
 def _whatever_happens(say: Callable[[str], None]) -> Callable[[str], None]:

@@ -183,6 +183,38 @@ class Run:
         self.process.stdout.close()
 
 
+class Asked:
+    """One request that takes a while, under way in a thread by way of a router that is a stand-in.
+
+    Args:
+        run: The topology.
+        seconds: How long an engine works on it.
+    """
+
+    def __init__(self, run: Run, seconds: float) -> None:
+        self._run = run
+        self._seconds = seconds
+        self._answer = ""
+        self._thread = threading.Thread(target=self._ask)
+        self._thread.start()
+        run.until(self._under_way, "an engine has the request")
+
+    def _ask(self) -> None:
+        try:
+            self._answer = self._run.ask("router", f"/work/{self._seconds}")
+        except OSError as error:
+            self._answer = repr(error)
+
+    def _under_way(self) -> bool:
+        seen = json.loads(self._run.ask("router", "/health"))["instances"]
+        return any(instance["in_flight"] for instance in seen.values())
+
+    def ended(self) -> str:
+        """Return the answer, or the error."""
+        self._thread.join()
+        return self._answer
+
+
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     runs: list[Run] = []

@@ -80,6 +80,8 @@ def main() -> None:
     parser.add_argument("--shm", default="")
     parser.add_argument("--fail", default="", help="raise this at start")
     parser.add_argument("--hang", action="store_true", help="never answer")
+    parser.add_argument("--late-start", type=float, default=0.0, help="listen after these seconds")
+    parser.add_argument("--ill-again", default="", help="never answer after the first start")
     parser.add_argument("--stubborn", action="store_true", help="ignore SIGTERM")
     parser.add_argument("--child", action="store_true", help="start a process that ignores SIGTERM")
     parser.add_argument("--problem", default="", help="what a router says of its instance")
@@ -99,8 +101,11 @@ def main() -> None:
     if options.child:
         code = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"
         subprocess.Popen([sys.executable, "-c", code])
-    if options.hang:
+    if options.hang or (options.ill_again and Path("/dev/shm", options.ill_again).exists()):
         time.sleep(600)
+    if options.ill_again:
+        Path("/dev/shm", options.ill_again).touch()
+    time.sleep(options.late_start)
     if options.chatty:
         threading.Thread(target=chat, daemon=True).start()
     kind = HTTPServer if options.one_thread else ThreadingHTTPServer

@@ -5,47 +5,19 @@ from __future__ import annotations
 import json
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests.integration.launch.conftest import ROUTES
+from tests.integration.launch.conftest import ROUTES, Asked
 
 Launch = Callable[..., Any]
 TOPOLOGY = {
     "pd-0": [],
     "router": [ROUTES, "--engine=pd-0=prefill-decode=http://127.0.0.1:{port[pd-0]}"],
 }
-
-
-class Asked:
-    """One request that takes a while, under way in a thread."""
-
-    def __init__(self, run: Any, seconds: float) -> None:
-        self.answer = ""
-        self._run = run
-        self._seconds = seconds
-        self._thread = threading.Thread(target=self._ask)
-        self._thread.start()
-        run.until(self._under_way, "the engine has the request")
-
-    def _ask(self) -> None:
-        try:
-            self.answer = self._run.ask("router", f"/work/{self._seconds}")
-        except OSError as error:
-            self.answer = repr(error)
-
-    def _under_way(self) -> bool:
-        seen = json.loads(self._run.ask("router", "/health"))["instances"]["pd-0"]
-        return bool(seen["in_flight"])
-
-    def ended(self) -> str:
-        """Return the answer, or the error."""
-        self._thread.join()
-        return self.answer
 
 
 def said_by_router(run: Any) -> list[str]:

@@ -36,7 +36,7 @@ def test_no_process_has_the_folder_in_which_another_counts(
         assert b"/of/another" not in Path(f"/proc/{run.pid_of(name)}/environ").read_bytes()
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_stop_signal_ends_everything_with_status_0(
     launch: Launch, signum: signal.Signals
 ) -> None:
