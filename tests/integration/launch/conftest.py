@@ -15,7 +15,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 
@@ -27,6 +27,8 @@ DEADLINE_S = 30.0
 ROLES = {"encode": "encode", "other": "encode", "pd": "prefill-decode", "router": "router"}
 ROUTES = "--routes"
 """Among the options of a router: it is `stand_in_router`, which sends requests on."""
+Options: TypeAlias = list[str] | Callable[[dict[str, int]], list[str]]
+"""Of a stand-in; or the words of another command, from the ports of all."""
 
 
 class Run:
@@ -35,7 +37,7 @@ class Run:
     def __init__(
         self,
         folder: Path,
-        servers: dict[str, list[str]],
+        servers: dict[str, Options],
         launch: dict[str, Any],
         popen: dict[str, Any],
         **settings: Any,
@@ -51,16 +53,7 @@ class Run:
             {
                 "name": name,
                 "role": ROLES[name.partition("-")[0]],
-                "argv": [
-                    sys.executable,
-                    str(HERE / ("stand_in_router.py" if ROUTES in options else "stand_in.py")),
-                    f"--port={self.ports[name]}",
-                    *(
-                        option.format(shm=f"epd-{self.run_id}-{name}", port=self.ports)
-                        for option in options
-                        if option != ROUTES
-                    ),
-                ],
+                "argv": [sys.executable, *self._words(name, options)],
                 "env": {},
                 "url": f"http://127.0.0.1:{self.ports[name]}",
                 "ports": {},
@@ -97,6 +90,14 @@ class Run:
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
 
+    def _words(self, name: str, options: Options) -> list[str]:
+        if callable(options):
+            return options(self.ports)
+        server = "stand_in_router.py" if ROUTES in options else "stand_in.py"
+        known = {"shm": f"epd-{self.run_id}-{name}", "port": self.ports}
+        given = [option.format(**known) for option in options if option != ROUTES]
+        return [str(HERE / server), f"--port={self.ports[name]}", *given]
+
     def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
@@ -121,14 +122,23 @@ class Run:
             self.lines.append(self._queue.get())
         return self.lines
 
-    def ask(self, name: str, path: str, timeout_s: float = DEADLINE_S) -> str:
-        """Return what a stand-in answers.
+    def ask(
+        self,
+        name: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        timeout_s: float = DEADLINE_S,
+    ) -> str:
+        """Return what a process answers.
 
         Raises:
             OSError: It does not, or not 200.
         """
         url = f"http://127.0.0.1:{self.ports[name]}{path}"
-        with urllib.request.urlopen(url, timeout=timeout_s) as answer:
+        data = json.dumps(body).encode() if body else None
+        headers = {"content-type": "application/json"}
+        request = urllib.request.Request(url, data, headers)
+        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
             return str(answer.read(), "utf-8")
 
     def pid_of(self, name: str) -> int:
@@ -220,15 +230,17 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     runs: list[Run] = []
 
     def start(
-        servers: dict[str, list[str]],
+        servers: dict[str, Options],
         *,
         popen: dict[str, Any] | None = None,
         drain_s: float = 30.0,
+        secret: str = "0" * 64,
         **launch: Any,
     ) -> Run:
         """Start a topology; what is named beside it are keys of ``launch``."""
         launch = {"stop_grace_s": 2.0, **launch}
-        runs.append(Run(tmp_path, servers, launch, popen or {}, drain_s=drain_s))
+        settings = {"drain_s": drain_s, "secret": secret}
+        runs.append(Run(tmp_path, servers, launch, popen or {}, **settings))
         return runs[-1]
 
     yield start

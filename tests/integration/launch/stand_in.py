@@ -7,7 +7,8 @@ reproduce anything that an engine computes. It can be told to become ill:
 - ``/late/1.5``: seconds after which
 - ``/block``: with ``--one-thread`` it answers nobody any more, as with a blocked event loop
 - ``/raise``: it ends with an exception
-- ``/work/1.5``: answers its pid after so many seconds, unless it is told to end before
+- ``/work/1.5``: answers its pid after so many seconds, unless it is told to end before; a
+  completion takes 10 ms a token
 """
 
 from __future__ import annotations
@@ -51,8 +52,15 @@ class Answer(BaseHTTPRequestHandler):
             case _:
                 self.say(404, "")
 
-    def say(self, status: int, text: str) -> None:
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        time.sleep(body["max_tokens"] / 100)
+        text = json.dumps({"choices": [{"index": 0, "text": "x"}], "pid": os.getpid()})
+        self.say(200, text, "application/json")
+
+    def say(self, status: int, text: str, kind: str = "text/plain") -> None:
         self.send_response(status)
+        self.send_header("content-type", kind)
         self.send_header("content-length", str(len(text)))
         self.end_headers()
         self.wfile.write(text.encode())
