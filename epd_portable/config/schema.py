@@ -210,8 +210,8 @@ class RouterSection(_Section):
         max_media_items: Requests with more images, videos and audio clips are refused with 400.
         encode_timeout_s: Longest time one encode job may take.
         idle_timeout_s: Longest silence of a prefill-decode instance before a request is given up.
-        drain_s: Time for requests that are being answered to end: all of them when the topology
-            stops, those of one instance when it is renewed; 0 leaves none.
+        drain_s: How long answers that have begun may go on when the router is stopped, and those
+            of an instance when it is updated.
         forget_after_s: An instance that joined and is not healthy for this long is forgotten.
     """
 
@@ -221,7 +221,7 @@ class RouterSection(_Section):
     max_media_items: Annotated[int, Field(ge=1)] = 64
     encode_timeout_s: Seconds = 60.0
     idle_timeout_s: Seconds = 600.0
-    drain_s: SecondsOrNone = 30.0
+    drain_s: Seconds = 30.0
     forget_after_s: Seconds = 600.0
 
 

@@ -34,7 +34,6 @@ from epd_portable.launch.model import resolve_model
 from epd_portable.launch.plan import Machine, Plan, make_plan, new_run_id, run_secret_file
 from epd_portable.launch.ports import port_source, require_free
 from epd_portable.launch.private_files import make_private_folder, use_log_folder
-from epd_portable.launch.router_client import RouterClient
 from epd_portable.launch.show import findings_table, plan_table
 from epd_portable.launch.supervisor import Supervisor
 from epd_portable.launch.target import Target, find_hardware, find_target, require_platform
@@ -173,11 +172,10 @@ def up(
         names = ", ".join(spec.name for spec in plan.processes)
         click.echo(f"starting {names} on {plan.platform}; logs in {logs}")
         with _run_folder(_temp_dir(run_id), make_secret=topology.secret_file is None) as folder:
-            secret = Secret.read(topology.secret_file or run_secret_file(str(folder)))
             Supervisor(
                 plan,
                 topology.launch,
-                router=RouterClient(plan.url, secret),
+                secret=Secret.read(topology.secret_file or run_secret_file(str(folder))),
                 drain_s=topology.router.drain_s,
                 log_dir=logs,
                 temp_dir=folder,

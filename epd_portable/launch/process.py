@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from epd_portable import envs
+from epd_portable.config.secret import Secret
 from epd_portable.errors import LaunchError
 from epd_portable.launch.plan import ProcessSpec
 from epd_portable.launch.private_files import open_log
@@ -72,17 +73,18 @@ class Child:
         """Return the exit status, negative for a signal, or ``None`` while it runs."""
         return self._process.poll()
 
-    def ready(self, *, timeout_s: float, with_instances: bool) -> bool:
+    def ready(self, *, timeout_s: float, with_instances: Secret | None) -> bool:
         """Ask ``GET /health``; anything but 200 in time is no.
 
         Args:
             timeout_s: Longest wait for an answer.
-            with_instances: Whether a router must also be ready to use every instance.
+            with_instances: A router must also be ready to use every instance, which it tells
+                holders of this secret.
         """
-        status, body = self._health(timeout_s)
-        if status != HTTPStatus.OK or self.spec.role != "router" or not with_instances:
-            return status == HTTPStatus.OK
-        return all(seen["state"] == "up" for seen in json.loads(body)["instances"].values())
+        if self.spec.role != "router" or not with_instances:
+            return self._health(timeout_s)[0] == HTTPStatus.OK
+        instances = self._instances(timeout_s, with_instances)
+        return instances is not None and all(seen["state"] == "up" for seen in instances)
 
     def answers(self, *, timeout_s: float) -> bool:
         """Ask ``GET /health`` of a process that was ready: whether it answers as it should.
@@ -95,19 +97,29 @@ class Child:
         status, _ = self._health(timeout_s)
         return status is not None if self.spec.role == "router" else status == HTTPStatus.OK
 
-    def problems(self, *, timeout_s: float) -> list[str]:
-        """Return what went wrong when a router warmed its instances up."""
-        status, body = self._health(timeout_s)
-        instances: dict[str, Any] = json.loads(body)["instances"] if status else {}
-        return [seen["problem"] for seen in instances.values() if seen.get("problem")]
+    def problems(self, *, timeout_s: float, secret: Secret) -> list[str]:
+        """Return what went wrong when a router warmed its instances up; of an instance nothing."""
+        if self.spec.role != "router":
+            return []
+        instances = self._instances(timeout_s, secret) or []
+        return [seen["problem"] for seen in instances if seen.get("problem")]
 
-    def _health(self, timeout_s: float) -> tuple[int | None, bytes]:
+    def _instances(self, timeout_s: float, secret: Secret) -> list[dict[str, Any]] | None:
+        """Return what a healthy router says of its instances; nothing where it tells nothing."""
+        status, body = self._health(timeout_s, secret)
+        try:
+            return list(json.loads(body)["instances"].values()) if status == HTTPStatus.OK else None
+        except (ValueError, KeyError):
+            return None
+
+    def _health(self, timeout_s: float, secret: Secret | None = None) -> tuple[int | None, bytes]:
         """Return status and body of the answer to ``GET /health``; no status for no answer."""
+        headers = {"authorization": secret.sign("GET", "/health")} if secret else {}
         address = urlsplit(self.spec.url)
         assert address.hostname is not None
         connection = http.client.HTTPConnection(address.hostname, address.port, timeout=timeout_s)
         try:
-            connection.request("GET", "/health")
+            connection.request("GET", "/health", headers=headers)
             answer = connection.getresponse()
             return answer.status, answer.read()
         except (OSError, http.client.HTTPException):

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 from epd_portable.config.schema import Launch
+from epd_portable.config.secret import Secret
 from epd_portable.errors import LaunchError
 from epd_portable.launch import sessions
 from epd_portable.launch.guard import Guard
@@ -52,7 +53,7 @@ class Supervisor:
     Args:
         plan: What to run.
         launch: Timeouts, back-off and sizes of logs.
-        router: Asked when instances are updated.
+        secret: Of the router and its instances.
         drain_s: How long open requests may go on: of the router when a stop was asked for, of an
             instance when it is updated.
         log_dir: Existing folder for one log file a process.
@@ -65,7 +66,7 @@ class Supervisor:
         plan: Plan,
         launch: Launch,
         *,
-        router: RouterClient,
+        secret: Secret,
         drain_s: float,
         log_dir: Path,
         temp_dir: Path,
@@ -73,7 +74,7 @@ class Supervisor:
     ) -> None:
         self._plan = plan
         self._launch = launch
-        self._router = router
+        self._secret = secret
         self._drain_s = drain_s
         self._log_dir = log_dir
         self._temp_dir = temp_dir
@@ -121,7 +122,9 @@ class Supervisor:
                 self._say(line)
         if self._lifecycle.phase is Phase.SERVING and not self._stop_requests:
             for child in self._children.values():
-                for problem in child.problems(timeout_s=_START_PROBE_TIMEOUT_S):
+                for problem in child.problems(
+                    timeout_s=_START_PROBE_TIMEOUT_S, secret=self._secret
+                ):
                     self._say(f"serving all the same: {problem}")
             self._say(
                 f"ready: {self._plan.url} ({self._census()}) in "
@@ -171,7 +174,7 @@ class Supervisor:
             for child in self._children.values()
             if child.spec.role == "router" and child.exit_status() is None
         ]
-        if not routers or not self._drain_s:
+        if not routers:
             return
         self._say(f"open requests may take {self._drain_s:g} s to end (router.drain_s)")
         for router in routers:
@@ -220,12 +223,12 @@ class Supervisor:
                 self._perform(self._lifecycle.silent(name, probe.asked_at, now))
         if now >= self._next_start_probe_at:
             self._next_start_probe_at = now + _START_PROBE_EVERY_S
-            starting = self._lifecycle.phase is Phase.STARTING
+            secret = self._secret if self._lifecycle.phase is Phase.STARTING else None
             for name in self._lifecycle.pending():
                 self._probes.ask(
                     self._children[name],
                     lambda child: child.ready(
-                        timeout_s=_START_PROBE_TIMEOUT_S, with_instances=starting
+                        timeout_s=_START_PROBE_TIMEOUT_S, with_instances=secret
                     ),
                 )
         if self._launch.hung_after_s and now >= self._next_probe_at:
@@ -248,7 +251,7 @@ class Supervisor:
             self._update = RollingUpdate(
                 [spec for spec in self._plan.processes if spec.role != "router"],
                 lifecycle=self._lifecycle,
-                router=self._router,
+                router=RouterClient(self._plan.url, self._secret),
                 launch=self._launch,
                 drain_s=self._drain_s,
             )

@@ -216,8 +216,7 @@ class Asked:
             self._answer = repr(error)
 
     def _under_way(self) -> bool:
-        seen = json.loads(self._run.ask("router", "/health"))["instances"]
-        return any(instance["in_flight"] for instance in seen.values())
+        return bool(json.loads(self._run.ask("router", "/in-flight"))["in_flight"])
 
     def ended(self) -> str:
         """Return the answer, or the error."""

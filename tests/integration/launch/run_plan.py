@@ -10,26 +10,24 @@ from epd_portable.config.schema import Launch, RouterSection
 from epd_portable.config.secret import Secret
 from epd_portable.errors import LaunchError
 from epd_portable.launch.plan import Plan, ProcessSpec
-from epd_portable.launch.router_client import RouterClient
 from epd_portable.launch.supervisor import Supervisor
 
 
 def main() -> None:
     raw = json.loads(Path(sys.argv[1]).read_text("utf-8"))
     specs = tuple(ProcessSpec(**{**spec, "argv": tuple(spec["argv"])}) for spec in raw["processes"])
-    url = next((spec.url for spec in specs if spec.role == "router"), "http://127.0.0.1:1")
     plan = Plan(
         run_id=raw["run_id"],
         platform="cpu",
         model="none",
-        url="http://127.0.0.1/v1",
+        url=next((f"{spec.url}/v1" for spec in specs if spec.role == "router"), "nowhere"),
         processes=specs,
         warnings=(),
     )
     supervisor = Supervisor(
         plan,
         Launch.model_validate(raw["launch"]),
-        router=RouterClient(url, Secret(raw.get("secret", "0" * 64))),
+        secret=Secret(raw.get("secret", "0" * 64)),
         drain_s=raw.get("drain_s", RouterSection().drain_s),
         log_dir=Path(raw["log_dir"]),
         temp_dir=Path(raw["temp_dir"]),

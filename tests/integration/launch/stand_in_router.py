@@ -52,6 +52,7 @@ lock = threading.Lock()
 open_requests = 0
 draining = False
 check: SignatureCheck
+options: argparse.Namespace
 
 
 class Answer(BaseHTTPRequestHandler):
@@ -59,32 +60,49 @@ class Answer(BaseHTTPRequestHandler):
         match self.path.split("/")[1:]:
             case ["health"]:
                 shown = {engine.name: engine.shown() for engine in engines.values()}
-                self.say(503 if draining else 200, {"instances": shown})
+                self.say(
+                    503 if draining else 200,
+                    {"instances": shown} if self.signed() else {"status": "ok"},
+                )
             case ["work", _]:
                 self.work()
             case ["epd", "instances"]:
-                self.signed() and self.say(
-                    200, {"router": "one", "instances": [each.shown() for each in engines.values()]}
-                )
+                if self.vouched_for():
+                    shown = [engine.shown() for engine in engines.values()]
+                    self.say(200, {"router": "one", "instances": shown})
+            case ["in-flight"]:
+                self.say(200, {"in_flight": sum(each.in_flight for each in engines.values())})
 
     def do_POST(self) -> None:
         match self.path.split("/")[1:]:
             case ["epd", "instances", name, "drain" | "resume" as what]:
-                if not self.signed():
+                if not self.vouched_for():
+                    return
+                if what == "drain" and options.refuses:
+                    self.say(409, {"error": {"message": "not now"}})
                     return
                 with lock:
                     engines[name].draining = what == "drain"
                 print(f"{what} {name}", flush=True)
                 self.say(200, engines[name].shown())
 
-    def signed(self) -> bool:
-        body = self.rfile.read(int(self.headers.get("content-length") or 0))
+    def vouched_for(self) -> bool:
         try:
-            check.check(self.headers.get("authorization", ""), self.command, self.path, body)
+            self.check()
         except RequestError as error:
             self.say(error.status, {"error": {"message": str(error)}})
             return False
         return True
+
+    def signed(self) -> bool:
+        with contextlib.suppress(RequestError):
+            self.check()
+            return True
+        return False
+
+    def check(self) -> None:
+        body = self.rfile.read(int(self.headers.get("content-length") or 0))
+        check.check(self.headers.get("authorization", ""), self.command, self.path, body)
 
     def work(self) -> None:
         global open_requests
@@ -131,12 +149,13 @@ def keep_probing(engine: Engine) -> None:
 
 
 def main() -> None:
-    global check
+    global check, options
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--secret", default="0" * 64)
     parser.add_argument("--engine", action="append", default=[], help="NAME=ROLE=URL")
     parser.add_argument("--never-ends", action="store_true", help="at SIGTERM")
+    parser.add_argument("--refuses", action="store_true", help="to drain an engine")
     options = parser.parse_args()
     check = SignatureCheck(Secret(options.secret))
     for words in options.engine:

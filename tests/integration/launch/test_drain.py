@@ -66,16 +66,6 @@ def test_a_second_signal_ends_the_grace(launch: Launch) -> None:
     assert run.nothing_left()
 
 
-def test_without_a_grace_router_and_engines_end_together(launch: Launch) -> None:
-    run = launch(TOPOLOGY, drain_s=0)
-    run.wait_for("ready:")
-    asked = Asked(run, 60.0)
-    assert run.stop(signal.SIGTERM) == 0
-    assert "pid" not in asked.ended()
-    assert not any("may take" in line for line in run.all_lines())
-    assert run.nothing_left()
-
-
 def test_a_router_that_is_dead_is_not_waited_for(launch: Launch) -> None:
     run = launch(TOPOLOGY, restart={"first_delay_s": 60.0, "max_delay_s": 60.0})
     run.wait_for("ready:")
