@@ -100,7 +100,6 @@ def _device(value: Any) -> Any:
 Size = Annotated[int, BeforeValidator(parse_size)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 Seconds = Annotated[float, Field(gt=0)]
-SecondsOrNone = Annotated[float, Field(ge=0)]
 EngineArgs = dict[Annotated[str, AfterValidator(_check_engine_arg_name)], JsonValue]
 Device = Annotated[str, BeforeValidator(_device), Field(pattern=r"^[A-Za-z0-9_./:-]+$")]
 Environment = dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], str]
@@ -262,7 +261,7 @@ class Launch(_Section):
     startup_timeout_s: Seconds = 600.0
     stop_grace_s: Seconds = 15.0
     probe_interval_s: Seconds = 5.0
-    hung_after_s: SecondsOrNone = 120.0
+    hung_after_s: Annotated[float, Field(ge=0)] = 120.0
     restart: Restart = Restart()
     log_max_bytes: Annotated[Size, Field(ge=64 << 10)] = 100 << 20
     log_files: Annotated[int, Field(ge=1, le=100)] = 3
