@@ -143,11 +143,13 @@ class Run:
 
     def pid_of(self, name: str) -> int:
         """Return the pid of the process that listens for ``name``."""
-        wanted = f"--port={self.ports[name]}".encode()
+        # The real router has its port in its settings.
+        wanted = {f"--port={self.ports[name]}".encode()}
+        wanted |= {b"epd_portable.router"} if name == "router" else set()
         (pid,) = (
             process.pid
             for process in sessions.members([], self.run_id)
-            if wanted in Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0")
+            if wanted & set(Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0"))
         )
         return pid
 
