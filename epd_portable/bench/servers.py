@@ -21,6 +21,7 @@ from epd_portable.launch import sessions
 from epd_portable.launch.engine import render_arguments
 from epd_portable.launch.model import resolve_model
 from epd_portable.launch.ports import port_source
+from epd_portable.launch.safe_path import safe_environ
 from epd_portable.platforms.traits import TRAITS
 
 _POLL_S = 0.25
@@ -73,7 +74,7 @@ class Server:
             self._begin = output.tell()
             self._process = self.popen(
                 self.argv,
-                env={**os.environ, **self.env},
+                env=safe_environ({**os.environ, **self.env}),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

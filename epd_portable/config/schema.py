@@ -243,7 +243,8 @@ class RouterSection(_Section):
         encode_timeout_s: Longest time one encode job may take, before another encoder is tried; by
             default what lets all tries end within ``transfer.wait_timeout_s``.
         idle_timeout_s: Longest silence of a prefill-decode instance before a request is given up.
-        drain_s: How long answers that have begun may go on when the router is stopped.
+        drain_s: How long answers that have begun may go on when the router is stopped, and those
+            of an instance when it is updated.
         forget_after_s: An instance that joined and is not healthy for this long is forgotten.
         instance_networks: Networks in which instances may be that join, as ``10.0.0.0/8``; by
             default this machine and private ones.
@@ -318,14 +319,19 @@ class Restart(_Section):
 
 
 class Launch(_Section):
-    """How the launcher starts and stops processes.
+    """How the launcher starts, watches and stops processes.
 
     Attributes:
         host: IPv4 address of this machine on which instances listen: HTTP, control and data. Off
             the loopback it needs ``secret_file``.
         startup_timeout_s: Every process must be healthy within this time of its start.
         stop_grace_s: Time between asking processes to end and killing them.
+        probe_interval_s: Time between two probes of a process that serves.
+        hung_after_s: A process that misses all its probes for this long, and at least three, is
+            ended and started again. Each may take a third of this time. 0 probes none.
         restart: Back-off of restarts.
+        log_max_bytes: A log that is larger is cut, and its content kept as an older part.
+        log_files: Files kept of each log: itself and its older parts.
         warm_up: Send every instance its first requests, and an item over every pair, before it gets
             those of clients.
     """
@@ -334,7 +340,11 @@ class Launch(_Section):
     warm_up: bool = True
     startup_timeout_s: Seconds = 600.0
     stop_grace_s: Seconds = 15.0
+    probe_interval_s: Seconds = 5.0
+    hung_after_s: Annotated[float, Field(ge=0)] = 120.0
     restart: Restart = Restart()
+    log_max_bytes: Annotated[Size, Field(ge=64 << 10)] = 100 << 20
+    log_files: Annotated[int, Field(ge=1, le=100)] = 3
 
 
 class Topology(_Section):

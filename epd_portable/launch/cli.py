@@ -33,6 +33,7 @@ from epd_portable.launch.messages import messages
 from epd_portable.launch.model import resolve_model
 from epd_portable.launch.plan import Machine, Plan, make_plan, new_run_id, run_secret_file
 from epd_portable.launch.ports import port_source, require_free
+from epd_portable.launch.private_files import make_private_folder, use_log_folder
 from epd_portable.launch.show import findings_table, plan_table
 from epd_portable.launch.supervisor import Supervisor
 from epd_portable.launch.target import Target, find_hardware, find_target, require_platform
@@ -113,8 +114,10 @@ Let instances join and leave a router that serves, with a secret that both sides
   epd-launch secret ~/epd.secret
   epd-launch join --help
 
-It runs in the foreground until Ctrl-C or SIGTERM, and then nothing of it is left. `up` is the
-command when none is named; `epd-launch up --help` lists its options.
+It runs in the foreground until Ctrl-C or SIGTERM; then the router ends what is open, the instances
+end, and nothing is left. A second Ctrl-C ends it at once. SIGHUP starts the instances again, one
+after the other, without losing a request: for a new version of what they run. `up` is the command
+when none is named; `epd-launch up --help` lists its options.
 """
 """The page of ``epd-launch --help``; a line of ``\\b`` keeps the lines of its paragraph."""
 
@@ -147,6 +150,11 @@ def up(
 ) -> None:
     """Start the topology, serve in the foreground, stop on Ctrl-C or SIGTERM.
 
+    At a stop open requests have router.drain_s seconds to end; a second signal ends that. SIGHUP
+    updates the instances: one after the other gets no more requests, ends when it has answered
+    those that it has, is started again, and serves again before the next one's turn. When the
+    terminal is closed, SIGHUP is a stop.
+
     Exit status: 0 when a stop was asked for, 1 when a process did not start, 2 on bad input.
     """
     with messages():
@@ -160,11 +168,19 @@ def up(
         require_shm(topology.transfer.pool_bytes, topology.instances.prefill_decode.count)
         _warn(plan)
         logs = log_dir or Path(f"{_temp_dir(run_id)}-logs")
-        logs.mkdir(parents=True, exist_ok=True)
+        use_log_folder(logs)
         names = ", ".join(spec.name for spec in plan.processes)
         click.echo(f"starting {names} on {plan.platform}; logs in {logs}")
         with _run_folder(_temp_dir(run_id), make_secret=topology.secret_file is None) as folder:
-            Supervisor(plan, topology.launch, log_dir=logs, temp_dir=folder, say=click.echo).run()
+            Supervisor(
+                plan,
+                topology.launch,
+                secret=Secret.read(topology.secret_file or run_secret_file(str(folder))),
+                drain_s=topology.router.drain_s,
+                log_dir=logs,
+                temp_dir=folder,
+                say=click.echo,
+            ).run()
         if log_dir is None:
             shutil.rmtree(logs)
 
@@ -269,7 +285,7 @@ def _temp_dir(run_id: str) -> Path:
 @contextlib.contextmanager
 def _run_folder(path: Path, *, make_secret: bool) -> Iterator[Path]:
     """Make the folder of a run, for nobody but this user, and remove it at the end."""
-    path.mkdir(mode=0o700)
+    make_private_folder(path)
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         # What cleans temporary folders of old files leaves a locked one alone: a process that is

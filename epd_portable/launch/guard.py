@@ -21,6 +21,8 @@ from pathlib import Path
 
 from epd_portable.errors import LaunchError
 from epd_portable.launch import sessions
+from epd_portable.launch.private_files import open_log
+from epd_portable.launch.safe_path import safe_environ
 
 
 class Guard:
@@ -40,9 +42,11 @@ class Guard:
         argv = [sys.executable, "-m", "epd_portable.launch.guard"]
         argv += ["--run-id", run_id, "--shm-prefix", shm_prefix]
         argv += ["--temp-dir", str(temp_dir), "--grace-s", str(grace_s)]
-        with log.open("ab") as output:
+        with open_log(log) as output:
             self._process = subprocess.Popen(
                 argv,
+                env=safe_environ(os.environ),
+                cwd="/",
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
@@ -108,7 +112,6 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(signum, signal.SIG_IGN)
-    os.chdir("/")
     known = follow(sys.stdin)
     alive = sessions.members(known, options.run_id)
     if alive:

@@ -1,17 +1,22 @@
 """When to start, restart and give up: decisions from events and times, without any I/O.
 
-Feed it what happened (``healthy``, ``exited``, ``tick``), each with the time; it answers with what
-to do. While the topology starts, the first death ends it. Once everything has been healthy it
-serves, and a death is answered with a restart after a pause that doubles up to a limit.
+Feed it what happened (``healthy``, ``silent``, ``exited``, ``tick``), each with the time; it
+answers with what to do. While the topology starts, the first death ends it. Once everything has
+been healthy it serves, and a death is answered with a restart after a pause that doubles up to a
+limit. A process that lives and is silent for too long is asked to end, then killed: a death too.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
-from epd_portable.config.schema import Restart
+from epd_portable.config.schema import Launch
+
+HUNG_PROBES = 3
+"""Probes in a row that a process must miss before it counts as hung, however long each took."""
 
 
 class Phase(Enum):
@@ -30,8 +35,15 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
+class Stop:
+    """Ask a process to end; its exit will be reported as any other."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class Kill:
-    """End a process that is not healthy in time; its exit will be reported as any other."""
+    """End a process that does not do so itself; its exit will be reported as any other."""
 
     name: str
 
@@ -51,7 +63,7 @@ class Fail:
     reason: str
 
 
-Action = Start | Kill | Notice | Fail
+Action = Start | Stop | Kill | Notice | Fail
 
 
 @dataclass(kw_only=True, slots=True)
@@ -60,6 +72,10 @@ class _State:
     healthy_at: float | None = None
     restart_at: float | None = None
     deaths: int = 0
+    silent_probes: int = 0
+    silent_since: float = 0.0
+    kill_at: float | None = None  # it was asked to end
+    renewed: bool = False  # and that is no death
 
 
 class Lifecycle:
@@ -67,14 +83,12 @@ class Lifecycle:
 
     Args:
         names: Every process.
-        startup_timeout_s: Longest time from a start to the first healthy answer.
-        restart: Back-off of restarts.
+        launch: Timeouts and back-off.
     """
 
-    def __init__(self, names: Iterable[str], *, startup_timeout_s: float, restart: Restart) -> None:
+    def __init__(self, names: Iterable[str], launch: Launch) -> None:
         self.phase = Phase.STARTING
-        self._timeout_s = startup_timeout_s
-        self._restart = restart
+        self._launch = launch
         self._states = {name: _State() for name in names}
 
     def begin(self, now: float) -> list[Action]:
@@ -89,17 +103,56 @@ class Lifecycle:
             if state.started_at is not None and state.healthy_at is None
         ]
 
+    def up(self) -> list[str]:
+        """Return the processes that have been healthy since their start and may go on."""
+        return [
+            name
+            for name, state in self._states.items()
+            if state.healthy_at is not None and state.kill_at is None
+        ]
+
     def healthy(self, name: str, now: float) -> list[Action]:
-        """A pending process answered its probe."""
-        self._states[name].healthy_at = now
+        """A running process answered its probe."""
+        state = self._states[name]
+        state.silent_probes = 0
+        if state.healthy_at is not None:
+            return []
+        state.healthy_at = now
         if self.phase is Phase.SERVING:
             return [Notice(f"{name} is back")]
         if all(state.healthy_at is not None for state in self._states.values()):
             self.phase = Phase.SERVING
         return []
 
+    def silent(self, name: str, asked_at: float, now: float) -> list[Action]:
+        """A process did not answer a probe, or not as it should; counts while it is `up`.
+
+        Args:
+            name: Which one.
+            asked_at: When the probe began.
+            now: Time.
+        """
+        state, limit_s = self._states[name], self._launch.hung_after_s
+        if state.healthy_at is None or state.kill_at is not None:
+            return []
+        if not state.silent_probes:
+            state.silent_since = asked_at
+        state.silent_probes += 1
+        silent_s = now - state.silent_since
+        if not limit_s or state.silent_probes < HUNG_PROBES or silent_s < limit_s:
+            return []
+        state.kill_at = now + self._launch.stop_grace_s
+        reason = f"has not answered as it should for {silent_s:.0f} s (launch.hung_after_s)"
+        return [Notice(f"{name} {reason}; ending it"), Stop(name)]
+
+    def renew(self, name: str, now: float) -> list[Action]:
+        """End a process that is up and start it again at once: that is no death."""
+        state = self._states[name]
+        state.kill_at, state.renewed = now + self._launch.stop_grace_s, True
+        return [Stop(name)]
+
     def exited(self, name: str, how: str, now: float) -> list[Action]:
-        """A process ended without being asked to.
+        """A process ended.
 
         Args:
             name: Which one.
@@ -110,14 +163,17 @@ class Lifecycle:
         if self.phase is not Phase.SERVING:
             self.phase = Phase.FAILED
             return [Fail(name, how)]
-        if state.healthy_at is not None and now - state.healthy_at >= self._restart.healthy_after_s:
+        if state.renewed:
+            return [self._start(name, now)]
+        restart = self._launch.restart
+        healthy_until = state.silent_since if state.silent_probes else now
+        if (
+            state.healthy_at is not None
+            and healthy_until - state.healthy_at >= restart.healthy_after_s
+        ):
             state.deaths = 0
-        delay_s = min(
-            self._restart.first_delay_s * 2.0 ** min(state.deaths, 63), self._restart.max_delay_s
-        )
-        state.deaths += 1
-        state.started_at = state.healthy_at = None
-        state.restart_at = now + delay_s
+        delay_s = min(restart.first_delay_s * 2.0 ** min(state.deaths, 63), restart.max_delay_s)
+        self._states[name] = _State(deaths=state.deaths + 1, restart_at=now + delay_s)
         return [Notice(f"{name} {how}; restarting it in {delay_s:g} s")]
 
     def tick(self, now: float) -> list[Action]:
@@ -126,12 +182,17 @@ class Lifecycle:
         for name, state in self._states.items():
             if state.restart_at is not None and now >= state.restart_at:
                 actions.append(self._start(name, now))
+            elif state.kill_at is not None and now >= state.kill_at:
+                # It must not be killed twice.
+                state.kill_at = math.inf
+                reason = f"does not end within {self._launch.stop_grace_s:g} s"
+                actions += [Notice(f"{name} {reason}; killing it"), Kill(name)]
             elif (
                 state.started_at is not None
                 and state.healthy_at is None
-                and now - state.started_at >= self._timeout_s
+                and now - state.started_at >= self._launch.startup_timeout_s
             ):
-                reason = f"is not healthy {self._timeout_s:g} s after its start"
+                reason = f"is not healthy {self._launch.startup_timeout_s:g} s after its start"
                 if self.phase is Phase.STARTING:
                     self.phase = Phase.FAILED
                     return [Fail(name, f"{reason} (launch.startup_timeout_s)")]
@@ -141,6 +202,5 @@ class Lifecycle:
         return actions
 
     def _start(self, name: str, now: float) -> Start:
-        state = self._states[name]
-        state.started_at, state.restart_at = now, None
+        self._states[name] = _State(deaths=self._states[name].deaths, started_at=now)
         return Start(name)

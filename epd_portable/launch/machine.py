@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from epd_portable.errors import ConfigError, LaunchError, PlatformUnavailableError
 from epd_portable.launch.plan import Machine
+from epd_portable.launch.safe_path import safe_environ
 from epd_portable.launch.sessions import SHM
 from epd_portable.platforms.traits import PlatformTraits
 
@@ -64,7 +65,8 @@ def probed_machine(traits: PlatformTraits, environ: Mapping[str, str]) -> Machin
     try:
         answer = subprocess.run(
             [sys.executable, "-c", _PROBE, traits.name],
-            env=dict(environ),
+            env=safe_environ(environ),
+            cwd="/",
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

@@ -9,16 +9,19 @@ import os
 import signal
 import subprocess
 from collections.abc import Collection, Iterator, Mapping
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from epd_portable import envs
+from epd_portable.config.secret import Secret
 from epd_portable.errors import LaunchError
 from epd_portable.launch.plan import ProcessSpec
+from epd_portable.launch.private_files import open_log
+from epd_portable.launch.safe_path import safe_cwd, safe_environ
 from epd_portable.launch.sessions import SHM
 
-_PROBE_TIMEOUT_S = 1.0
 _TAIL_BYTES = 256 << 10
 _OF_ONE_ENGINE = ("PROMETHEUS_MULTIPROC_DIR", envs.EPD_METRICS_DIR.name)
 
@@ -46,12 +49,13 @@ class Child:
             with contextlib.suppress(OSError):
                 (SHM / spec.shm_name).unlink(missing_ok=True)
         cores = {core for rank in spec.cores for core in rank}
-        with self.log.open("ab") as output, _on_cores(cores):
+        with open_log(self.log) as output, _on_cores(cores):
             self._log_start = output.tell()
             try:
                 self._process = subprocess.Popen(
                     spec.argv,
                     env=_environment(environ, spec.env, run_id),
+                    cwd=safe_cwd(log_dir),
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
@@ -69,37 +73,57 @@ class Child:
         """Return the exit status, negative for a signal, or ``None`` while it runs."""
         return self._process.poll()
 
-    def healthy(self, *, with_instances: bool) -> bool:
-        """Ask ``GET /health``; anything but 200 within a second is no.
+    def ready(self, *, timeout_s: float, with_instances: Secret | None) -> bool:
+        """Ask ``GET /health``; anything but 200 in time is no.
 
         Args:
-            with_instances: Whether a router must also be ready to use every instance.
+            timeout_s: Longest wait for an answer.
+            with_instances: A router must also be ready to use every instance, which it tells
+                holders of this secret.
         """
-        answer = self._health()
-        if answer is None or self.spec.role != "router" or not with_instances:
-            return answer is not None
-        return all(seen["state"] == "up" for seen in answer["instances"].values())
+        if self.spec.role != "router" or not with_instances:
+            return self._health(timeout_s)[0] == HTTPStatus.OK
+        instances = self._instances(timeout_s, with_instances)
+        return instances is not None and all(seen["state"] == "up" for seen in instances)
 
-    def problems(self) -> list[str]:
-        """Return what went wrong when a router warmed its instances up."""
-        instances = (self._health() or {"instances": {}})["instances"].values()
-        return [seen["problem"] for seen in instances if "problem" in seen]
+    def answers(self, *, timeout_s: float) -> bool:
+        """Ask ``GET /health`` of a process that was ready: whether it answers as it should.
 
-    def _health(self) -> dict[str, Any] | None:
-        """Return the answer to ``GET /health``, empty for an instance; ``None`` if not healthy."""
+        An instance answers 200. A router that has no instance to use answers 503, and is well.
+
+        Args:
+            timeout_s: Longest wait for an answer.
+        """
+        status, _ = self._health(timeout_s)
+        return status is not None if self.spec.role == "router" else status == HTTPStatus.OK
+
+    def problems(self, *, timeout_s: float, secret: Secret) -> list[str]:
+        """Return what went wrong when a router warmed its instances up; of an instance nothing."""
+        if self.spec.role != "router":
+            return []
+        instances = self._instances(timeout_s, secret) or []
+        return [seen["problem"] for seen in instances if seen.get("problem")]
+
+    def _instances(self, timeout_s: float, secret: Secret) -> list[dict[str, Any]] | None:
+        """Return what a healthy router says of its instances; nothing where it tells nothing."""
+        status, body = self._health(timeout_s, secret)
+        try:
+            return list(json.loads(body)["instances"].values()) if status == HTTPStatus.OK else None
+        except (ValueError, KeyError):
+            return None
+
+    def _health(self, timeout_s: float, secret: Secret | None = None) -> tuple[int | None, bytes]:
+        """Return status and body of the answer to ``GET /health``; no status for no answer."""
+        headers = {"authorization": secret.sign("GET", "/health")} if secret else {}
         address = urlsplit(self.spec.url)
         assert address.hostname is not None
-        connection = http.client.HTTPConnection(
-            address.hostname, address.port, timeout=_PROBE_TIMEOUT_S
-        )
+        connection = http.client.HTTPConnection(address.hostname, address.port, timeout=timeout_s)
         try:
-            connection.request("GET", "/health")
+            connection.request("GET", "/health", headers=headers)
             answer = connection.getresponse()
-            if answer.status != http.HTTPStatus.OK:
-                return None
-            return dict(json.load(answer)) if self.spec.role == "router" else {}
+            return answer.status, answer.read()
         except (OSError, http.client.HTTPException):
-            return None
+            return None, b""
         finally:
             connection.close()
 
@@ -107,6 +131,8 @@ class Child:
         """Return the end of what this start has written so far, at most 256 KiB."""
         with self.log.open("rb") as file:
             end = file.seek(0, os.SEEK_END)
+            # Cut meanwhile, because it was full: all that is in it is of this start.
+            self._log_start = self._log_start if self._log_start <= end else 0
             file.seek(max(self._log_start, end - _TAIL_BYTES))
             return file.read().decode("utf-8", errors="replace")
 
@@ -137,13 +163,15 @@ def _environment(
     Folders of metrics are left out: every engine on the host would show what all of them count.
     """
     cache = environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return {
-        "TORCHINDUCTOR_CACHE_DIR": str(Path(cache, "epd-portable", "torchinductor")),
-        **{name: value for name, value in environ.items() if name not in _OF_ONE_ENGINE},
-        **mine,
-        "EPD_RUN_ID": run_id,
-        "PYTHONUNBUFFERED": "1",
-    }
+    return safe_environ(
+        {
+            "TORCHINDUCTOR_CACHE_DIR": str(Path(cache, "epd-portable", "torchinductor")),
+            **{name: value for name, value in environ.items() if name not in _OF_ONE_ENGINE},
+            **mine,
+            "EPD_RUN_ID": run_id,
+            "PYTHONUNBUFFERED": "1",
+        }
+    )
 
 
 def describe_exit(status: int) -> str:

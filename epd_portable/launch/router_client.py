@@ -1,11 +1,11 @@
-"""Registering instances at a router over HTTP, and keeping them registered."""
+"""What is asked of a router over HTTP: instances that come, stay, go, or are away for a while."""
 
 from __future__ import annotations
 
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import httpx
@@ -23,7 +23,7 @@ class RouterAwayError(LaunchError):
 
 
 class RouterClient:
-    """Speaks to the ``/epd/`` addresses of one router.
+    """Speaks to the ``/epd/`` addresses of one router, by requests that the secret signs.
 
     Args:
         url: Base address of the router, with or without ``/v1``.
@@ -61,18 +61,54 @@ class RouterClient:
         Raises:
             LaunchError: As `instances`; or it is not up in time.
         """
-        seen = self._register(instance)
+        self._register(instance)
+        has = f"{instance['name']} has registered and"
+        return self._wait_up(instance["name"], has, timeout_s=timeout_s, until=until)
+
+    def wait_up(self, name: str, *, timeout_s: float, until: threading.Event) -> dict[str, Any]:
+        """Wait until clients' requests may go to an instance.
+
+        Args:
+            name: Of an instance that the router knows.
+            timeout_s: Longest wait.
+            until: Ends the wait.
+
+        Returns:
+            What the router says of it.
+
+        Raises:
+            LaunchError: As `instances`; or it is not up in time.
+        """
+        return self._wait_up(name, name, timeout_s=timeout_s, until=until)
+
+    def drain(self, name: str, *, timeout_s: float, until: threading.Event) -> bool:
+        """Let an instance get nothing more, but stay known, and wait for what it works on.
+
+        Args:
+            name: Of an instance that the router knows.
+            timeout_s: Longest wait.
+            until: Ends the wait.
+
+        Returns:
+            Whether nothing of it is needed any more.
+
+        Raises:
+            LaunchError: As `instances`.
+        """
+        self._ask("POST", f"/epd/instances/{name}/drain")
         deadline_s = time.monotonic() + timeout_s
-        while seen["state"] != "up" and not until.is_set():
-            if time.monotonic() >= deadline_s:
-                raise LaunchError(
-                    f"{seen['name']} has registered and is still {seen['state']} after "
-                    f"{timeout_s:g} s{seen['reason'] and ': ' + seen['reason']}; the router "
-                    "goes on trying"
-                )
-            until.wait(_LOOK_EVERY_S)
-            seen = self._find(seen["name"]) or seen
-        return seen
+        while not (idle := bool(self._find(name)["idle"])):
+            if time.monotonic() >= deadline_s or until.wait(_LOOK_EVERY_S):
+                break
+        return idle
+
+    def resume(self, name: str) -> None:
+        """Take `drain` back: the instance gets requests as soon as it is healthy.
+
+        Raises:
+            LaunchError: As `instances`.
+        """
+        self._ask("POST", f"/epd/instances/{name}/resume")
 
     def keep(
         self, instance: dict[str, str], *, until: threading.Event, say: Callable[[str], None]
@@ -119,23 +155,42 @@ class RouterClient:
                     f"after {timeout_s:g} s: ask again before you end it"
                 )
             time.sleep(_LOOK_EVERY_S)
-            seen = self._find(name)
+            seen = next((each for each in self.instances() if each["name"] == name), None)
 
-    def _find(self, name: str) -> dict[str, Any] | None:
-        return next((seen for seen in self.instances() if seen["name"] == name), None)
-
-    def _register(self, instance: dict[str, str]) -> dict[str, Any]:
-        seen = self._ask("POST", "/epd/instances", json.dumps(instance).encode())
-        self._joined = seen["router"]
+    def _wait_up(
+        self, name: str, who: str, *, timeout_s: float, until: threading.Event
+    ) -> dict[str, Any]:
+        deadline_s = time.monotonic() + timeout_s
+        while (seen := self._find(name))["state"] != "up" and not until.is_set():
+            if time.monotonic() >= deadline_s:
+                raise LaunchError(
+                    f"{who} is still {seen['state']} after {timeout_s:g} s"
+                    f"{seen['reason'] and ': ' + seen['reason']}; the router goes on trying"
+                )
+            until.wait(_LOOK_EVERY_S)
         return seen
 
-    def _ask(self, method: str, path: str, body: bytes = b"") -> dict[str, Any]:
+    def _find(self, name: str) -> dict[str, Any]:
+        for seen in self.instances():
+            if seen["name"] == name:
+                return seen
+        raise LaunchError(f"router {self._url} does not know {name} any more")
+
+    def _register(self, instance: dict[str, str]) -> None:
+        self._joined = self._ask("POST", "/epd/instances", instance)["router"]
+
+    def _ask(
+        self, method: str, path: str, content: Mapping[str, str] | None = None
+    ) -> dict[str, Any]:
+        data = json.dumps(content).encode() if content is not None else b""
         try:
+            url = httpx.URL(self._url + path)
+            signature = self._secret.sign(method, url.raw_path.decode(), data)
             answer = httpx.request(
                 method,
-                self._url + path,
-                content=body,
-                headers={"authorization": self._secret.sign(method, path, body)},
+                url,
+                content=data,
+                headers={"authorization": signature, "content-type": "application/json"},
                 timeout=_REQUEST_TIMEOUT_S,
                 trust_env=False,
             )

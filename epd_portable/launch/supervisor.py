@@ -12,21 +12,39 @@ from pathlib import Path
 from types import FrameType
 
 from epd_portable.config.schema import Launch
+from epd_portable.config.secret import Secret
 from epd_portable.errors import LaunchError
 from epd_portable.launch import sessions
 from epd_portable.launch.guard import Guard
 from epd_portable.launch.leftovers import mapped_files, remove_unused
-from epd_portable.launch.lifecycle import Action, Fail, Kill, Lifecycle, Notice, Phase, Start
+from epd_portable.launch.lifecycle import (
+    HUNG_PROBES,
+    Action,
+    Fail,
+    Kill,
+    Lifecycle,
+    Notice,
+    Phase,
+    Start,
+    Stop,
+)
 from epd_portable.launch.logs import latest_stage, telling_line
 from epd_portable.launch.plan import Plan, shm_prefix
+from epd_portable.launch.probes import Probes
 from epd_portable.launch.process import Child, describe_exit
 from epd_portable.launch.progress import Progress
+from epd_portable.launch.rotation import Rotation
+from epd_portable.launch.router_client import RouterClient
+from epd_portable.launch.update import RollingUpdate
 
 _STEP_S = 0.1
-_PROBE_EVERY_S = 0.5
+_START_PROBE_EVERY_S = 0.5
+_START_PROBE_TIMEOUT_S = 1.0
 _LOOK_EVERY_S = 3.0
 _ORPHAN_GRACE_S = 1.0
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_DRAIN_MARGIN_S = 5.0
+"""What a router may take longer than its own grace, to close what is left."""
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Supervisor:
@@ -34,7 +52,10 @@ class Supervisor:
 
     Args:
         plan: What to run.
-        launch: Timeouts and back-off.
+        launch: Timeouts, back-off and sizes of logs.
+        secret: Of the router and its instances.
+        drain_s: How long open requests may go on: of the router when a stop was asked for, of an
+            instance when it is updated.
         log_dir: Existing folder for one log file a process.
         temp_dir: Existing folder for the engines' temporary files; removed at the end.
         say: Prints one line for the user.
@@ -45,23 +66,28 @@ class Supervisor:
         plan: Plan,
         launch: Launch,
         *,
+        secret: Secret,
+        drain_s: float,
         log_dir: Path,
         temp_dir: Path,
         say: Callable[[str], None],
     ) -> None:
         self._plan = plan
         self._launch = launch
+        self._secret = secret
+        self._drain_s = drain_s
         self._log_dir = log_dir
         self._temp_dir = temp_dir
         self._say = _whatever_happens(say)
         self._specs = {spec.name: spec for spec in plan.processes}
         self._children: dict[str, Child] = {}
-        self._lifecycle = Lifecycle(
-            self._specs,
-            startup_timeout_s=launch.startup_timeout_s,
-            restart=launch.restart,
-        )
+        self._lifecycle = Lifecycle(self._specs, launch)
+        self._probes: Probes[Child] = Probes()
         self._stop_requests = 0
+        self._hangups = 0
+        self._had_terminal = _has_terminal()
+        self._update: RollingUpdate | None = None
+        self._next_start_probe_at = 0.0
         self._next_probe_at = 0.0
         self._started = time.time()
         self._mapped: dict[str, set[Path]] = {}
@@ -73,7 +99,7 @@ class Supervisor:
         Raises:
             LaunchError: A process did not start; everything has been ended.
         """
-        with self._stop_signals():
+        with self._stop_signals(), self._rotation():
             self._guard = self._new_guard()
             try:
                 self.startup()
@@ -96,7 +122,9 @@ class Supervisor:
                 self._say(line)
         if self._lifecycle.phase is Phase.SERVING and not self._stop_requests:
             for child in self._children.values():
-                for problem in child.problems():
+                for problem in child.problems(
+                    timeout_s=_START_PROBE_TIMEOUT_S, secret=self._secret
+                ):
                     self._say(f"serving all the same: {problem}")
             self._say(
                 f"ready: {self._plan.url} ({self._census()}) in "
@@ -111,13 +139,21 @@ class Supervisor:
     def shutdown(self) -> None:
         """End every process and remove what the run leaves behind.
 
+        While it serves, the router first ends what is open, with the instances that this needs. A
+        further stop signal ends that, and the grace of the rest.
+
         Raises:
             LaunchError: Some process cannot be ended.
         """
         grace_s = self._launch.stop_grace_s
-        if self._stop_requests:
-            self._say("stopping")
         asked = self._stop_requests
+        if asked:
+            self._say("stopping")
+        self._probes.close()
+        if self._update:
+            self._update.give_up()
+        if asked and self._lifecycle.phase is Phase.SERVING:
+            self._drain(until=lambda: self._stop_requests > asked)
         self._look_at_shared_memory()
         left = sessions.end(
             [child.session for child in self._children.values()],
@@ -131,6 +167,27 @@ class Supervisor:
         if left:
             raise LaunchError(f"processes {', '.join(map(str, left))} do not end, not even killed")
 
+    def _drain(self, *, until: Callable[[], bool]) -> None:
+        """Ask the routers to end, and wait until they have; instances that they use go on."""
+        routers = [
+            child
+            for child in self._children.values()
+            if child.spec.role == "router" and child.exit_status() is None
+        ]
+        if not routers:
+            return
+        self._say(f"open requests may take {self._drain_s:g} s to end (router.drain_s)")
+        for router in routers:
+            sessions.send(router.session, signal.SIGTERM)
+        end = time.monotonic() + self._drain_s + _DRAIN_MARGIN_S
+        while (
+            any(router.exit_status() is None for router in routers)
+            and time.monotonic() < end
+            and not until()
+        ):
+            self._keep_guarded()
+            time.sleep(_STEP_S)
+
     def _step(self) -> None:
         now = time.monotonic()
         for name, child in list(self._children.items()):
@@ -139,19 +196,69 @@ class Supervisor:
                 how = describe_exit(status) + _last_words(child, status=status)
                 self._bury(name)
                 self._perform(self._lifecycle.exited(name, how, now))
-        if now >= self._next_probe_at:
-            self._next_probe_at = now + _PROBE_EVERY_S
-            for name in self._lifecycle.pending():
-                starting = self._lifecycle.phase is Phase.STARTING
-                if self._children[name].healthy(with_instances=starting):
-                    self._perform(self._lifecycle.healthy(name, time.monotonic()))
+        self._probe(now)
         if now >= self._next_look_at:
             self._next_look_at = now + _LOOK_EVERY_S
             self._look_at_shared_memory()
         self._perform(self._lifecycle.tick(time.monotonic()))
+        if self._hangups:
+            self._hangups = 0
+            self._hung_up()
+        if self._update:
+            self._perform(self._update.step())
+            if self._update.ended:
+                self._update = None
+        self._keep_guarded()
+        time.sleep(_STEP_S)
+
+    def _probe(self, now: float) -> None:
+        """Ask those that start, and more seldom and with more patience those that serve."""
+        for probe in self._probes.answers():
+            name = probe.what.spec.name
+            if self._children.get(name) is not probe.what:
+                continue  # Of a process that has ended meanwhile.
+            if probe.well:
+                self._perform(self._lifecycle.healthy(name, now))
+            else:
+                self._perform(self._lifecycle.silent(name, probe.asked_at, now))
+        if now >= self._next_start_probe_at:
+            self._next_start_probe_at = now + _START_PROBE_EVERY_S
+            secret = self._secret if self._lifecycle.phase is Phase.STARTING else None
+            for name in self._lifecycle.pending():
+                self._probes.ask(
+                    self._children[name],
+                    lambda child: child.ready(
+                        timeout_s=_START_PROBE_TIMEOUT_S, with_instances=secret
+                    ),
+                )
+        if self._launch.hung_after_s and now >= self._next_probe_at:
+            self._next_probe_at = now + self._launch.probe_interval_s
+            timeout_s = self._launch.hung_after_s / HUNG_PROBES
+            for name in self._lifecycle.up():
+                self._probes.ask(
+                    self._children[name], lambda child: child.answers(timeout_s=timeout_s)
+                )
+
+    def _hung_up(self) -> None:
+        """Stop if the terminal was closed; otherwise somebody wishes an update."""
+        if self._had_terminal and not _has_terminal():
+            self._stop_requests += 1
+        elif self._lifecycle.phase is not Phase.SERVING:
+            self._say("no update while the topology starts")
+        elif self._update:
+            self._say("an update is under way; ask again when it has ended")
+        else:
+            self._update = RollingUpdate(
+                [spec for spec in self._plan.processes if spec.role != "router"],
+                lifecycle=self._lifecycle,
+                router=RouterClient(self._plan.url, self._secret),
+                launch=self._launch,
+                drain_s=self._drain_s,
+            )
+
+    def _keep_guarded(self) -> None:
         if not self._guard.alive:
             self._guard = self._new_guard()
-        time.sleep(_STEP_S)
 
     def _perform(self, actions: list[Action]) -> None:
         for action in actions:
@@ -165,6 +272,8 @@ class Supervisor:
                     )
                     self._guard.watch(child.session)
                     self._children[name] = child
+                case Stop(name):
+                    sessions.send(self._children[name].session, signal.SIGTERM)
                 case Kill(name):
                     sessions.send(self._children[name].session, signal.SIGKILL)
                 case Notice(text):
@@ -214,17 +323,38 @@ class Supervisor:
             guard.watch(child.session)
         return guard
 
+    def _rotation(self) -> Rotation:
+        return Rotation(
+            [self._log_dir / f"{name}.log" for name in self._specs],
+            max_bytes=self._launch.log_max_bytes,
+            files=self._launch.log_files,
+            say=self._say,
+        )
+
     @contextlib.contextmanager
     def _stop_signals(self) -> Iterator[None]:
         def stop(signum: int, frame: FrameType | None) -> None:
             self._stop_requests += 1
 
+        def hang_up(signum: int, frame: FrameType | None) -> None:
+            self._hangups += 1
+
         before = {signum: signal.signal(signum, stop) for signum in _STOP_SIGNALS}
+        before[signal.SIGHUP] = signal.signal(signal.SIGHUP, hang_up)
         try:
             yield
         finally:
             for signum, handler in before.items():
                 signal.signal(signum, handler)
+
+
+def _has_terminal() -> bool:
+    """Tell whether this process has a controlling terminal; a closed one is none any more."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC))
+    except OSError:
+        return False
+    return True
 
 
 def _whatever_happens(say: Callable[[str], None]) -> Callable[[str], None]:

@@ -12,9 +12,10 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 
@@ -23,12 +24,24 @@ from epd_portable.launch.ports import is_free, port_source
 
 HERE = Path(__file__).parent
 DEADLINE_S = 30.0
+ROLES = {"encode": "encode", "other": "encode", "pd": "prefill-decode", "router": "router"}
+ROUTES = "--routes"
+"""Among the options of a router: it is `stand_in_router`, which sends requests on."""
+Options: TypeAlias = list[str] | Callable[[dict[str, int]], list[str]]
+"""Of a stand-in; or the words of another command, from the ports of all."""
 
 
 class Run:
     """One launcher process with its stand-ins."""
 
-    def __init__(self, folder: Path, servers: dict[str, list[str]], launch: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        servers: dict[str, Options],
+        launch: dict[str, Any],
+        popen: dict[str, Any],
+        **settings: Any,
+    ) -> None:
         self.run_id = secrets.token_hex(4)
         self.temp_dir = folder / f"temp-{self.run_id}"
         self.temp_dir.mkdir()
@@ -39,13 +52,8 @@ class Run:
         processes = [
             {
                 "name": name,
-                "role": "router" if name == "router" else "encode",
-                "argv": [
-                    sys.executable,
-                    str(HERE / "stand_in.py"),
-                    f"--port={self.ports[name]}",
-                    *(option.format(shm=f"epd-{self.run_id}-{name}") for option in options),
-                ],
+                "role": ROLES[name.partition("-")[0]],
+                "argv": [sys.executable, *self._words(name, options)],
                 "env": {},
                 "url": f"http://127.0.0.1:{self.ports[name]}",
                 "ports": {},
@@ -61,6 +69,7 @@ class Run:
                     "launch": launch,
                     "log_dir": str(self.log_dir),
                     "temp_dir": str(self.temp_dir),
+                    **settings,
                 }
             ),
             "utf-8",
@@ -69,14 +78,25 @@ class Run:
         self._queue: queue.Queue[str] = queue.Queue()
         self.process = subprocess.Popen(
             [sys.executable, str(HERE / "run_plan.py"), str(plan)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-            env={**os.environ, "PYTHONPATH": str(HERE.parents[2])},
+            **{
+                "stdout": subprocess.PIPE,
+                "stderr": subprocess.STDOUT,
+                "text": True,
+                "start_new_session": True,
+                "env": {**os.environ, "PYTHONPATH": str(HERE.parents[2])},
+                **popen,
+            },
         )
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
+
+    def _words(self, name: str, options: Options) -> list[str]:
+        if callable(options):
+            return options(self.ports)
+        server = "stand_in_router.py" if ROUTES in options else "stand_in.py"
+        known = {"shm": f"epd-{self.run_id}-{name}", "port": self.ports}
+        given = [option.format(**known) for option in options if option != ROUTES]
+        return [str(HERE / server), f"--port={self.ports[name]}", *given]
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -95,13 +115,41 @@ class Run:
             if text in line:
                 return line
 
+    def all_lines(self) -> list[str]:
+        """Return what an ended launcher has said, unread lines included."""
+        self._reader.join()
+        while not self._queue.empty():
+            self.lines.append(self._queue.get())
+        return self.lines
+
+    def ask(
+        self,
+        name: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        timeout_s: float = DEADLINE_S,
+    ) -> str:
+        """Return what a process answers.
+
+        Raises:
+            OSError: It does not, or not 200.
+        """
+        url = f"http://127.0.0.1:{self.ports[name]}{path}"
+        data = json.dumps(body).encode() if body else None
+        headers = {"content-type": "application/json"}
+        request = urllib.request.Request(url, data, headers)
+        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+            return str(answer.read(), "utf-8")
+
     def pid_of(self, name: str) -> int:
         """Return the pid of the process that listens for ``name``."""
-        wanted = f"--port={self.ports[name]}".encode()
+        # The real router has its port in its settings.
+        wanted = {f"--port={self.ports[name]}".encode()}
+        wanted |= {b"epd_portable.router"} if name == "router" else set()
         (pid,) = (
             process.pid
             for process in sessions.members([], self.run_id)
-            if wanted in Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0")
+            if wanted & set(Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0"))
         )
         return pid
 
@@ -147,12 +195,53 @@ class Run:
         self.process.stdout.close()
 
 
+class Asked:
+    """One request that takes a while, under way in a thread by way of a router that is a stand-in.
+
+    Args:
+        run: The topology.
+        seconds: How long an engine works on it.
+    """
+
+    def __init__(self, run: Run, seconds: float) -> None:
+        self._run = run
+        self._seconds = seconds
+        self._answer = ""
+        self._thread = threading.Thread(target=self._ask)
+        self._thread.start()
+        run.until(self._under_way, "an engine has the request")
+
+    def _ask(self) -> None:
+        try:
+            self._answer = self._run.ask("router", f"/work/{self._seconds}")
+        except OSError as error:
+            self._answer = repr(error)
+
+    def _under_way(self) -> bool:
+        return bool(json.loads(self._run.ask("router", "/in-flight"))["in_flight"])
+
+    def ended(self) -> str:
+        """Return the answer, or the error."""
+        self._thread.join()
+        return self._answer
+
+
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     runs: list[Run] = []
 
-    def start(servers: dict[str, list[str]], **settings: Any) -> Run:
-        runs.append(Run(tmp_path, servers, {"stop_grace_s": 2.0, **settings}))
+    def start(
+        servers: dict[str, Options],
+        *,
+        popen: dict[str, Any] | None = None,
+        drain_s: float = 30.0,
+        secret: str = "0" * 64,
+        **launch: Any,
+    ) -> Run:
+        """Start a topology; what is named beside it are keys of ``launch``."""
+        launch = {"stop_grace_s": 2.0, **launch}
+        settings = {"drain_s": drain_s, "secret": secret}
+        runs.append(Run(tmp_path, servers, launch, popen or {}, **settings))
         return runs[-1]
 
     yield start

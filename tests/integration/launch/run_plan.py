@@ -6,7 +6,8 @@ import json
 import sys
 from pathlib import Path
 
-from epd_portable.config.schema import Launch
+from epd_portable.config.schema import Launch, RouterSection
+from epd_portable.config.secret import Secret
 from epd_portable.errors import LaunchError
 from epd_portable.launch.plan import Plan, ProcessSpec
 from epd_portable.launch.supervisor import Supervisor
@@ -19,13 +20,15 @@ def main() -> None:
         run_id=raw["run_id"],
         platform="cpu",
         model="none",
-        url="http://127.0.0.1/v1",
+        url=next((f"{spec.url}/v1" for spec in specs if spec.role == "router"), "nowhere"),
         processes=specs,
         warnings=(),
     )
     supervisor = Supervisor(
         plan,
         Launch.model_validate(raw["launch"]),
+        secret=Secret(raw.get("secret", "0" * 64)),
+        drain_s=raw.get("drain_s", RouterSection().drain_s),
         log_dir=Path(raw["log_dir"]),
         temp_dir=Path(raw["temp_dir"]),
         say=lambda line: print(line, flush=True),

@@ -1,34 +1,84 @@
 """A small HTTP server that stands in for an engine: real process, real port, no model.
 
 It answers ``/health``, owns a ``/dev/shm`` file and a child process as an engine does. It does not
-reproduce anything that an engine computes.
+reproduce anything that an engine computes. It can be told to become ill:
+
+- ``/become/503``: what ``/health`` answers from now on
+- ``/late/1.5``: seconds after which
+- ``/block``: with ``--one-thread`` it answers nobody any more, as with a blocked event loop
+- ``/raise``: it ends with an exception
+- ``/work/1.5``: answers its pid after so many seconds, unless it is told to end before; a
+  completion takes 10 ms a token
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 from pathlib import Path
 
 
 class Answer(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        self.send_response(200)
+        global late_s, status
+        match self.path.split("/")[1:]:
+            case ["health"]:
+                time.sleep(late_s)
+                seen = {"state": "up", "problem": problem} if problem else {"state": "up"}
+                self.say(status, json.dumps({"instances": {"encode-0": seen}}))
+            case ["become", number]:
+                status = int(number)
+                self.say(200, "")
+            case ["late", seconds]:
+                late_s = float(seconds)
+                self.say(200, "")
+            case ["block"]:
+                self.say(200, "")
+                time.sleep(600)
+            case ["raise"]:
+                self.say(200, "")
+                os.write(2, b"RuntimeError: at last\n")
+                os._exit(1)
+            case ["work", seconds]:
+                time.sleep(float(seconds))
+                self.say(200, str(os.getpid()))
+            case _:
+                self.say(404, "")
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        time.sleep(body["max_tokens"] / 100)
+        text = json.dumps({"choices": [{"index": 0, "text": "x"}], "pid": os.getpid()})
+        self.say(200, text, "application/json")
+
+    def say(self, status: int, text: str, kind: str = "text/plain") -> None:
+        self.send_response(status)
+        self.send_header("content-type", kind)
+        self.send_header("content-length", str(len(text)))
         self.end_headers()
-        seen = {"state": "up", "problem": problem} if problem else {"state": "up"}
-        self.wfile.write(json.dumps({"instances": {"encode-0": seen}}).encode())
+        self.wfile.write(text.encode())
+        self.wfile.flush()
 
     def log_message(self, format: str, *args: object) -> None:
         pass
 
 
 problem = ""
+status = 200
+late_s = 0.0
+
+
+def chat() -> None:
+    while True:
+        os.write(1, b"x" * 9999 + b"\n")
+        time.sleep(0.01)
 
 
 def main() -> None:
@@ -38,9 +88,13 @@ def main() -> None:
     parser.add_argument("--shm", default="")
     parser.add_argument("--fail", default="", help="raise this at start")
     parser.add_argument("--hang", action="store_true", help="never answer")
+    parser.add_argument("--late-start", type=float, default=0.0, help="listen after these seconds")
+    parser.add_argument("--ill-again", default="", help="never answer after the first start")
     parser.add_argument("--stubborn", action="store_true", help="ignore SIGTERM")
     parser.add_argument("--child", action="store_true", help="start a process that ignores SIGTERM")
     parser.add_argument("--problem", default="", help="what a router says of its instance")
+    parser.add_argument("--one-thread", action="store_true", help="answer one after the other")
+    parser.add_argument("--chatty", action="store_true", help="write 1 MB a second")
     options = parser.parse_args()
     problem = options.problem
     print("Starting to load model nothing", flush=True)
@@ -55,9 +109,15 @@ def main() -> None:
     if options.child:
         code = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"
         subprocess.Popen([sys.executable, "-c", code])
-    if options.hang:
+    if options.hang or (options.ill_again and Path("/dev/shm", options.ill_again).exists()):
         time.sleep(600)
-    server = ThreadingHTTPServer(("127.0.0.1", options.port), Answer)
+    if options.ill_again:
+        Path("/dev/shm", options.ill_again).touch()
+    time.sleep(options.late_start)
+    if options.chatty:
+        threading.Thread(target=chat, daemon=True).start()
+    kind = HTTPServer if options.one_thread else ThreadingHTTPServer
+    server = kind(("127.0.0.1", options.port), Answer)
     server.serve_forever()
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from epd_portable import envs
 from epd_portable.launch import sessions
+from tests.integration.launch.conftest import ROUTES
 
 Launch = Callable[..., Any]
 FAST_RESTART = {"first_delay_s": 0.2, "max_delay_s": 0.8, "healthy_after_s": 60.0}
@@ -20,7 +21,8 @@ FAST_RESTART = {"first_delay_s": 0.2, "max_delay_s": 0.8, "healthy_after_s": 60.
 def test_the_ready_line_says_where_and_what(launch: Launch) -> None:
     run = launch({"encode-0": [], "router": []})
     line = run.wait_for("ready:")
-    assert line.startswith("ready: http://127.0.0.1/v1 (1 encode, cpu) in ")
+    url = f"http://127.0.0.1:{run.ports['router']}/v1"
+    assert line.startswith(f"ready: {url} (1 encode, cpu) in ")
     assert any("encode-0: ready" in earlier for earlier in run.lines)
 
 
@@ -36,7 +38,7 @@ def test_no_process_has_the_folder_in_which_another_counts(
         assert b"/of/another" not in Path(f"/proc/{run.pid_of(name)}/environ").read_bytes()
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_stop_signal_ends_everything_with_status_0(
     launch: Launch, signum: signal.Signals
 ) -> None:
@@ -58,6 +60,13 @@ def test_what_went_wrong_when_the_router_warmed_up_is_said(launch: Launch) -> No
     line = run.wait_for("serving all the same")
     assert "encode-0 answered a first request 501" in line
     run.wait_for("ready:")
+
+
+def test_a_router_that_tells_nothing_of_its_instances_is_not_ready(launch: Launch) -> None:
+    """Perhaps it is another server, or has another secret."""
+    run = launch({"router": [ROUTES, f"--secret={'1' * 64}"]}, startup_timeout_s=1.0)
+    run.wait_for("failed: router is not healthy 1 s after its start")
+    assert run.process.wait(30) == 1
 
 
 def test_what_ignores_sigterm_is_killed_after_the_grace(launch: Launch) -> None:

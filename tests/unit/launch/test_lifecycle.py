@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from epd_portable.config.schema import Restart
-from epd_portable.launch.lifecycle import Fail, Kill, Lifecycle, Notice, Phase, Start
+from epd_portable.config.schema import Launch, Restart
+from epd_portable.launch.lifecycle import Fail, Kill, Lifecycle, Notice, Phase, Start, Stop
 
-RESTART = Restart(first_delay_s=1.0, max_delay_s=5.0, healthy_after_s=60.0)
+LAUNCH = Launch(
+    startup_timeout_s=100.0,
+    stop_grace_s=15.0,
+    hung_after_s=30.0,
+    restart=Restart(first_delay_s=1.0, max_delay_s=5.0, healthy_after_s=60.0),
+)
 
 
 def new() -> Lifecycle:
-    return Lifecycle(["encode-0", "router"], startup_timeout_s=100.0, restart=RESTART)
+    return Lifecycle(["encode-0", "router"], LAUNCH)
 
 
 def serving(now: float = 0.0) -> Lifecycle:
@@ -110,6 +115,115 @@ def test_a_restart_that_hangs_is_ended_once_and_tried_again() -> None:
     assert kill == Kill("encode-0")
     assert lifecycle.tick(112.0) == []
     assert restart_delay(lifecycle, 113.0) == 2.0
+
+
+# -- silence --------------------------------------------------------------------------------------
+
+
+def hung(lifecycle: Lifecycle, since: float) -> float:
+    """Let the encoder miss a probe every 10 s until it is asked to end; return when it is."""
+    for now in (since + 10.0 * step for step in range(1, 100)):
+        if Stop("encode-0") in lifecycle.silent("encode-0", now - 10.0, now):
+            return now
+    raise AssertionError("it never was")
+
+
+def test_one_that_is_silent_for_long_is_asked_to_end_then_killed_then_started_again() -> None:
+    lifecycle = serving()
+    assert lifecycle.silent("encode-0", 100.0, 110.0) == []
+    assert lifecycle.silent("encode-0", 110.0, 120.0) == []
+    assert lifecycle.up() == ["encode-0", "router"]
+    notice, stop = lifecycle.silent("encode-0", 120.0, 130.0)
+    assert isinstance(notice, Notice)
+    assert "has not answered as it should for 30 s (launch.hung_after_s)" in notice.text
+    assert stop == Stop("encode-0")
+    assert lifecycle.up() == ["router"]
+    assert lifecycle.tick(144.9) == []
+    notice, kill = lifecycle.tick(145.0)
+    assert notice == Notice("encode-0 does not end within 15 s; killing it")
+    assert kill == Kill("encode-0")
+    assert lifecycle.tick(200.0) == []
+    assert restart_delay(lifecycle, 200.0) == 1.0
+    assert lifecycle.pending() == ["encode-0"]
+
+
+def test_an_answer_ends_a_silence_however_late_it_comes() -> None:
+    lifecycle = serving()
+    for now in (100.0, 200.0, 300.0):
+        assert lifecycle.silent("encode-0", now - 50.0, now) == []
+        assert lifecycle.silent("encode-0", now, now + 25.0) == []
+        assert lifecycle.healthy("encode-0", now + 40.0) == []
+    assert hung(lifecycle, 1000.0) == 1030.0
+
+
+def test_a_few_probes_that_took_long_are_no_silence() -> None:
+    """The launcher itself may have been stopped for a while."""
+    lifecycle = serving()
+    assert lifecycle.silent("encode-0", 100.0, 900.0) == []
+    assert lifecycle.silent("encode-0", 900.0, 910.0) == []
+    assert lifecycle.healthy("encode-0", 911.0) == []
+
+
+def test_many_probes_within_a_short_time_are_no_silence() -> None:
+    lifecycle = serving()
+    probes = [lifecycle.silent("encode-0", now / 10, now / 10) for now in range(1000, 1300)]
+    assert not any(probes)
+
+
+def test_probes_that_end_after_the_process_was_asked_to_end_count_for_nothing() -> None:
+    lifecycle = serving()
+    hung(lifecycle, 100.0)
+    assert lifecycle.silent("encode-0", 130.0, 180.0) == []
+    lifecycle.exited("encode-0", "died", 200.0)
+    for now in (200.0, 240.0, 280.0):
+        assert lifecycle.silent("encode-0", now, now + 40.0) == []
+
+
+def test_nobody_is_hung_where_the_limit_is_0() -> None:
+    lifecycle = Lifecycle(["encode-0"], LAUNCH.model_copy(update={"hung_after_s": 0.0}))
+    lifecycle.begin(0.0)
+    lifecycle.healthy("encode-0", 0.0)
+    assert not any(lifecycle.silent("encode-0", now, now + 10.0) for now in range(0, 1000, 10))
+
+
+def test_the_time_of_a_silence_is_not_counted_as_healthy() -> None:
+    """One that hangs at once after each start is started again ever later."""
+    lifecycle = serving()
+    now = 0.0
+    for delay in (1.0, 2.0, 4.0, 5.0):
+        now = hung(lifecycle, now + 10.0) + 1000.0
+        assert restart_delay(lifecycle, now) == delay
+        lifecycle.healthy("encode-0", now + 10.0)
+
+
+# -- renewal --------------------------------------------------------------------------------------
+
+
+def test_one_that_is_renewed_is_started_at_once_and_has_not_died() -> None:
+    lifecycle = serving()
+    assert lifecycle.renew("encode-0", 10.0) == [Stop("encode-0")]
+    assert lifecycle.up() == ["router"]
+    assert lifecycle.exited("encode-0", "exited with status 0", 11.0) == [Start("encode-0")]
+    assert lifecycle.pending() == ["encode-0"]
+    assert lifecycle.healthy("encode-0", 20.0) == [Notice("encode-0 is back")]
+    assert lifecycle.up() == ["encode-0", "router"]
+    assert restart_delay(lifecycle, 30.0) == 1.0
+
+
+def test_one_that_is_renewed_and_does_not_end_is_killed() -> None:
+    lifecycle = serving()
+    lifecycle.renew("encode-0", 10.0)
+    assert lifecycle.tick(24.9) == []
+    assert Kill("encode-0") in lifecycle.tick(25.0)
+    assert lifecycle.exited("encode-0", "was killed by SIGKILL", 26.0) == [Start("encode-0")]
+
+
+def test_one_that_dies_after_its_renewal_is_started_again_by_the_rules() -> None:
+    lifecycle = serving()
+    lifecycle.renew("encode-0", 10.0)
+    lifecycle.exited("encode-0", "exited with status 0", 11.0)
+    (notice,) = lifecycle.exited("encode-0", "exited with status 1", 12.0)
+    assert notice == Notice("encode-0 exited with status 1; restarting it in 1 s")
 
 
 def test_deaths_without_end_do_not_overflow() -> None:

@@ -1,0 +1,159 @@
+"""A rolling update: instances are started again one after the other, and no request is lost.
+
+It reads as one sequence and is run in steps, between which the supervisor watches the rest; what it
+asks the router it asks in a thread, so that a slow router holds up nobody.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from epd_portable.config.schema import Launch
+from epd_portable.errors import LaunchError
+from epd_portable.launch.lifecycle import Action, Lifecycle, Notice
+from epd_portable.launch.plan import ProcessSpec
+from epd_portable.launch.router_client import RouterClient
+
+T = TypeVar("T")
+Steps = Generator[list[Action], None, T]
+"""Yields what to do now, again and again, until there is a result."""
+
+MEANWHILE = {
+    "encode": "requests with media fall back to what can encode without it",
+    "prefill-decode": "requests are answered 503",
+}
+"""What happens while the only instance of a role is away."""
+
+
+class RollingUpdate:
+    """One update of some instances; `step` goes on with it.
+
+    Args:
+        instances: Whom, in this order.
+        lifecycle: Ends and starts them, and says who is up.
+        router: Takes each out before, and in again after.
+        launch: Timeouts.
+        drain_s: How long an instance may go on with its requests before it is ended.
+
+    Attributes:
+        ended: Nothing more will come of it.
+    """
+
+    def __init__(
+        self,
+        instances: Sequence[ProcessSpec],
+        *,
+        lifecycle: Lifecycle,
+        router: RouterClient,
+        launch: Launch,
+        drain_s: float,
+    ) -> None:
+        self.ended = False
+        self._instances = instances
+        self._lifecycle = lifecycle
+        self._router = router
+        self._launch = launch
+        self._drain_s = drain_s
+        self._given_up = threading.Event()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="epd-update")
+        self._steps = self._renew_all()
+
+    def step(self) -> list[Action]:
+        """Return what is to be done now."""
+        try:
+            return next(self._steps)
+        except StopIteration:
+            self.give_up()
+            return []
+
+    def give_up(self) -> None:
+        """Ask the router nothing more."""
+        self.ended = True
+        self._given_up.set()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _renew_all(self) -> Steps[None]:
+        names = [spec.name for spec in self._instances]
+        yield [Notice(f"updating {', '.join(names)}, one after the other")]
+        for done, spec in enumerate(self._instances):
+            try:
+                yield from self._renew(spec)
+            except LaunchError as error:
+                yield [
+                    Notice(
+                        f"the update has ended at {spec.name}: {error}; updated: "
+                        f"{', '.join(names[:done]) or 'none'}"
+                    )
+                ]
+                return
+        yield [Notice(f"updated {', '.join(names)}")]
+
+    def _renew(self, spec: ProcessSpec) -> Steps[None]:
+        name = spec.name
+        yield from self._others_up(name)
+        yield from self._warn_if_alone(spec)
+        idle = yield from self._ask(
+            lambda: self._router.drain(name, timeout_s=self._drain_s, until=self._given_up)
+        )
+        if not idle:
+            yield [
+                Notice(
+                    f"{name} still works on requests after {self._drain_s:g} s (router.drain_s); "
+                    "they are cut"
+                )
+            ]
+        if name in self._lifecycle.up():
+            yield self._lifecycle.renew(name, time.monotonic())
+        # Otherwise it has died meanwhile, and is started anew for that.
+        back = yield from self._until(lambda: name in self._lifecycle.up())
+        # Also one that is not back: it may come later, and would get nothing for ever.
+        yield from self._ask(lambda: self._router.resume(name))
+        if not back:
+            raise LaunchError(f"it is not healthy {self._patience_s:g} s after its restart")
+        yield from self._ask(
+            lambda: self._router.wait_up(name, timeout_s=self._patience_s, until=self._given_up)
+        )
+
+    def _others_up(self, name: str) -> Steps[None]:
+        """Wait until no other instance is away: never two at a time by us."""
+        others = {spec.name for spec in self._instances} - {name}
+        if not (yield from self._until(lambda: others <= set(self._lifecycle.up()))):
+            away = ", ".join(sorted(others - set(self._lifecycle.up())))
+            raise LaunchError(f"{away} must be healthy before, and is not")
+
+    def _warn_if_alone(self, spec: ProcessSpec) -> Steps[None]:
+        """Say what its absence means, unless others serve too, those that joined among them."""
+        seen = yield from self._ask(self._router.instances)
+        if not any(
+            (each["role"], each["state"]) == (spec.role, "up") and each["name"] != spec.name
+            for each in seen
+        ):
+            yield [
+                Notice(
+                    f"warning: {spec.name} is the only {spec.role} instance that is up; while it "
+                    f"is away {MEANWHILE[spec.role]}"
+                )
+            ]
+
+    def _until(self, condition: Callable[[], bool]) -> Steps[bool]:
+        """Wait for a condition; tell whether it came true in time."""
+        end = time.monotonic() + self._patience_s
+        while not condition():
+            if time.monotonic() >= end:
+                return False
+            yield []
+        return True
+
+    def _ask(self, question: Callable[[], T]) -> Steps[T]:
+        asked = self._thread.submit(question)
+        while not asked.done():
+            yield []
+        return asked.result()
+
+    @property
+    def _patience_s(self) -> float:
+        return self._launch.stop_grace_s + self._launch.startup_timeout_s

@@ -1,0 +1,183 @@
+"""Logs of processes that write without end."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from epd_portable.launch.private_files import open_log
+from epd_portable.launch.rotation import Rotation, rotate
+
+Launch = Callable[..., Any]
+MAX_BYTES = 1 << 20
+LINE_BYTES = 64
+# In pieces of several lines, as fast as it goes, to a descriptor that its child inherits.
+WRITER = f"""
+import os
+first = 0
+while True:
+    lines = range(first, first + 16)
+    os.write(1, b"".join(b"%0{LINE_BYTES - 1}d\\n" % number for number in lines))
+    first += 16
+"""
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    with open_log(tmp_path / "x.log") as output:
+        process = subprocess.Popen([sys.executable, "-c", WRITER], stdout=output)
+    yield process
+    process.kill()
+    process.wait()
+
+
+def numbers(path: Path) -> list[int]:
+    lines = path.read_bytes().split(b"\n")[:-1]
+    # The first line of a part may be the end of one.
+    assert {len(line) for line in lines[1:]} <= {LINE_BYTES - 1}
+    return [int(line) for line in lines[1:]]
+
+
+def test_a_fast_writer_is_bounded_and_goes_on_and_each_part_is_whole(
+    tmp_path: Path, writer: subprocess.Popen[bytes]
+) -> None:
+    log = tmp_path / "x.log"
+    end = time.monotonic() + 30
+    for _ in range(5):
+        while log.stat().st_size <= MAX_BYTES:
+            assert time.monotonic() < end
+        rotate(log, max_bytes=MAX_BYTES, files=3)
+    while log.stat().st_size < 100 * LINE_BYTES:
+        assert time.monotonic() < end
+    writer.send_signal(signal.SIGSTOP)
+    parts = sorted(tmp_path.iterdir(), reverse=True)
+    assert [part.name for part in parts] == ["x.log.2", "x.log.1", "x.log"]
+    assert all(part.stat().st_size <= 2.5 * MAX_BYTES for part in parts)
+    assert all(stat.S_IMODE(part.stat().st_mode) == 0o600 for part in parts)
+    assert writer.poll() is None
+    found = [numbers(part) for part in parts]
+    for part in found:
+        assert part == list(range(part[0], part[0] + len(part)))
+    for one, next_one in itertools.pairwise(found):
+        assert one[-1] < next_one[0]
+
+
+def test_what_is_written_while_it_is_copied_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "x.log"
+    log.write_bytes(b"x" * (MAX_BYTES + 1))
+    more = iter(range(10))
+    real = os.pread
+
+    def pread(source: int, length: int, offset: int) -> bytes:
+        data = real(source, length, offset)
+        with log.open("ab") as file:
+            file.writelines(b"%d\n" % number for number in itertools.islice(more, 1))
+        return data
+
+    monkeypatch.setattr(os, "pread", pread)
+    rotate(log, max_bytes=MAX_BYTES, files=2)
+    kept = (tmp_path / "x.log.1").read_bytes()
+    assert kept == b"x" * MAX_BYTES + b"".join(b"%d\n" % number for number in range(10))
+    assert log.stat().st_size == 0
+
+
+def test_a_log_within_its_size_is_left_alone(tmp_path: Path) -> None:
+    log = tmp_path / "x.log"
+    log.write_bytes(b"x" * MAX_BYTES)
+    rotate(log, max_bytes=MAX_BYTES, files=3)
+    assert list(tmp_path.iterdir()) == [log]
+    assert log.stat().st_size == MAX_BYTES
+
+
+def test_of_a_log_that_is_far_too_large_the_end_is_kept(tmp_path: Path) -> None:
+    log = tmp_path / "x.log"
+    log.write_bytes(b"a" * 3 * MAX_BYTES + b"b" * MAX_BYTES)
+    rotate(log, max_bytes=MAX_BYTES, files=2)
+    assert log.stat().st_size == 0
+    assert (tmp_path / "x.log.1").read_bytes() == b"b" * MAX_BYTES
+
+
+def test_parts_beyond_the_number_that_is_kept_go(tmp_path: Path) -> None:
+    for number in (1, 2, 3, 17):
+        (tmp_path / f"x.log.{number}").write_text(str(number))
+    for name in ("y.log.7", "x.log"):
+        (tmp_path / name).write_bytes(b"x" * (MAX_BYTES + 1))
+    rotate(tmp_path / "x.log", max_bytes=MAX_BYTES, files=3)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["x.log", "x.log.1", "x.log.2", "y.log.7"]
+    assert (tmp_path / "x.log.2").read_text() == "1"
+
+
+def test_one_file_is_only_cut(tmp_path: Path) -> None:
+    log = tmp_path / "x.log"
+    log.write_bytes(b"x" * (MAX_BYTES + 1))
+    rotate(log, max_bytes=MAX_BYTES, files=1)
+    assert list(tmp_path.iterdir()) == [log]
+    assert log.stat().st_size == 0
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_what_cannot_be_kept_is_dropped_and_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The size is bounded also where the disk is full."""
+    log = tmp_path / "x.log"
+    real = os.open
+
+    def full(path: Any, flags: int, mode: int = 0o777) -> int:
+        return real("/dev/full", os.O_WRONLY) if str(path).endswith(".1") else real(path, flags)
+
+    monkeypatch.setattr(os, "open", full)
+    monkeypatch.setattr(os, "fchmod", lambda descriptor, mode: None)
+    monkeypatch.setattr(Path, "unlink", lambda path: None)
+    said: list[str] = []
+    cut = threading.Event()
+    with Rotation([log], max_bytes=MAX_BYTES, files=2, say=said.append):
+        for _ in range(2):
+            log.write_bytes(b"x" * (MAX_BYTES + 1))
+            end = time.monotonic() + 30
+            while log.stat().st_size:
+                assert time.monotonic() < end
+                cut.wait(0.01)
+    assert said == [
+        f"what {log} held is dropped: it cannot be kept ([Errno 28] No space left on device)"
+    ]
+
+
+def test_a_link_in_place_of_a_log_is_not_followed(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_bytes(b"x" * (MAX_BYTES + 1))
+    (tmp_path / "x.log").symlink_to(precious)
+    with pytest.raises(OSError, match="symbolic link"):
+        rotate(tmp_path / "x.log", max_bytes=MAX_BYTES, files=2)
+    assert precious.stat().st_size == MAX_BYTES + 1
+
+
+def test_the_launcher_bounds_the_logs_of_what_it_starts(launch: Launch) -> None:
+    run = launch({"encode-0": ["--chatty"], "router": []}, log_max_bytes=64 << 10, log_files=2)
+    run.wait_for("ready:")
+    first = run.pid_of("encode-0")
+    older = run.log_dir / "encode-0.log.1"
+    for _ in range(2):
+        run.until(older.exists, "the log was cut")
+        older.unlink()
+    assert run.pid_of("encode-0") == first
+    assert not (run.log_dir / "encode-0.log.2").exists()
+    assert not (run.log_dir / "router.log.1").exists()
+    # What it said last is found after a cut.
+    run.ask("encode-0", "/raise")
+    assert "RuntimeError: at last" in run.wait_for("restarting")
+    assert run.stop(signal.SIGTERM) == 0

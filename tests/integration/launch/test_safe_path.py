@@ -1,0 +1,139 @@
+"""Files in the working directory that are named like modules: nobody imports them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from epd_portable.config.instance import PlatformName
+from epd_portable.errors import LaunchError, PlatformUnavailableError
+from epd_portable.launch import machine
+from epd_portable.launch.plan import ProcessSpec
+from epd_portable.launch.process import Child
+from epd_portable.launch.safe_path import safe_cwd, safe_environ
+from epd_portable.platforms.traits import TRAITS
+
+ROOT = str(Path(__file__).resolve().parents[3])
+HOSTILE = ("argparse", "click", "httpx", "multiprocessing", "pathlib", "pydantic", "torch", "yaml")
+Launch = Callable[..., Any]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory in which somebody has left files."""
+    folder = tmp_path / "hostile"
+    folder.mkdir()
+    for name in HOSTILE:
+        code = f"open({str(tmp_path)!r} + '/ran-{name}', 'w'); raise SystemExit(9)\n"
+        (folder / f"{name}.py").write_text(code)
+    monkeypatch.chdir(folder)
+    # With an empty element, as set_env.sh of CANN and many others leave it.
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:")
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    return tmp_path
+
+
+def ran(here: Path) -> list[str]:
+    return sorted(path.name for path in here.glob("ran-*"))
+
+
+def start(here: Path, *argv: str, **env: str) -> Child:
+    spec = ProcessSpec(
+        name="x", role="router", argv=(sys.executable, *argv), env=env, url="http://x", ports={}
+    )
+    child = Child(spec, log_dir=here, run_id="00c0ffee", environ=os.environ)
+    assert child._process.wait(60) is not None
+    return child
+
+
+def test_the_files_would_run_otherwise(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", ROOT)
+    subprocess.run([sys.executable, "-c", "import httpx"], check=False)
+    assert ran(here) == ["ran-httpx"]
+
+
+def test_the_router_imports_none(here: Path) -> None:
+    child = start(here, "-m", "epd_portable.router", "--settings", "{}")
+    assert "error: router settings from --settings" in child.output()
+    assert ran(here) == []
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python starts them in a safe folder")
+def test_what_a_child_starts_imports_none(here: Path) -> None:
+    """As vLLM does: a process that is spawned, and a python that is told what to do."""
+    code = (
+        "import multiprocessing, os, subprocess, sys\n"
+        "process = multiprocessing.get_context('spawn').Process(target=print, args=('spawned',))\n"
+        "process.start()\n"
+        "process.join()\n"
+        "subprocess.run([sys.executable, '-c', 'import httpx; print(httpx.__version__)'])\n"
+    )
+    child = start(here, "-c", code, PYTHONPATH=f":{ROOT}")
+    assert ran(here) == []
+    assert child.output().splitlines()[0] == "spawned"
+    assert child.exit_status() == 0, child.output()
+
+
+@pytest.mark.parametrize("platform", ["cuda", "npu"])
+def test_who_counts_devices_imports_none(here: Path, platform: PlatformName) -> None:
+    with pytest.raises((PlatformUnavailableError, LaunchError)):
+        machine.probed_machine(TRAITS[platform], os.environ)
+    assert ran(here) == []
+
+
+def test_the_guard_imports_none(here: Path, launch: Launch) -> None:
+    run = launch({"encode-0": [], "router": []}, popen={"cwd": os.getcwd()})
+    run.wait_for("ready:")
+    assert run.stop(signal.SIGTERM) == 0
+    assert run.nothing_left()
+    assert ran(here) == []
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python itself imports some of them")
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("-m", "epd_portable.launch.cli", "--version"),
+        ("-um", "epd_portable.bench.cli", "--help"),
+        ("-P", "-m", "epd_portable.launch.cli", "--version"),
+    ],
+)
+def test_the_commands_import_none_when_they_are_run_by_module(
+    here: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", ROOT)
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert ran(here) == []
+
+
+def test_another_program_that_imports_the_package_keeps_its_path(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", ROOT)
+    Path("theirs").mkdir()
+    Path("theirs/__init__.py").write_text("import epd_portable\n")
+    Path("theirs/main.py").write_text("import sys; print(sys.path[0])\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "theirs.main"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == os.getcwd()
+
+
+def test_a_path_keeps_the_folders_that_it_names() -> None:
+    assert safe_environ({"A": "b"}) == {"A": "b", "PYTHONSAFEPATH": "1"}
+    assert safe_environ({"PYTHONPATH": ":/x::.:"})["PYTHONPATH"] == f"/x:{os.getcwd()}"
+    assert "PYTHONPATH" not in safe_environ({"PYTHONPATH": ":", "PYTHONSAFEPATH": ""})
+
+
+def test_a_python_that_cannot_leave_the_folder_out_starts_in_a_safe_one(tmp_path: Path) -> None:
+    assert safe_cwd(tmp_path, (3, 10)) == tmp_path
+    assert safe_cwd(tmp_path, (3, 11)) is None
+    assert safe_cwd(tmp_path, (3, 13)) is None
