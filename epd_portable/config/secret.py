@@ -1,9 +1,9 @@
 """The secret that the parts of one deployment share, and what is derived from it.
 
-Who holds it may take part in the channels between instances, all of which are encrypted, and
-register instances at the router. It is in a file that only its owner can read, never on a command
-line, in the environment or in a log. Where nobody names such a file, the launcher makes one for its
-run, which opens the channels and registers nobody.
+Who holds it may take part in the channels between instances, all of which are encrypted, ask
+instances by HTTP, and register instances at the router. It is in a file that only its owner can
+read, never on a command line, in the environment or in a log. Where nobody names such a file, the
+launcher makes one for its run, which opens channels and instances, and registers nobody.
 """
 
 from __future__ import annotations
@@ -11,14 +11,24 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
+import re
 import secrets
+import time
+from collections.abc import Callable
 from pathlib import Path
 
-from epd_portable.errors import ConfigError
+from epd_portable.errors import ConfigError, RequestError
 
 MIN_CHARACTERS = 32
 MAX_BYTES = 4096
+INSTANCE_TOKEN_HEADER = "x-epd-token"
+"""HTTP header in which a caller of an instance's own server shows `Secret.instance_token`."""
+SIGNATURE_SCHEME = "EPD-HMAC"
 _PROOF_BYTES = 16
+_SIGNATURE = re.compile(
+    rf"{SIGNATURE_SCHEME} time=([0-9]{{1,12}}), nonce=([0-9a-f]{{32}}), mac=([0-9a-f]{{64}})",
+    re.ASCII,
+)
 
 
 class Secret:
@@ -67,6 +77,41 @@ class Secret:
         """Return what a caller of the router's ``/epd/`` addresses shows as bearer token."""
         return self.derive("router token").hex()
 
+    def instance_token(self) -> str:
+        """Return what a caller of an instance's own HTTP server shows, in 64 hexadecimal digits.
+
+        It opens engines only: neither the channels between instances nor the router's addresses.
+        """
+        return self.derive("instance token").hex()
+
+    def sign(
+        self,
+        method: str,
+        target: str,
+        body: bytes = b"",
+        *,
+        clock: Callable[[], float] = time.time,
+    ) -> str:
+        """Return the ``authorization`` header of one HTTP request, good once and for a short time.
+
+        Args:
+            method: ``GET``, ``POST``, …
+            target: Path with query, as it goes over the wire.
+            body: Of the request, whole.
+            clock: Unix time in seconds.
+        """
+        at, nonce = str(int(clock())), secrets.token_hex(16)
+        mac = self._mac(method, target, at, nonce, body)
+        return f"{SIGNATURE_SCHEME} time={at}, nonce={nonce}, mac={mac}"
+
+    def signed(self, mac: str, method: str, target: str, at: str, nonce: str, body: bytes) -> bool:
+        """Tell whether a signature's mac is that of exactly this request, see `sign`."""
+        return hmac.compare_digest(mac, self._mac(method, target, at, nonce, body))
+
+    def _mac(self, method: str, target: str, at: str, nonce: str, body: bytes) -> str:
+        fields = [field.encode("utf-8", "surrogatepass") for field in (method, target, at, nonce)]
+        return self._digest("signatures", *fields, hashlib.blake2b(body).digest(), nbytes=32)
+
     def vouch(self, transfer_id: str, item: str, consumer: str) -> str:
         """Return the router's proof that it wants an item brought to a consumer by a transfer.
 
@@ -75,23 +120,118 @@ class Secret:
             item: The router's name of the item, ``EncodeTransfer.mm_hash``.
             consumer: Address of the consumer's control channel, as the router writes it.
         """
-        key = self.derive("transfers")
-        digest = hashlib.blake2b(key=key, digest_size=_PROOF_BYTES)
-        for field in (transfer_id, item, consumer):
-            # With its length: the ends of fields must not be anybody's choice.
-            data = field.encode("utf-8", "surrogatepass")
-            digest.update(len(data).to_bytes(8, "big") + data)
-        return digest.hexdigest()
+        fields = (transfer_id, item, consumer)
+        data = [field.encode("utf-8", "surrogatepass") for field in fields]
+        return self._digest("transfers", *data, nbytes=_PROOF_BYTES)
 
     def vouched(self, proof: str, transfer_id: str, item: str, consumer: str) -> bool:
         """Tell whether a proof is the router's, for exactly these, see `vouch`."""
         expected = self.vouch(transfer_id, item, consumer)
         return hmac.compare_digest(proof.encode("utf-8", "surrogatepass"), expected.encode())
 
+    def _digest(self, purpose: str, *fields: bytes, nbytes: int) -> str:
+        digest = hashlib.blake2b(key=self.derive(purpose), digest_size=nbytes)
+        for field in fields:
+            # With its length: the ends of fields must not be anybody's choice.
+            digest.update(len(field).to_bytes(8, "big") + field)
+        return digest.hexdigest()
+
     def derive(self, purpose: str) -> bytes:
         """Return 32 bytes for one purpose; those of one purpose tell nothing of another's."""
         message = f"epd-portable {purpose}".encode()
         return hashlib.blake2b(message, key=self._key, digest_size=32).digest()
+
+
+class SignatureCheck:
+    """Lets each signed request of a holder of the secret in once, see `Secret.sign`.
+
+    It remembers in its process only: where several processes answer at one address, or one starts
+    anew, a request can be played to each of them once until it is too old.
+
+    Args:
+        secret: Of the deployment.
+        tolerance_s: How far a signature's time may lie before or after the clock.
+        clock: Unix time in seconds.
+        max_remembered: Signatures that are remembered at once. Further ones are refused, not taken
+            unremembered; only who holds the secret can fill this up.
+    """
+
+    def __init__(
+        self,
+        secret: Secret,
+        *,
+        tolerance_s: float = 30,
+        clock: Callable[[], float] = time.time,
+        max_remembered: int = 65_536,
+    ) -> None:
+        self._secret = secret
+        self._tolerance_s = tolerance_s
+        self._clock = clock
+        self._max_remembered = max_remembered
+        self._forget_at: dict[str, float] = {}  # by nonce, in the order in which they came
+
+    def check(self, authorization: str, method: str, target: str, body: bytes = b"") -> None:
+        """Return if the request may come in, and never again for the same signature.
+
+        Args:
+            authorization: Value of the header, empty if there is none.
+            method: Of the request.
+            target: Path with query, as it came over the wire.
+            body: Of the request, whole.
+
+        Raises:
+            RequestError: 401; no signature, a wrong one, one of another time, or one that was used.
+                503; more requests came within the tolerance than are remembered.
+        """
+        if not authorization:
+            raise _unauthorized(
+                "this address takes signed requests only: ask by epd-launch, and name it this "
+                f"router's secret_file (header authorization, scheme {SIGNATURE_SCHEME})"
+            )
+        found = _SIGNATURE.fullmatch(authorization)
+        if found is None:
+            raise _unauthorized(
+                f"the authorization header is no signature ({SIGNATURE_SCHEME} time=…, nonce=…, "
+                "mac=…): ask by epd-launch of the router's version"
+            )
+        at, nonce, mac = found.groups()
+        if not self._secret.signed(mac, method, target, at, nonce, body):
+            raise _unauthorized(
+                "the signature is wrong: it was made with another secret_file than this router's, "
+                "or method, address or body were changed on the way; use the same file"
+            )
+        now = self._clock()
+        late_s = now - int(at)
+        if abs(late_s) > self._tolerance_s:
+            raise _unauthorized(
+                f"the signature's time is {abs(late_s):.0f} s {'behind' if late_s > 0 else 'ahead'}"
+                f", and {self._tolerance_s:g} s are allowed: set the clocks of both machines, and "
+                "sign each request when it is sent"
+            )
+        self._forget(now)
+        if nonce in self._forget_at:
+            raise _unauthorized("this signature was used before: sign each request anew")
+        if len(self._forget_at) >= self._max_remembered:
+            raise RequestError(
+                f"{self._max_remembered} signed requests came within {2 * self._tolerance_s:g} s, "
+                "and no more are remembered at once: ask less often",
+                status=503,
+                code="too_many_signatures",
+                retry_after_s=max(1, round(self._tolerance_s)),
+            )
+        # Until none of its time can be let in any more.
+        self._forget_at[nonce] = now + 2 * self._tolerance_s
+
+    def _forget(self, now: float) -> None:
+        while self._forget_at:
+            nonce = next(iter(self._forget_at))
+            if self._forget_at[nonce] >= now:
+                break
+            del self._forget_at[nonce]
+
+
+def _unauthorized(message: str) -> RequestError:
+    return RequestError(message, status=401, code="unauthorized")
 
 
 def make_secret_file(path: str) -> None:

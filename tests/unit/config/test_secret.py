@@ -2,11 +2,18 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from epd_portable.config.secret import MIN_CHARACTERS, Secret, make_secret_file
-from epd_portable.errors import ConfigError
+from epd_portable.config.secret import (
+    INSTANCE_TOKEN_HEADER,
+    MIN_CHARACTERS,
+    Secret,
+    SignatureCheck,
+    make_secret_file,
+)
+from epd_portable.errors import ConfigError, RequestError
 
 
 def write(path: Path, text: str | bytes, mode: int = 0o600) -> str:
@@ -107,3 +114,123 @@ def test_no_file_is_refused_with_how_to_make_one() -> None:
 def test_a_missing_file_is_refused_with_how_to_make_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="epd-launch secret"):
         Secret.read(str(tmp_path / "none"))
+
+
+def test_the_token_of_instances_is_one_header_value_of_its_own_purpose() -> None:
+    secret = Secret("s" * 40)
+    assert re.fullmatch("[0-9a-f]{64}", secret.instance_token())
+    assert secret.instance_token() == Secret("s" * 40).instance_token() != secret.token()
+    assert re.fullmatch("[a-z-]+", INSTANCE_TOKEN_HEADER)
+
+
+PATH = "/epd/instances?x=1"
+BODY = b'{"name": "encode-7"}'
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1.8e9
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def signed_check(**arguments: Any) -> tuple[SignatureCheck, Clock, str]:
+    secret, clock = Secret("s" * 40), Clock()
+    return (
+        SignatureCheck(secret, clock=clock, **arguments),
+        clock,
+        secret.sign("POST", PATH, BODY, clock=clock),
+    )
+
+
+def refused(check: SignatureCheck, signature: str, words: str, *request: Any) -> RequestError:
+    with pytest.raises(RequestError, match=words) as caught:
+        check.check(signature, *(request or ("POST", PATH, BODY)))
+    return caught.value
+
+
+def test_a_signed_request_is_let_in_once() -> None:
+    check, clock, signature = signed_check()
+    check.check(signature, "POST", PATH, BODY)
+    error = refused(check, signature, "used before: sign each request anew")
+    assert (error.status, error.code) == (401, "unauthorized")
+    check.check(Secret("s" * 40).sign("POST", PATH, BODY, clock=clock), "POST", PATH, BODY)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        ("GET", PATH, BODY),
+        ("POST", "/epd/instances", BODY),
+        ("POST", PATH, BODY + b" "),
+        ("POST", PATH, b""),
+        ("POST/", PATH[1:], BODY),
+    ],
+    ids=["method", "query", "body", "no body", "moved end"],
+)
+def test_a_signature_is_for_one_request(request_: tuple[str, str, bytes]) -> None:
+    check, _, signature = signed_check()
+    refused(check, signature, "signature is wrong.*another secret_file", *request_)
+
+
+@pytest.mark.parametrize("field", ["time", "nonce", "mac"])
+def test_no_part_of_a_signature_can_be_changed(field: str) -> None:
+    check, _, signature = signed_check()
+    before, name, value = signature.partition(f"{field}=")
+    changed = before + name + ("1" if value[0] != "1" else "2") + value[1:]
+    refused(check, changed, "signature is wrong")
+
+
+def test_a_signature_by_another_secret_is_wrong() -> None:
+    check, _, _ = signed_check()
+    refused(check, Secret("x" * 40).sign("POST", PATH, BODY), "signature is wrong")
+
+
+@pytest.mark.parametrize(("seconds", "words"), [(-31, "31 s ahead"), (31, "31 s behind")])
+def test_a_signature_of_another_time_is_refused_with_the_difference(
+    seconds: int, words: str
+) -> None:
+    check, clock, signature = signed_check()
+    clock.now += seconds
+    refused(check, signature, f"{words}, and 30 s are allowed: set the clocks")
+
+
+@pytest.mark.parametrize("seconds", [-30, 30])
+def test_clocks_may_differ_a_little(seconds: int) -> None:
+    check, clock, signature = signed_check()
+    clock.now += seconds
+    check.check(signature, "POST", PATH, BODY)
+
+
+def test_a_signature_of_the_future_is_not_taken_twice_when_its_time_has_come() -> None:
+    check, clock, signature = signed_check()
+    clock.now -= 30
+    check.check(signature, "POST", PATH, BODY)
+    clock.now += 60
+    refused(check, signature, "used before")
+
+
+def test_what_is_remembered_is_bounded_and_forgotten_when_it_is_too_old() -> None:
+    check, clock, signature = signed_check(max_remembered=2)
+    check.check(signature, "POST", PATH, BODY)
+    ask = ("GET", PATH, b"")
+    check.check(Secret("s" * 40).sign(*ask, clock=clock), *ask)
+    error = refused(check, Secret("s" * 40).sign(*ask, clock=clock), "ask less often", *ask)
+    assert (error.status, error.retry_after_s) == (503, 30)
+    clock.now += 61
+    check.check(Secret("s" * 40).sign(*ask, clock=clock), *ask)
+    refused(check, signature, "61 s behind")
+
+
+@pytest.mark.parametrize(
+    "header", ["", "Bearer x", "EPD-HMAC", "EPD-HMAC time=1, nonce=ü, mac=\ud800", "EPD-HMAC " * 99]
+)
+def test_what_is_no_signature_is_refused_with_what_to_do(header: str) -> None:
+    error = refused(signed_check()[0], header, "ask by epd-launch")
+    assert error.status == 401
+
+
+def test_a_signature_tells_nothing_of_the_secret() -> None:
+    _, _, signature = signed_check()
+    assert signature.partition("mac=")[2] not in Secret("s" * 40).derive("signatures").hex()
