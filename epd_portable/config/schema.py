@@ -21,6 +21,9 @@ from pydantic import (
 )
 
 from epd_portable.envs import EPD_MAX_QUEUED_BYTES, EPD_MAX_QUEUED_ITEMS
+from epd_portable.media.limits import MediaLimits
+
+_MEDIA_LIMITS = MediaLimits()
 
 UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
@@ -207,6 +210,12 @@ class RouterSection(_Section):
         port: Port to listen on.
         max_body_bytes: Larger request bodies are refused with 413.
         max_media_items: Requests with more images, videos and audio clips are refused with 400.
+        max_item_pixels: Larger images, and videos of larger frames, are refused with 413.
+        max_request_pixels: The same for all media of a request together: of an image its own
+            pixels, of a video those of the frames that are sampled.
+        max_video_frames: Videos with more frames in their file are refused with 413.
+        max_media_seconds: Videos and audio clips that play longer are refused with 413.
+        unknown_media: Whether files of which all that cannot be told are refused with 400.
         encode_timeout_s: Longest time one encode job may take.
         idle_timeout_s: Longest silence of a prefill-decode instance before a request is given up.
         forget_after_s: An instance that joined and is not healthy for this long is forgotten.
@@ -216,6 +225,11 @@ class RouterSection(_Section):
     port: Port = 8000
     max_body_bytes: Annotated[Size, Field(ge=1024)] = 64 << 20
     max_media_items: Annotated[int, Field(ge=1)] = 64
+    max_item_pixels: Annotated[int, Field(ge=1)] = _MEDIA_LIMITS.max_item_pixels
+    max_request_pixels: Annotated[int, Field(ge=1)] = _MEDIA_LIMITS.max_request_pixels
+    max_video_frames: Annotated[int, Field(ge=1)] = _MEDIA_LIMITS.max_video_frames
+    max_media_seconds: Seconds = _MEDIA_LIMITS.max_media_seconds
+    unknown_media: Literal["refuse", "pass"] = _MEDIA_LIMITS.unknown_media
     encode_timeout_s: Seconds = 60.0
     idle_timeout_s: Seconds = 600.0
     forget_after_s: Seconds = 600.0

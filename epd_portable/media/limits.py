@@ -259,8 +259,8 @@ def check_processor_settings(
 
     Args:
         limits: That hold.
-        mm_processor_kwargs: As the client sent them.
-        media_io_kwargs: As the client sent them.
+        mm_processor_kwargs: As the client sent them; ``None`` or empty if it sent none.
+        media_io_kwargs: The same.
 
     Raises:
         RequestError: 400; names the number, the limit and the remedy.
@@ -270,11 +270,12 @@ def check_processor_settings(
         ("mm_processor_kwargs", mm_processor_kwargs),
         ("media_io_kwargs", media_io_kwargs),
     ):
-        if raw is None:
+        nbytes = 0 if raw is None else len(memoryview(raw))
+        if raw is None or not nbytes:
             continue
-        if len(memoryview(raw)) > MAX_SETTINGS_BYTES:
+        if nbytes > MAX_SETTINGS_BYTES:
             raise _refused(
-                f"{name} has {len(memoryview(raw))} bytes: at most {MAX_SETTINGS_BYTES} are "
+                f"{name} has {nbytes} bytes: at most {MAX_SETTINGS_BYTES} are "
                 "allowed; send fewer settings"
             )
         try:

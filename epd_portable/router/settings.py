@@ -9,11 +9,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from epd_portable.config.problems import in_one_line
 from epd_portable.errors import ConfigError
+from epd_portable.media.limits import MediaLimits
 
 Role = Literal["encode", "prefill-decode"]
 HttpUrl = Annotated[str, Field(pattern=r"^https?://[^/\s]+$")]
 
 MEBIBYTE = 1 << 20
+_MEDIA_LIMITS = MediaLimits()
 
 
 class InstanceSettings(BaseModel):
@@ -81,6 +83,11 @@ class RouterSettings(BaseModel):
         probe_timeout_s: Longest time of one probe.
         max_body_bytes: Largest request body.
         max_media_items: Most images, videos and audio clips in one request.
+        max_item_pixels: See `MediaLimits`; so are the next four.
+        max_request_pixels: The same.
+        max_video_frames: The same.
+        max_media_seconds: The same.
+        unknown_media: The same.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -104,6 +111,11 @@ class RouterSettings(BaseModel):
     probe_timeout_s: float = Field(default=5.0, gt=0)
     max_body_bytes: int = Field(default=64 * MEBIBYTE, gt=0)
     max_media_items: int = Field(default=64, gt=0)
+    max_item_pixels: int = Field(default=_MEDIA_LIMITS.max_item_pixels, gt=0)
+    max_request_pixels: int = Field(default=_MEDIA_LIMITS.max_request_pixels, gt=0)
+    max_video_frames: int = Field(default=_MEDIA_LIMITS.max_video_frames, gt=0)
+    max_media_seconds: float = Field(default=_MEDIA_LIMITS.max_media_seconds, gt=0)
+    unknown_media: Literal["refuse", "pass"] = _MEDIA_LIMITS.unknown_media
 
     @model_validator(mode="after")
     def _instances_fit_together(self) -> RouterSettings:

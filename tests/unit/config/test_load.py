@@ -104,6 +104,7 @@ def test_a_key_like_no_other_is_answered_with_those_that_exist() -> None:
     (_, line) = problems("model: demo\nrouter: {zzz: 1}")
     assert line == (
         "router.zzz (line 2): unknown key; known are host, port, max_body_bytes, max_media_items, "
+        "max_item_pixels, max_request_pixels, max_video_frames, max_media_seconds, unknown_media, "
         "encode_timeout_s, idle_timeout_s, forget_after_s"
     )
 

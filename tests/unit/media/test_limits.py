@@ -178,6 +178,10 @@ def test_each_picture_of_a_list_is_held_against_the_limits() -> None:
     refused(400, "invalid_media", "frame 1: 0 characters", empty, "video", media_type=FRAME_LIST)
 
 
+def test_no_settings_ask_for_nothing() -> None:
+    assert check_processor_settings(LIMITS, msgspec.Raw(), None) == DEFAULT_PROCESSING
+
+
 def raw(value: object) -> msgspec.Raw:
     return msgspec.Raw(msgspec.json.encode(value))
 
