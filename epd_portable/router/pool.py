@@ -11,6 +11,7 @@ from typing import Literal
 import anyio
 import httpx
 
+from epd_portable.config.secret import INSTANCE_TOKEN_HEADER, Secret
 from epd_portable.router.policy import choose_encoder, choose_pd
 from epd_portable.router.settings import InstanceSettings, Role, RouterSettings
 
@@ -302,6 +303,13 @@ def describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
+def _token(settings: RouterSettings) -> dict[str, str]:
+    """Return the header that opens the instances' own servers."""
+    if not settings.secret_file:
+        return {}
+    return {INSTANCE_TOKEN_HEADER: Secret.read(settings.secret_file).instance_token()}
+
+
 def _client(instance: InstanceSettings, settings: RouterSettings) -> httpx.AsyncClient:
     # The engine bounds its own concurrency; a bound here would only hide its queue.
     limits = httpx.Limits(
@@ -313,5 +321,5 @@ def _client(instance: InstanceSettings, settings: RouterSettings) -> httpx.Async
         trust_env=False,
         transport=_Connections(limits=limits, trust_env=False),
         timeout=httpx.Timeout(settings.idle_timeout_s, connect=settings.connect_timeout_s),
-        headers={"accept-encoding": "identity"},
+        headers={"accept-encoding": "identity", **_token(settings)},
     )
