@@ -19,6 +19,8 @@
     │   ├── CorruptPayloadError          the bytes that arrived are not those that were sent
     │   └── NoCommonPathError            no transfer path that both ends have
     ├── CapacityError                something bounded is full; waiting may help
+    ├── MediaError                   what a media file would be when decoded cannot be told
+    │   └── UnknownMediaError            its format is none that is understood
     ├── MeasurementError             a measurement could not be made, or not of what was asked for
     └── RequestError                 a client's request is refused; carries its HTTP status
 
@@ -95,6 +97,14 @@ class NoCommonPathError(TransportError):
 
 class CapacityError(EPDError):
     """Something bounded is full; waiting may help."""
+
+
+class MediaError(EPDError):
+    """What a media file would be when it is decoded cannot be told from its headers."""
+
+
+class UnknownMediaError(MediaError):
+    """A media file's format is none of those that are understood."""
 
 
 class MeasurementError(EPDError):

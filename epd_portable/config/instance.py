@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from epd_portable.config.problems import in_one_line
 from epd_portable.errors import ConfigError
+from epd_portable.media.limits import MediaLimits
 
 PlatformName = Literal["cuda", "npu", "cpu"]
 
@@ -35,6 +36,7 @@ class InstanceConfig(BaseModel):
             the instance does not start.
         trusted_network: Items may leave the host unencrypted, by paths that cannot encrypt.
         can_encode: Whether the PD instance holds the vision tower and may encode by itself.
+        media_limits: What an encode instance refuses before it decodes it.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -54,6 +56,7 @@ class InstanceConfig(BaseModel):
     secret_file: str = ""
     trusted_network: bool = False
     can_encode: bool = True
+    media_limits: MediaLimits = MediaLimits()
 
     @classmethod
     def parse(cls, raw: dict[str, Any]) -> InstanceConfig:

@@ -22,6 +22,9 @@ from pydantic import (
 )
 
 from epd_portable.envs import EPD_MAX_QUEUED_BYTES, EPD_MAX_QUEUED_ITEMS
+from epd_portable.media.limits import MediaLimits
+
+_MEDIA_LIMITS = MediaLimits()
 
 UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
@@ -240,6 +243,12 @@ class RouterSection(_Section):
         body_timeout_s: Longest time in which a request's body must have come.
         send_timeout_s: A client that takes nothing of its answer for this long is given up.
         max_media_items: Requests with more images, videos and audio clips are refused with 400.
+        max_item_pixels: Larger images, and videos of larger frames, are refused with 413.
+        max_request_pixels: The same for all media of a request together: of an image its own
+            pixels, of a video those of the frames that are sampled.
+        max_video_frames: Videos with more frames in their file are refused with 413.
+        max_media_seconds: Videos and audio clips that play longer are refused with 413.
+        unknown_media: Whether files of which all that cannot be told are refused with 400.
         encode_timeout_s: Longest time one encode job may take, before another encoder is tried; by
             default what lets all tries end within ``transfer.wait_timeout_s``.
         idle_timeout_s: Longest silence of a prefill-decode instance before a request is given up.
@@ -264,6 +273,11 @@ class RouterSection(_Section):
     body_timeout_s: Seconds = 60.0
     send_timeout_s: Seconds = 60.0
     max_media_items: Annotated[int, Field(ge=1)] = 64
+    max_item_pixels: Annotated[int, Field(ge=1)] = _MEDIA_LIMITS.max_item_pixels
+    max_request_pixels: Annotated[int, Field(ge=1)] = _MEDIA_LIMITS.max_request_pixels
+    max_video_frames: Annotated[int, Field(ge=1)] = _MEDIA_LIMITS.max_video_frames
+    max_media_seconds: Seconds = _MEDIA_LIMITS.max_media_seconds
+    unknown_media: Literal["refuse", "pass"] = _MEDIA_LIMITS.unknown_media
     encode_timeout_s: Seconds | None = None
     idle_timeout_s: Seconds = 600.0
     drain_s: Seconds = 30.0

@@ -20,6 +20,7 @@ CONNECTOR = {
     "ec_connector": "EPDConnector",
     "ec_connector_module_path": "epd_portable.vllm_plugin.ec_connector",
 }
+TOKEN = "epd_portable.vllm_plugin.instance_token.TokenMiddleware"
 ADMISSION = "epd_portable.vllm_plugin.admission.AdmissionMiddleware"
 EC_ROLES = {"encode": "ec_producer", "prefill_decode": "ec_consumer"}
 ROLE_ARGS: dict[str, dict[str, JsonValue]] = {
@@ -71,6 +72,8 @@ def engine_argv(
         *render_arguments(arguments),
         # Written out, because a list becomes JSON and every mention of this flag adds one.
         *(("--middleware", ADMISSION) if group_name == "encode" else ()),
+        # The last is outermost: nobody else is so much as queued.
+        *("--middleware", TOKEN),
     )
 
 

@@ -23,6 +23,7 @@ from epd_portable.launch.fit import HardwareFit, fit, memory_warnings
 from epd_portable.launch.model import ModelSource
 from epd_portable.launch.seats import Seat, place_instances
 from epd_portable.launch.target import Hardware
+from epd_portable.media.limits import MediaLimits
 from epd_portable.platforms.traits import PlatformTraits
 from epd_portable.router.settings import InstanceSettings, Role, RouterSettings
 
@@ -239,6 +240,7 @@ def _instance(
         secret_file=secret_file,
         trusted_network=transfer.trusted_network,
         can_encode=topology.instances.prefill_decode.encoder or not receives,
+        media_limits=MediaLimits.among(topology.router),
     )
 
 

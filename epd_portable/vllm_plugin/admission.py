@@ -1,16 +1,18 @@
 """Bounded admission in the API server of an encode instance.
 
 ``--middleware epd_portable.vllm_plugin.admission.AdmissionMiddleware``: vLLM puts the class around
-its application (0.26 to 0.33), outside its own middleware. Limits come from the environment,
-because vLLM passes nothing else to a middleware.
+its application (0.26 to 0.33), outside its own middleware. The limits of the queue come from the
+environment; those of media, which the router has checked already, with the instance's settings.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
 import msgspec
 from prometheus_client import REGISTRY, CollectorRegistry
@@ -21,9 +23,18 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from epd_portable.envs import EPD_MAX_QUEUED_BYTES, EPD_MAX_QUEUED_ITEMS
+from epd_portable.errors import RequestError
+from epd_portable.media.formats import Modality
+from epd_portable.media.limits import (
+    MediaLimits,
+    check_item,
+    check_processor_settings,
+    check_request,
+)
 from epd_portable.router.incoming import ClientGoneError, drain
 from epd_portable.router.replies import error_body
 from epd_portable.scheduling.admission import Admission, AdmissionLimits, Refusal, Visit
+from epd_portable.vllm_plugin.instance_token import instance_of
 
 logger = logging.getLogger(__name__)
 
@@ -41,32 +52,63 @@ COUNTED_PATHS = frozenset(
 
 KEYS = {"items": "max_queued_items", "bytes": "max_queued_bytes"}
 MEDIA = ("image", "audio", "video")
+MAX_URL_HEAD = 256
+"""Longest beginning of a data URL, up to its data, that is looked at."""
+
+_ESCAPE = re.compile(rb"\\")
 
 
 class _Part(msgspec.Struct):
     type: str = ""
+    image_url: msgspec.Raw = msgspec.Raw()
+    video_url: msgspec.Raw = msgspec.Raw()
+    audio_url: msgspec.Raw = msgspec.Raw()
+    input_audio: msgspec.Raw = msgspec.Raw()
 
 
 class _Message(msgspec.Struct):
     content: list[_Part] | str | None = None
 
 
-class _Body(msgspec.Struct):
+class Outline(msgspec.Struct):
     """What is read of a body: messages of chat, or the input of responses."""
 
     messages: list[_Message] = []
     input: list[_Message] | str = []
+    mm_processor_kwargs: msgspec.Raw = msgspec.Raw()
+    media_io_kwargs: msgspec.Raw = msgspec.Raw()
+
+    def parts(self) -> Iterator[tuple[str, _Part]]:
+        """Yield each content part with its place."""
+        spoken = [("messages", self.messages)]
+        if isinstance(self.input, list):
+            spoken.append(("input", self.input))
+        for name, messages in spoken:
+            for index, message in enumerate(messages):
+                if isinstance(message.content, list):
+                    for place, part in enumerate(message.content):
+                        yield f"{name}[{index}].content[{place}]", part
+
+
+class _Url(msgspec.Struct):
+    url: msgspec.Raw = msgspec.Raw()
+
+
+class _Clip(msgspec.Struct):
+    data: msgspec.Raw = msgspec.Raw()
 
 
 class AdmissionMiddleware(Collector):
     """Answers 429 with ``Retry-After`` where the instance would have to queue more than it may.
 
     A request is counted from its arrival to the end of its answer, however it ends. No more bytes
-    of a body are kept than were counted before.
+    of a body are kept than were counted before. Media that would become larger than they may are
+    refused as the router refuses them, before vLLM decodes any.
 
     Args:
         app: What is protected.
         limits: ``None`` reads them from the environment.
+        media_limits: ``None`` reads them from the instance's settings.
         registry: Where the counts are exposed.
     """
 
@@ -75,6 +117,7 @@ class AdmissionMiddleware(Collector):
         app: ASGIApp,
         *,
         limits: AdmissionLimits | None = None,
+        media_limits: MediaLimits | None = None,
         registry: CollectorRegistry = REGISTRY,
     ) -> None:
         self._app = app
@@ -82,7 +125,8 @@ class AdmissionMiddleware(Collector):
             limits
             or AdmissionLimits(items=EPD_MAX_QUEUED_ITEMS.get(), nbytes=EPD_MAX_QUEUED_BYTES.get())
         )
-        self._refused = dict.fromkeys(KEYS, 0)
+        self._media_limits = media_limits
+        self._refused = dict.fromkeys((*KEYS, "media"), 0)
         registry.register(self)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -120,14 +164,25 @@ class AdmissionMiddleware(Collector):
                 pieces.append(piece)
         if refusal is None:
             body = b"".join(pieces)
-            refusal = self._take(visit, items=max(count_items(body), 1) - 1)
+            outline = outline_of(body)
+            refusal = self._take(visit, items=max(count_items(outline), 1) - 1)
             if refusal is None:
+                try:
+                    check_media(self._limits_of_media(request.scope), outline)
+                except RequestError as error:
+                    self._refused["media"] += 1
+                    return _refused(error)
                 return body
         elif request.headers.get("expect", "").lower() != "100-continue":
             pieces.clear()
             await drain(request.receive)
         self._refused[refusal.what] += 1
         return _response(refusal)
+
+    def _limits_of_media(self, scope: Scope) -> MediaLimits:
+        if self._media_limits is None:
+            self._media_limits = instance_of(scope).media_limits
+        return self._media_limits
 
     def _take(self, visit: Visit, *, items: int = 0, nbytes: int = 0) -> Refusal | None:
         return self._admission.take(visit, items=items, nbytes=nbytes, now_s=time.monotonic())
@@ -142,7 +197,7 @@ class AdmissionMiddleware(Collector):
         )
         refused = CounterMetricFamily(
             "epd_encode_refused_requests",
-            "Requests answered 429 or 413, by the limit that they met.",
+            "Requests answered 429, 413 or 400, by the limit that they met.",
             labels=("limit",),
         )
         for what, count in self._refused.items():
@@ -150,19 +205,88 @@ class AdmissionMiddleware(Collector):
         yield refused
 
 
-def count_items(body: bytes) -> int:
-    """Return how many media items a body holds; 0 if it is not one that the engine accepts."""
+def outline_of(body: bytes) -> Outline:
+    """Return what is read of a body; nothing of one that the engine does not accept."""
     try:
-        read = msgspec.json.decode(body, type=_Body)
+        return msgspec.json.decode(body, type=Outline)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return 0
-    messages = read.messages + (read.input if isinstance(read.input, list) else [])
-    return sum(
-        any(name in part.type for name in MEDIA)
-        for message in messages
-        if isinstance(message.content, list)
-        for part in message.content
+        return Outline()
+
+
+def count_items(outline: Outline) -> int:
+    """Return how many media items a body holds."""
+    return sum(any(name in part.type for name in MEDIA) for _, part in outline.parts())
+
+
+def check_media(limits: MediaLimits, outline: Outline) -> None:
+    """Check what the media of a body become when they are decoded.
+
+    URLs that hold no data are left to vLLM: nothing of theirs is here yet.
+
+    Raises:
+        RequestError: 413 or 400; as the router's.
+    """
+    processing = check_processor_settings(
+        limits, outline.mm_processor_kwargs, outline.media_io_kwargs
     )
+    pixels = 0
+    for where, part in outline.parts():
+        for modality, field, value in _items(part):
+            media_type, text = value
+            place = f"{where}.{field}"
+            pixels += check_item(limits, modality, media_type, text, place, processing)
+    check_request(limits, pixels)
+
+
+def _items(part: _Part) -> Iterator[tuple[Modality, str, tuple[str, memoryview]]]:
+    """Yield modality, field, and media type with base64 text of each item in a part."""
+    urls: tuple[tuple[Modality, str, msgspec.Raw], ...] = (
+        ("image", "image_url", part.image_url),
+        ("video", "video_url", part.video_url),
+        ("audio", "audio_url", part.audio_url),
+    )
+    for modality, field, raw in urls:
+        if _opens(raw, b"{"):
+            raw = _field(raw, _Url).url
+        url = _text(raw)
+        head = bytes(url[:MAX_URL_HEAD])
+        comma = head.find(b",")
+        if head[:5].lower() == b"data:":
+            if comma < 0:
+                raise RequestError(
+                    f"{field}: no ',' in the first {MAX_URL_HEAD} bytes of its data URL",
+                    status=400,
+                    code="invalid_data_url",
+                )
+            media_type = head[5:comma].partition(b";")[0].decode("latin-1")
+            yield modality, field, (media_type, url[comma + 1 :])
+    if _opens(part.input_audio, b"{"):
+        yield "audio", "input_audio", ("", _text(_field(part.input_audio, _Clip).data))
+
+
+T = TypeVar("T", _Url, _Clip)
+
+
+def _field(raw: msgspec.Raw, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return kind()
+
+
+def _opens(raw: msgspec.Raw, bracket: bytes) -> bool:
+    return bytes(memoryview(raw)[:1]) == bracket
+
+
+def _text(raw: msgspec.Raw) -> memoryview:
+    """Return the bytes of a JSON string: those of the body where it holds no escapes."""
+    view = memoryview(raw)
+    if not _opens(raw, b'"'):
+        return view[:0]
+    inner = view[1:-1]
+    if _ESCAPE.search(inner):
+        return memoryview(msgspec.json.decode(raw, type=str).encode("utf-8", "surrogatepass"))
+    return inner
 
 
 def _is_counted(scope: Scope) -> bool:
@@ -180,6 +304,11 @@ def _replay(body: bytes, receive: Receive) -> Receive:
         return unread.pop() if unread else await receive()
 
     return replayed
+
+
+def _refused(error: RequestError) -> Response:
+    body = error_body(str(error), status=error.status, code=error.code)
+    return Response(body, error.status, {"content-type": "application/json"})
 
 
 def _response(refusal: Refusal) -> Response:

@@ -54,14 +54,26 @@ def body(content: Sequence[dict[str, Any]] | str, **extra: Any) -> dict[str, Any
     return {**fixed, "messages": messages, **extra}
 
 
-def post(url: str, request: dict[str, Any]) -> httpx.Response:
+def post(
+    url: str, request: dict[str, Any], *, headers: dict[str, str] | None = None
+) -> httpx.Response:
     return httpx.post(
-        f"{url}/v1/chat/completions", json=request, timeout=TIMEOUT_S, trust_env=False
+        f"{url}/v1/chat/completions",
+        json=request,
+        headers=headers,
+        timeout=TIMEOUT_S,
+        trust_env=False,
     )
 
 
-def ask(url: str, content: Sequence[dict[str, Any]] | str, **extra: Any) -> Answer:
-    response = post(url, body(content, **extra))
+def ask(
+    url: str,
+    content: Sequence[dict[str, Any]] | str,
+    *,
+    headers: dict[str, str] | None = None,
+    **extra: Any,
+) -> Answer:
+    response = post(url, body(content, **extra), headers=headers)
     assert response.status_code == 200, response.text
     answer = response.json()
     items = (answer.get("ec_transfer_params") or {}).get("items", ())

@@ -13,6 +13,7 @@ import httpx
 import psutil
 
 from epd_portable.config.instance import InstanceConfig
+from epd_portable.config.secret import INSTANCE_TOKEN_HEADER, Secret
 
 DEADLINE_S = 90.0
 RESTART_S = 400.0
@@ -45,9 +46,15 @@ def address(launcher: int, ec_role: str) -> str:
     return url_of(instance(launcher, ec_role))
 
 
-def empty_encoder_cache(url: str) -> None:
-    """Let the engine at this address forget its items (only with ``VLLM_SERVER_DEV_MODE``)."""
-    _reset(url, "encoder_cache")
+def token(launcher: int, ec_role: str) -> dict[str, str]:
+    """Return the header that opens an instance's own server."""
+    secret = Secret.read(config_of(instance(launcher, ec_role)).secret_file)
+    return {INSTANCE_TOKEN_HEADER: secret.instance_token()}
+
+
+def empty_encoder_cache(launcher: int, ec_role: str) -> None:
+    """Let an engine forget its items (only with ``VLLM_SERVER_DEV_MODE``)."""
+    reset(launcher, ec_role, "encoder_cache")
 
 
 def both_serve(launcher: int) -> bool:
@@ -63,13 +70,14 @@ def both_serve(launcher: int) -> bool:
 def forget_items(launcher: int) -> None:
     """Let both instances of a pair forget what they have encoded, received and computed."""
     for role in ("ec_producer", "ec_consumer"):
-        url = address(launcher, role)
-        empty_encoder_cache(url)
-        _reset(url, "prefix_cache")
+        empty_encoder_cache(launcher, role)
+        reset(launcher, role, "prefix_cache")
 
 
-def _reset(url: str, what: str) -> None:
-    answer = httpx.post(f"{url}/reset_{what}", timeout=30, trust_env=False)
+def reset(launcher: int, ec_role: str, what: str) -> None:
+    """Empty one cache of an engine (only with ``VLLM_SERVER_DEV_MODE``)."""
+    url, headers = address(launcher, ec_role), token(launcher, ec_role)
+    answer = httpx.post(f"{url}/reset_{what}", headers=headers, timeout=30, trust_env=False)
     assert answer.status_code == 200, answer.text
 
 

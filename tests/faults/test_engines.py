@@ -19,7 +19,7 @@ import pytest
 
 from tests.e2e.asking import body, picture, text
 from tests.e2e.conftest import ROOT, Split, running
-from tests.e2e.engines import RESTART_S, address, metric, wait_until
+from tests.e2e.engines import RESTART_S, address, metric, reset, wait_until
 from tests.faults.leaving import ask_and_leave
 from tests.faults.payloads import WITH_DIGESTS, Payloads
 from tests.faults.points import (
@@ -109,10 +109,8 @@ class Engines:
     def forget(self) -> None:
         """Empty every cache, so that the questions have to be encoded and computed again."""
         for role in ("ec_producer", "ec_consumer"):
-            url = address(self.split.pid, role)
             for cache in ("prefix", "mm", "encoder"):
-                answer = httpx.post(f"{url}/reset_{cache}_cache", timeout=30, trust_env=False)
-                assert answer.status_code == 200, answer.text
+                reset(self.split.pid, role, f"{cache}_cache")
 
     def servers(self) -> set[int]:
         """Return the processes that the launcher has started: instances, router and guard."""

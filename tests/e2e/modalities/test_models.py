@@ -22,7 +22,7 @@ from epd_portable.router.body import CHAT_PATH, Rules, read_call
 from tests.checkpoints import NAMES
 from tests.e2e.asking import Answer, ask, assert_equal, body, text
 from tests.e2e.conftest import Split, running
-from tests.e2e.engines import address
+from tests.e2e.engines import address, token
 from tests.e2e.equality import TOLERANCE
 from tests.e2e.modalities.parts import audio_url, frames, image, input_audio, video
 from tests.forked import Popen
@@ -125,7 +125,9 @@ class Served:
     def ask_alone(self, content: Any, **more: Any) -> Answer:
         """Ask the prefill+decode instance, which has to encode every item then."""
         alone = address(self.split.pid, "ec_consumer")
-        return ask(alone, content, **self._fixed(), cache_salt=uuid.uuid4().hex, **more)
+        headers = token(self.split.pid, "ec_consumer")
+        salt = uuid.uuid4().hex
+        return ask(alone, content, headers=headers, **self._fixed(), cache_salt=salt, **more)
 
     def _fixed(self) -> dict[str, Any]:
         return {"model": self.name, "max_tokens": 8, "ignore_eos": True}

@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.asking import ask, assert_equal, body, picture, text
 from tests.e2e.conftest import Pair, encoders_held, slow_steps
-from tests.e2e.engines import address, empty_encoder_cache, instance, metric, wait_until
+from tests.e2e.engines import empty_encoder_cache, instance, metric, wait_until
 from tests.e2e.equality import TOLERANCE, FloatSmoke
 from tests.e2e.one_pair.limits import SEATS
 
@@ -44,7 +44,7 @@ def test_a_prompt_in_the_prefix_cache_needs_no_item(pair: Pair) -> None:
     content = [picture(501), text("What is in the picture? Please say it. " * 8)]
     first = ask(pair.split.url, content)
     assert first.sources == ["transfer"]
-    empty_encoder_cache(address(pair.split.pid, "ec_consumer"))
+    empty_encoder_cache(pair.split.pid, "ec_consumer")
     again = ask(pair.split.url, content)
     assert again.sources == ["prefix_cache"]
     assert_equal(again, first, tolerance=TOLERANCE)
@@ -70,7 +70,7 @@ def test_an_item_that_went_before_it_was_used_is_asked_for_again_with_its_media(
             )
             pending = pool.submit(ask, pair.split.url, content)
             wait_until(lambda: len(pair.split.events("item.landed")) > landed, "the item landed")
-            empty_encoder_cache(address(pair.split.pid, "ec_consumer"))
+            empty_encoder_cache(pair.split.pid, "ec_consumer")
             assert not any(other.done() for other in others)
         answer = pending.result()
     assert answer.sources == ["transfer"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,9 +14,10 @@ import pytest
 from tests.e2e.asking import ask, assert_equal, body, picture, post
 from tests.e2e.cases import ASK
 from tests.e2e.conftest import Pair, encoders_held
-from tests.e2e.engines import address, cpu_s, instance, metric, wait_until
+from tests.e2e.engines import address, cpu_s, instance, metric, token, wait_until
 from tests.e2e.equality import TOLERANCE
 from tests.e2e.one_pair.limits import QUEUE
+from tests.unit.media.samples import png
 
 pytestmark = [pytest.mark.e2e, pytest.mark.needs_vllm]
 
@@ -37,20 +39,20 @@ def until_nothing_is_held(pair: Pair) -> None:
 
 
 def test_an_item_in_the_cache_of_the_encode_instance_is_not_encoded_again(pair: Pair) -> None:
-    url = address(pair.split.pid, "ec_producer")
+    url, headers = address(pair.split.pid, "ec_producer"), token(pair.split.pid, "ec_producer")
     begun = len(pair.split.encoded_by("encode"))
     for pictures in ([picture(300)], [picture(300)], [picture(301), picture(300)]):
-        assert post(url, body(pictures, max_tokens=1)).status_code == 200
+        assert post(url, body(pictures, max_tokens=1), headers=headers).status_code == 200
     assert len(pair.split.encoded_by("encode")) == begun + 2
 
 
 def test_all_items_of_a_request_are_encoded_in_one_step(pair: Pair) -> None:
-    url = address(pair.split.pid, "ec_producer")
+    url, headers = address(pair.split.pid, "ec_producer"), token(pair.split.pid, "ec_producer")
     begun = len(pair.split.events("encode.begin"))
     with ThreadPoolExecutor() as pool:
         pending = [
-            pool.submit(post, url, body([picture(seed + n) for n in range(QUEUE)], max_tokens=1))
-            for seed in (310, 320, 330)
+            pool.submit(post, url, body(items, max_tokens=1), headers=headers)
+            for items in ([picture(seed + n) for n in range(QUEUE)] for seed in (310, 320, 330))
         ]
         answers = [each.result().status_code for each in pending]
     events = pair.split.events("encode.begin")[begun:]
@@ -78,12 +80,12 @@ def test_a_flooded_encode_instance_answers_429_and_every_request_is_answered_in_
 
 
 def test_who_asks_a_full_encode_instance_directly_hears_when_to_come_back(pair: Pair) -> None:
-    url = address(pair.split.pid, "ec_producer")
+    url, headers = address(pair.split.pid, "ec_producer"), token(pair.split.pid, "ec_producer")
     requests = [body([picture(seed)], max_tokens=1) for seed in range(380, 380 + 2 * QUEUE)]
     turned_away = len(requests) - QUEUE
     with ThreadPoolExecutor(len(requests)) as pool:
         with encoders_held(pair.split):
-            pending = [pool.submit(post, url, request) for request in requests]
+            pending = [pool.submit(post, url, request, headers=headers) for request in requests]
             wait_until(
                 lambda: sum(each.done() for each in pending) == turned_away, "the rest is refused"
             )
@@ -96,21 +98,56 @@ def test_who_asks_a_full_encode_instance_directly_hears_when_to_come_back(pair: 
     assert httpx.get(f"{url}/health", timeout=10, trust_env=False).status_code == 200
     until_nothing_is_held(pair)
     for request in requests[:2]:
-        assert post(url, request).status_code == 200
+        assert post(url, request, headers=headers).status_code == 200
 
 
 def test_a_client_that_leaves_a_full_encode_instance_gives_its_place_back(
     pair: Pair, slow: Callable[[float], Any]
 ) -> None:
-    url = address(pair.split.pid, "ec_producer")
+    url, headers = address(pair.split.pid, "ec_producer"), token(pair.split.pid, "ec_producer")
     slow(3.0)
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(
             f"{url}/v1/chat/completions",
             json=body([picture(400 + n) for n in range(QUEUE)], max_tokens=1),
+            headers=headers,
             timeout=1.0,
             trust_env=False,
         )
+    until_nothing_is_held(pair)
+
+
+def test_nobody_gets_into_an_instance_without_the_token(pair: Pair) -> None:
+    question = body([picture(430), ASK], max_tokens=1)
+    for role in ("ec_producer", "ec_consumer"):
+        url, right = address(pair.split.pid, role), token(pair.split.pid, role)
+        (name,) = right
+        for headers in ({}, {name: "0" * 64}, {"authorization": f"Bearer {right[name]}"}):
+            answer = post(url, question, headers=headers)
+            assert answer.status_code == 401
+            assert answer.json()["error"]["code"] == "unauthorized"
+        for path in ("/v1/models", "/version", "/docs", "/server_info"):
+            assert httpx.get(f"{url}{path}", timeout=10, trust_env=False).status_code == 401
+        closed = httpx.post(f"{url}/reset_prefix_cache", timeout=10, trust_env=False)
+        assert closed.status_code == 401
+        for path in ("/health", "/ping", "/metrics"):
+            assert httpx.get(f"{url}{path}", timeout=10, trust_env=False).status_code == 200
+        models = httpx.get(f"{url}/v1/models", headers=right, timeout=10, trust_env=False)
+        assert models.status_code == 200
+        logs = [log.read_text() for log in pair.split.log_dir.iterdir()]
+        assert logs and not any(right[name] in log for log in logs)
+    assert ask(pair.split.url, [picture(430), ASK]).sources == ["transfer"]
+
+
+def test_a_picture_that_would_become_too_large_is_not_decoded_by_an_instance_either(
+    pair: Pair,
+) -> None:
+    url, headers = address(pair.split.pid, "ec_producer"), token(pair.split.pid, "ec_producer")
+    large = base64.b64encode(png(13_370, 13_370)).decode()
+    item = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{large}"}}
+    answer = post(url, body([item] * QUEUE, max_tokens=1), headers=headers)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (413, "media_too_large")
+    assert "router.max_item_pixels" in answer.json()["error"]["message"]
     until_nothing_is_held(pair)
 
 

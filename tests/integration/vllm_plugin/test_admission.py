@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,18 +14,21 @@ import pytest
 from prometheus_client import CollectorRegistry
 from starlette.responses import Response, StreamingResponse
 
+from epd_portable.media.limits import MediaLimits
 from epd_portable.scheduling.admission import AdmissionLimits
-from epd_portable.vllm_plugin.admission import AdmissionMiddleware, count_items
+from epd_portable.vllm_plugin.admission import AdmissionMiddleware, count_items, outline_of
 from tests.integration.router.stand_in import DEADLINE_S, Received, Serving, StandIn
+from tests.unit.media.samples import mp4, png_header
 
 CHAT = "/v1/chat/completions"
+ANY_MEDIA = MediaLimits(unknown_media="pass")
 ITEM = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 
 
 class Instance:
     """A stand-in behind the middleware, which answers when it is told to."""
 
-    def __init__(self, items: int, nbytes: int) -> None:
+    def __init__(self, items: int, nbytes: int, media: MediaLimits) -> None:
         self.go_on = asyncio.Event()
         self.engine = StandIn("encode-0", "encode", self._behave)
         self.registry = CollectorRegistry()
@@ -32,6 +36,7 @@ class Instance:
             AdmissionMiddleware(
                 self.engine.serving._app,
                 limits=AdmissionLimits(items=items, nbytes=nbytes),
+                media_limits=media,
                 registry=self.registry,
             )
         )
@@ -69,8 +74,10 @@ class Instance:
 
 
 @asynccontextmanager
-async def instance(*, items: int = 4, nbytes: int = 1 << 20) -> AsyncIterator[Instance]:
-    made = Instance(items, nbytes)
+async def instance(
+    *, items: int = 4, nbytes: int = 1 << 20, media: MediaLimits = ANY_MEDIA
+) -> AsyncIterator[Instance]:
+    made = Instance(items, nbytes, media)
     await made.serving.start()
     try:
         yield made
@@ -228,9 +235,54 @@ async def test_health_and_whatever_generates_nothing_is_never_refused() -> None:
     ],
 )
 def test_items_are_counted_in_every_form_of_a_conversation(body: Any, items: int) -> None:
-    assert count_items(json.dumps(body).encode()) == items
+    assert count_items(outline_of(json.dumps(body).encode())) == items
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"\xff", b"[" * 100_000])
 def test_a_body_that_is_none_has_no_items(body: bytes) -> None:
-    assert count_items(body) == 0
+    assert count_items(outline_of(body)) == 0
+
+
+def url_of(data: bytes, kind: str = "image/png") -> str:
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+
+
+LARGE = url_of(png_header(9000, 9000))
+VIDEO = url_of(mp4(size=(9000, 9000)), "video/mp4")
+FOURTH = {"type": "image_url", "image_url": {"url": url_of(png_header(8000, 8000))}}
+"""Four of them fit into one request."""
+
+
+@pytest.mark.parametrize(
+    ("content", "settings", "status", "code"),
+    [
+        ([{"type": "image_url", "image_url": {"url": LARGE}}], {}, 413, "media_too_large"),
+        ([{"type": "image_url", "image_url": LARGE}], {}, 413, "media_too_large"),
+        ([{"image_url": LARGE.replace("data:", "DATA:")}], {}, 413, "media_too_large"),
+        ([{"type": "video_url", "video_url": {"url": VIDEO}}], {}, 413, "media_too_large"),
+        ([{"type": "audio_url", "audio_url": {"url": url_of(b"x" * 9)}}], {}, 400, "unknown_media"),
+        ([{"type": "input_audio", "input_audio": {"data": "AAAA"}}], {}, 400, "unknown_media"),
+        ([{"type": "image_url", "image_url": "data:" + "x" * 999}], {}, 400, "invalid_data_url"),
+        ([], {"mm_processor_kwargs": {"max_pixels": 4e9}}, 400, "settings_too_large"),
+        ([], {"media_io_kwargs": {"video": {"num_frames": 1e6}}}, 400, "settings_too_large"),
+        ([FOURTH] * 4, {}, 200, ""),
+        ([FOURTH] * 5, {}, 413, "media_too_large"),
+    ],
+)
+async def test_media_that_become_too_large_are_refused_before_anything_is_decoded(
+    content: list[Any], settings: dict[str, Any], status: int, code: str
+) -> None:
+    async with instance(items=9, media=MediaLimits()) as e:
+        e.go_on.set()
+        body = {"messages": [{"role": "user", "content": content}], **settings}
+        # JSON lets every '/' have a backslash before it.
+        for text in (json.dumps(body), json.dumps(body).replace("/", "\\/")):
+            answer = await e.post(text.encode())
+            assert answer.status_code == status, answer.text
+            if code:
+                assert answer.json()["error"]["code"] == code
+        counted = e.registry.get_sample_value(
+            "epd_encode_refused_requests_total", {"limit": "media"}
+        )
+        assert counted == (2 if code else 0)
+        await e.until_empty()

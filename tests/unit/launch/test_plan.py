@@ -16,12 +16,14 @@ from epd_portable.errors import ConfigError
 from epd_portable.launch.engine import render_arguments
 from epd_portable.launch.model import ModelSource
 from epd_portable.launch.plan import Machine, Plan, ProcessSpec, make_plan
+from epd_portable.media.limits import MediaLimits
 from epd_portable.platforms.traits import TRAITS
 from epd_portable.router.settings import load_settings
 
 FOLDER = ModelSource(argument="/models/m", served_name="m", is_folder=True)
 HUB = ModelSource(argument="org/m", served_name="org/m", is_folder=False)
 
+TOKEN = "epd_portable.vllm_plugin.instance_token.TokenMiddleware"
 TEXT = """
 model: demo
 engine_args: {max_model_len: 4096, limit_mm_per_prompt: {video: 0}}
@@ -82,6 +84,7 @@ def test_a_cpu_plan_in_full() -> None:
         "--distributed-executor-backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor",
         "--max-model-len": "4096",
         "--limit-mm-per-prompt": '{"video": 0}',
+        "--middleware": TOKEN,
         "--dtype": "bfloat16",
         "--tensor-parallel-size": "1",
     }
@@ -91,7 +94,6 @@ def test_a_cpu_plan_in_full() -> None:
         "--no-enable-prefix-caching": "",
         "--no-async-scheduling": "",
         "--ec-transfer-config": options(encode)["--ec-transfer-config"],
-        "--middleware": "epd_portable.vllm_plugin.admission.AdmissionMiddleware",
     }
     assert options(pd) == common | {
         "--port": "20001",
@@ -278,16 +280,32 @@ def test_the_queue_of_an_encode_instance_is_as_long_as_the_file_says() -> None:
     assert encode.env["EPD_MAX_QUEUED_ITEMS"] == "7"
     assert encode.env["EPD_MAX_QUEUED_BYTES"] == str(1 << 30)
     assert not any(name.startswith("EPD_MAX_QUEUED") for name in pd.env)
-    assert "--middleware" not in options(pd)
 
 
-def test_middleware_of_the_user_stays() -> None:
-    encode = plan_of(TEXT + "instances: {encode: {engine_args: {middleware: a.b}}}", "cpu")
-    argv = encode.processes[0].argv
-    assert [argv[at + 1] for at, word in enumerate(argv) if word == "--middleware"] == [
-        "a.b",
-        "epd_portable.vllm_plugin.admission.AdmissionMiddleware",
+def test_every_instance_asks_for_the_token_before_all_other_middleware() -> None:
+    plan = plan_of(TEXT.replace("{max_model_len", "{middleware: a.b, max_model_len"), "cpu")
+    named = [
+        [word for before, word in itertools.pairwise(spec.argv) if before == "--middleware"]
+        for spec in plan.processes
     ]
+    admission = "epd_portable.vllm_plugin.admission.AdmissionMiddleware"
+    assert named == [["a.b", admission, TOKEN], ["a.b", TOKEN], []]
+
+
+def test_limits_of_media_reach_the_router_and_the_instances() -> None:
+    limits = {
+        "max_item_pixels": 1,
+        "max_request_pixels": 2,
+        "max_video_frames": 3,
+        "max_media_seconds": 4.5,
+        "unknown_media": "pass",
+    }
+    encode, pd, router = plan_of(TEXT + f"router: {limits}", "cpu").processes
+    for instance in (encode, pd):
+        told = json.loads(options(instance)["--ec-transfer-config"])["ec_connector_extra_config"]
+        assert told["media_limits"] == limits
+        assert InstanceConfig.parse(told).media_limits == MediaLimits(**limits)
+    assert limits.items() <= json.loads(options(router)["--settings"]).items()
 
 
 def test_a_queue_that_holds_no_body_of_the_router_is_refused() -> None:
