@@ -34,7 +34,7 @@ from epd_portable.runners.receiver import Receiver
 from epd_portable.runners.sender import Sender
 from epd_portable.wire.params import ExpectedTransfer, PrefillParams
 
-STEP_S = 1e-4
+STEP_S = 1e-3
 """Pause between two steps of the consumer, so that it leaves the core to others."""
 
 _FINGERPRINT = "measurement"
@@ -106,7 +106,7 @@ class Consumer:
                 failed = self._receiver.take_unavailable()
             if failed:
                 raise MeasurementError(f"item {name} did not arrive in {self._timeout_s:g} s")
-            time.sleep(STEP_S)
+            self._receiver.rest(STEP_S)
         if not bool((self._outputs[name].cpu() == command.value).all()):
             raise MeasurementError(f"item {name} of {command.tensor} arrived with other content")
         with self._receiver.lock:

@@ -104,6 +104,7 @@ class Receiver:
         self.cache = PREALLOCATORS[config.preallocation](cache_size, self._pool, self._session)
         self._orders = OrderBook(self._pool, self.cache, copies=copies)
         self.lock = threading.RLock()
+        self._has_news = threading.Event()
         self._closing = False
         self._death: BaseException | None = None
         self._listener: threading.Thread | None = None
@@ -252,8 +253,17 @@ class Receiver:
                 f"the thread epd-receiver ended with {self._death!r}, and no item comes to "
                 f"{self._config.instance}; restart it"
             ) from self._death
+        self._has_news.clear()
         self._advance()
         self._metrics.room(self._pool, self.cache)
+
+    def rest(self, timeout_s: float) -> None:
+        """Block until a message was taken in since `before_step`, but no longer than this.
+
+        Not at all if no request waits for its items. Not under `lock`, which messages need.
+        """
+        if self.cache.unsettled:
+            self._has_news.wait(timeout_s)
 
     def take_orders(self, freed: Iterable[str], *, computes: bool) -> WorkerOrders:
         """Return what the workers must do in the step that was just scheduled: `OrderBook.take`."""
@@ -281,11 +291,11 @@ class Receiver:
         received = self._endpoint.receive()
         for identity, message in received:
             self._session.receive(identity, message, now)
-        if received:
-            self._endpoint.wake()  # More may have come, of which ZMQ does not tell again.
         self._session.tick(now)
         self._expire(now)
         self._advance()
+        if received:
+            self._has_news.set()
 
     def close(self) -> None:
         """Stop receiving and remove the pool."""
@@ -327,7 +337,6 @@ class Receiver:
             path=grant.path,
             transfer_s=transfer_s,
         )
-        self._metrics.landed(grant, item.tensor.nbytes, transfer_s)
         self.cache.landed(item)
         placement = Placement(
             mm_hash=item.mm_hash,
@@ -337,11 +346,6 @@ class Receiver:
             digest=digest,
         )
         self._orders.place(item, placement)
-        for request_id in (*item.holders, *item.wanted):
-            record = self._requests[request_id]
-            wait_s = now - record.arrived_s
-            record.note(_outcome(item, record, wait_s=wait_s))
-            self._metrics.waited(wait_s)
         trace(
             "item.landed",
             mm_hash=item.mm_hash,
@@ -350,6 +354,12 @@ class Receiver:
             nbytes=item.tensor.nbytes,
             transfer_s=transfer_s,
         )
+        for request_id in (*item.holders, *item.wanted):
+            record = self._requests[request_id]
+            wait_s = now - record.arrived_s
+            record.note(_outcome(item, record, wait_s=wait_s))
+            self._metrics.waited(wait_s)
+        self._metrics.landed(grant, item.tensor.nbytes, transfer_s)
 
     def failed(
         self,
