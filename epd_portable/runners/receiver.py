@@ -366,7 +366,6 @@ class Receiver:
         transfer: Transfer,
         slot: SlotDescriptor | None,
         *,
-        code: NackCode,
         cause: FailureCause,
         reason: str,
     ) -> None:
@@ -584,7 +583,14 @@ class Receiver:
             self._endpoint.send(record.reply_to, nack)
 
     def _note_progress(self, record: RequestRecord, num_computed_tokens: int) -> None:
-        """Count the items that are computed, and stop awaiting them."""
+        """Count the items that are computed, and stop awaiting them.
+
+        Asked in every step of a request that waits, so nothing is looked at again that did not
+        change.
+        """
+        if num_computed_tokens == record.noted_tokens:
+            return
+        record.noted_tokens = num_computed_tokens
         if record.progressed(num_computed_tokens):
             trace(
                 "request.progress",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import ItemsView
+
 import pytest
 
+from epd_portable.scheduling.items import Claim
 from epd_portable.wire.messages import EncodeFailed
 from epd_portable.wire.params import ItemOutcome
 from tests.unit.runners.harness import (
@@ -330,6 +333,44 @@ def test_progress_counts_items_that_lie_wholly_in_what_is_computed(pair: Pair) -
         counted.append(record.mm_inputs_done)
     assert counted == [0, 0, 1, 1, 2, 2, 3], "and never fewer, after a preemption either"
     assert not record.claims, "everything is given up"
+    pair.pd.finish("r")
+    assert_everything_is_back(pair.pd)
+
+
+def test_the_items_of_a_request_that_waits_are_not_looked_through_in_every_step(
+    pair: Pair,
+) -> None:
+    looks = 0
+
+    class Counted(dict[str, Claim]):
+        def items(self) -> ItemsView[str, Claim]:
+            nonlocal looks
+            looks += 1
+            return super().items()
+
+    pair.pd.arrive("r", CAT, DOG)
+    record = pair.pd.receiver._requests["r"]
+    record.claims = Counted(record.claims)
+    for computed, expected in ((1, 1), (1, 1), (1, 1), (3, 2), (3, 2)):
+        pair.pd.receiver.may_schedule("r", computed)
+        assert looks == expected
+    pair.pd.finish("r")
+    assert_everything_is_back(pair.pd)
+
+
+def test_room_lost_for_an_item_that_is_computed_already_is_not_asked_for_again(
+    pair: Pair,
+) -> None:
+    pair.pd.arrive("r", CAT, DOG)  # 1-2 cat, 4-5 dog
+    pair.encode.submit(CAT, ready=True)
+    pair.settle()
+    record = pair.pd.receiver._requests["r"]
+    pair.pd.receiver.may_schedule("r", 4)
+    assert "cat" in record.claims, "the engine has not said yet that it is done with it"
+    pair.pd.cache.reset()
+    assert not record.claims["cat"].served
+    pair.pd.receiver.may_schedule("r", 4)
+    assert "cat" not in record.claims
     pair.pd.finish("r")
     assert_everything_is_back(pair.pd)
 
