@@ -31,6 +31,7 @@ from epd_portable.wire.messages import AnyMessage, Grant, Written
 logger = logging.getLogger(__name__)
 
 _HIGH_WATER_MARK = 1000
+_POLLIN = int(zmq.POLLIN)
 _WITHIN_HOST = paths_within_host()
 MAX_AT_ONCE = 1000
 """Messages that one call takes in, so that a flood does not keep its caller."""
@@ -140,7 +141,7 @@ class _Alarm:
 
 
 def _has_message(target: zmq.Socket[bytes]) -> bool:
-    return bool(int(target.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+    return bool(int(target.getsockopt(zmq.EVENTS)) & _POLLIN)
 
 
 class ControlServer:
@@ -308,8 +309,8 @@ class ControlClients:
                     logger.warning("message from %s dropped: %r", address, str(error))
                 else:
                     received.append((address, message))
-                    if isinstance(message, Grant) and message.path in _WITHIN_HOST:
-                        self._approach(address, message.slot.pool)
+                    if isinstance(message, Grant):
+                        self._granted(address, message)
             else:
                 self.wake()  # More may have come, of which ZMQ does not tell again.
         return received
@@ -325,10 +326,11 @@ class ControlClients:
         for address in list(self._near):
             self._depart(address)
 
-    def _approach(self, address: str, pool: str) -> None:
+    def _granted(self, address: str, grant: Grant) -> None:
         """Open the short way to a consumer that shares this host, if it is not open."""
-        near = self._near.get(address)
-        if near is not None and near.pool == pool:
+        trace("transfer.granted", transfer=grant.transfer_id)
+        near, pool = self._near.get(address), grant.slot.pool
+        if grant.path not in _WITHIN_HOST or (near is not None and near.pool == pool):
             return
         self._depart(address)
         try:

@@ -254,6 +254,8 @@ class Receiver:
                 f"{self._config.instance}; restart it"
             ) from self._death
         self._has_news.clear()
+        if self.cache.unsettled:
+            trace("turn")
         self._advance()
         self._metrics.room(self._pool, self.cache)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import ItemsView
 
 import pytest
 
 from epd_portable.scheduling.items import Claim
-from epd_portable.wire.messages import EncodeFailed
+from epd_portable.wire.messages import EncodeFailed, Later
 from epd_portable.wire.params import ItemOutcome
 from tests.unit.runners.harness import (
     CAT,
@@ -498,3 +500,44 @@ def test_outcomes_name_each_item_once_in_the_order_of_the_prompt(pair: Pair) -> 
 def test_closing_closes_the_endpoint(pair: Pair) -> None:
     pair.pd.receiver.close()
     assert pair.pd.mailbox.is_closed
+
+
+# -- rest ----------------------------------------------------------------------------------------
+
+
+def rested_s(pair: Pair, timeout_s: float = 5.0) -> float:
+    begin_s = time.monotonic()
+    pair.pd.receiver.rest(timeout_s)
+    return time.monotonic() - begin_s
+
+
+def test_an_engine_does_not_rest_while_no_request_waits_for_items(pair: Pair) -> None:
+    assert rested_s(pair) < 2.5
+    pair.pd.arrive("r", CAT)
+    pair.pd.computed["r"] = 3
+    pair.pd.step()
+    assert rested_s(pair) < 2.5
+
+
+def test_a_rest_ends_by_itself(pair: Pair) -> None:
+    pair.pd.arrive("r", CAT)
+    pair.pd.step()
+    assert 0.01 <= rested_s(pair, 0.01) < 2.5
+
+
+def test_a_message_ends_a_rest_also_one_that_came_before_it(pair: Pair) -> None:
+    pair.pd.arrive("r", CAT)
+    pair.pd.step()
+    pair.encode.submit(CAT, ready=True)
+    pair.to_pd()
+    for before in (True, False):
+        pair.pd.receiver.before_step()
+        pair.pd.mailbox.inbox.append((b"encode", Later(transfer_id="x")))
+        timer = threading.Timer(0.0 if before else 0.05, pair.pd.receiver.take_in)
+        timer.start()
+        if before:
+            timer.join()
+        assert rested_s(pair) < 2.5
+        timer.join()
+    pair.pd.receiver.before_step()
+    assert rested_s(pair, 0.01) >= 0.01, "what a step has seen does not end the next rest"
