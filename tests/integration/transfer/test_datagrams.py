@@ -166,6 +166,7 @@ def test_what_the_inbox_has_no_room_for_goes_by_zmq(
             consumer.server.wait(0.01)
     assert zmq.called
     assert len(found) == many
+    assert by_datagram(clients, consumer, WRITTEN), "there is room again"
 
 
 def test_a_grant_of_a_pool_without_an_inbox_changes_nothing(
