@@ -24,7 +24,6 @@ from epd_portable.errors import ConfigError
 from epd_portable.wire.codec import MAX_MESSAGE_BYTES
 
 _LONGEST_ADDRESS = 107
-_QUEUE_BYTES = 1 << 20
 
 
 def _address(pool: str) -> Path:
@@ -51,7 +50,6 @@ class DatagramInbox:
         self._path = _address(pool)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         try:
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _QUEUE_BYTES)
             os.fchmod(self._socket.fileno(), 0o600)  # So the file never is anybody else's to open.
             self._path.unlink(missing_ok=True)
             self._socket.bind(str(self._path))
