@@ -211,14 +211,16 @@ def serve_command(
     default=50,
     show_default=True,
     type=click.IntRange(min=1),
-    help="Measured rounds; each moves one item of every size by every path.",
+    help="Measured rounds; each moves one item of every size by every path, for each time.",
 )
 @click.option(
     "--encode-ms",
-    default=10.0,
+    multiple=True,
+    default=(10.0, 0.0),
     show_default=True,
     type=click.FloatRange(min=0, max=10_000),
-    help="Time from the order of an item to its output. 0 puts the wait for the grant on the way.",
+    help="Time from the order of an item to its output; may be repeated. 0 puts the wait for the "
+    "grant on the way.",
 )
 @output_options
 def transfer_command(
@@ -226,7 +228,7 @@ def transfer_command(
     paths: tuple[str, ...],
     sizes: list[int],
     repeat: int,
-    encode_ms: float,
+    encode_ms: tuple[float, ...],
     json_file: Path | None,
     markdown_file: Path | None,
     png_file: Path | None,
@@ -243,18 +245,17 @@ def transfer_command(
         place = transfer.find(platform)
         chosen, left_out = choose_paths(paths, platform, place.devices)
         cases = [
-            transfer.TransferCase(path=path, nbytes=nbytes) for nbytes in sizes for path in chosen
+            transfer.TransferCase(path=path, nbytes=nbytes, encode_s=each / 1000)
+            for each in dict.fromkeys(encode_ms)
+            for nbytes in sizes
+            for path in chosen
         ]
-        encode_s = encode_ms / 1000
-        samples = transfer.measure(
-            cases, place, repeat=repeat, encode_s=encode_s, report=console.progress
-        )
+        samples = transfer.measure(cases, place, repeat=repeat, report=console.progress)
         made = transfer_report.make_report(
             samples,
             place,
             left_out=left_out,
             command=console.command(),
-            encode_s=encode_s,
             load_before=load_before,
         )
         console.finish(

@@ -10,16 +10,16 @@ are complete before they are handed over, and copies are waited for.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import BinaryIO
 
 import msgspec
 import torch
 
 from epd_portable.bench.commands import DTYPE, TOKEN_BYTES, Command, CommandDone
+from epd_portable.bench.stand_in import StandInRequest
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.connector.copies import DeviceCopies
 from epd_portable.connector.producer import TransferOrder
@@ -29,35 +29,19 @@ from epd_portable.log import trace
 from epd_portable.platforms import registry
 from epd_portable.platforms.base import DeviceEvent, Platform
 from epd_portable.runners.placer import Placer
-from epd_portable.runners.prompt import PromptItem
 from epd_portable.runners.receiver import Receiver
 from epd_portable.runners.sender import Sender
 from epd_portable.wire.params import ExpectedTransfer, PrefillParams
 
-STEP_S = 1e-4
-"""Pause between two steps of the consumer, so that it leaves the core to others."""
+REST_S = 1e-3
+"""The consumer rests so long between two steps, if no message comes, as an engine does."""
 
 _FINGERPRINT = "measurement"
 _ENDED_POLL_S = 1e-3
 
 
-@dataclass(frozen=True, slots=True)
-class _Item:
-    identifier: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Request:
-    request_id: str
-    mm_features: Sequence[_Item]
-    num_tokens: int
-
-    def get_num_encoder_embeds(self, input_id: int) -> int:
-        return self.num_tokens
-
-
 class Consumer:
-    """A receiver and a placer, stepped as an engine would that has nothing else to do."""
+    """A receiver and a placer, stepped as by an engine that has nothing else to do."""
 
     def __init__(self, config: InstanceConfig, platform: Platform) -> None:
         self._timeout_s = config.wait_timeout_s
@@ -87,18 +71,11 @@ class Consumer:
             MeasurementError: It did not arrive, or something else did.
         """
         name = command.name
-        request = _Request(name, [_Item(name)], command.num_tokens)
-        item = PromptItem(
-            input_id=0,
-            mm_hash=name,
-            begin=0,
-            end=command.num_tokens,
-            num_embeds=command.num_tokens,
-            tensor=command.tensor,
-        )
+        request = StandInRequest.of(name, [name], command.tensor)
         expected = ExpectedTransfer(transfer_id=name, mm_hash=name)
         with self._receiver.lock:
-            self._receiver.request_arrived(request, [item], PrefillParams(transfers=(expected,)))
+            params = PrefillParams(transfers=(expected,))
+            self._receiver.request_arrived(request, request.prompt(), params)
         while name not in self._outputs:
             self._step()
             with self._receiver.lock:
@@ -106,7 +83,7 @@ class Consumer:
                 failed = self._receiver.take_unavailable()
             if failed:
                 raise MeasurementError(f"item {name} did not arrive in {self._timeout_s:g} s")
-            time.sleep(STEP_S)
+            self._receiver.rest(REST_S)
         if not bool((self._outputs[name].cpu() == command.value).all()):
             raise MeasurementError(f"item {name} of {command.tensor} arrived with other content")
         with self._receiver.lock:
@@ -198,6 +175,7 @@ class Producer:
 def main(role: str, config_json: str, descriptor: str) -> None:
     """Carry out commands until standard input ends."""
     torch.set_num_threads(1)
+    _take_core(role)
     config = InstanceConfig.model_validate_json(config_json)
     platform = registry.get(config.platform)
     platform.set_device(config.device_index)
@@ -209,6 +187,13 @@ def main(role: str, config_json: str, descriptor: str) -> None:
                 _say(answers, end.run(msgspec.json.decode(line, type=Command)))
         finally:
             end.close()
+
+
+def _take_core(role: str) -> None:
+    """Keep the two ends on cores of their own, as the instances of a topology are."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) > 1:
+        os.sched_setaffinity(0, {cores[-1] if role == "consume" else cores[0]})
 
 
 def _wait(event: DeviceEvent, timeout_s: float) -> None:

@@ -19,9 +19,9 @@ from epd_portable.bench.commands import DTYPE, WIDTH
 from epd_portable.bench.report import Report, Table, conditions
 from epd_portable.bench.scratch import scratch_folder
 from epd_portable.bench.servers import free_port
+from epd_portable.bench.stand_in import StandInRequest
 from epd_portable.bench.stats import quantile
 from epd_portable.config.instance import InstanceConfig
-from epd_portable.runners.prompt import PromptItem
 from epd_portable.runners.receiver import Receiver
 from epd_portable.wire.descriptors import TensorSpec
 from epd_portable.wire.params import ExpectedTransfer, PrefillParams
@@ -133,41 +133,15 @@ def make_report(samples: Sequence[StepSample], *, command: str, load_before: flo
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Feature:
-    identifier: str
-
-
-@dataclass(eq=False)
-class _Request:
-    """What the bookkeeping reads of vLLM's ``Request``."""
-
-    request_id: str
-    mm_features: list[_Feature]
-    num_computed_tokens: int = 0
-
-    def get_num_encoder_embeds(self, input_id: int) -> int:
-        return ITEM_TOKENS
-
-
 @dataclass
 class _Engine:
     receiver: Receiver
-    running: list[_Request] = field(default_factory=list)
+    running: list[StandInRequest] = field(default_factory=list)
 
-    def add(self, name: str, items: int, *, by_transfer: bool) -> _Request:
-        request = _Request(name, [_Feature(f"{name}-{index}") for index in range(items)])
-        prompt = [
-            PromptItem(
-                input_id=index,
-                mm_hash=feature.identifier,
-                begin=index * ITEM_TOKENS,
-                end=(index + 1) * ITEM_TOKENS,
-                num_embeds=ITEM_TOKENS,
-                tensor=_TENSOR,
-            )
-            for index, feature in enumerate(request.mm_features)
-        ]
+    def add(self, name: str, items: int, *, by_transfer: bool) -> StandInRequest:
+        names = [f"{name}-{index}" for index in range(items)]
+        request = StandInRequest.of(name, names, _TENSOR)
+        prompt = request.prompt()
         expected = tuple(
             ExpectedTransfer(transfer_id=item.mm_hash, mm_hash=item.mm_hash) for item in prompt
         )
@@ -175,7 +149,7 @@ class _Engine:
         self.receiver.request_arrived(request, prompt, params)
         return request
 
-    def compute(self, request: _Request) -> None:
+    def compute(self, request: StandInRequest) -> None:
         """Encode the items of a request here and compute past them, as in a step."""
         receiver, cache = self.receiver, self.receiver.cache
         for index in range(len(request.mm_features)):
@@ -190,7 +164,7 @@ class _Engine:
         """Do what a step makes the package do, and ask as many idle questions."""
         receiver, unsettled = self.receiver, self.receiver.cache.unsettled
 
-        def may_schedule(request: _Request, num_computed_tokens: int) -> bool:
+        def may_schedule(request: StandInRequest, num_computed_tokens: int) -> bool:
             # As `EPDConnector.ensure_cache_available`.
             return request.request_id not in unsettled or receiver.may_schedule(
                 request.request_id, num_computed_tokens
@@ -216,7 +190,7 @@ class _Engine:
         return StepSample(**dataclasses.asdict(case), step_s=step_s, asking_s=asking_s)
 
 
-def _yes(request: _Request, num_computed_tokens: int) -> bool:
+def _yes(request: StandInRequest, num_computed_tokens: int) -> bool:
     return True
 
 

@@ -27,23 +27,38 @@ class Handover:
         mm_hash: The item.
         path: Transfer path.
         nbytes: Size of the item.
+        granted_s: The producer knew its slot.
         ready_s: The encoder had put the item out.
         write_begin_s: The producer had a grant and a free writer.
         written_s: All bytes were in the slot.
         landed_s: The consumer's scheduler knew that.
         placed_s: The tensor was in the encoder cache of the consumer's worker. On devices the copy
             to it was queued, unless `handovers` was asked for another end.
+        turns: Turns of the consumer's engine that began after the item was put out, up to and with
+            the one that placed it.
     """
 
     transfer: str
     mm_hash: str
     path: str
     nbytes: int
+    granted_s: float
     ready_s: float
     write_begin_s: float
     written_s: float
     landed_s: float
     placed_s: float
+    turns: int
+
+    @property
+    def granted_before(self) -> bool:
+        """Whether the grant was there before the output, so that nothing was waited for."""
+        return self.granted_s <= self.ready_s
+
+    @property
+    def control_s(self) -> float:
+        """From the output to the scheduler's knowledge, without the write."""
+        return self.grant_wait_s + self.notice_s
 
     @property
     def grant_wait_s(self) -> float:
@@ -117,6 +132,12 @@ def handovers(events: Sequence[Event], *, end: str = "item.placed") -> list[Hand
         ready[str(event["mm_hash"])].append(time_of(event))
     for event in named(events, end):
         placed[str(event["mm_hash"])].append(time_of(event))
+    granted: dict[str, list[float]] = defaultdict(list)
+    for event in named(events, "transfer.granted"):
+        granted[str(event["transfer"])].append(time_of(event))
+    turns: dict[str, list[float]] = defaultdict(list)
+    for event in named(events, "turn"):
+        turns[str(event["instance"])].append(time_of(event))
     landed = {str(event["transfer"]): event for event in named(events, "item.landed")}
     found = []
     for written in named(events, "transfer.written"):
@@ -125,23 +146,28 @@ def handovers(events: Sequence[Event], *, end: str = "item.placed") -> list[Hand
         written_s = time_of(written)
         write_begin_s = written_s - _number(written, "write_s")
         before = bisect_right(ready[mm_hash], write_begin_s)
-        if arrival is None or not before:
+        grants = bisect_right(granted[transfer], write_begin_s)
+        if arrival is None or not before or not grants:
             continue
         landed_s = time_of(arrival)
         after = bisect_left(placed[mm_hash], landed_s)
         if after == len(placed[mm_hash]):
             continue
+        begun = turns[str(arrival["instance"])]
+        ready_s, placed_s = ready[mm_hash][before - 1], placed[mm_hash][after]
         found.append(
             Handover(
                 transfer=transfer,
                 mm_hash=mm_hash,
                 path=str(written["path"]),
                 nbytes=int(_number(written, "nbytes")),
-                ready_s=ready[mm_hash][before - 1],
+                granted_s=granted[transfer][grants - 1],
+                ready_s=ready_s,
                 write_begin_s=write_begin_s,
                 written_s=written_s,
                 landed_s=landed_s,
-                placed_s=placed[mm_hash][after],
+                placed_s=placed_s,
+                turns=bisect_right(begun, placed_s) - bisect_right(begun, ready_s),
             )
         )
     return found

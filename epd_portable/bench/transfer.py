@@ -74,10 +74,13 @@ class TransferCase:
     Attributes:
         path: Transfer path asked for.
         nbytes: Size of the item.
+        encode_s: Time from the order to the output. With a few milliseconds the grant is there
+            before the output, as mostly in an engine; with 0 it is waited for.
     """
 
     path: str
     nbytes: int
+    encode_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,8 +88,11 @@ class TransferSample:
     """One measured transfer; times in seconds.
 
     Attributes:
-        path: As in `TransferCase`.
-        nbytes: As in `TransferCase`.
+        path: As in `TransferCase`, like the next two.
+        nbytes: As above.
+        encode_s: As above.
+        granted_before: See `Handover`, like `turns`.
+        turns: As above.
         total_s: From the output to the placed tensor.
         grant_wait_s: See `Handover`, as are the next three, which add up to the total.
         write_s: As above.
@@ -98,12 +104,20 @@ class TransferSample:
 
     path: str
     nbytes: int
+    encode_s: float
+    granted_before: bool
+    turns: int
     total_s: float
     grant_wait_s: float
     write_s: float
     notice_s: float
     place_s: float
     memcpy_s: float
+
+    @property
+    def control_s(self) -> float:
+        """See `Handover`."""
+        return self.grant_wait_s + self.notice_s
 
 
 def find(platform: PlatformName) -> TransferPlace:
@@ -123,7 +137,6 @@ def measure(
     place: TransferPlace,
     *,
     repeat: int,
-    encode_s: float,
     report: Callable[[str], None],
 ) -> list[TransferSample]:
     """Measure every case ``repeat`` times, in turns, after unmeasured rounds.
@@ -132,8 +145,6 @@ def measure(
         cases: Combinations; sizes are multiples of `TOKEN_BYTES`.
         place: Where the ends are started.
         repeat: Measured rounds.
-        encode_s: Time from the order to the output. With a few milliseconds the grant is there
-            before the output, as in an engine; with 0 it is waited for.
         report: Gets a progress line a round.
 
     Raises:
@@ -147,14 +158,14 @@ def measure(
             path: stack.enter_context(_pair(path, place, room, folder, secret_file))
             for path in paths
         }
-        memcpy_s: dict[str, float] = {}
+        moved: dict[str, tuple[TransferCase, float]] = {}
         number = 0
         for turn in range(-WARM_UP_ROUNDS, repeat):
             begin_s = time.monotonic()
             for case in cases:
                 number += 1
                 name = f"{'item' if turn >= 0 else 'warm-up'}-{number}"
-                memcpy_s[name] = pairs[case.path].move(name, case.nbytes, number, encode_s)
+                moved[name] = case, pairs[case.path].move(name, case, number)
             what = f"round {turn + 1} of {repeat}" if turn >= 0 else "warm-up"
             report(f"{what}: {len(cases)} transfers in {time.monotonic() - begin_s:.1f} s")
         end = "item.complete" if place.is_device else "item.placed"
@@ -165,13 +176,16 @@ def measure(
             f"traces hold {len(measured)} whole transfers of {len(cases) * repeat}: an event is "
             "missing; the versions of this command and of the package may differ"
         )
-    return [_sample(way, memcpy_s[way.transfer]) for way in measured]
+    return [_sample(way, *moved[way.transfer]) for way in measured]
 
 
-def _sample(way: Handover, memcpy_s: float) -> TransferSample:
+def _sample(way: Handover, case: TransferCase, memcpy_s: float) -> TransferSample:
     return TransferSample(
         path=way.path,
         nbytes=way.nbytes,
+        encode_s=case.encode_s,
+        granted_before=way.granted_before,
+        turns=way.turns,
         total_s=way.total_s,
         grant_wait_s=way.grant_wait_s,
         write_s=way.write_s,
@@ -190,13 +204,13 @@ class _Pair:
     control: str
     device: int
 
-    def move(self, name: str, nbytes: int, number: int, encode_s: float) -> float:
+    def move(self, name: str, case: TransferCase, number: int) -> float:
         """Move one item; return what a plain copy of it took, in seconds."""
         command = Command(
             name=name,
-            num_tokens=nbytes // TOKEN_BYTES,
+            num_tokens=case.nbytes // TOKEN_BYTES,
             value=number % VALUES + 1,
-            encode_s=encode_s,
+            encode_s=case.encode_s,
             consumer=self.control,
             device=self.device,
         )

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 
 from epd_portable.bench.chart import Chart, Series
 from epd_portable.bench.report import Plain, Report, Table, conditions, format_bytes
 from epd_portable.bench.stats import paired_ratio, quantile, summarize
-from epd_portable.bench.transfer import TransferPlace, TransferSample
+from epd_portable.bench.transfer import TransferCase, TransferPlace, TransferSample
+
+Groups = dict[TransferCase, list[TransferSample]]
 
 _PARTS = ("grant_wait_s", "write_s", "notice_s", "place_s")
 
@@ -19,7 +22,6 @@ def make_report(
     *,
     left_out: Mapping[str, str],
     command: str,
-    encode_s: float,
     load_before: float,
 ) -> Report:
     """Return the report of `epd_portable.bench.transfer.measure`'s samples.
@@ -29,10 +31,10 @@ def make_report(
         place: Where they were measured.
         left_out: Paths that were not measured, with the reason.
         command: That made them.
-        encode_s: Time from an order to its output.
         load_before: See `conditions`.
     """
     groups = by_case(samples)
+    times = " or ".join(f"{each * 1000:g}" for each in dict.fromkeys(s.encode_s for s in samples))
     return Report(
         title="From the encoder's output to the placed tensor, by path and size",
         command=command,
@@ -40,32 +42,38 @@ def make_report(
         notes=(
             _where(place, left_out),
             "One producer and one consumer process for each path, no engine; the combinations take "
-            "turns. The consumer looks for news every 0.1 ms; an engine does so between steps.",
-            f"The order comes {encode_s * 1000:g} ms before the output, so a grant that is not "
-            "there by then is waited for.",
+            "turns. The consumer rests until a message comes, 1 ms at most, and takes a turn.",
+            f"The order comes {times} ms before the output, and a grant that is not there by then "
+            "is waited for: most grants of a row were there before the output, or came after it.",
+            "Control: from the output until the consumer's scheduler knows, without the write. "
+            "Turns: those of the consumer that began since the output, with the one that placed "
+            "the item.",
             "Ratio: total time by that of a memcpy of the same bytes right before, median of the "
             "pairs with their quartiles. Other times are medians over all rounds.",
             *_on_devices(place),
         ),
         tables=(_ratios(groups), _parts(groups)),
         summary=[
-            {"platform": place.platform, **_summary(path, nbytes, group)}
-            for (path, nbytes), group in groups.items()
+            {"platform": place.platform, **_summary(case, group)} for case, group in groups.items()
         ],
         samples=[dataclasses.asdict(sample) for sample in samples],
     )
 
 
 def make_chart(samples: Sequence[TransferSample]) -> Chart:
-    """Return median times by size, one line a path and one for memcpy."""
+    """Return median times by size, one line a path and time to encode, and one for memcpy."""
     groups = by_case(samples)
-    sizes = sorted({nbytes for _, nbytes in groups})
+    sizes = sorted({case.nbytes for case in groups})
+    first = [(case, group) for case, group in groups.items() if case.nbytes == sizes[0]]
     lines = [
         Series(
-            name=path,
-            values=tuple(_median_ms(groups[path, nbytes], "total_s") for nbytes in sizes),
+            name=f"{case.path}, {_grant(group)}",
+            values=tuple(
+                _median_ms(groups[dataclasses.replace(case, nbytes=nbytes)], "total_s")
+                for nbytes in sizes
+            ),
         )
-        for path in dict.fromkeys(path for path, _ in groups)
+        for case, group in first
     ]
     copies = [
         quantile([sample.memcpy_s for sample in samples if sample.nbytes == nbytes], 0.5) * 1000
@@ -80,14 +88,24 @@ def make_chart(samples: Sequence[TransferSample]) -> Chart:
     )
 
 
-def by_case(samples: Sequence[TransferSample]) -> dict[tuple[str, int], list[TransferSample]]:
-    """Return the samples of each path and size, paths in the order of measuring, sizes rising."""
+def by_case(samples: Sequence[TransferSample]) -> Groups:
+    """Return the samples of each case: paths in the order of measuring, sizes rising."""
     paths = list(dict.fromkeys(sample.path for sample in samples))
     order = sorted(samples, key=lambda sample: (paths.index(sample.path), sample.nbytes))
-    groups: dict[tuple[str, int], list[TransferSample]] = {}
-    for sample in order:
-        groups.setdefault((sample.path, sample.nbytes), []).append(sample)
+    groups: Groups = {}
+    for each in order:
+        case = TransferCase(path=each.path, nbytes=each.nbytes, encode_s=each.encode_s)
+        groups.setdefault(case, []).append(each)
     return groups
+
+
+def _grant(group: Sequence[TransferSample]) -> str:
+    before = sum(sample.granted_before for sample in group)
+    return "granted before" if 2 * before > len(group) else "granted after"
+
+
+def _name(case: TransferCase, group: Sequence[TransferSample]) -> str:
+    return f"{case.path}, {format_bytes(case.nbytes)}, {_grant(group)}"
 
 
 def _where(place: TransferPlace, left_out: Mapping[str, str]) -> str:
@@ -111,56 +129,76 @@ def _on_devices(place: TransferPlace) -> tuple[str, ...]:
     )
 
 
-def _ratios(groups: dict[tuple[str, int], list[TransferSample]]) -> Table:
+def _ratios(groups: Groups) -> Table:
     rows = []
-    for (path, nbytes), group in groups.items():
+    for case, group in groups.items():
         total = summarize([sample.total_s for sample in group])
         ratio = paired_ratio(
             [sample.total_s for sample in group], [sample.memcpy_s for sample in group]
         )
         rows.append(
             (
-                f"{path}, {format_bytes(nbytes)}",
+                _name(case, group),
                 str(ratio),
                 f"{total.median * 1000:.2f}",
                 f"{total.p90 * 1000:.2f}",
                 f"{_median_ms(group, 'memcpy_s'):.3f}",
-                f"{nbytes / total.median / 1e9:.3g}",
+                f"{case.nbytes / total.median / 1e9:.3g}",
                 str(total.count),
             )
         )
     return Table(
         title="Against memcpy of the same bytes",
-        columns=("path, size", "ratio", "median, ms", "p90, ms", "memcpy, ms", "GB/s", "rounds"),
+        columns=(
+            "path, size, grant",
+            "ratio",
+            "median, ms",
+            "p90, ms",
+            "memcpy, ms",
+            "GB/s",
+            "rounds",
+        ),
         rows=tuple(rows),
     )
 
 
-def _parts(groups: dict[tuple[str, int], list[TransferSample]]) -> Table:
+def _parts(groups: Groups) -> Table:
     rows = [
         (
-            f"{path}, {format_bytes(nbytes)}",
-            *(f"{_median_ms(group, part):.3f}" for part in _PARTS),
+            _name(case, group),
+            *(f"{_median_ms(group, part):.3f}" for part in (*_PARTS, "control_s")),
+            f"{fmean(sample.turns for sample in group):.1f}",
         )
-        for (path, nbytes), group in groups.items()
+        for case, group in groups.items()
     ]
     return Table(
         title="Where the time goes, medians in ms",
-        columns=("path, size", "wait for grant", "write", "written to landed", "landed to placed"),
+        columns=(
+            "path, size, grant",
+            "wait for grant",
+            "write",
+            "written to landed",
+            "landed to placed",
+            "control",
+            "turns, mean",
+        ),
         rows=tuple(rows),
     )
 
 
-def _summary(path: str, nbytes: int, group: Sequence[TransferSample]) -> dict[str, Plain]:
+def _summary(case: TransferCase, group: Sequence[TransferSample]) -> dict[str, Plain]:
     total = [sample.total_s for sample in group]
     ratio = paired_ratio(total, [sample.memcpy_s for sample in group])
     return {
-        "path": path,
-        "nbytes": nbytes,
+        **dataclasses.asdict(case),
+        "granted": _grant(group),
+        "turns_mean": fmean(sample.turns for sample in group),
         "total_s": dataclasses.asdict(summarize(total)),
         "ratio_to_memcpy": dataclasses.asdict(ratio),
-        "medians_ms": {part: _median_ms(group, part) for part in (*_PARTS, "memcpy_s")},
-        "gigabytes_per_s": nbytes / quantile(total, 0.5) / 1e9,
+        "medians_ms": {
+            part: _median_ms(group, part) for part in (*_PARTS, "control_s", "memcpy_s")
+        },
+        "gigabytes_per_s": case.nbytes / quantile(total, 0.5) / 1e9,
     }
 
 

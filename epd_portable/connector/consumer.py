@@ -142,7 +142,6 @@ class TransferEvents(Protocol):
         transfer: Transfer,
         slot: SlotDescriptor | None,
         *,
-        code: NackCode,
         cause: FailureCause,
         reason: str,
     ) -> None:
@@ -151,7 +150,6 @@ class TransferEvents(Protocol):
         Args:
             transfer: Is over unless the item still has it.
             slot: Was granted, and is not the item's any more; comes back by `released`.
-            code: For the router.
             cause: For the metrics.
             reason: For the log.
         """
@@ -246,14 +244,14 @@ class ConsumerSession:
             return
         if known is not None:
             reason = "its request describes the item differently"
-            self._fail(known, NackCode.UNEXPECTED, "refused", reason)
+            self._fail(known, "refused", reason)
             del self._ended[transfer_id]
         transfer = Transfer(transfer_id, item, encoder, deadline_s, asked=asked)
         self._transfers[transfer_id] = item.transfers[transfer_id] = transfer
         self._watch(transfer)
         early = self._early.pop(transfer_id, None)
         if self._ended.pop(transfer_id, False):
-            self._fail(transfer, NackCode.UNAVAILABLE, "early", "it ended before its request came")
+            self._fail(transfer, "early", "it ended before its request came")
         elif known is not None and known.writer is not None:
             detail = (
                 f"announced {known.item.mm_hash} {known.item.tensor}, expected {item.mm_hash} "
@@ -317,13 +315,13 @@ class ConsumerSession:
                 self._release(_writer_of(sender, message))
         elif isinstance(message, EncodeFailed):
             if transfer is not None:
-                self._fail(transfer, NackCode.UNAVAILABLE, "no_encoder", message.reason)
+                self._fail(transfer, "no_encoder", message.reason)
         elif isinstance(message, NotWanted):
             if transfer is None:
                 self.decline(message.transfer_id)
             else:
                 reason = "the router does not want it any more"
-                self._fail(transfer, NackCode.UNAVAILABLE, "not_wanted", reason)
+                self._fail(transfer, "not_wanted", reason)
         elif isinstance(message, Abort):
             self._aborted(_writer_of(sender, message), message, transfer)
 
@@ -339,10 +337,10 @@ class ConsumerSession:
                     f"not delivered within {self._wait_timeout_s} s (transfer.wait_timeout_s): "
                     f"{transfer.stage}"
                 )
-                self._fail(transfer, NackCode.UNAVAILABLE, "timeout", reason)
+                self._fail(transfer, "timeout", reason)
             elif now >= transfer.due_s:
                 reason = f"granted, but not written within {self._lease_s} s (transfer.lease_s)"
-                self._fail(transfer, NackCode.UNAVAILABLE, "lease", reason)
+                self._fail(transfer, "lease", reason)
             else:
                 self._watch(transfer)
         if len(self._quarantine):
@@ -410,17 +408,17 @@ class ConsumerSession:
         if len(transfer.refused) > MAX_REFUSED:
             reason = f"{len(transfer.refused)} attempts were refused (at most {MAX_REFUSED})"
             self._end(transfer)
-            self._fail_with(transfer, slot, NackCode.UNAVAILABLE, "refused", reason)
+            self._fail_with(transfer, slot, "refused", reason)
         elif slot is not None:
             cause: FailureCause = "other_encoder" if isinstance(answer, Abort) else "refused"
-            self._fail_with(transfer, slot, NackCode.UNAVAILABLE, cause, reason)
+            self._fail_with(transfer, slot, cause, reason)
 
     def _aborted(self, writer: Writer, message: Abort, transfer: Transfer | None) -> None:
         early = self._early.get(writer.transfer_id)
         if early is not None and _writer_of(*early[1:]) == writer:
             del self._early[writer.transfer_id]
         if transfer is not None and transfer.writer == writer:
-            self._fail(transfer, NackCode.UNAVAILABLE, "aborted", message.reason)
+            self._fail(transfer, "aborted", message.reason)
         self._release(writer)
 
     def _grant(self, transfer: Transfer) -> None:
@@ -467,20 +465,19 @@ class ConsumerSession:
         self._events.landed(transfer, grant, transfer_s=transfer_s, digest=message.digest)
         self._send(sender, injected)  # Last: requests wait for the item, nobody for this.
 
-    def _fail(self, transfer: Transfer, code: NackCode, cause: FailureCause, reason: str) -> None:
+    def _fail(self, transfer: Transfer, cause: FailureCause, reason: str) -> None:
         slot = self._revoke(transfer, reason)
         self._end(transfer)
-        self._fail_with(transfer, slot, code, cause, reason)
+        self._fail_with(transfer, slot, cause, reason)
 
     def _fail_with(
         self,
         transfer: Transfer,
         slot: SlotDescriptor | None,
-        code: NackCode,
         cause: FailureCause,
         reason: str,
     ) -> None:
-        self._events.failed(transfer, slot, code=code, cause=cause, reason=reason)
+        self._events.failed(transfer, slot, cause=cause, reason=reason)
         self._tell_released()
 
     def _revoke(self, transfer: Transfer, reason: str) -> SlotDescriptor | None:

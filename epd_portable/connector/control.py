@@ -2,6 +2,8 @@
 
 The consumer listens (ROUTER), producers and the router connect (DEALER). Nothing here blocks.
 Everything is encrypted, see `epd_portable.connector.curve`.
+
+On one host *written*, for which requests wait, takes a shorter way (`datagrams`).
 """
 
 from __future__ import annotations
@@ -19,14 +21,18 @@ import zmq
 
 from epd_portable.connector.connections import Connections
 from epd_portable.connector.curve import CurveGate, CurveKeys, connect_client, receive_parts
+from epd_portable.connector.datagrams import DatagramInbox, DatagramOutbox
+from epd_portable.connector.registry import paths_within_host
 from epd_portable.errors import ProtocolError, TransportError
 from epd_portable.log import trace
 from epd_portable.wire import codec
-from epd_portable.wire.messages import AnyMessage
+from epd_portable.wire.messages import AnyMessage, Grant, Written
 
 logger = logging.getLogger(__name__)
 
 _HIGH_WATER_MARK = 1000
+_POLLIN = int(zmq.POLLIN)
+_WITHIN_HOST = paths_within_host()
 MAX_AT_ONCE = 1000
 """Messages that one call takes in, so that a flood does not keep its caller."""
 
@@ -98,6 +104,10 @@ class _Alarm:
         self._ready = select.poll()
         self._ready.register(self._bell, select.POLLIN)
 
+    def watch_descriptor(self, descriptor: int) -> None:
+        """Wait until this one can be read from, too; that is told until it was read."""
+        self._ready.register(descriptor, select.POLLIN)
+
     def watch(self, target: zmq.Socket[bytes]) -> None:
         """Wait for messages of this socket, too."""
         self._ready.register(int(target.getsockopt(zmq.FD)), select.POLLIN)
@@ -114,8 +124,7 @@ class _Alarm:
 
     def wait(self, timeout_s: float) -> None:
         """Return when it rings, a socket may have a message, or the time is over."""
-        self._ready.poll(timeout_s * 1000)
-        with contextlib.suppress(BlockingIOError):
+        if any(each == self._bell for each, _ in self._ready.poll(timeout_s * 1000)):
             os.eventfd_read(self._bell)
 
     def ring(self) -> None:
@@ -132,7 +141,7 @@ class _Alarm:
 
 
 def _has_message(target: zmq.Socket[bytes]) -> bool:
-    return bool(int(target.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+    return bool(int(target.getsockopt(zmq.EVENTS)) & _POLLIN)
 
 
 class ControlServer:
@@ -142,13 +151,17 @@ class ControlServer:
         address: ZMQ address to listen on.
         session: Of this process.
         keys: Of the deployment.
+        inbox: Where producers of this host are heard too; whoever made it closes it, later.
 
     Raises:
         TransportError: The address cannot be bound.
     """
 
-    def __init__(self, address: str, session: str, keys: CurveKeys) -> None:
+    def __init__(
+        self, address: str, session: str, keys: CurveKeys, inbox: DatagramInbox | None = None
+    ) -> None:
         self._session = session
+        self._inbox = inbox
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         # Who comes again has lost its former connection, whether that was noticed here or not.
@@ -158,6 +171,8 @@ class ControlServer:
         self._socket.setsockopt(zmq.LINGER, 200)
         self._alarm = _Alarm()
         self._alarm.watch(self._socket)
+        if inbox is not None:
+            self._alarm.watch_descriptor(inbox.fileno())
         self._gate = CurveGate(self._socket, address, keys, name="control channel")
         try:
             self._socket.bind(address)
@@ -188,8 +203,8 @@ class ControlServer:
 
         At most `MAX_AT_ONCE`; the rest comes with the next call.
         """
-        received: list[tuple[bytes, AnyMessage]] = []
-        for _ in range(MAX_AT_ONCE):
+        received = self._receive_datagrams()
+        for _ in range(MAX_AT_ONCE - len(received)):
             if not _has_message(self._socket):
                 break
             identity, *parts = receive_parts(self._socket, most=2)
@@ -199,8 +214,23 @@ class ControlServer:
                 logger.warning("control message from %r dropped: %r", identity, str(error))
             else:
                 received.append((identity, message))
+        else:
+            self.wake()  # More may have come, of which ZMQ does not tell again.
         if not received:  # Who has the key waits for an answer.
             self._gate.look()
+        return received
+
+    def _receive_datagrams(self) -> list[tuple[bytes, AnyMessage]]:
+        received: list[tuple[bytes, AnyMessage]] = []
+        if self._inbox is None:
+            return received
+        while len(received) < MAX_AT_ONCE and (data := self._inbox.receive()) is not None:
+            try:
+                message, session = codec.decode(data)
+            except ProtocolError as error:
+                logger.warning("datagram dropped: %r", str(error))
+            else:
+                received.append((session.encode(), message))
         return received
 
     def send(self, identity: bytes, message: AnyMessage) -> None:
@@ -240,6 +270,7 @@ class ControlClients:
         self._alarm = _Alarm()
         self._sockets = Connections(self._connect, self._leave)
         self._addresses: dict[zmq.Socket[bytes], str] = {}
+        self._near: dict[str, DatagramOutbox] = {}
 
     def send(self, address: str, message: AnyMessage) -> None:
         """Send to the consumer that listens on ``address``; connects if need be.
@@ -249,9 +280,12 @@ class ControlClients:
         Raises:
             TransportError: The address is none, or this process has no socket left.
         """
+        data = codec.encode(message, session=self._session)
+        if isinstance(message, Written) and self._send_near(address, data):
+            return
         target = self._sockets.use(address)
         with contextlib.suppress(zmq.Again):
-            target.send(codec.encode(message, session=self._session), flags=zmq.NOBLOCK)
+            target.send(data, flags=zmq.NOBLOCK)
         self._alarm.look_again(target)
 
     def wait(self, timeout_s: float) -> None:
@@ -275,6 +309,10 @@ class ControlClients:
                     logger.warning("message from %s dropped: %r", address, str(error))
                 else:
                     received.append((address, message))
+                    if isinstance(message, Grant):
+                        self._granted(address, message)
+            else:
+                self.wake()  # More may have come, of which ZMQ does not tell again.
         return received
 
     def wake(self) -> None:
@@ -285,6 +323,38 @@ class ControlClients:
         """Close every connection; what was sent goes out for at most 0.2 s."""
         self._context.destroy()
         self._alarm.close()
+        for address in list(self._near):
+            self._depart(address)
+
+    def _granted(self, address: str, grant: Grant) -> None:
+        """Open the short way to a consumer that shares this host, if it is not open."""
+        trace("transfer.granted", transfer=grant.transfer_id)
+        near, pool = self._near.get(address), grant.slot.pool
+        if grant.path not in _WITHIN_HOST or (near is not None and near.pool == pool):
+            return
+        self._depart(address)
+        try:
+            self._near[address] = DatagramOutbox(pool)
+        except (OSError, ValueError) as error:
+            logger.info("no short way to %s: %r", address, str(error))
+
+    def _send_near(self, address: str, data: bytes) -> bool:
+        near = self._near.get(address)
+        if near is None:
+            return False
+        try:
+            near.send(data)
+        except BlockingIOError:
+            return False
+        except OSError:  # Its owner has gone; the next grant is of another.
+            self._depart(address)
+            return False
+        return True
+
+    def _depart(self, address: str) -> None:
+        near = self._near.pop(address, None)
+        if near is not None:
+            near.close()
 
     def _connect(self, address: str) -> zmq.Socket[bytes]:
         try:
@@ -306,5 +376,5 @@ class ControlClients:
 
     def _leave(self, target: zmq.Socket[bytes]) -> None:
         self._alarm.forget(target)
-        del self._addresses[target]
+        self._depart(self._addresses.pop(target))
         target.close()

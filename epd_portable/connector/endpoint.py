@@ -16,6 +16,7 @@ from epd_portable.connector.control import (
     process_is_gone,
 )
 from epd_portable.connector.curve import CurveKeys
+from epd_portable.connector.datagrams import DatagramInbox
 from epd_portable.connector.pool import SharedMemory
 from epd_portable.connector.transport import LeaseFence
 from epd_portable.connector.worker_endpoint import read_publication
@@ -55,7 +56,9 @@ class ConsumerEndpoint:
         self._keys = CurveKeys.derive(self._secret)
         self._told: set[tuple[str, str]] = set()
         with contextlib.ExitStack() as opened:
-            self._control = ControlServer(config.control_address, session, self._keys)
+            inbox = DatagramInbox(config.pool)
+            opened.callback(inbox.close)
+            self._control = ControlServer(config.control_address, session, self._keys, inbox)
             opened.callback(self._control.close)
             self._memory = SharedMemory.create(config.pool, pool_bytes)
             opened.callback(self._memory.unlink)

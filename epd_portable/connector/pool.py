@@ -90,7 +90,12 @@ class ReceivePool:
         self._free = merged
 
 
-def _path_of(name: str) -> Path:
+def path_of(name: str) -> Path:
+    """Return the file of a pool.
+
+    Raises:
+        ValueError: It is no name of a pool.
+    """
     if not _NAME.fullmatch(name):
         raise ValueError(f"{name!r} is no name of a receive pool: expected {_NAME.pattern}")
     return SHM_FOLDER / name
@@ -125,7 +130,7 @@ class SharedMemory:
             ConfigError: What has that name cannot be replaced: another user's file, or no file.
             ValueError: It is no name of a pool.
         """
-        path = _path_of(name)
+        path = path_of(name)
         try:
             path.unlink(missing_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -159,7 +164,7 @@ class SharedMemory:
             OSError: It is a link.
             ValueError: It is no name of a pool.
         """
-        path = _path_of(name)
+        path = path_of(name)
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         found = os.fstat(descriptor)
         if (

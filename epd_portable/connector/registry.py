@@ -175,6 +175,11 @@ def load_receiver(name: str) -> Callable[..., PathReceiver] | None:
     return _load(receiver) if receiver else None
 
 
+def paths_within_host() -> frozenset[str]:
+    """Return the paths whose ends share ``/dev/shm``."""
+    return frozenset(path.name for path in PATHS if path.capabilities.same_host)
+
+
 def fenced_paths() -> frozenset[str]:
     """Return the paths whose late writes cannot touch a slot."""
     return frozenset(path.name for path in PATHS if path.capabilities.fenced)

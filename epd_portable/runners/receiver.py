@@ -104,6 +104,7 @@ class Receiver:
         self.cache = PREALLOCATORS[config.preallocation](cache_size, self._pool, self._session)
         self._orders = OrderBook(self._pool, self.cache, copies=copies)
         self.lock = threading.RLock()
+        self._has_news = threading.Event()
         self._closing = False
         self._death: BaseException | None = None
         self._listener: threading.Thread | None = None
@@ -252,8 +253,19 @@ class Receiver:
                 f"the thread epd-receiver ended with {self._death!r}, and no item comes to "
                 f"{self._config.instance}; restart it"
             ) from self._death
+        self._has_news.clear()
+        if self.cache.unsettled:
+            trace("turn")
         self._advance()
         self._metrics.room(self._pool, self.cache)
+
+    def rest(self, timeout_s: float) -> None:
+        """Block until a message was taken in since `before_step`, but no longer than this.
+
+        Not at all if no request waits for its items. Not under `lock`, which messages need.
+        """
+        if self.cache.unsettled:
+            self._has_news.wait(timeout_s)
 
     def take_orders(self, freed: Iterable[str], *, computes: bool) -> WorkerOrders:
         """Return what the workers must do in the step that was just scheduled: `OrderBook.take`."""
@@ -281,11 +293,11 @@ class Receiver:
         received = self._endpoint.receive()
         for identity, message in received:
             self._session.receive(identity, message, now)
-        if received:
-            self._endpoint.wake()  # More may have come, of which ZMQ does not tell again.
         self._session.tick(now)
         self._expire(now)
         self._advance()
+        if received:
+            self._has_news.set()
 
     def close(self) -> None:
         """Stop receiving and remove the pool."""
@@ -327,7 +339,6 @@ class Receiver:
             path=grant.path,
             transfer_s=transfer_s,
         )
-        self._metrics.landed(grant, item.tensor.nbytes, transfer_s)
         self.cache.landed(item)
         placement = Placement(
             mm_hash=item.mm_hash,
@@ -337,11 +348,6 @@ class Receiver:
             digest=digest,
         )
         self._orders.place(item, placement)
-        for request_id in (*item.holders, *item.wanted):
-            record = self._requests[request_id]
-            wait_s = now - record.arrived_s
-            record.note(_outcome(item, record, wait_s=wait_s))
-            self._metrics.waited(wait_s)
         trace(
             "item.landed",
             mm_hash=item.mm_hash,
@@ -350,13 +356,18 @@ class Receiver:
             nbytes=item.tensor.nbytes,
             transfer_s=transfer_s,
         )
+        for request_id in (*item.holders, *item.wanted):
+            record = self._requests[request_id]
+            wait_s = now - record.arrived_s
+            record.note(_outcome(item, record, wait_s=wait_s))
+            self._metrics.waited(wait_s)
+        self._metrics.landed(grant, item.tensor.nbytes, transfer_s)
 
     def failed(
         self,
         transfer: Transfer,
         slot: SlotDescriptor | None,
         *,
-        code: NackCode,
         cause: FailureCause,
         reason: str,
     ) -> None:
@@ -574,7 +585,14 @@ class Receiver:
             self._endpoint.send(record.reply_to, nack)
 
     def _note_progress(self, record: RequestRecord, num_computed_tokens: int) -> None:
-        """Count the items that are computed, and stop awaiting them."""
+        """Count the items that are computed, and stop awaiting them.
+
+        Asked in every step of a request that waits, so nothing is looked at again that did not
+        change.
+        """
+        if num_computed_tokens == record.noted_tokens:
+            return
+        record.noted_tokens = num_computed_tokens
         if record.progressed(num_computed_tokens):
             trace(
                 "request.progress",

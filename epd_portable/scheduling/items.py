@@ -104,6 +104,8 @@ class Claimant:
         sleeps: It cannot begin before something changes about its claims.
         lost: Why it cannot have an item, by ``mm_hash``: nobody delivers it, and it cannot be
             encoded here.
+        noted_tokens: How far it was computed when its claims were last looked at for items behind
+            it; negative if one has queued since.
     """
 
     request_id: str
@@ -113,6 +115,7 @@ class Claimant:
     running: bool = False
     sleeps: bool = False
     lost: dict[str, str] = field(default_factory=dict)
+    noted_tokens: int = -1
 
     @property
     def rank(self) -> tuple[bool, int]:

@@ -371,6 +371,7 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
 
     def _enqueue(self, claim: Claim) -> None:
         claim.served = False
+        claim.who.noted_tokens = -1
         claim.item.wanted[claim.who.request_id] = claim
         claim.who.num_waiting += 1
         self._num_waiting += 1

@@ -167,6 +167,11 @@ class EPDConnector(ECConnectorBase):
         if self._receiver is not None:
             self._receiver.before_step()
 
+    def rest(self, timeout_s: float) -> None:
+        """See `Receiver.rest`."""
+        if self._receiver is not None:
+            self._receiver.rest(timeout_s)
+
     def take_woken(self) -> list[str]:
         """See `Receiver.take_woken`."""
         return self._receiver.take_woken() if self._receiver is not None else []

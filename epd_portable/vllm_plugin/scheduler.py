@@ -9,12 +9,16 @@ have different bases; vLLM only calls what it is given (0.26 to 0.33).
 
 from __future__ import annotations
 
+import time
 from functools import cache
 from typing import Any
 
 from epd_portable.errors import EngineError
 from epd_portable.vllm_plugin import compat
 from epd_portable.vllm_plugin.encoder_scheduler import encoder_scheduler
+
+_SLEEP_S = 0.001
+"""For which vLLM's engine sleeps after a step that computed nothing (0.26 to 0.33)."""
 
 
 def make_scheduler(**kwargs: Any) -> Any:
@@ -50,6 +54,7 @@ def _scheduler_class(asynchronous: bool) -> type:
 
         def __init__(self, **kwargs: Any) -> None:
             self._asleep: dict[str, Any] = {}
+            self._idle_since_s: float | None = None
             super().__init__(**kwargs)
             if self.ec_connector is None or not hasattr(self.ec_connector, "attach"):
                 raise EngineError(
@@ -81,6 +86,8 @@ def _scheduler_class(asynchronous: bool) -> type:
                 self._wake(self.ec_connector.take_woken())
                 output = super().schedule(*args, **kwargs)
                 self._put_to_sleep(self.ec_connector.take_sleepers())
+                computes = output.total_num_scheduled_tokens > 0
+                self._idle_since_s = None if computes else time.monotonic()
                 return output
 
         def _put_to_sleep(self, request_ids: list[str]) -> None:
@@ -136,6 +143,21 @@ def _scheduler_class(asynchronous: bool) -> type:
         def has_requests(self) -> bool:
             # To vLLM a paused engine is idle, whatever waits: `pause` itself waits for that.
             waiting = self._asleep and self.pause_state == PauseState.UNPAUSED
-            return bool(super().has_requests() or waiting)
+            found = bool(super().has_requests() or waiting)
+            if found:
+                self._rest()
+            return found
+
+        def _rest(self) -> None:
+            """Wait for items beside vLLM's sleep, from which no item wakes it.
+
+            After a step that computed nothing, vLLM asks for requests, sleeps, asks again, and then
+            looks for new ones. This waits in the second question, once for each such step and no
+            longer than vLLM slept: a new request waits for the one or for the other.
+            """
+            idle_since_s = self._idle_since_s
+            if idle_since_s is not None and time.monotonic() - idle_since_s >= _SLEEP_S:
+                self._idle_since_s = None
+                self.ec_connector.rest(_SLEEP_S)
 
     return EPDScheduler

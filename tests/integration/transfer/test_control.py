@@ -203,6 +203,26 @@ def test_a_flood_is_taken_in_a_bounded_piece_at_a_time(
     assert max(pieces) <= 3
 
 
+def test_what_a_turn_leaves_ends_the_next_wait_at_once_at_either_end(
+    server: ControlServer, clients: ControlClients, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ZMQ tells of messages once, when they come."""
+    monkeypatch.setattr(control, "MAX_AT_ONCE", 3)
+    clients.send(server.address, Later(transfer_id="hello"))
+    until(server.receive)
+    for number in range(8):
+        clients.send(server.address, Later(transfer_id=str(number)))
+        server.send(b"client", Later(transfer_id=str(number)))
+    time.sleep(0.2)
+    for end in (server, clients):
+        found = 0
+        while found < 8:
+            begin_s = time.monotonic()
+            end.wait(DEADLINE_S)
+            assert time.monotonic() - begin_s < DEADLINE_S / 2
+            found += len(end.receive())
+
+
 def test_one_consumer_too_many_costs_the_one_that_was_sent_to_least_lately_its_connection(
     clients: ControlClients, monkeypatch: pytest.MonkeyPatch
 ) -> None:

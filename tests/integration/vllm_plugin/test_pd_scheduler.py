@@ -6,6 +6,8 @@ out of the engine's way.
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -16,10 +18,12 @@ import torch
 
 from epd_portable.bench.servers import free_port
 from epd_portable.config.instance import InstanceConfig
+from epd_portable.connector.control import ControlClients
 from epd_portable.demo import MODEL_DIR
 from epd_portable.launch.engine import CONNECTOR, SCHEDULER_CLS
+from epd_portable.wire.messages import EncodeFailed
 from epd_portable.wire.params import ExpectedTransfer, PrefillParams, to_params
-from tests.keyring import secret_file
+from tests.keyring import keys, secret_file
 
 pytestmark = pytest.mark.needs_vllm
 
@@ -282,3 +286,108 @@ def test_a_request_that_sleeps_does_not_keep_the_engine_from_pausing(
     assert scheduler.has_requests()
     engine.step_until(lambda: bool(engine.ended))
     assert engine.ended == {"r": "length"}
+
+
+class Turns:
+    """vLLM's engine loop itself around an `Engine`: what it does in a turn, in its order."""
+
+    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        from vllm.v1.engine.core import EngineCoreProc
+
+        class Core(EngineCoreProc):  # type: ignore[misc]
+            def __init__(self) -> None:
+                self.scheduler = engine.scheduler
+                self.input_queue: Any = queue.Queue()
+                self.output_queue: Any = queue.Queue()
+                self.aborts_queue: Any = queue.Queue()
+                self.engines_running, self.batch_queue = False, None
+                self.process_input_queue_block = False
+                self._idle_state_callbacks: list[Any] = []
+                self.step_fn = turns._step
+
+            def is_running(self) -> bool:
+                return True
+
+            def post_step(self, model_executed: bool) -> None:
+                pass
+
+            def _handle_client_request(self, *request: Any) -> None:
+                turns.events.append("new request")
+
+        turns, sleep = self, time.sleep
+        self._engine = engine
+        self.events: list[str] = []
+        self.computed: dict[str, int] = {}
+        rest = engine.scheduler.ec_connector.rest
+        monkeypatch.setattr(
+            engine.scheduler.ec_connector,
+            "rest",
+            lambda timeout_s: (self.events.append("rest"), rest(timeout_s)),
+        )
+        monkeypatch.setattr(time, "sleep", lambda s: (self.events.append("sleep"), sleep(s)))
+        self.core = Core()
+
+    def _step(self) -> tuple[dict[int, Any], bool]:
+        if not self._engine.scheduler.has_requests():
+            return {}, False
+        self.events.append("step")
+        self.computed = self._engine.step()
+        return {}, bool(self.computed)
+
+    def turn(self) -> list[str]:
+        """Take a turn; return what happened in it, from a step to the next one's begin."""
+        self.events.clear()
+        self.core._process_engine_step()
+        self.core.input_queue.put(("ADD", None))
+        self.core._process_input_queue()
+        return list(self.events)
+
+
+@pytest.mark.parametrize("text", [0, TEXT], ids=["asleep", "running"])
+def test_an_engine_whose_requests_wait_rests_once_a_turn_before_it_looks_for_new_ones(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, text: int
+) -> None:
+    engine.arrive("r", pixels=True, transfer=True, text=text)
+    turns = Turns(engine, monkeypatch)
+    if text:
+        assert turns.turn() == ["step", "new request"], "it computes the text"
+    for _ in range(5):
+        assert turns.turn() == ["step", "sleep", "rest", "new request"]
+
+
+def test_an_engine_that_computes_does_not_rest(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.arrive("r", pixels=True)
+    turns = Turns(engine, monkeypatch)
+    assert turns.turn() == ["step", "new request"]
+    assert turns.turn()[-1] == "new request"
+    assert "rest" not in turns.events
+
+
+def test_a_rest_ends_with_a_message_and_the_next_turn_computes(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connector = engine.scheduler.ec_connector
+    long_rest_s, rest = 4.0, connector.rest
+    monkeypatch.setattr(connector, "rest", lambda timeout_s: rest(long_rest_s))
+    engine.arrive("r", pixels=True, transfer=True, text=0)
+    turns = Turns(engine, monkeypatch)
+    router = ControlClients("router", keys())
+
+    def tell() -> None:
+        failed = EncodeFailed(transfer_id="to r", reason="no encoder")
+        router.send(connector._config.control_address, failed)
+
+    timer = threading.Timer(0.2, tell)
+    timer.start()
+    try:
+        begin_s = time.monotonic()
+        assert turns.turn() == ["step", "sleep", "rest", "new request"]
+        assert 0.1 < time.monotonic() - begin_s < long_rest_s / 2
+        turns.turn()
+        assert turns.computed == {"r": ITEM + TEXT}
+        assert engine.encoded == [("r", 0)]
+    finally:
+        timer.join()
+        router.close()

@@ -19,10 +19,15 @@ from epd_portable.errors import MeasurementError
 COMMAND = "epd-bench transfer --repeat 2"
 
 
-def transfer_sample(path: str, nbytes: int, scale: float = 1.0) -> TransferSample:
+def transfer_sample(
+    path: str, nbytes: int, scale: float = 1.0, *, granted_before: bool = True, turns: int = 1
+) -> TransferSample:
     return TransferSample(
         path=path,
         nbytes=nbytes,
+        encode_s=0.01 if granted_before else 0.0,
+        granted_before=granted_before,
+        turns=turns,
         total_s=0.010 * scale,
         grant_wait_s=0.001 * scale,
         write_s=0.006 * scale,
@@ -37,6 +42,8 @@ TRANSFERS = [
     transfer_sample("shm", 1 << 20),
     transfer_sample("tcp", 1 << 20, 2.0),
     transfer_sample("shm", 4096),
+    transfer_sample("shm", 4096, granted_before=False, turns=2),
+    transfer_sample("shm", 4096, granted_before=False, turns=1),
 ]
 
 
@@ -45,7 +52,7 @@ CPU = TransferPlace(platform="cpu", runtime="torch 1", devices=1)
 
 def transfer_page(place: TransferPlace = CPU, **left_out: str) -> report.Report:
     return transfer_report.make_report(
-        TRANSFERS, place, left_out=left_out, command=COMMAND, encode_s=0.01, load_before=0.25
+        TRANSFERS, place, left_out=left_out, command=COMMAND, load_before=0.25
     )
 
 
@@ -75,11 +82,13 @@ def results(*sides: str) -> Results:
         mm_hash="a",
         path="shm",
         nbytes=4096,
+        granted_s=0.9,
         ready_s=1.0,
         write_begin_s=1.001,
         written_s=1.003,
         landed_s=1.007,
         placed_s=1.015,
+        turns=1,
     )
     return Results(
         startup_s={side: 30.0 if side == SPLIT else 20.0 for side in sides},
@@ -107,10 +116,16 @@ def test_a_page_begins_with_its_command_and_says_where_it_ran_without_a_host_nam
 
 def test_transfers_are_shown_by_path_and_rising_size_with_the_ratio_first() -> None:
     ratios, parts = transfer_page().tables
-    assert [row[0] for row in ratios.rows] == ["tcp, 1 MiB", "shm, 4 KiB", "shm, 1 MiB"]
+    assert [row[0] for row in ratios.rows] == [
+        "tcp, 1 MiB, granted before",
+        "shm, 4 KiB, granted before",
+        "shm, 4 KiB, granted after",
+        "shm, 1 MiB, granted before",
+    ]
     assert ratios.columns[1] == "ratio"
     assert ratios.rows[0][1:4] == ("2.00 (2.00–2.00)", "15.00", "19.00")
-    assert parts.rows[1][1:] == ("1.000", "6.000", "2.000", "1.000")
+    assert parts.rows[1][1:] == ("1.000", "6.000", "2.000", "1.000", "3.000", "1.0")
+    assert parts.rows[2][-1] == "1.5"
 
 
 @pytest.mark.parametrize(
@@ -141,8 +156,10 @@ def test_json_holds_every_sample_and_the_summary() -> None:
     data = json.loads(report.to_json(transfer_page()))
     assert len(data["samples"]) == len(TRANSFERS)
     assert data["command"] == COMMAND
-    assert [row["platform"] for row in data["summary"]] == ["cpu", "cpu", "cpu"]
-    assert [row["path"] for row in data["summary"]] == ["tcp", "shm", "shm"]
+    assert [row["platform"] for row in data["summary"]] == ["cpu"] * 4
+    assert [row["path"] for row in data["summary"]] == ["tcp", "shm", "shm", "shm"]
+    granted = [row["granted"].removeprefix("granted ") for row in data["summary"]]
+    assert granted == ["before", "before", "after", "before"]
     assert data["summary"][0]["ratio_to_memcpy"]["median"] == pytest.approx(2.0)
     assert data["conditions"]["versions"]["epd-portable"]
 

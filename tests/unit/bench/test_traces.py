@@ -19,6 +19,7 @@ def event(name: str, t_s: float, **fields: str | int | float | list[str]) -> Eve
 def way(transfer: str, begin_s: float) -> list[Event]:
     """Return the events of one transfer of item ``a``: 1, 2, 3 and 4 seconds long in its parts."""
     return [
+        event("transfer.granted", begin_s - 1, transfer=transfer),
         event("output.ready", begin_s, mm_hash="a"),
         event(
             "transfer.written",
@@ -42,11 +43,34 @@ def test_the_parts_of_a_recorded_handover_add_up_to_its_total() -> None:
         assert item.total_s == pytest.approx(parts)
         assert min(item.grant_wait_s, item.write_s, item.notice_s, item.place_s) > 0
         assert 0 < item.total_s < 0.1
+        assert item.granted_before
+        assert item.turns >= 1
 
 
 def test_each_part_is_between_its_two_events() -> None:
     (found,) = handovers(way("t", 100.0))
     assert (found.grant_wait_s, found.write_s, found.notice_s, found.place_s) == (1, 2, 3, 4)
+
+
+def test_control_is_what_is_not_the_write_until_the_scheduler_knows() -> None:
+    (found,) = handovers(way("t", 100.0))
+    assert found.control_s == 1 + 3
+
+
+@pytest.mark.parametrize(("granted_s", "before"), [(99.0, True), (100.5, False)])
+def test_a_grant_is_there_before_the_output_or_comes_after_it(
+    granted_s: float, before: bool
+) -> None:
+    events = [item for item in way("t", 100.0) if item["event"] != "transfer.granted"]
+    (found,) = handovers([*events, event("transfer.granted", granted_s, transfer="t")])
+    assert found.granted_before is before
+
+
+def test_turns_are_counted_from_the_output_to_the_placement_and_only_the_consumers() -> None:
+    turns = [event("turn", at) for at in (99.9, 100.1, 105.0, 109.0, 110.5)]
+    other = {**event("turn", 104.0), "instance": "y"}
+    (found,) = handovers([*way("t", 100.0), *turns, other])
+    assert found.turns == 3
 
 
 def test_a_way_ends_with_the_event_that_was_asked_for() -> None:
@@ -61,7 +85,9 @@ def test_an_item_that_is_encoded_again_later_is_matched_by_time() -> None:
     assert (first.total_s, second.total_s) == (10, 10)
 
 
-@pytest.mark.parametrize("missing", ["output.ready", "item.landed", "item.placed"])
+@pytest.mark.parametrize(
+    "missing", ["transfer.granted", "output.ready", "item.landed", "item.placed"]
+)
 def test_a_way_that_lacks_an_event_is_left_out(missing: str) -> None:
     assert handovers([item for item in way("t", 100.0) if item["event"] != missing]) == []
 

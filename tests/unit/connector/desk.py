@@ -43,7 +43,6 @@ class Failed:
     mm_hash: str
     transfer_id: str
     slot: SlotDescriptor | None
-    code: NackCode
     cause: FailureCause
     reason: str
     last: bool
@@ -139,15 +138,12 @@ class Desk:
         transfer: Transfer,
         slot: SlotDescriptor | None,
         *,
-        code: NackCode,
         cause: FailureCause,
         reason: str,
     ) -> None:
         item = transfer.item
         last = not item.transfers
-        self.events.append(
-            Failed(item.mm_hash, transfer.transfer_id, slot, code, cause, reason, last)
-        )
+        self.events.append(Failed(item.mm_hash, transfer.transfer_id, slot, cause, reason, last))
         if slot is not None:
             assert item.slot is None
             item.state = State.WAITING

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import ItemsView
+
 import pytest
 
-from epd_portable.wire.messages import EncodeFailed
+from epd_portable.scheduling.items import Claim
+from epd_portable.wire.messages import EncodeFailed, Later
 from epd_portable.wire.params import ItemOutcome
 from tests.unit.runners.harness import (
     CAT,
@@ -334,6 +339,44 @@ def test_progress_counts_items_that_lie_wholly_in_what_is_computed(pair: Pair) -
     assert_everything_is_back(pair.pd)
 
 
+def test_the_items_of_a_request_that_waits_are_not_looked_through_in_every_step(
+    pair: Pair,
+) -> None:
+    looks = 0
+
+    class Counted(dict[str, Claim]):
+        def items(self) -> ItemsView[str, Claim]:
+            nonlocal looks
+            looks += 1
+            return super().items()
+
+    pair.pd.arrive("r", CAT, DOG)
+    record = pair.pd.receiver._requests["r"]
+    record.claims = Counted(record.claims)
+    for computed, expected in ((1, 1), (1, 1), (1, 1), (3, 2), (3, 2)):
+        pair.pd.receiver.may_schedule("r", computed)
+        assert looks == expected
+    pair.pd.finish("r")
+    assert_everything_is_back(pair.pd)
+
+
+def test_room_lost_for_an_item_that_is_computed_already_is_not_asked_for_again(
+    pair: Pair,
+) -> None:
+    pair.pd.arrive("r", CAT, DOG)  # 1-2 cat, 4-5 dog
+    pair.encode.submit(CAT, ready=True)
+    pair.settle()
+    record = pair.pd.receiver._requests["r"]
+    pair.pd.receiver.may_schedule("r", 4)
+    assert "cat" in record.claims, "the engine has not said yet that it is done with it"
+    pair.pd.cache.reset()
+    assert not record.claims["cat"].served
+    pair.pd.receiver.may_schedule("r", 4)
+    assert "cat" not in record.claims
+    pair.pd.finish("r")
+    assert_everything_is_back(pair.pd)
+
+
 def test_the_outcome_tells_how_many_items_were_computed_in_the_end(pair: Pair) -> None:
     pair.pd.arrive("r", CAT, DOG)
     pair.pd.computed["r"] = 4
@@ -457,3 +500,44 @@ def test_outcomes_name_each_item_once_in_the_order_of_the_prompt(pair: Pair) -> 
 def test_closing_closes_the_endpoint(pair: Pair) -> None:
     pair.pd.receiver.close()
     assert pair.pd.mailbox.is_closed
+
+
+# -- rest ----------------------------------------------------------------------------------------
+
+
+def rested_s(pair: Pair, timeout_s: float = 5.0) -> float:
+    begin_s = time.monotonic()
+    pair.pd.receiver.rest(timeout_s)
+    return time.monotonic() - begin_s
+
+
+def test_an_engine_does_not_rest_while_no_request_waits_for_items(pair: Pair) -> None:
+    assert rested_s(pair) < 2.5
+    pair.pd.arrive("r", CAT)
+    pair.pd.computed["r"] = 3
+    pair.pd.step()
+    assert rested_s(pair) < 2.5
+
+
+def test_a_rest_ends_by_itself(pair: Pair) -> None:
+    pair.pd.arrive("r", CAT)
+    pair.pd.step()
+    assert 0.01 <= rested_s(pair, 0.01) < 2.5
+
+
+def test_a_message_ends_a_rest_also_one_that_came_before_it(pair: Pair) -> None:
+    pair.pd.arrive("r", CAT)
+    pair.pd.step()
+    pair.encode.submit(CAT, ready=True)
+    pair.to_pd()
+    for before in (True, False):
+        pair.pd.receiver.before_step()
+        pair.pd.mailbox.inbox.append((b"encode", Later(transfer_id="x")))
+        timer = threading.Timer(0.0 if before else 0.05, pair.pd.receiver.take_in)
+        timer.start()
+        if before:
+            timer.join()
+        assert rested_s(pair) < 2.5
+        timer.join()
+    pair.pd.receiver.before_step()
+    assert rested_s(pair, 0.01) >= 0.01, "what a step has seen does not end the next rest"

@@ -1,0 +1,279 @@
+"""The short way of *written* on one host: who takes it, who may, and what happens without it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from epd_portable.connector import connections, control
+from epd_portable.connector.control import ControlClients, ControlServer
+from epd_portable.connector.datagrams import DatagramInbox, DatagramOutbox
+from epd_portable.connector.pool import SHM_FOLDER
+from epd_portable.errors import ConfigError
+from epd_portable.wire.codec import MAX_MESSAGE_BYTES, encode
+from epd_portable.wire.descriptors import SlotDescriptor
+from epd_portable.wire.messages import AnyMessage, Grant, Later, Written
+from tests.keyring import keys
+
+DEADLINE_S = 20.0
+WRITTEN = Written(transfer_id="t", attempt=1, generation=7)
+
+
+def grant(pool: str, path: str = "shm") -> Grant:
+    slot = SlotDescriptor(pool=pool, offset=0, nbytes=1, generation=7)
+    return Grant(transfer_id="t", attempt=1, slot=slot, path=path, address="", lease_s=1.0)
+
+
+class Consumer:
+    """A control server with its inbox."""
+
+    def __init__(self, pool: str, address: str = "tcp://127.0.0.1:*") -> None:
+        self.pool = pool
+        self.inbox = DatagramInbox(pool)
+        self.server = ControlServer(address, "server", keys(), self.inbox)
+
+    def close(self) -> None:
+        self.server.close()
+        self.inbox.close()
+
+
+@pytest.fixture
+def pool() -> str:
+    return f"epd-test-{os.getpid()}-{uuid.uuid4().hex[:12]}"
+
+
+@pytest.fixture
+def consumer(pool: str) -> Iterator[Consumer]:
+    made = Consumer(pool)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def clients() -> Iterator[ControlClients]:
+    made = ControlClients("client", keys())
+    yield made
+    made.close()
+
+
+def heard(server: ControlServer) -> list[tuple[bytes, AnyMessage]]:
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not (found := server.receive()):
+        assert time.monotonic() < deadline_s, "nothing arrived"
+        server.wait(0.01)
+    return found
+
+
+def meet(clients: ControlClients, consumer: Consumer, path: str = "shm") -> None:
+    """Let the producer hear of a grant."""
+    clients.send(consumer.server.address, Later(transfer_id="hello"))
+    heard(consumer.server)
+    consumer.server.send(b"client", grant(consumer.pool, path))
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not clients.receive():
+        assert time.monotonic() < deadline_s, "no grant arrived"
+        clients.wait(0.01)
+
+
+def by_datagram(clients: ControlClients, consumer: Consumer, message: AnyMessage) -> bool:
+    """Send a message, and tell whether it came without ZMQ."""
+    consumer.server._gate.look()
+    with mock.patch.object(control, "receive_parts", side_effect=control.receive_parts) as zmq:
+        clients.send(consumer.server.address, message)
+        assert heard(consumer.server) == [(b"client", message)]
+    return not zmq.called
+
+
+@pytest.mark.parametrize(("path", "short"), [("shm", True), ("ipc", True), ("tcp", False)])
+def test_written_takes_the_short_way_once_a_path_within_the_host_was_granted(
+    clients: ControlClients, consumer: Consumer, path: str, short: bool
+) -> None:
+    meet(clients, consumer, path)
+    assert by_datagram(clients, consumer, WRITTEN) is short
+    assert not by_datagram(clients, consumer, Later(transfer_id="t"))
+
+
+def test_what_comes_by_it_ends_a_wait(clients: ControlClients, consumer: Consumer) -> None:
+    meet(clients, consumer)
+    while consumer.server.receive():
+        pass
+    consumer.server.wait(0.0)
+    clients.send(consumer.server.address, WRITTEN)
+    begin_s = time.monotonic()
+    consumer.server.wait(DEADLINE_S)
+    assert time.monotonic() - begin_s < DEADLINE_S / 2
+    assert consumer.server.receive() == [(b"client", WRITTEN)]
+
+
+def test_both_ways_are_heard_in_one_turn_and_a_flood_leaves_a_rest(
+    clients: ControlClients, consumer: Consumer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "MAX_AT_ONCE", 3)
+    meet(clients, consumer)
+    for _ in range(4):
+        clients.send(consumer.server.address, WRITTEN)
+    clients.send(consumer.server.address, Later(transfer_id="u"))
+    pieces = []
+    while sum(pieces) < 5:
+        consumer.server.wait(DEADLINE_S)
+        pieces.append(len(consumer.server.receive()))
+    assert max(pieces) <= 3
+
+
+def test_a_consumer_that_restarted_is_reached_by_zmq_and_after_its_next_grant_by_the_short_way(
+    clients: ControlClients, pool: str
+) -> None:
+    first = Consumer(pool)
+    address = first.server.address
+    meet(clients, first)
+    first.close()
+    second = Consumer(pool, address)
+    try:
+        clients.send(address, WRITTEN)
+        assert heard(second.server) == [(b"client", WRITTEN)]
+        assert address not in clients._near
+        second.server.send(b"client", grant(pool))
+        deadline_s = time.monotonic() + DEADLINE_S
+        while not clients.receive():
+            assert time.monotonic() < deadline_s
+            clients.wait(0.01)
+        assert by_datagram(clients, second, WRITTEN)
+    finally:
+        second.close()
+
+
+def test_what_the_inbox_has_no_room_for_goes_by_zmq(
+    clients: ControlClients, consumer: Consumer
+) -> None:
+    meet(clients, consumer)
+    many = 3000
+    for number in range(many):
+        clients.send(consumer.server.address, Written(transfer_id=str(number), generation=1))
+        if not number % 500:
+            time.sleep(0.05)  # ZMQ's own queue has an end, too.
+    found: set[str] = set()
+    deadline_s = time.monotonic() + DEADLINE_S
+    with mock.patch.object(control, "receive_parts", side_effect=control.receive_parts) as zmq:
+        while len(found) < many and time.monotonic() < deadline_s:
+            found |= {message.transfer_id for _, message in consumer.server.receive()}
+            consumer.server.wait(0.01)
+    assert zmq.called
+    assert len(found) == many
+    assert by_datagram(clients, consumer, WRITTEN), "there is room again"
+
+
+def test_a_grant_of_a_pool_without_an_inbox_changes_nothing(
+    clients: ControlClients, consumer: Consumer, pool: str
+) -> None:
+    consumer.pool = f"{pool}-other"
+    meet(clients, consumer)
+    assert not by_datagram(clients, consumer, WRITTEN)
+
+
+def test_nonsense_is_dropped_and_the_next_one_arrives(
+    consumer: Consumer, pool: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = encode(WRITTEN, session="client")
+    sender = DatagramOutbox(pool)
+    for data in (b"", b"garbage", good[:-1], bytes(MAX_MESSAGE_BYTES * 2), good):
+        sender.send(data)
+    sender.close()
+    assert heard(consumer.server) == [(b"client", WRITTEN)]
+    assert len([each for each in caplog.records if "dropped" in each.msg]) == 4
+
+
+def test_nobody_else_may_open_it_and_nothing_is_left_of_it(pool: str) -> None:
+    before = os.umask(0)
+    try:
+        inbox = DatagramInbox(pool)
+    finally:
+        os.umask(before)
+    (file,) = SHM_FOLDER.glob(f"{pool}*")
+    assert file.is_socket()
+    assert file.stat().st_mode & 0o777 == 0o600
+    inbox.close()
+    assert list(SHM_FOLDER.glob(f"{pool}*")) == []
+
+
+def _link(path: Path) -> None:
+    path.symlink_to("/nowhere")
+
+
+def _file(path: Path) -> None:
+    path.touch(0o600)
+
+
+def _open_to_others(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as made:
+        made.bind(str(path))
+    path.chmod(0o666)
+
+
+@pytest.mark.parametrize("make", [_link, _file, _open_to_others])
+def test_nothing_is_sent_to_what_is_not_an_inbox_of_this_user_alone(
+    pool: str, make: Callable[[Path], None]
+) -> None:
+    path = SHM_FOLDER / f"{pool}.control"
+    make(path)
+    try:
+        with pytest.raises(PermissionError, match="nobody else may open"):
+            DatagramOutbox(pool)
+        DatagramInbox(pool).close()  # What is left under the name is replaced.
+        assert not path.exists()
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def test_a_name_that_cannot_be_replaced_is_an_error_that_says_so(pool: str) -> None:
+    path = SHM_FOLDER / f"{pool}.control"
+    path.mkdir()
+    try:
+        with pytest.raises(ConfigError, match="look who put it there"):
+            DatagramInbox(pool)
+    finally:
+        path.rmdir()
+
+
+@pytest.mark.parametrize("name", ["../epd-x", "epd-x/../y", "", "x"])
+def test_a_name_that_is_no_pools_is_refused_at_both_ends(name: str) -> None:
+    for end in (DatagramInbox, DatagramOutbox):
+        with pytest.raises(ValueError, match="no name of a receive pool"):
+            end(name)
+
+
+def test_a_name_too_long_for_an_address_is_shortened_alike_at_both_ends(pool: str) -> None:
+    name = pool.ljust(200, "x")
+    inbox = DatagramInbox(name)
+    sender = DatagramOutbox(name)
+    sender.send(b"here")
+    assert inbox.receive() == b"here"
+    assert inbox.receive() is None
+    sender.close()
+    inbox.close()
+    assert list(SHM_FOLDER.glob(f"{pool[:40]}*")) == []
+
+
+def test_a_consumer_that_is_left_costs_no_socket(
+    pool: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "MAX_CONSUMERS", 1)
+    consumers = [Consumer(f"{pool}-{number}") for number in range(3)]
+    clients = ControlClients("client", keys())
+    opened = []
+    try:
+        for each in consumers:
+            meet(clients, each)
+            assert list(clients._near) == [each.server.address]
+            opened += clients._near.values()
+    finally:
+        clients.close()
+        for each in consumers:
+            each.close()
+    assert [each._socket.fileno() for each in opened] == [-1] * 3
