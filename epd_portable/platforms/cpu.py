@@ -33,6 +33,9 @@ class PassedEvent(DeviceEvent):
         """Return ``True``."""
         return True
 
+    def block(self) -> None:
+        """Return at once."""
+
 
 class CpuPlatform(Platform):
     """The platform that every machine has.
@@ -75,6 +78,10 @@ class CpuPlatform(Platform):
         """Return an empty context: there is one stream, the calling thread."""
         self.device(index)
         return nullcontext()
+
+    def finish_copies(self, index: int) -> None:
+        """Check the index: a copy has ended when its call returns."""
+        self.device(index)
 
     def record_event(self) -> DeviceEvent:
         """Return an event that has passed."""
