@@ -181,8 +181,9 @@ class DeviceCopies:
                 target.copy_(source, non_blocking=True)
                 copied = self.platform.record_event()
         except Exception:
-            # The device may have the copy, and there is no event to tell when that has ended.
-            self.platform.finish_copies(self.index)
+            # The device may have the copy: nobody is told of the error before that has ended.
+            with self.platform.stream(self.index):
+                self.platform.record_event().block()
             raise
         ends = (target, source)
         return QueuedCopy(ends, copied, deadline_s=deadline_s, clock=self.clock, ended=ended)

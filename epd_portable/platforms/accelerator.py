@@ -134,14 +134,13 @@ class AcceleratorPlatform(Platform):
 
     def stream(self, index: int) -> AbstractContextManager[object]:
         """Return a context on the device's copy stream."""
-        context: AbstractContextManager[object] = self._runtime.stream(self._copy_stream(index))
+        device = self.device(index)
+        with self._translated(f"make a stream on {device}"), self._lock:
+            if index not in self._copy_streams:
+                self._copy_streams[index] = self._runtime.Stream(device=device)
+            stream = self._copy_streams[index]
+        context: AbstractContextManager[object] = self._runtime.stream(stream)
         return context
-
-    def finish_copies(self, index: int) -> None:
-        """Wait for the copy stream in the runtime, without Python's lock."""
-        stream = self._copy_stream(index)
-        with self._translated("finish what was copied"):
-            stream.synchronize()
 
     def record_event(self) -> DeviceEvent:
         """Record an event on the current stream."""
@@ -267,13 +266,6 @@ class AcceleratorPlatform(Platform):
                 turns=self._turns,
             ),
         )
-
-    def _copy_stream(self, index: int) -> Any:
-        device = self.device(index)
-        with self._translated(f"make a stream on {device}"), self._lock:
-            if index not in self._copy_streams:
-                self._copy_streams[index] = self._runtime.Stream(device=device)
-            return self._copy_streams[index]
 
     def _group_failed(self) -> None:
         """A group of this process lost its peer, or was late, while a tensor moved."""

@@ -220,14 +220,6 @@ class Platform(ABC):
         """
 
     @abstractmethod
-    def finish_copies(self, index: int) -> None:
-        """Block until all work that was queued on the device's copy stream has ended.
-
-        Raises:
-            PlatformUnavailableError: There is no such device.
-        """
-
-    @abstractmethod
     def record_event(self) -> DeviceEvent:
         """Return an event behind the work queued so far on the current device's current stream."""
 
