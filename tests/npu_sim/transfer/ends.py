@@ -32,8 +32,8 @@ class EncodeWorker(logging.Handler):
         self._said: deque[str] = deque()
         logging.getLogger("epd_portable").addHandler(self)
         self._writing = threading.Event()
-        # The device has the copy of `ipc`; both ends have agreed on the item of `collective`.
-        _tell(self._writing, copies, "_complete")
+        # The device gets the copy of `ipc`; both ends have agreed on the item of `collective`.
+        _tell(self._writing, copies.DeviceCopies, "queue")
         _tell(self._writing, TorchCollectiveGroup, "_move_out")
         self._sender = make_sender(path, wait_timeout_s, "npu")
         self._ended: set[str] = set()
