@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -69,6 +70,27 @@ def test_an_event_that_does_not_pass_is_an_error_at_the_deadline(npu: Platform, 
         event.synchronize(0.02)
     assert time.monotonic() - start_s < COPY_S
     event.synchronize(AMPLE_S)
+
+
+def test_a_thread_that_blocks_until_an_event_has_passed_holds_up_no_other(
+    npu: Platform, slow: None
+) -> None:
+    event = queue_slow_fill(npu, torch.zeros(ELEMENTS, device="npu:0"), 1)
+    passed: list[bool] = []
+
+    def block() -> None:
+        npu.set_device(0)
+        event.block()
+        passed.append(event.done())
+
+    thread = threading.Thread(target=block)
+    thread.start()
+    turns = 0
+    while thread.is_alive():
+        turns += 1
+        thread.join(0.001)
+    assert passed == [True]
+    assert turns > 20, "the thread kept Python's lock while it waited"
 
 
 def test_a_reader_that_does_not_wait_reads_old_bytes_and_one_that_waits_reads_the_new(
