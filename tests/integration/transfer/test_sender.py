@@ -288,6 +288,21 @@ def test_closing_leaves_a_write_alone_that_is_stuck_and_the_memory_that_it_uses(
     assert closed == []
 
 
+def test_nothing_is_written_any_more_by_a_sender_that_has_ended(path: str, pd: PrefillSide) -> None:
+    sender = make_sender(path)
+    pd.arrive("r", "cat", 10)
+    sender.submit(order("t-r", "cat", pd.address, 10), None)
+    pd.step_until(lambda: pd.granted("t-r"))
+    transfer = sender._session._transfers["t-r"]
+    pd.step_until(lambda: transfer.grant is not None)
+    with sender._turns:
+        sender._over = True
+    sender.output_ready("cat", output("cat", 10))
+    sender.close()
+    pd.step()
+    assert pd.placed == []
+
+
 def test_an_error_nobody_foresaw_ends_the_transfer_that_it_concerns_and_is_told_once(
     sender: Sender,
     pd: PrefillSide,

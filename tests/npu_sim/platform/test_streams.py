@@ -85,12 +85,13 @@ def test_a_thread_that_blocks_until_an_event_has_passed_holds_up_no_other(
 
     thread = threading.Thread(target=block)
     thread.start()
-    turns = 0
+    turns, begin_s = 0, time.process_time()
     while thread.is_alive():
         turns += 1
         thread.join(0.001)
     assert passed == [True]
     assert turns > 20, "the thread kept Python's lock while it waited"
+    assert time.process_time() - begin_s < COPY_S, "the thread asked again and again"
 
 
 def test_a_reader_that_does_not_wait_reads_old_bytes_and_one_that_waits_reads_the_new(
