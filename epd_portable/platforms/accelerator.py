@@ -134,12 +134,12 @@ class AcceleratorPlatform(Platform):
 
     def stream(self, index: int) -> AbstractContextManager[object]:
         """Return a context on the device's copy stream."""
-        device = self.device(index)
-        with self._translated(f"make a stream on {device}"), self._lock:
-            if index not in self._copy_streams:
-                self._copy_streams[index] = self._runtime.Stream(device=device)
-            stream = self._copy_streams[index]
-        context: AbstractContextManager[object] = self._runtime.stream(stream)
+        if index not in self._copy_streams:  # Who has it need not wait for who pins memory.
+            device = self.device(index)
+            with self._translated(f"make a stream on {device}"), self._lock:
+                if index not in self._copy_streams:
+                    self._copy_streams[index] = self._runtime.Stream(device=device)
+        context: AbstractContextManager[object] = self._runtime.stream(self._copy_streams[index])
         return context
 
     def record_event(self) -> DeviceEvent:

@@ -332,8 +332,10 @@ class Sender:
             return True
         if copy is None:
             return False
-        _trace_begun(write)
-        self._queued.put((write, copy, begin_s))
+        try:
+            _trace_begun(write)
+        finally:  # Whatever happens: the end of it must be heard.
+            self._queued.put((write, copy, begin_s))
         return True
 
     def _submit(self, order: TransferOrder, ready: bool, now: float) -> None:
@@ -403,10 +405,10 @@ class Sender:
         """Wait until a copy has ended; return the report of it."""
         try:
             copy.finish()
+            write_s = time.monotonic() - begin_s
+            _trace_written(write, write_s)
         except Exception as error:
             return partial(self._write_failed, write, error)
-        write_s = time.monotonic() - begin_s
-        _trace_written(write, write_s)
         return partial(self._write_done, write, "", write_s)
 
     # -- a writer's thread, or the sender's ------------------------------------------------------

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from epd_portable.errors import TransportTimeoutError
+from epd_portable.platforms.accelerator import AcceleratorPlatform
 from epd_portable.platforms.base import DeviceEvent, Platform
 
 COPY_S = 0.3
@@ -61,6 +62,21 @@ def test_the_copy_stream_of_a_device_is_always_the_same_and_not_the_engines(npu:
     with npu.stream(1):
         assert torch.npu.current_stream() != first
     assert torch.npu.current_stream("npu:0") != first
+
+
+def test_who_copies_does_not_wait_for_who_pins_memory(npu: AcceleratorPlatform) -> None:
+    entered: list[bool] = []
+
+    def enter() -> None:
+        with npu.stream(0):
+            entered.append(True)
+
+    enter()
+    thread = threading.Thread(target=enter, daemon=True)
+    with npu._lock:
+        thread.start()
+        thread.join(AMPLE_S)
+    assert entered == [True, True]
 
 
 def test_an_event_that_does_not_pass_is_an_error_at_the_deadline(npu: Platform, slow: None) -> None:

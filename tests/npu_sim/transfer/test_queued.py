@@ -138,20 +138,28 @@ def test_a_slot_comes_back_only_when_the_copy_into_it_has_ended(
     assert "aborted by the consumer" in encode.said()
 
 
-@pytest.mark.parametrize("name", ["queue", "finish"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        "copies.DeviceCopies.queue",
+        "copies.QueuedCopy.finish",
+        "sender._trace_begun",
+        "sender._trace_written",
+    ],
+)
 def test_a_copy_that_fails_ends_its_transfer_and_no_other(
-    encode: Encode, pd: PrefillSide, name: str
+    encode: Encode, pd: PrefillSide, call: str
 ) -> None:
-    owner = {"queue": "DeviceCopies", "finish": "QueuedCopy"}[name]
-    encode.run("from epd_portable.errors import PlatformError")
     encode.run("from epd_portable.connector import copies")
-    encode.run(f"real = copies.{owner}.{name}")
+    encode.run("from epd_portable.errors import PlatformError")
+    encode.run("from epd_portable.runners import sender")
+    encode.run(f"real = {call}")
     encode.run(
         "def fail(*args, **options):\n"
-        f"    copies.{owner}.{name} = real\n"
+        f"    {call} = real\n"
         "    raise PlatformError('the device is broken')"
     )
-    encode.run(f"copies.{owner}.{name} = fail")
+    encode.run(f"{call} = fail")
     grant(encode, pd, "cat", "dog")
     assert encode.put_out_all(["cat", "dog"], TOKENS, 0) < LATE_S
     arrives(pd, "dog")
