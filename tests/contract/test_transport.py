@@ -296,29 +296,28 @@ def test_what_was_queued_has_arrived_when_it_has_finished_and_nothing_is_begun_o
     assert consumer.digest(0, size) == (within_guards(src) if copy else untouched(size))
 
 
-@pytest.mark.parametrize(
-    "route", parameters(route for route in ROUTES if route.queues), indirect=True
-)
 def test_a_copy_is_not_queued_too_late_nor_one_that_does_not_fit(
-    transport: Transport, consumer: Consumer
+    route: Route, transport: Transport, consumer: Consumer
 ) -> None:
     assert_serves(transport, consumer)
     src = source(transport, 4)
     consumer.fill(MIB, FILL)
     slot = consumer.grant(0, nbytes(src))
-    with pytest.raises(LeaseExpiredError):
-        queue(transport, consumer, src, slot, seconds=0.0)
-    with pytest.raises(ValueError, match="bytes"):
-        queue(transport, consumer, source(transport, 3), slot)
     outside = msgspec.structs.replace(slot, offset=1 << 40)
-    with pytest.raises(ValueError, match="outside"):
-        queue(transport, consumer, src, outside)
+    refused: list[tuple[torch.Tensor, SlotDescriptor, float, type[Exception], str]] = [
+        (src, slot, 0.0, LeaseExpiredError, "ended before"),
+        (source(transport, 3), slot, 30.0, ValueError, "bytes"),
+        (src, outside, 30.0, ValueError, "outside"),
+    ]
+    for what, where, seconds, error, why in refused:
+        if route.queues:
+            with pytest.raises(error, match=why):
+                queue(transport, consumer, what, where, seconds)
+        else:
+            assert queue(transport, consumer, what, where, seconds) is None, "a write finds out"
     assert consumer.digest(0, MIB) == untouched(MIB)
 
 
-@pytest.mark.parametrize(
-    "route", parameters(route for route in ROUTES if route.queues), indirect=True
-)
 def test_a_consumer_that_has_gone_is_left_to_a_write_to_find_out(
     transport: Transport, make_consumer: Callable[..., Consumer]
 ) -> None:
