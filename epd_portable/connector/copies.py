@@ -28,9 +28,55 @@ Clock = Callable[[], float]
 """Monotonic seconds."""
 
 CHUNK_BYTES = 8 << 20
-"""The lease is looked at between chunks; one takes about a millisecond at most."""
-STUCK_AFTER_S = 30.0
-"""A copy that was queued cannot be called back: it is waited for so much longer."""
+"""In host memory the lease is looked at between chunks; one takes about a millisecond at most."""
+
+
+class QueuedCopy:
+    """A copy that a device makes by itself, and that nobody can call back.
+
+    Until `finish` has returned or raised, the memory at both ends is in use, so nobody may be told
+    that the write has ended, whatever its deadline.
+
+    Args:
+        ends: Both ends of the copy; they live as long as this.
+        copied: Event behind the copy.
+        deadline_s: Point of the clock at which the lease ends.
+        clock: Of the deadline.
+        ended: Called once, when the copy has ended, well or not.
+    """
+
+    def __init__(
+        self,
+        ends: tuple[torch.Tensor, torch.Tensor],
+        copied: DeviceEvent,
+        *,
+        deadline_s: float,
+        clock: Clock,
+        ended: Callable[[], None],
+    ) -> None:
+        self._ends = ends
+        self._copied = copied
+        self._deadline_s = deadline_s
+        self._clock = clock
+        self._ended = ended
+
+    def finish(self) -> None:
+        """Block until the copy has ended; Python's other threads run meanwhile.
+
+        Raises:
+            TransportTimeoutError: It ended too late.
+            PlatformError: The device failed.
+        """
+        try:
+            self._copied.block()
+        finally:
+            self._ended()
+        late_s = self._clock() - self._deadline_s
+        if late_s >= 0:
+            raise TransportTimeoutError(
+                f"the device took {late_s:.3g} s longer than the lease to copy; "
+                "raise transfer.lease_s"
+            )
 
 
 class DeviceCopies:
@@ -86,27 +132,61 @@ class DeviceCopies:
             TransportTimeoutError: Not complete at ``deadline_s``.
             PlatformError: The device failed.
         """
+        if self.platform.traits.needs_device_copy:
+            self.queue(target, src, after=after, deadline_s=deadline_s).finish()
+            return
         source = src.view(-1).view(torch.uint8)
-        in_host_memory = not self.platform.traits.needs_device_copy
         for start in range(0, source.numel(), CHUNK_BYTES):
             remaining_s = deadline_s - self.clock()
             if remaining_s <= 0 and start == 0:
-                raise LeaseExpiredError("the lease ended before the write; ask for a new grant")
+                raise _expired()
             if remaining_s <= 0:
                 raise TransportTimeoutError(
                     f"{start} of {source.numel()} bytes written when the lease ended; "
                     "raise transfer.lease_s"
                 )
-            end = start + CHUNK_BYTES
-            if in_host_memory:
-                after.synchronize(remaining_s)
-                _move(target, source, start, min(end, source.numel()))
-                continue
+            after.synchronize(remaining_s)
+            _move(target, source, start, min(start + CHUNK_BYTES, source.numel()))
+
+    def queue(
+        self,
+        target: torch.Tensor,
+        src: torch.Tensor,
+        *,
+        after: DeviceEvent,
+        deadline_s: float,
+        ended: Callable[[], None] = lambda: None,
+    ) -> QueuedCopy:
+        """Let the device copy bytes, in one piece, once it has done what comes before.
+
+        Blocks only where one end is host memory and copies with that block (`pin`).
+
+        Args:
+            target: As `write`.
+            src: As `write`.
+            after: As `write`.
+            deadline_s: As `write`.
+            ended: Called once if this returns, see `QueuedCopy`.
+
+        Raises:
+            LeaseExpiredError: ``deadline_s`` has passed; nothing was copied.
+            PlatformError: The device failed; it does not copy any more.
+        """
+        if self.clock() >= deadline_s:
+            raise _expired()
+        source = src.view(-1).view(torch.uint8)
+        try:
             with self.platform.stream(self.index):
                 after.wait()
-                target[start:end].copy_(source[start:end], non_blocking=True)
+                target.copy_(source, non_blocking=True)
                 copied = self.platform.record_event()
-            _complete(copied, remaining_s)
+        except Exception:
+            # The device may have the copy: nobody is told of the error before that has ended.
+            with self.platform.stream(self.index):
+                self.platform.record_event().block()
+            raise
+        ends = (target, source)
+        return QueuedCopy(ends, copied, deadline_s=deadline_s, clock=self.clock, ended=ended)
 
     def to_host(self, src: torch.Tensor, *, after: DeviceEvent, deadline_s: float) -> torch.Tensor:
         """Return the bytes of ``src`` in page-locked host memory; ``src`` itself if it is there.
@@ -126,16 +206,22 @@ class DeviceCopies:
         self.write(host, src, after=after, deadline_s=deadline_s)
         return host
 
-    def pin(self, memory: SharedMemory) -> None:
-        """Page-lock a receive pool, so that copies to and from it do not block."""
+    def pin(self, memory: SharedMemory) -> bool:
+        """Page-lock a receive pool, so that the device copies from and to it by itself.
+
+        Returns:
+            Whether it does; otherwise whoever asks for a copy is blocked until that has ended.
+        """
         if not self.platform.traits.needs_device_copy:
-            return
+            return False
         try:
             self.platform.pin_host(memory.tensor(0, memory.nbytes).data_ptr(), memory.nbytes)
         except PlatformError as error:
             logger.warning(
                 "receive pool %s is not page-locked, copies block: %s", memory.path, error
             )
+            return False
+        return not self.platform.traits.foreign_pages_block
 
     def unpin(self, memory: SharedMemory) -> None:
         """Undo `pin`, also if that failed."""
@@ -152,15 +238,5 @@ def _move(target: torch.Tensor, source: torch.Tensor, start: int, end: int) -> N
     ctypes.memmove(target.data_ptr() + start, source.data_ptr() + start, end - start)
 
 
-def _complete(copied: DeviceEvent, remaining_s: float) -> None:
-    """Block until a copy is complete, whatever its deadline.
-
-    Until then the memory at both ends is in use, so nobody may be told that the write has ended.
-    """
-    try:
-        copied.synchronize(remaining_s)
-    except TransportTimeoutError as error:
-        copied.synchronize(STUCK_AFTER_S)
-        raise TransportTimeoutError(
-            f"the device took longer than the lease to copy: {error}; raise transfer.lease_s"
-        ) from error
+def _expired() -> LeaseExpiredError:
+    return LeaseExpiredError("the lease ended before the write; ask for a new grant")

@@ -226,14 +226,19 @@ def copies_in_place(name: str, platform: str) -> bool:
 
     Such a write waits for nobody, neither for a device nor for a peer.
     """
-    can = entry(name).capabilities
-    return (
-        can.same_host
-        and can.one_sided
-        and not can.fenced
-        and not can.devices_only
-        and not TRAITS[platform].needs_device_copy
-    )
+    path = entry(name)
+    on_the_host = not (path.capabilities.devices_only or TRAITS[platform].needs_device_copy)
+    return on_the_host and _is_copy(path)
+
+
+def queues_copies(name: str, platform: str) -> bool:
+    """Tell whether a producer of that platform writes with a mere copy that its device makes."""
+    return _is_copy(entry(name)) and TRAITS[platform].needs_device_copy
+
+
+def _is_copy(path: PathEntry) -> bool:
+    can = path.capabilities
+    return can.same_host and can.one_sided and not can.fenced
 
 
 def offered_by(config: InstanceConfig) -> tuple[PathEntry, ...]:

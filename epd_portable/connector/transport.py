@@ -15,7 +15,7 @@ from epd_portable.wire.descriptors import SlotDescriptor
 if TYPE_CHECKING:
     import torch
 
-    from epd_portable.connector.copies import DeviceCopies
+    from epd_portable.connector.copies import DeviceCopies, QueuedCopy
     from epd_portable.connector.curve import CurveKeys
     from epd_portable.platforms.base import DeviceEvent
 
@@ -98,9 +98,38 @@ class Transport(ABC):
             ValueError: ``src`` does not match ``slot``.
         """
 
+    def queue(
+        self,
+        src: torch.Tensor,
+        slot: SlotDescriptor,
+        *,
+        computed: DeviceEvent,
+        address: str,
+        deadline_s: float,
+    ) -> QueuedCopy | None:
+        """Begin a `write` that the device makes by itself, without a wait for anything.
+
+        Args:
+            src: As `write`; the caller keeps it unchanged until the copy has ended.
+            slot: As `write`.
+            computed: As `write`.
+            address: As `write`.
+            deadline_s: As `write`.
+
+        Returns:
+            The copy, once whose `QueuedCopy.finish` has returned the consumer may read the bytes.
+            ``None`` if nothing was begun because something must be waited for: `write` does that.
+
+        Raises:
+            LeaseExpiredError: As `write`.
+            ValueError: As `write`.
+            PlatformError: The device failed; it does not copy any more.
+        """
+        return None
+
     @abstractmethod
     def close(self) -> None:
-        """Release connections and mappings; the object is not used any more."""
+        """Release connections and mappings; no copy is under way, and none begins any more."""
 
 
 class PathReceiver(ABC):

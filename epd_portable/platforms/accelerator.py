@@ -44,6 +44,13 @@ class StreamEvent(DeviceEvent):
         except RuntimeError as error:
             raise PlatformError(f"device work failed: {error}") from error
 
+    def block(self) -> None:
+        """Wait in the runtime, without Python's lock."""
+        try:
+            self._event.synchronize()
+        except RuntimeError as error:
+            raise PlatformError(f"device work failed: {error}") from error
+
 
 class AcceleratorPlatform(Platform):
     """A platform whose devices have memory and streams of their own.
@@ -127,18 +134,19 @@ class AcceleratorPlatform(Platform):
 
     def stream(self, index: int) -> AbstractContextManager[object]:
         """Return a context on the device's copy stream."""
-        device = self.device(index)
-        with self._translated(f"make a stream on {device}"), self._lock:
-            if index not in self._copy_streams:
-                self._copy_streams[index] = self._runtime.Stream(device=device)
-            stream = self._copy_streams[index]
-        context: AbstractContextManager[object] = self._runtime.stream(stream)
+        if index not in self._copy_streams:  # Who has it need not wait for who pins memory.
+            device = self.device(index)
+            with self._translated(f"make a stream on {device}"), self._lock:
+                if index not in self._copy_streams:
+                    self._copy_streams[index] = self._runtime.Stream(device=device)
+        context: AbstractContextManager[object] = self._runtime.stream(self._copy_streams[index])
         return context
 
     def record_event(self) -> DeviceEvent:
         """Record an event on the current stream."""
         with self._translated("record an event"):
-            event = self._runtime.Event()
+            # CUDA lets a thread that waits for it sleep; by default it would spin.
+            event = self._runtime.Event(blocking=True)
             event.record()
         return StreamEvent(event)
 

@@ -33,6 +33,9 @@ class PassedEvent(DeviceEvent):
         """Return ``True``."""
         return True
 
+    def block(self) -> None:
+        """Return at once."""
+
 
 class CpuPlatform(Platform):
     """The platform that every machine has.

@@ -31,6 +31,8 @@ class PlatformTraits:
         needs_device_copy: Whether an item that arrived in host memory must be copied before the
             engine can use it; without, the engine reads a view of the slot. It says the same as
             "devices have memory of their own".
+        foreign_pages_block: Whether a copy from or to host memory that torch did not allocate
+            blocks its caller until it has ended, even when the memory is page-locked.
         encode_together_embeds: Items of so many embeddings together are encoded in one call; more
             is no faster in one call than in several, of which each output can leave at once.
             ``None`` where larger calls always pay.
@@ -49,6 +51,7 @@ class PlatformTraits:
     slot_alignment_bytes: int
     slab_alignment_bytes: int
     needs_device_copy: bool
+    foreign_pages_block: bool
     encode_together_embeds: int | None
     peers_must_be_visible: bool
 
@@ -65,6 +68,7 @@ _CUDA = PlatformTraits(
     slot_alignment_bytes=512,
     slab_alignment_bytes=512,
     needs_device_copy=True,
+    foreign_pages_block=False,
     encode_together_embeds=None,
     # cudaIpcOpenMemHandle takes an ordinal of the opener for the device that owns the memory.
     peers_must_be_visible=True,
@@ -83,6 +87,8 @@ _NPU = PlatformTraits(
     # HCCS reaches registered memory in pages of 2 MiB.
     slab_alignment_bytes=2 * 1024 * 1024,
     needs_device_copy=True,
+    # torch_npu (2.13) takes for page-locked only what it allocated itself.
+    foreign_pages_block=True,
     encode_together_embeds=None,
     # Shared memory is opened by its key alone.
     peers_must_be_visible=False,
@@ -102,6 +108,7 @@ _CPU = PlatformTraits(
     slot_alignment_bytes=64,
     slab_alignment_bytes=64,
     needs_device_copy=False,
+    foreign_pages_block=False,
     # Measured with four pictures on two cores: one by one they take 1.5 to 1.8 times as long at 16
     # embeddings each, and 0.2 to 1.0 times at 64 to 576.
     encode_together_embeds=64,

@@ -65,7 +65,8 @@ class PDHooks(Protocol):
     def place_items(self, metadata: Any, encoder_cache: dict[str, torch.Tensor]) -> None:
         """Make the items that have arrived entries of the runner's encoder cache.
 
-        They are ready for work that is queued on the current stream afterwards.
+        In a step with tokens they are ready for work that is queued on the current stream
+        afterwards.
 
         Args:
             metadata: ``ec_connector_metadata`` of the step.

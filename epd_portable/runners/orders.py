@@ -27,6 +27,8 @@ class OrderBook:
         self._cache = cache
         self._copies = copies
         self._placements: list[tuple[Item, Placement]] = []
+        self._unread: set[str] = set()
+        """Placed in steps without tokens, whose end does not tell that all ranks have read."""
         self._taken_back: list[SlotDescriptor] = []
         self._under_way: deque[tuple[list[SlotDescriptor], list[SlotDescriptor]]] = deque()
 
@@ -41,31 +43,38 @@ class OrderBook:
     def take(self, freed: Iterable[str], *, computes: bool) -> WorkerOrders:
         """Return what the workers must do in the step that was just scheduled.
 
-        Items are placed in steps that compute: the end of such a step tells that all ranks have
-        read their slots. Slots that were taken back from their producers pass through the workers
-        too, which may be about to write them, and are free when this step has ended.
+        Items that workers copy are placed in whatever step comes next, so that the copy begins at
+        once. Their slots are free when a step that computes has ended since, because that waits for
+        the copies in all ranks; or, if an item was evicted before, when the workers forget it: no
+        step computes with what they read of its slot from then on. Where the workers check what is
+        in a slot, it must not have changed, and a step that computes places it.
+
+        Slots that were taken back from their producers pass through the workers too, which may be
+        about to write them, and are free when this step has ended.
 
         Args:
             freed: Items that the workers forget in that step.
             computes: The step has tokens.
         """
         unused = list(freed)
-        if not (unused or self._placements or self._taken_back):
+        if not (unused or self._placements or self._unread or self._taken_back):
             self._under_way.append(([], []))
-            return WorkerOrders()
-        self._placements = [each for each in self._placements if each[0].state is State.LANDED]
-        placements: list[Placement] = []
-        if computes:
-            for item, placement in self._placements:
-                item.state = State.PRESENT
-                placements.append(placement)
-            self._placements = []
+            return WorkerOrders(computes=computes)
+        placements = self._take_placements(computes=computes)
         taken_back, self._taken_back = self._taken_back, []
         if self._copies:
-            unused += [placement.mm_hash for placement in placements]
+            self._unread.difference_update(unused)
+            self._unread.update(placement.mm_hash for placement in placements)
+            if computes:
+                unused += self._unread
+                self._unread.clear()
         slots = [self._cache.retire(mm_hash) for mm_hash in unused]
         self._under_way.append((taken_back, [slot for slot in slots if slot is not None]))
-        return WorkerOrders(placements=placements, revoked=[slot.generation for slot in taken_back])
+        return WorkerOrders(
+            placements=placements,
+            revoked=[slot.generation for slot in taken_back],
+            computes=computes,
+        )
 
     def step_done(self) -> None:
         """The oldest step under way has ended: nobody reads what it made the workers forget."""
@@ -76,3 +85,18 @@ class OrderBook:
             self._pool.give_back(slot)
             self._cache.stir()
         self._cache.give_back(retired)
+
+    def _take_placements(self, *, computes: bool) -> list[Placement]:
+        """Return what the step places of what has landed and was not evicted since."""
+        placements: list[Placement] = []
+        waiting: list[tuple[Item, Placement]] = []
+        for item, placement in self._placements:
+            if item.state is not State.LANDED:
+                continue
+            if computes or (self._copies and not placement.digest):
+                item.state = State.PRESENT
+                placements.append(placement)
+            else:
+                waiting.append((item, placement))
+        self._placements = waiting
+        return placements

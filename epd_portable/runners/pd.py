@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
 
 class PDRunnerMixin(TracedRunner):
-    """Places items that have arrived into the encoder cache before the step computes with them.
+    """Places items that have arrived into the encoder cache, before a step computes with them.
 
     vLLM's V1 runner leaves the connector out of steps without tokens (0.26 to 0.33); workers must
-    hear of grants that were taken back in those too. Every tensor-parallel rank reads the same
-    slots, so one transfer serves all.
+    hear of grants that were taken back in those too, and copies into a device begin in any step.
+    Every tensor-parallel rank reads the same slots, so one transfer serves all.
     """
 
     epd: PDHooks

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from epd_portable.connector.copies import DeviceCopies
     from epd_portable.connector.worker_endpoint import WorkerEndpoint
+    from epd_portable.platforms.base import DeviceEvent
 
 
 logger = logging.getLogger(__name__)
@@ -48,18 +49,21 @@ class WorkerOrders:
     Attributes:
         placements: Items that have arrived.
         revoked: Generations of grants that were taken back: nothing may be written for them.
+        computes: The step has tokens, and may compute with every item that was placed.
     """
 
     placements: list[Placement] = field(default_factory=list)
     revoked: list[int] = field(default_factory=list)
+    computes: bool = False
 
 
 class Placer:
     """Places items; on platforms that compute in host memory the tensor is a view of the slot.
 
     Elsewhere items are copied to the worker's device on its copy stream, beside work that was
-    queued before; the current stream waits for the copies, the host does not (but torch_npu blocks
-    the host for copies from memory that it did not allocate, such as the pool's file).
+    queued before. In the next step that computes, the current stream waits for the copies; the host
+    never does (but see `PlatformTraits.foreign_pages_block`: it may be blocked while it queues
+    them).
 
     Args:
         copies: Of the worker's device.
@@ -76,9 +80,14 @@ class Placer:
         self._metrics = metrics or PlacerMetrics()
         self._copies = copies
         self._endpoint = endpoint
+        self._copied: DeviceEvent | None = None
+        """Behind all copies that the current stream has not waited for."""
 
     def carry_out(self, orders: WorkerOrders, encoder_cache: dict[str, torch.Tensor]) -> None:
-        """Make the items entries of ``encoder_cache``, ready for work that is queued from now on.
+        """Make the items entries of ``encoder_cache``.
+
+        If the step computes, they and those of steps before it are ready for work that is queued
+        from now on; otherwise they may still be on their way.
 
         Args:
             orders: Of this step.
@@ -93,17 +102,22 @@ class Placer:
                 cannot be answered rightly, and nobody knows what else was overwritten.
         """
         self._endpoint.revoke(orders.revoked)
-        if not orders.placements:
-            return
-        for item in orders.placements:
+        if orders.placements:
+            self._place(orders.placements, encoder_cache)
+        if orders.computes and self._copied is not None:
+            self._copied.wait()
+            self._copied = None
+
+    def _place(self, placements: list[Placement], encoder_cache: dict[str, torch.Tensor]) -> None:
+        for item in placements:
             if item.digest:
                 self._check(item)
         if self._copies.platform.traits.needs_device_copy:
-            self._copy(orders.placements, encoder_cache)
+            self._copy(placements, encoder_cache)
         else:
-            for item in orders.placements:
+            for item in placements:
                 encoder_cache[item.mm_hash] = _shaped(self._bytes(item), item.tensor)
-        for item in orders.placements:
+        for item in placements:
             trace("item.placed", mm_hash=item.mm_hash, nbytes=item.slot.nbytes)
             self._metrics.placed(item.slot.nbytes)
 
@@ -129,13 +143,12 @@ class Placer:
         with platform.stream(self._copies.index):
             sources = [self._bytes(item) for item in placements]
             targets = [self._room_for(item, placements) for item in placements]
-            for item, source, target in zip(placements, sources, targets, strict=True):
+            for source, target in zip(sources, targets, strict=True):
                 target.copy_(source, non_blocking=True)
-                encoder_cache[item.mm_hash] = _shaped(target, item.tensor)
-            copied = platform.record_event()
-        copied.wait()
-        for item in placements:
-            platform.adopt(encoder_cache[item.mm_hash])
+            self._copied = platform.record_event()  # All are on one stream, one behind the other.
+        for item, target in zip(placements, targets, strict=True):
+            encoder_cache[item.mm_hash] = _shaped(target, item.tensor)
+            platform.adopt(target)
 
     def _room_for(self, item: Placement, placements: list[Placement]) -> torch.Tensor:
         """Return ``(nbytes,)`` uint8 on the device, allocated on the current stream."""

@@ -1,8 +1,12 @@
 """Encode worker: announces items, writes them into granted slots and hears acks.
 
-A thread does that in turns, and the model runner's takes one when it has put out an item. What is a
-short copy in host memory is written in such a turn, and *written* said; whatever may wait for a
-device or a peer is written by a thread of a pool, which hands the end of it back.
+A thread does that in turns, and the model runner's takes one when it has put out an item. In such a
+turn
+
+- a short copy in host memory is made, and *written* said;
+- a copy that a device makes by itself is queued behind the computation. One thread waits for the
+  ends of these, which come in the order in which they were queued, and says *written*;
+- whatever else may have to be waited for is left to a thread of a pool, which hands its end back.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from epd_portable.connector import registry
 from epd_portable.connector.control import ControlClients, host_identity, new_session
-from epd_portable.connector.copies import CHUNK_BYTES
+from epd_portable.connector.copies import CHUNK_BYTES, QueuedCopy
 from epd_portable.connector.curve import read_keys
 from epd_portable.connector.digest import digest_of
 from epd_portable.connector.producer import Actions, Finished, ProducerSession, TransferOrder, Write
@@ -45,13 +49,15 @@ _WRITERS = 4
 _BUSY_POLL_S = 0.05
 _IDLE_POLL_S = 1.0
 _BACK_OFF_S = 0.01
+_STUCK_AFTER_S = 30.0
+"""A write that goes on for so long after its lease is told of; when closing, it is left alone."""
 
 
 class Sender:
     """Delivers encoder outputs to consumers, beside the model runner's thread.
 
     Outputs are kept until every transfer of theirs has ended. An error ends the transfer that it
-    concerns; should the thread end all the same, `submit` raises.
+    concerns; should a thread end all the same, `submit` raises.
 
     Args:
         config: Of this instance.
@@ -87,7 +93,14 @@ class Sender:
         self._in_place = frozenset(
             path.name for path in paths if registry.copies_in_place(path.name, platform.name)
         )
+        self._queues = frozenset(
+            path.name for path in paths if registry.queues_copies(path.name, platform.name)
+        )
         self._writes: SimpleQueue[Write | None] = SimpleQueue()
+        self._queued: SimpleQueue[tuple[Write, QueuedCopy, float] | None] = SimpleQueue()
+        """Copies that the device makes, each with the time at which it was asked to."""
+        self._writing: dict[str, Write] = {}
+        """What is being written, those that are told to be stuck left out."""
         self._orders: dict[str, TransferOrder] = {}
         self._users: Counter[str] = Counter()
         self._outputs: dict[str, tuple[torch.Tensor, DeviceEvent]] = {}
@@ -100,15 +113,20 @@ class Sender:
         self._told: set[tuple[type[Exception], int | None]] = set()
         self._wait_timeout_s = config.wait_timeout_s
         self._stop_s: float | None = None
-        self._death: BaseException | None = None
+        self._over = False
+        self._death: tuple[str, BaseException] | None = None
         self._thread = threading.Thread(target=self._run, name="epd-sender", daemon=True)
         self._writers = [
             threading.Thread(target=self._write_aside, name=f"epd-writer-{number}", daemon=True)
             for number in range(_WRITERS)
         ]
+        self._watchers = [
+            threading.Thread(target=self._watch, name="epd-watcher", daemon=True)
+            for _ in range(min(1, len(self._queues)))
+        ]
         with on_all_cores():
             self._control = ControlClients(session, self._keys)
-            for thread in (self._thread, *self._writers):
+            for thread in (self._thread, *self._writers, *self._watchers):
                 thread.start()
 
     # -- the model runner's thread ---------------------------------------------------------------
@@ -125,10 +143,11 @@ class Sender:
             TransportError: The sender's thread has ended: nothing leaves this instance any more.
         """
         if self._death is not None:
+            thread, error = self._death
             raise TransportError(
-                f"transfer {order.transfer_id}: the thread epd-sender ended with "
-                f"{self._death!r}, and no item leaves this encode instance; restart it"
-            ) from self._death
+                f"transfer {order.transfer_id}: the thread {thread} ended with {error!r}, and no "
+                "item leaves this encode instance; restart it"
+            ) from error
         with self._lock:
             if order.transfer_id in self._orders:
                 logger.warning("transfer %s is under way already", order.transfer_id)
@@ -151,14 +170,7 @@ class Sender:
         self._inbox.append(lambda now: self._session.output_ready(mm_hash))
         # What can be written at once leaves at once: the thread would have to be woken, and then
         # wait for Python's lock, which this one keeps.
-        if self._in_place and self._turns.acquire(blocking=False):
-            try:
-                self._turn()
-            except Exception as error:  # The thread meets it again, and knows when to give up.
-                self._tell(error)
-            finally:
-                self._turns.release()
-        else:
+        if not ((self._in_place or self._queues) and self._turn_here(blocking=False)):
             self._control.wake()
 
     def take_ended(self) -> set[str]:
@@ -188,6 +200,7 @@ class Sender:
     def _run(self) -> None:
         try:
             failing_since_s: float | None = None
+            self._copies.platform.set_device(self._copies.index)
             while not self._is_over():
                 try:
                     self._control.wait(_BUSY_POLL_S if len(self._session) else _IDLE_POLL_S)
@@ -202,16 +215,21 @@ class Sender:
                     self._tell(error)
                     time.sleep(_BACK_OFF_S)
         except BaseException as error:
-            self._death = error
-            logger.critical("the thread epd-sender ends: no item leaves this instance any more")
+            self._died(error)
             raise
         finally:
+            with self._turns:
+                self._over = True
             for _ in self._writers:
                 self._writes.put(None)
-            for writer in self._writers:
-                writer.join()
-            for transport in self._transports.values():
-                transport.close()
+            self._queued.put(None)
+            stuck_s = time.monotonic() + _STUCK_AFTER_S
+            others = [*self._writers, *self._watchers]
+            for thread in others:
+                thread.join(max(0.0, stuck_s - time.monotonic()))
+            if not any(thread.is_alive() for thread in others):
+                for transport in self._transports.values():
+                    transport.close()
             with self._turns:
                 self._control.close()
 
@@ -236,6 +254,27 @@ class Sender:
         while writes:
             self._begin(writes.popleft())
             self._act(self._session.take())
+        for write in [each for each in self._writing.values() if _is_stuck(each, now)]:
+            del self._writing[write.transfer_id]
+            logger.error(
+                "transfer %s: its write has not ended %.0f s after its lease; item %s and its slot "
+                "stay taken until it does; if its device is stuck restart the instance",
+                write.transfer_id,
+                _STUCK_AFTER_S,
+                write.mm_hash,
+            )
+
+    def _turn_here(self, *, blocking: bool) -> bool:
+        """Take a turn in a thread that is not the sender's, unless that has one."""
+        if not self._turns.acquire(blocking=blocking):
+            return False
+        try:
+            self._turn()
+        except Exception as error:  # The sender's thread meets it again, and knows when to give up.
+            self._tell(error)
+        finally:
+            self._turns.release()
+        return True
 
     def _act(self, actions: Actions) -> None:
         """Send and forget what the session asks for; writes are begun by the caller."""
@@ -267,11 +306,37 @@ class Sender:
 
     def _begin(self, write: Write) -> None:
         """Write here what takes about a millisecond at most, have the rest written elsewhere."""
+        if self._over:
+            return  # Nobody would wait for the end of it.
         with self._surviving(write.transfer_id):
+            self._writing[write.transfer_id] = write
             if write.path in self._in_place and write.slot.nbytes <= CHUNK_BYTES:
                 self._write(write)(time.monotonic())
-            else:
+            elif write.path not in self._queues or self._digests or not self._queue(write):
                 self._writes.put(write)
+
+    def _queue(self, write: Write) -> bool:
+        """Let the device copy an item; do nothing if this thread would have to wait for it."""
+        begin_s = time.monotonic()
+        try:
+            output, computed = self._output_of(write)
+            copy = self._transport(write.path).queue(
+                output,
+                write.slot,
+                computed=computed,
+                address=write.address,
+                deadline_s=write.deadline_s,
+            )
+        except Exception as error:
+            self._write_failed(write, error, begin_s)
+            return True
+        if copy is None:
+            return False
+        try:
+            _trace_begun(write)
+        finally:  # Whatever happens: the end of it must be heard.
+            self._queued.put((write, copy, begin_s))
+        return True
 
     def _submit(self, order: TransferOrder, ready: bool, now: float) -> None:
         with self._surviving(order.transfer_id):
@@ -304,6 +369,11 @@ class Sender:
             exc_info=error,
         )
 
+    def _died(self, error: BaseException) -> None:
+        thread = threading.current_thread().name
+        self._death = (thread, error)
+        logger.critical("the thread %s ends: no item leaves this instance any more", thread)
+
     def _post(self, work: Callable[[float], None]) -> None:
         self._inbox.append(work)
         self._control.wake()
@@ -314,6 +384,32 @@ class Sender:
             whole = output.detach().contiguous()
             self._outputs[mm_hash] = (whole, self._copies.platform.record_event())
             self._metrics.kept(whole.nbytes)
+
+    # -- the watcher's thread --------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Wait for copies that the device makes, and say *written* when each has ended.
+
+        All are on one stream, so they end in the order in which they were queued.
+        """
+        try:
+            self._copies.platform.set_device(self._copies.index)
+            while (queued := self._queued.get()) is not None:
+                self._inbox.append(self._end_of(*queued))
+                self._turn_here(blocking=True)
+        except BaseException as error:
+            self._died(error)
+            raise
+
+    def _end_of(self, write: Write, copy: QueuedCopy, begin_s: float) -> Callable[[float], None]:
+        """Wait until a copy has ended; return the report of it."""
+        try:
+            copy.finish()
+            write_s = time.monotonic() - begin_s
+            _trace_written(write, write_s)
+        except Exception as error:
+            return partial(self._write_failed, write, error)
+        return partial(self._write_done, write, "", write_s)
 
     # -- a writer's thread, or the sender's ------------------------------------------------------
 
@@ -334,12 +430,14 @@ class Sender:
         return partial(self._write_done, write, digest, write_s)
 
     def _write_done(self, write: Write, digest: str, write_s: float, now: float) -> None:
+        self._writing.pop(write.transfer_id, None)
         with self._surviving(write.transfer_id):
             self._session.write_done(write.transfer_id, now, digest=digest)
             self._act(self._session.take())  # The consumer waits; what is counted can.
             self._metrics.written(write, write_s)
 
     def _write_failed(self, write: Write, error: Exception, now: float) -> None:
+        self._writing.pop(write.transfer_id, None)
         self._metrics.write_failed(write)
         if not isinstance(error, EPDError):
             logger.error("transfer %s: write failed", write.transfer_id, exc_info=error)
@@ -351,20 +449,12 @@ class Sender:
     def _carry_out(self, write: Write) -> tuple[str, float]:
         """Write an item; return its digest, if that is asked for, and the seconds that it took."""
         self._copies.platform.set_device(self._copies.index)
-        with self._lock:
-            order = self._orders[write.transfer_id]
-            output, computed = self._outputs[write.mm_hash]
-        shape, dtype = tuple(output.shape), str(output.dtype).removeprefix("torch.")
-        if (shape, dtype) != (order.tensor.shape, order.tensor.dtype):
-            raise TransportError(
-                f"encoder put out {shape} {dtype}, announced was {order.tensor.shape} "
-                f"{order.tensor.dtype}"
-            )
+        output, computed = self._output_of(write)
         digest = ""
         if self._digests:
             deadline_s = write.deadline_s
             digest = digest_of(self._copies.to_host(output, after=computed, deadline_s=deadline_s))
-        trace("transfer.begun", transfer=write.transfer_id, mm_hash=write.mm_hash, path=write.path)
+        _trace_begun(write)
         begin_s = time.monotonic()
         self._transport(write.path).write(
             output,
@@ -374,18 +464,47 @@ class Sender:
             deadline_s=write.deadline_s,
         )
         write_s = time.monotonic() - begin_s
-        trace(
-            "transfer.written",
-            transfer=write.transfer_id,
-            mm_hash=write.mm_hash,
-            path=write.path,
-            nbytes=write.slot.nbytes,
-            write_s=write_s,
-        )
+        _trace_written(write, write_s)
         return digest, write_s
+
+    def _output_of(self, write: Write) -> tuple[torch.Tensor, DeviceEvent]:
+        """Return what the encoder put out, and the event behind its computation.
+
+        Raises:
+            TransportError: It is not what was announced.
+        """
+        with self._lock:
+            order = self._orders[write.transfer_id]
+            output, computed = self._outputs[write.mm_hash]
+        shape, dtype = tuple(output.shape), str(output.dtype).removeprefix("torch.")
+        if (shape, dtype) != (order.tensor.shape, order.tensor.dtype):
+            raise TransportError(
+                f"encoder put out {shape} {dtype}, announced was {order.tensor.shape} "
+                f"{order.tensor.dtype}"
+            )
+        return output, computed
 
     def _transport(self, path: str) -> Transport:
         with self._lock:
             if path not in self._transports:
                 self._transports[path] = registry.load_transport(path, self._copies, self._keys)
             return self._transports[path]
+
+
+def _is_stuck(write: Write, now: float) -> bool:
+    return now > write.deadline_s + _STUCK_AFTER_S
+
+
+def _trace_begun(write: Write) -> None:
+    trace("transfer.begun", transfer=write.transfer_id, mm_hash=write.mm_hash, path=write.path)
+
+
+def _trace_written(write: Write, write_s: float) -> None:
+    trace(
+        "transfer.written",
+        transfer=write.transfer_id,
+        mm_hash=write.mm_hash,
+        path=write.path,
+        nbytes=write.slot.nbytes,
+        write_s=write_s,
+    )

@@ -14,6 +14,7 @@ from epd_portable.connector.control import host_identity, new_session
 from epd_portable.connector.copies import Clock, DeviceCopies
 from epd_portable.connector.transport import Transport
 from epd_portable.platforms import registry
+from epd_portable.platforms.traits import TRAITS
 from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor
 from tests.keyring import keys
 
@@ -65,6 +66,13 @@ class Route:
     @property
     def fenced(self) -> bool:
         return paths.entry(self.path).capabilities.fenced
+
+    @property
+    def queues(self) -> bool:
+        """Whether the producer's device makes the whole write by itself."""
+        passes_host = not paths.entry(self.path).capabilities.device_memory
+        blocks = passes_host and TRAITS[self.pair.encode].foreign_pages_block
+        return paths.queues_copies(self.path, self.pair.encode) and not blocks
 
     @property
     def in_device_memory(self) -> bool:

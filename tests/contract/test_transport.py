@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from epd_portable.connector import connections, registry
+from epd_portable.connector.copies import QueuedCopy
 from epd_portable.connector.pool import SHM_FOLDER
 from epd_portable.connector.transport import Transport
 from epd_portable.errors import LeaseExpiredError, NoCommonPathError, TransportError
@@ -243,6 +244,91 @@ def test_one_transport_serves_two_consumers(
         assert each.digest(slot.offset, slot.nbytes) == digest(src)
 
 
+# -- copies that a device makes by itself --------------------------------------------------------
+
+
+def queue(
+    transport: Transport,
+    consumer: Consumer,
+    src: torch.Tensor,
+    slot: SlotDescriptor,
+    seconds: float = 30.0,
+) -> QueuedCopy | None:
+    return transport.queue(
+        src,
+        slot,
+        computed=put_out(transport),
+        address=consumer.address,
+        deadline_s=transport._copies.clock() + seconds,
+    )
+
+
+def test_a_consumer_that_was_never_written_is_opened_by_a_write_and_not_by_who_cannot_wait(
+    route: Route, consumer: Consumer
+) -> None:
+    transport = route.transport()
+    consumer.fill(MIB, FILL)
+    src = source(transport, 10)
+    slot = consumer.grant(0, nbytes(src))
+    assert queue(transport, consumer, src, slot) is None
+    assert consumer.digest(0, MIB) == untouched(MIB)
+    write(transport, consumer, src, slot)
+    copy = queue(transport, consumer, src, consumer.grant(0, nbytes(src)))
+    assert (copy is not None) == route.queues
+    if copy is not None:
+        copy.finish()
+    transport.close()
+
+
+@pytest.mark.parametrize("num_tokens", [1, 1024, 40 * MIB // ROW_BYTES])
+def test_what_was_queued_has_arrived_when_it_has_finished_and_nothing_is_begun_otherwise(
+    route: Route, transport: Transport, consumer: Consumer, num_tokens: int
+) -> None:
+    assert_serves(transport, consumer)
+    src = host_tensor(num_tokens, seed=3)
+    size = nbytes(src) + 2 * GUARD
+    consumer.fill(size, FILL)
+    slot = consumer.grant(GUARD, nbytes(src))
+    copy = queue(transport, consumer, src.to(transport._copies.device), slot)
+    assert (copy is not None) == route.queues
+    if copy is not None:
+        copy.finish()
+    assert consumer.digest(0, size) == (within_guards(src) if copy else untouched(size))
+
+
+def test_a_copy_is_not_queued_too_late_nor_one_that_does_not_fit(
+    route: Route, transport: Transport, consumer: Consumer
+) -> None:
+    assert_serves(transport, consumer)
+    src = source(transport, 4)
+    consumer.fill(MIB, FILL)
+    slot = consumer.grant(0, nbytes(src))
+    outside = msgspec.structs.replace(slot, offset=1 << 40)
+    refused: list[tuple[torch.Tensor, SlotDescriptor, float, type[Exception], str]] = [
+        (src, slot, 0.0, LeaseExpiredError, "ended before"),
+        (source(transport, 3), slot, 30.0, ValueError, "bytes"),
+        (src, outside, 30.0, ValueError, "outside"),
+    ]
+    for what, where, seconds, error, why in refused:
+        if route.queues:
+            with pytest.raises(error, match=why):
+                queue(transport, consumer, what, where, seconds)
+        else:
+            assert queue(transport, consumer, what, where, seconds) is None, "a write finds out"
+    assert consumer.digest(0, MIB) == untouched(MIB)
+
+
+def test_a_consumer_that_has_gone_is_left_to_a_write_to_find_out(
+    transport: Transport, make_consumer: Callable[..., Consumer]
+) -> None:
+    consumer = make_consumer()
+    assert_serves(transport, consumer)
+    src = source(transport, 10)
+    slot = consumer.grant(0, nbytes(src))
+    consumer.close()
+    assert queue(transport, consumer, src, slot) is None
+
+
 # -- leases --------------------------------------------------------------------------------------
 
 
@@ -274,7 +360,9 @@ class Ticking:
 def test_a_lease_that_ends_during_the_write_ends_the_write(
     route: Route, consumer: Consumer, seconds: float
 ) -> None:
-    transport = route.transport(Ticking(float))
+    # A device copies in one piece: the clock is looked at before it and after it.
+    tick_s = 2.0 if registry.queues_copies(route.path, route.pair.encode) else 1.0
+    transport = route.transport(Ticking(lambda look: tick_s * look))
     src = source(transport, 40 * MIB // ROW_BYTES)
     with pytest.raises(TransportError):
         write(transport, consumer, src, consumer.grant(0, nbytes(src)), seconds)

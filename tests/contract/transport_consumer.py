@@ -202,7 +202,7 @@ class Instance:
             mm_hash="item", slot=slot, in_device_memory=self._in_device_memory, tensor=spec
         )
         encoder_cache: dict[str, torch.Tensor] = {}
-        self._placer.carry_out(WorkerOrders(placements=[item]), encoder_cache)
+        self._placer.carry_out(WorkerOrders(placements=[item], computes=True), encoder_cache)
         placed = encoder_cache["item"]
         assert (tuple(placed.shape), str(placed.dtype)) == (spec.shape, f"torch.{spec.dtype}")
         return digest(placed), str(placed.device)

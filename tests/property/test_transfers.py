@@ -164,11 +164,14 @@ class Transfers(RuleBasedStateMachine):
 
     # -- time --------------------------------------------------------------------------------------
 
-    @rule(seconds=st.sampled_from([0.1, 1.0, 1.0, LEASE_S / 2, LEASE_S + LEASE_MARGIN_S]))
-    def wait(self, seconds: float) -> None:
+    @rule(
+        seconds=st.sampled_from([0.1, 1.0, 1.0, LEASE_S / 2, LEASE_S + LEASE_MARGIN_S]),
+        computes=st.booleans(),
+    )
+    def wait(self, seconds: float, computes: bool = True) -> None:
         for end in (*self.pds.values(), *self.encoders.values()):
             end.clock.now += seconds
-        self.step()
+        self.step(computes)
 
     @rule(
         name=st.sampled_from(PDS + ENCODERS),
@@ -195,10 +198,10 @@ class Transfers(RuleBasedStateMachine):
         for _ in range(rounds):
             self.deliver_all()
 
-    @rule()
-    def step(self) -> None:
+    @rule(computes=st.booleans())
+    def step(self, computes: bool = True) -> None:
         for name, pd in self.pds.items():
-            pd.step()
+            pd.step(computes=computes)
             for identity, message in pd.side.mailbox.outbox:
                 encoder = identity.decode().partition("-")[0]
                 if encoder in self.encoders:
@@ -252,17 +255,17 @@ class Transfers(RuleBasedStateMachine):
         self._deliver(parcel)
         self.step()
 
-    @rule()
-    def deliver_all(self) -> None:
+    @rule(computes=st.booleans())
+    def deliver_all(self, computes: bool = True) -> None:
         moved, self.network = self.network, []
         for parcel in moved:
             self._deliver(parcel)
-        self.step()
+        self.step(computes)
 
-    @rule(rounds=st.integers(2, 6))
-    def all_goes_well_for_a_while(self, rounds: int) -> None:
+    @rule(rounds=st.integers(2, 6), computes=st.booleans())
+    def all_goes_well_for_a_while(self, rounds: int, computes: bool = True) -> None:
         for _ in range(rounds):
-            self.deliver_all()
+            self.deliver_all(computes)
             for encoder in self.encoders.values():
                 for transfer_id in list(encoder.side.writes):
                     self._write(encoder, transfer_id)
@@ -370,6 +373,7 @@ class Transfers(RuleBasedStateMachine):
         for encoder in self.encoders.values():
             assert len(encoder.side.session) == 0
         self.seen["placed"] += sum(pd.placed for pd in self.pds.values())
+        self.seen["placed_early"] += sum(pd.placed_early for pd in self.pds.values())
         for pd in self.pds.values():
             for request_id in list(pd.side.requests):
                 pd.side.finish(request_id)
@@ -406,3 +410,4 @@ def test_whatever_happens_no_byte_goes_astray_and_nothing_stays_held(
     common = {"Announce", "Grant", "Written", "Injected", "Abort", "Nack", "NotNeeded", "Later"}
     assert common | {"placed", "refused", "replayed"} <= set(+seen), seen
     assert path == "tcp" or seen["quarantined"], seen
+    assert bool(seen["placed_early"]) == copies, seen

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from epd_portable.connector.producer import Write
 from epd_portable.runners.placer import Placement
+from epd_portable.scheduling.items import State
 from epd_portable.wire.messages import AnyMessage, Grant
 from tests.unit.builders import FINGERPRINT
 from tests.unit.runners.harness import TOKEN_BYTES, Clock, EncodeSide, Item, PrefillSide
@@ -55,7 +56,7 @@ class Pd:
         self.copies = copies
         self.life = 0
         self.gone: set[str] = set()
-        self.placed = 0
+        self.placed = self.placed_early = 0
         self.start()
 
     def start(self) -> None:
@@ -69,6 +70,7 @@ class Pd:
         self.memory = Memory()
         self.granted: dict[int, tuple[bytes, int]] = {}
         self.resident: list[Placement] = []
+        self.unread: dict[str, Placement] = {}
         self.arrivals: dict[str, float] = {}
         self.had: set[tuple[str, str]] = set()
         """Items of requests that have been there at some time."""
@@ -77,12 +79,24 @@ class Pd:
     def clock(self) -> Clock:
         return self.side.clock
 
-    def step(self) -> None:
-        """Run one step of the engine, and look at what the workers place."""
-        for placement in self.side.step():
+    def step(self, *, computes: bool = True) -> None:
+        """Run one step of the engine, and look at what the workers place.
+
+        Where they copy it, they may do so as late as in the next step that computes.
+        """
+        for placement in self.side.step(computes=computes):
             self.placed += 1
+            self.placed_early += not computes
             self.check(placement)
             self.resident.append(placement)
+            self.unread[placement.mm_hash] = placement
+        self.unread = {
+            mm_hash: each for mm_hash, each in self.unread.items() if self.is_entry(mm_hash)
+        }
+        if computes:
+            for placement in self.unread.values() if self.copies else ():
+                self.check(placement)
+            self.unread.clear()
         used = self.side.pool._used
         self.resident = [each for each in self.resident if each.slot.generation in used]
         for identity, message in self.side.mailbox.outbox:
@@ -91,6 +105,11 @@ class Pd:
                 assert self.granted.setdefault(message.slot.generation, holder) == holder, (
                     "one slot was granted to two writers"
                 )
+
+    def is_entry(self, mm_hash: str) -> bool:
+        """Tell whether the workers have what was placed, and may compute with it."""
+        item = self.side.cache.items.get(mm_hash)
+        return item is not None and item.state is State.PRESENT and item.origin is not None
 
     def check(self, placement: Placement) -> None:
         """Assert that a slot holds its own item, written under its own grant."""

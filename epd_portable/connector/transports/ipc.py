@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from epd_portable.connector.copies import DeviceCopies
+from epd_portable.connector.copies import DeviceCopies, QueuedCopy
 from epd_portable.connector.slab import OpenedSlab
 from epd_portable.connector.transport import Transport, check_source
 from epd_portable.log import trace
@@ -42,6 +42,28 @@ class IpcTransport(Transport):
         check_source(src, slot, self._copies.device)
         target = self._slab(address).tensor(slot.offset, slot.nbytes)
         self._copies.write(target, src, after=computed, deadline_s=deadline_s)
+
+    def queue(
+        self,
+        src: torch.Tensor,
+        slot: SlotDescriptor,
+        *,
+        computed: DeviceEvent,
+        address: str,
+        deadline_s: float,
+    ) -> QueuedCopy | None:
+        """See `Transport.queue`; the first write to a consumer opens its slab, which takes long."""
+        if not self._lock.acquire(blocking=False):
+            return None
+        try:
+            slab = self._slabs.get(address)
+        finally:
+            self._lock.release()
+        if slab is None or slab.is_gone:
+            return None
+        check_source(src, slot, self._copies.device)
+        target = slab.tensor(slot.offset, slot.nbytes)
+        return self._copies.queue(target, src, after=computed, deadline_s=deadline_s)
 
     def close(self) -> None:
         """Let go of all slabs."""

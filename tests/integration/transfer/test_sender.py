@@ -14,10 +14,10 @@ import zmq
 from epd_portable.connector.transport import Transport
 from epd_portable.errors import TransportError
 from epd_portable.runners import sender as sender_module
-from epd_portable.runners.sender import _IDLE_POLL_S, Sender
+from epd_portable.runners.sender import _BUSY_POLL_S, _IDLE_POLL_S, Sender
 from tests.contract.pairs import Pair, Route
 from tests.integration.transfer.conftest import DEADLINE_S, PrefillSide
-from tests.integration.transfer.encode_side import make_sender, order, output
+from tests.integration.transfer.encode_side import LEASE_S, make_sender, order, output
 
 pytestmark = pytest.mark.parametrize(
     "route", [Route("shm", Pair("cpu", "cpu"))], ids=str, indirect=True
@@ -236,6 +236,71 @@ def test_a_short_copy_is_made_by_the_thread_that_says_written_and_a_long_one_bes
         ended(sender, pd, f"t-{name}")
     assert pd.placed == ["cat", "dog"]
     assert [name.rstrip("0123456789") for name in writers] == ["epd-sender", "epd-writer-"]
+
+
+@pytest.fixture
+def stuck(
+    sender: Sender, pd: PrefillSide, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[threading.Event]:
+    """A write that is under way, far beyond its lease, until the event is set."""
+    monkeypatch.setattr(sender_module, "CHUNK_BYTES", 0)
+    monkeypatch.setattr(sender_module, "_STUCK_AFTER_S", 0.1 - LEASE_S)
+    let_go, begun = threading.Event(), threading.Event()
+    transport = sender._transport("shm")
+    real = transport.write
+
+    def stuck(*args: object, **kwargs: object) -> None:
+        begun.set()
+        assert let_go.wait(DEADLINE_S)
+        real(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(transport, "write", stuck)
+    pd.arrive("r", "cat", 10)
+    sender.submit(order("t-r", "cat", pd.address, 10), output("cat", 10))
+    pd.step_until(begun.is_set)
+    yield let_go
+    let_go.set()
+
+
+def test_a_write_that_is_stuck_is_told_of_once_and_keeps_what_it_uses_until_it_ends(
+    sender: Sender, pd: PrefillSide, stuck: threading.Event, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        pd.step_until(lambda: "its write has not ended" in caplog.text)
+        time.sleep(2 * _BUSY_POLL_S)
+    assert caplog.text.count("transfer t-r: its write has not ended") == 1
+    assert pd.free_bytes < pd.pool_bytes
+    assert "cat" in sender._outputs
+    stuck.set()
+    ended(sender, pd, "t-r")
+    assert pd.placed == ["cat"]
+    assert_nothing_is_kept(sender)
+
+
+def test_closing_leaves_a_write_alone_that_is_stuck_and_the_memory_that_it_uses(
+    sender: Sender, stuck: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sender_module, "_STUCK_AFTER_S", 0.1)
+    closed: list[bool] = []
+    monkeypatch.setattr(sender._transport("shm"), "close", lambda: closed.append(True))
+    sender.close()
+    assert not sender._thread.is_alive()
+    assert closed == []
+
+
+def test_nothing_is_written_any_more_by_a_sender_that_has_ended(path: str, pd: PrefillSide) -> None:
+    sender = make_sender(path)
+    pd.arrive("r", "cat", 10)
+    sender.submit(order("t-r", "cat", pd.address, 10), None)
+    pd.step_until(lambda: pd.granted("t-r"))
+    transfer = sender._session._transfers["t-r"]
+    pd.step_until(lambda: transfer.grant is not None)
+    with sender._turns:
+        sender._over = True
+    sender.output_ready("cat", output("cat", 10))
+    sender.close()
+    pd.step()
+    assert pd.placed == []
 
 
 def test_an_error_nobody_foresaw_ends_the_transfer_that_it_concerns_and_is_told_once(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
 import torch
 
 from epd_portable.errors import TransportTimeoutError
+from epd_portable.platforms.accelerator import AcceleratorPlatform
 from epd_portable.platforms.base import DeviceEvent, Platform
 
 COPY_S = 0.3
@@ -62,6 +64,21 @@ def test_the_copy_stream_of_a_device_is_always_the_same_and_not_the_engines(npu:
     assert torch.npu.current_stream("npu:0") != first
 
 
+def test_who_copies_does_not_wait_for_who_pins_memory(npu: AcceleratorPlatform) -> None:
+    entered: list[bool] = []
+
+    def enter() -> None:
+        with npu.stream(0):
+            entered.append(True)
+
+    enter()
+    thread = threading.Thread(target=enter, daemon=True)
+    with npu._lock:
+        thread.start()
+        thread.join(AMPLE_S)
+    assert entered == [True, True]
+
+
 def test_an_event_that_does_not_pass_is_an_error_at_the_deadline(npu: Platform, slow: None) -> None:
     event = queue_slow_fill(npu, torch.zeros(ELEMENTS, device="npu:0"), 1)
     start_s = time.monotonic()
@@ -69,6 +86,28 @@ def test_an_event_that_does_not_pass_is_an_error_at_the_deadline(npu: Platform, 
         event.synchronize(0.02)
     assert time.monotonic() - start_s < COPY_S
     event.synchronize(AMPLE_S)
+
+
+def test_a_thread_that_blocks_until_an_event_has_passed_holds_up_no_other(
+    npu: Platform, slow: None
+) -> None:
+    event = queue_slow_fill(npu, torch.zeros(ELEMENTS, device="npu:0"), 1)
+    passed: list[bool] = []
+
+    def block() -> None:
+        npu.set_device(0)
+        event.block()
+        passed.append(event.done())
+
+    thread = threading.Thread(target=block)
+    thread.start()
+    turns, begin_s = 0, time.process_time()
+    while thread.is_alive():
+        turns += 1
+        thread.join(0.001)
+    assert passed == [True]
+    assert turns > 20, "the thread kept Python's lock while it waited"
+    assert time.process_time() - begin_s < COPY_S, "the thread asked again and again"
 
 
 def test_a_reader_that_does_not_wait_reads_old_bytes_and_one_that_waits_reads_the_new(

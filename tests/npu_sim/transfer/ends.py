@@ -8,20 +8,21 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from ascend_sim.memory import delay
 
 from epd_portable.connector import copies
-from epd_portable.connector.producer import TransferOrder
+from epd_portable.connector.producer import ProducerSession, TransferOrder
 from epd_portable.platforms.collectives_torch import TorchCollectiveGroup
 from epd_portable.wire.descriptors import TensorSpec
 from tests.integration.transfer.encode_side import make_sender
 from tests.npu_sim.platform.children import Child
 
 DEADLINE_S = 30.0
+Note = tuple[str, str, float]
 
 
 class EncodeWorker(logging.Handler):
@@ -32,11 +33,22 @@ class EncodeWorker(logging.Handler):
         self._said: deque[str] = deque()
         logging.getLogger("epd_portable").addHandler(self)
         self._writing = threading.Event()
-        # The device has the copy of `ipc`; both ends have agreed on the item of `collective`.
-        _tell(self._writing, copies, "_complete")
-        _tell(self._writing, TorchCollectiveGroup, "_move_out")
+        self.notes: list[Note] = []
+        # The device gets the copy of `ipc`; both ends have agreed on the item of `collective`.
+        _tell(self._writing.set, copies.DeviceCopies, "queue")
+        _tell(self._writing.set, TorchCollectiveGroup, "_move_out")
+        _tell(functools.partial(self._note, "queued"), copies.DeviceCopies, "queue")
+        _tell(functools.partial(self._note, "written"), ProducerSession, "write_done")
         self._sender = make_sender(path, wait_timeout_s, "npu")
         self._ended: set[str] = set()
+
+    def _note(self, what: str) -> None:
+        self.notes.append((what, threading.current_thread().name.rstrip("0123456789-"), _now_s()))
+
+    def take_notes(self) -> list[Note]:
+        """Return what was done since the last call: what, by which thread, when."""
+        notes, self.notes = self.notes, []
+        return notes
 
     def emit(self, record: logging.LogRecord) -> None:
         self._said.append(record.getMessage())
@@ -59,12 +71,26 @@ class EncodeWorker(logging.Handler):
 
     def put_out(self, mm_hash: str, output: torch.Tensor, late_us: int = 0) -> None:
         """Put an item out, whose computation ends so much later."""
+        self.put_out_all({mm_hash: output}, late_us)
+
+    def put_out_all(self, outputs: dict[str, torch.Tensor], late_us: int) -> float:
+        """Put items out, each so much later computed than the last; return the seconds."""
         self._writing.clear()
-        on_device = output.to("npu:0")
+        on_device = {mm_hash: output.to("npu:0") for mm_hash, output in outputs.items()}
         # Not the whole device: that would raise what a broken group has left on its own stream.
         torch.npu.current_stream().synchronize()
-        delay(torch.npu.current_stream(), late_us)
-        self._sender.output_ready(mm_hash, on_device)
+        begin_s = _now_s()
+        for mm_hash, output in on_device.items():
+            delay(torch.npu.current_stream(), late_us)
+            self._sender.output_ready(mm_hash, output)
+        return _now_s() - begin_s
+
+    def wait_until_granted(self, transfer_id: str) -> None:
+        deadline_s = _now_s() + DEADLINE_S
+        transfer = self._sender._session._transfers[transfer_id]
+        while transfer.grant is None:
+            assert _now_s() < deadline_s, "it has not been granted"
+            time.sleep(0.001)
 
     def wait_until_writing(self) -> None:
         assert self._writing.wait(DEADLINE_S), "nothing is written"
@@ -80,13 +106,17 @@ class EncodeWorker(logging.Handler):
         self._sender.close()
 
 
-def _tell(event: threading.Event, owner: Any, name: str) -> None:
-    """Set an event whenever something is called."""
+def _now_s() -> float:
+    return time.monotonic()
+
+
+def _tell(who: Callable[[], None], owner: Any, name: str) -> None:
+    """Tell somebody whenever something is called."""
     real: Callable[..., Any] = getattr(owner, name)
 
     @functools.wraps(real)
     def told(*args: Any, **options: Any) -> Any:
-        event.set()
+        who()
         return real(*args, **options)
 
     setattr(owner, name, told)
@@ -115,6 +145,23 @@ class Encode:
     def put_out(self, mm_hash: str, output: str, late_us: int = 0) -> None:
         """Put out what an expression yields."""
         do(self._child, f"worker.put_out({mm_hash!r}, {output}, {late_us})")
+
+    def put_out_all(self, names: Sequence[str], num_tokens: int, late_us: int) -> float:
+        """Put items out, one so much later than the other; return the seconds that this took."""
+        outputs = ", ".join(f"{name!r}: output({name!r}, {num_tokens})" for name in names)
+        return float(self._child.tell(f"worker.put_out_all({{{outputs}}}, {late_us})"))
+
+    def wait_until_granted(self, transfer_id: str) -> None:
+        do(self._child, f"worker.wait_until_granted({transfer_id!r})")
+
+    def notes(self) -> list[Note]:
+        """Which copies were queued and which ends told since the last call, by which threads."""
+        notes: list[Note] = ast.literal_eval(self._child.tell("worker.take_notes()"))
+        return notes
+
+    def run(self, code: str) -> None:
+        """Run a statement in its process, which has it as ``worker``."""
+        do(self._child, code)
 
     def wait_until_writing(self) -> None:
         do(self._child, "worker.wait_until_writing()")

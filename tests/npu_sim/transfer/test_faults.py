@@ -334,7 +334,7 @@ def test_an_item_for_which_the_device_has_no_room_is_an_error_with_figures_and_w
         small,
         "orders = WorkerOrders(placements=[Placement(mm_hash='cat', in_device_memory=False, "
         f"slot=SlotDescriptor(pool='', offset=0, nbytes={nbytes}, generation=1), "
-        f"tensor=TensorSpec(shape=({nbytes // 4}, 1), dtype='float32'))])",
+        f"tensor=TensorSpec(shape=({nbytes // 4}, 1), dtype='float32'))], computes=True)",
     )
     do(small, f"others = [torch.empty({nbytes}, dtype=torch.uint8, device='npu:1')]")
     do(

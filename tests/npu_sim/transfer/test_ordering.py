@@ -8,6 +8,7 @@ real code.
 from __future__ import annotations
 
 import os
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,7 +20,7 @@ from ascend_sim.memory import delay
 
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.connector import registry as paths
-from epd_portable.connector.copies import DeviceCopies
+from epd_portable.connector.copies import DeviceCopies, QueuedCopy
 from epd_portable.connector.pool import SharedMemory
 from epd_portable.connector.worker_endpoint import WorkerEndpoint
 from epd_portable.platforms import registry
@@ -46,6 +47,9 @@ class Passed(DeviceEvent):
 
     def done(self) -> bool:
         return True
+
+    def block(self) -> None:
+        pass
 
 
 class Forgetful(NpuPlatform):
@@ -106,8 +110,14 @@ class Instance:
             tensor=SPEC,
         )
 
-    def place(self, item: Placement) -> torch.Tensor:
-        self.placer.carry_out(WorkerOrders(placements=[item]), self.encoder_cache)
+    def place(self, item: Placement, *, early: bool = False) -> torch.Tensor:
+        """Place an item in a step that computes, or in one before it that does not."""
+        if early:
+            self.placer.carry_out(WorkerOrders(placements=[item]), self.encoder_cache)
+            self.placer.carry_out(WorkerOrders(computes=True), self.encoder_cache)
+        else:
+            orders = WorkerOrders(placements=[item], computes=True)
+            self.placer.carry_out(orders, self.encoder_cache)
         return self.encoder_cache[item.mm_hash]
 
     def warm(self) -> None:
@@ -143,22 +153,52 @@ def forgetful(path: str) -> Iterator[Instance]:
     made.close()
 
 
-def computed_from_a_late_item(instance: Instance) -> torch.Tensor:
+def computed_from_a_late_item(instance: Instance, *, early: bool) -> torch.Tensor:
     """What the engine's stream reads of an item that it was just given."""
     instance.warm()
     item = instance.arrive(2)
     slow_copies(instance.copies)
-    return (instance.place(item) + 0).cpu()
+    return (instance.place(item, early=early) + 0).cpu()
 
 
-def test_work_queued_after_placing_reads_the_item(sound: Instance) -> None:
-    assert computed_from_a_late_item(sound).eq(2).all()
+@pytest.mark.parametrize("early", [False, True])
+def test_work_queued_after_placing_reads_the_item(sound: Instance, early: bool) -> None:
+    assert computed_from_a_late_item(sound, early=early).eq(2).all()
 
 
 # From the pool torch_npu copies while the caller waits: it does not know the memory as page-locked.
 @pytest.mark.parametrize("path", ["ipc"], ids=["slab"], indirect=True)
-def test_a_placer_that_does_not_wait_for_its_copies_is_seen(forgetful: Instance) -> None:
-    assert not computed_from_a_late_item(forgetful).eq(2).all()
+@pytest.mark.parametrize("early", [False, True])
+def test_a_placer_that_does_not_wait_for_its_copies_is_seen(
+    forgetful: Instance, early: bool
+) -> None:
+    assert not computed_from_a_late_item(forgetful, early=early).eq(2).all()
+
+
+@pytest.mark.parametrize("path", ["ipc"], ids=["slab"], indirect=True)
+def test_a_step_without_tokens_begins_the_copy_and_nobody_waits_for_it(sound: Instance) -> None:
+    first, second = sound.arrive(2), sound.arrive(3)
+    slow_copies(sound.copies)
+    begin_s = time.monotonic()
+    for item in (first, second):
+        sound.placer.carry_out(WorkerOrders(placements=[item]), sound.encoder_cache)
+    computed = sound.copies.platform.record_event()
+    computed.synchronize(LEASE_S)
+    assert time.monotonic() - begin_s < DELAY_US / 1e6, "the engine's own stream waited"
+    with sound.copies.platform.stream(PREFILL_DEVICE):
+        sound.copies.platform.record_event().synchronize(LEASE_S)
+    for number, item in ((2, first), (3, second)):
+        assert sound.encoder_cache[item.mm_hash].eq(number).all(), "it was there without a step"
+
+
+def test_what_was_placed_and_forgotten_before_a_step_computed_harms_nobody(
+    sound: Instance,
+) -> None:
+    first, second = sound.arrive(2), sound.arrive(3)
+    slow_copies(sound.copies)
+    sound.placer.carry_out(WorkerOrders(placements=[first]), sound.encoder_cache)
+    del sound.encoder_cache[first.mm_hash]
+    assert (sound.place(second) + 0).cpu().eq(3).all()
 
 
 def read_late(instance: Instance) -> torch.Tensor:
@@ -265,8 +305,8 @@ def make_encoder(route: Route, consumer: Consumer) -> Iterator[MakeEncoder]:
 class Hasty(DeviceCopies):
     """Copies that do not wait for the computation of what they copy."""
 
-    def write(self, target: torch.Tensor, src: torch.Tensor, **options: Any) -> None:
-        super().write(target, src, **{**options, "after": Passed()})
+    def queue(self, target: torch.Tensor, src: torch.Tensor, **options: Any) -> QueuedCopy:
+        return super().queue(target, src, **{**options, "after": Passed()})
 
 
 def test_an_output_that_is_still_being_computed_arrives_whole(
@@ -294,14 +334,14 @@ def test_a_write_returns_when_its_late_copy_is_complete(make_encoder: MakeEncode
     assert encoder.arrives_whole()
 
 
-# torch_npu itself waits for the copies of `ipc` and `shm`, and the group for those of `collective`.
+# torch_npu itself waits for the copies of `shm`, and the group for those of `collective`.
 @pytest.mark.parametrize(
-    "route", [route for route in ROUTES if route.path == "tcp"], ids=str, indirect=True
+    "route", [route for route in ROUTES if route.path in ("ipc", "tcp")], ids=str, indirect=True
 )
 def test_a_write_that_returns_before_its_copy_is_complete_is_seen(
     make_encoder: MakeEncoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoder = make_encoder(DeviceCopies)
-    monkeypatch.setattr("epd_portable.connector.copies._complete", lambda *_: None)
+    monkeypatch.setattr(QueuedCopy, "finish", lambda _: None)
     slow_copies(encoder.copies)
     assert not encoder.arrives_whole()

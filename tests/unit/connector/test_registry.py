@@ -123,6 +123,16 @@ def test_only_a_copy_from_host_memory_to_host_memory_waits_for_nobody() -> None:
     assert found == {("shm", "cpu")}
 
 
+def test_only_a_copy_between_memories_of_one_host_is_queued_on_a_device() -> None:
+    found = {
+        (entry.name, platform)
+        for entry in registry.PATHS
+        for platform in ("cuda", "npu", "cpu")
+        if registry.queues_copies(entry.name, platform)
+    }
+    assert found == {(path, platform) for path in ("ipc", "shm") for platform in ("cuda", "npu")}
+
+
 def test_slots_are_in_device_memory_only_where_path_and_platform_have_it() -> None:
     found = {
         (entry.name, platform)

@@ -18,6 +18,9 @@ class ManualEvent(DeviceEvent):
     def wait(self) -> None:
         raise AssertionError("synchronize must not queue a wait")
 
+    def block(self) -> None:
+        raise AssertionError("synchronize must keep its deadline")
+
     def done(self) -> bool:
         self.asked.set()
         self.left -= 1
@@ -34,3 +37,11 @@ def test_synchronize_gives_up_at_its_deadline() -> None:
     event = ManualEvent(after_questions=10**9)
     with pytest.raises(TransportTimeoutError, match=r"not complete after 0\.01 s"):
         event.synchronize(timeout_s=0.01)
+
+
+def test_synchronize_asks_no_more_than_a_few_times_each_millisecond() -> None:
+    never = 10**9
+    event = ManualEvent(after_questions=never)
+    with pytest.raises(TransportTimeoutError):
+        event.synchronize(timeout_s=0.2)
+    assert never - event.left < 2 * 200

@@ -8,7 +8,7 @@ from collections.abc import ItemsView
 
 import pytest
 
-from epd_portable.scheduling.items import Claim
+from epd_portable.scheduling.items import Claim, State
 from epd_portable.wire.messages import EncodeFailed, Later
 from epd_portable.wire.params import ItemOutcome
 from tests.unit.runners.harness import (
@@ -403,36 +403,72 @@ def test_an_item_that_comes_twice_in_a_prompt_is_needed_until_its_last_place(pai
 # -- placements ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("copies", [False, True])
-def test_an_item_is_placed_in_a_step_that_computes_whose_end_tells_that_its_slot_was_read(
-    copies: bool,
-) -> None:
-    pair = Pair(PrefillSide(copies=copies))
-    pair.pd.arrive("r", CAT)
-    pair.encode.submit(CAT, ready=True)
+def deliver(pair: Pair, request_id: str, item: Item, *, digest: str = "") -> None:
+    """A request for an item comes, and the item: it lands when messages are next taken in."""
+    pair.pd.arrive(request_id, item)
+    pair.encode.submit(item, ready=True)
     pair.round()
-    pair.encode.finish_write("t-cat")
+    pair.encode.finish_write(item.transfer_id, digest=digest)
     pair.to_pd()
-    pool = pair.pd.pool
-    for _ in range(2):
-        assert pair.pd.step(computes=False) == []
-        assert pool.free_bytes < pool.capacity_bytes, "nobody has read the slot yet"
-    assert [item.mm_hash for item in pair.pd.step()] == ["cat"]
-    assert (pool.free_bytes == pool.capacity_bytes) == copies
+
+
+def placed(pair: Pair, *, computes: bool) -> list[str]:
+    return [item.mm_hash for item in pair.pd.step(computes=computes)]
+
+
+def test_an_item_whose_slot_is_its_tensor_is_placed_in_a_step_that_computes() -> None:
+    pair = Pair(PrefillSide(copies=False))
+    deliver(pair, "r", CAT)
+    assert placed(pair, computes=False) == []
+    assert placed(pair, computes=True) == ["cat"]
+    assert pair.pd.pool.free_bytes < pair.pd.pool.capacity_bytes
+
+
+def test_an_item_is_copied_in_any_step_but_its_slot_is_free_when_one_has_ended_that_computes() -> (
+    None
+):
+    pair = Pair(PrefillSide(copies=True))
+    receiver, pool = pair.pd.receiver, pair.pd.pool
+    deliver(pair, "r", CAT)
+    assert placed(pair, computes=False) == ["cat"]
+    assert placed(pair, computes=False) == []
+    assert pool.free_bytes < pool.capacity_bytes, "nobody knows that all ranks have read the slot"
+    assert receiver.take_orders([], computes=True).computes
+    assert receiver.take_orders([], computes=True).computes
+    assert pool.free_bytes < pool.capacity_bytes
+    receiver.step_done()
+    assert pool.free_bytes == pool.capacity_bytes
+
+
+def test_an_item_that_workers_compare_with_a_digest_is_placed_in_a_step_that_computes() -> None:
+    pair = Pair(PrefillSide(copies=True))
+    deliver(pair, "r", CAT, digest="sha256")
+    assert placed(pair, computes=False) == []
+    assert placed(pair, computes=True) == ["cat"]
+    assert pair.pd.pool.free_bytes == pair.pd.pool.capacity_bytes
+
+
+def test_what_was_copied_and_evicted_gives_its_slot_to_who_waits_while_nobody_computes() -> None:
+    pair = Pair(PrefillSide(pool_tokens=2, copies=True))
+    deliver(pair, "r", CAT)
+    assert placed(pair, computes=False) == ["cat"]
+    pair.pd.finish("r")
+    pair.pd.arrive("s", DOG)
+    for _ in range(3):
+        assert placed(pair, computes=False) == []
+    assert pair.pd.cache.items["dog"].state is State.RESERVED
+    pair.pd.finish("s")
+    assert pair.pd.pool.free_bytes == pair.pd.pool.capacity_bytes
 
 
 @pytest.mark.parametrize("copies", [False, True])
 def test_an_item_evicted_while_its_placement_waits_for_tokens_is_not_placed(copies: bool) -> None:
     pair = Pair(PrefillSide(copies=copies))
-    pair.pd.arrive("r", CAT)
-    pair.encode.submit(CAT, ready=True)
-    pair.round()
-    pair.encode.finish_write("t-cat")
-    pair.to_pd()
-    assert pair.pd.step(computes=False) == []
+    deliver(pair, "r", CAT, digest="sha256")
+    assert placed(pair, computes=False) == []
     pair.pd.finish("r")
     pair.pd.forget_everything()
-    assert pair.pd.step() == []
+    assert placed(pair, computes=True) == []
     assert pair.pd.pool.free_bytes == pair.pd.pool.capacity_bytes
 
 

@@ -1,0 +1,107 @@
+"""Pools of consumers that a producer has mapped and page-locked, and when it lets go of them."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from epd_portable.connector.copies import DeviceCopies
+from epd_portable.connector.pool import SharedMemory
+from epd_portable.connector.transports.shm import ShmTransport
+from epd_portable.errors import PeerLostError
+from epd_portable.platforms.cpu import PassedEvent
+from epd_portable.wire.descriptors import SlotDescriptor
+from tests.keyring import keys
+from tests.unit.connector.spies import NEVER_S, SpyEvent, SpyPlatform
+
+SRC = torch.ones(2)
+
+
+@pytest.fixture
+def make_pool() -> Iterator[Callable[..., SharedMemory]]:
+    made: list[SharedMemory] = []
+
+    def make(name: str = "") -> SharedMemory:
+        made.append(SharedMemory.create(name or f"epd-test-{os.getpid()}-{uuid.uuid4().hex}", 4096))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.unlink()
+
+
+@pytest.fixture
+def platform() -> SpyPlatform:
+    return SpyPlatform()
+
+
+@pytest.fixture
+def transport(platform: SpyPlatform) -> Iterator[ShmTransport]:
+    made = ShmTransport(DeviceCopies(platform), keys())
+    yield made
+    made.close()
+
+
+def options(pool: SharedMemory) -> dict[str, object]:
+    return {"computed": PassedEvent(), "address": pool.identity, "deadline_s": NEVER_S}
+
+
+def slot(pool: SharedMemory) -> SlotDescriptor:
+    return SlotDescriptor(pool=pool.path.name, offset=0, nbytes=8, generation=1)
+
+
+def write(transport: ShmTransport, pool: SharedMemory) -> None:
+    transport.write(SRC, slot(pool), **options(pool))  # type: ignore[arg-type]
+
+
+def test_a_pool_stays_page_locked_while_a_copy_into_it_is_under_way_though_its_owner_has_gone(
+    transport: ShmTransport, platform: SpyPlatform, make_pool: Callable[..., SharedMemory]
+) -> None:
+    gone = make_pool()
+    write(transport, gone)
+    platform.event = SpyEvent()
+    copy = transport.queue(SRC, slot(gone), **options(gone))  # type: ignore[arg-type]
+    assert copy is not None
+    gone.unlink()
+    write(transport, make_pool(gone.path.name))
+    assert platform.unpinned == []
+    with pytest.raises(PeerLostError, match="made anew"):
+        write(transport, gone)
+    copy.finish()
+    write(transport, make_pool())
+    assert platform.unpinned == [platform.pinned[0][0]]
+
+
+def test_a_copy_that_was_refused_keeps_no_pool_page_locked(
+    transport: ShmTransport, platform: SpyPlatform, make_pool: Callable[..., SharedMemory]
+) -> None:
+    gone = make_pool()
+    write(transport, gone)
+    with pytest.raises(ValueError, match="bytes"):
+        transport.queue(torch.ones(3), slot(gone), **options(gone))  # type: ignore[arg-type]
+    gone.unlink()
+    write(transport, make_pool())
+    assert platform.unpinned == [platform.pinned[0][0]]
+
+
+def test_nobody_waits_for_a_pool_that_is_being_opened(
+    transport: ShmTransport, make_pool: Callable[..., SharedMemory]
+) -> None:
+    pool = make_pool()
+    write(transport, pool)
+    with transport._lock:
+        assert transport.queue(SRC, slot(pool), **options(pool)) is None  # type: ignore[arg-type]
+    assert transport.queue(SRC, slot(pool), **options(pool)) is not None  # type: ignore[arg-type]
+
+
+def test_a_pool_that_is_not_page_locked_is_left_to_who_may_wait(
+    transport: ShmTransport, platform: SpyPlatform, make_pool: Callable[..., SharedMemory]
+) -> None:
+    platform.refuses = True
+    pool = make_pool()
+    write(transport, pool)
+    assert transport.queue(SRC, slot(pool), **options(pool)) is None  # type: ignore[arg-type]
