@@ -328,7 +328,31 @@ def step_command(
         console.finish(made, [], json_file, markdown_file, None)
 
 
-@main.command("router")
+ROUTER_HELP = """Measure what the router costs, as a process between clients and played instances.
+
+The router has a core to itself and is asked over HTTP, as clients do; the instances answer at once
+and compute nothing. In turns with it: a stand-in of the proxy of vLLM's example for disaggregated
+encoders, and an instance that is asked directly. Every answer is checked. About nine minutes, with
+--quick three.
+
+\b
+Cases:
+{cases}
+
+CPU times hold on a busy machine too, rates and latencies on a quiet one only.
+
+Exit status: 0, 1 when something failed, 2 on bad input.
+"""
+
+
+@main.command(
+    "router",
+    help=ROUTER_HELP.format(
+        cases="\n".join(
+            f"  {case.name:8} {case.about}" for case in router_measure.ALL_CASES.values()
+        )
+    ),
+)
 @click.option(
     "--side",
     "sides",
@@ -353,6 +377,12 @@ def step_command(
     show_default="3, with --quick 1",
     help="Turns of every side in every case; some cases take one turn whatever this says.",
 )
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=0.2, max=600),
+    show_default="3, with --quick 1.5",
+    help="Time of each load in a turn.",
+)
 @click.option("--no-proxy", is_flag=True, help="Leave the peer out.")
 @file_options
 def router_command(
@@ -360,34 +390,21 @@ def router_command(
     names: tuple[str, ...],
     quick: bool,
     rounds: int | None,
+    seconds: float | None,
     no_proxy: bool,
     json_file: Path | None,
     markdown_file: Path | None,
 ) -> None:
-    """Measure what the router costs, as a process between clients and instances that are played.
-
-    The router has a core to itself and is asked over HTTP, as clients do; the instances answer at
-    once and compute nothing. In turns with it: a stand-in of the proxy of vLLM's example for
-    disaggregated encoders, and an instance that is asked directly. All answers are checked. About
-    ten minutes, with --quick three.
-
-    \b
-    Cases:
-    {cases}
-
-    CPU times hold on a busy machine, rates and latencies on a quiet one only. Exit status: 0, 1
-    when something failed, 2 on bad input.
-    """
+    """Measure what the router costs; users read `ROUTER_HELP`."""
     with console.messages():
         load_before = report.load_average()
-        effort = router_stage.QUICK if quick else router_stage.FULL
-        effort = dataclasses.replace(effort, rounds=rounds or effort.rounds)
-        measured = router_measure.read_sides(sides)
-        peers = [router_measure.DIRECT] if no_proxy else router_measure.PEERS
+        usual = router_stage.QUICK if quick else router_stage.FULL
         results = router_measure.measure(
             [case for name, case in router_measure.ALL_CASES.items() if not names or name in names],
-            [*measured, *peers],
-            effort,
+            [*router_measure.read_sides(sides), *router_measure.peers(proxy=not no_proxy)],
+            dataclasses.replace(
+                usual, rounds=rounds or usual.rounds, window_s=seconds or usual.window_s
+            ),
             report=console.progress,
         )
         made = router_report.make_report(

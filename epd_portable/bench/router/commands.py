@@ -141,11 +141,14 @@ class Cast(msgspec.Struct, frozen=True, kw_only=True):
         instances: Of either role.
         secret_file: Of the deployment.
         encode_ms: How long an encode job takes.
+        halves: Every event of a stream comes in two pieces, the second half a gap later, so that an
+            end of the instance often cuts one.
     """
 
     instances: list[InstanceAddress]
     secret_file: str
     encode_ms: int = 0
+    halves: bool = False
 
 
 class Counts(msgspec.Struct, frozen=True, kw_only=True):

@@ -33,6 +33,8 @@ AWAY_S = 1.5
 LEAVE_AFTER_S = 2.0
 LEAVE_SHARE = 10
 TIMEOUT_S = 60.0
+RECOVERY_S = 3.0
+"""In which a router should have seen that they are back."""
 SETTLE_S = 8.0
 AFTERWARDS = 100
 _SAMPLE_S = 0.1
@@ -61,7 +63,12 @@ class _Topology:
         """Start an instance, again or for the first time."""
         stage = self._stage
         played = Instances(
-            [address], stage.secret_file, stage.cores, stage.folder, encode_ms=ENCODE_MS
+            [address],
+            stage.secret_file,
+            stage.cores,
+            stage.folder,
+            encode_ms=ENCODE_MS,
+            halves=True,
         )
         self._playing[address] = self._stack.enter_context(played)
 
@@ -109,7 +116,8 @@ def faults(stage: Stage, measured: Measured) -> Values:
         assert alone.server is not None
         _ask(stage, alone)
         time.sleep(SETTLE_S)
-        memory, sockets = stand.memory_bytes(alone.server), stand.sockets(alone.server)
+        memory = stand.memory_bytes(alone.server)
+        _, others = stand.connections(alone.server)
         values: Values = {}
         peak = stack.enter_context(_Peak(alone.server))
         for role in KILL_S:
@@ -118,14 +126,15 @@ def faults(stage: Stage, measured: Measured) -> Values:
         values["growth_mb"] = max(0, peak.nbytes - memory) / 1e6
         time.sleep(SETTLE_S)
         values["open"] = topology.open()
-        values["sockets"] = max(0, stand.sockets(alone.server) - sockets)
+        values["clients"], values["others"] = stand.connections(alone.server)
+        values["others"] = max(0, values["others"] - others)
         return values
 
 
 def _strike(stage: Stage, alone: Measured, topology: _Topology, role: str) -> Values:
     """Kill both instances of a role while requests are in flight, and let them come back."""
     count = stage.effort.in_flight
-    begin_s = time.monotonic()
+    begin_s, cpu_s = time.monotonic(), alone.cpu_s()
     stage.load.begin(_requests(stage, alone, count, leave=count // LEAVE_SHARE))
     time.sleep(KILL_S[role])
     in_flight = topology.open()
@@ -134,14 +143,18 @@ def _strike(stage: Stage, alone: Measured, topology: _Topology, role: str) -> Va
     time.sleep(AWAY_S)
     for address in topology.of_role(role):
         topology.start(address)
-    exchanges = [each for flow in stage.load.hear(Done).flows.values() for each in flow]
+    done = stage.load.hear(Done)
+    exchanges = [each for flow in done.flows.values() for each in flow]
     stage.tally.wall_s += time.monotonic() - begin_s
+    stage.tally.measured_s += alone.cpu_s() - cpu_s
+    stage.tally.load_s += done.cpu_s
     stage.tally.requests += len(exchanges)
     found = count_verdicts(exchanges)
     stage.tally.not_right += found["wrong"]
     stage.tally.detail = stage.tally.detail or next(
         (each.detail for each in exchanges if each.verdict == "wrong"), ""
     )
+    time.sleep(RECOVERY_S)
     afterwards = _ask(stage, alone)
     return {
         "in_flight": in_flight,
@@ -159,9 +172,7 @@ def count_verdicts(exchanges: list[Exchange]) -> dict[Verdict, int]:
 
 def _ask(stage: Stage, alone: Measured) -> list[Exchange]:
     """Ask short questions of every kind."""
-    flows = stage.load.carry_out(
-        _requests(stage, alone, AFTERWARDS, leave=0, answer_ms=0)
-    ).flows
+    flows = stage.load.carry_out(_requests(stage, alone, AFTERWARDS, leave=0, answer_ms=0)).flows
     return [each for flow in flows.values() for each in flow]
 
 
@@ -192,21 +203,23 @@ def _requests(
 
 
 def _figures(role: str) -> tuple[Figure, ...]:
-    whose = f"both {role} instances killed and back"
+    whose = f"both {role} killed"
     return (
         Figure(
             key=f"{role} in_flight",
-            what=f"{whose}: in flight at that moment",
+            what=f"{whose}: answers under way then",
             clock="counted",
             better="higher",
         ),
-        Figure(key=f"{role} right", what="answered right", clock="counted", better="higher"),
-        Figure(key=f"{role} error", what="a clear error", clock="counted"),
-        Figure(key=f"{role} wrong", what="neither", clock="counted", limit=0),
-        Figure(key=f"{role} left", what="gave up on purpose", clock="counted"),
+        Figure(
+            key=f"{role} right", what=f"{whose}: right answers", clock="counted", better="higher"
+        ),
+        Figure(key=f"{role} error", what=f"{whose}: clear errors", clock="counted"),
+        Figure(key=f"{role} wrong", what=f"{whose}: neither", clock="counted", limit=0),
+        Figure(key=f"{role} left", what=f"{whose}: clients that left", clock="counted"),
         Figure(
             key=f"{role} afterwards",
-            what=f"of {AFTERWARDS} afterwards: right",
+            what=f"{whose}: of {AFTERWARDS} after they are back, right",
             clock="counted",
             better="higher",
             limit=AFTERWARDS,
@@ -221,11 +234,12 @@ FAULTS = Case(
         *(figure for role in KILL_S for figure in _figures(role)),
         Figure(key="growth_mb", what="memory at most, by before: MB more", clock="counted"),
         Figure(key="open", what="answers left under way", clock="counted", limit=0),
-        Figure(key="sockets", what="sockets left, beyond those before", clock="counted", limit=0),
+        Figure(key="clients", what="clients' connections left", clock="counted", limit=0),
+        Figure(key="others", what="other connections, beyond those before", clock="counted"),
     ),
     measure=faults,
     kinds=ROUTER,
     once=True,
-    seconds=lambda effort: 2 * (SENDING_S + ANSWER_MS / 1000 + SENDING_S + 2) + 3 * SETTLE_S,
+    seconds=lambda effort: 2 * (SENDING_S + ANSWER_MS / 1000 + SENDING_S + 3) + 2 * SETTLE_S,
 )
 """The faults."""

@@ -84,7 +84,7 @@ class InstanceConnection(MessageProtocol):
         address: The instance.
         played: Counts.
         loop: That it runs in.
-        encode_s: How long an encode job takes.
+        cast: How it plays.
     """
 
     def __init__(
@@ -92,13 +92,14 @@ class InstanceConnection(MessageProtocol):
         address: InstanceAddress,
         played: Played,
         loop: asyncio.AbstractEventLoop,
-        encode_s: float,
+        cast: Cast,
     ) -> None:
         super().__init__(responses=False)
         self._address = address
         self._played = played
         self._loop = loop
-        self._encode_s = encode_s
+        self._encode_s = cast.encode_ms / 1000
+        self._pieces = 2 if cast.halves else 1
         self._method = self._path = b""
         self._body_begin: bytes = b""
         self._body_end: bytes = b""
@@ -173,17 +174,22 @@ class InstanceConnection(MessageProtocol):
         self._reply(b"200 OK", whole_answer(question.number, parameters))
 
     def _stream(self, question: Question, index: int, due_s: float) -> None:
-        """Write every event whose time has come, and come back for the next."""
+        """Write every piece of an event whose time has come, and come back for the next."""
         pieces = [_STREAM_HEAD] if not index else []
         now_s = self._loop.time()
         if not index and due_s > now_s:
             self._timer = self._loop.call_at(due_s, self._stream, question, 0, due_s)
             return
-        while index < question.chunks and due_s <= now_s:
-            pieces.append(_framed(event(question.number, index)))
+        count = question.chunks * self._pieces
+        while index < count and due_s <= now_s:
+            whole = event(question.number, index // self._pieces)
+            if self._pieces == 2:
+                middle = len(whole) // 2
+                whole = whole[middle:] if index % 2 else whole[:middle]
+            pieces.append(_framed(whole))
             index += 1
-            due_s += question.gap_ms / 1000
-        if index < question.chunks:
+            due_s += question.gap_ms / 1000 / self._pieces
+        if index < count:
             self._timer = self._loop.call_at(due_s, self._stream, question, index, due_s)
         else:
             self._timer = None
@@ -234,7 +240,7 @@ async def play(cast: Cast) -> None:
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         listener.bind((address.host, address.port))
         await loop.create_server(
-            functools.partial(InstanceConnection, address, played, loop, cast.encode_ms / 1000),
+            functools.partial(InstanceConnection, address, played, loop, cast),
             sock=listener,
             backlog=BACKLOG,
         )

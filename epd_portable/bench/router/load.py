@@ -1,8 +1,9 @@
 """The clients of a router under measurement: one process, no library between it and the sockets.
 
-``python -m epd_portable.bench.router.load NICENESS`` reads a command a line and answers each with a line of
-`Done`. Answers are judged after a run, so that no judging delays a sending. How much the load used
-of its core, and how late it sent, is part of every result: a load that is the bottleneck shows.
+``python -m epd_portable.bench.router.load NICENESS`` reads a command a line and answers each with a
+line of `Done`. Answers are judged after a run, so that no judging delays a sending. How much the
+load used of its core, and how late it sent, is part of every result: a load that is the bottleneck
+shows.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from epd_portable.errors import ConfigError
 ALL_CASES: dict[str, Case] = {case.name: case for case in (*CASES, *SPECIAL_CASES, FAULTS)}
 PROXY = Side(name="proxy", kind="proxy")
 DIRECT = Side(name="direct", kind="direct")
-PEERS = (PROXY, DIRECT)
+WARM_UP = 100
 _START_S = 12.0
 
 
@@ -102,6 +103,26 @@ class TimeLeft:
         return f"{left_s / 60:.0f} min left" if left_s >= 90 else f"{left_s:.0f} s left"
 
 
+def peers(*, proxy: bool) -> list[Side]:
+    """Return what routers are compared with.
+
+    Args:
+        proxy: The stand-in of vLLM's example too.
+
+    Raises:
+        ConfigError: That needs what is not installed.
+    """
+    if not proxy:
+        return [DIRECT]
+    missing = [name for name in ("fastapi", "aiohttp") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"the proxy needs {' and '.join(missing)}, which come with vLLM: install them, or "
+            "leave it out by --no-proxy"
+        )
+    return [PROXY, DIRECT]
+
+
 def read_sides(texts: Sequence[str]) -> list[Side]:
     """Return the routers to measure.
 
@@ -183,6 +204,8 @@ def measure(
 def _take(stage: Stage, step: _Step, results: Results) -> Turn | None:
     """Take one turn; ``None`` if the side does not have what is measured."""
     measured = stage.sides[step.index]
+    stage.tally = Tally()
+    stage.run(measured, stage.flow(measured, "warm-up", count=WARM_UP, connections=4))
     key = (step.case.name, measured.side.name)
     stage.tally = stage.tallies.setdefault(key, Tally())
     try:
@@ -208,8 +231,6 @@ def _in_turn(count: int, turn: int) -> list[int]:
 def _said(case: Case, values: Values) -> str:
     """Return the first figures of a turn."""
     shown = [
-        f"{figure.what} {values[figure.key]:.3g}"
-        for figure in case.figures
-        if figure.key in values
+        f"{figure.what} {values[figure.key]:.3g}" for figure in case.figures if figure.key in values
     ]
     return "; ".join(shown[:2])

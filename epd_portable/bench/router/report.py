@@ -24,9 +24,7 @@ def series(results: Results, case: Case, figure: Figure, side: Side) -> list[flo
     ]
 
 
-def times_better(
-    figure: Figure, values: list[float], peers: list[float]
-) -> Ratio | None:
+def times_better(figure: Figure, values: list[float], peers: list[float]) -> Ratio | None:
     """Return how many times better one side is than another, turn by turn; above 1 it is better.
 
     ``None`` if one of them has no such figure, or one that is not positive: a difference may be 0.
@@ -99,23 +97,31 @@ def _figures_table(results: Results, clock: str, title: str) -> Table:
             rows.append(
                 (
                     figure.what,
-                    *(NONE if ratio is None else str(ratio) for ratio in ratios),
+                    *(_shown(ratio) for ratio in ratios),
                     *(_with_spread(found[side.name]) for side in results.sides),
                     _at_least(figure),
                     _held(results, figure, found, ratios),
                 )
             )
+    columns = (
+        "what",
+        *(f"{side.name} by {peer.name}" for side, peer in pairs),
+        *(side.name for side in results.sides),
+        "at least",
+        "reached",
+    )
+    used = [place for place in range(len(columns)) if any(row[place] != NONE for row in rows)]
     return Table(
         title=title,
-        columns=(
-            "what",
-            *(f"{side.name} by {peer.name}" for side, peer in pairs),
-            *(side.name for side in results.sides),
-            "at least",
-            "reached",
-        ),
-        rows=tuple(rows),
+        columns=tuple(columns[place] for place in used),
+        rows=tuple(tuple(row[place] for place in used) for row in rows),
     )
+
+
+def _shown(ratio: Ratio | None) -> str:
+    if ratio is None:
+        return NONE
+    return f"{ratio.median:.2f}" if ratio.low == ratio.high else str(ratio)
 
 
 def _with_spread(values: list[float]) -> str:

@@ -145,9 +145,7 @@ def workers(stage: Stage, measured: Measured) -> Values:
                 used = [each - before.get(pid, 0.0) for pid, each in after.items()]
                 cpu_s[count], busiest = sum(used) / sent, max(used) / sum(used)
                 if stage.cores.rates_of_two:
-                    flow = stage.flow(
-                        alone, "most", seconds=stage.effort.window_s, connections=256
-                    )
+                    flow = stage.flow(alone, "most", seconds=stage.effort.window_s, connections=256)
                     rate[count] = stage.run(alone, flow).rate("most")
         except LaunchError as error:
             if more and "workers" in str(error):
@@ -181,7 +179,7 @@ SPECIAL_CASES: tuple[Case, ...] = (
             Figure(
                 key=f"{role} us",
                 what=f"choice among {CHOICE_NAMES:,} of role {role}: µs",
-                clock="wall",
+                clock="CPU",
                 limit=50,
             )
             for role in ("encode", "prefill-decode")

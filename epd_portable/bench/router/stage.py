@@ -1,4 +1,4 @@
-"""What all cases of a measurement share: processes that stay up, and windows of load between them."""
+"""What all cases share: processes that stay up while cases come and go, and windows of load."""
 
 from __future__ import annotations
 

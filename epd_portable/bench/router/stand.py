@@ -1,4 +1,4 @@
-"""The processes of a measurement: what is measured on cores of its own, everything else beside it."""
+"""The processes of a measurement: what is measured has cores of its own, all else is beside it."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ class Instances(Child):
         secret_file: Of the deployment.
         cores: Where it runs.
         folder: Where it starts and leaves what it prints as errors.
-        encode_ms: How long an encode job takes.
+        how: Further fields of their `Cast`.
     """
 
     def __init__(
@@ -185,11 +185,10 @@ class Instances(Child):
         secret_file: str,
         cores: Cores,
         folder: Path,
-        *,
-        encode_ms: int = 0,
+        **how: Any,
     ) -> None:
         self.addresses = tuple(addresses)
-        cast = Cast(instances=list(addresses), secret_file=secret_file, encode_ms=encode_ms)
+        cast = Cast(instances=list(addresses), secret_file=secret_file, **how)
         file = folder / f"cast-{uuid.uuid4().hex}.json"
         file.write_bytes(msgspec.json.encode(cast))
         super().__init__([f"{PACKAGE}.instances", str(file)], cores.beside, folder)
@@ -368,20 +367,20 @@ def processes_cpu_s(server: Server) -> dict[int, float]:
 def memory_bytes(server: Server) -> int:
     """Return the resident memory of a server's processes; shared pages count in each."""
     root = psutil.Process(server.pid)
-    return sum(
-        int(process.memory_info().rss) for process in [root, *root.children(recursive=True)]
-    )
+    return sum(int(process.memory_info().rss) for process in [root, *root.children(recursive=True)])
 
 
-def sockets(server: Server) -> int:
-    """Return how many sockets a server's processes hold."""
+def connections(server: Server) -> tuple[int, int]:
+    """Return how many TCP connections a server has: from clients, and all others."""
     root = psutil.Process(server.pid)
-    found = 0
+    port = port_of(server)
+    from_clients = others = 0
     for process in [root, *root.children(recursive=True)]:
-        for name in os.listdir(f"/proc/{process.pid}/fd"):
-            with contextlib.suppress(FileNotFoundError):
-                found += os.readlink(f"/proc/{process.pid}/fd/{name}").startswith("socket:")
-    return found
+        for each in process.net_connections("tcp"):
+            if each.status != psutil.CONN_LISTEN:
+                from_clients += each.laddr.port == port
+                others += each.laddr.port != port
+    return from_clients, others
 
 
 @contextlib.contextmanager
