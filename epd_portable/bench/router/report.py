@@ -169,7 +169,7 @@ def _measuring_table(results: Results) -> Table:
         if not tally.wall_s:
             continue
         late = show(quantile(tally.late_s, 0.99) * 1e3) if tally.late_s else NONE
-        shares = (tally.measured_s, tally.load_s, tally.instances_s)
+        shares = (tally.measured_s, tally.others_s, tally.load_s, tally.instances_s)
         rows.append(
             (
                 f"{case}, {side}",
@@ -183,8 +183,9 @@ def _measuring_table(results: Results) -> Table:
         title="The measuring itself",
         columns=(
             "case, side",
-            "its core",
-            "load",
+            "its core: itself",
+            "its core: others",
+            "clients",
             "instances",
             "sent late, p99: ms",
             "requests",
@@ -203,7 +204,8 @@ def _notes(results: Results) -> tuple[str, ...]:
         "quartiles. Sides have the median of their turns, with the least and the most.",
         f"What is measured had one core to itself; instances and clients shared {shared}. CPU time "
         "is that of all processes of what is measured. Wall times hold the contest of instances "
-        "and clients for their cores; 'direct', an instance asked without a router, shows it.",
+        "and clients for their cores; 'direct', an instance asked without a router, shows it. They "
+        "are of no use where others took a good part of the measured core.",
         "The proxy is a stand-in of vLLM's example for disaggregated encoders, on the same "
         "libraries, without its log.",
     ]

@@ -56,6 +56,7 @@ class Tally:
         load_s: CPU time of the load in it.
         instances_s: CPU time of the instances.
         measured_s: CPU time of what was measured.
+        others_s: Time for which its cores were taken by nobody of the measurement.
         late_s: How much too late requests were sent, of flows with a rate.
     """
 
@@ -66,6 +67,7 @@ class Tally:
     load_s: float = 0.0
     instances_s: float = 0.0
     measured_s: float = 0.0
+    others_s: float = 0.0
     late_s: list[float] = field(default_factory=list)
 
 
@@ -194,13 +196,16 @@ class Stage:
         found: list[Done] = []
         played = instances or self.instances
         instances_s, begin_s = played.counts().cpu_s, time.monotonic()
+        busy_s = stand.busy_s(self.cores.measured)
         self._cpu_s = measured.cpu_s()
         yield found
         self._cpu_s = measured.cpu_s() - self._cpu_s
+        busy_s = stand.busy_s(self.cores.measured) - busy_s
         tally = self.tally
         tally.wall_s += time.monotonic() - begin_s
         tally.instances_s += played.counts().cpu_s - instances_s
         tally.measured_s += self._cpu_s
+        tally.others_s += max(0.0, busy_s - self._cpu_s)
         for done in found:
             tally.load_s += done.cpu_s
             for flow in done.flows.values():

@@ -364,6 +364,15 @@ def processes_cpu_s(server: Server) -> dict[int, float]:
     }
 
 
+def busy_s(cores: frozenset[int]) -> float:
+    """Return for how long cores have worked for anybody, guests' stolen time included."""
+    times = psutil.cpu_times(percpu=True)
+    return sum(
+        sum(each) - each.idle - each.iowait - each.guest - each.guest_nice
+        for each in (times[core] for core in cores)
+    )
+
+
 def memory_bytes(server: Server) -> int:
     """Return the resident memory of a server's processes; shared pages count in each."""
     root = psutil.Process(server.pid)

@@ -38,7 +38,13 @@ def results() -> Results:
     for side, turns in values.items():
         found.turns += [Turn(case="x", side=side, values=each) for each in turns]
     found.tallies["x", "after"] = Tally(
-        requests=9, not_right=1, detail="odd", wall_s=2.0, measured_s=1.0, late_s=[0.001]
+        requests=9,
+        not_right=1,
+        detail="odd",
+        wall_s=2.0,
+        measured_s=1.0,
+        others_s=0.5,
+        late_s=[0.001],
     )
     found.missing["x", "direct"] = "it has no cost"
     found.revisions["after"] = "abc"
@@ -96,7 +102,7 @@ def test_ratios_come_first_and_then_a_column_a_side() -> None:
         "what", *compared, "before", "after", "proxy", "direct", "at least", "reached"
     )  # fmt: skip
     assert wall.rows[0][-2:] == ("≥ 5 × the proxy", "before: no, after: yes")
-    assert measuring.rows == (("x, after", "50%", "0%", "0%", "1.00", "9", "1"),)
+    assert measuring.rows == (("x, after", "50%", "25%", "0%", "0%", "1.00", "9", "1"),)
 
 
 def test_the_page_says_what_was_not_measured_and_what_was_not_right() -> None:
