@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import click
@@ -24,6 +25,9 @@ from epd_portable.bench.options import (
     read_pixels,
     read_sizes,
 )
+from epd_portable.bench.router import measure as router_measure
+from epd_portable.bench.router import report as router_report
+from epd_portable.bench.router import stage as router_stage
 from epd_portable.config.instance import PlatformName
 from epd_portable.config.load import PLATFORMS
 from epd_portable.connector import registry
@@ -54,6 +58,9 @@ How long an encoder output takes to the other instance, by path and size, agains
 What a prefill+decode engine pays for this package in every step:
   epd-bench step
   epd-bench step --decoding 256 --items 32 --waiting 1000
+What the router costs, beside a peer and beside another version of itself:
+  epd-bench router --quick
+  epd-bench router --side before=../old --side after=. --case text --case stream
 Keep the figures:
   epd-bench transfer --json t.json --markdown t.md --png t.png
 
@@ -319,6 +326,91 @@ def step_command(
         ]
         samples = step.measure(cases, steps=steps, report=console.progress)
         made = step.make_report(samples, command=console.command(), load_before=load_before)
+        console.finish(made, [], json_file, markdown_file, None)
+
+
+ROUTER_HELP = """Measure what the router costs, as a process between clients and played instances.
+
+The router has a core to itself and is asked over HTTP, as clients do; the instances answer at once
+and compute nothing. In turns with it: a stand-in of the proxy of vLLM's example for disaggregated
+encoders, and an instance that is asked directly. Every answer is checked. About nine minutes, with
+--quick three.
+
+\b
+Cases:
+{cases}
+
+CPU times hold on a busy machine too, rates and latencies on a quiet one only.
+
+Exit status: 0, 1 when something failed, 2 on bad input.
+"""
+
+
+@main.command(
+    "router",
+    help=ROUTER_HELP.format(
+        cases="\n".join(
+            f"  {case.name:8} {case.about}" for case in router_measure.ALL_CASES.values()
+        )
+    ),
+)
+@click.option(
+    "--side",
+    "sides",
+    multiple=True,
+    metavar="NAME=PATH",
+    show_default="this package's own router",
+    help="A router to measure: the folder, of this or another checkout, that holds epd_portable; "
+    "may be repeated, and later ones are compared with the first.",
+)
+@click.option(
+    "--case",
+    "names",
+    multiple=True,
+    show_default="all",
+    type=click.Choice(list(router_measure.ALL_CASES)),
+    help="What to measure; may be repeated.",
+)
+@click.option("--quick", is_flag=True, help="One short turn of each instead of three.")
+@click.option(
+    "--rounds",
+    type=click.IntRange(min=1, max=100),
+    show_default="3, with --quick 1",
+    help="Turns of every side in every case; some cases take one turn whatever this says.",
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=0.2, max=600),
+    show_default="3, with --quick 1.5",
+    help="Time of each load in a turn.",
+)
+@click.option("--no-proxy", is_flag=True, help="Leave the peer out.")
+@file_options
+def router_command(
+    sides: tuple[str, ...],
+    names: tuple[str, ...],
+    quick: bool,
+    rounds: int | None,
+    seconds: float | None,
+    no_proxy: bool,
+    json_file: Path | None,
+    markdown_file: Path | None,
+) -> None:
+    """Measure what the router costs; users read `ROUTER_HELP`."""
+    with console.messages():
+        load_before = report.load_average()
+        usual = router_stage.QUICK if quick else router_stage.FULL
+        results = router_measure.measure(
+            [case for name, case in router_measure.ALL_CASES.items() if not names or name in names],
+            [*router_measure.read_sides(sides), *router_measure.peers(proxy=not no_proxy)],
+            dataclasses.replace(
+                usual, rounds=rounds or usual.rounds, window_s=seconds or usual.window_s
+            ),
+            report=console.progress,
+        )
+        made = router_report.make_report(
+            results, command=console.command(), load_before=load_before
+        )
         console.finish(made, [], json_file, markdown_file, None)
 
 

@@ -57,7 +57,7 @@ def make_report(results: Results, *, command: str, load_before: float) -> Report
             "two tokens of an answer. All are seen by the client, which shares the cores: tokens "
             "that reach it together have no time between them.",
             "CPU seconds are those of a side's processes while it was asked, divided by the "
-            "requests; the clock counts hundredths of a second in each process.",
+            "requests.",
         ),
         tables=tuple(tables),
         summary=_summary(results, groups),

@@ -22,9 +22,10 @@ def test_help_shows_commands_that_can_be_copied() -> None:
     assert "epd-bench serve --config configs/1e1pd.yaml --platform cpu" in text
     assert "epd-bench transfer --path shm" in text
     assert "epd-bench step --decoding 256 --items 32 --waiting 1000" in text
+    assert "epd-bench router --side before=../old --side after=." in text
 
 
-@pytest.mark.parametrize("command", ["serve", "transfer", "step"])
+@pytest.mark.parametrize("command", ["serve", "transfer", "step", "router"])
 def test_the_help_of_a_command_tells_its_exit_statuses_and_defaults(command: str) -> None:
     code, text = run(command, "--help")
     assert code == 0
@@ -49,6 +50,11 @@ def test_the_help_of_a_command_tells_its_exit_statuses_and_defaults(command: str
         (["step", "--items", "65"], "65 is not in the range"),
         (["step", "--waiting", "-1"], "-1 is not in the range"),
         (["step", "--steps", "9"], "9 is not in the range"),
+        (["router", "--case", "luck"], "'luck' is not one of"),
+        (["router", "--side", "old"], "--side old: expected NAME=PATH"),
+        (["router", "--side", "old=/dev/null"], "there is no epd_portable/router in /dev/null"),
+        (["router", "--rounds", "0"], "0 is not in the range"),
+        (["router", "--seconds", "0.1"], "0.1 is not in the range"),
     ],
 )
 def test_a_wrong_argument_ends_with_status_2_and_a_message_that_names_it(

@@ -1,0 +1,1 @@
+"""``epd-bench router``: what the router costs, measured from outside."""
