@@ -13,9 +13,17 @@ from typing import Literal, cast
 import msgspec
 
 from epd_portable.errors import RequestError
+from epd_portable.media.formats import Modality
+from epd_portable.media.limits import (
+    MediaLimits,
+    Processing,
+    check_item,
+    check_processor_settings,
+    check_request,
+)
 from epd_portable.router import media
-from epd_portable.router.cut_text import CutText, Segments, opens
-from epd_portable.router.media import Check, MediaItem, MediaReader
+from epd_portable.router.cut_text import Bytes, CutText, Segments, opens
+from epd_portable.router.media import MediaItem, MediaReader
 from epd_portable.wire.params import EncodedItem, EncodeParams, EncodeTransfer, PrefillParams
 
 CHAT_PATH = "/v1/chat/completions"
@@ -104,7 +112,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
         max_items: Most images, videos and audio clips in one request.
         unknown_fields: What becomes of a field whose name is not known. Engines ignore what they do
             not know, so a misspelt one would be answered as if it had not been sent.
-        check: Of each item; ``None`` for none.
+        limits: What media may become when they are decoded; ``None`` for no limits.
         pd_takes_media: Whether prefill+decode instances hold an encoder, or whether metadata go to
             them in place of media, which only chat requests have a place for.
     """
@@ -112,7 +120,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     models: frozenset[str] | None = None
     max_items: int = 64
     unknown_fields: UnknownFields = "pass"
-    check: Check | None = None
+    limits: MediaLimits | None = None
     pd_takes_media: bool = True
 
 
@@ -320,7 +328,26 @@ def _reader(call: Call, fields: _Fields, settings: _Fields, rules: Rules) -> Med
         call.cut.whole(bytes(_given(given, name) or b"")) + b"\0"
         for given, name in [*((settings, name) for name in _ENCODER_SETTINGS), (fields, _SALT)]
     )
-    return MediaReader(call.cut, salt=salt, max_items=rules.max_items, check=rules.check)
+    check = None
+    if rules.limits is not None:
+        wished = (_given(settings, name) for name in _ENCODER_SETTINGS)
+        check = _Scales(rules.limits, check_processor_settings(rules.limits, *wished))
+    return MediaReader(call.cut, salt=salt, max_items=rules.max_items, check=check)
+
+
+class _Scales:
+    """Weighs the items of one request by what they become when they are decoded."""
+
+    def __init__(self, limits: MediaLimits, processing: Processing) -> None:
+        self._limits = limits
+        self._processing = processing
+        self._pixels = 0
+
+    def __call__(self, modality: Modality, media_type: str, data: Bytes, place: str) -> None:
+        self._pixels += check_item(
+            self._limits, modality, media_type, data, place, self._processing
+        )
+        check_request(self._limits, self._pixels)
 
 
 def _encoded_apart(reader: MediaReader, settings: _Fields) -> tuple[MediaItem, ...]:

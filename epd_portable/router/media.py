@@ -14,15 +14,14 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal
 
 import msgspec
 
 from epd_portable.errors import RequestError
+from epd_portable.media.formats import Modality
 from epd_portable.router.cut_text import Bytes, CutText, decode, opens
 from epd_portable.wire.params import EncodedItem
 
-Modality = Literal["image", "video", "audio"]
 Part = dict[str, msgspec.Raw]
 Check = Callable[[Modality, str, Bytes, str], None]
 """Raises `RequestError` for an item that is not allowed, by its modality, media type, base64 text

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from epd_portable.config.secret import INSTANCE_TOKEN_HEADER, Secret
 from epd_portable.connector.curve import CurveKeys
 from epd_portable.errors import RequestError
+from epd_portable.media.limits import MediaLimits
 from epd_portable.router.access import ApiKeys
 from epd_portable.router.body import Call, Rules, read_call
 from epd_portable.router.control import ControlChannels
@@ -134,7 +135,10 @@ class Router:
             table=self.instances.table,
         )
         self._rules = Rules(
-            max_items=settings.max_media_items, unknown_fields=settings.unknown_fields
+            max_items=settings.max_media_items,
+            unknown_fields=settings.unknown_fields,
+            limits=MediaLimits.among(settings),
+            pd_takes_media=settings.local_encode,
         )
         self._sweeping: asyncio.Task[None] | None = None
 
