@@ -1,7 +1,7 @@
 """How long a router's choice among many instances takes; run by the interpreter of any version.
 
 Its text is given to ``python -c`` with a side's package in front, so it imports nothing of this
-package but what it measures. Prints a JSON object of microseconds by role.
+package but what it measures; of a version without that module there is no figure. Prints a JSON object of microseconds by role.
 """
 
 from __future__ import annotations
@@ -10,25 +10,37 @@ import json
 import sys
 import time
 
-from epd_portable.router.policy import choose_encoder, choose_pd
+from epd_portable.router.instances import Instances
+from epd_portable.router.settings import InstanceSettings, Role
 
 WARM_UP = 2
+ROLES: tuple[Role, ...] = ("encode", "prefill-decode")
 
 
 def measure(names: int, repeats: int) -> dict[str, float]:
     """Return the median CPU time of one choice of each role, in µs.
 
     Args:
-        names: Instances to choose among, half of them with something in flight.
+        names: Instances of each role to choose among, half of them with something in flight.
         repeats: Choices that are timed.
     """
-    loads = {f"instance-{number}": number % 2 for number in range(names)}
     found = {}
-    for role, choose in (("encode", choose_encoder), ("prefill-decode", choose_pd)):
+    for role in ROLES:
+        instances = Instances()
+        control = "tcp://127.0.0.1:9" if role == "prefill-decode" else ""
+        for number in range(names):
+            settings = InstanceSettings(
+                name=f"instance-{number}", role=role, url="http://127.0.0.1:9", control=control
+            )
+            instance = instances.add(settings)
+            instance.seen_well()
+            if number % 2:
+                instance.working().__enter__()
+        choose = instances.encoder if role == "encode" else instances.prefill_decode
         times = []
         for number in range(WARM_UP + repeats):
             begin_s = time.process_time()
-            choose(f"key-{number}", loads)
+            choose(f"key-{number}")
             times.append(time.process_time() - begin_s)
         found[role] = sorted(times[WARM_UP:])[repeats // 2] * 1e6
     return found
