@@ -248,6 +248,10 @@ def url_of(data: bytes, kind: str = "image/png") -> str:
 
 
 LARGE = url_of(png_header(9000, 9000))
+# Its base64 begins with /9j/.
+JPEG = url_of(
+    b"\xff\xd8\xff\xc0\0\x11\x08" + 2 * (9000).to_bytes(2, "big") + bytes(10) + b"\xff\xda"
+)
 VIDEO = url_of(mp4(size=(9000, 9000)), "video/mp4")
 FOURTH = {"type": "image_url", "image_url": {"url": url_of(png_header(8000, 8000))}}
 """Four of them fit into one request."""
@@ -258,6 +262,7 @@ FOURTH = {"type": "image_url", "image_url": {"url": url_of(png_header(8000, 8000
     [
         ([{"type": "image_url", "image_url": {"url": LARGE}}], {}, 413, "media_too_large"),
         ([{"type": "image_url", "image_url": LARGE}], {}, 413, "media_too_large"),
+        ([{"type": "image_url", "image_url": JPEG}], {}, 413, "media_too_large"),
         ([{"image_url": LARGE.replace("data:", "DATA:")}], {}, 413, "media_too_large"),
         ([{"type": "video_url", "video_url": {"url": VIDEO}}], {}, 413, "media_too_large"),
         ([{"type": "audio_url", "audio_url": {"url": url_of(b"x" * 9)}}], {}, 400, "unknown_media"),

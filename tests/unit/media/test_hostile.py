@@ -183,6 +183,12 @@ LARGE: dict[str, tuple[bytes, tuple[int, int]]] = {
         + bytes(8),
         (1 << 40, 7),
     ),
+    "cursor whose picture is larger than it says": (
+        struct.pack("<HHH", 0, 2, 1)
+        + struct.pack("<BBBBHHII", 16, 16, 0, 0, 0, 0, 99, 22)
+        + struct.pack("<Iii", 40, 3000, 8000),
+        (3000, 4000),
+    ),
     "pnm": (b"P4\n99999 99999\n", (99_999, 99_999)),
 }
 
@@ -253,6 +259,10 @@ REFUSED: dict[str, tuple[Callable[[], bytes], str]] = {
         ),
         "ends at byte",
     ),
+    "mp4 with a table of 70,000 entries": (
+        lambda: mp4(times=((1, 1),) * 70_000),
+        "has more than 65536 parts",
+    ),
     "mp4 nested deeply": (
         lambda: box(b"ftyp", b"isom") + struct.pack(">I4s", 1000, b"moov") * 100,
         "nested more than 8 deep",
@@ -267,13 +277,17 @@ REFUSED: dict[str, tuple[Callable[[], bytes], str]] = {
         lambda: samples.ebml(0x1A45DFA3) + samples.ebml(0xEC) * 70_000,
         "has more than 65536 parts",
     ),
-    "webm that plays not a number of seconds": (
-        lambda: (
-            samples.ebml(0x1A45DFA3)
-            + samples.ebml(0x1549A966, samples.ebml(0x4489, struct.pack(">d", float("nan"))))
-        ),
-        "duration is nan",
-    ),
+    **{
+        f"webm that plays {ticks} ticks": (
+            lambda ticks=ticks: (
+                samples.ebml(0x1A45DFA3)
+                + samples.ebml(0x1549A966, samples.ebml(0x4489, struct.pack(">d", ticks)))
+                + samples.ebml(0x1654AE6B)
+            ),
+            "says? that it plays",
+        )
+        for ticks in (float("nan"), float("inf"), 1e308, -1e9)
+    },
 }
 
 
@@ -305,6 +319,14 @@ def test_a_forged_rate_makes_a_clip_no_shorter() -> None:
     sound = struct.pack("<HHIIHH", 1, 1, 0xFFFF_FFFF, 0, 1, 8)
     data = b"RIFF\0\0\0\0WAVE" + b"fmt \x10\0\0\0" + sound + b"data\0\0\0\0" + bytes(192_000)
     assert extent_of(text(data), "audio", count_frames=True).seconds == pytest.approx(2, abs=0.01)
+
+
+def test_a_forged_size_of_samples_makes_a_clip_no_shorter() -> None:
+    for block_bytes, bits in ((60_000, 8), (1, 60_000)):
+        sound = struct.pack("<HHIIHH", 1, 1, 8000, 0, block_bytes, bits)
+        data = b"RIFF\0\0\0\0WAVE" + b"fmt \x10\0\0\0" + sound + b"data\0\0\0\0" + bytes(16_000)
+        found = extent_of(text(data), "audio", count_frames=True)
+        assert found.seconds == pytest.approx(2, abs=0.01)
 
 
 def test_files_one_behind_the_other_are_refused() -> None:
