@@ -15,7 +15,7 @@ import pytest
 
 from tests.e2e import flags
 from tests.e2e.asking import ask, ask_all, assert_equal, body, picture, post, text
-from tests.e2e.conftest import Pair, encoders_held, states
+from tests.e2e.conftest import Pair, encoders_held, every_instance_is_up
 from tests.e2e.engines import RESTART_S, counts, instance, metric, shared_memory, wait_until
 from tests.e2e.equality import TOLERANCE
 from tests.e2e.one_pair.limits import ITEM_BYTES, POOL_ITEMS
@@ -122,9 +122,7 @@ def test_a_killed_encoder_costs_no_answer_and_comes_back(pair: Pair) -> None:
     assert counted["epd_pd_fallbacks_total"] == 1
     assert counted['epd_pd_transfers_failed_total{cause="no_encoder"}'] == 1
     assert_equal(answer, ask(pair.reference_url, content), tolerance=TOLERANCE)
-    wait_until(
-        lambda: states(pair.split)["encode-0"] == "up", "the encoder is back", within_s=RESTART_S
-    )
+    wait_until(lambda: every_instance_is_up(pair.split), "the encoder is back", within_s=RESTART_S)
     assert ask(pair.split.url, [picture(4), ASK]).sources == ["transfer"]
     met = pair.split.events("pair.met", since_s=killed_s)
     assert [event["encoder"] for event in met if event["pid"] == pair.split.router_pid] == [
