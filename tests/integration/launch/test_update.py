@@ -168,6 +168,19 @@ def test_what_dies_and_what_hangs_is_started_again_during_an_update(launch: Laun
     assert "pid" in asked.ended()
 
 
+def test_nobody_is_taken_out_while_another_is_away(launch: Launch) -> None:
+    run = launch(topology("pd-0", "pd-1"), restart={"first_delay_s": 1.5, "max_delay_s": 1.5})
+    run.wait_for("ready:")
+    os.kill(run.pid_of("pd-1"), signal.SIGKILL)
+    run.wait_for("restarting")
+    run.process.send_signal(signal.SIGHUP)
+    run.wait_for("updating")
+    time.sleep(0.7)
+    assert asked_of_router(run) == []
+    run.wait_for("pd-1 is back")
+    run.wait_for("updated pd-0, pd-1")
+
+
 def test_a_stop_signal_ends_an_update(launch: Launch) -> None:
     run = launch(topology("pd-0", "pd-1"), drain_s=600.0)
     run.wait_for("ready:")
