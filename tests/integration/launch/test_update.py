@@ -207,15 +207,22 @@ def test_a_second_wish_for_an_update_and_one_while_starting_are_refused(launch: 
     run.wait_for("updated pd-0, pd-1")
 
 
-def test_a_closed_terminal_is_a_stop(launch: Launch) -> None:
+def with_terminal(launch: Launch, on_hangup: signal.Handlers) -> tuple[Any, int]:
+    """Return a topology of a launcher with a terminal of its own, and the terminal's other end."""
     terminal, theirs = pty.openpty()
 
     def take_it() -> None:
         fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
+        signal.signal(signal.SIGHUP, on_hangup)
 
     run = launch(topology("pd-0"), popen={"preexec_fn": take_it, "pass_fds": (theirs,)})
     os.close(theirs)
     run.wait_for("ready:")
+    return run, terminal
+
+
+def test_a_closed_terminal_is_a_stop(launch: Launch) -> None:
+    run, terminal = with_terminal(launch, signal.SIG_DFL)
     # With a terminal that is open it is an update.
     run.process.send_signal(signal.SIGHUP)
     run.wait_for("updated pd-0")
@@ -223,3 +230,14 @@ def test_a_closed_terminal_is_a_stop(launch: Launch) -> None:
     run.wait_for("stopping")
     assert run.process.wait(30) == 0
     assert run.nothing_left()
+
+
+def test_a_closed_terminal_is_nothing_to_a_launcher_under_nohup(launch: Launch) -> None:
+    run, terminal = with_terminal(launch, signal.SIG_IGN)
+    os.close(terminal)
+    time.sleep(0.5)
+    # Nobody can close it once more.
+    run.process.send_signal(signal.SIGHUP)
+    run.wait_for("updated pd-0")
+    assert not any("stopping" in line for line in run.lines)
+    assert run.stop(signal.SIGTERM) == 0
