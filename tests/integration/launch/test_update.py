@@ -38,7 +38,7 @@ class Load:
         self.answers: list[str] = []
         self._run = run
         self._end = threading.Event()
-        self._threads = [threading.Thread(target=self._ask) for _ in range(clients)]
+        self._threads = [threading.Thread(target=self._ask, daemon=True) for _ in range(clients)]
         for thread in self._threads:
             thread.start()
 
