@@ -86,6 +86,7 @@ class Supervisor:
         self._stop_requests = 0
         self._hangups = 0
         self._had_terminal = _has_terminal()
+        self._outlives_terminal = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
         self._update: RollingUpdate | None = None
         self._next_start_probe_at = 0.0
         self._next_probe_at = 0.0
@@ -240,9 +241,10 @@ class Supervisor:
                 )
 
     def _hung_up(self) -> None:
-        """Stop if the terminal was closed; otherwise somebody wishes an update."""
+        """Stop if the terminal was closed, but not under nohup; else somebody wishes an update."""
         if self._had_terminal and not _has_terminal():
-            self._stop_requests += 1
+            self._had_terminal = False
+            self._stop_requests += not self._outlives_terminal
         elif self._lifecycle.phase is not Phase.SERVING:
             self._say("no update while the topology starts")
         elif self._update:
