@@ -44,6 +44,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 async def _serve(settings: RouterSettings) -> None:
+    stop = Stop()
+    stop.on_signals()
     alone = settings.workers == 1
     take = listen if alone else reserve
     address = take(settings.host, settings.port)
@@ -51,8 +53,6 @@ async def _serve(settings: RouterSettings) -> None:
     host, port = address.getsockname()[:2]
     scheme = "https" if settings.tls_cert_file else "http"
     logger.info("router for %s on %s://%s:%d", settings.model, scheme, host, port)
-    stop = Stop()
-    stop.on_signals()
     if alone:
         await serve(Router(settings), [address, *admin], stop)
     else:

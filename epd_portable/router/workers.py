@@ -50,7 +50,8 @@ MOST_DEATHS = 5
 WELL_AFTER_S = 30.0
 ALIVE_EVERY_S = 1.0
 HUNG_AFTER_S = 30.0
-"""A worker that serves nobody for as long is ended, and started again."""
+STARTS_WITHIN_S = 120.0
+"""A worker that does nothing for as long, or does not serve by then, is started again."""
 ASK_TIMEOUT_S = 60.0
 STOP_SLACK_S = 5.0
 """Beyond ``drain_s``, until workers that have not ended are killed."""
@@ -182,7 +183,7 @@ class _Worker:
     ) -> None:
         self.process = process
         self.channel = channel
-        self.serves = asyncio.Event()
+        self.serves = False
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):  # It has ended meanwhile.
@@ -264,6 +265,8 @@ class Workers:
                 *_command(*files),
                 pass_fds=files,
                 stdin=asyncio.subprocess.DEVNULL,
+                # Ctrl-C is for the keeper: a worker that is just starting could not heed it.
+                preexec_fn=os.setpgrp,
                 env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": self._metrics_folder},
             )
         worker = _Worker(process, await Channel.over(ours, _to_keeper))
@@ -279,10 +282,10 @@ class Workers:
                 metrics_folder=self._metrics_folder,
             )
         )
+        if self._ending:
+            worker.kill()
         everybody = tuple(instance.view for instance in self._instances.all)
         worker.channel.send(Changes(version=self._instances.version, views=everybody))
-        if self._ending:
-            worker.channel.send(StopAsked())
         reading = asyncio.create_task(self._read(worker))
         try:
             return await process.wait()
@@ -300,13 +303,17 @@ class Workers:
             for column, worker in self._running.items():
                 silent_s = time.monotonic() - self._instances.table.alive_at(column)
                 waiting = worker.channel.waiting_bytes
-                if silent_s > HUNG_AFTER_S or waiting > _MAX_WAITING_BYTES:
+                limit_s = HUNG_AFTER_S if worker.serves else STARTS_WITHIN_S
+                if silent_s > limit_s or waiting > _MAX_WAITING_BYTES:
                     logger.error("worker %d has done nothing for %.0f s: killed", column, silent_s)
                     worker.kill()
 
     async def _end(self, stop: Stop, keeping: list[asyncio.Task[None]]) -> None:
-        """Let workers end their answers; kill those that take too long."""
+        """Let workers end their answers; kill those that have none yet, or take too long."""
         self._ending = True
+        for worker in self._running.values():
+            if not worker.serves:
+                worker.kill()
         at_once = asyncio.create_task(stop.at_once.wait())
         ended = asyncio.gather(*keeping, return_exceptions=True)
         for now, within_s in ((False, self._settings.drain_s + STOP_SLACK_S), (True, STOP_SLACK_S)):
@@ -346,7 +353,7 @@ class Workers:
     async def _read(self, worker: _Worker) -> None:
         while (message := await worker.channel.receive()) is not None:
             if isinstance(message, Serving):
-                worker.serves.set()
+                worker.serves = True
             elif isinstance(message, Seen):
                 self._see(message)
             else:
@@ -578,7 +585,7 @@ async def work(channel_file: int, table_file: int) -> None:
     """
     stop = Stop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        # They often reach all processes of a group: the keeper says what they mean.
+        # Who sends them to every process of a router means the keeper, which says what to do.
         asyncio.get_running_loop().add_signal_handler(number, lambda: None)
     channel: Channel[ToWorker, ToKeeper] = await Channel.over(
         socket.socket(fileno=channel_file), _to_worker

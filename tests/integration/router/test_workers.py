@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import re
 import signal
 import socket
@@ -35,7 +36,7 @@ from tests.integration.router.stand_in import (
 from tests.integration.router.test_requests import RED, TEXT
 from tests.keyring import Signed, keys, secret_file
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 INSTANCES = "/epd/instances"
 
 
@@ -59,7 +60,7 @@ class Together:
             ],
             **settings,
         }
-        self.log = tempfile.TemporaryFile("w+")
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self.process: subprocess.Popen[str] | None = None
         self.url = ""
         self.client: httpx.AsyncClient
@@ -384,8 +385,8 @@ async def test_it_drains_in_all_workers_and_leaves_nothing(make: Make) -> None:
     opened = await streams(together, 8)
     workers = together.workers
     assert together.process is not None
-    for process in (together.process, *workers):  # As a terminal does.
-        process.send_signal(signal.SIGINT)
+    for process in (together.process, *workers):
+        process.send_signal(signal.SIGTERM)
 
     async def draining() -> None:
         for _ in range(8):
@@ -406,6 +407,28 @@ async def test_it_drains_in_all_workers_and_leaves_nothing(make: Make) -> None:
 
 def _of(folder: Path, workers: list[psutil.Process]) -> bool:
     return any(str(worker.pid) in file.name for worker in workers for file in folder.iterdir())
+
+
+async def test_a_signal_while_workers_start_ends_it_cleanly(make: Make) -> None:
+    together = await make(start=False)
+    together.ask_at("http://127.0.0.1:1")
+    for seconds in (0.0, 0.4):
+        process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "epd_portable.router", "--settings"),
+                json.dumps(together.settings),
+            ],
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        assert process.stderr is not None
+        assert "router for demo" in process.stderr.readline()
+        await asyncio.sleep(seconds)
+        os.killpg(process.pid, signal.SIGINT)  # As a terminal does.
+        _, errors = await asyncio.to_thread(process.communicate, timeout=TIMEOUT_S)
+        assert process.returncode == 0
+        assert "Traceback" not in errors
 
 
 async def test_a_second_signal_ends_all_workers_at_once(make: Make) -> None:
@@ -490,7 +513,9 @@ async def test_operators_have_a_port_of_their_own_at_the_keeper(make: Make) -> N
     together = await make(admin_port=port)
     for path in (INSTANCES, "/metrics"):
         assert (await together.client.get(path)).status_code == 404
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as admin:
+    async with httpx.AsyncClient(
+        base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=TIMEOUT_S
+    ) as admin:
         listed = await admin.get(INSTANCES, auth=Signed())
         assert [each["name"] for each in listed.json()["instances"]] == ["pd-0"]
         assert (await together.chat(TEXT)).status_code == 200
