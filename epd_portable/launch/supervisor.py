@@ -253,10 +253,14 @@ class Supervisor:
             self._update = RollingUpdate(
                 [spec for spec in self._plan.processes if spec.role != "router"],
                 lifecycle=self._lifecycle,
-                router=RouterClient(self._plan.url, self._secret),
+                router=self._router_client(),
                 launch=self._launch,
                 drain_s=self._drain_s,
             )
+
+    def _router_client(self) -> RouterClient:
+        router = next(spec for spec in self._plan.processes if spec.role == "router")
+        return RouterClient(router.url, self._secret, cert_file=router.tls_cert_file)
 
     def _keep_guarded(self) -> None:
         if not self._guard.alive:
