@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import time
 from typing import Any
 
 import httpx
@@ -21,7 +23,7 @@ def url_of(seed: int) -> str:
 
 
 def seen(seed: int) -> dict[str, Any]:
-    return {"type": "input_image", "image_url": url_of(seed), "detail": "auto", "uuid": "forged"}
+    return {"type": "input_image", "image_url": url_of(seed), "detail": "auto"}
 
 
 def block(seed: int) -> dict[str, Any]:
@@ -64,20 +66,28 @@ def answer(url: str, path: str, request: dict[str, Any]) -> Any:
     return [part["text"] for part in (fields.get("output") or [fields])[0]["content"]]
 
 
-@pytest.mark.parametrize(
-    ("path", "request_of", "seed"),
-    [("/v1/responses", responses, 700), ("/v1/messages", messages, 710)],
-)
-def test_two_pictures_are_encoded_apart_and_answered_as_by_one_process(
-    pair: Pair, path: str, request_of: Any, seed: int
+def test_pictures_of_a_responses_request_are_encoded_apart(pair: Pair) -> None:
+    request = responses(700)
+    # Under one name, one picture would be taken for the other.
+    forged = json.loads(json.dumps(request).replace('"detail":', '"uuid": "forged", "detail":'))
+    check_two_pictures(pair, "/v1/responses", forged, request)
+
+
+def test_pictures_of_anthropics_messages_are_encoded_apart(pair: Pair) -> None:
+    request = messages(710)
+    check_two_pictures(pair, "/v1/messages", request, request)
+
+
+def check_two_pictures(
+    pair: Pair, path: str, request: dict[str, Any], as_one_process: dict[str, Any]
 ) -> None:
-    pair = pair.since_now()
-    request = request_of(seed)
+    split = pair.split
+    begin_s = time.monotonic()
 
-    split = answer(pair.split.url, path, request)
+    got = answer(split.url, path, request)
 
-    assert len(set(pair.split.encoded_by("encode"))) == 2
-    assert len({event["mm_hash"] for event in pair.split.events("item.placed")}) == 2
-    assert pair.split.encoded_by("prefill_decode") == []
-    assert "forged" not in pair.split.encoded_by("encode")
-    assert split == answer(pair.reference_url, path, request)
+    begun = split.events("encode.begin", since_s=begin_s)
+    assert {each["instance"] for each in begun} == {"encode-0"}
+    assert len({item for each in begun for item in each["items"]}) == 2
+    assert len({each["mm_hash"] for each in split.events("item.placed", since_s=begin_s)}) == 2
+    assert got == answer(pair.reference_url, path, as_one_process)
