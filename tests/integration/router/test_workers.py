@@ -384,6 +384,7 @@ async def test_it_drains_in_all_workers_and_leaves_nothing(make: Make) -> None:
     together = await make(behaviour=held)
     opened = await streams(together, 8)
     workers = together.workers
+    assert all(os.getpgid(worker.pid) == worker.pid for worker in workers)  # For terminals.
     folder = Path(workers[0].environ()["PROMETHEUS_MULTIPROC_DIR"])
     assert together.process is not None
     for process in (together.process, *workers):
