@@ -444,7 +444,7 @@ async def test_a_second_signal_ends_all_workers_at_once(make: Make) -> None:
 
 async def test_workers_without_their_keeper_leave_the_port_and_end(make: Make) -> None:
     held = Held()
-    together = await make(behaviour=held)
+    together = await make(behaviour=held, drain_s=2 * TIMEOUT_S)
     opened = await streams(together, 4)
     workers = together.workers
     folder = Path(workers[0].environ()["PROMETHEUS_MULTIPROC_DIR"])
