@@ -21,6 +21,7 @@ import torch
 from epd_portable.bench.commands import DTYPE, TOKEN_BYTES, Command, CommandDone
 from epd_portable.bench.stand_in import StandInRequest
 from epd_portable.config.instance import InstanceConfig
+from epd_portable.config.secret import Secret
 from epd_portable.connector.copies import DeviceCopies
 from epd_portable.connector.producer import TransferOrder
 from epd_portable.connector.worker_endpoint import WorkerEndpoint
@@ -122,6 +123,7 @@ class Producer:
         self._platform = platform
         self._device = platform.device(config.device_index)
         self._sender = Sender(config, _FINGERPRINT, DeviceCopies(platform, config.device_index))
+        self._secret = Secret.read(config.secret_file)
         self._dtype: torch.dtype = getattr(torch, DTYPE)
         self._copy = torch.empty(0, dtype=self._dtype)
 
@@ -141,6 +143,9 @@ class Producer:
             mm_hash=command.name,
             consumer=command.consumer,
             tensor=command.tensor,
+            item=command.name,
+            # As a router gives it: the announcement may come before the consumer's request.
+            proof=self._secret.vouch(command.name, command.name, command.consumer),
         )
         self._sender.submit(order, None)
         time.sleep(command.encode_s)

@@ -58,6 +58,7 @@ class ProcessSpec:
         devices: One device per rank.
         cores: The CPU cores of each rank.
         shm_name: Its file in ``/dev/shm``, removed before each start; empty for none.
+        tls_cert_file: The certificate that it shows, if it speaks HTTPS.
     """
 
     name: str
@@ -69,6 +70,7 @@ class ProcessSpec:
     devices: tuple[str, ...] = ()
     cores: tuple[Cores, ...] = ()
     shm_name: str = ""
+    tls_cert_file: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,7 +180,7 @@ def make_plan(
         run_id=run_id,
         platform=traits.name,
         model=model.served_name,
-        url=f"{_base_url(topology.router.host, topology.router.port)}/v1",
+        url=f"{_base_url(topology.router.host, topology.router.port, tls=_has_tls(topology))}/v1",
         processes=tuple(specs),
         warnings=(*warnings, *_hardware_warnings(topology, traits, seats, hardware)),
         hardware=fit(hardware) if hardware else None,
@@ -286,12 +288,18 @@ def _router(
             settings.model_dump_json(),
         ),
         env={"EPD_INSTANCE": "router"},
-        url=_base_url(router.host, router.port),
-        ports={"http": router.port},
+        url=_base_url(router.host, router.admin_port or router.port, tls=_has_tls(topology)),
+        ports={"http": router.port} | ({"admin": router.admin_port} if router.admin_port else {}),
+        tls_cert_file=router.tls_cert_file or "",
     )
 
 
-def _base_url(host: str, port: int) -> str:
+def _has_tls(topology: Topology) -> bool:
+    return topology.router.tls_cert_file is not None
+
+
+def _base_url(host: str, port: int, *, tls: bool = False) -> str:
     """Return an address that a client on this machine can use."""
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
+    where = f"[{reachable}]" if ":" in reachable else reachable
+    return f"{'https' if tls else 'http'}://{where}:{port}"

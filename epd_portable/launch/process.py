@@ -19,6 +19,7 @@ from epd_portable.config.secret import Secret
 from epd_portable.errors import LaunchError
 from epd_portable.launch.plan import ProcessSpec
 from epd_portable.launch.private_files import open_log
+from epd_portable.launch.router_client import trusting
 from epd_portable.launch.safe_path import safe_cwd, safe_environ
 from epd_portable.launch.sessions import SHM
 
@@ -117,7 +118,16 @@ class Child:
         headers = {"authorization": secret.sign("GET", "/health")} if secret else {}
         address = urlsplit(self.spec.url)
         assert address.hostname is not None
-        connection = http.client.HTTPConnection(address.hostname, address.port, timeout=timeout_s)
+        connection: http.client.HTTPConnection
+        if self.spec.tls_cert_file:
+            trusted = trusting(self.spec.tls_cert_file)
+            connection = http.client.HTTPSConnection(
+                address.hostname, address.port, timeout=timeout_s, context=trusted
+            )
+        else:
+            connection = http.client.HTTPConnection(
+                address.hostname, address.port, timeout=timeout_s
+            )
         try:
             connection.request("GET", "/health", headers=headers)
             answer = connection.getresponse()

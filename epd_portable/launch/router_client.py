@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -18,6 +19,18 @@ _LOOK_EVERY_S = 0.2
 _KEEP_EVERY_S = 2.0
 
 
+def trusting(cert_file: str) -> ssl.SSLContext:
+    """Return what takes exactly this certificate, at whatever address it is shown.
+
+    Args:
+        cert_file: PEM; the file of a router on this machine.
+    """
+    context = ssl.create_default_context(cafile=cert_file)
+    context.check_hostname = False
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    return context
+
+
 class RouterAwayError(LaunchError):
     """A router cannot be reached."""
 
@@ -28,10 +41,13 @@ class RouterClient:
     Args:
         url: Base address of the router, with or without ``/v1``.
         secret: Of the deployment.
+        cert_file: Of a router on this machine that speaks HTTPS; else those that the system trusts
+            vouch for its certificate.
     """
 
-    def __init__(self, url: str, secret: Secret) -> None:
+    def __init__(self, url: str, secret: Secret, *, cert_file: str = "") -> None:
         self._url = url.rstrip("/").removesuffix("/v1")
+        self._verify = trusting(cert_file) if cert_file else True
         self._secret = secret
         self._joined = ""  # the router process at which `join` has registered
 
@@ -193,6 +209,7 @@ class RouterClient:
                 headers={"authorization": signature, "content-type": "application/json"},
                 timeout=_REQUEST_TIMEOUT_S,
                 trust_env=False,
+                verify=self._verify,
             )
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise RouterAwayError(f"router {self._url} cannot be reached: {error}") from error

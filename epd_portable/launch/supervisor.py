@@ -86,6 +86,7 @@ class Supervisor:
         self._stop_requests = 0
         self._hangups = 0
         self._had_terminal = _has_terminal()
+        self._outlives_terminal = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
         self._update: RollingUpdate | None = None
         self._next_start_probe_at = 0.0
         self._next_probe_at = 0.0
@@ -240,9 +241,10 @@ class Supervisor:
                 )
 
     def _hung_up(self) -> None:
-        """Stop if the terminal was closed; otherwise somebody wishes an update."""
+        """Stop if the terminal was closed, but not under nohup; else somebody wishes an update."""
         if self._had_terminal and not _has_terminal():
-            self._stop_requests += 1
+            self._had_terminal = False
+            self._stop_requests += not self._outlives_terminal
         elif self._lifecycle.phase is not Phase.SERVING:
             self._say("no update while the topology starts")
         elif self._update:
@@ -251,10 +253,14 @@ class Supervisor:
             self._update = RollingUpdate(
                 [spec for spec in self._plan.processes if spec.role != "router"],
                 lifecycle=self._lifecycle,
-                router=RouterClient(self._plan.url, self._secret),
+                router=self._router_client(),
                 launch=self._launch,
                 drain_s=self._drain_s,
             )
+
+    def _router_client(self) -> RouterClient:
+        router = next(spec for spec in self._plan.processes if spec.role == "router")
+        return RouterClient(router.url, self._secret, cert_file=router.tls_cert_file)
 
     def _keep_guarded(self) -> None:
         if not self._guard.alive:

@@ -1,7 +1,8 @@
 """How long a router's choice among many instances takes; run by the interpreter of any version.
 
 Its text is given to ``python -c`` with a side's package in front, so it imports nothing of this
-package but what it measures; of a version without that module there is no figure. Prints a JSON object of microseconds by role.
+package but what it measures; of a version without that module there is no figure. Prints a JSON
+object of microseconds by role.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def measure(names: int, repeats: int) -> dict[str, float]:
         names: Instances of each role to choose among, half of them with something in flight.
         repeats: Choices that are timed.
     """
-    found = {}
+    found: dict[str, float] = {}
     for role in ROLES:
         instances = Instances()
         control = "tcp://127.0.0.1:9" if role == "prefill-decode" else ""

@@ -134,20 +134,17 @@ def faults(stage: Stage, measured: Measured) -> Values:
 def _strike(stage: Stage, alone: Measured, topology: _Topology, role: str) -> Values:
     """Kill both instances of a role while requests are in flight, and let them come back."""
     count = stage.effort.in_flight
-    begin_s, cpu_s = time.monotonic(), alone.cpu_s()
-    stage.load.begin(_requests(stage, alone, count, leave=count // LEAVE_SHARE))
-    time.sleep(KILL_S[role])
-    in_flight = topology.open()
-    for address in topology.of_role(role):
-        topology.kill(address)
-    time.sleep(AWAY_S)
-    for address in topology.of_role(role):
-        topology.start(address)
-    done = stage.load.hear(Done)
-    exchanges = [each for flow in done.flows.values() for each in flow]
-    stage.tally.wall_s += time.monotonic() - begin_s
-    stage.tally.measured_s += alone.cpu_s() - cpu_s
-    stage.tally.load_s += done.cpu_s
+    with stage.window(alone) as answered:
+        stage.load.begin(_requests(stage, alone, count, leave=count // LEAVE_SHARE))
+        time.sleep(KILL_S[role])
+        in_flight = topology.open()
+        for address in topology.of_role(role):
+            topology.kill(address)
+        time.sleep(AWAY_S)
+        for address in topology.of_role(role):
+            topology.start(address)
+        answered.append(stage.load.hear(Done))
+    exchanges = [each for flow in answered[0].flows.values() for each in flow]
     stage.tally.requests += len(exchanges)
     found = count_verdicts(exchanges)
     stage.tally.not_right += found["wrong"]

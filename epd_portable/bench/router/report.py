@@ -173,7 +173,7 @@ def _measuring_table(results: Results) -> Table:
         rows.append(
             (
                 f"{case}, {side}",
-                *(f"{used / tally.wall_s:.0%}" for used in shares),
+                *(f"{used / tally.wall_s:.0%}" if used else NONE for used in shares),
                 late,
                 f"{tally.requests:,}",
                 f"{tally.not_right:,}",

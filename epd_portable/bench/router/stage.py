@@ -169,20 +169,20 @@ class Stage:
         measured: Measured,
         *flows: Flow,
         heavy: Sequence[Flow] = (),
-        instances: Instances | None = None,
     ) -> Window:
         """Run flows beside each other, those with large bodies from a process of their own."""
-        with self._window(measured, instances) as found:
+        with self.window(measured) as found:
             if heavy:
                 self.heavy.begin(Run(flows=list(heavy)))
             found.append(self.load.carry_out(Run(flows=list(flows))))
             if heavy:
                 found.append(self.heavy.hear(Done))
+        self._count(found)
         return self._taken(found)
 
     def watch(self, measured: Measured, seconds: float) -> Window:
         """Count the tokens of answers that are held."""
-        with self._window(measured, None) as found:
+        with self.window(measured) as found:
             found.append(self.load.carry_out(Watch(seconds=seconds)))
         return self._taken(found)
 
@@ -192,10 +192,10 @@ class Stage:
         self.instances.wait_until_quiet()
 
     @contextlib.contextmanager
-    def _window(self, measured: Measured, instances: Instances | None) -> Iterator[list[Done]]:
+    def window(self, measured: Measured) -> Iterator[list[Done]]:
+        """Note what everybody uses within the block, to which it leaves what the load answers."""
         found: list[Done] = []
-        played = instances or self.instances
-        instances_s, begin_s = played.counts().cpu_s, time.monotonic()
+        instances_s, begin_s = self.instances.counts().cpu_s, time.monotonic()
         busy_s = stand.busy_s(self.cores.measured)
         self._cpu_s = measured.cpu_s()
         yield found
@@ -203,11 +203,14 @@ class Stage:
         busy_s = stand.busy_s(self.cores.measured) - busy_s
         tally = self.tally
         tally.wall_s += time.monotonic() - begin_s
-        tally.instances_s += played.counts().cpu_s - instances_s
+        tally.instances_s += self.instances.counts().cpu_s - instances_s
         tally.measured_s += self._cpu_s
         tally.others_s += max(0.0, busy_s - self._cpu_s)
+        tally.load_s += sum(done.cpu_s for done in found)
+
+    def _count(self, found: Sequence[Done]) -> None:
+        tally = self.tally
         for done in found:
-            tally.load_s += done.cpu_s
             for flow in done.flows.values():
                 tally.requests += len(flow)
                 tally.late_s += [each.late_s for each in flow]

@@ -26,6 +26,11 @@ ASK = text("What is in the picture?")
 MANY_TOKENS = 4000
 
 
+@pytest.fixture(scope="module")
+def router() -> dict[str, object]:
+    return {"unknown_fields": "refuse"}
+
+
 def test_text_before_a_picture_is_prefilled_while_the_encoder_works(pair: Pair) -> None:
     def steps() -> list[dict[str, Any]]:
         events = pair.split.events("step", since_s=held_s)

@@ -70,7 +70,12 @@ def test_a_busy_engine_that_answers_late_is_left_alone(launch: Launch) -> None:
     first = run.pid_of("encode-0")
     run.ask("encode-0", "/late/0.3")
     time.sleep(2 * WATCHED["hung_after_s"])  # type: ignore[operator]
-    # Once it is silent for longer than a probe waits, but not for long enough.
+    run.ask("encode-0", "/late/0")
+    # Once it calls itself ill, many times, but not for long enough; once it is silent.
+    run.ask("encode-0", "/become/503")
+    time.sleep(0.7)
+    run.ask("encode-0", "/become/200")
+    time.sleep(0.3)
     os.kill(first, signal.SIGSTOP)
     time.sleep(0.8)
     os.kill(first, signal.SIGCONT)

@@ -13,6 +13,7 @@ import pytest
 from epd_portable.launch import sessions
 from epd_portable.launch.plan import ProcessSpec
 from epd_portable.launch.process import Child
+from epd_portable.launch.rotation import rotate
 
 DEADLINE_S = 30.0
 CODE = """
@@ -68,3 +69,29 @@ def test_what_has_the_name_of_its_shared_memory_and_cannot_be_removed_ends_no_la
         assert len(said_by(tmp_path, (), squatted.name)) == 2
     finally:
         squatted.rmdir()
+
+
+WAITS = """
+import pathlib, time
+print("before", flush=True)
+while not pathlib.Path("%s").exists():
+    time.sleep(0.01)
+print("after", flush=True)
+"""
+
+
+def test_what_a_process_said_since_its_start_is_found_after_its_log_was_cut(tmp_path: Path) -> None:
+    (tmp_path / "x.log").write_bytes(b"of an earlier start\n" * 10)
+    code = WAITS % (tmp_path / "go")
+    argv = (sys.executable, "-c", code)
+    spec = ProcessSpec(name="x", role="encode", argv=argv, env={}, url="http://x", ports={})
+    child = Child(spec, log_dir=tmp_path, run_id="00c0ffee", environ=os.environ)
+    end_s = time.monotonic() + DEADLINE_S
+    while not child.output():
+        assert time.monotonic() < end_s
+    assert child.output() == "before\n"
+    rotate(tmp_path / "x.log", max_bytes=1, files=2)
+    (tmp_path / "go").touch()
+    while child.exit_status() is None:
+        assert time.monotonic() < end_s
+    assert child.output() == "after\n"

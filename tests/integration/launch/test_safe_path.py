@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from epd_portable.config.instance import PlatformName
 from epd_portable.errors import LaunchError, PlatformUnavailableError
 from epd_portable.launch import machine
+from epd_portable.launch.guard import Guard
 from epd_portable.launch.plan import ProcessSpec
 from epd_portable.launch.process import Child
 from epd_portable.launch.safe_path import safe_cwd, safe_environ
@@ -22,7 +20,6 @@ from epd_portable.platforms.traits import TRAITS
 
 ROOT = str(Path(__file__).resolve().parents[3])
 HOSTILE = ("argparse", "click", "httpx", "multiprocessing", "pathlib", "pydantic", "torch", "yaml")
-Launch = Callable[..., Any]
 
 
 @pytest.fixture
@@ -88,11 +85,18 @@ def test_who_counts_devices_imports_none(here: Path, platform: PlatformName) -> 
     assert ran(here) == []
 
 
-def test_the_guard_imports_none(here: Path, launch: Launch) -> None:
-    run = launch({"encode-0": [], "router": []}, popen={"cwd": os.getcwd()})
-    run.wait_for("ready:")
-    assert run.stop(signal.SIGTERM) == 0
-    assert run.nothing_left()
+def test_the_guard_imports_none(here: Path) -> None:
+    (here / "temp").mkdir()
+    guard = Guard(
+        run_id="00c0ffee",
+        shm_prefix="epd-00c0ffee-",
+        temp_dir=here / "temp",
+        grace_s=1.0,
+        log=here / "guard.log",
+    )
+    guard.close(timeout_s=30.0)
+    assert (here / "guard.log").read_text() == ""
+    assert not (here / "temp").exists()
     assert ran(here) == []
 
 

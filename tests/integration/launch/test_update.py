@@ -38,7 +38,7 @@ class Load:
         self.answers: list[str] = []
         self._run = run
         self._end = threading.Event()
-        self._threads = [threading.Thread(target=self._ask) for _ in range(clients)]
+        self._threads = [threading.Thread(target=self._ask, daemon=True) for _ in range(clients)]
         for thread in self._threads:
             thread.start()
 
@@ -168,6 +168,19 @@ def test_what_dies_and_what_hangs_is_started_again_during_an_update(launch: Laun
     assert "pid" in asked.ended()
 
 
+def test_nobody_is_taken_out_while_another_is_away(launch: Launch) -> None:
+    run = launch(topology("pd-0", "pd-1"), restart={"first_delay_s": 1.5, "max_delay_s": 1.5})
+    run.wait_for("ready:")
+    os.kill(run.pid_of("pd-1"), signal.SIGKILL)
+    run.wait_for("restarting")
+    run.process.send_signal(signal.SIGHUP)
+    run.wait_for("updating")
+    time.sleep(0.7)
+    assert asked_of_router(run) == []
+    run.wait_for("pd-1 is back")
+    run.wait_for("updated pd-0, pd-1")
+
+
 def test_a_stop_signal_ends_an_update(launch: Launch) -> None:
     run = launch(topology("pd-0", "pd-1"), drain_s=600.0)
     run.wait_for("ready:")
@@ -194,15 +207,22 @@ def test_a_second_wish_for_an_update_and_one_while_starting_are_refused(launch: 
     run.wait_for("updated pd-0, pd-1")
 
 
-def test_a_closed_terminal_is_a_stop(launch: Launch) -> None:
+def with_terminal(launch: Launch, on_hangup: signal.Handlers) -> tuple[Any, int]:
+    """Return a topology of a launcher with a terminal of its own, and the terminal's other end."""
     terminal, theirs = pty.openpty()
 
     def take_it() -> None:
         fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
+        signal.signal(signal.SIGHUP, on_hangup)
 
     run = launch(topology("pd-0"), popen={"preexec_fn": take_it, "pass_fds": (theirs,)})
     os.close(theirs)
     run.wait_for("ready:")
+    return run, terminal
+
+
+def test_a_closed_terminal_is_a_stop(launch: Launch) -> None:
+    run, terminal = with_terminal(launch, signal.SIG_DFL)
     # With a terminal that is open it is an update.
     run.process.send_signal(signal.SIGHUP)
     run.wait_for("updated pd-0")
@@ -210,3 +230,14 @@ def test_a_closed_terminal_is_a_stop(launch: Launch) -> None:
     run.wait_for("stopping")
     assert run.process.wait(30) == 0
     assert run.nothing_left()
+
+
+def test_a_closed_terminal_is_nothing_to_a_launcher_under_nohup(launch: Launch) -> None:
+    run, terminal = with_terminal(launch, signal.SIG_IGN)
+    os.close(terminal)
+    time.sleep(0.5)
+    # Nobody can close it once more.
+    run.process.send_signal(signal.SIGHUP)
+    run.wait_for("updated pd-0")
+    assert not any("stopping" in line for line in run.lines)
+    assert run.stop(signal.SIGTERM) == 0

@@ -102,7 +102,7 @@ def test_ratios_come_first_and_then_a_column_a_side() -> None:
         "what", *compared, "before", "after", "proxy", "direct", "at least", "reached"
     )  # fmt: skip
     assert wall.rows[0][-2:] == ("≥ 5 × the proxy", "before: no, after: yes")
-    assert measuring.rows == (("x, after", "50%", "25%", "0%", "0%", "1.00", "9", "1"),)
+    assert measuring.rows == (("x, after", "50%", "25%", "–", "–", "1.00", "9", "1"),)
 
 
 def test_the_page_says_what_was_not_measured_and_what_was_not_right() -> None:
