@@ -30,6 +30,8 @@ from ci.venv import (
 
 MAIN = Venv(folder=ROOT / ".venv", env={})
 ENGINES = Venv(folder=ROOT / ".venv-engines", env={})
+CLIENTS = Venv(folder=ROOT / ".venv-clients", env={})
+CLIENTS_LIST = ROOT / "ci" / "clients.txt"
 PLATFORMS = ("cpu", "cuda", "npu")
 EXIT_FAILED = 2
 EXIT_UNAVAILABLE = 3
@@ -80,6 +82,23 @@ def make_for_engine(engine: str) -> None:
     _make(ENGINES, "dev", [engine], [engine], fingerprint(engine))
 
 
+def make_for_clients() -> None:
+    """Create or refresh ``.venv-clients`` with the clients that are tested, without this package.
+
+    Raises:
+        EnvironmentSetupError: See its message.
+    """
+    wants = CLIENTS_LIST.read_text("utf-8").splitlines()
+    wanted = digest(platform.python_version(), *wants)
+    if CLIENTS.is_current(wanted):
+        say("up to date")
+        return
+    CLIENTS.begin()
+    CLIENTS.find_cpu_torch([line for line in wants if line.startswith("torch==")])
+    CLIENTS.install(["--requirement", str(CLIENTS_LIST)], "installing clients")
+    CLIENTS.complete(wanted)
+
+
 def _make(
     venv: Venv, extras: str, engines: Sequence[str], beside: Sequence[str], wanted: str
 ) -> None:
@@ -117,6 +136,9 @@ def main() -> int:
     parser.add_argument(
         "--engine", metavar="REQUIREMENT", help="make .venv-engines with this vLLM for CPU instead"
     )
+    parser.add_argument(
+        "--clients", action="store_true", help="make .venv-clients with what asks, instead"
+    )
     options = parser.parse_args()
     target = options.platform
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -124,6 +146,8 @@ def main() -> int:
         check_python()
         if options.engine:
             make_for_engine(options.engine)
+        elif options.clients:
+            make_for_clients()
         elif target == npu_sim_env.NAME:
             npu_sim_env.make()
         else:
