@@ -382,6 +382,22 @@ async def test_an_instance_that_ends_is_down_for_all_and_up_again_when_it_is_bac
     assert all(pd.received for pd in together.pds)
 
 
+async def test_what_one_worker_sees_fail_is_looked_at_at_once_for_all(make: Make) -> None:
+    together = await make(pds=2, probe_interval_s=600)
+    await together.pds[0].serving.stop()
+    for _ in range(6):
+        assert (await together.chat(TEXT)).status_code == 200
+
+    async def down() -> None:
+        while True:
+            health = await together.client.get("/health", auth=Signed())
+            if health.json()["instances"]["pd-0"]["state"] == "down":
+                return
+            await asyncio.sleep(0.02)
+
+    await asyncio.wait_for(down(), TIMEOUT_S)
+
+
 async def test_it_drains_in_all_workers_and_leaves_nothing(make: Make) -> None:
     held = Held()
     together = await make(behaviour=held)
