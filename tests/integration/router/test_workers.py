@@ -133,13 +133,15 @@ class Together:
         return await asyncio.to_thread(self.process.wait, TIMEOUT_S)
 
     async def stop(self) -> None:
-        if self.process is not None:
-            processes = self.workers if self.process.poll() is None else []
-            self.process.kill()
+        if self.process is not None and self.process.poll() is None:
+            processes = [*self.workers, psutil.Process(self.process.pid)]
+            for _ in range(2):  # It removes its folder, which it could not if it were killed.
+                self.process.terminate()
+                await asyncio.sleep(0.1)
+            _, alive = await asyncio.to_thread(psutil.wait_procs, processes, TIMEOUT_S)
+            for process in alive:
+                process.kill()
             self.process.wait()
-            for worker in processes:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    worker.kill()
         await self.client.aclose()
         await asyncio.gather(*(each.serving.stop() for each in self.encoders + self.pds))
         for control in self.controls:
