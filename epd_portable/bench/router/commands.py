@@ -160,6 +160,7 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
         open: Answers that are under way.
         gone: Answers that nobody waited for any more.
         probed: Instances that were asked for their health.
+        probes: How often they were.
         cpu_s: CPU time of the process.
     """
 
@@ -168,4 +169,5 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
     open: int
     gone: int
     probed: int
+    probes: int
     cpu_s: float

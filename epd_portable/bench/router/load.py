@@ -19,7 +19,7 @@ from collections.abc import Callable
 import msgspec
 
 from epd_portable.bench.router.commands import Command, Done, Exchange, Flow, Release, Run, Watch
-from epd_portable.bench.router.questions import Picture, Question, judge, request
+from epd_portable.bench.router.questions import NoisePicture, Question, judge, request
 from epd_portable.bench.router.raw_http import MessageProtocol, install_fast_loop
 
 HOST = "127.0.0.1"
@@ -166,7 +166,7 @@ class _FlowRun:
         self.flow = flow
         self._begin_s = 0.0
         self._held = held
-        self._picture = Picture(flow.picture_bytes) if flow.picture_bytes else None
+        self._picture = NoisePicture(flow.picture_bytes) if flow.picture_bytes else None
         self._idle: deque[ClientConnection] = deque()
         self._all: set[ClientConnection] = set()
         self._over = asyncio.Event()

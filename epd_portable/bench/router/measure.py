@@ -39,7 +39,7 @@ class Turn:
 
 
 @dataclass(kw_only=True, slots=True)
-class Results:
+class CaseResults:
     """Everything that was measured.
 
     Attributes:
@@ -158,7 +158,7 @@ def measure(
     effort: Effort,
     *,
     report: Callable[[str], None],
-) -> Results:
+) -> CaseResults:
     """Measure every case with all sides in turns; one that fails does not end the others.
 
     Args:
@@ -172,7 +172,7 @@ def measure(
         MeasurementError: The measurement's own processes cannot.
     """
     cores = Cores.share(sorted(os.sched_getaffinity(0)))
-    results = Results(cases=tuple(cases), sides=tuple(sides), cores=cores)
+    results = CaseResults(cases=tuple(cases), sides=tuple(sides), cores=cores)
     steps = [
         _Step(case=case, turn=turn, turns=turns, index=index, seconds=case.seconds(effort))
         for case in cases
@@ -203,7 +203,7 @@ def measure(
     return results
 
 
-def _take(stage: Stage, step: _Step, results: Results) -> Turn | None:
+def _take(stage: Stage, step: _Step, results: CaseResults) -> Turn | None:
     """Take one turn; ``None`` if it yielded nothing, which the results explain."""
     measured = stage.sides[step.index]
     key = (step.case.name, measured.side.name)

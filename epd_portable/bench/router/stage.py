@@ -12,7 +12,7 @@ from typing import Any
 
 from epd_portable.bench.router import stand
 from epd_portable.bench.router.commands import Done, Exchange, Flow, Release, Run, Watch
-from epd_portable.bench.router.stand import Cores, Instances, LoadProcess, Side
+from epd_portable.bench.router.stand import Cores, LoadProcess, PlayedInstances, Side
 from epd_portable.bench.scratch import scratch_folder
 from epd_portable.bench.servers import Server
 from epd_portable.bench.stats import quantile
@@ -143,7 +143,7 @@ class Stage:
         cores: Cores,
         folder: Path,
         secret_file: str,
-        instances: Instances,
+        instances: PlayedInstances,
         load: LoadProcess,
         heavy: LoadProcess,
     ) -> None:
@@ -230,7 +230,7 @@ def set_up(sides: Sequence[Side], effort: Effort, cores: Cores) -> Iterator[Stag
         stack.enter_context(stand.many_files())
         folder, secret_file = stack.enter_context(scratch_folder())
         addresses = stand.pair()
-        instances = Instances(addresses, secret_file, cores, folder)
+        instances = PlayedInstances(addresses, secret_file, cores, folder)
         stage = Stage(
             effort=effort,
             cores=cores,
