@@ -118,6 +118,8 @@ async def build() -> AsyncIterator[Build]:
             "probe_interval_s": 0.1,
             "nack_grace_s": 0.3,
             "item_outcomes": True,
+            # What stand-ins get for pictures are words.
+            "unknown_media": "pass",
             **settings,
         }
         router_settings = RouterSettings.model_validate(options)

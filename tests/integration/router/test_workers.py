@@ -54,6 +54,7 @@ class Together:
             "secret_file": secret_file(),
             "registration": True,
             "probe_interval_s": 0.2,
+            "unknown_media": "pass",
             "instances": [
                 {"name": i.name, "role": i.role, "url": i.serving.url, "control": address}
                 for i, address in zip(encoders + pds, addresses, strict=True)
