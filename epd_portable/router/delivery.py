@@ -212,6 +212,7 @@ class Deliverer:
         started = time.monotonic()
         trace("encode_job", transfer_id=delivery.transfer.transfer_id, encoder=encoder.name)
         headers = {**one.headers, "x-request-id": f"{one.headers['x-request-id']}-item{index}"}
+        limit_s = min(self._settings.encode_job_s, deadline - started)
         with anyio.CancelScope() as scope, encoder.working() as work:
             work.on_down(scope.cancel)
             try:
@@ -221,10 +222,12 @@ class Deliverer:
                     body=delivery.body,
                     headers=headers,
                     connect_s=self._settings.connect_timeout_s,
-                    timeout_s=max(min(self._settings.encode_job_s, deadline - started), 0.001),
+                    timeout_s=max(limit_s, 0.001),
                 )
             except UpstreamError as error:
-                encoder.failed(error.fault)
+                if error.fault is not Fault.SILENT or limit_s >= self._settings.encode_job_s:
+                    # Who has had less than its time is not to blame.
+                    encoder.failed(error.fault)
                 waited = f" within {time.monotonic() - started:.1f} s"
                 reason = f"no answer{waited}" if error.fault is Fault.SILENT else str(error)
                 return EncodeFailure(trouble=Trouble.ENCODER_FAILED, reason=reason)

@@ -34,7 +34,7 @@ from epd_portable.router.instances import Fleet, Instance
 from epd_portable.router.ladder import Failed, Point, RetryBudget, Trouble, descend
 from epd_portable.router.media import MediaItem
 from epd_portable.router.metrics import Metrics, Rung
-from epd_portable.router.replies import JSON, Reply, error_event, unavailable
+from epd_portable.router.replies import JSON, Reply, unavailable
 from epd_portable.router.settings import RouterSettings
 from epd_portable.router.upstream import Answer, Fault, Upstream, UpstreamError
 from epd_portable.wire.messages import NackCode
@@ -50,7 +50,7 @@ ANSWER_HEADERS = ("content-type", "retry-after", "endpoint-load-metrics")
 """Headers of an instance's answer that clients get."""
 _ERROR_EVENT = b'data: {"error"'
 _OUTCOME = b'"ec_transfer_params"'
-_EVENT_END = b"\n\n"
+_EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 _MAX_HELD_BYTES = 1 << 20
 """The longest part of an event that is held back until the rest of it is there."""
 
@@ -137,25 +137,27 @@ class Exchange:
             out: Takes the answer.
 
         Raises:
-            RequestError: The answer has not begun, and there will be none; says why.
+            RequestError: There will be no answer, or no more of one that has begun; says why.
         """
         for item in call.items:
             self._metrics.modalities.labels(item.modality).inc()
         self._retries.request()
         bare = call.takes_metadata and any(self._goes_bare(item) for item in call.items)
         tried: list[str] = []
+        asked = ""
         lost = False
         while True:
             try:
                 plan = self._plan(call, headers, tried, bare=bare, same=lost)
+                asked = plan.pd.name
                 await self._try(call, plan, headers, out)
                 return
             except Failed as failed:
-                possible = self._possible(failed, len(tried), bare=bare)
+                possible = self._possible(failed, headers, [*tried, asked], bare=bare)
                 rung = descend(failed.trouble, failed.point, possible, self._metrics)
                 logger.warning("request %s: %s (%s)", headers["x-request-id"], failed, rung)
                 if rung == "pd_again":
-                    tried.append(plan.pd.name)
+                    tried.append(asked)
                     lost = failed.trouble is Trouble.PD_LOST
                 elif rung == "original_media":
                     call, bare = call.renamed(), False
@@ -244,10 +246,10 @@ class Exchange:
                 )
                 answer = await self._ask(pd, call, body, headers)
                 try:
-                    await self._relay(call, answer, one, held, out)
+                    status = await self._relay(call, answer, one, held, out)
                 finally:
                     answer.close()
-                if answer.status >= 400:
+                if status >= 400:
                     self._give_up(plan, jobs)
             except BaseException:
                 self._give_up(plan, jobs)
@@ -348,8 +350,8 @@ class Exchange:
         one: Attempt,
         held: contextlib.ExitStack,
         out: Outgoing,
-    ) -> None:
-        """Pass an answer on, once it is known to be no 5xx.
+    ) -> int:
+        """Pass an answer on, once it is known to be no 5xx; return the status that it has.
 
         Raises:
             Failed: It is one, or it ended too early.
@@ -370,7 +372,7 @@ class Exchange:
                     await out.begin(answer.status, headers)
                     await _relay_events(first, answer, out)
                     await out.end()
-                    return
+                    return answer.status
                 reply = failure
             else:
                 reply = Reply(answer.status, headers, await answer.read())
@@ -389,6 +391,7 @@ class Exchange:
             )
         pd.answered()
         await out.whole(self._without_outcome(reply) if call.items else reply)
+        return reply.status
 
     async def _explain(self, one: Attempt) -> None:
         """Raise the reason that came over the control channel, if there is one."""
@@ -418,17 +421,22 @@ class Exchange:
             return reply
         return Reply(reply.status, reply.headers, msgspec.json.encode(fields))
 
-    def _possible(self, failed: Failed, tries: int, *, bare: bool) -> tuple[Rung, ...]:
+    def _possible(
+        self, failed: Failed, headers: Mapping[str, str], tried: Collection[str], *, bare: bool
+    ) -> tuple[Rung, ...]:
         """Return the rungs that depend on more than what went wrong and when."""
         if bare and self._settings.local_encode:
             media: tuple[Rung, ...] = ("original_media",)
         else:
             media = ()
         again: tuple[Rung, ...] = ()
-        if failed.point is Point.ASKED and tries + 1 < MAX_PD_ATTEMPTS:
+        if failed.point is Point.ASKED and len(tried) < MAX_PD_ATTEMPTS:
             lost = failed.trouble is Trouble.PD_LOST
-            others = len(self._instances.of_role("prefill-decode")) > 1
-            if (lost or (failed.trouble is Trouble.PD_FAILED and others)) and self._retries.take():
+            failing = failed.trouble is Trouble.PD_FAILED
+            key = headers["x-request-id"]
+            # An instance's own error says more than that there is no other instance.
+            other = failing and self._instances.prefill_decode(key, exclude=tried) is not None
+            if (lost or other) and self._retries.take():
                 again = ("pd_again",)
         return (*media, *again)
 
@@ -436,17 +444,14 @@ class Exchange:
         """Tell the client of a failure that nothing can be done about.
 
         Raises:
-            RequestError: The answer has not begun.
+            RequestError: Unless the instance's own answer says it.
         """
         if rung == "passed_on":
             assert failed.reply is not None
             await out.whole(failed.reply)
         elif rung == "broken_off":
             message = f"{failed}: the answer is incomplete; send the request again"
-            if not out.begun:
-                raise RequestError(message, status=502, code="instance_lost")
-            await out.piece(error_event(message, status=502, code="instance_lost"))
-            await out.end()
+            raise RequestError(message, status=502, code="instance_lost")
         elif rung == "timeout":
             raise RequestError(
                 f"{failed}: the request is given up; ask for fewer tokens or raise that limit",
@@ -488,7 +493,7 @@ def _failed(pd: Instance, error: UpstreamError, point: Point) -> Failed:
 async def _first_event(answer: Answer) -> bytes:
     """Return the beginning of a stream, until it is clear whether it is an error."""
     first = await answer.piece()
-    while first and first.startswith(_ERROR_EVENT[: len(first)]) and _EVENT_END not in first:
+    while first and first.startswith(_ERROR_EVENT[: len(first)]) and not _whole_events(first):
         more = await answer.piece()
         if not more:
             break
@@ -507,16 +512,19 @@ async def _relay_events(data: bytes, answer: Answer, out: Outgoing) -> None:
         if held:
             data = held + data
             held = b""
-        if not data.endswith(_EVENT_END) and len(data) < _MAX_HELD_BYTES:
-            end = data.rfind(_EVENT_END) + len(_EVENT_END)
-            if end < len(_EVENT_END):
-                end = 0
+        if not data.endswith(_EVENT_ENDS) and len(data) < _MAX_HELD_BYTES:
+            end = _whole_events(data)
             data, held = data[:end], data[end:]
         if data:
             await out.piece(data)
         data = await answer.piece()
     if held:
         await out.piece(held)
+
+
+def _whole_events(data: bytes) -> int:
+    """Return how many of these bytes are whole events."""
+    return max(place + len(end) if (place := data.rfind(end)) >= 0 else 0 for end in _EVENT_ENDS)
 
 
 class _EngineError(msgspec.Struct):
@@ -531,7 +539,7 @@ def _failed_stream(first: bytes) -> Reply | None:
     """Return the answer to a streamed request that failed before its first token."""
     if not first.startswith(_ERROR_EVENT):
         return None
-    event = first.partition(_EVENT_END)[0].removeprefix(b"data: ")
+    event = first.partition(b"\n")[0].rstrip().removeprefix(b"data: ")
     try:
         status = msgspec.json.decode(event, type=_ErrorEvent).error.code
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

@@ -33,10 +33,19 @@ class Bodies:
         max_bytes: Of one body.
         max_sum_bytes: Of all that are held at a time by all processes.
         tally: Where they are counted; one of this process alone unless given.
+        remedy: What is said to who sends a larger one.
     """
 
-    def __init__(self, *, max_bytes: int, max_sum_bytes: int, tally: Tally | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        max_bytes: int,
+        max_sum_bytes: int,
+        tally: Tally | None = None,
+        remedy: str = "send smaller images, or raise router.max_body_bytes",
+    ) -> None:
         self._max_bytes = max_bytes
+        self._remedy = remedy
         self._max_sum_bytes = max_sum_bytes
         self._tally = tally or Tally()
 
@@ -64,7 +73,7 @@ class Bodies:
         if nbytes > self._max_bytes:
             raise RequestError(
                 f"request body of at least {nbytes} bytes: at most {self._max_bytes} bytes are "
-                "accepted; send smaller images, or raise router.max_body_bytes",
+                f"accepted; {self._remedy}",
                 status=413,
                 code="body_too_large",
             )

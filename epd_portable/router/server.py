@@ -24,7 +24,7 @@ from epd_portable.router.exchange import Exchange
 from epd_portable.router.incoming import Bodies, ClientGoneError
 from epd_portable.router.instances import Fleet
 from epd_portable.router.introduction import Introducer
-from epd_portable.router.members import MemberList, Members
+from epd_portable.router.members import MAX_BODY_BYTES, MemberList, Members
 from epd_portable.router.metrics import Metrics
 from epd_portable.router.replies import Reply, error_event, error_reply, json_reply, unavailable
 from epd_portable.router.settings import RouterSettings
@@ -136,6 +136,12 @@ class Router:
             max_sum_bytes=settings.max_bodies_bytes,
             tally=self.instances.tally,
         )
+        self._operators_bodies = Bodies(
+            max_bytes=MAX_BODY_BYTES,
+            max_sum_bytes=settings.max_bodies_bytes,
+            table=self.instances.table,
+            remedy="no address for operators takes as much",
+        )
         self._rules = Rules(
             max_items=settings.max_media_items,
             unknown_fields=settings.unknown_fields,
@@ -224,7 +230,7 @@ class Router:
                 watch = asyncio.create_task(client.watch())
                 await self._exchange.serve(call, client.for_instances, client)
         except RequestError as error:
-            await client.whole(error_reply(error))
+            await client.fail(error)
         except ClientGoneError:
             client.gone = True
         except asyncio.CancelledError:
@@ -292,8 +298,7 @@ class Router:
             kind = {"content-type": "text/plain; version=0.0.4; charset=utf-8"}
             return Reply(200, kind, self.metrics.exposition())
         if path.startswith("/epd/") and admin:
-            with self._bodies.holding() as body:
-                data = bytes(await body.read(client.headers, client.receive))
+            data = await self._operators_body(client)
             return await self.members.handle(client.method, client.target, client.headers, data)
         if client.headers.get("upgrade", "").lower() == "websocket":
             raise RequestError(
@@ -302,6 +307,20 @@ class Router:
                 code="websocket_unsupported",
             )
         raise _no_such(client.method, path, 404)
+
+    async def _operators_body(self, client: _Client) -> bytes:
+        """Return a body for ``/epd/``; that it may be asked for is known only from the whole.
+
+        Raises:
+            RequestError: 408 or 413; it does not come in time, or is too large.
+            ClientGoneError: The client is gone.
+        """
+        try:
+            async with asyncio.timeout(self.settings.body_timeout_s):
+                with self._operators_bodies.holding() as body:
+                    return bytes(await body.read(client.headers, client.receive))
+        except TimeoutError:
+            raise self._too_slow() from None
 
     async def _health(self, client: _Client) -> Reply:
         """Answer 200 while a request could be served, else 503.
@@ -402,6 +421,7 @@ class _Client:
         self.work: asyncio.Task[Any]
         self.reading_since = time.monotonic()
         self.sending_since = 0.0
+        self._within_event = False
 
     async def watch(self) -> None:
         """Cancel the work when the client goes away."""
@@ -429,15 +449,20 @@ class _Client:
         if not self.begun:
             await self.whole(error_reply(error))
             return
-        await self.piece(error_event(str(error), status=error.status, code=error.code))
+        event = error_event(str(error), status=error.status, code=error.code)
+        await self.piece(b"\n\n" + event if self._within_event else event)
         await self.end()
 
     async def begin(self, status: int, headers: Mapping[str, str]) -> None:
         """Send status and headers."""
+        # As bytes these are what an instance sent, whatever they mean.
+        listed = [
+            (name.encode(), value.encode("utf-8", "surrogateescape"))
+            for name, value in headers.items()
+        ]
         self.begun = True
         self.status = status
         self.first_at = time.monotonic()
-        listed = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
         listed.append((b"x-request-id", self.request_id.encode()))
         if self.last:
             listed.append((b"connection", b"close"))
@@ -445,6 +470,7 @@ class _Client:
 
     async def piece(self, data: bytes) -> None:
         """Send a piece; returns when the client takes more."""
+        self._within_event = not data.endswith((b"\n\n", b"\r\n\r\n"))
         self.sending_since = time.monotonic()
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
         self.sending_since = 0.0

@@ -118,7 +118,7 @@ async def build() -> AsyncIterator[Build]:
             "probe_interval_s": 0.1,
             "nack_grace_s": 0.3,
             "item_outcomes": True,
-            # What stand-ins get for pictures are words.
+            # Media of the tests are a few bytes that stand for some.
             "unknown_media": "pass",
             **settings,
         }

@@ -143,7 +143,7 @@ class StandIn:
     def __post_init__(self) -> None:
         generation = [
             Route(path, self._generate, methods=["POST"])
-            for path in ("/v1/chat/completions", "/v1/completions")
+            for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
         ]
         routes = [
             *generation,
