@@ -412,6 +412,9 @@ def router_command(
             results, command=console.command(), load_before=load_before
         )
         console.finish(made, [], json_file, markdown_file, None)
+        if results.failed:
+            failed = ", ".join(f"{case} of {side}" for case, side in results.failed)
+            raise MeasurementError(f"not measured: {failed}; the notes above say why")
 
 
 if __name__ == "__main__":

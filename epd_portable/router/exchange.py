@@ -142,7 +142,7 @@ class Exchange:
         for item in call.items:
             self._metrics.modalities.labels(item.modality).inc()
         self._retries.request()
-        bare = any(self._goes_bare(item) for item in call.items)
+        bare = call.takes_metadata and any(self._goes_bare(item) for item in call.items)
         tried: list[str] = []
         lost = False
         while True:

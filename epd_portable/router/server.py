@@ -67,6 +67,8 @@ TO_ANY_INSTANCE: Mapping[str, str] = {
 vLLM's addresses for operators (sleep, weights, caches, adapters, profiles, pauses) are not among
 them: what they do concerns one instance, which its operator asks directly.
 """
+NOT_JSON = frozenset({"/v1/audio/transcriptions", "/v1/audio/translations"})
+"""Paths whose bodies are forms."""
 OTHER = "other"
 """Label of all paths that are not served."""
 
@@ -257,9 +259,8 @@ class Router:
             client.last = True
             raise unavailable("the router is stopping")
         data = await body.read(client.headers, client.receive)
-        if path not in WITH_MEDIA:
-            given = client.headers.get("content-type")
-            if given is not None and given.isascii():
+        if method == "GET" or path in NOT_JSON:
+            if given := client.headers.get("content-type"):
                 client.for_instances["content-type"] = given
             return Call.untouched(method, path, data)
         client.for_instances["content-type"] = "application/json"

@@ -15,12 +15,14 @@ from click.testing import CliRunner, Result
 
 from epd_portable.bench.cli import main
 from epd_portable.bench.router import stand
+from epd_portable.bench.router.cases import Case, Values
 from epd_portable.bench.router.commands import Done, Run
 from epd_portable.bench.router.faults import count_verdicts
-from epd_portable.bench.router.measure import DIRECT, PROXY
+from epd_portable.bench.router.measure import ALL_CASES, DIRECT, PROXY, measure
 from epd_portable.bench.router.questions import event
 from epd_portable.bench.router.stage import Effort, Measured, Stage, set_up
 from epd_portable.bench.router.stand import Cores, Instances
+from epd_portable.errors import MeasurementError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -93,6 +95,18 @@ def test_a_side_that_cannot_start_ends_it_with_its_reason(tmp_path: Path) -> Non
     result = bench("--side", f"broken={tmp_path}", "--case", "text", "--no-proxy")
     assert result.exit_code == 1
     assert "no router today" in result.output
+
+
+def fails(stage: Stage, measured: Measured) -> Values:
+    raise MeasurementError("it fell over")
+
+
+def test_a_case_that_fails_does_not_take_the_others_with_it() -> None:
+    broken = Case(name="broken", about="", figures=(), measure=fails, seconds=lambda effort: 1.0)
+    effort = Effort(rounds=1, window_s=0.2)
+    results = measure([broken, ALL_CASES["text"]], [DIRECT], effort, report=lambda line: None)
+    assert results.failed == {("broken", "direct"): "it fell over"}
+    assert [(turn.case, turn.side) for turn in results.turns] == [("text", "direct")]
 
 
 def test_those_who_leave_are_counted_and_nobody_works_for_them_any_more(stage: Stage) -> None:

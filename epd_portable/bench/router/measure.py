@@ -14,7 +14,7 @@ from epd_portable.bench.router.faults import FAULTS
 from epd_portable.bench.router.special import SPECIAL_CASES, NotMeasuredError
 from epd_portable.bench.router.stage import Effort, Stage, Tally, set_up
 from epd_portable.bench.router.stand import Cores, Side
-from epd_portable.errors import ConfigError
+from epd_portable.errors import ConfigError, LaunchError, MeasurementError
 
 ALL_CASES: dict[str, Case] = {case.name: case for case in (*CASES, *SPECIAL_CASES, FAULTS)}
 PROXY = Side(name="proxy", kind="proxy")
@@ -47,7 +47,8 @@ class Results:
         sides: All, routers first.
         turns: In the order of measuring.
         tallies: Of the measuring itself, by case and side.
-        missing: Why a side has no figures of a case, by case and side.
+        missing: Why a side has no figures of a case, by case and side: it has nothing of the sort.
+        failed: The same, where something went wrong.
         revisions: Commit of each router, where it is known.
         cores: Who ran where.
     """
@@ -58,6 +59,7 @@ class Results:
     turns: list[Turn] = field(default_factory=list)
     tallies: dict[tuple[str, str], Tally] = field(default_factory=dict)
     missing: dict[tuple[str, str], str] = field(default_factory=dict)
+    failed: dict[tuple[str, str], str] = field(default_factory=dict)
     revisions: dict[str, str] = field(default_factory=dict)
 
 
@@ -157,7 +159,7 @@ def measure(
     *,
     report: Callable[[str], None],
 ) -> Results:
-    """Measure every case with all sides in turns.
+    """Measure every case with all sides in turns; one that fails does not end the others.
 
     Args:
         cases: What.
@@ -167,7 +169,7 @@ def measure(
 
     Raises:
         LaunchError: A side cannot be started.
-        MeasurementError: A process of the measurement ended.
+        MeasurementError: The measurement's own processes cannot.
     """
     cores = Cores.share(sorted(os.sched_getaffinity(0)))
     results = Results(cases=tuple(cases), sides=tuple(sides), cores=cores)
@@ -202,16 +204,19 @@ def measure(
 
 
 def _take(stage: Stage, step: _Step, results: Results) -> Turn | None:
-    """Take one turn; ``None`` if the side does not have what is measured."""
+    """Take one turn; ``None`` if it yielded nothing, which the results explain."""
     measured = stage.sides[step.index]
-    stage.tally = Tally()
-    stage.run(measured, stage.flow(measured, "warm-up", count=WARM_UP, connections=4))
     key = (step.case.name, measured.side.name)
-    stage.tally = stage.tallies.setdefault(key, Tally())
     try:
+        stage.tally = Tally()
+        stage.run(measured, stage.flow(measured, "warm-up", count=WARM_UP, connections=4))
+        stage.tally = stage.tallies.setdefault(key, Tally())
         values = step.case.measure(stage, measured)
     except NotMeasuredError as error:
         results.missing[key] = str(error)
+        return None
+    except (LaunchError, MeasurementError) as error:
+        results.failed[key] = str(error)
         return None
     if measured.server is None:
         # Nobody is between the clients and the instance: there is no CPU time to count.

@@ -211,8 +211,8 @@ def _notes(results: Results) -> tuple[str, ...]:
     ]
     if named:
         notes.append(f"Commits: {'; '.join(named)}.")
-    for (case, side), reason in results.missing.items():
-        notes.append(f"{case}, {side}: not measured: {reason}.")
+    for (case, side), reason in (*results.missing.items(), *results.failed.items()):
+        notes.append(f"{case}, {side}: not measured: {' '.join(reason.split())}.")
     for (case, side), tally in results.tallies.items():
         if tally.not_right:
             notes.append(

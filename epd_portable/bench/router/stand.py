@@ -28,7 +28,7 @@ from epd_portable.errors import LaunchError, MeasurementError
 LOOPBACK = "127.0.0.1"
 OWN_PATH = str(Path(epd_portable.__file__).resolve().parents[1])
 PACKAGE = "epd_portable.bench.router"
-READY_TIMEOUT_S = 90.0
+READY_TIMEOUT_S = 240.0
 QUIET_TIMEOUT_S = 60.0
 
 T = TypeVar("T")
