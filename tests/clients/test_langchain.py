@@ -65,7 +65,9 @@ def test_a_batch(v1: str, encodes: Encodes) -> None:
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
 def test_an_answer_in_a_given_form(v1: str, encodes: Encodes, method: Any) -> None:
-    chat = model(v1, max_completion_tokens=48).with_structured_output(Shape, method=method)
+    chat = model(v1, max_completion_tokens=48).with_structured_output(
+        Shape, method=method, strict=True
+    )
     with encodes(1):
         answer = chat.invoke([as_openai(66)])
     assert isinstance(answer, Shape)

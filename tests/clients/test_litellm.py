@@ -10,9 +10,7 @@ import pytest
 from tests.clients.conftest import (
     KEY,
     MODEL,
-    QUESTION,
     Encodes,
-    data_url,
     question,
     seen_in,
 )
@@ -46,23 +44,6 @@ async def test_a_picture_asked_beside_others(v1: str, encodes: Encodes) -> None:
     with encodes(1):
         answer = await litellm.acompletion(**asked(v1, "openai", 72))
     assert answer.choices[0].message.content == seen_in(72)
-
-
-def test_a_picture_in_a_response(v1: str, encodes: Encodes) -> None:
-    parts = [
-        {"type": "input_image", "image_url": data_url(73)},
-        {"type": "input_text", "text": QUESTION},
-    ]
-    with encodes(1):
-        answer = litellm.responses(
-            model=f"openai/{MODEL}",
-            api_base=v1,
-            api_key=KEY,
-            input=[{"role": "user", "content": parts}],
-            temperature=0,
-            max_output_tokens=24,
-        )
-    assert answer.output[0].content[0].text == seen_in(73)
 
 
 def test_a_completion_of_text(v1: str) -> None:

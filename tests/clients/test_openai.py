@@ -26,6 +26,7 @@ PAINT: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "paint",
+        "strict": True,
         "description": "Paint something.",
         "parameters": {
             "type": "object",
@@ -48,9 +49,9 @@ def client(v1: str) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def ask(client: openai.OpenAI, seed: int, **more: Any) -> Any:
+def ask(client: openai.OpenAI, picture: int, **more: Any) -> Any:
     fixed: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 24}
-    return client.chat.completions.create(messages=question(seed), **(fixed | more))
+    return client.chat.completions.create(messages=question(picture), **(fixed | more))
 
 
 def test_a_picture_in_a_chat(client: openai.OpenAI, encodes: Encodes) -> None:
