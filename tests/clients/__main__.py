@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 SETTINGS = (
     "router.item_outcomes=true",
     "engine_args.enable_auto_tool_choice=true",
-    "engine_args.tool_call_parser=hermes",
+    "engine_args.tool_call_parser=granite",
     # The bundled model has seen no JSON: where it may, it writes white space without end.
     "engine_args.structured_outputs_config={backend: xgrammar, disable_any_whitespace: true}",
 )

@@ -211,6 +211,7 @@ def test_fields_of_the_engine_and_of_other_services(client: openai.OpenAI) -> No
         top_logprobs=2,
         logit_bias={"5": -100},
         max_tokens=6,
+        temperature=1,
         store=False,
         metadata={"a": "b"},
         service_tier="auto",
