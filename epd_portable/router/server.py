@@ -78,6 +78,8 @@ NOT_SERVED: Mapping[str, str] = {
     **dict.fromkeys(
         (
             "/abort_requests",
+            "/adapters",
+            "/adapters/",
             "/collective_rpc",
             "/docs",
             "/docs/",
