@@ -32,6 +32,9 @@ RESPONSES_PATH = "/v1/responses"
 MESSAGES_PATH = "/v1/messages"
 """Of Anthropic's interface."""
 COUNT_PATH = "/v1/messages/count_tokens"
+RENDER = "/render"
+"""What such a path ends with shows what would be computed: items are named, and nothing encoded."""
+DECISION_PATH = "/v1/systemone"
 BATCH_PATH = "/v1/chat/completions/batch"
 
 MAX_JSON_BYTES = 8 << 20
@@ -279,7 +282,7 @@ def _read_responses(call: Call, fields: _Fields, rules: Rules) -> Call:
         changed=call.changed or found.changed,
         fields={**fields, "input": found.messages},
         settings=settings,
-        items=_encoded_apart(reader, settings),
+        items=_encoded_apart(reader, settings) if call.path == RESPONSES_PATH else (),
     )
 
 
@@ -290,6 +293,18 @@ def _read_messages(call: Call, fields: _Fields, rules: Rules) -> Call:
     reader.anthropic(fields["messages"])
     _check_media_are_taken(reader, rules)
     return msgspec.structs.replace(call, items=reader.items if call.path == MESSAGES_PATH else ())
+
+
+def _read_decision(call: Call, fields: _Fields, rules: Rules) -> Call:
+    for name in ("images", "audio", "videos"):
+        if (raw := _given(fields, name)) is not None and bytes(raw) != b"[]":
+            raise RequestError(
+                f"{name}: images, videos and audio clips are not taken at {DECISION_PATH}; send "
+                f"them to {CHAT_PATH}",
+                status=400,
+                code="unsupported_part",
+            )
+    return call
 
 
 def _read_other(call: Call, fields: _Fields, rules: Rules) -> Call:
@@ -313,6 +328,9 @@ _READERS: Mapping[str, Callable[[Call, _Fields, Rules], Call]] = {
     RESPONSES_PATH: _read_responses,
     MESSAGES_PATH: _read_messages,
     COUNT_PATH: _read_messages,
+    MESSAGES_PATH + RENDER: _read_messages,
+    RESPONSES_PATH + RENDER: _read_responses,
+    DECISION_PATH: _read_decision,
 }
 """By the path of the endpoint."""
 

@@ -36,7 +36,7 @@ from epd_portable.router.media import MediaItem
 from epd_portable.router.metrics import Metrics, Rung
 from epd_portable.router.replies import JSON, Reply, unavailable
 from epd_portable.router.settings import RouterSettings
-from epd_portable.router.upstream import Answer, Fault, Upstream, UpstreamError
+from epd_portable.router.upstream import Fault, InstanceAnswer, Upstream, UpstreamError
 from epd_portable.wire.messages import NackCode
 from epd_portable.wire.params import EncodedItem, PrefillOutcome, PrefillParams
 
@@ -78,7 +78,7 @@ class Outgoing(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class RequestPlan:
     """Every choice for one try of a request.
 
     Attributes:
@@ -129,7 +129,7 @@ class Exchange:
         await asyncio.gather(*self._jobs, return_exceptions=True)
 
     async def serve(self, call: Call, headers: Mapping[str, str], out: Outgoing) -> None:
-        """Answer a call; to cancel it aborts the work at the instances.
+        """InstanceAnswer a call; to cancel it aborts the work at the instances.
 
         Args:
             call: The request.
@@ -173,7 +173,7 @@ class Exchange:
         *,
         bare: bool,
         same: bool,
-    ) -> Plan:
+    ) -> RequestPlan:
         """Choose who answers, and an encoder for every item.
 
         Args:
@@ -216,9 +216,11 @@ class Exchange:
                         bare=goes_bare,
                     )
                 )
-        return Plan(pd=pd, deliveries=tuple(deliveries))
+        return RequestPlan(pd=pd, deliveries=tuple(deliveries))
 
-    async def _try(self, call: Call, plan: Plan, headers: Mapping[str, str], out: Outgoing) -> None:
+    async def _try(
+        self, call: Call, plan: RequestPlan, headers: Mapping[str, str], out: Outgoing
+    ) -> None:
         """Start the encode jobs and the request, and relay the answer.
 
         Raises:
@@ -277,7 +279,7 @@ class Exchange:
         if not job.cancelled() and (error := job.exception()):
             logger.error("delivery of an item failed", exc_info=error)
 
-    def _give_up(self, plan: Plan, jobs: Iterable[asyncio.Task[None]]) -> None:
+    def _give_up(self, plan: RequestPlan, jobs: Iterable[asyncio.Task[None]]) -> None:
         """End the calls to encoders, and tell the PD instance that nobody asks for the items."""
         for job in jobs:
             job.cancel()
@@ -318,7 +320,7 @@ class Exchange:
             told[delivery.item.mm_hash] = answer
         return told
 
-    def _params(self, plan: Plan, told: Mapping[str, EncodedItem]) -> PrefillParams | None:
+    def _params(self, plan: RequestPlan, told: Mapping[str, EncodedItem]) -> PrefillParams | None:
         """Return what the PD instance may expect."""
         if not plan.deliveries:
             return None
@@ -330,7 +332,7 @@ class Exchange:
 
     async def _ask(
         self, pd: Instance, call: Call, body: Segments, headers: Mapping[str, str]
-    ) -> Answer:
+    ) -> InstanceAnswer:
         try:
             return await self._upstream.request(
                 call.method,
@@ -346,7 +348,7 @@ class Exchange:
     async def _relay(
         self,
         call: Call,
-        answer: Answer,
+        answer: InstanceAnswer,
         one: Attempt,
         held: contextlib.ExitStack,
         out: Outgoing,
@@ -490,7 +492,7 @@ def _failed(pd: Instance, error: UpstreamError, point: Point) -> Failed:
     return Failed(Trouble.PD_LOST, point, f"instance {pd.name} was lost: {error}")
 
 
-async def _first_event(answer: Answer) -> bytes:
+async def _first_event(answer: InstanceAnswer) -> bytes:
     """Return the beginning of a stream, until it is clear whether it is an error."""
     first = await answer.piece()
     while first and first.startswith(_ERROR_EVENT[: len(first)]) and not _whole_events(first):
@@ -501,7 +503,7 @@ async def _first_event(answer: Answer) -> bytes:
     return first
 
 
-async def _relay_events(data: bytes, answer: Answer, out: Outgoing) -> None:
+async def _relay_events(data: bytes, answer: InstanceAnswer, out: Outgoing) -> None:
     """Pass whole events on as they come: what ends within one is none to the client.
 
     Raises:

@@ -39,7 +39,7 @@ PROBES_PER_S = 100.0
 """Of all instances together: many of them are asked less often than ``probe_interval_s`` says."""
 PROBES_AT_ONCE = 64
 TOGETHER_S = 0.1
-"""Probes that are due within this are sent together: to wake up costs more than a probe."""
+"""HealthProbes that are due within this are sent together: to wake up costs more than a probe."""
 JITTER = 0.1
 """Part of an interval by which probes are moved, so that they do not come in bursts."""
 
@@ -91,7 +91,7 @@ class MemberList(Protocol):
     async def handle(
         self, method: str, target: str, headers: Mapping[str, str], body: bytes
     ) -> Reply:
-        """Answer a request at ``/epd/``, for holders of the secret.
+        """InstanceAnswer a request at ``/epd/``, for holders of the secret.
 
         Answers carry a name of this router: another one knows nobody who has registered.
 
@@ -106,7 +106,7 @@ class MemberList(Protocol):
         """
 
 
-class Probes:
+class HealthProbes:
     """Asks instances for ``/health``: each every interval, and at once when a request failed.
 
     One that has answered a request since is not asked.
@@ -253,7 +253,7 @@ class Members:
         self._control = control
         self._metrics = metrics
         self._introduce = introduce
-        self._probes = Probes(settings, instances, upstream)
+        self._probes = HealthProbes(settings, instances, upstream)
         self._networks = _networks(settings.instance_networks)
         self._check = SignatureCheck(secret)
         self._name = uuid.uuid4().hex

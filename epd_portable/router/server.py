@@ -51,8 +51,13 @@ TO_ANY_INSTANCE: Mapping[str, str] = {
             "/generative_scoring",
             "/v1/messages/count_tokens",
             "/v1/chat/completions/batch",
+            "/v1/chat/completions/derender",
             "/v1/chat/completions/render",
+            "/v1/completions/derender",
             "/v1/completions/render",
+            "/v1/messages/render",
+            "/v1/responses/render",
+            "/v1/systemone",
             "/v1/audio/transcriptions",
             "/v1/audio/translations",
             "/cohere/v2/chat",
@@ -62,11 +67,59 @@ TO_ANY_INSTANCE: Mapping[str, str] = {
     ),
     **dict.fromkeys(("/v1/models", "/version", "/load", "/tokenizer_info"), "GET"),
 }
-"""Paths that go to a PD instance as they are, and the method of each.
-
-vLLM's addresses for operators (sleep, weights, caches, adapters, profiles, pauses) are not among
-them: what they do concerns one instance, which its operator asks directly.
-"""
+"""Paths that go to a PD instance, and the method of each; the items in them are encoded there."""
+NO_JSON = frozenset({"/v1/audio/transcriptions", "/v1/audio/translations"})
+"""Of them, those whose bodies are forms: nobody looks at them."""
+_OPERATORS = "what it does concerns one instance: its operator asks that one directly"
+NOT_SERVED: Mapping[str, str] = {
+    "/v1/responses/": "responses are not kept for later: ask with stream, or take the whole answer",
+    "/inference/v1/": "it takes names of media from whoever asks, under which others would find "
+    "them: send a prompt or messages",
+    **dict.fromkeys(
+        (
+            "/abort_requests",
+            "/adapters",
+            "/adapters/",
+            "/collective_rpc",
+            "/docs",
+            "/docs/",
+            "/fault_tolerance/",
+            "/finish_weight_update",
+            "/get_world_size",
+            "/init_weight_transfer_engine",
+            "/is_paused",
+            "/is_scaling_elastic_ep",
+            "/is_sleeping",
+            "/kv_event_sources",
+            "/openapi.json",
+            "/pause",
+            "/redoc",
+            "/release_kv_cache_memory",
+            "/reset_encoder_cache",
+            "/reset_mm_cache",
+            "/reset_prefix_cache",
+            "/resume",
+            "/scale_elastic_ep",
+            "/server_info",
+            "/shutdown_weight_transfer_engine",
+            "/sleep",
+            "/start_draft_weight_update",
+            "/start_profile",
+            "/start_weight_update",
+            "/stop_profile",
+            "/update_weight_version",
+            "/update_weights",
+            "/v1/load_lora_adapter",
+            "/v1/unload_lora_adapter",
+            "/wake_up",
+            "/weight_checker",
+            "/weight_info",
+        ),
+        _OPERATORS,
+    ),
+}
+"""Paths of vLLM that are refused on purpose, and why; one with a final slash stands for all below
+it."""
 NOT_JSON = frozenset({"/v1/audio/transcriptions", "/v1/audio/translations"})
 """Paths whose bodies are forms."""
 OTHER = "other"
@@ -139,7 +192,7 @@ class Router:
         self._operators_bodies = Bodies(
             max_bytes=MAX_BODY_BYTES,
             max_sum_bytes=settings.max_bodies_bytes,
-            table=self.instances.table,
+            tally=self.instances.tally,
             remedy="no address for operators takes as much",
         )
         self._rules = Rules(
@@ -213,7 +266,7 @@ class Router:
     # Requests that go to instances.
 
     async def _generate(self, path: str, client: _Client) -> None:
-        """Answer by a PD instance; what a client gives up is given up everywhere."""
+        """InstanceAnswer by a PD instance; what a client gives up is given up everywhere."""
         metrics = self.metrics
         work = asyncio.current_task()
         assert work is not None
@@ -306,6 +359,10 @@ class Router:
                 status=501,
                 code="websocket_unsupported",
             )
+        for begin, why in NOT_SERVED.items():
+            if path == begin or (begin.endswith("/") and path.startswith(begin)):
+                problem = f"{client.method} {path[:256]} is not served here: {why}"
+                raise RequestError(problem, status=404, code="not_served")
         raise _no_such(client.method, path, 404)
 
     async def _operators_body(self, client: _Client) -> bytes:
@@ -323,7 +380,7 @@ class Router:
             raise self._too_slow() from None
 
     async def _health(self, client: _Client) -> Reply:
-        """Answer 200 while a request could be served, else 503.
+        """InstanceAnswer 200 while a request could be served, else 503.
 
         Names of instances are for holders of the secret.
         """

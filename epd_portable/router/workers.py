@@ -37,7 +37,7 @@ from epd_portable.router.instances import Failure, Fleet, Instance, InstanceView
 from epd_portable.router.members import States
 from epd_portable.router.replies import Reply, error_reply, json_reply, unavailable
 from epd_portable.router.server import Router
-from epd_portable.router.serving import Stop, listen, serve
+from epd_portable.router.serving import Stopping, listen, serve
 from epd_portable.router.settings import RouterSettings
 from epd_portable.router.tally import Tally
 from epd_portable.router.upstream import Fault
@@ -214,7 +214,7 @@ class Workers:
         self._answering: set[asyncio.Task[None]] = set()
         self._instances.watch(self._note)
 
-    async def run(self, stop: Stop) -> None:
+    async def run(self, stop: Stopping) -> None:
         """Keep the workers until told to stop; return when all of them have ended.
 
         Raises:
@@ -309,7 +309,7 @@ class Workers:
                     logger.error("worker %d has done nothing for %.0f s: killed", column, silent_s)
                     worker.kill()
 
-    async def _end(self, stop: Stop, keeping: list[asyncio.Task[None]]) -> None:
+    async def _end(self, stop: Stopping, keeping: list[asyncio.Task[None]]) -> None:
         """Let workers end their answers; kill those that have none yet, or take too long."""
         self._ending = True
         for worker in self._running.values():
@@ -389,7 +389,7 @@ def _command(channel: int, tally: int) -> list[str]:
 
 
 async def keep(
-    settings: RouterSettings, address: socket.socket, admin: list[socket.socket], stop: Stop
+    settings: RouterSettings, address: socket.socket, admin: list[socket.socket], stop: Stopping
 ) -> None:
     """Be the keeper of a router until told to stop.
 
@@ -428,10 +428,10 @@ async def keep(
 
 
 async def _keep_and_serve(
-    router: Router, workers: Workers, listeners: list[socket.socket], stop: Stop
+    router: Router, workers: Workers, listeners: list[socket.socket], stop: Stopping
 ) -> None:
     """Keep workers, and answer operators at an address of their own."""
-    last, started = Stop(), asyncio.Event()
+    last, started = Stopping(), asyncio.Event()
     serving = asyncio.create_task(serve(router, listeners, last, started=started.set))
     begun = asyncio.create_task(started.wait())
     try:
@@ -460,7 +460,7 @@ class RemoteMembers:
     def __init__(
         self,
         channel: Channel[ToWorker, ToKeeper],
-        stop: Stop,
+        stop: Stopping,
         instances: Fleet,
         control: ControlChannels,
     ) -> None:
@@ -584,7 +584,7 @@ async def work(channel_file: int, tally_file: int) -> None:
     Raises:
         ConfigError: A file or an address of the settings cannot be used.
     """
-    stop = Stop()
+    stop = Stopping()
     for number in (signal.SIGTERM, signal.SIGINT):
         # Who sends them to every process of a router means the keeper, which says what to do.
         asyncio.get_running_loop().add_signal_handler(number, lambda: None)

@@ -75,7 +75,7 @@ Command = Run | Watch | Release
 """To the load."""
 
 
-class Exchange(msgspec.Struct, frozen=True, kw_only=True):
+class AnswerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One request and what became of it; times in seconds.
 
     Attributes:
@@ -105,7 +105,7 @@ class Done(msgspec.Struct, frozen=True, kw_only=True):
         wall_s: How long that was.
     """
 
-    flows: dict[str, list[Exchange]] = {}
+    flows: dict[str, list[AnswerRecord]] = {}
     tokens: int = 0
     cpu_s: float = 0.0
     wall_s: float = 0.0

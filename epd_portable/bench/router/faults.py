@@ -13,7 +13,7 @@ from contextlib import ExitStack
 
 from epd_portable.bench.router import stand
 from epd_portable.bench.router.cases import Case, CaseFigure, Values
-from epd_portable.bench.router.commands import Done, Exchange, InstanceAddress, Run
+from epd_portable.bench.router.commands import AnswerRecord, Done, InstanceAddress, Run
 from epd_portable.bench.router.questions import Verdict
 from epd_portable.bench.router.special import ROUTER, own_router
 from epd_portable.bench.router.stage import Measured, Stage
@@ -160,14 +160,14 @@ def _strike(stage: Stage, alone: Measured, topology: _Topology, role: str) -> Va
     }
 
 
-def count_verdicts(exchanges: list[Exchange]) -> dict[Verdict, int]:
+def count_verdicts(exchanges: list[AnswerRecord]) -> dict[Verdict, int]:
     """Return how many exchanges have each verdict; all of them are in it."""
     counted = Counter(each.verdict for each in exchanges)
     verdicts: tuple[Verdict, ...] = ("right", "error", "wrong", "left")
     return {verdict: counted[verdict] for verdict in verdicts}
 
 
-def _ask(stage: Stage, alone: Measured) -> list[Exchange]:
+def _ask(stage: Stage, alone: Measured) -> list[AnswerRecord]:
     """Ask short questions of every kind."""
     flows = stage.load.carry_out(_requests(stage, alone, AFTERWARDS, leave=0, answer_ms=0)).flows
     return [each for flow in flows.values() for each in flow]

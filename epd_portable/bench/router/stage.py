@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from epd_portable.bench.router import stand
-from epd_portable.bench.router.commands import Done, Exchange, Flow, Release, Run, Watch
+from epd_portable.bench.router.commands import AnswerRecord, Done, Flow, Release, Run, Watch
 from epd_portable.bench.router.stand import Cores, LoadProcess, PlayedInstances, Side
 from epd_portable.bench.scratch import scratch_folder
 from epd_portable.bench.servers import Server
@@ -45,7 +45,7 @@ FULL = Effort(rounds=3, window_s=3.0)
 
 
 @dataclass(kw_only=True, slots=True)
-class Tally:
+class CaseRecord:
     """What is known of the measuring itself, of one case and side.
 
     Attributes:
@@ -82,7 +82,7 @@ class Window:
     """
 
     cpu_s: float
-    flows: dict[str, list[Exchange]]
+    flows: dict[str, list[AnswerRecord]]
     tokens: int
 
     def cpu_each_s(self, name: str) -> float:
@@ -155,8 +155,8 @@ class Stage:
         self.load = load
         self.heavy = heavy
         self.sides: list[Measured] = []
-        self.tallies: dict[tuple[str, str], Tally] = {}
-        self.tally = Tally()
+        self.tallies: dict[tuple[str, str], CaseRecord] = {}
+        self.tally = CaseRecord()
         self._numbers = 1
 
     def flow(self, measured: Measured, name: str, *, count: int = UNBOUNDED, **more: Any) -> Flow:

@@ -141,14 +141,10 @@ class StandIn:
     serving: Serving = field(init=False)
 
     def __post_init__(self) -> None:
-        generation = [
-            Route(path, self._generate, methods=["POST"])
-            for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
-        ]
         routes = [
-            *generation,
             Route("/health", self._answer_probe),
             Route("/v1/models", lambda _: JSONResponse({"data": [{"id": "demo"}]})),
+            Route("/{path:path}", self._generate, methods=["GET", "POST"]),
         ]
         self._arrived = asyncio.Condition()
         self.serving = Serving(Starlette(routes=routes))

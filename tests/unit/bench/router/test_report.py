@@ -3,12 +3,12 @@ from __future__ import annotations
 import pytest
 
 from epd_portable.bench.router.cases import Case, CaseFigure, Values
-from epd_portable.bench.router.commands import Exchange
+from epd_portable.bench.router.commands import AnswerRecord
 from epd_portable.bench.router.faults import count_verdicts
 from epd_portable.bench.router.measure import DIRECT, PROXY, CaseResults, Turn
 from epd_portable.bench.router.questions import Verdict
 from epd_portable.bench.router.report import make_report, reaches, show, times_better
-from epd_portable.bench.router.stage import Measured, Stage, Tally, Window
+from epd_portable.bench.router.stage import CaseRecord, Measured, Stage, Window
 from epd_portable.bench.router.stand import Cores, Side
 
 COST = CaseFigure(key="cost", what="cost: ms", clock="CPU", limit=2.0)
@@ -23,8 +23,8 @@ def never(stage: Stage, measured: Measured) -> Values:
 CASE = Case(name="x", about="", figures=(COST, RATE), measure=never, seconds=lambda effort: 1.0)
 
 
-def exchange(begin_s: float, total_s: float, verdict: Verdict = "right") -> Exchange:
-    return Exchange(begin_s=begin_s, late_s=0, first_s=0, total_s=total_s, verdict=verdict)
+def exchange(begin_s: float, total_s: float, verdict: Verdict = "right") -> AnswerRecord:
+    return AnswerRecord(begin_s=begin_s, late_s=0, first_s=0, total_s=total_s, verdict=verdict)
 
 
 def results() -> CaseResults:
@@ -39,7 +39,7 @@ def results() -> CaseResults:
     }
     for side, turns in values.items():
         found.turns += [Turn(case="x", side=side, values=each) for each in turns]
-    found.tallies["x", "after"] = Tally(
+    found.tallies["x", "after"] = CaseRecord(
         requests=9,
         not_right=1,
         detail="odd",
