@@ -91,7 +91,7 @@ class MemberList(Protocol):
     async def handle(
         self, method: str, target: str, headers: Mapping[str, str], body: bytes
     ) -> Reply:
-        """InstanceAnswer a request at ``/epd/``, for holders of the secret.
+        """Answer a request at ``/epd/``, for holders of the secret.
 
         Answers carry a name of this router: another one knows nobody who has registered.
 

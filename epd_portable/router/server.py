@@ -266,7 +266,7 @@ class Router:
     # Requests that go to instances.
 
     async def _generate(self, path: str, client: _Client) -> None:
-        """InstanceAnswer by a PD instance; what a client gives up is given up everywhere."""
+        """Answer by a PD instance; what a client gives up is given up everywhere."""
         metrics = self.metrics
         work = asyncio.current_task()
         assert work is not None
@@ -380,7 +380,7 @@ class Router:
             raise self._too_slow() from None
 
     async def _health(self, client: _Client) -> Reply:
-        """InstanceAnswer 200 while a request could be served, else 503.
+        """Answer 200 while a request could be served, else 503.
 
         Names of instances are for holders of the secret.
         """

@@ -45,7 +45,7 @@ class UpstreamError(EPDError):
         self.fault = fault
 
 
-class Answer:
+class InstanceAnswer:
     """An instance's answer whose headers have come.
 
     Attributes:
@@ -130,7 +130,7 @@ class Upstream:
         connect_s: float | None = None,
         silent_s: float | None = None,
         total_s: float | None = None,
-    ) -> Answer:
+    ) -> InstanceAnswer:
         """Send a request and return its answer as soon as the headers are there.
 
         Args:
@@ -161,7 +161,7 @@ class Upstream:
             total=total_s, sock_connect=connect_s, sock_read=silent_s, ceil_threshold=60
         )
         try:
-            return Answer(
+            return InstanceAnswer(
                 await self._session.request(
                     method,
                     url,

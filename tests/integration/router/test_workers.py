@@ -22,7 +22,7 @@ import psutil
 import pytest
 from starlette.responses import Response, StreamingResponse
 
-from epd_portable.router.serving import Stop, reserve
+from epd_portable.router.serving import Stopping, reserve
 from epd_portable.router.settings import RouterSettings
 from epd_portable.router.workers import keep
 from tests.integration.router.stand_in import (
@@ -554,7 +554,7 @@ async def test_operators_have_a_port_of_their_own_at_the_keeper(make: Make) -> N
 async def test_a_worker_that_hangs_is_replaced(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("epd_portable.router.workers.HUNG_AFTER_S", 4.0)
     together = await make(start=False)
-    stop = Stop()
+    stop = Stopping()
     with reserve("127.0.0.1", 0) as address:
         together.ask_at(f"http://127.0.0.1:{address.getsockname()[1]}")
         settings = RouterSettings.model_validate(together.settings)
