@@ -187,35 +187,28 @@ class Exchange:
         Raises:
             Failed: There is no PD instance; or ``bare``, and an item has no encoder.
         """
-        key = headers["x-request-id"]
-        pd = self._instances.prefill_decode(key, exclude=tried)
-        if pd is None and same:
-            pd = self._instances.prefill_decode(key)
+        pd, encoders = self._instances.choose(
+            headers["x-request-id"],
+            (item.mm_hash for item in call.items),
+            exclude=tried,
+            same=same,
+        )
         if pd is None:
             raise Failed(Trouble.NO_PD, Point.ASKED, self._why_no_pd())
         deliveries: list[Delivery] = []
-        with contextlib.ExitStack() as reserved:
-            for item in call.items:
-                encoder = self._instances.encoder(item.mm_hash)
-                goes_bare = bare and self._goes_bare(item)
-                if encoder is None and goes_bare:
-                    raise Failed(Trouble.NO_ENCODER, Point.ASKED, "no encoder is healthy")
-                if encoder is None:
-                    self._metrics.item("no_encoder")
-                    descend(Trouble.NO_ENCODER, Point.ENCODING, (), self._metrics)
-                    continue
-                # Its job is not in flight yet, but the next item's choice must see it.
-                reserved.enter_context(encoder.working())
-                transfer = new_transfer(item, pd, self._secret)
-                deliveries.append(
-                    Delivery(
-                        item=item,
-                        transfer=transfer,
-                        encoder=encoder,
-                        body=call.for_encoder(item, transfer),
-                        bare=goes_bare,
-                    )
-                )
+        for item, encoder in zip(call.items, encoders, strict=True):
+            goes_bare = bare and self._goes_bare(item)
+            if encoder is None and goes_bare:
+                raise Failed(Trouble.NO_ENCODER, Point.ASKED, "no encoder is healthy")
+            if encoder is None:
+                self._metrics.item("no_encoder")
+                descend(Trouble.NO_ENCODER, Point.ENCODING, (), self._metrics)
+                continue
+            transfer = new_transfer(item, pd, self._secret)
+            job = call.for_encoder(item, transfer)
+            deliveries.append(
+                Delivery(item=item, transfer=transfer, encoder=encoder, body=job, bare=goes_bare)
+            )
         return RequestPlan(pd=pd, deliveries=tuple(deliveries))
 
     async def _try(
