@@ -19,7 +19,7 @@ from epd_portable.errors import RequestError
 from epd_portable.router.access import ApiKeys
 from epd_portable.router.body import Call, Rules, read_call
 from epd_portable.router.control import ControlChannels
-from epd_portable.router.exchange import Exchange
+from epd_portable.router.exchange import Carrier, Exchange
 from epd_portable.router.incoming import Bodies, ClientGoneError
 from epd_portable.router.instances import Instances
 from epd_portable.router.introduction import Introducer
@@ -66,6 +66,8 @@ TO_ANY_INSTANCE: Mapping[str, str] = {
 vLLM's addresses for operators (sleep, weights, caches, adapters, profiles, pauses) are not among
 them: what they do concerns one instance, which its operator asks directly.
 """
+CARRIER = "epd.carrier"
+"""ASGI extension: a server that takes requests to PD instances and answers to clients itself."""
 OTHER = "other"
 """Label of all paths that are not served."""
 
@@ -94,6 +96,7 @@ class Router:
 
     Attributes:
         draining: Nothing new is taken on.
+        exchange: Has requests answered.
         in_flight: Requests that are being answered.
     """
 
@@ -108,7 +111,7 @@ class Router:
         self.instances = Instances()
         self.metrics = Metrics(lambda: self.instances.all)
         self._control = ControlChannels(CurveKeys.derive(secret))
-        self._exchange = Exchange(
+        self.exchange = Exchange(
             settings, self.instances, self.upstream, self._control, self.metrics, secret
         )
         introducer = Introducer(settings, self.instances, self.upstream, self._control, secret)
@@ -170,7 +173,7 @@ class Router:
         """End everything."""
         if self._sweeping is not None:
             self._sweeping.cancel()
-        await self._exchange.close()
+        await self.exchange.close()
         await self._members.close()
         await self._control.close()
         await self.upstream.close()
@@ -203,7 +206,7 @@ class Router:
                 client.reading_since = 0.0
                 started = time.monotonic()
                 watch = asyncio.create_task(client.watch())
-                await self._exchange.serve(call, client.for_instances, client)
+                await self.exchange.serve(call, client.for_instances, client, client.carrier)
         except RequestError as error:
             await client.whole(error_reply(error))
         except ClientGoneError:
@@ -343,6 +346,7 @@ class _Client:
         method: Of HTTP.
         target: Path and query.
         port: At which it came.
+        carrier: Whose server took the request in, if that carries it on, too.
         headers: Names in lower case; those whose values are not ASCII are left out.
         request_id: The client's own or a new one.
         for_instances: Headers that instances get.
@@ -364,6 +368,7 @@ class _Client:
         self._send = send
         self.method: str = scope["method"]
         self.port: int = scope["server"][1] if scope.get("server") else 0
+        self.carrier: Carrier | None = scope.get("extensions", {}).get(CARRIER)
         query: bytes = scope.get("query_string", b"")
         self.target: str = scope["path"] + (f"?{query.decode('latin-1')}" if query else "")
         self.headers: dict[str, str] = {
