@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable
@@ -31,7 +32,7 @@ class RouterClient:
 
     def __init__(self, url: str, secret: Secret) -> None:
         self._url = url.rstrip("/").removesuffix("/v1")
-        self._headers = {"authorization": f"Bearer {secret.token()}"}
+        self._secret = secret
         self._joined = ""  # the router process at which `join` has registered
 
     def instances(self) -> list[dict[str, Any]]:
@@ -124,19 +125,19 @@ class RouterClient:
         return next((seen for seen in self.instances() if seen["name"] == name), None)
 
     def _register(self, instance: dict[str, str]) -> dict[str, Any]:
-        seen = self._ask("POST", "/epd/instances", json=instance)
+        seen = self._ask("POST", "/epd/instances", json.dumps(instance).encode())
         self._joined = seen["router"]
         return seen
 
-    def _ask(self, method: str, path: str, **options: Any) -> dict[str, Any]:
+    def _ask(self, method: str, path: str, body: bytes = b"") -> dict[str, Any]:
         try:
             answer = httpx.request(
                 method,
                 self._url + path,
-                headers=self._headers,
+                content=body,
+                headers={"authorization": self._secret.sign(method, path, body)},
                 timeout=_REQUEST_TIMEOUT_S,
                 trust_env=False,
-                **options,
             )
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise RouterAwayError(f"router {self._url} cannot be reached: {error}") from error

@@ -514,6 +514,8 @@ class Exchange:
             raise RequestError(str(failed), status=413, code="item_too_large")
         elif rung == "refused":
             raise RequestError(str(failed), status=400, code="item_refused")
+        elif failed.trouble is Trouble.PD_UNAVAILABLE:
+            raise unavailable(str(failed))
         else:
             raise unavailable(f"{failed}; try again later")
 

@@ -1,29 +1,41 @@
 """The first requests of an instance, and the first item of every pair, before clients' requests.
 
 The first step of an engine compiles and allocates; the first item of a pair connects the two and
-opens the path between them. No client pays for either.
+opens the path between them. No client pays for either, unless a partner stays silent: one that
+does holds up nobody for longer than `PATIENCE_S`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import logging
+import secrets
+import struct
 import uuid
-from collections.abc import Callable
+import wave
+import zlib
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
-import httpx
+import anyio
 import msgspec
 
 from epd_portable.config.secret import Secret
 from epd_portable.log import trace
+from epd_portable.router.body import CHAT_PATH, Call, Rules, read_call
 from epd_portable.router.control import ControlChannels
-from epd_portable.router.delivery import EncodeFailure, read_answer
-from epd_portable.router.pool import Instance, Pool, describe
-from epd_portable.router.requests import CHAT_PATH, Call, read_chat
-from epd_portable.router.samples import clip, picture
+from epd_portable.router.cut_text import Segments
+from epd_portable.router.delivery import (
+    EncodeFailure,
+    expected_transfer,
+    new_transfer,
+    read_item,
+)
+from epd_portable.router.instances import Instance, Instances
 from epd_portable.router.settings import RouterSettings
-from epd_portable.router.transfers import expected_transfer, new_transfer
+from epd_portable.router.upstream import Fault, Upstream, UpstreamError
 from epd_portable.wire.params import (
     EncodedItem,
     EncodeTransfer,
@@ -35,8 +47,12 @@ from epd_portable.wire.params import (
 logger = logging.getLogger(__name__)
 
 FIRST_STEP_TIMEOUT_S = 300.0
+PATIENCE_S = 30.0
+"""How long a newcomer that has answered its own first requests waits until every pair has met."""
 MEETINGS = 2
 """Items that a pair is tried with: the first steps of an engine may outlast every deadline."""
+MEETINGS_AT_ONCE = 16
+"""Of one newcomer."""
 _TEXT = {"type": "text", "text": "What is this?"}
 
 
@@ -44,16 +60,18 @@ class _Answer(msgspec.Struct):
     ec_transfer_params: PrefillOutcome | None = None
 
 
-class _Refused(Exception):
+class _RefusedError(Exception):
     """An instance did not answer as it should; says which and how.
 
     Attributes:
         by_engine: The engine itself would not have the request (400).
+        lost: The connection to it was.
     """
 
-    def __init__(self, message: str, *, by_engine: bool = False) -> None:
+    def __init__(self, message: str, *, by_engine: bool = False, lost: bool = False) -> None:
         super().__init__(message)
         self.by_engine = by_engine
+        self.lost = lost
 
 
 MakeItem = Callable[[], dict[str, Any]]
@@ -66,54 +84,68 @@ class Introducer:
 
     Args:
         settings: Of the router.
-        pool: Who is there.
+        instances: Who is there.
+        upstream: Connections to them.
         control: Told of items that nobody will ask for.
         secret: Vouches for transfers.
     """
 
     def __init__(
-        self, settings: RouterSettings, pool: Pool, control: ControlChannels, secret: Secret
+        self,
+        settings: RouterSettings,
+        instances: Instances,
+        upstream: Upstream,
+        control: ControlChannels,
+        secret: Secret,
     ) -> None:
         self._settings = settings
-        self._pool = pool
+        self._instances = instances
+        self._upstream = upstream
         self._control = control
         self._secret = secret
-        self._meeting = asyncio.Lock()
+        self._rules = Rules(max_items=1)
         self._taken: MakeItem = picture
+        self._ready: set[Instance] = set()
 
     async def introduce(self, newcomer: Instance) -> None:
         """Send an instance its first requests, and an item over each of its pairs.
 
-        Of two newcomers the second meets the first, so every pair has met when the instance is let
-        in. What goes wrong is logged and noted in `Instance.problem`: an instance may refuse a
-        small picture and still be well.
+        It gets clients' requests (`Instance.introduced`) when its first ones are answered and it
+        has met those that answer in time; the other pairs meet afterwards, and then this returns.
+        What goes wrong is logged and noted in `Instance.problem`: an instance may refuse a small
+        picture and still be well. One that goes down meanwhile, or whose connection breaks over its
+        first requests, is not let in.
         """
-        newcomer.problem = ""
-        logger.info("warming up %s", newcomer.name)
-        try:
-            item = await self._first_requests(newcomer)
-            async with self._meeting:
-                await self._meet_all(newcomer, item)
-        except _Refused as error:
-            newcomer.problem = str(error)
-            logger.warning("warm-up: %s", error)
+        with anyio.CancelScope() as scope, newcomer.held() as use:
+            use.on_down(scope.cancel)
+            newcomer.note("")
+            logger.info("warming up %s", newcomer.name)
+            try:
+                await self._first_requests(newcomer)
+            except _RefusedError as error:
+                _note(newcomer, [str(error)])
+                if error.lost:
+                    return
+            self._ready.add(newcomer)
+            try:
+                await self._meet_all(newcomer)
+            finally:
+                self._ready.discard(newcomer)
 
-    async def _first_requests(self, instance: Instance) -> MakeItem:
-        """Return what kind of item the instance takes."""
+    async def _first_requests(self, instance: Instance) -> None:
         if instance.role != "encode" and not self._settings.local_encode:
             await self._ask(instance, self._body([_TEXT], max_tokens=2, logprobs=True))
-            return self._taken
+            return
         try:
             await self._show(instance, picture)
-        except _Refused as error:
+        except _RefusedError as error:
             if not error.by_engine:
                 raise
             try:
                 await self._show(instance, clip)
-            except _Refused:
+            except _RefusedError:
                 raise error from None
             self._taken = clip
-        return self._taken
 
     async def _show(self, instance: Instance, make: MakeItem) -> None:
         if instance.role == "encode":
@@ -123,32 +155,60 @@ class Introducer:
             # The kernel of log-probabilities is compiled when they are first asked for.
             await self._ask(instance, self._body(content, max_tokens=2, logprobs=True))
 
-    async def _meet_all(self, newcomer: Instance, make: MakeItem) -> None:
-        partners = [
-            other for other in self._pool.instances if other.role != newcomer.role and other.usable
-        ]
-        results = await asyncio.gather(
-            *(self._meet(newcomer, partner, make) for partner in partners), return_exceptions=True
-        )
-        newcomer.introduced()
-        for unexpected in results:
-            if unexpected is not None and not isinstance(unexpected, _Refused):
-                raise unexpected
-        if any(result is not None for result in results):
-            raise _Refused("; ".join(str(refused) for refused in results if refused is not None))
+    async def _meet_all(self, newcomer: Instance) -> None:
+        """Meet everybody who has answered first requests of their own, and be let in.
 
-    async def _meet(self, one: Instance, other: Instance, make: MakeItem) -> None:
+        Of two newcomers the second meets the first, so every pair meets.
+        """
+        problem = newcomer.problem
+        partners = [
+            other
+            for other in self._instances.all
+            if other.role != newcomer.role and (other.usable or other in self._ready)
+        ]
+        some = asyncio.Semaphore(MEETINGS_AT_ONCE)
+        waiting = {
+            asyncio.create_task(self._met(newcomer, partner, some)): partner.name
+            for partner in partners
+            if not problem
+        }
+        try:
+            late: set[asyncio.Task[str]] = set()
+            if waiting:
+                _, late = await asyncio.wait(waiting, timeout=PATIENCE_S)
+            if late:
+                names = ", ".join(sorted(waiting[task] for task in late))
+                logger.warning("%s gets requests, and has not met %s yet", newcomer.name, names)
+                newcomer.note(f"has not met {names} yet")
+            newcomer.introduced()
+            if waiting:
+                await asyncio.wait(waiting)
+                _note(newcomer, (task.result() for task in waiting))
+        finally:
+            for task in waiting:
+                task.cancel()
+
+    async def _met(self, one: Instance, other: Instance, some: asyncio.Semaphore) -> str:
+        """Have a pair meet; return what went wrong."""
         encoder, pd = (one, other) if one.role == "encode" else (other, one)
+        async with some:
+            try:
+                await self._meet(encoder, pd)
+            except _RefusedError as error:
+                return str(error)
+        return ""
+
+    async def _meet(self, encoder: Instance, pd: Instance) -> None:
         for _ in range(MEETINGS):
-            body = self._body([make(), _TEXT], max_tokens=1)
-            call = read_chat(body, model=self._settings.model, max_items=1)
+            body = self._body([self._taken(), _TEXT], max_tokens=1)
+            call = read_call(CHAT_PATH, body, self._rules)
             item = await self._send_item(call, encoder, pd)
             if item is not None and (item.source, item.encoder) == ("transfer", encoder.name):
                 trace("pair.met", encoder=encoder.name, instance=pd.name, path=item.path)
                 logger.info("%s and %s have met, by %r", encoder.name, pd.name, item.path)
                 return
         how = "did not say how" if item is None else f"had it by {item.source}"
-        raise _Refused(
+        raise _RefusedError(
             f"the first item from {encoder.name} to {pd.name} was not transferred, nor the "
             f"second: {pd.name} {how}; the logs of both say why"
         )
@@ -169,59 +229,125 @@ class Introducer:
         (item,) = call.items
         job = call.for_encoder(item, transfer)
         told = None if self._settings.local_encode else await self._described(encoder, job)
-        expected = expected_transfer(item, transfer.transfer_id, encoder, told)
+        expected = expected_transfer(transfer, encoder, told)
         request = call.for_pd(
             PrefillParams(transfers=(expected,)), {item.mm_hash: told} if told else None
         )
         if told is None:
-            _, answer = await asyncio.gather(self._ask(encoder, job), self._ask(pd, request))
+            answer = await _second_of(self._ask(encoder, job), self._ask(pd, request))
         else:
             answer = await self._ask(pd, request)
         try:
             outcome = msgspec.json.decode(answer, type=_Answer).ec_transfer_params
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise _Refused(f"{pd.name} answered its first item with no answer: {error}") from error
-        return (
-            next((i for i in outcome.items if i.mm_hash == expected.mm_hash), None)
-            if outcome
-            else None
-        )
+            raise _RefusedError(
+                f"{pd.name} answered its first item with no answer: {error}"
+            ) from error
+        items = outcome.items if outcome else ()
+        return next((each for each in items if each.mm_hash == expected.mm_hash), None)
 
-    async def _described(self, encoder: Instance, job: bytes) -> EncodedItem:
+    async def _described(self, encoder: Instance, job: Segments) -> EncodedItem:
         """Have an item encoded for an instance that takes no media; return what it is."""
-        item = read_answer(await self._ask(encoder, job))
+        item = read_item(await self._ask(encoder, job))
         if isinstance(item, EncodeFailure):
-            raise _Refused(f"{encoder.name}: {item.reason}")
+            raise _RefusedError(f"{encoder.name}: {item.reason}")
         if not item.metadata:
-            raise _Refused(f"{encoder.name} knows no metadata of its first item")
+            raise _RefusedError(f"{encoder.name} knows no metadata of its first item")
         return item
 
-    async def _ask(self, instance: Instance, body: bytes) -> bytes:
+    async def _ask(self, instance: Instance, body: Segments | bytes) -> bytes:
+        """Return the answer to a request.
+
+        Raises:
+            _RefusedError: There is none, or it says no.
+        """
         headers = {
             "content-type": "application/json",
             "x-request-id": f"warm-up-{uuid.uuid4().hex}",
         }
-        try:
-            with instance.held():
-                answer = await instance.client.post(
-                    CHAT_PATH, content=body, headers=headers, timeout=FIRST_STEP_TIMEOUT_S
+        with anyio.CancelScope() as scope, instance.working() as work:
+            work.on_down(scope.cancel)
+            try:
+                status, _, answer = await self._upstream.ask(
+                    "POST",
+                    instance.url + CHAT_PATH,
+                    body=body,
+                    headers=headers,
+                    connect_s=self._settings.connect_timeout_s,
+                    timeout_s=FIRST_STEP_TIMEOUT_S,
                 )
-        except httpx.TimeoutException as error:
-            instance.suspect()
-            raise _Refused(
-                f"{instance.name} did not answer a first request within {FIRST_STEP_TIMEOUT_S:g} s"
-            ) from error
-        except httpx.RequestError as error:
-            instance.mark_down(describe(error))
-            raise _Refused(f"{instance.name}: first request: {describe(error)}") from error
-        if not answer.is_success:
-            raise _Refused(
-                f"{instance.name} answered a first request {answer.status_code}: "
-                f"{answer.text[:500]!r}",
-                by_engine=answer.status_code == httpx.codes.BAD_REQUEST,
+            except UpstreamError as error:
+                instance.failed(error.fault)
+                if error.fault is Fault.SILENT:
+                    raise _RefusedError(
+                        f"{instance.name} did not answer a first request within "
+                        f"{FIRST_STEP_TIMEOUT_S:g} s"
+                    ) from error
+                raise _RefusedError(
+                    f"{instance.name}: first request: {error}", lost=True
+                ) from error
+        if scope.cancelled_caught:
+            raise _RefusedError(f"{instance.name} went down: {instance.reason}", lost=True)
+        if not 200 <= status < 300:
+            raise _RefusedError(
+                f"{instance.name} answered a first request {status}: "
+                f"{answer[:500].decode('utf-8', 'replace')!r}",
+                by_engine=status == 400,
             )
-        return answer.content
+        instance.answered()
+        return answer
 
     def _body(self, content: list[dict[str, Any]], **fields: Any) -> bytes:
         messages = [{"role": "user", "content": content}]
         return msgspec.json.encode({"model": self._settings.model, "messages": messages, **fields})
+
+
+def _note(newcomer: Instance, problems: Iterable[str]) -> None:
+    """Log what went wrong, and note it of the newcomer."""
+    problem = "; ".join(filter(None, problems))
+    newcomer.note(problem)
+    if problem:
+        logger.warning("warm-up: %s", problem)
+
+
+async def _second_of(one: Awaitable[bytes], other: Awaitable[bytes]) -> bytes:
+    """Return what the second of two requests is answered; when one fails, the other is ended."""
+    tasks = [asyncio.ensure_future(one), asyncio.ensure_future(other)]
+    try:
+        _, answer = await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return answer
+
+
+# Small items, each different from all others: no cache knows them.
+
+_SIDE = 112
+_SAMPLES = 16_000
+
+
+def picture() -> dict[str, Any]:
+    """Return a square of a random colour, 112 × 112 pixels, as a part of a message."""
+    rows = (b"\0" + secrets.token_bytes(3) * _SIDE) * _SIDE
+    header = struct.pack(">IIBBBBB", _SIDE, _SIDE, 8, 2, 0, 0, 0)
+    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b""))
+    png = b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in chunks
+    )
+    url = f"data:image/png;base64,{base64.b64encode(png).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def clip() -> dict[str, Any]:
+    """Return half a second of noise, 16,000 samples a second, as a part of a message."""
+    file = io.BytesIO()
+    with wave.open(file, "wb") as opened:
+        opened.setnchannels(1)
+        opened.setsampwidth(2)
+        opened.setframerate(_SAMPLES)
+        opened.writeframes(secrets.token_bytes(_SAMPLES))
+    data = base64.b64encode(file.getvalue()).decode()
+    return {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}

@@ -12,7 +12,7 @@ from epd_portable.config.schema import MAX_ENCODERS, RouterSection
 from epd_portable.errors import ConfigError
 
 Role = Literal["encode", "prefill-decode"]
-HttpUrl = Annotated[str, Field(pattern=r"^https?://[^/\s]+$")]
+HttpUrl = Annotated[str, Field(pattern=r"^https?://[^/\s?#@\\]+$")]
 
 
 class InstanceSettings(BaseModel):

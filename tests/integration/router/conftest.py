@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from epd_portable.config.secret import Secret
 from epd_portable.connector.curve import read_keys
 from epd_portable.router.server import create_app
 from epd_portable.router.settings import RouterSettings
@@ -20,7 +21,7 @@ from tests.integration.router.stand_in import (
     StandIn,
     answer,
 )
-from tests.keyring import secret, secret_file
+from tests.keyring import Signed, secret_file
 
 
 @dataclass
@@ -70,8 +71,8 @@ class Topology:
 
     async def health(self) -> httpx.Response:
         """Return the router's view of its instances, as holders of the secret see it."""
-        signed = {"authorization": secret().sign("GET", "/health")}
-        return await self.client.get("/health", headers=signed)
+        signed = Signed(Secret.read(self.settings.secret_file))
+        return await self.client.get("/health", auth=signed)
 
     async def until_health(self, condition: Callable[[dict[str, Any]], bool]) -> httpx.Response:
         """Wait until the router's view of its instances fulfils a condition."""

@@ -102,7 +102,7 @@ class Serving:
         listener.bind(("127.0.0.1", self.port))
         self.port = listener.getsockname()[1]
         self._server = Server(
-            uvicorn.Config(self._app, log_config=None, timeout_graceful_shutdown=1)
+            uvicorn.Config(self._app, ws="none", log_config=None, timeout_graceful_shutdown=1)
         )
         self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
         while not self._server.started:

@@ -493,7 +493,7 @@ async def test_a_pd_instance_lost_within_a_stream_ends_it_with_an_error(build: B
 
 
 async def test_a_silent_pd_instance_does_not_hang_the_client(build: Build) -> None:
-    t = await build(idle_timeout_s=0.2)
+    t = await build(wait_timeout_s=0.1, idle_timeout_s=0.2)
     t.pd.behaviour = forever
     response = await t.chat(RED)
     assert response.status_code == 504
@@ -503,7 +503,7 @@ async def test_a_silent_pd_instance_does_not_hang_the_client(build: Build) -> No
 async def test_a_late_encode_job_is_ended_after_the_answer(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("epd_portable.router.pipeline.JOB_GRACE_S", 0.1)
+    monkeypatch.setattr("epd_portable.router.exchange.JOB_GRACE_S", 0.1)
     t = await build()
     t.encoders[0].behaviour = forever
 

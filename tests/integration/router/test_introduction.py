@@ -14,6 +14,7 @@ from epd_portable.config.secret import Secret, make_secret_file
 from tests.integration.router.conftest import Build, Topology
 from tests.integration.router.stand_in import Behaviour, Received, StandIn, refuse
 from tests.integration.router.test_requests import RED, TEXT
+from tests.keyring import Signed
 
 
 def transferring(source: str = "transfer") -> Behaviour:
@@ -135,7 +136,7 @@ async def test_clients_are_told_to_wait_until_then(build: Build) -> None:
 
 async def test_a_newcomer_meets_everybody_before_it_gets_work(build: Build, tmp_path: Path) -> None:
     make_secret_file(str(tmp_path / "secret"))
-    headers = {"authorization": f"Bearer {Secret.read(str(tmp_path / 'secret')).token()}"}
+    signed = Signed(Secret.read(str(tmp_path / "secret")))
     t = await build(
         encoders=2,
         pds=1,
@@ -154,7 +155,7 @@ async def test_a_newcomer_meets_everybody_before_it_gets_work(build: Build, tmp_
         "url": newcomer.serving.url,
         "control": t.controls[0].address,
     }
-    joined = await t.client.post("/epd/instances", json=body, headers=headers)
+    joined = await t.client.post("/epd/instances", json=body, auth=signed)
     assert joined.json()["state"] == "joining"
     await t.until_health(is_up)
     met = [pair for pair in pairs(t) if pair[1] == "pd-1"]
@@ -254,6 +255,70 @@ async def test_one_that_lost_a_connection_goes_on_without(build: Build) -> None:
         return StreamingResponse(broken())
 
     t.pd.behaviour = breaks_once
-    assert (await t.chat(TEXT)).status_code == 200
+    assert (await t.chat(TEXT)).status_code == 502
     await t.until_health(is_up)
+    assert (await t.chat(TEXT)).status_code == 200
     assert len(t.pd.received) == before + 2
+
+
+async def test_a_silent_partner_holds_nobody_up(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("epd_portable.router.introduction.PATIENCE_S", 0.5)
+    answer, ever = transferring(), asyncio.Event()
+    silent = 0
+
+    async def silent_over_one(received: Received) -> Response:
+        nonlocal silent
+        silent += received.params is not None
+        if received.params and silent == 1:
+            await ever.wait()
+        return await answer(received)
+
+    t = await build(pds=2, warm_up=True, behaviour=silent_over_one)
+    health = await t.until_health(is_up)
+    problems = [each.get("problem", "") for each in health.json()["instances"].values()]
+    assert [problem for problem in problems if "has not met" in problem]
+    assert len(pairs(t)) == 2
+    assert (await t.chat(RED)).status_code == 200
+    ever.set()
+    await t.until_health(lambda seen: not any("problem" in each for each in seen.values()))
+
+
+async def test_one_that_goes_down_while_it_meets_others_is_introduced_to_them_again(
+    build: Build,
+) -> None:
+    answer = transferring()
+
+    async def waits_over_items(received: Received) -> Response:
+        if received.params:
+            await asyncio.Event().wait()
+        return await answer(received)
+
+    t = await build(warm_up=True, behaviour=waits_over_items)
+    await t.pd.until(lambda pd: len(pd.received) == 3)
+    await t.pd.serving.stop()
+    t.pd.behaviour = answer
+    await t.until_health(lambda seen: seen["pd-0"]["state"] == "down")
+    await t.pd.serving.start()
+    await t.until_health(is_up)
+    assert [r.params is None for r in t.pd.received[3:]] == [True, True, False]
+
+
+async def test_one_that_drains_is_introduced_when_it_resumes(build: Build) -> None:
+    t = await build(encoders=2, warm_up=True, behaviour=transferring())
+    await t.until_health(is_up)
+    drained, signed = t.encoders[1], Signed()
+    path = f"/epd/instances/{drained.name}"
+    assert (await t.client.post(f"{path}/drain", auth=signed)).status_code == 202
+    await drained.serving.stop()
+    await t.until_health(lambda seen: not seen[drained.name]["healthy"])
+    await drained.serving.start()
+    await t.until_health(lambda seen: seen[drained.name]["healthy"])
+    before = len(drained.received)
+    assert (await t.chat(RED)).status_code == 200
+    assert len(drained.received) == before
+    resumed = await t.client.post(f"{path}/resume", auth=signed)
+    assert (resumed.status_code, resumed.json()["state"]) == (200, "joining")
+    await t.until_health(is_up)
+    assert [r.params is None for r in drained.received[before:]] == [True, False]

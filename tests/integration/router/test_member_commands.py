@@ -129,7 +129,7 @@ async def test_a_wrong_secret_and_a_wrong_address_say_so(build: Build, tmp_path:
     t = await build(secret_file=str(tmp_path / "right"), registration=True)
     wrong = await run("instances", "--router", t.router.url, "--secret-file", f"{tmp_path}/wrong")
     assert wrong.exit_code == 1
-    assert "bearer token is missing or wrong" in wrong.output
+    assert "the signature is wrong" in wrong.output
     nobody = "http://127.0.0.1:9"
     gone = await run("instances", "--router", nobody, "--secret-file", f"{tmp_path}/right")
     assert gone.exit_code == 1

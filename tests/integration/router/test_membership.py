@@ -21,8 +21,8 @@ INSTANCES = "/epd/instances"
 
 
 @pytest.fixture
-def auth() -> dict[str, str]:
-    return {"authorization": f"Bearer {keyring.secret().token()}"}
+def auth() -> keyring.Signed:
+    return keyring.Signed()
 
 
 @pytest.fixture
@@ -53,12 +53,12 @@ class Newcomers:
         return body
 
 
-async def shown(t: Topology, auth: dict[str, str]) -> dict[str, dict[str, Any]]:
-    listed = (await t.client.get(INSTANCES, headers=auth)).json()["instances"]
+async def shown(t: Topology, auth: keyring.Signed) -> dict[str, dict[str, Any]]:
+    listed = (await t.client.get(INSTANCES, auth=auth)).json()["instances"]
     return {instance["name"]: instance for instance in listed}
 
 
-async def until_gone(t: Topology, auth: dict[str, str], name: str) -> None:
+async def until_gone(t: Topology, auth: keyring.Signed, name: str) -> None:
     async def gone() -> None:
         while name in await shown(t, auth):
             await asyncio.sleep(0.02)
@@ -67,14 +67,14 @@ async def until_gone(t: Topology, auth: dict[str, str], name: str) -> None:
 
 
 async def test_a_router_without_instances_serves_those_that_join(
-    build: Build, auth: dict[str, str], newcomers: Newcomers
+    build: Build, auth: keyring.Signed, newcomers: Newcomers
 ) -> None:
     t = await build(encoders=0, pds=0, registration=True)
     assert (await t.chat(RED)).status_code == 503
 
     bodies = [await newcomers.start("e", "encode"), await newcomers.start("p", "prefill-decode")]
     for body in bodies:
-        joined = await t.client.post(INSTANCES, json=body, headers=auth)
+        joined = await t.client.post(INSTANCES, json=body, auth=auth)
         assert (joined.status_code, joined.json()["state"]) == (201, "up")
 
     assert (await t.chat(RED)).status_code == 200
@@ -85,11 +85,11 @@ async def test_a_router_without_instances_serves_those_that_join(
 
 
 async def test_a_newcomer_is_heard_on_its_control_channel(
-    build: Build, auth: dict[str, str], newcomers: Newcomers
+    build: Build, auth: keyring.Signed, newcomers: Newcomers
 ) -> None:
     t = await build(encoders=1, pds=0, registration=True)
     body = await newcomers.start("p", "prefill-decode")
-    await t.client.post(INSTANCES, json=body, headers=auth)
+    await t.client.post(INSTANCES, json=body, auth=auth)
 
     async def refuse(received: Received) -> Response:
         (control,) = newcomers.controls
@@ -102,8 +102,8 @@ async def test_a_newcomer_is_heard_on_its_control_channel(
 
 
 @pytest.mark.parametrize("token", ["", "Bearer", "Bearer wrong", "Bearer \xe4", "Basic x"])
-async def test_without_the_token_nothing_is_shown_or_changed(
-    build: Build, auth: dict[str, str], token: str
+async def test_without_a_signature_nothing_is_shown_or_changed(
+    build: Build, auth: keyring.Signed, token: str
 ) -> None:
     t = await build(registration=True)
     body = {"name": "x", "role": "encode", "url": "http://127.0.0.1:1"}
@@ -112,19 +112,197 @@ async def test_without_the_token_nothing_is_shown_or_changed(
         await t.client.get(INSTANCES, headers=headers),
         await t.client.post(INSTANCES, json=body, headers=headers),
         await t.client.delete(f"{INSTANCES}/pd-0", headers=headers),
+        await t.client.post(f"{INSTANCES}/pd-0/drain", headers=headers),
+        await t.client.post(f"{INSTANCES}/pd-0/resume", headers=headers),
     ]
-    assert [a.status_code for a in answers] == [401, 401, 401]
+    assert [a.status_code for a in answers] == 5 * [401]
+    assert "instances" not in (await t.client.get("/health", headers=headers)).json()
     assert {name: i["state"] for name, i in (await shown(t, auth)).items()} == {
         "encode-0": "up",
         "pd-0": "up",
     }
 
 
-async def test_without_a_secret_nobody_can_register(build: Build, auth: dict[str, str]) -> None:
+async def test_a_request_that_somebody_has_overheard_does_nothing(
+    build: Build, auth: keyring.Signed
+) -> None:
+    t = await build(registration=True)
+    path = f"{INSTANCES}/pd-0/drain"
+    headers = {"authorization": keyring.secret().sign("POST", path)}
+    resume = await t.client.post(f"{INSTANCES}/pd-0/resume", headers=headers)
+    assert resume.status_code == 401
+    assert (await t.client.post(path, headers=headers)).status_code == 202
+    await t.client.post(f"{INSTANCES}/pd-0/resume", auth=auth)
+    again = await t.client.post(path, headers=headers)
+    assert (again.status_code, "used before" in again.text) == (401, True)
+    assert (await shown(t, auth))["pd-0"]["state"] == "up"
+
+
+async def test_the_secret_of_a_run_registers_nobody_and_may_drain(
+    build: Build, auth: keyring.Signed
+) -> None:
     t = await build()
-    response = await t.client.get(INSTANCES, headers=auth)
-    assert response.status_code == 404
-    assert "secret_file" in response.json()["error"]["message"]
+    body = {"name": "x", "role": "encode", "url": "http://127.0.0.1:1"}
+    for response in (
+        await t.client.post(INSTANCES, json=body, auth=auth),
+        await t.client.delete(f"{INSTANCES}/pd-0", auth=auth),
+    ):
+        assert response.status_code == 404
+        assert "secret_file" in response.json()["error"]["message"]
+    assert set(await shown(t, auth)) == {"encode-0", "pd-0"}
+    drained = await t.client.post(f"{INSTANCES}/encode-0/drain", auth=auth)
+    assert (drained.status_code, drained.json()["state"]) == (202, "draining")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("PUT", INSTANCES, 405),
+        ("GET", f"{INSTANCES}/pd-0", 405),
+        ("GET", f"{INSTANCES}/pd-0/drain", 405),
+        ("POST", f"{INSTANCES}/pd-0/stop", 404),
+        ("POST", f"{INSTANCES}/nobody/drain", 404),
+        ("POST", f"{INSTANCES}/nobody/resume", 404),
+        ("GET", "/epd/other", 404),
+    ],
+)
+async def test_what_is_not_there_is_said(
+    build: Build, auth: keyring.Signed, method: str, path: str, status: int
+) -> None:
+    t = await build(registration=True)
+    assert (await t.client.request(method, path, auth=auth)).status_code == status
+
+
+async def test_one_that_drains_stays_known_and_gets_nothing_until_it_resumes(
+    build: Build, auth: keyring.Signed
+) -> None:
+    t = await build(pds=2)
+    release = asyncio.Event()
+
+    async def slow(received: Received) -> Response:
+        await release.wait()
+        return await answer(received)
+
+    for pd in t.pds:
+        pd.behaviour = slow
+    running = [asyncio.create_task(t.chat(TEXT)) for _ in range(2)]
+    for pd in t.pds:
+        await pd.until(lambda pd: len(pd.received) == 1)
+    drained = await t.client.post(f"{INSTANCES}/pd-0/drain", auth=auth)
+    assert (drained.status_code, drained.json()["state"], drained.json()["idle"]) == (
+        202,
+        "draining",
+        False,
+    )
+    release.set()
+    assert [(await each).status_code for each in running] == [200, 200]
+    for _ in range(3):
+        assert (await t.chat(TEXT)).status_code == 200
+    assert len(t.pds[0].received) == 1
+    seen = (await shown(t, auth))["pd-0"]
+    assert (seen["state"], seen["idle"]) == ("draining", True)
+    resumed = await t.client.post(f"{INSTANCES}/pd-0/resume", auth=auth)
+    assert (resumed.status_code, resumed.json()["state"]) == (200, "up")
+    for _ in range(8):
+        await t.chat(TEXT)
+    assert len(t.pds[0].received) > 1
+
+
+async def test_one_that_is_told_to_leave_and_resumed_stays(
+    build: Build, auth: keyring.Signed
+) -> None:
+    t = await build(registration=True)
+    release = asyncio.Event()
+
+    async def slow(received: Received) -> Response:
+        await release.wait()
+        return await answer(received)
+
+    t.pd.behaviour = slow
+    running = asyncio.create_task(t.chat(TEXT))
+    await t.pd.until(lambda pd: len(pd.received) == 1)
+    await t.client.delete(f"{INSTANCES}/pd-0", auth=auth)
+    await t.client.post(f"{INSTANCES}/pd-0/resume", auth=auth)
+    release.set()
+    assert (await running).status_code == 200
+    await asyncio.sleep(0.2)
+    assert (await t.chat(TEXT)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://169.254.169.254",
+        "http://[fe80::1]:80",
+        "http://[::ffff:169.254.169.254]:80",
+        "http://0.0.0.0:80",
+        "http://[::]:80",
+        "http://224.0.0.1:80",
+        "http://8.8.8.8:80",
+        "http://2851995646",
+    ],
+)
+async def test_instances_are_where_the_settings_say(
+    build: Build, auth: keyring.Signed, url: str
+) -> None:
+    t = await build(registration=True)
+    for body in (
+        {"name": "x", "role": "encode", "url": url},
+        {
+            "name": "x",
+            "role": "prefill-decode",
+            "url": "http://127.0.0.1:1",
+            "control": url.replace("http", "tcp").removesuffix(":80") + ":80",
+        },
+    ):
+        refused = await t.client.post(INSTANCES, json=body, auth=auth)
+        assert refused.status_code == 403, refused.text
+        message = refused.json()["error"]["message"]
+        assert "router.instance_networks" in message
+        assert url.removesuffix(":80").partition("//")[2] in message
+    assert set(await shown(t, auth)) == {"encode-0", "pd-0"}
+
+
+async def test_a_network_that_is_listed_is_asked(build: Build, auth: keyring.Signed) -> None:
+    t = await build(registration=True, instance_networks=["169.254.0.0/16", "127.0.0.2/32"])
+    for url, status in (
+        ("http://127.0.0.1:9", 403),
+        ("http://127.0.0.2:9", 201),
+        ("http://localhost:9", 403),
+    ):
+        body = {"name": f"e-{status}", "role": "encode", "url": url}
+        assert (await t.client.post(INSTANCES, json=body, auth=auth)).status_code == status
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://127.0.0.1?@169.254.169.254",
+        "http://127.0.0.1#x",
+        "http://u@127.0.0.1",
+        "http://a\\b",
+    ],
+)
+async def test_a_url_that_can_be_read_in_two_ways_is_refused(
+    build: Build, auth: keyring.Signed, url: str
+) -> None:
+    t = await build(registration=True)
+    body = {"name": "x", "role": "encode", "url": url}
+    refused = await t.client.post(INSTANCES, json=body, auth=auth)
+    assert (refused.status_code, "url" in refused.text) == (400, True)
+
+
+async def test_a_host_that_nobody_knows_is_refused(build: Build, auth: keyring.Signed) -> None:
+    t = await build(registration=True)
+    body = {"name": "x", "role": "encode", "url": "http://no-such-host.invalid:1"}
+    refused = await t.client.post(INSTANCES, json=body, auth=auth)
+    assert (refused.status_code, "no-such-host" in refused.text) == (400, True)
+
+
+async def test_too_long_a_registration_is_refused(build: Build, auth: keyring.Signed) -> None:
+    t = await build(registration=True)
+    refused = await t.client.post(INSTANCES, content=b" " * 70_000, auth=auth)
+    assert (refused.status_code, "70000 bytes" in refused.text) == (400, True)
 
 
 @pytest.mark.parametrize(
@@ -139,44 +317,44 @@ async def test_without_a_secret_nobody_can_register(build: Build, auth: dict[str
     ],
 )
 async def test_a_wrong_registration_is_refused_by_key(
-    build: Build, auth: dict[str, str], body: str, words: str
+    build: Build, auth: keyring.Signed, body: str, words: str
 ) -> None:
     t = await build(registration=True)
-    response = await t.client.post(INSTANCES, content=body, headers=auth)
+    response = await t.client.post(INSTANCES, content=body, auth=auth)
     assert response.status_code == 400
     assert words in response.json()["error"]["message"]
     assert set(await shown(t, auth)) == {"encode-0", "pd-0"}
 
 
 async def test_registering_twice_is_registering_once(
-    build: Build, auth: dict[str, str], newcomers: Newcomers
+    build: Build, auth: keyring.Signed, newcomers: Newcomers
 ) -> None:
     t = await build(registration=True)
     body = await newcomers.start("p", "prefill-decode")
-    answers = [await t.client.post(INSTANCES, json=body, headers=auth) for _ in range(2)]
+    answers = [await t.client.post(INSTANCES, json=body, auth=auth) for _ in range(2)]
     assert [a.status_code for a in answers] == [201, 200]
     assert set(await shown(t, auth)) == {"encode-0", "pd-0", "p"}
 
 
 async def test_a_name_changes_hands_only_when_its_holder_is_gone(
-    build: Build, auth: dict[str, str], newcomers: Newcomers
+    build: Build, auth: keyring.Signed, newcomers: Newcomers
 ) -> None:
     t = await build(registration=True)
     first = await newcomers.start("p", "prefill-decode")
     second = await newcomers.start("p", "prefill-decode")
-    await t.client.post(INSTANCES, json=first, headers=auth)
+    await t.client.post(INSTANCES, json=first, auth=auth)
 
-    taken = await t.client.post(INSTANCES, json=second, headers=auth)
+    taken = await t.client.post(INSTANCES, json=second, auth=auth)
     assert taken.status_code == 409
     assert first["url"] in taken.json()["error"]["message"]
 
     await newcomers.instances[0].serving.stop()
-    assert (await t.client.post(INSTANCES, json=second, headers=auth)).status_code == 201
+    assert (await t.client.post(INSTANCES, json=second, auth=auth)).status_code == 201
     assert (await shown(t, auth))["p"]["url"] == second["url"]
 
 
 async def test_one_that_leaves_finishes_its_work_and_gets_no_more(
-    build: Build, auth: dict[str, str]
+    build: Build, auth: keyring.Signed
 ) -> None:
     t = await build(pds=2, registration=True)
     release = asyncio.Event()
@@ -191,7 +369,7 @@ async def test_one_that_leaves_finishes_its_work_and_gets_no_more(
     for pd in t.pds:
         await pd.until(lambda pd: len(pd.received) == 1)
 
-    left = await t.client.delete(f"{INSTANCES}/pd-0", headers=auth)
+    left = await t.client.delete(f"{INSTANCES}/pd-0", auth=auth)
     assert (left.status_code, left.json()["state"], left.json()["in_flight"]) == (
         202,
         "draining",
@@ -205,13 +383,13 @@ async def test_one_that_leaves_finishes_its_work_and_gets_no_more(
     release.set()
     assert [(await r).status_code for r in running] == [200, 200]
     await until_gone(t, auth, "pd-0")
-    again = await t.client.delete(f"{INSTANCES}/pd-0", headers=auth)
+    again = await t.client.delete(f"{INSTANCES}/pd-0", auth=auth)
     assert again.status_code == 404
     assert "pd-1" in again.json()["error"]["message"]
 
 
 async def test_an_encoder_stays_until_the_answer_that_needs_its_item_has_begun(
-    build: Build, auth: dict[str, str]
+    build: Build, auth: keyring.Signed
 ) -> None:
     """Its job is answered before the item is written."""
     t = await build(registration=True)
@@ -225,7 +403,7 @@ async def test_an_encoder_stays_until_the_answer_that_needs_its_item_has_begun(
     running = asyncio.create_task(t.chat(RED))
     await t.encoders[0].until(lambda encoder: len(encoder.received) == 1)
     await t.pd.until(lambda pd: len(pd.received) == 1)
-    await t.client.delete(f"{INSTANCES}/encode-0", headers=auth)
+    await t.client.delete(f"{INSTANCES}/encode-0", auth=auth)
 
     async def job_answered() -> None:
         while (await shown(t, auth))["encode-0"]["in_flight"]:
@@ -239,11 +417,11 @@ async def test_an_encoder_stays_until_the_answer_that_needs_its_item_has_begun(
 
 
 async def test_one_that_registers_again_while_it_leaves_stays(
-    build: Build, auth: dict[str, str], newcomers: Newcomers
+    build: Build, auth: keyring.Signed, newcomers: Newcomers
 ) -> None:
     t = await build(encoders=0, pds=0, registration=True)
     body = await newcomers.start("p", "prefill-decode")
-    await t.client.post(INSTANCES, json=body, headers=auth)
+    await t.client.post(INSTANCES, json=body, auth=auth)
     release = asyncio.Event()
 
     async def slow(received: Received) -> Response:
@@ -253,8 +431,8 @@ async def test_one_that_registers_again_while_it_leaves_stays(
     newcomers.instances[0].behaviour = slow
     running = asyncio.create_task(t.chat(TEXT))
     await newcomers.instances[0].until(lambda pd: len(pd.received) == 1)
-    await t.client.delete(f"{INSTANCES}/p", headers=auth)
-    assert (await t.client.post(INSTANCES, json=body, headers=auth)).status_code == 200
+    await t.client.delete(f"{INSTANCES}/p", auth=auth)
+    assert (await t.client.post(INSTANCES, json=body, auth=auth)).status_code == 200
 
     release.set()
     assert (await running).status_code == 200
@@ -263,11 +441,11 @@ async def test_one_that_registers_again_while_it_leaves_stays(
 
 
 async def test_a_registered_instance_that_stays_away_is_forgotten_a_configured_one_is_not(
-    build: Build, auth: dict[str, str], newcomers: Newcomers
+    build: Build, auth: keyring.Signed, newcomers: Newcomers
 ) -> None:
     t = await build(registration=True, forget_after_s=0.3)
     body = await newcomers.start("p", "prefill-decode")
-    await t.client.post(INSTANCES, json=body, headers=auth)
+    await t.client.post(INSTANCES, json=body, auth=auth)
     assert "p" in await shown(t, auth)
 
     await t.pd.serving.stop()
@@ -277,7 +455,7 @@ async def test_a_registered_instance_that_stays_away_is_forgotten_a_configured_o
 
 
 async def test_clients_come_and_go_while_instances_do(
-    build: Build, auth: dict[str, str], newcomers: Newcomers
+    build: Build, auth: keyring.Signed, newcomers: Newcomers
 ) -> None:
     t = await build(encoders=2, pds=2, registration=True)
     bodies = [await newcomers.start("e", "encode"), await newcomers.start("p", "prefill-decode")]
@@ -293,10 +471,10 @@ async def test_clients_come_and_go_while_instances_do(
     try:
         for _ in range(5):
             for body in bodies:
-                joined = await t.client.post(INSTANCES, json=body, headers=auth)
+                joined = await t.client.post(INSTANCES, json=body, auth=auth)
                 assert joined.status_code == 201
             for body in bodies:
-                await t.client.delete(f"{INSTANCES}/{body['name']}", headers=auth)
+                await t.client.delete(f"{INSTANCES}/{body['name']}", auth=auth)
             for body in bodies:
                 await until_gone(t, auth, body["name"])
     finally:

@@ -187,7 +187,6 @@ async def test_a_request_id_that_could_harm_is_replaced(build: Build) -> None:
         (b"[1]", 400, "invalid_body", "array"),
         (b"{}", 400, "missing_field", "messages"),
         (b'{"messages": [], "max_token": 1}', 400, "unknown_field", "max_tokens"),
-        (b'{"messages": [], "model": "gpt-5"}', 404, "model_not_found", "gpt-5"),
         (
             b'{"messages":[{"role":"user","content":[{"type":"image_url","image_url":"http://x"}]}]}',
             400,
@@ -196,7 +195,7 @@ async def test_a_request_id_that_could_harm_is_replaced(build: Build) -> None:
         ),
         (
             b'{"messages":[{"role":"user","content":'
-            b'[{"type":"image_url","image_url":"data:image/png;base64,###"}]}]}',
+            b'[{"type":"image_url","image_url":"data:image/png;base64,"}]}]}',
             400,
             "invalid_data_url",
             "base64",
@@ -206,7 +205,7 @@ async def test_a_request_id_that_could_harm_is_replaced(build: Build) -> None:
 async def test_bad_input_is_answered_in_openais_form(
     build: Build, body: bytes, status: int, code: str, words: str
 ) -> None:
-    t = await build()
+    t = await build(unknown_fields="refuse")
 
     response = await t.client.post("/v1/chat/completions", content=body)
 
@@ -237,7 +236,7 @@ async def test_a_body_of_100_mb_is_refused_with_the_limit(build: Build, announce
 
 
 async def test_a_client_that_asks_first_is_refused_before_it_sends(build: Build) -> None:
-    t = await build(max_body_bytes=1000)
+    t = await build(max_body_bytes=2000)
     reader, writer = await asyncio.open_connection("127.0.0.1", t.router.port)
     writer.write(
         b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 104857600\r\n"
@@ -259,7 +258,7 @@ async def test_the_instances_own_refusal_is_passed_on(build: Build) -> None:
 
 async def test_unknown_paths_and_methods_are_answered_in_json(build: Build) -> None:
     t = await build()
-    unknown = await t.client.get("/v1/embeddings")
+    unknown = await t.client.get("/v1/nothing")
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "unknown_path")
     assert "/v1/chat/completions" in unknown.json()["error"]["message"]
     wrong = await t.client.get("/v1/chat/completions")
