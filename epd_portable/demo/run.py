@@ -127,6 +127,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _show(options: argparse.Namespace, picture: Picture, question: str, folder: Path) -> int:
+    # The demo shows where items came from.
+    options.settings = ["router.item_outcomes=true", *options.settings]
     config = load_topology(options.config, platform=options.platform, overrides=options.settings)
     reference = servers.one_process(
         config.model,

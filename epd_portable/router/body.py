@@ -7,19 +7,24 @@ or audio clip is decoded, copied or encoded on its way.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal, cast
 
 import msgspec
 
 from epd_portable.errors import RequestError
 from epd_portable.router import media
-from epd_portable.router.cut_text import CutText, Segments
+from epd_portable.router.cut_text import CutText, Segments, opens
 from epd_portable.router.media import Check, MediaItem, MediaReader
 from epd_portable.wire.params import EncodedItem, EncodeParams, EncodeTransfer, PrefillParams
 
 CHAT_PATH = "/v1/chat/completions"
 COMPLETION_PATH = "/v1/completions"
+RESPONSES_PATH = "/v1/responses"
+MESSAGES_PATH = "/v1/messages"
+"""Of Anthropic's interface."""
+COUNT_PATH = "/v1/messages/count_tokens"
+BATCH_PATH = "/v1/chat/completions/batch"
 
 MAX_JSON_BYTES = 8 << 20
 """Of one body, its long strings not counted: it is read at once, and nobody else is served in these
@@ -38,8 +43,8 @@ UnknownFields = Literal["refuse", "drop", "pass"]
 
 _ENCODER_SETTINGS = ("mm_processor_kwargs", "media_io_kwargs")
 """Fields that change what the encoder computes."""
-_ITEM_SALT = (*_ENCODER_SETTINGS, "cache_salt")
-"""Fields that an item's key depends on: who sets a salt shares nothing with others."""
+_SALT = "cache_salt"
+"""Field that an item's key depends on, too: who sets it shares nothing with others."""
 _WITH_SOUND = frozenset({"video", "audio"})
 """Modalities of which an item can be two to the engine, if a video's sound is taken too; those are
 encoded where the whole prompt is."""
@@ -87,9 +92,6 @@ KNOWN_FIELDS: Mapping[str, frozenset[str]] = {
 }
 """By the path of the endpoint."""
 
-_BLANKS = 64
-"""A body that begins with as many is taken for no JSON."""
-
 _object = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
@@ -103,12 +105,15 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
         unknown_fields: What becomes of a field whose name is not known. Engines ignore what they do
             not know, so a misspelt one would be answered as if it had not been sent.
         check: Of each item; ``None`` for none.
+        pd_takes_media: Whether prefill+decode instances hold an encoder, or whether metadata go to
+            them in place of media, which only chat requests have a place for.
     """
 
     models: frozenset[str] | None = None
     max_items: int = 64
     unknown_fields: UnknownFields = "pass"
     check: Check | None = None
+    pd_takes_media: bool = True
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,8 +126,10 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
         changed: Whether it goes on as `fields`, rather than as it came.
         fields: Of the body's top level, rewritten.
         model: That was asked for; empty for whichever is served.
-        items: Distinct images, videos and audio clips.
+        settings: Fields that change what an encoder makes of an item.
+        items: Distinct images, videos and audio clips that are encoded elsewhere.
         stream: Whether the answer comes in pieces.
+        takes_metadata: Whether metadata of its items can go in place of their media.
     """
 
     method: str = "POST"
@@ -131,8 +138,10 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     changed: bool = False
     fields: Mapping[str, object] = {}
     model: str = ""
+    settings: Mapping[str, object] = {}
     items: tuple[MediaItem, ...] = ()
     stream: bool = False
+    takes_metadata: bool = False
 
     @classmethod
     def untouched(cls, method: str, path: str, data: bytes | bytearray) -> Call:
@@ -163,13 +172,12 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 
         It names no model: an encode instance has one, by whatever names others serve it.
         """
-        settings = {name: self.fields[name] for name in _ENCODER_SETTINGS if name in self.fields}
         job = {
             "messages": [{"role": "user", "content": [item.part]}],
             "max_tokens": 1,
             "temperature": 0,
             "stream": False,
-            **settings,
+            **self.settings,
             "ec_transfer_params": EncodeParams(transfers=(transfer,)),
         }
         return self.cut.segments(msgspec.json.encode(job))
@@ -202,8 +210,7 @@ def size(segments: Segments) -> int:
 def read_call(path: str, data: bytes | bytearray, rules: Rules) -> Call:
     """Read the body of a request.
 
-    Chat requests and text completions are checked; every other body may be anything, and goes on
-    as it is.
+    Of bodies for which there is no reader, only what could harm others is looked at.
 
     Args:
         path: Of the endpoint.
@@ -213,52 +220,8 @@ def read_call(path: str, data: bytes | bytearray, rules: Rules) -> Call:
     Raises:
         RequestError: 4xx; names the place, the value and the remedy.
     """
-    if path == CHAT_PATH:
-        return _read_chat(data, rules)
-    if path == COMPLETION_PATH:
-        return _read_completion(data, rules)
-    return _read_other(path, data, rules)
-
-
-def _read_chat(data: bytes | bytearray, rules: Rules) -> Call:
-    cut, fields, changed = _read_object(CHAT_PATH, data, rules)
-    if "messages" not in fields:
-        raise _missing("messages", 'a list of messages, [{"role": "user", "content": "..."}]')
-    reader = MediaReader(cut, salt=_salt(cut, fields), max_items=rules.max_items, check=rules.check)
-    conversation = reader.conversation(fields["messages"])
-    items = conversation.items
-    if items and _uses_sound_of_videos(fields):
-        items = tuple(item for item in items if item.modality not in _WITH_SOUND)
-    return Call(
-        path=CHAT_PATH,
-        cut=cut,
-        changed=changed or conversation.changed,
-        fields={**fields, "messages": conversation.messages},
-        model=_model(cut, fields, rules),
-        items=items,
-        stream=_is_true(fields, "stream"),
-    )
-
-
-def _read_completion(data: bytes | bytearray, rules: Rules) -> Call:
-    cut, fields, changed = _read_object(COMPLETION_PATH, data, rules)
-    if not {"prompt", "prompt_embeds"} & fields.keys():
-        raise _missing("prompt", "the text to complete")
-    return Call(
-        path=COMPLETION_PATH,
-        cut=cut,
-        changed=changed,
-        fields=fields,
-        model=_model(cut, fields, rules),
-        stream=_is_true(fields, "stream"),
-    )
-
-
-def _read_other(path: str, data: bytes | bytearray, rules: Rules) -> Call:
-    if data[:_BLANKS].lstrip()[:1] != b"{":
-        return Call.untouched("POST", path, data)
     cut, fields, changed = _read_object(path, data, rules)
-    return Call(
+    call = Call(
         path=path,
         cut=cut,
         changed=changed,
@@ -266,6 +229,115 @@ def _read_other(path: str, data: bytes | bytearray, rules: Rules) -> Call:
         model=_model(cut, fields, rules),
         stream=_is_true(fields, "stream"),
     )
+    return _READERS.get(path, _read_other)(call, fields, rules)
+
+
+_Fields = dict[str, msgspec.Raw]
+
+
+def _read_chat(call: Call, fields: _Fields, rules: Rules) -> Call:
+    if "messages" not in fields:
+        raise _missing("messages", 'a list of messages, [{"role": "user", "content": "..."}]')
+    settings = _settings(fields)
+    reader = _reader(call, fields, settings, rules)
+    conversation = reader.conversation(fields["messages"])
+    return msgspec.structs.replace(
+        call,
+        changed=call.changed or conversation.changed,
+        fields={**fields, "messages": conversation.messages},
+        settings=settings,
+        items=_encoded_apart(reader, settings),
+        takes_metadata=True,
+    )
+
+
+def _read_completion(call: Call, fields: _Fields, rules: Rules) -> Call:
+    if not {"prompt", "prompt_embeds"} & fields.keys():
+        raise _missing("prompt", "the text to complete")
+    return call
+
+
+def _read_responses(call: Call, fields: _Fields, rules: Rules) -> Call:
+    if "input" not in fields:
+        raise _missing("input", 'a text, or a list like [{"role": "user", "content": "..."}]')
+    if not opens(fields["input"], b"["):
+        return call
+    settings = _settings(fields)
+    reader = _reader(call, fields, settings, rules)
+    found = reader.conversation(fields["input"], "input", ("content", "output"))
+    _check_media_are_taken(reader, rules)
+    return msgspec.structs.replace(
+        call,
+        changed=call.changed or found.changed,
+        fields={**fields, "input": found.messages},
+        settings=settings,
+        items=_encoded_apart(reader, settings),
+    )
+
+
+def _read_messages(call: Call, fields: _Fields, rules: Rules) -> Call:
+    if "messages" not in fields:
+        raise _missing("messages", 'a list of messages, [{"role": "user", "content": "..."}]')
+    reader = _reader(call, fields, {}, rules)
+    reader.anthropic(fields["messages"])
+    _check_media_are_taken(reader, rules)
+    return msgspec.structs.replace(call, items=reader.items if call.path == MESSAGES_PATH else ())
+
+
+def _read_other(call: Call, fields: _Fields, rules: Rules) -> Call:
+    """Name the items of whatever has messages; a prefill+decode instance encodes them itself."""
+    raw = fields.get("messages")
+    if raw is None or not opens(raw, b"["):
+        return call
+    reader = _reader(call, fields, _settings(fields), rules)
+    found = reader.batch(raw) if call.path == BATCH_PATH else reader.conversation(raw)
+    _check_media_are_taken(reader, rules)
+    return msgspec.structs.replace(
+        call,
+        changed=call.changed or found.changed,
+        fields={**fields, "messages": found.messages},
+    )
+
+
+_READERS: Mapping[str, Callable[[Call, _Fields, Rules], Call]] = {
+    CHAT_PATH: _read_chat,
+    COMPLETION_PATH: _read_completion,
+    RESPONSES_PATH: _read_responses,
+    MESSAGES_PATH: _read_messages,
+    COUNT_PATH: _read_messages,
+}
+"""By the path of the endpoint."""
+
+
+def _settings(fields: _Fields) -> _Fields:
+    return {name: fields[name] for name in _ENCODER_SETTINGS if name in fields}
+
+
+def _reader(call: Call, fields: _Fields, settings: _Fields, rules: Rules) -> MediaReader:
+    """Return what finds the items of a call, and keys them by all that they depend on."""
+    _check_commas(call.cut, MAX_MESSAGES_COMMAS)
+    salt = b"".join(
+        call.cut.whole(bytes(_given(given, name) or b"")) + b"\0"
+        for given, name in [*((settings, name) for name in _ENCODER_SETTINGS), (fields, _SALT)]
+    )
+    return MediaReader(call.cut, salt=salt, max_items=rules.max_items, check=rules.check)
+
+
+def _encoded_apart(reader: MediaReader, settings: _Fields) -> tuple[MediaItem, ...]:
+    items = reader.items
+    if items and _uses_sound_of_videos(settings):
+        items = tuple(item for item in items if item.modality not in _WITH_SOUND)
+    return items
+
+
+def _check_media_are_taken(reader: MediaReader, rules: Rules) -> None:
+    if reader.items and not rules.pd_takes_media:
+        raise RequestError(
+            "images, videos and audio clips are taken in chat requests only: the prefill+decode "
+            f"instances hold no encoder; send them to {CHAT_PATH}",
+            status=400,
+            code="unsupported_part",
+        )
 
 
 def _read_object(
@@ -273,7 +345,7 @@ def _read_object(
 ) -> tuple[CutText, dict[str, msgspec.Raw], bool]:
     """Return the cut text, its checked top level, and whether something was dropped from it."""
     cut = CutText(data)
-    _check_size(path, cut)
+    _check_size(cut)
     try:
         fields = _object.decode(cut.small)
     except msgspec.ValidationError as error:
@@ -299,18 +371,21 @@ def _read_object(
     return cut, fields, bool(dropped)
 
 
-def _check_size(path: str, cut: CutText) -> None:
+def _check_size(cut: CutText) -> None:
     """Refuse a text that would hold up others while it is read, or take much memory."""
     nbytes = len(cut.small)
     if nbytes > MAX_JSON_BYTES:
         raise _too_much(f"{nbytes} bytes beside its media and other long strings", MAX_JSON_BYTES)
-    most = MAX_MESSAGES_COMMAS if path == CHAT_PATH else MAX_COMMAS
-    if nbytes > most and (commas := cut.count(b",")) > most:
-        raise _too_much(f"{commas} commas", most)
+    _check_commas(cut, MAX_COMMAS)
     if nbytes > 2 * MAX_STRINGS and (quotes := cut.count(b'"')) > 2 * MAX_STRINGS:
         strings = (quotes - cut.count(b'\\"')) // 2
         if strings > MAX_STRINGS:
             raise _too_much(f"{strings} strings", MAX_STRINGS)
+
+
+def _check_commas(cut: CutText, most: int) -> None:
+    if len(cut.small) > most and (commas := cut.count(b",")) > most:
+        raise _too_much(f"{commas} commas", most)
 
 
 def _too_much(found: str, most: int) -> RequestError:
@@ -357,11 +432,6 @@ def _check_extra_arguments(fields: Mapping[str, msgspec.Raw]) -> None:
             status=400,
             code="invalid_field",
         )
-
-
-def _salt(cut: CutText, fields: Mapping[str, msgspec.Raw]) -> bytes:
-    """Return what else the keys of this request's items depend on."""
-    return b"".join(cut.whole(bytes(_given(fields, name) or b"")) + b"\0" for name in _ITEM_SALT)
 
 
 def _uses_sound_of_videos(fields: Mapping[str, msgspec.Raw]) -> bool:

@@ -128,7 +128,7 @@ class CutText:
         """
         written = bytes(raw)
         pieces = self.segments(written)
-        if len(pieces) == 1:
+        if len(pieces) == 1 or written[:1] != b'"':
             if written[:1] == b'"' and b"\\" not in written:
                 return written[1:-1]
             return decode(_text, raw, where).encode()
@@ -149,6 +149,11 @@ def decode(decoder: msgspec.json.Decoder[T], raw: msgspec.Raw, where: str) -> T:
         return decoder.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(f"{where}: {error}", status=400, code="invalid_field") from error
+
+
+def opens(raw: msgspec.Raw, bracket: bytes) -> bool:
+    """Tell whether a JSON value begins with this byte."""
+    return bytes(memoryview(raw)[:1]) == bracket
 
 
 def _long_runs(data: bytes | bytearray) -> list[tuple[int, int]]:

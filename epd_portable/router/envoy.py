@@ -28,6 +28,10 @@ PORT = "x-epd-port"
 """Metadata of a stream: the port at which the client asked."""
 SEEN_WITHIN_S = 0.25
 """Envoy, which is told of every change of the file, knows a new instance after this long."""
+ADDED_BYTES = 1 << 20
+"""What a request may grow by on its way."""
+MAX_CONNECTIONS = 50_000
+"""Of clients; more are not accepted."""
 MESSAGE_TIMEOUT_S = 30.0
 """Longest time of this process beyond the times that requests may take here."""
 
@@ -125,6 +129,18 @@ def bootstrap(settings: RouterSettings, *, endpoints: Path, picker: str) -> dict
         "static_resources": {
             "listeners": [_listener(settings, port) for port in ports],
             "clusters": [_picker(picker), _instances(settings, endpoints)],
+        },
+        "overload_manager": {
+            "resource_monitors": [
+                _named(
+                    "envoy.resource_monitors.global_downstream_max_connections",
+                    {
+                        "@type": _TYPE + "extensions.resource_monitors.downstream_connections.v3."
+                        "DownstreamConnectionsConfig",
+                        "max_active_downstream_connections": MAX_CONNECTIONS,
+                    },
+                )
+            ]
         },
     }
 
@@ -256,8 +272,7 @@ def _instances(settings: RouterSettings, endpoints: Path) -> Mapping[str, Any]:
         "load_balancing_policy": _policy(
             "override_host",
             {
-                "@type": _TYPE
-                + "extensions.load_balancing_policies.override_host.v3.OverrideHost",
+                "@type": _TYPE + "extensions.load_balancing_policies.override_host.v3.OverrideHost",
                 "override_host_sources": [{"header": DESTINATION}],
                 # Required, and of no use: every request names its instances.
                 "fallback_policy": _policy(
@@ -276,7 +291,8 @@ def _instances(settings: RouterSettings, endpoints: Path) -> Mapping[str, Any]:
             http_filters=[
                 _from_second_try_on(again),
                 _named(
-                    "codec", {"@type": _TYPE + "extensions.filters.http.upstream_codec.v3.UpstreamCodec"}
+                    "codec",
+                    {"@type": _TYPE + "extensions.filters.http.upstream_codec.v3.UpstreamCodec"},
                 ),
             ],
         ),

@@ -115,9 +115,7 @@ def _classes() -> Mapping[str, Any]:
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
     return {
-        name: message_factory.GetMessageClass(
-            pool.FindMessageTypeByName(f"{_PACKAGE}.{name}")
-        )
+        name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{_PACKAGE}.{name}"))
         for name in MESSAGES
     }
 
@@ -128,9 +126,7 @@ ProcessingResponse: Any = _made["ProcessingResponse"]
 CommonResponse: Any = _made["CommonResponse"]
 
 
-def header_mutation(
-    mutation: Any, given: Mapping[str, str], removed: Collection[str] = ()
-) -> None:
+def header_mutation(mutation: Any, given: Mapping[str, str], removed: Collection[str] = ()) -> None:
     """Fill in a ``HeaderMutation``."""
     for name, value in given.items():
         option = mutation.set_headers.add(append_action=OVERWRITE)

@@ -9,6 +9,7 @@ import anyio
 from starlette.types import Receive
 
 from epd_portable.errors import EPDError, RequestError
+from epd_portable.router.instances import Table
 from epd_portable.router.replies import RETRY_AFTER_S
 
 DRAIN_TIMEOUT_S = 10.0
@@ -30,16 +31,19 @@ class Bodies:
 
     Args:
         max_bytes: Of one body.
-        max_sum_bytes: Of all that are held at a time.
-
-    Attributes:
-        held_bytes: Of large bodies that are held now.
+        max_sum_bytes: Of all that are held at a time by all processes.
+        table: Where they are counted; one of this process alone unless given.
     """
 
-    def __init__(self, *, max_bytes: int, max_sum_bytes: int) -> None:
+    def __init__(self, *, max_bytes: int, max_sum_bytes: int, table: Table | None = None) -> None:
         self._max_bytes = max_bytes
         self._max_sum_bytes = max_sum_bytes
-        self.held_bytes = 0
+        self._table = table or Table()
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of large bodies that are held now."""
+        return self._table.body_bytes()
 
     @contextlib.contextmanager
     def holding(self) -> Iterator[Body]:
@@ -48,7 +52,7 @@ class Bodies:
         try:
             yield body
         finally:
-            self.held_bytes -= body.counted
+            self._table.hold_body(-body.counted)
             body.counted = 0
 
     def check(self, nbytes: int) -> None:
@@ -75,15 +79,16 @@ class Bodies:
         if nbytes <= SMALL_BYTES:
             return
         more = nbytes - body.counted
-        if self.held_bytes + more > self._max_sum_bytes:
+        held_bytes = self.held_bytes
+        if held_bytes + more > self._max_sum_bytes:
             raise RequestError(
-                f"{self.held_bytes} bytes of request bodies are held, and another {more} would be "
+                f"{held_bytes} bytes of request bodies are held, and another {more} would be "
                 f"more than router.max_bodies_bytes of {self._max_sum_bytes}; try again later",
                 status=503,
                 code="too_many_bytes",
                 retry_after_s=RETRY_AFTER_S,
             )
-        self.held_bytes += more
+        self._table.hold_body(more)
         body.counted = nbytes
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import logging
 import math
 import time
@@ -64,7 +65,7 @@ _NOBODY = (1 << 63) - 1
 
 
 class Table:
-    """What is in flight: a row for each instance, a column for each process of the router.
+    """What the processes of a router count: a column for each, and a row for each instance.
 
     Each process writes its own column only, so nobody needs a lock. Times are those of
     ``time.monotonic``, which is one clock for all processes of a machine.
@@ -81,18 +82,20 @@ class Table:
         if memory is None:
             memory = memoryview(bytearray(self.nbytes(columns)))
         self._columns, self._column = columns, column
-        cells = 4 * _ROWS * columns
-        self._seen = memory[: 8 * columns].cast("q")
-        memory = memory[8 * columns :]
-        self._answered = memory[: 8 * _ROWS].cast("d")
-        memory = memory[8 * _ROWS :]
-        self._in_flight = memory[:cells].cast("i")
-        self._held = memory[cells : 2 * cells].cast("i")
+        parts = (8 * columns, 8 * columns, 8 * columns, 8 * _ROWS, *2 * (4 * _ROWS * columns,))
+        ends = list(itertools.accumulate(parts, initial=0))
+        part = [memory[begin:end] for begin, end in itertools.pairwise(ends)]
+        self._seen = part[0].cast("q")
+        self._body_bytes = part[1].cast("q")
+        self._alive = part[2].cast("d")
+        self._answered = part[3].cast("d")
+        self._in_flight = part[4].cast("i")
+        self._held = part[5].cast("i")
 
     @staticmethod
     def nbytes(columns: int) -> int:
         """Return how much memory a table of so many columns takes."""
-        return 8 * columns + 8 * _ROWS + 2 * 4 * _ROWS * columns
+        return 3 * 8 * columns + 8 * _ROWS + 2 * 4 * _ROWS * columns
 
     def work(self, row: int, change: int) -> None:
         """Count requests or jobs of this process."""
@@ -122,6 +125,22 @@ class Table:
         """Return when an instance has answered last, to any process; 0 for never."""
         return self._answered[row]
 
+    def hold_body(self, nbytes: int) -> None:
+        """Count bytes of request bodies that this process holds."""
+        self._body_bytes[self._column] += nbytes
+
+    def body_bytes(self) -> int:
+        """Return how many bytes of request bodies all processes hold."""
+        return sum(self._body_bytes)
+
+    def is_alive(self) -> None:
+        """Note that this process serves."""
+        self._alive[self._column] = time.monotonic()
+
+    def alive_at(self, column: int) -> float:
+        """Return when a process has served last."""
+        return self._alive[column]
+
     def saw(self, version: int) -> None:
         """Note up to which change this process knows the instances."""
         self._seen[self._column] = version
@@ -135,12 +154,14 @@ class Table:
     def open_column(self, column: int) -> None:
         """Begin to wait for a process that has been started, which knows nothing yet."""
         self._seen[column] = _UNSEEN
+        self._alive[column] = time.monotonic()
 
     def clear_column(self, column: int) -> None:
         """Forget what a process had in flight: it has ended."""
         for row in range(_ROWS):
             self._in_flight[row * self._columns + column] = 0
             self._held[row * self._columns + column] = 0
+        self._body_bytes[column] = 0
         self._seen[column] = _NOBODY
 
 

@@ -9,8 +9,8 @@ from epd_portable.errors import EPDError
 from epd_portable.router.metrics import Metrics, Rung
 from epd_portable.router.replies import Reply
 
-RETRIES_AT_ONCE = 100.0
-RETRIES_PER_REQUEST = 0.2
+RETRIES_AT_ONCE = 100
+REQUESTS_A_RETRY = 5
 """Requests and jobs may be sent again that often: some at once, and then a part of what comes, so
 that a topology in trouble does not get twice the work."""
 
@@ -97,15 +97,15 @@ class RetryBudget:
     """How often something may be sent again."""
 
     def __init__(self) -> None:
-        self._left = RETRIES_AT_ONCE
+        self._requests = RETRIES_AT_ONCE * REQUESTS_A_RETRY
 
     def request(self) -> None:
-        """Count a request, for which some more may be sent again."""
-        self._left = min(self._left + RETRIES_PER_REQUEST, RETRIES_AT_ONCE)
+        """Count a request: for several of them, something may be sent again."""
+        self._requests = min(self._requests + 1, RETRIES_AT_ONCE * REQUESTS_A_RETRY)
 
     def take(self) -> bool:
         """Tell whether one more may be sent again, and count it."""
-        if self._left < 1:
+        if self._requests < REQUESTS_A_RETRY:
             return False
-        self._left -= 1
+        self._requests -= REQUESTS_A_RETRY
         return True

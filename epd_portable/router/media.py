@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
 
 from epd_portable.errors import RequestError
-from epd_portable.router.cut_text import Bytes, CutText, decode
+from epd_portable.router.cut_text import Bytes, CutText, decode, opens
 from epd_portable.wire.params import EncodedItem
 
 Modality = Literal["image", "video", "audio"]
@@ -69,6 +69,7 @@ REFUSED_PARTS = frozenset(
     {"image_embeds", "video_embeds", "audio_embeds", "prompt_embeds", "image_pil"}
 )
 
+_IMAGE_TYPE = re.compile(r"image/[a-zA-Z0-9.+-]{1,64}")
 _FORMAT = re.compile(r"[a-z0-9][a-z0-9.+-]{0,31}")
 
 _raws = msgspec.json.Decoder(list[msgspec.Raw])
@@ -81,7 +82,8 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         mm_hash: 64 hexadecimal digits that depend on modality, content and salt alone.
         modality: What it is to the model.
-        part: The content part as the client sent it, with ``uuid`` set to `mm_hash`; cut.
+        part: Content part of a chat message with the item; cut. Where the request can name items to
+            the engine, this is the client's own, with ``uuid`` set to `mm_hash`.
     """
 
     mm_hash: str
@@ -94,12 +96,10 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         messages: To be sent, as cut JSON values; what needed no change is the client's own.
-        items: Distinct ones in the order of their first place.
         changed: Whether `messages` differs from what the client sent.
     """
 
-    messages: list[object]
-    items: tuple[MediaItem, ...]
+    messages: Sequence[object]
     changed: bool
 
 
@@ -124,30 +124,82 @@ class MediaReader:
         self._items: dict[str, MediaItem] = {}
         self._count = 0
 
-    def conversation(self, raw: msgspec.Raw) -> Conversation:
-        """Return the ``messages`` of a chat request with keys in them.
+    @property
+    def items(self) -> tuple[MediaItem, ...]:
+        """Distinct items that were found, in the order of their first place in the prompt."""
+        return tuple(self._items.values())
+
+    def conversation(
+        self, raw: msgspec.Raw, where: str = "messages", inside: tuple[str, ...] = ("content",)
+    ) -> Conversation:
+        """Return a list of messages with keys in them.
+
+        Args:
+            raw: The list.
+            where: Its place in the request, for messages.
+            inside: Fields of a message that may be lists of parts.
 
         Raises:
             RequestError: 400; names the place, the value and the remedy.
         """
-        messages: list[object] = []
-        changed = False
+        given = _array(raw, where)
+        messages = [self._message(each, f"{where}[{i}]", inside) for i, each in enumerate(given)]
+        changed = any(new is not old for new, old in zip(messages, given, strict=True))
+        return Conversation(messages=messages, changed=changed)
+
+    def batch(self, raw: msgspec.Raw) -> Conversation:
+        """Return a list of conversations with keys in them.
+
+        Raises:
+            RequestError: As `conversation`.
+        """
+        given = enumerate(_array(raw, "messages"))
+        read = [self.conversation(each, f"messages[{index}]") for index, each in given]
+        return Conversation(
+            messages=[each.messages for each in read], changed=any(each.changed for each in read)
+        )
+
+    def anthropic(self, raw: msgspec.Raw) -> None:
+        """Find the images in the ``messages`` of Anthropic's interface.
+
+        They have no names there; the engine names them by their content. It puts those in results
+        of tools before the others of a message, and uses none of a system message.
+
+        Raises:
+            RequestError: As `conversation`.
+        """
         for index, message in enumerate(_array(raw, "messages")):
-            fields = decode(_object, message, f"messages[{index}]")
+            where = f"messages[{index}]"
+            fields = decode(_object, message, where)
             content = fields.get("content")
-            if content is None or not _opens(content, b"["):
-                messages.append(message)
+            role = self._cut.text(fields["role"], f"{where}.role") if "role" in fields else None
+            if role == "system" or content is None or not opens(content, b"["):
                 continue
-            where = f"messages[{index}].content"
-            parts = _array(content, where)
-            read = [self._part(part, f"{where}[{i}]") for i, part in enumerate(parts)]
-            touched = any(new is not part for new, part in zip(read, parts, strict=True))
-            changed |= touched
-            messages.append({**fields, "content": read} if touched else message)
-        return Conversation(messages=messages, items=tuple(self._items.values()), changed=changed)
+            blocks = self._blocks(content, f"{where}.content")
+            if role == "user":
+                for place, kind, block in blocks:
+                    inner = block.get("content") if kind == "tool_result" else None
+                    if inner is not None and opens(inner, b"["):
+                        self._images(self._blocks(inner, f"{place}.content"))
+            self._images(blocks)
+
+    def _message(
+        self, raw: msgspec.Raw, where: str, inside: tuple[str, ...]
+    ) -> msgspec.Raw | dict[str, object]:
+        fields = decode(_object, raw, where)
+        touched: dict[str, object] = {}
+        for name in inside:
+            content = fields.get(name)
+            if content is None or not opens(content, b"["):
+                continue
+            parts = _array(content, f"{where}.{name}")
+            read = [self._part(part, f"{where}.{name}[{i}]") for i, part in enumerate(parts)]
+            if any(new is not part for new, part in zip(read, parts, strict=True)):
+                touched[name] = read
+        return {**fields, **touched} if touched else raw
 
     def _part(self, raw: msgspec.Raw, where: str) -> msgspec.Raw | Part:
-        if not _opens(raw, b"{"):
+        if not opens(raw, b"{"):
             return raw
         part = decode(_object, raw, where)
         kind = self._cut.text(part["type"], f"{where}.type") if "type" in part else None
@@ -168,11 +220,63 @@ class MediaReader:
         else:
             url = self._url(part.get(name), KINDS[name], place)
             media_type, data = split_data_url(url, KINDS[name], place)
-        return self._keyed(part, KINDS[name].modality, media_type, data, place)
+        modality = KINDS[name].modality
+        mm_hash = self._key(modality, media_type, data, place)
+        part["uuid"] = msgspec.Raw(b'"%b"' % mm_hash.encode())
+        self._items.setdefault(mm_hash, MediaItem(mm_hash=mm_hash, modality=modality, part=part))
+        return part
 
-    def _keyed(
-        self, part: Part, modality: Modality, media_type: str, data: Bytes, place: str
-    ) -> Part:
+    def _blocks(self, raw: msgspec.Raw, where: str) -> list[tuple[str, str | None, Part]]:
+        """Return the blocks of a list that are objects, with their places and types."""
+        blocks = []
+        for index, each in enumerate(_array(raw, where)):
+            if opens(each, b"{"):
+                place = f"{where}[{index}]"
+                block = decode(_object, each, place)
+                kind = self._cut.text(block["type"], f"{place}.type") if "type" in block else None
+                blocks.append((place, kind, block))
+        return blocks
+
+    def _images(self, blocks: list[tuple[str, str | None, Part]]) -> None:
+        for place, kind, block in blocks:
+            source = block.get("source") if kind == "image" else None
+            if source is None or not opens(source, b"{"):
+                continue
+            where = f"{place}.source"
+            media_type, data, url = self._source(decode(_object, source, where), where)
+            part = {
+                "type": msgspec.Raw(b'"image_url"'),
+                "image_url": msgspec.Raw(b'{"url":%b}' % url),
+            }
+            mm_hash = self._key("image", media_type, data, where)
+            self._items.setdefault(mm_hash, MediaItem(mm_hash=mm_hash, modality="image", part=part))
+
+    def _source(self, source: Part, where: str) -> tuple[str, Bytes, bytes]:
+        """Return media type, base64 text and JSON of the data URL that the engine makes of it."""
+        kind = self._cut.text(source["type"], f"{where}.type") if "type" in source else None
+        if kind == "url":
+            where = f"{where}.url"
+            if "url" not in source:
+                raise _missing(where, f"a data URL, data:{IMAGE.example};base64,<data>")
+            url = self._cut.text_bytes(source["url"], where)
+            return *split_data_url(url, IMAGE, where), bytes(source["url"])
+        if "data" not in source:
+            raise _missing(f"{where}.data", "the base64 text of the file")
+        media_type = "image/jpeg"
+        if "media_type" in source:
+            media_type = self._cut.text(source["media_type"], f"{where}.media_type")
+        if not _IMAGE_TYPE.fullmatch(media_type):
+            raise _refusal(
+                f"{where}.media_type: {media_type[:48]!r}",
+                f"it is no image; write for example {IMAGE.example}",
+            )
+        data = self._cut.text_bytes(source["data"], f"{where}.data")
+        if not data:
+            raise _no_data(f"{where}.data")
+        url = b'"data:%b;base64,%b' % (media_type.encode(), bytes(source["data"])[1:])
+        return media_type.lower(), data, url
+
+    def _key(self, modality: Modality, media_type: str, data: Bytes, place: str) -> str:
         self._count += 1
         if self._count > self._max_items:
             raise RequestError(
@@ -183,13 +287,10 @@ class MediaReader:
             )
         if self._check is not None:
             self._check(modality, media_type, data, place)
-        mm_hash = content_key(modality, media_type, data, self._salt)
-        part["uuid"] = msgspec.Raw(b'"%s"' % mm_hash.encode())
-        self._items.setdefault(mm_hash, MediaItem(mm_hash=mm_hash, modality=modality, part=part))
-        return part
+        return content_key(modality, media_type, data, self._salt)
 
     def _url(self, raw: msgspec.Raw | None, kind: MediaKind, where: str) -> Bytes:
-        if raw is not None and _opens(raw, b"{"):
+        if raw is not None and opens(raw, b"{"):
             raw = decode(_object, raw, where).get("url")
             where = f"{where}.url"
         if raw is None:
@@ -355,10 +456,6 @@ def _media_field(part: Part, kind: str | None, where: str) -> str | None:
             code="invalid_part",
         )
     return present[0] if present else expected
-
-
-def _opens(raw: msgspec.Raw, bracket: bytes) -> bool:
-    return bytes(memoryview(raw)[:1]) == bracket
 
 
 def _missing(where: str, expected: str) -> RequestError:

@@ -14,7 +14,7 @@ import random
 import uuid
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 from urllib.parse import urlsplit
 
 from pydantic import ValidationError
@@ -34,9 +34,11 @@ logger = logging.getLogger(__name__)
 INSTANCES_PATH = "/epd/instances"
 MAX_BODY_BYTES = 64 * 1024
 
-PROBES_PER_S = 200.0
+PROBES_PER_S = 100.0
 """Of all instances together: many of them are asked less often than ``probe_interval_s`` says."""
 PROBES_AT_ONCE = 64
+TOGETHER_S = 0.1
+"""Probes that are due within this are sent together: to wake up costs more than a probe."""
 JITTER = 0.1
 """Part of an interval by which probes are moved, so that they do not come in bursts."""
 
@@ -50,6 +52,9 @@ Introduce = Callable[[Instance], Awaitable[None]]
 """Lets a healthy instance meet the others, and says by `Instance.introduced` when it gets clients'
 requests; returns when nothing is left to do for it. It may be lost meanwhile."""
 
+States: TypeAlias = dict[str, dict[str, Any]]
+"""How each instance is, by name."""
+
 _NETWORKS: Mapping[str, tuple[str, ...]] = {
     "loopback": ("127.0.0.0/8", "::1/128"),
     "private": ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "fc00::/7"),
@@ -62,6 +67,42 @@ _SPECIAL: tuple[Network, ...] = tuple(
         *("224.0.0.0/4", "ff00::/8", "240.0.0.0/4"),
     )
 )
+
+
+class MemberList(Protocol):
+    """Knows the instances: `Members`, or whoever asks the process in which those are."""
+
+    async def open(self) -> None:
+        """Begin: afterwards instances can be chosen."""
+
+    async def close(self) -> None:
+        """End."""
+
+    async def states(self, method: str, target: str, headers: Mapping[str, str]) -> States | None:
+        """Return how each instance is; ``None`` to who does not hold the secret.
+
+        Args:
+            method: Of the request, which has no body.
+            target: Path and query, as they came.
+            headers: Names in lower case.
+        """
+
+    async def handle(
+        self, method: str, target: str, headers: Mapping[str, str], body: bytes
+    ) -> Reply:
+        """Answer a request at ``/epd/``, for holders of the secret.
+
+        Answers carry a name of this router: another one knows nobody who has registered.
+
+        Args:
+            method: Of HTTP.
+            target: Path and query, as they came.
+            headers: Names in lower case.
+            body: Whole.
+
+        Raises:
+            RequestError: It is refused.
+        """
 
 
 class Probes:
@@ -135,6 +176,7 @@ class Probes:
             self._asked[instance] = True
         elif instance.suspected:
             self._set_due(instance, self._instances.clock())
+            self._wake.set()
 
     def _next(self, instance: Instance) -> float:
         interval_s = self._interval_s
@@ -145,8 +187,6 @@ class Probes:
     def _set_due(self, instance: Instance, at: float) -> None:
         self._due[instance] = at
         heapq.heappush(self._queue, (at, next(self._number), instance))
-        if self._queue[0][2] is instance:
-            self._wake.set()
 
     async def _run(self) -> None:
         while True:
@@ -156,8 +196,7 @@ class Probes:
                 at, _, instance = heapq.heappop(self._queue)
                 if self._due.get(instance) == at:
                     self._ask(instance, now)
-            wait_s = self._queue[0][0] - now if self._queue else None
-            await _set_within(self._wake, wait_s)
+            await _set_within(self._wake, TOGETHER_S)
 
     def _ask(self, instance: Instance, now: float) -> None:
         well = instance.healthy and not instance.suspected
@@ -179,8 +218,9 @@ class Probes:
         finally:
             again = self._asked.pop(instance, False)
             if instance in self._due:
-                at = self._instances.clock() if again else self._next(instance)
-                self._set_due(instance, at)
+                if again:
+                    self._wake.set()
+                self._set_due(instance, self._instances.clock() if again else self._next(instance))
 
 
 class Members:
@@ -315,8 +355,14 @@ class Members:
             self._take_back(instance)
             return instance
 
-    def states(self) -> dict[str, dict[str, Any]]:
-        """Return how each instance is, by name."""
+    # Over HTTP.
+
+    async def states(self, method: str, target: str, headers: Mapping[str, str]) -> States | None:
+        """See `MemberList`."""
+        try:
+            self._check.check(headers.get("authorization", ""), method, target)
+        except RequestError:
+            return None
         return {
             instance.name: {
                 "role": instance.role,
@@ -329,32 +375,10 @@ class Members:
             for instance in self._instances.all
         }
 
-    # Over HTTP.
-
-    def vouched_for(self, method: str, target: str, headers: Mapping[str, str]) -> bool:
-        """Tell whether a request without a body comes from a holder of the secret."""
-        try:
-            self._check.check(headers.get("authorization", ""), method, target)
-        except RequestError:
-            return False
-        return True
-
     async def handle(
         self, method: str, target: str, headers: Mapping[str, str], body: bytes
     ) -> Reply:
-        """Answer a request at ``/epd/``, for holders of the secret.
-
-        Answers carry a name of this router process: another one knows nobody who has registered.
-
-        Args:
-            method: Of HTTP.
-            target: Path and query, as they came.
-            headers: Names in lower case.
-            body: Whole.
-
-        Raises:
-            RequestError: It is refused.
-        """
+        """See `MemberList`."""
         self._check.check(headers.get("authorization", ""), method, target, body)
         path = target.partition("?")[0]
         if path == INSTANCES_PATH:
@@ -588,7 +612,7 @@ async def _resolved(name: str, url: str) -> set[Address]:
     return {ipaddress.ip_address(str(each[4][0])) for each in found}
 
 
-async def _set_within(event: asyncio.Event, timeout_s: float | None) -> None:
+async def _set_within(event: asyncio.Event, timeout_s: float) -> None:
     """Return when an event is set, at the latest after a time."""
     waiting = asyncio.ensure_future(event.wait())
     try:

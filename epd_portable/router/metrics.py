@@ -9,6 +9,7 @@ from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from epd_portable.router.instances import Instance
@@ -55,6 +56,22 @@ class _InstanceCollector(Collector):
         return (up, load)
 
 
+class _TogetherCollector(Collector):
+    """Reads what all processes of a router have counted, of the instances that are there."""
+
+    def __init__(self, folder: str, instances: Callable[[], Iterable[Instance]]) -> None:
+        self._counted = MultiProcessCollector(None, folder)  # type: ignore[no-untyped-call]
+        self._instances = instances
+
+    def collect(self) -> Iterable[Metric]:
+        names = {None, *(instance.name for instance in self._instances())}
+        for metric in self._counted.collect():  # type: ignore[no-untyped-call]
+            metric.samples = [
+                each for each in metric.samples if each.labels.get("instance") in names
+            ]
+            yield metric
+
+
 class Metrics:
     """Counters and histograms of one router.
 
@@ -63,17 +80,27 @@ class Metrics:
 
     Args:
         instances: Returns those that there are.
+        folder: Where the processes of a router count together; such a process must have been
+            started with it as ``PROMETHEUS_MULTIPROC_DIR``. Empty if there is one process.
     """
 
-    def __init__(self, instances: Callable[[], Iterable[Instance]] = tuple) -> None:
-        self._registry = CollectorRegistry()
-        self._registry.register(_InstanceCollector(instances))
-        registry = self._registry
+    def __init__(
+        self, instances: Callable[[], Iterable[Instance]] = tuple, folder: str = ""
+    ) -> None:
+        registry = CollectorRegistry()
+        self._shown = CollectorRegistry() if folder else registry
+        self._shown.register(_InstanceCollector(instances))
+        if folder:
+            self._shown.register(_TogetherCollector(folder, instances))
+        self._together = bool(folder)
         self.requests = Counter(
             "epd_router_requests", "Answered requests.", ("endpoint", "status"), registry=registry
         )
         self.in_flight = Gauge(
-            "epd_router_requests_in_flight", "Requests being answered.", registry=registry
+            "epd_router_requests_in_flight",
+            "Requests being answered.",
+            registry=registry,
+            multiprocess_mode="livesum",
         )
         self.disconnects = Counter(
             "epd_router_client_disconnects",
@@ -151,9 +178,11 @@ class Metrics:
 
     def forget(self, instance: str) -> None:
         """Drop what was counted of an instance that has left."""
+        if self._together:
+            return  # It is left out when all counts are read.
         with contextlib.suppress(KeyError):  # Older clients raise it for what was never counted.
             self.encode_s.remove(instance)
 
     def exposition(self) -> bytes:
         """Return everything in Prometheus text format."""
-        return generate_latest(self._registry)
+        return generate_latest(self._shown)

@@ -30,7 +30,7 @@ import uvloop
 from starlette.types import ASGIApp, Message
 
 from epd_portable import log
-from epd_portable.errors import ConfigError, EPDError
+from epd_portable.errors import ConfigError, EPDError, RequestError
 from epd_portable.router import envoy, ext_proc
 from epd_portable.router.body import Call
 from epd_portable.router.delivery import Attempt
@@ -38,7 +38,7 @@ from epd_portable.router.exchange import ANSWER_HEADERS, Outgoing
 from epd_portable.router.ext_proc import ProcessingRequest, ProcessingResponse, header_mutation
 from epd_portable.router.instances import Instance
 from epd_portable.router.ladder import Failed, Point, Trouble
-from epd_portable.router.replies import Reply
+from epd_portable.router.replies import Reply, error_reply
 from epd_portable.router.server import CARRIER, Router, with_cors
 from epd_portable.router.settings import RouterSettings, load_settings
 from epd_portable.router.upstream import Fault, Segments
@@ -128,9 +128,7 @@ class Conversation:
         self._pieces: asyncio.Queue[tuple[bytes, bool]] = asyncio.Queue()
         self._next: Instance | None = None
         self._sent = False
-        self._answer: asyncio.Future[Mapping[str, str]] = (
-            asyncio.get_running_loop().create_future()
-        )
+        self._answer: asyncio.Future[Mapping[str, str]] = asyncio.get_running_loop().create_future()
         self._answer_pieces: asyncio.Queue[tuple[bytes, bool]] = asyncio.Queue()
         self._answer_streams = False
         self._answer_ends = False
@@ -164,6 +162,8 @@ class Conversation:
             self._pieces.put_nowait((piece.body, not piece.end_of_stream))
         elif message.HasField("request_trailers"):
             self._pieces.put_nowait((b"", False))
+        elif message.HasField("response_headers") and not self._sent:
+            await self._refused_by_envoy(_headers(message.response_headers))
         elif message.HasField("response_headers"):
             self._answer_ends = message.response_headers.end_of_stream
             self._answer.set_result(_headers(message.response_headers))
@@ -174,6 +174,18 @@ class Conversation:
             response = ProcessingResponse()
             response.response_trailers.SetInParent()
             await self._context.write(response)
+
+    async def _refused_by_envoy(self, answer: Mapping[str, str]) -> None:
+        """Say in OpenAI's form that a request does not come: its body is too large."""
+        limit = self._picker.router.settings.max_body_bytes
+        error = RequestError(
+            f"request body of more than {limit} bytes, which are accepted; send smaller images, or "
+            "raise router.max_body_bytes",
+            status=int(answer[":status"]),
+            code="body_too_large",
+        )
+        reply = error_reply(error)
+        await self._tell(_immediate(reply.status, reply.headers, reply.body))
 
     def _begin(self, message: Any) -> None:
         self._asked = _headers(message)
@@ -186,6 +198,9 @@ class Conversation:
         ]
         if self._has_body and "content-length" not in self._asked:
             headers.append((b"transfer-encoding", b"chunked"))
+        if self._has_body and self._whole_body:
+            # It is sent when it is asked for.
+            headers.append((b"expect", b"100-continue"))
         scope = {
             "type": "http",
             "method": self._asked[":method"],
@@ -231,15 +246,16 @@ class Conversation:
 
     async def _tell_client(self, body: bytes) -> None:
         headers = {name.decode(): value.decode("latin-1") for name, value in self._start["headers"]}
-        response = _immediate(self._start["status"], headers, body)
-        if self.again.empty():
-            await self._tell(response)
-        else:
-            await self.again.get_nowait().write(response)
+        await self._tell(_immediate(self._start["status"], headers, body))
 
     async def _tell(self, response: Any) -> None:
-        if not self._over.is_set():
+        if self._over.is_set():
+            return
+        try:
             await self._context.write(response)
+        except grpc.aio.BaseError:
+            # The stream has ended, which its reader has not seen yet.
+            self._over.set()
 
     # A carrier to the exchange.
 
@@ -414,9 +430,7 @@ class Conversation:
 
 
 def _headers(message: Any) -> dict[str, str]:
-    return {
-        header.key: header.raw_value.decode("latin-1") for header in message.headers.headers
-    }
+    return {header.key: header.raw_value.decode("latin-1") for header in message.headers.headers}
 
 
 def _immediate(status: int, headers: Mapping[str, str], body: bytes) -> Any:
@@ -433,9 +447,7 @@ def _report(task: asyncio.Task[None]) -> None:
         logger.error("a request failed", exc_info=error)
 
 
-async def serve(
-    settings: RouterSettings, folder: Path, *, listen: str, threads: int
-) -> None:
+async def serve(settings: RouterSettings, folder: Path, *, listen: str, threads: int) -> None:
     """Answer Envoy until a signal comes, or Envoy ends.
 
     Args:
@@ -465,8 +477,9 @@ async def serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     await router.open()
-    await server.start()
+    # First Envoy: a process that serves gRPC should start no other. Its requests wait.
     process = None if listen else await envoy.start(config, threads=threads)
+    await server.start()
     logger.info("picker for %s at %s; Envoy's configuration is %s", settings.model, where, config)
     stopping = asyncio.create_task(stop.wait())
     ended = asyncio.create_task(process.wait()) if process else asyncio.create_task(stop.wait())
@@ -519,9 +532,7 @@ def main(argv: list[str] | None = None) -> int:
         with tempfile.TemporaryDirectory(prefix="epd-picker-") as temporary:
             folder: Path = options.folder or Path(temporary)
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            uvloop.run(
-                serve(settings, folder, listen=options.listen, threads=options.threads)
-            )
+            uvloop.run(serve(settings, folder, listen=options.listen, threads=options.threads))
     except EPDError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

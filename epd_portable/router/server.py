@@ -7,7 +7,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from starlette.middleware.cors import CORSMiddleware
@@ -23,9 +23,9 @@ from epd_portable.router.exchange import Carrier, Exchange
 from epd_portable.router.incoming import Bodies, ClientGoneError
 from epd_portable.router.instances import Instances
 from epd_portable.router.introduction import Introducer
-from epd_portable.router.members import Members
+from epd_portable.router.members import MemberList, Members
 from epd_portable.router.metrics import Metrics
-from epd_portable.router.replies import Reply, error_reply, json_reply, unavailable
+from epd_portable.router.replies import Reply, error_event, error_reply, json_reply, unavailable
 from epd_portable.router.settings import RouterSettings
 from epd_portable.router.upstream import Upstream
 
@@ -91,6 +91,12 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 class Router:
     """Everything that lives as long as the server; an ASGI application.
 
+    Args:
+        settings: Of the router.
+        instances: What is chosen from; several processes may count in their table.
+        members: Makes what looks after the instances, where another process does.
+        metrics_folder: Where several processes count.
+
     Raises:
         ConfigError: The secret file or another one cannot be used.
 
@@ -98,9 +104,17 @@ class Router:
         draining: Nothing new is taken on.
         exchange: Has requests answered.
         in_flight: Requests that are being answered.
+        members: Looks after the instances.
     """
 
-    def __init__(self, settings: RouterSettings) -> None:
+    def __init__(
+        self,
+        settings: RouterSettings,
+        *,
+        instances: Instances | None = None,
+        members: Callable[[Instances, ControlChannels], MemberList] | None = None,
+        metrics_folder: str = "",
+    ) -> None:
         self.settings = settings
         self.draining = False
         self.in_flight: set[_Client] = set()
@@ -108,30 +122,29 @@ class Router:
         self._keys = ApiKeys(settings.api_keys_file) if settings.api_keys_file else None
         self._passed_on = frozenset(PASSED_ON[1:] if self._keys else PASSED_ON)
         self.upstream = Upstream({INSTANCE_TOKEN_HEADER: secret.instance_token()})
-        self.instances = Instances()
-        self.metrics = Metrics(lambda: self.instances.all)
+        self.instances = instances or Instances()
+        self.metrics = Metrics(lambda: self.instances.all, metrics_folder)
         self._control = ControlChannels(CurveKeys.derive(secret))
         self.exchange = Exchange(
             settings, self.instances, self.upstream, self._control, self.metrics, secret
         )
-        introducer = Introducer(settings, self.instances, self.upstream, self._control, secret)
-        self._members = Members(
-            settings,
-            self.instances,
-            self.upstream,
-            self._control,
-            self.metrics,
-            introducer.introduce,
-            secret,
+        self.members = (
+            members(self.instances, self._control) if members else self._own_members(secret)
         )
         self._bodies = Bodies(
             max_bytes=settings.max_body_bytes,
             max_sum_bytes=settings.max_bodies_bytes,
+            table=self.instances.table,
         )
         self._rules = Rules(
             max_items=settings.max_media_items, unknown_fields=settings.unknown_fields
         )
         self._sweeping: asyncio.Task[None] | None = None
+
+    def _own_members(self, secret: Secret) -> MemberList:
+        together = (self.settings, self.instances, self.upstream, self._control)
+        introducer = Introducer(*together, secret)
+        return Members(*together, self.metrics, introducer.introduce, secret)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request, or live from start to stop."""
@@ -167,14 +180,14 @@ class Router:
         """
         await self.upstream.open()
         self._sweeping = asyncio.create_task(self._sweep())
-        await self._members.open()
+        await self.members.open()
 
     async def close(self) -> None:
         """End everything."""
         if self._sweeping is not None:
             self._sweeping.cancel()
         await self.exchange.close()
-        await self._members.close()
+        await self.members.close()
         await self._control.close()
         await self.upstream.close()
 
@@ -216,13 +229,10 @@ class Router:
                 await client.whole(error_reply(self._too_slow()))
             elif not client.gone:
                 # The server stops and waits no longer.
-                if not client.begun:
-                    await client.whole(error_reply(unavailable("the router is stopping")))
-                raise
+                await client.fail(unavailable("the router is stopping"))
         except Exception:
             logger.exception("request %s", client.request_id)
-            if not client.begun:
-                await client.whole(error_reply(_internal(client.request_id)))
+            await client.fail(_internal(client.request_id))
         finally:
             if watch is not None:
                 watch.cancel()
@@ -273,7 +283,7 @@ class Router:
     async def _own_reply(self, path: str, client: _Client) -> Reply:
         admin = self._on_admin_port(client)
         if path in ("/health", "/ping") and client.method in ("GET", "HEAD", "POST"):
-            return self._health(client)
+            return await self._health(client)
         if path == "/metrics" and admin:
             if client.method != "GET":
                 raise _no_such(client.method, path, 405)
@@ -282,7 +292,7 @@ class Router:
         if path.startswith("/epd/") and admin:
             with self._bodies.holding() as body:
                 data = bytes(await body.read(client.headers, client.receive))
-            return await self._members.handle(client.method, client.target, client.headers, data)
+            return await self.members.handle(client.method, client.target, client.headers, data)
         if client.headers.get("upgrade", "").lower() == "websocket":
             raise RequestError(
                 f"{path}: websockets are not served here; ask by HTTP",
@@ -291,7 +301,7 @@ class Router:
             )
         raise _no_such(client.method, path, 404)
 
-    def _health(self, client: _Client) -> Reply:
+    async def _health(self, client: _Client) -> Reply:
         """Answer 200 while a request could be served, else 503.
 
         Names of instances are for holders of the secret.
@@ -302,8 +312,9 @@ class Router:
         for instance in self.instances.all:
             counted[instance.state] += 1
         answer: dict[str, object] = {"status": status, "counts": counted}
-        if self._members.vouched_for("GET", client.target, client.headers):
-            answer["instances"] = self._members.states()
+        states = await self.members.states(client.method, client.target, client.headers)
+        if states is not None:
+            answer["instances"] = states
         return json_reply(answer, 200 if status == "ok" else 503)
 
     def _on_admin_port(self, client: _Client) -> bool:
@@ -412,6 +423,14 @@ class _Client:
         await self.begin(reply.status, headers)
         body = b"" if self.method == "HEAD" else reply.body
         await self._send({"type": "http.response.body", "body": body})
+
+    async def fail(self, error: RequestError) -> None:
+        """Send an error, within the answer if that has begun."""
+        if not self.begun:
+            await self.whole(error_reply(error))
+            return
+        await self.piece(error_event(str(error), status=error.status, code=error.code))
+        await self.end()
 
     async def begin(self, status: int, headers: Mapping[str, str]) -> None:
         """Send status and headers."""

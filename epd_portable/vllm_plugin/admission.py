@@ -21,7 +21,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from epd_portable.envs import EPD_MAX_QUEUED_BYTES, EPD_MAX_QUEUED_ITEMS
-from epd_portable.router.bodies import drain
+from epd_portable.router.incoming import ClientGoneError, drain
 from epd_portable.router.replies import error_body
 from epd_portable.scheduling.admission import Admission, AdmissionLimits, Refusal, Visit
 
@@ -98,7 +98,7 @@ class AdmissionMiddleware(Collector):
                 await answer(scope, receive, send)
             else:
                 await self._app(scope, _replay(answer, receive), send)
-        except ClientDisconnect:
+        except (ClientDisconnect, ClientGoneError):
             logger.debug("a client left before its request was complete")
         finally:
             self._admission.leave(visit, now_s=time.monotonic())
@@ -125,7 +125,7 @@ class AdmissionMiddleware(Collector):
                 return body
         elif request.headers.get("expect", "").lower() != "100-continue":
             pieces.clear()
-            await drain(request)
+            await drain(request.receive)
         self._refused[refusal.what] += 1
         return _response(refusal)
 

@@ -184,7 +184,11 @@ def running(
         **(env or {}),
     }
     topology = servers.topology(
-        config, platform=platform, log_dir=folder / "logs", settings=settings, env=variables
+        config,
+        platform=platform,
+        log_dir=folder / "logs",
+        settings=["router.item_outcomes=true", *settings],
+        env=variables,
     )
     topology.popen = popen
     how = "started" if popen is subprocess.Popen else "forked"
@@ -273,14 +277,10 @@ def router_of(
         yield dataclasses.replace(attached, ready_s=time.monotonic())
 
 
-def states(split: Split) -> dict[str, str]:
-    """Return the state of each instance, as the router sees it."""
-    seen = httpx.get(f"{split.url}/health", timeout=10, trust_env=False).json()["instances"]
-    return {name: each["state"] for name, each in seen.items()}
-
-
 def every_instance_is_up(split: Split) -> bool:
-    return set(states(split).values()) == {"up"}
+    """Tell whether the router sends requests to every instance that it knows."""
+    counts = httpx.get(f"{split.url}/health", timeout=10, trust_env=False).json()["counts"]
+    return bool(counts["up"] == sum(counts.values()))
 
 
 @contextmanager

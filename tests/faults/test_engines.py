@@ -132,7 +132,7 @@ class Engines:
                 if not httpx.get(f"{url}/health", timeout=10, trust_env=False).is_success:
                     return False
             seen = httpx.get(f"{self.split.url}/health", timeout=10, trust_env=False).json()
-            return all(each["state"] == "up" for each in seen["instances"].values())
+            return bool(seen["counts"]["up"] == sum(seen["counts"].values()))
         return False
 
     def left(self) -> list[str]:

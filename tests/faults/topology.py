@@ -141,7 +141,7 @@ class Topology:
             instances=tuple(backends),
             secret_file=secret_file(),
             registration=False,
-            encode_timeout_s=wait_s,
+            item_outcomes=True,
             wait_timeout_s=wait_s,
             idle_timeout_s=2 * wait_s,
             probe_interval_s=0.2,
@@ -271,7 +271,7 @@ class Topology:
             ).json()
         except httpx.RequestError:
             return False
-        return all(each["healthy"] for each in seen["instances"].values())
+        return not seen["counts"]["down"]
 
     def recovered(self) -> bool:
         """Whether everything is healthy, and nobody is on the way down."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from epd_portable.config.load import parse_topology
 from epd_portable.errors import ConfigError, RequestError
-from epd_portable.router.requests import read_chat
+from epd_portable.router.body import CHAT_PATH, Rules, read_call
 
 LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n"
@@ -52,6 +52,9 @@ BODIES: dict[str, bytes] = {
     b'{"url":"data:image/png;base64,' + b"A" * 8_000_000 + b'"}}]}]}',
     "an escaped picture": b'{"messages":[{"role":"user","content":[{"type":"image_url","image_url":'
     b'{"url":"data:image\\/png;base64,' + b"A" * 8_000_000 + b'"}}]}]}',
+    "a picture whose slashes are all escaped": b'{"messages":[{"role":"user","content":[{"type":'
+    b'"image_url","image_url":{"url":"data:image\\/png;base64,' + b"AA\\/" * 2_000_000 + b'"}}]}]}',
+    "many parts": b'{"messages":[{"content":[' + b"{}," * 300_000 + b"{}]}]}",
     "no picture": b'{"messages":[{"role":"user","content":[{"type":"image_url","image_url":'
     b'{"url":"data:image/png;base64,' + b"=" * 8_000_000 + b'"}}]}]}',
 }
@@ -63,7 +66,7 @@ def main(megabytes: int, what: str) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     try:
         if what in BODIES:
-            read_chat(BODIES[what], model="demo", max_items=64)
+            read_call(CHAT_PATH, BODIES[what], Rules())
         else:
             text, overrides = CONFIGURATIONS[what]
             parse_topology(text, "cpu", overrides=overrides)

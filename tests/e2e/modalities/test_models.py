@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
-from epd_portable.router.requests import read_chat
+from epd_portable.router.body import CHAT_PATH, Rules, read_call
 from tests.checkpoints import NAMES
 from tests.e2e.asking import Answer, ask, assert_equal, body, text
 from tests.e2e.conftest import Split, running
@@ -134,7 +134,7 @@ class Served:
 def router_names(content: Any, settings: dict[str, Any]) -> set[str]:
     """Return the names that the router gives the items of a request."""
     sent = httpx.Request("POST", "http://router", json=body(content, **settings)).content
-    return {item.mm_hash for item in read_chat(sent, model="demo", max_items=64).items}
+    return {item.mm_hash for item in read_call(CHAT_PATH, sent, Rules()).items}
 
 
 IN_OTHER_MODULES = {"qwen2_5_vl"}

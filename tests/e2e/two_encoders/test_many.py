@@ -17,7 +17,7 @@ import zmq
 from epd_portable.connector.control import ControlClients
 from epd_portable.connector.curve import read_keys
 from epd_portable.connector.transports import tcp
-from epd_portable.router.requests import read_chat
+from epd_portable.router.body import CHAT_PATH, Rules, read_call
 from epd_portable.wire.codec import encode
 from epd_portable.wire.descriptors import PeerDescriptor, TensorSpec
 from epd_portable.wire.messages import Announce, NotNeeded
@@ -86,7 +86,7 @@ def test_items_of_a_request_are_encoded_by_both_encoders_at_once_and_keep_their_
         for item in event["items"]
     }
     assert {item["mm_hash"]: item["encoder"] for item in answer.items} == encoded_by
-    call = read_chat(json.dumps(body(content)).encode(), model="demo", max_items=4)
+    call = read_call(CHAT_PATH, json.dumps(body(content)).encode(), Rules())
     assert [item["mm_hash"] for item in answer.items] == [item.mm_hash for item in call.items]
     swapped = ask(deployment.pair.reference_url, [*content[:1], *content[3:6], content[1], ASK])
     assert swapped.tokens != answer.tokens, "the order of these pictures makes no difference"

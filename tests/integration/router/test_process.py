@@ -7,19 +7,21 @@ import json
 import re
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from starlette.responses import Response
 
-from tests.integration.router.stand_in import Received, StandIn
-from tests.keyring import secret_file
+from tests.integration.router.stand_in import Behaviour, Received, StandIn, answer, stream
+from tests.keyring import secret, secret_file
 
 TIMEOUT_S = 20
 
@@ -71,38 +73,158 @@ def test_it_stops_cleanly_on_a_signal(
     assert "Traceback" not in errors
 
 
-async def test_a_request_that_is_under_way_when_it_stops_is_refused_in_openai_form() -> None:
-    async def never(received: Received) -> Response:
-        await asyncio.Event().wait()
-        return Response()
+class Running:
+    """A router process in front of one stand-in."""
 
-    pd = StandIn("pd", "prefill-decode", never)
-    await pd.serving.start()
-    instance = {**SETTINGS["instances"][0], "url": pd.serving.url}
-    process = start(json.dumps({**SETTINGS, "instances": [instance], "probe_interval_s": 0.1}))
-    try:
-        assert process.stderr is not None
-        found = re.search(r"http://127\.0\.0\.1:\d+", process.stderr.readline())
+    def __init__(self, pd: StandIn, **settings: Any) -> None:
+        instance = {**SETTINGS["instances"][0], "url": pd.serving.url}
+        self.pd = pd
+        self.process = start(
+            json.dumps({**SETTINGS, "instances": [instance], "probe_interval_s": 0.1, **settings})
+        )
+        assert self.process.stderr is not None
+        found = re.search(r"https?://127\.0\.0\.1:\d+", self.process.stderr.readline())
         assert found
-        async with httpx.AsyncClient(
-            base_url=found[0], timeout=TIMEOUT_S, trust_env=False
-        ) as client:
-            while (await client.get("/health")).status_code != 200:
-                await asyncio.sleep(0.02)
-            body = {"messages": [{"role": "user", "content": "hello"}]}
-            asked = asyncio.create_task(client.post("/v1/chat/completions", json=body))
-            await pd.until(lambda pd: bool(pd.received))
-            process.send_signal(signal.SIGTERM)
-            answer = await asked
-        _, errors = await asyncio.to_thread(process.communicate, timeout=TIMEOUT_S)
-        assert answer.status_code == 503
-        assert answer.headers["retry-after"]
-        assert answer.json()["error"]["message"] == "the router is stopping"
-        assert "Traceback" not in errors
-    finally:
-        process.kill()
-        process.communicate()
-        await pd.serving.stop()
+        self.url = found[0]
+
+    async def until_up(self, client: httpx.AsyncClient) -> None:
+        while (await client.get("/health")).status_code != 200:
+            await asyncio.sleep(0.02)
+
+    async def errors(self) -> str:
+        """Wait for the end; return what was logged."""
+        _, errors = await asyncio.to_thread(self.process.communicate, timeout=TIMEOUT_S)
+        return errors
+
+
+@pytest.fixture
+async def run() -> AsyncIterator[Callable[..., Awaitable[Running]]]:
+    started: list[Running] = []
+
+    async def make(behaviour: Behaviour, **settings: Any) -> Running:
+        pd = StandIn("pd", "prefill-decode", behaviour)
+        await pd.serving.start()
+        started.append(Running(pd, **settings))
+        return started[-1]
+
+    yield make
+    for running in started:
+        running.process.kill()
+        running.process.communicate()
+        await running.pd.serving.stop()
+
+
+Run = Callable[..., Awaitable[Running]]
+BODY = {"messages": [{"role": "user", "content": "hello"}]}
+
+
+def asking(url: str, **options: Any) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, trust_env=False, **options)
+
+
+async def never(received: Received) -> Response:
+    await asyncio.Event().wait()
+    return Response()
+
+
+async def test_what_does_not_end_in_time_when_it_stops_is_refused_in_openai_form(run: Run) -> None:
+    router = await run(never, drain_s=0.3)
+    async with asking(router.url) as client:
+        await router.until_up(client)
+        asked = asyncio.create_task(client.post("/v1/chat/completions", json=BODY))
+        await router.pd.until(lambda pd: bool(pd.received))
+        router.process.send_signal(signal.SIGTERM)
+        answer = await asked
+    errors = await router.errors()
+    assert answer.status_code == 503
+    assert answer.headers["retry-after"]
+    assert answer.json()["error"]["message"] == "the router is stopping"
+    assert "cut off after router.drain_s" in errors
+    assert "Traceback" not in errors
+
+
+async def test_answers_that_have_begun_end_before_it_stops(run: Run) -> None:
+    more = asyncio.Event()
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield b"data: 1\n\n"
+        await more.wait()
+        yield b"data: 2\n\n"
+
+    router = await run(stream(pieces))
+    async with asking(router.url) as client, asking(router.url) as other:
+        await router.until_up(client)
+        # A connection that is there already, as a load balancer's.
+        assert (await other.get("/health")).status_code == 200
+        request = client.build_request("POST", "/v1/chat/completions", json=BODY)
+        answer = await client.send(request, stream=True)
+        router.process.send_signal(signal.SIGTERM)
+        while (health := await other.get("/health")).status_code == 200:
+            await asyncio.sleep(0.02)
+        refused = await other.post("/v1/chat/completions", json=BODY)
+        more.set()
+        assert await answer.aread() == b"data: 1\n\ndata: 2\n\n"
+    assert health.json()["status"] == "draining"
+    assert refused.status_code == 503
+    assert refused.headers["connection"] == "close"
+    assert len(router.pd.received) == 1
+    errors = await router.errors()
+    assert router.process.returncode == 0
+    assert "cut off" not in errors
+    assert "Traceback" not in errors
+
+
+async def test_a_second_signal_ends_it_at_once(run: Run) -> None:
+    router = await run(never)
+    async with asking(router.url) as client:
+        await router.until_up(client)
+        asked = asyncio.create_task(client.post("/v1/chat/completions", json=BODY))
+        await router.pd.until(lambda pd: bool(pd.received))
+        router.process.send_signal(signal.SIGTERM)
+        while (await client.get("/health")).json()["status"] != "draining":
+            await asyncio.sleep(0.02)
+        router.process.send_signal(signal.SIGTERM)
+        errors = await router.errors()
+        asked.cancel()
+    assert router.process.returncode == 0
+    assert "Traceback" not in errors
+
+
+async def test_it_speaks_https(run: Run, tmp_path: Path) -> None:
+    cert, key = str(tmp_path / "cert.pem"), str(tmp_path / "key.pem")
+    made = ("req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=router")
+    names = ("-addext", "subjectAltName=IP:127.0.0.1")
+    command = ["openssl", *made, *names, "-keyout", key, "-out", cert]
+    subprocess.run(command, check=True, capture_output=True, timeout=TIMEOUT_S)
+    router = await run(answer, tls_cert_file=cert, tls_key_file=key)
+    assert router.url.startswith("https://")
+    async with asking(router.url, verify=ssl.create_default_context(cafile=cert)) as client:
+        await router.until_up(client)
+        assert (await client.post("/v1/chat/completions", json=BODY)).status_code == 200
+
+
+async def test_what_concerns_operators_has_a_port_of_its_own(run: Run) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        admin = free.getsockname()[1]
+    router = await run(answer, admin_port=admin)
+    async with asking(router.url) as client, asking(f"http://127.0.0.1:{admin}") as operator:
+        await router.until_up(client)
+        for path in ("/metrics", "/epd/instances"):
+            assert (await client.get(path)).status_code == 404
+        assert (await operator.get("/metrics")).status_code == 200
+        assert (await operator.get("/epd/instances")).status_code == 401
+        signed = {"authorization": secret().sign("GET", "/epd/instances")}
+        assert (await operator.get("/epd/instances", headers=signed)).status_code == 200
+        assert (await operator.get("/health")).status_code == 200
+
+
+def test_a_certificate_that_cannot_be_read_is_named() -> None:
+    files = {"tls_cert_file": "/nowhere/cert.pem", "tls_key_file": "/nowhere/key.pem"}
+    process = start(json.dumps({**SETTINGS, **files}))
+    _, errors = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 2
+    assert "/nowhere/cert.pem" in errors
+    assert "Traceback" not in errors
 
 
 def test_a_port_in_use_is_refused_with_its_number() -> None:
@@ -125,7 +247,7 @@ def test_wrong_settings_end_it_with_their_names() -> None:
 
 def test_it_imports_neither_torch_nor_an_engine() -> None:
     code = (
-        "import sys, epd_portable.router.app, epd_portable.router.__main__;"
+        "import sys, epd_portable.router.server, epd_portable.router.__main__;"
         "heavy = {'torch', 'numpy', 'transformers', 'vllm'} & set(sys.modules);"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any, cast
 
-import httpx
 import pytest
 
 from epd_portable.router.control import ControlChannels, Inbox
-from epd_portable.router.delivery import Deliverer, Delivery
+from epd_portable.router.delivery import Attempt, Deliverer, Delivery
+from epd_portable.router.instances import Instances
+from epd_portable.router.ladder import LADDER, Point, RetryBudget, Trouble
 from epd_portable.router.media import MediaItem
 from epd_portable.router.metrics import Metrics
-from epd_portable.router.pool import Instance, Pool
 from epd_portable.router.settings import InstanceSettings, RouterSettings
+from epd_portable.router.upstream import Upstream
+from epd_portable.wire.params import EncodeTransfer
 from tests.keyring import keys
 
 DEADLINE_S = 5.0
@@ -22,37 +25,64 @@ PD = InstanceSettings(
 )
 
 
+class Asked:
+    """Connections to an encoder that answers when it is let."""
+
+    def __init__(self) -> None:
+        self.asked, self.answer = asyncio.Event(), asyncio.Event()
+
+    async def ask(self, *_: Any, **__: Any) -> tuple[int, dict[str, str], bytes]:
+        self.asked.set()
+        await self.answer.wait()
+        return 200, {}, b"{}"
+
+
 @pytest.mark.parametrize("turns", range(12))
 async def test_a_job_that_is_cancelled_as_its_answer_comes_ends(turns: int) -> None:
     """`turns` of the event loop lie between the two."""
-    asked, answer = asyncio.Event(), asyncio.Event()
-
-    async def encode(request: httpx.Request) -> httpx.Response:
-        asked.set()
-        await answer.wait()
-        return httpx.Response(200)
-
     settings = RouterSettings(port=0, model="demo", instances=(ENCODER, PD))
-    transport = httpx.MockTransport(encode)
-    async with httpx.AsyncClient(base_url=ENCODER.url, transport=transport) as client:
-        encoder = Instance(ENCODER, client)
-        encoder.mark_up()
-        delivery = Delivery(
-            item=MediaItem(mm_hash="a", modality="image", part={}),
-            transfer_id="t",
-            body=b"{}",
-            encoder=encoder,
-            pd=Instance(PD, client),
-            headers={},
-        )
-        pool, control = Pool(settings), ControlChannels(keys())
-        deliverer = Deliverer(settings, pool, control, Metrics())
-        job = asyncio.create_task(deliverer.deliver(delivery, asyncio.Event(), Inbox()))
-        await asked.wait()
-        answer.set()
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        job.cancel()
-        await asyncio.wait({job}, timeout=DEADLINE_S)
-        assert job.cancelled()
-        await control.close()
+    instances, control, upstream = Instances(), ControlChannels(keys()), Asked()
+    encoder, pd = instances.add(ENCODER), instances.add(PD)
+    delivery = Delivery(
+        item=MediaItem(mm_hash="a", modality="image", part={}),
+        transfer=EncodeTransfer(transfer_id="t", mm_hash="a", consumer=PD.control),
+        encoder=encoder,
+        body=[b"{}"],
+        bare=False,
+    )
+    deliverer = Deliverer(
+        settings, instances, cast(Upstream, upstream), control, Metrics(), RetryBudget()
+    )
+    one = Attempt(pd, (delivery,), {"x-request-id": "r"}, Inbox())
+    job = asyncio.create_task(deliverer.deliver(delivery, 0, one))
+    await upstream.asked.wait()
+    upstream.answer.set()
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    job.cancel()
+    await asyncio.wait({job}, timeout=DEADLINE_S)
+    assert job.cancelled()
+    await control.close()
+
+
+def test_every_trouble_has_its_rungs_wherever_it_can_be_met() -> None:
+    met = {trouble for trouble, _ in LADDER}
+    assert met == set(Trouble)
+    final = {"local_encode", "unavailable", "refused", "passed_on", "timeout", "broken_off"}
+    for (_, point), rungs in LADDER.items():
+        # What is always possible stands last, and nowhere else.
+        assert [rung in final for rung in rungs] == [False] * (len(rungs) - 1) + [True]
+        # Once headers of an answer have come, nothing is sent again.
+        assert point is not Point.ANSWERING or rungs == ("broken_off",)
+
+
+def test_retries_are_a_part_of_what_comes() -> None:
+    budget = RetryBudget()
+    at_once = sum(budget.take() for _ in range(1000))
+    for _ in range(1000):
+        budget.request()
+    later = sum(budget.take() for _ in range(1000))
+    assert (at_once, later) == (100, 100)
+    for _ in range(10):
+        budget.request()
+    assert sum(budget.take() for _ in range(10)) == 2

@@ -10,8 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epd_portable.errors import RequestError
-from epd_portable.router.data_urls import AUDIO, IMAGE, VIDEO, MediaKind, split_data_url
-from epd_portable.router.media import Conversation, content_key, read_conversation
+from epd_portable.router.cut_text import Bytes, CutText
+from epd_portable.router.media import (
+    AUDIO,
+    IMAGE,
+    VIDEO,
+    Check,
+    Conversation,
+    MediaItem,
+    MediaKind,
+    MediaReader,
+    Modality,
+    content_key,
+    split_data_url,
+)
 
 RED = "data:image/png;base64," + base64.b64encode(b"red picture!").decode()
 BLUE = "data:image/png;base64," + base64.b64encode(b"blue picture").decode()
@@ -37,15 +49,28 @@ def input_audio(data: Any, sort: Any = "wav") -> dict[str, Any]:
     return {"type": "input_audio", "input_audio": {"data": data, "format": sort}}
 
 
-def read(*parts: Any, max_items: int = 8, salt: bytes = b"") -> Conversation:
+class Read(msgspec.Struct):
+    conversation: Conversation
+    items: tuple[MediaItem, ...]
+
+
+def read_raw(
+    raw: bytes, *, max_items: int = 8, salt: bytes = b"", check: Check | None = None
+) -> Read:
+    cut = CutText(raw)
+    reader = MediaReader(cut, salt=salt, max_items=max_items, check=check)
+    conversation = reader.conversation(msgspec.Raw(bytes(cut.small)))
+    return Read(conversation, reader.items)
+
+
+def read(*parts: Any, max_items: int = 8, salt: bytes = b"", check: Check | None = None) -> Read:
     raw = json.dumps([{"role": "user", "content": list(parts)}]).encode()
-    return read_conversation(msgspec.Raw(raw), max_items=max_items, salt=salt)
+    return read_raw(raw, max_items=max_items, salt=salt, check=check)
 
 
-def parts_of(conversation: Conversation) -> list[dict[str, Any]]:
-    parts: list[dict[str, Any]] = json.loads(msgspec.json.encode(conversation.messages[0]))[
-        "content"
-    ]
+def parts_of(found: Read) -> list[dict[str, Any]]:
+    (message,) = found.conversation.messages
+    parts: list[dict[str, Any]] = json.loads(msgspec.json.encode(message))["content"]
     return parts
 
 
@@ -74,7 +99,7 @@ def test_a_string_instead_of_an_object_is_the_same_image() -> None:
 
 def test_escaped_slashes_do_not_change_the_key() -> None:
     raw = json.dumps([{"role": "user", "content": [image(RED)]}]).replace("/", "\\/")
-    conversation = read_conversation(msgspec.Raw(raw.encode()), max_items=1)
+    conversation = read_raw(raw.encode())
     assert conversation.items[0].mm_hash == read(image(RED)).items[0].mm_hash
 
 
@@ -121,7 +146,7 @@ def test_messages_without_images_keep_the_clients_bytes() -> None:
     plain = b'{"role":"system",   "content":"caf\\u00e9"}'
     shown = json.dumps({"role": "user", "content": [image(RED)]}).encode()
 
-    conversation = read_conversation(msgspec.Raw(b"[%s,%s]" % (plain, shown)), max_items=1)
+    conversation = read_raw(b"[%s,%s]" % (plain, shown)).conversation
 
     assert msgspec.json.encode(conversation.messages[0]) == plain
     assert conversation.changed
@@ -157,12 +182,6 @@ def test_a_key_has_64_hexadecimal_digits() -> None:
         ("data:image/;base64,AAAA", ["'image/' is no image"]),
         ("data:video/mp4;base64,AAAA", ["'video/mp4' is no image"]),
         ("data:image/png;base64,", ["no data"]),
-        ("data:image/png;base64,AA-A", ["character '-' at position 2"]),
-        ("data:image/png;base64,AAAA\nAAAA", ["position 4", "line breaks"]),
-        ("data:image/png;base64,A=AA", ["character 'A' at position 2"]),
-        ("data:image/png;base64,A===", ["character '='"]),
-        ("data:image/png;base64,AAAAA", ["5 characters", "multiple of 4"]),
-        ("data:image/png;base64,äAAA", ["not allowed in base64"]),
     ],
 )
 def test_a_bad_url_is_refused_with_place_value_and_remedy(url: str, words: list[str]) -> None:
@@ -180,12 +199,8 @@ def test_a_bad_url_is_refused_with_place_value_and_remedy(url: str, words: list[
     [
         (video("https://example.com/a.mp4"), ["video_url", "only data URLs", "data:video/mp4"]),
         (video(RED), ["'image/png' is no video", "video/mp4"]),
-        (video("data:video/jpeg;base64,AAAA,,AAAA"), ["frame 1", "no data"]),
-        (video("data:video/jpeg;base64,AAAA,A-AA"), ["frame 1", "character '-' at position 1"]),
-        (video("data:video/mp4;base64,AAAA,AAAA"), ["character ',' at position 4"]),
         (sound(RED), ["'image/png' is no audio", "audio/wav"]),
-        (sound("data:audio/wav;base64,AAA"), ["multiple of 4"]),
-        (input_audio("A-AA"), ["input_audio.data", "character '-'"]),
+        (sound("data:audio/wav;base64,"), ["audio_url", "no data"]),
         (input_audio(""), ["input_audio.data", "no data"]),
         (input_audio(7), ["input_audio.data", "got `int`"]),
         (input_audio(CLIP, "wav;base64,AAAA"), ["input_audio.format", "'wav'"]),
@@ -256,11 +271,33 @@ def test_an_item_without_a_type_is_found_all_the_same(name: str) -> None:
 
 
 def test_too_many_items_are_refused_with_the_limit() -> None:
-    with pytest.raises(RequestError, match=r"3 images, videos .* at most 2"):
+    with pytest.raises(RequestError, match=r"content\[2\].video_url: item 3 .* at most 2 images"):
         read(image(RED), image(RED), video(FILM), max_items=2)
+
+
+def test_every_item_is_shown_to_the_check_before_it_is_keyed() -> None:
+    shown: list[tuple[Modality, str, bytes, str]] = []
+
+    def check(modality: Modality, media_type: str, data: Bytes, place: str) -> None:
+        shown.append((modality, media_type, bytes(data), place))
+
+    read(image(RED), input_audio(CLIP), {"type": "text", "text": "x"}, check=check)
+
+    assert shown == [
+        ("image", "image/png", RED.partition(",")[2].encode(), "messages[0].content[0].image_url"),
+        ("audio", "audio/wav", CLIP.encode(), "messages[0].content[1].input_audio"),
+    ]
+
+
+def test_what_the_check_refuses_is_refused() -> None:
+    def check(modality: Modality, media_type: str, data: Bytes, place: str) -> None:
+        raise RequestError(f"{place}: too large", status=413, code="x")
+
+    with pytest.raises(RequestError, match="image_url: too large"):
+        read(image(RED), check=check)
 
 
 @pytest.mark.parametrize("raw", [b"7", b"{}", b'["x"]', b"null"])
 def test_messages_of_another_form_are_refused(raw: bytes) -> None:
     with pytest.raises(RequestError, match="messages"):
-        read_conversation(msgspec.Raw(raw), max_items=1)
+        read_raw(raw)

@@ -1,0 +1,252 @@
+"""How the router finds out how its instances are, without asking more than it has to."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from epd_portable.router.instances import PROBES_UNTIL_DOWN, Instance, Instances
+from epd_portable.router.members import Probes
+from epd_portable.router.settings import InstanceSettings, RouterSettings
+from epd_portable.router.upstream import Fault, Upstream
+from tests.integration.router.stand_in import DEADLINE_S
+
+
+class Asked:
+    """Answers on a loopback port as told, and counts what it is asked."""
+
+    def __init__(self) -> None:
+        self.answer = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"
+        self.count = 0
+        self.port = 0
+        self._server: asyncio.Server | None = None
+        self._open: set[asyncio.StreamWriter] = set()
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def stop(self) -> None:
+        assert self._server is not None
+        self._server.close()
+        for writer in self._open:
+            writer.close()
+        await self._server.wait_closed()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._open.add(writer)
+        try:
+            while await reader.readuntil(b"\r\n\r\n"):
+                self.count += 1
+                if not self.answer:
+                    return
+                if self.answer != b"silence":
+                    writer.write(self.answer)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return
+        finally:
+            if self.answer != b"silence":
+                writer.close()
+                self._open.discard(writer)
+
+    async def until(self, count: int) -> None:
+        async def reached() -> None:
+            while self.count < count:
+                await asyncio.sleep(0.01)
+
+        await asyncio.wait_for(reached(), DEADLINE_S)
+
+
+class Probed:
+    """Instances that are probed, at servers that count."""
+
+    def __init__(self) -> None:
+        self.instances = Instances()
+        self.upstream = Upstream()
+        self.probes: Probes | None = None
+        self.servers: list[Asked] = []
+
+    async def start(self, count: int = 1, *, interval_s: float, timeout_s: float = 5.0) -> None:
+        await self.upstream.open()
+        settings = RouterSettings.model_validate(
+            {
+                "port": 0,
+                "model": "demo",
+                "instances": (),
+                "probe_interval_s": interval_s,
+                "probe_timeout_s": timeout_s,
+            }
+        )
+        self.probes = Probes(settings, self.instances, self.upstream)
+        for _ in range(count):
+            await self.come()
+        self.probes.start()
+
+    async def come(self) -> tuple[Instance, Asked]:
+        server = Asked()
+        await server.start()
+        self.servers.append(server)
+        return self.add(f"http://127.0.0.1:{server.port}"), server
+
+    def add(self, url: str) -> Instance:
+        name = f"i-{len(self.instances)}"
+        return self.instances.add(InstanceSettings(name=name, role="encode", url=url))
+
+    @property
+    def first(self) -> Instance:
+        return self.instances.all[0]
+
+    async def until(self, condition: Callable[[Instance], bool]) -> None:
+        """Wait until something is true of the first instance."""
+
+        async def fulfilled() -> None:
+            while not condition(self.first):
+                await asyncio.sleep(0.01)
+
+        await asyncio.wait_for(fulfilled(), DEADLINE_S)
+
+
+@pytest.fixture
+async def probed() -> AsyncIterator[Probed]:
+    made = Probed()
+    yield made
+    if made.probes is not None:
+        await made.probes.close()
+    await made.upstream.close()
+    for server in made.servers:
+        await server.stop()
+
+
+async def look(probed: Probed, instance: Instance) -> None:
+    assert probed.probes is not None
+    await probed.probes.look(instance)
+
+
+async def test_one_that_comes_is_asked_and_then_every_interval(probed: Probed) -> None:
+    await probed.start(0, interval_s=0.05)
+    instance, server = await probed.come()
+    await asyncio.wait_for(instance.wait_up(), DEADLINE_S)
+    await server.until(4)
+    probed.instances.remove(instance.name)
+    await asyncio.sleep(0.2)
+    before = server.count
+    await asyncio.sleep(0.4)
+    assert server.count == before
+
+
+async def test_one_that_answers_requests_is_not_asked(probed: Probed) -> None:
+    await probed.start(2, interval_s=0.3)
+    busy = probed.first
+    for server in probed.servers:
+        await server.until(1)
+    before = [server.count for server in probed.servers]
+    for _ in range(15):
+        busy.answered()
+        await asyncio.sleep(0.1)
+    asked = [server.count - was for server, was in zip(probed.servers, before, strict=True)]
+    assert asked[0] == 0
+    assert asked[1] >= 2
+    await probed.servers[0].until(before[0] + 1)
+
+
+async def test_one_that_failed_is_asked_at_once(probed: Probed) -> None:
+    await probed.start(interval_s=60)
+    await look(probed, probed.first)
+    assert probed.servers[0].count == 1
+    probed.first.failed(Fault.CUT)
+    await probed.until(lambda instance: not instance.suspected)
+    assert probed.servers[0].count == 2
+    probed.servers[0].answer = b"HTTP/1.1 503 No\r\ncontent-length: 0\r\n\r\n"
+    probed.first.failed("error")
+    await probed.until(lambda instance: not instance.healthy)
+    assert "503" in probed.first.reason
+
+
+async def test_one_that_fails_while_it_is_asked_is_asked_once_more(probed: Probed) -> None:
+    await probed.start(interval_s=60)
+    await look(probed, probed.first)
+    probed.servers[0].answer = b"silence"
+    probed.first.failed(Fault.CUT)
+    await probed.servers[0].until(2)
+    probed.first.failed(Fault.CUT)
+    probed.servers[0].answer = b""
+    for writer in probed.servers[0]._open:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+    await probed.until(lambda instance: not instance.healthy)
+    assert probed.servers[0].count >= 3
+
+
+async def test_a_refused_connection_takes_it_down_at_once(probed: Probed) -> None:
+    await probed.start(interval_s=60)
+    await look(probed, probed.first)
+    await probed.servers[0].stop()
+    await look(probed, probed.first)
+    assert not probed.first.healthy
+    assert "health probe" in probed.first.reason
+    await probed.servers[0].start()
+    await look(probed, probed.first)
+    assert probed.first.healthy
+
+
+@pytest.mark.parametrize("answer", [b"", b"no HTTP at all\r\n\r\n"])
+async def test_what_is_no_answer_takes_it_down_at_once(probed: Probed, answer: bytes) -> None:
+    await probed.start(interval_s=60)
+    await look(probed, probed.first)
+    probed.servers[0].answer = answer
+    await look(probed, probed.first)
+    assert not probed.first.healthy
+
+
+async def test_a_silent_one_is_down_after_some_probes(probed: Probed) -> None:
+    await probed.start(interval_s=0.05, timeout_s=0.1)
+    await probed.until(lambda instance: instance.healthy)
+    probed.servers[0].answer = b"silence"
+    before = probed.servers[0].count
+    await probed.until(lambda instance: not instance.healthy)
+    assert probed.servers[0].count - before in (PROBES_UNTIL_DOWN, PROBES_UNTIL_DOWN + 1)
+
+
+async def test_one_whose_queue_of_connections_is_full_is_silent_and_not_gone(
+    probed: Probed,
+) -> None:
+    await probed.start(0, interval_s=60, timeout_s=0.2)
+    with socket.socket() as full:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        instance = probed.add(f"http://127.0.0.1:{full.getsockname()[1]}")
+        instance.seen_well()
+        waiting = [socket.socket() for _ in range(4)]
+        for each in waiting:
+            each.setblocking(False)
+            each.connect_ex(full.getsockname())
+        await look(probed, instance)
+        assert instance.healthy
+        for _ in range(PROBES_UNTIL_DOWN - 1):
+            await look(probed, instance)
+        assert not instance.healthy
+        for each in waiting:
+            each.close()
+
+
+async def test_many_are_asked_less_often(probed: Probed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("epd_portable.router.members.PROBES_PER_S", 20.0)
+    await probed.start(10, interval_s=0.05)
+    await asyncio.sleep(2)
+    asked = sum(server.count for server in probed.servers)
+    assert 20 <= asked <= 50
+
+
+async def test_one_that_left_while_it_was_asked_is_left_alone(probed: Probed) -> None:
+    await probed.start(interval_s=60)
+    instance = probed.first
+    probed.servers[0].answer = b"silence"
+    asking = asyncio.create_task(look(probed, instance))
+    await probed.servers[0].until(1)
+    probed.instances.remove(instance.name)
+    for writer in probed.servers[0]._open:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+    await asyncio.wait_for(asking, DEADLINE_S)
+    assert not instance.healthy

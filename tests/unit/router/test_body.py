@@ -1,0 +1,730 @@
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.util
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from epd_portable.errors import RequestError
+from epd_portable.router.body import (
+    BATCH_PATH,
+    CHAT_ENGINE_FIELDS,
+    CHAT_PATH,
+    COMPLETION_ENGINE_FIELDS,
+    COMPLETION_PATH,
+    COUNT_PATH,
+    MAX_JSON_BYTES,
+    MESSAGES_PATH,
+    RESPONSES_PATH,
+    STRIPPED,
+    Call,
+    Rules,
+    read_call,
+    size,
+)
+from epd_portable.router.cut_text import Segments
+from epd_portable.router.media import MEDIA_SUFFIX, content_key
+from epd_portable.wire.params import (
+    EncodedItem,
+    EncodeTransfer,
+    ExpectedTransfer,
+    PrefillParams,
+    encode_params,
+    prefill_params,
+)
+
+RED = "data:image/png;base64,cmVk"
+MESSAGES: list[dict[str, Any]] = [{"role": "user", "content": "hello"}]
+WITH_IMAGE: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be brief."},
+    {
+        "role": "user",
+        "content": [
+            {"type": "text", "text": "What is this?"},
+            {"type": "image_url", "image_url": {"url": RED}},
+        ],
+    },
+]
+
+
+RULES = Rules(models=frozenset({"demo"}), max_items=8)
+STRICT = Rules(models=frozenset({"demo"}), max_items=8, unknown_fields="refuse")
+
+
+def chat(messages: Any = MESSAGES, rules: Rules = RULES, **more: Any) -> Call:
+    return read_call(CHAT_PATH, json.dumps({"messages": messages, **more}).encode(), rules)
+
+
+def joined(segments: Segments) -> bytes:
+    return b"".join(segments)
+
+
+def sent(segments: Segments) -> Any:
+    return json.loads(joined(segments))
+
+
+def test_a_text_request_reaches_the_instance_byte_for_byte() -> None:
+    body = b'{ "messages" : [{"role":"user","content":"caf\\u00e9"}],  "seed": 1.0 }'
+    assert joined(read_call(CHAT_PATH, body, RULES).for_pd(None)) == body
+
+
+def test_a_text_completion_reaches_the_instance_byte_for_byte() -> None:
+    body = b'{ "prompt" : "once" , "stream": true}'
+    call = read_call(COMPLETION_PATH, body, RULES)
+    assert joined(call.for_pd(None)) == body
+    assert call.stream
+
+
+@pytest.mark.parametrize("name", ["ec_transfer_params", "kv_transfer_params"])
+def test_forged_transfer_parameters_are_dropped(name: str) -> None:
+    call = chat(**{name: {"transfers": []}}, temperature=0)
+    assert sent(call.for_pd(None)) == {"messages": MESSAGES, "temperature": 0}
+
+
+def test_the_pd_body_holds_the_expected_transfers() -> None:
+    call = chat(WITH_IMAGE, max_tokens=5)
+    expected = PrefillParams(
+        transfers=(ExpectedTransfer(transfer_id="t", mm_hash=call.items[0].mm_hash),), reply_to="r"
+    )
+
+    body = sent(call.for_pd(expected))
+
+    assert prefill_params(body["ec_transfer_params"]) == expected
+    assert body["max_tokens"] == 5
+    assert body["messages"][1]["content"][1]["uuid"] == call.items[0].mm_hash
+
+
+def test_an_encode_job_holds_the_image_and_nothing_of_the_text() -> None:
+    call = chat(WITH_IMAGE, max_tokens=5, mm_processor_kwargs={"max_pixels": 64}, seed=3)
+    item = call.items[0]
+    transfer = EncodeTransfer(transfer_id="t", mm_hash=item.mm_hash, consumer="tcp://c:1")
+
+    body = sent(call.for_encoder(item, transfer))
+
+    assert encode_params(body.pop("ec_transfer_params")).transfers == (transfer,)
+    part = {"type": "image_url", "image_url": {"url": RED}, "uuid": item.mm_hash}
+    assert body == {
+        "messages": [{"role": "user", "content": [part]}],
+        "max_tokens": 1,
+        "temperature": 0,
+        "stream": False,
+        "mm_processor_kwargs": {"max_pixels": 64},
+    }
+
+
+def test_processor_settings_change_the_key_of_an_image() -> None:
+    plain = chat(WITH_IMAGE)
+    small = chat(WITH_IMAGE, mm_processor_kwargs={"max_pixels": 64})
+    assert plain.items[0].mm_hash != small.items[0].mm_hash
+
+
+FILM = {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,ZmlsbQ=="}}
+CLIP = {"type": "input_audio", "input_audio": {"data": "Y2xpcA==", "format": "wav"}}
+PICTURE = {"type": "image_url", "image_url": {"url": RED}}
+
+
+@pytest.mark.parametrize(("part", "modality"), [(FILM, "video"), (CLIP, "audio")])
+def test_an_encode_job_holds_a_video_or_a_clip_alone(part: dict[str, Any], modality: str) -> None:
+    call = chat([{"role": "user", "content": [part, {"type": "text", "text": "secret"}]}])
+    (item,) = call.items
+    transfer = EncodeTransfer(
+        transfer_id="t", mm_hash=item.mm_hash, consumer="tcp://c:1", modality=item.modality
+    )
+
+    body = sent(call.for_encoder(item, transfer))
+
+    assert item.modality == modality
+    assert body["messages"][0]["content"] == [{**part, "uuid": item.mm_hash}]
+    assert encode_params(body["ec_transfer_params"]).transfers == (transfer,)
+
+
+@pytest.mark.parametrize(
+    ("settings", "modalities"),
+    [
+        ({"use_audio_in_video": True}, ["image"]),
+        ({"use_audio_in_video": False}, ["video", "audio", "image"]),
+        ({"fps": 2}, ["video", "audio", "image"]),
+        (None, ["video", "audio", "image"]),
+    ],
+)
+def test_videos_whose_sound_is_taken_too_are_left_to_the_instance_with_the_prompt(
+    settings: dict[str, Any] | None, modalities: list[str]
+) -> None:
+    messages = [{"role": "user", "content": [FILM, CLIP, PICTURE]}]
+    call = chat(messages, mm_processor_kwargs=settings)
+    assert [item.modality for item in call.items] == modalities
+
+
+def test_processor_settings_of_another_form_are_refused() -> None:
+    with pytest.raises(RequestError, match=r"mm_processor_kwargs: .* give an object") as caught:
+        chat(WITH_IMAGE, mm_processor_kwargs=["fps"])
+    assert caught.value.status == 400
+
+
+@pytest.mark.parametrize(("asked", "model"), [("demo", "demo"), (None, "")])
+def test_the_served_model_may_be_named_or_left_out(asked: str | None, model: str) -> None:
+    assert chat(model=asked).model == model
+
+
+def test_names_of_adapters_are_left_to_the_instances() -> None:
+    assert chat(model="my-adapter", rules=Rules()).model == "my-adapter"
+
+
+def test_a_refused_model_is_told_what_is_served() -> None:
+    with pytest.raises(RequestError, match=r"'gpt' is not served .* 'demo' or 'small'; "):
+        chat(model="gpt", rules=Rules(models=frozenset({"small", "demo"})))
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "words"),
+    [
+        (b"hello", 400, ["'hello'", "not JSON", "byte 0"]),
+        (b"", 400, ["0 bytes", "not JSON"]),
+        (b'{"messages": [', 400, ["not JSON", "truncated"]),
+        (b'{"messages": [], "seed": NaN}', 400, ["not JSON", "(byte 25)"]),
+        (b"\xff\xfe{\x00}\x00", 400, ["not JSON in UTF-8"]),
+        (b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", 400, ["recursion"]),
+        (b"[]", 400, ["got `array`", "one JSON object"]),
+        (b"{}", 400, ["'messages' is missing"]),
+        (b'{"messages": [], "max_token": 5}', 400, ["'max_token'", "mean 'max_tokens'"]),
+        (b'{"messages": [], "zzz": 5, "qqq": 1}', 400, ["'qqq', 'zzz'", "remove"]),
+        (
+            b'{"messages": [], "guided_jsn": {}}',
+            400,
+            ["'guided_jsn' (did you mean 'guided_json'"],
+        ),
+        (b'{"messages": [], "%b": 1}' % (b"x" * 9000), 400, ["'" + "x" * 64 + "'"]),
+        (b'{"messages": [], "model": "gpt"}', 404, ["'gpt'", "'demo'"]),
+        (b'{"messages": [], "model": 7}', 400, ["model", "got `int`"]),
+        (b'{"messages": "hi"}', 400, ["messages", "array"]),
+        (b'{"messages": [], "vllm_xargs": {"ec_transfer_params": "x"}}', 400, ["router's own"]),
+        (b'{"messages": [], "vllm_xargs": 7}', 400, ["vllm_xargs"]),
+    ],
+)
+def test_a_bad_body_is_refused_with_value_and_remedy(
+    body: bytes, status: int, words: list[str]
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        read_call(CHAT_PATH, body, STRICT)
+    assert caught.value.status == status
+    for word in words:
+        assert word in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+def test_a_completion_needs_a_prompt() -> None:
+    with pytest.raises(RequestError, match="'prompt' is missing"):
+        read_call(COMPLETION_PATH, b"{}", RULES)
+
+
+# Fields.
+
+
+def engine_fields(module: str, name: str) -> set[str]:
+    """Read the fields from the source: importing it would import torch."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None and spec.origin is not None
+    source = Path(spec.origin).parent / "entrypoints" / "openai" / module / "protocol.py"
+    for node in ast.parse(source.read_text()).body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            declared = (item.target for item in node.body if isinstance(item, ast.AnnAssign))
+            names = {target.id for target in declared if isinstance(target, ast.Name)}
+            return {field for field in names if not field.startswith("_")}
+    raise AssertionError(f"{source} has no class {name}")
+
+
+@pytest.mark.needs_vllm
+def test_the_known_chat_fields_are_those_of_the_engine() -> None:
+    known = engine_fields("chat_completion", "ChatCompletionRequest")
+    assert known == CHAT_ENGINE_FIELDS | STRIPPED
+
+
+@pytest.mark.needs_vllm
+def test_the_known_completion_fields_are_those_of_the_engine() -> None:
+    known = engine_fields("completion", "CompletionRequest")
+    assert known == COMPLETION_ENGINE_FIELDS | STRIPPED
+
+
+COMMON = """
+    functions function_call modalities audio prediction web_search_options best_of guided_json
+    guided_choice thinking enable_thinking reasoning metadata store service_tier verbosity
+"""
+
+
+@pytest.mark.parametrize("name", COMMON.split())
+def test_fields_that_clients_send_to_other_services_are_known(name: str) -> None:
+    call = chat(**{name: {"x": 1}}, rules=STRICT)
+    assert sent(call.for_pd(None)) == {"messages": MESSAGES, name: {"x": 1}}
+
+
+def test_unknown_fields_go_through_untouched_by_default() -> None:
+    body = b'{"messages": [],  "future": [1.0, {}]}'
+    assert joined(read_call(CHAT_PATH, body, Rules()).for_pd(None)) == body
+
+
+def test_unknown_fields_are_dropped_where_that_is_asked_for() -> None:
+    rules = Rules(unknown_fields="drop")
+    call = chat(future=1, seed=3, rules=rules)
+    assert sent(call.for_pd(None)) == {"messages": MESSAGES, "seed": 3}
+
+
+def test_fields_of_endpoints_that_are_not_known_by_name_are_never_refused() -> None:
+    body = b'{"prompt": "x", "future": 1}'
+    assert joined(read_call("/tokenize", body, STRICT).for_pd(None)) == body
+
+
+def test_ten_unknown_fields_are_named_and_the_others_counted() -> None:
+    with pytest.raises(RequestError, match=r"'zz09' and 5 more|'zz09', and 5 more"):
+        chat(**{f"zz{i:02}": 1 for i in range(15)}, rules=STRICT)
+
+
+# What goes in place of media.
+
+BLUE = "data:image/png;base64,Ymx1ZQ=="
+TEXT = {"type": "text", "text": "What is this?"}
+
+
+def image(url: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url, "detail": "high"}}
+
+
+def asked_of(*parts: Any) -> Call:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [*parts]}]
+    return chat(messages, seed=3)
+
+
+def told(call: Call) -> dict[str, EncodedItem]:
+    return {
+        item.mm_hash: EncodedItem(
+            mm_hash=item.mm_hash, modality="image", metadata={"image_grid_thw": [1, 8, number]}
+        )
+        for number, item in enumerate(call.items)
+    }
+
+
+def params(call: Call) -> PrefillParams:
+    transfers = [ExpectedTransfer(transfer_id="t", mm_hash=i.mm_hash) for i in call.items]
+    return PrefillParams(transfers=tuple(transfers))
+
+
+def test_a_body_with_metadata_holds_them_under_the_items_names_and_no_media() -> None:
+    call = asked_of(TEXT, image(RED), image(BLUE), image(RED))
+    red, blue = (item.mm_hash for item in call.items)
+
+    data = joined(call.for_pd(params(call), told(call)))
+
+    body = json.loads(data)
+    assert b"base64" not in data
+    assert prefill_params(body.pop("ec_transfer_params")) == params(call)
+    described = [
+        {"type": "image_embeds", "image_embeds": {"image_grid_thw": [1, 8, n]}, "uuid": name}
+        for n, name in [(0, red), (1, blue), (0, red)]
+    ]
+    assert body == {
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": [TEXT, *described]},
+        ],
+        "seed": 3,
+    }
+
+
+def test_the_call_itself_keeps_its_media() -> None:
+    call = asked_of(image(RED))
+    before = joined(call.for_pd(params(call)))
+    call.for_pd(params(call), told(call))
+    assert joined(call.for_pd(params(call))) == before
+    assert b"base64,cmVk" in before
+
+
+def test_renamed_items_hold_their_media_under_other_names_everywhere() -> None:
+    call = asked_of(TEXT, image(RED), image(BLUE), image(RED))
+    renamed = call.renamed()
+    names = [item.mm_hash + MEDIA_SUFFIX for item in call.items]
+    assert [item.mm_hash for item in renamed.items] == names
+    assert sent(renamed.for_pd(None))["messages"][1]["content"] == [
+        TEXT,
+        image(RED) | {"uuid": names[0]},
+        image(BLUE) | {"uuid": names[1]},
+        image(RED) | {"uuid": names[0]},
+    ]
+    transfer = EncodeTransfer(transfer_id="t", mm_hash=names[0], consumer="tcp://c:1")
+    job = sent(renamed.for_encoder(renamed.items[0], transfer))
+    assert job["messages"][0]["content"] == [image(RED) | {"uuid": names[0]}]
+
+
+# Keys, and who shares them.
+
+
+SALTED: list[dict[str, Any]] = [
+    {"cache_salt": None, "mm_processor_kwargs": None},
+    {},
+    {"cache_salt": "a"},
+    {"cache_salt": "b"},
+    {"media_io_kwargs": {"image": {"x": 1}}},
+]
+
+
+def test_who_sets_a_salt_shares_no_item_with_others() -> None:
+    keys = [chat(WITH_IMAGE, **more).items[0].mm_hash for more in SALTED]
+    assert keys[0] == keys[1]
+    assert len(set(keys)) == 4
+
+
+def test_long_settings_and_salts_give_the_same_key_each_time() -> None:
+    more = {"cache_salt": "s" * 9000, "mm_processor_kwargs": {"x": "y" * 9000}}
+    first, second = (chat(WITH_IMAGE, **more) for _ in range(2))
+    assert first.items[0].mm_hash == second.items[0].mm_hash
+    transfer = EncodeTransfer(transfer_id="t", mm_hash="h", consumer="tcp://c:1")
+    job = sent(first.for_encoder(first.items[0], transfer))
+    assert job["mm_processor_kwargs"] == more["mm_processor_kwargs"]
+
+
+# Segments.
+
+
+def large(nbytes: int, **more: Any) -> tuple[bytes, str]:
+    data = hashlib.shake_256(b"large").hexdigest(nbytes // 2)
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + data}}
+    messages = [{"role": "user", "content": [TEXT, picture]}]
+    return json.dumps({"messages": messages, **more}).encode(), data
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray])
+def test_a_large_picture_is_keyed_and_sent_without_a_copy(kind: type) -> None:
+    body, text = large(1 << 20, seed=3)
+    data = kind(body)
+    call = read_call(CHAT_PATH, data, RULES)
+    (item,) = call.items
+    assert item.mm_hash == content_key("image", "image/png", text.encode(), b"\0\0\0")
+
+    transfer = EncodeTransfer(transfer_id="t", mm_hash=item.mm_hash, consumer="tcp://c:1")
+    for written in (call.for_pd(params(call)), call.for_encoder(item, transfer)):
+        (view,) = (each for each in written if isinstance(each, memoryview))
+        assert view.obj is data and len(view) > 1 << 20
+        assert size(written) == len(joined(written))
+        assert text in sent(written)["messages"][-1]["content"][-1]["image_url"]["url"]
+    described = call.for_pd(params(call), told(call))
+    assert size(described) < 1000
+
+
+def test_a_large_body_in_which_nothing_changes_goes_on_as_it_is() -> None:
+    data = json.dumps({"messages": [{"role": "user", "content": "word " * 100_000}]}).encode()
+    (segment,) = read_call(CHAT_PATH, data, RULES).for_pd(None)
+    assert segment is data
+
+
+def test_a_large_text_beside_an_item_goes_on_as_it_was() -> None:
+    words = {"type": "text", "text": 'say "it"\n, ' * 5000 + "word " * 5000}
+    tool = {"type": "function", "function": {"name": "f", "description": "d" * 9000}}
+    messages = [{"role": "user", "content": [words, PICTURE]}, {"role": "x" * 9000}]
+    call = chat(messages, tools=[tool], unknown="u" * 9000)
+    body = sent(call.for_pd(params(call)))
+    (item,) = call.items
+    del body["ec_transfer_params"]
+    messages[0]["content"][1] = {**PICTURE, "uuid": item.mm_hash}
+    assert body == {"messages": messages, "tools": [tool], "unknown": "u" * 9000}
+
+
+@pytest.mark.parametrize("slash", ["\\/", "\\u002f"])
+def test_a_large_picture_with_escapes_is_the_same_item(slash: str) -> None:
+    picture = image("data:image/png;base64," + "AB/D" * 100_000)
+    plain = json.dumps({"messages": [{"role": "user", "content": [picture]}]})
+    call = read_call(CHAT_PATH, plain.replace("/", slash).encode(), RULES)
+    (item,) = call.items
+    assert item.mm_hash == read_call(CHAT_PATH, plain.encode(), RULES).items[0].mm_hash
+    (part,) = sent(call.for_pd(None))["messages"][0]["content"]
+    assert part == picture | {"uuid": item.mm_hash}
+
+
+# Responses and messages.
+
+
+def responses(given: Any, rules: Rules = RULES, **more: Any) -> Call:
+    return read_call(RESPONSES_PATH, json.dumps({"input": given, **more}).encode(), rules)
+
+
+SEEN = {"type": "input_image", "image_url": RED, "detail": "auto", "uuid": "forged"}
+
+
+def test_images_of_a_responses_request_are_keyed_wherever_the_engine_looks_for_them() -> None:
+    given = [
+        {"role": "user", "content": [{"type": "input_text", "text": "x", "uuid": "u"}, SEEN]},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": [{**SEEN, "image_url": BLUE}]},
+        {"role": "user", "content": "text"},
+    ]
+    call = responses(given, mm_processor_kwargs={"max_pixels": 64}, stream=True, model="demo")
+    red, blue = call.items
+    assert (call.stream, call.takes_metadata, call.model) == (True, False, "demo")
+
+    body = sent(call.for_pd(params(call)))
+
+    assert prefill_params(body["ec_transfer_params"]) == params(call)
+    assert body["input"][0]["content"] == [
+        {"type": "input_text", "text": "x"},
+        {**SEEN, "uuid": red.mm_hash},
+    ]
+    assert body["input"][2]["output"] == [{**SEEN, "image_url": BLUE, "uuid": blue.mm_hash}]
+    assert body["input"][1::2] == given[1::2]
+    transfer = EncodeTransfer(transfer_id="t", mm_hash=red.mm_hash, consumer="tcp://c:1")
+    job = sent(call.for_encoder(red, transfer))
+    assert job["messages"][0]["content"] == [{**SEEN, "uuid": red.mm_hash}]
+    assert job["mm_processor_kwargs"] == {"max_pixels": 64}
+    chat_key = chat(WITH_IMAGE, mm_processor_kwargs={"max_pixels": 64}).items[0].mm_hash
+    assert red.mm_hash == chat_key
+
+
+def test_a_responses_request_of_text_goes_on_as_it_is() -> None:
+    body = b'{ "input": "hello", "store" : false }'
+    assert joined(read_call(RESPONSES_PATH, body, STRICT).for_pd(None)) == body
+
+
+def block(**source: Any) -> dict[str, Any]:
+    return {"type": "image", "source": {"type": "base64", **source}}
+
+
+def anthropic(messages: Any, rules: Rules = RULES, path: str = MESSAGES_PATH) -> Call:
+    data = {"model": "demo", "max_tokens": 5, "messages": messages, "mm_processor_kwargs": {"x": 1}}
+    return read_call(path, json.dumps(data).encode(), rules)
+
+
+DRAWN = [
+    {"role": "system", "content": [block(media_type="image/png", data="bm90aGluZw==")]},
+    {
+        "role": "user",
+        "content": [
+            {"type": "text", "text": "secret"},
+            block(media_type="image/png", data="cmVk"),
+            {"type": "tool_result", "content": [block(media_type="image/webp", data="dG9vbA==")]},
+            {"type": "tool_result", "content": "text"},
+            block(data="anBlZw=="),
+            {"type": "image", "source": {"type": "url", "url": BLUE}},
+        ],
+    },
+    {"role": "user", "content": "text"},
+    {"role": "assistant", "content": [{"type": "tool_result", "content": [block(data="AAAA")]}]},
+]
+
+
+def test_images_of_anthropics_messages_are_found_in_the_engines_order_and_not_named() -> None:
+    call = anthropic(DRAWN)
+    urls = []
+    for item in call.items:
+        transfer = EncodeTransfer(transfer_id="t", mm_hash=item.mm_hash, consumer="tcp://c:1")
+        job = sent(call.for_encoder(item, transfer))
+        (part,) = job["messages"][0]["content"]
+        assert part.keys() == {"type", "image_url"}
+        assert "mm_processor_kwargs" not in job
+        urls.append(part["image_url"]["url"])
+    assert urls == ["data:image/webp;base64,dG9vbA==", RED, "data:image/jpeg;base64,anBlZw==", BLUE]
+
+    body = sent(call.for_pd(params(call)))
+
+    assert prefill_params(body.pop("ec_transfer_params")) == params(call)
+    assert body["messages"] == DRAWN
+    assert not call.takes_metadata
+
+
+def test_a_large_image_of_anthropics_messages_is_sent_without_a_copy() -> None:
+    data = "ABCD" * 100_000
+    call = anthropic([{"role": "user", "content": [block(media_type="image/png", data=data)]}])
+    (item,) = call.items
+    transfer = EncodeTransfer(transfer_id="t", mm_hash=item.mm_hash, consumer="tcp://c:1")
+    job = call.for_encoder(item, transfer)
+    assert any(isinstance(each, memoryview) for each in job)
+    (part,) = sent(job)["messages"][0]["content"]
+    assert part["image_url"] == {"url": "data:image/png;base64," + data}
+
+
+def test_counting_tokens_of_messages_needs_no_encoder() -> None:
+    assert anthropic(DRAWN, path=COUNT_PATH).items == ()
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ({"type": "url", "url": "http://example.com/a.png"}, ["source.url", "only data URLs"]),
+        ({"type": "url"}, ["source.url is missing"]),
+        ({"type": "base64"}, ["source.data is missing"]),
+        ({"data": ""}, ["source.data", "no data"]),
+        ({"data": 7}, ["source.data", "got `int`"]),
+        ({"data": "AAAA", "media_type": "text/html"}, ["'text/html'", "no image", "image/png"]),
+        ({"data": "A", "media_type": "image/png;base64,BBBB#"}, ["source.media_type", "no image"]),
+    ],
+)
+def test_a_bad_source_is_refused_with_place_and_remedy(source: Any, words: list[str]) -> None:
+    with pytest.raises(RequestError) as caught:
+        anthropic([{"role": "user", "content": [{"type": "image", "source": source}]}])
+    assert caught.value.status == 400
+    for word in ["messages[0].content[0].source", *words]:
+        assert word in str(caught.value)
+
+
+def test_media_go_to_chat_only_where_instances_hold_no_encoder() -> None:
+    rules = Rules(pd_takes_media=False)
+    assert len(chat(WITH_IMAGE, rules=rules).items) == 1
+    for read in (
+        lambda: anthropic(DRAWN, rules),
+        lambda: responses([{"role": "user", "content": [SEEN]}], rules),
+        lambda: read_call("/tokenize", json.dumps({"messages": WITH_IMAGE}).encode(), rules),
+    ):
+        with pytest.raises(RequestError, match=f"in chat requests only.*{CHAT_PATH}"):
+            read()
+
+
+@pytest.mark.parametrize("path", [RESPONSES_PATH, MESSAGES_PATH])
+def test_a_request_needs_its_messages(path: str) -> None:
+    with pytest.raises(RequestError, match="is missing in the request body"):
+        read_call(path, b'{"model": "demo"}', RULES)
+
+
+# Other endpoints.
+
+
+@pytest.mark.parametrize(
+    "path", [CHAT_PATH, COMPLETION_PATH, RESPONSES_PATH, MESSAGES_PATH, "/tokenize", "/invocations"]
+)
+def test_no_endpoint_takes_what_travels_between_router_and_instances(path: str) -> None:
+    body = {"messages": [], "prompt": "", "input": "", "ec_transfer_params": {}}
+    call = read_call(path, json.dumps({**body, "kv_transfer_params": {}}).encode(), RULES)
+    assert sent(call.for_pd(None)) == {"messages": [], "prompt": "", "input": ""}
+    with pytest.raises(RequestError, match="router's own"):
+        forged = {**body, "vllm_xargs": {"kv_transfer_params": "x"}}
+        read_call(path, json.dumps(forged).encode(), RULES)
+
+
+def test_other_endpoints_get_bodies_as_they_are() -> None:
+    body = b'{ "model" : "demo",  "input" : [1,2], "stream":true, "messages": "hi"}'
+    call = read_call("/v1/embeddings", body, RULES)
+    assert joined(call.for_pd(None)) == body
+    assert (call.model, call.stream, call.items) == ("demo", True, ())
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/invocations", BATCH_PATH])
+def test_no_endpoint_takes_a_clients_name_of_an_item(path: str) -> None:
+    forged = {**PICTURE, "uuid": "forged"}
+    messages: list[Any] = [{"role": "user", "content": [forged]}]
+    messages = [messages, messages] if path == BATCH_PATH else messages
+    call = read_call(path, json.dumps({"messages": messages}).encode(), RULES)
+    assert call.items == ()
+    first = sent(call.for_pd(None))["messages"][0]
+    first = first[0] if path == BATCH_PATH else first
+    assert first["content"] == [{**PICTURE, "uuid": chat(WITH_IMAGE).items[0].mm_hash}]
+
+
+def test_a_body_that_nobody_looks_at_goes_on_as_it_is() -> None:
+    data = bytearray(b"--boundary\r\n" + b"A" * 10_000)
+    call = Call.untouched("POST", "/v1/audio/transcriptions", data)
+    assert joined(call.for_pd(None)) == data
+    assert call.method == "POST"
+
+
+@pytest.mark.parametrize(
+    "body", [b'\xef\xbb\xbf{"messages":[]}', '{"a":1}'.encode("utf-16"), b"[]"]
+)
+def test_other_endpoints_take_only_json_that_is_read_here_as_there(body: bytes) -> None:
+    with pytest.raises(RequestError):
+        read_call("/tokenize", body, RULES)
+
+
+# Bodies that would hold up others.
+
+BOUNDS: dict[str, bytes] = {
+    "bytes": b'{"messages":[],"seed":' + b" " * MAX_JSON_BYTES + b"1}",
+    "commas": b'{"messages":[' + b"1," * 300_001 + b"1]}",
+    "strings": b'{"messages":[],"x":[' + b'"",' * 100_001 + b'""]}',
+    "messages": b'{"messages":[' + b"{}," * 20_000 + b"{}]}",
+    "parts": b'{"messages":[{"content":[' + b"{}," * 20_000 + b"{}]}]}",
+}
+
+
+@pytest.mark.parametrize("what", BOUNDS)
+def test_a_body_with_too_many_values_is_refused(what: str) -> None:
+    with pytest.raises(RequestError, match=r"at most \d+ are allowed; send fewer") as caught:
+        read_call(CHAT_PATH, BOUNDS[what], RULES)
+    assert caught.value.status == 413
+
+
+def test_a_long_prompt_of_tokens_is_no_list_that_is_taken_apart() -> None:
+    body = b'{"prompt":[' + b"1," * 900_000 + b"1]}"
+    assert joined(read_call(COMPLETION_PATH, body, RULES).for_pd(None)) == body
+
+
+class Holds:
+    """Measures how much work is done between two moments at which other threads may run."""
+
+    def __init__(self) -> None:
+        self.longest_s = 0.0
+        self._since = time.thread_time()
+
+    def begin(self) -> None:
+        self._since = time.thread_time()
+
+    def end(self) -> None:
+        self.longest_s = max(self.longest_s, time.thread_time() - self._since)
+
+    def sleep(self, seconds: float) -> None:
+        assert 0 < seconds < 0.001
+        self.end()
+        self.begin()
+
+    def sha256(self) -> Any:
+        holds, digest = self, hashlib.sha256()
+
+        class Digest:
+            hexdigest = digest.hexdigest
+
+            def update(self, data: Any) -> None:
+                holds.end()
+                digest.update(data)  # Without the interpreter lock, if it is long.
+                holds.begin()
+
+        return Digest()
+
+
+LARGE = 48 << 20
+
+
+def picture(nbytes: int = LARGE) -> bytes:
+    part = image("data:image/png;base64," + "AbCd/fGh" * (nbytes // 8))
+    return json.dumps({"messages": [{"role": "user", "content": [part]}]}).encode()
+
+
+HOSTILE: dict[str, Callable[[], bytes]] = {
+    "a picture": picture,
+    "a picture with escapes": lambda: picture(LARGE // 4).replace(b"/", b"\\/"),
+    "a text": lambda: b'{"messages":[{"content":"' + b"words\\n" * (LARGE // 7) + b'"}]}',
+    "no end": lambda: picture()[:-9],
+    "backslashes": lambda: b'{"messages":"' + b"\\" * LARGE + b'"}',
+    "blanks": lambda: b'{"messages":' + b" " * LARGE + b"[]}",
+    "numbers": lambda: b'{"messages":[' + b"1," * (LARGE // 2) + b"1]}",
+    "commas": lambda: b'{"messages":"' + b"," * (MAX_JSON_BYTES - 100) + b'"}',
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_no_large_body_keeps_other_threads_waiting(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = HOSTILE[what]()
+    found = []
+    for _ in range(3):
+        holds = Holds()
+        monkeypatch.setattr("epd_portable.router.cut_text.time", holds)
+        monkeypatch.setattr("epd_portable.router.media.hashlib", holds)
+        holds.begin()
+        try:
+            call = read_call(CHAT_PATH, data, RULES)
+            call.for_pd(params(call) if call.items else None)
+        except RequestError:
+            pass
+        holds.end()
+        found.append(holds.longest_s)
+    assert min(found) < 0.003
