@@ -225,6 +225,7 @@ class RouterSection(_Section):
         port: Port to listen on.
         admin_port: Port of the same host for ``/epd/``, ``/metrics`` and ``/health``; by default
             they are on `port`.
+        workers: Processes that serve on `port`.
         tls_cert_file: Certificate chain in PEM; with it the router speaks HTTPS.
         tls_key_file: Its private key in PEM.
         api_keys_file: File with one key of clients a line; asked for as bearer token. Read again
@@ -252,6 +253,7 @@ class RouterSection(_Section):
     host: str = "127.0.0.1"
     port: Port = 8000
     admin_port: Port | None = None
+    workers: Annotated[int, Field(ge=1, le=64)] = 1
     tls_cert_file: str | None = None
     tls_key_file: str | None = None
     api_keys_file: str | None = None

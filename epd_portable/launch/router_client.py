@@ -129,13 +129,13 @@ class RouterClient:
         self._joined = seen["router"]
         return seen
 
-    def _ask(self, method: str, path: str, body: bytes = b"") -> dict[str, Any]:
+    def _ask(self, method: str, path: str, sent: bytes = b"") -> dict[str, Any]:
         try:
             answer = httpx.request(
                 method,
                 self._url + path,
-                content=body,
-                headers={"authorization": self._secret.sign(method, path, body)},
+                content=sent,
+                headers={"authorization": self._secret.sign(method, path, sent)},
                 timeout=_REQUEST_TIMEOUT_S,
                 trust_env=False,
             )

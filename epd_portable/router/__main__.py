@@ -11,8 +11,9 @@ import uvloop
 from epd_portable import log
 from epd_portable.errors import EPDError
 from epd_portable.router.server import Router
-from epd_portable.router.serving import Stop, listen, serve
+from epd_portable.router.serving import Stop, listen, reserve, serve
 from epd_portable.router.settings import RouterSettings, load_settings
+from epd_portable.router.workers import keep, work
 
 logger = logging.getLogger("epd_portable.router")
 
@@ -26,12 +27,16 @@ def main(argv: list[str] | None = None) -> int:
         0 after a clean stop, 2 if the settings are wrong or the port is taken.
     """
     parser = argparse.ArgumentParser(prog="python -m epd_portable.router", description=__doc__)
-    parser.add_argument("--settings", required=True, help="JSON, or @path of a file that holds it")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--settings", help="JSON, or @path of a file that holds it")
+    what.add_argument("--worker", type=_descriptors, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     log.configure()
     try:
-        settings = load_settings(options.settings)
-        uvloop.run(_serve(settings))
+        if options.worker:
+            uvloop.run(work(*options.worker))
+        else:
+            uvloop.run(_serve(load_settings(options.settings)))
     except EPDError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -39,15 +44,24 @@ def main(argv: list[str] | None = None) -> int:
 
 
 async def _serve(settings: RouterSettings) -> None:
-    listeners = [listen(settings.host, settings.port)]
-    if settings.admin_port is not None:
-        listeners.append(listen(settings.host, settings.admin_port))
-    host, port = listeners[0].getsockname()[:2]
-    scheme = "https" if settings.tls_cert_file else "http"
-    logger.info("router for %s on %s://%s:%d", settings.model, scheme, host, port)
     stop = Stop()
     stop.on_signals()
-    await serve(Router(settings), listeners, stop)
+    alone = settings.workers == 1
+    take = listen if alone else reserve
+    address = take(settings.host, settings.port)
+    admin = [listen(settings.host, settings.admin_port)] if settings.admin_port else []
+    host, port = address.getsockname()[:2]
+    scheme = "https" if settings.tls_cert_file else "http"
+    logger.info("router for %s on %s://%s:%d", settings.model, scheme, host, port)
+    if alone:
+        await serve(Router(settings), [address, *admin], stop)
+    else:
+        await keep(settings, address, admin, stop)
+
+
+def _descriptors(text: str) -> tuple[int, int]:
+    channel, table = text.split(",")
+    return int(channel), int(table)
 
 
 if __name__ == "__main__":

@@ -122,7 +122,7 @@ class Router:
         self._keys = ApiKeys(settings.api_keys_file) if settings.api_keys_file else None
         self._passed_on = frozenset(PASSED_ON[1:] if self._keys else PASSED_ON)
         self.upstream = Upstream({INSTANCE_TOKEN_HEADER: secret.instance_token()})
-        self.instances = instances or Instances()
+        self.instances = Instances() if instances is None else instances
         self.metrics = Metrics(lambda: self.instances.all, metrics_folder)
         self._control = ControlChannels(CurveKeys.derive(secret))
         self.exchange = Exchange(

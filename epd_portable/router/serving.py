@@ -86,16 +86,23 @@ class Stop:
     Attributes:
         asked: Answers that have begun may end.
         at_once: They may not.
+        abandoned: Nobody keeps the port for this process any more: it is left at once.
     """
 
     def __init__(self) -> None:
         self.asked = asyncio.Event()
         self.at_once = asyncio.Event()
+        self.abandoned = False
 
     def ask(self) -> None:
         """Let answers that have begun end; asked a second time, end them."""
         if self.asked.is_set():
             self.at_once.set()
+        self.asked.set()
+
+    def abandon(self) -> None:
+        """Let answers that have begun end, and take no connection any more."""
+        self.abandoned = True
         self.asked.set()
 
     def on_signals(self) -> None:
@@ -176,6 +183,9 @@ async def _tell(server: uvicorn.Server, started: Callable[[], None] | None) -> N
 
 async def _stop(stop: Stop, router: Router, server: uvicorn.Server) -> None:
     await stop.asked.wait()
+    if stop.abandoned:
+        for listening in server.servers:
+            listening.close()
     drained = asyncio.create_task(router.drain())
     at_once = asyncio.create_task(stop.at_once.wait())
     await asyncio.wait({drained, at_once}, return_when=asyncio.FIRST_COMPLETED)

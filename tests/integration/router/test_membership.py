@@ -263,6 +263,13 @@ async def test_instances_are_where_the_settings_say(
     assert set(await shown(t, auth)) == {"encode-0", "pd-0"}
 
 
+async def test_to_list_everything_lists_no_link(build: Build, auth: keyring.Signed) -> None:
+    t = await build(registration=True, instance_networks=["0.0.0.0/0", "::/0"])
+    for url in ("http://169.254.169.254", "http://[fe80::1]:80", "http://0.0.0.0:80"):
+        body = {"name": "x", "role": "encode", "url": url}
+        assert (await t.client.post(INSTANCES, json=body, auth=auth)).status_code == 403
+
+
 async def test_a_network_that_is_listed_is_asked(build: Build, auth: keyring.Signed) -> None:
     t = await build(registration=True, instance_networks=["169.254.0.0/16", "127.0.0.2/32"])
     for url, status in (
