@@ -22,14 +22,16 @@ logger = logging.getLogger(__name__)
 DESTINATION = "x-gateway-destination-endpoint"
 """Header that names who gets a request, and who gets it after that one: ``ip:port,ip:port``. The
 name is that of the endpoint picker protocol of the Gateway API inference extension."""
+RETRY_ON = "x-envoy-retry-on"
+"""Header that says for what else Envoy tries again."""
 STAGE = "x-epd-stage"
 """Metadata of a stream: ``ask`` for a client's request, ``again`` for the second try of one."""
 PORT = "x-epd-port"
 """Metadata of a stream: the port at which the client asked."""
 SEEN_WITHIN_S = 0.25
 """Envoy, which is told of every change of the file, knows a new instance after this long."""
-ADDED_BYTES = 1 << 20
-"""What a request may grow by on its way."""
+OWN_BYTES = 256 << 20
+"""Of Envoy's memory, beside the bodies of requests."""
 MAX_CONNECTIONS = 50_000
 """Of clients; more are not accepted."""
 MESSAGE_TIMEOUT_S = 30.0
@@ -60,6 +62,11 @@ class Endpoints:
         instances.watch(self._changed)
         self._write()
 
+    async def settle(self) -> None:
+        """Return when the file names all instances that are there: who reads it then sees them."""
+        await asyncio.gather(*self._tasks)
+        self.unseen -= self._addresses.keys()
+
     def address(self, instance: Instance) -> str:
         """Return the address by which Envoy knows an instance that is not unseen."""
         return self._addresses[instance]
@@ -78,11 +85,12 @@ class Endpoints:
             task.add_done_callback(self._tasks.discard)
 
     async def _add(self, instance: Instance) -> None:
+        loop = asyncio.get_running_loop()
         parts = urlsplit(instance.url)
         try:
             if parts.scheme != "http":
                 raise OSError("Envoy is not configured for instances that speak HTTPS")
-            found = await asyncio.get_running_loop().getaddrinfo(parts.hostname, parts.port or 80)
+            found = await loop.getaddrinfo(parts.hostname, parts.port or 80)
         except OSError as error:
             logger.error("instance %s at %s gets nothing: %s", instance.name, instance.url, error)
             return
@@ -91,8 +99,7 @@ class Endpoints:
         host, port = found[0][4][:2]
         self._addresses[instance] = f"[{host}]:{port}" if ":" in str(host) else f"{host}:{port}"
         self._write()
-        await asyncio.sleep(SEEN_WITHIN_S)
-        self.unseen.discard(instance)
+        loop.call_later(SEEN_WITHIN_S, self.unseen.discard, instance)
 
     def _is_there(self, instance: Instance) -> bool:
         return self._instances.get(instance.name) is instance
@@ -130,18 +137,7 @@ def bootstrap(settings: RouterSettings, *, endpoints: Path, picker: str) -> dict
             "listeners": [_listener(settings, port) for port in ports],
             "clusters": [_picker(picker), _instances(settings, endpoints)],
         },
-        "overload_manager": {
-            "resource_monitors": [
-                _named(
-                    "envoy.resource_monitors.global_downstream_max_connections",
-                    {
-                        "@type": _TYPE + "extensions.resource_monitors.downstream_connections.v3."
-                        "DownstreamConnectionsConfig",
-                        "max_active_downstream_connections": MAX_CONNECTIONS,
-                    },
-                )
-            ]
-        },
+        "overload_manager": _overload(settings),
     }
 
 
@@ -186,6 +182,34 @@ async def start(config: Path, *, threads: int) -> asyncio.subprocess.Process:
     )
 
 
+def _overload(settings: RouterSettings) -> Mapping[str, Any]:
+    """Bound connections, and bodies that are not whole: of those only Envoy knows."""
+    monitors = _TYPE + "extensions.resource_monitors."
+    connections = {
+        "@type": monitors + "downstream_connections.v3.DownstreamConnectionsConfig",
+        "max_active_downstream_connections": MAX_CONNECTIONS,
+    }
+    heap = {
+        "@type": monitors + "fixed_heap.v3.FixedHeapConfig",
+        "max_heap_size_bytes": settings.max_bodies_bytes + OWN_BYTES,
+    }
+    return {
+        "refresh_interval": "0.25s",
+        "resource_monitors": [
+            _named("envoy.resource_monitors.global_downstream_max_connections", connections),
+            _named("envoy.resource_monitors.fixed_heap", heap),
+        ],
+        "actions": [
+            {
+                "name": "envoy.overload_actions.stop_accepting_requests",
+                "triggers": [
+                    {"name": "envoy.resource_monitors.fixed_heap", "threshold": {"value": 1.0}}
+                ],
+            }
+        ],
+    }
+
+
 def _listener(settings: RouterSettings, port: int) -> Mapping[str, Any]:
     chain: dict[str, Any] = {"filters": [_named("http_connection_manager", _front(settings, port))]}
     if settings.tls_cert_file is not None:
@@ -214,6 +238,8 @@ def _front(settings: RouterSettings, port: int) -> Mapping[str, Any]:
         # Answers' bodies stay away, unless this process asks for one; so requests' come whole.
         {"request_body_mode": "BUFFERED"},
         allow_mode_override=True,
+        # For `RETRY_ON`.
+        mutation_rules={"allow_envoy": True},
     )
     return {
         "@type": _TYPE
@@ -246,8 +272,10 @@ def _route(settings: RouterSettings) -> Mapping[str, Any]:
         "cluster": "prefill-decode",
         "timeout": "0s",
         "idle_timeout": f"{settings.idle_timeout_s:g}s",
+        "flush_timeout": f"{settings.send_timeout_s:g}s",
         "retry_policy": {
-            "retry_on": "5xx",
+            # This process adds 5xx where another instance could answer.
+            "retry_on": "reset,connect-failure,refused-stream",
             "num_retries": 1,
             "retry_back_off": {"base_interval": "0.001s", "max_interval": "0.01s"},
         },

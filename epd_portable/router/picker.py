@@ -304,6 +304,8 @@ class Conversation:
             envoy.DESTINATION: f"{endpoints.address(one.pd)},{endpoints.address(self._next)}",
             PICKED: self._key,
         }
+        if self._next is not one.pd:
+            given[envoy.RETRY_ON] = "5xx"
         removed = [
             name
             for name in self._asked
@@ -477,6 +479,7 @@ async def serve(settings: RouterSettings, folder: Path, *, listen: str, threads:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     await router.open()
+    await endpoints.settle()
     # First Envoy: a process that serves gRPC should start no other. Its requests wait.
     process = None if listen else await envoy.start(config, threads=threads)
     await server.start()
