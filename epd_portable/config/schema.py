@@ -223,6 +223,7 @@ class RouterSection(_Section):
     Attributes:
         host: Address to listen on.
         port: Port to listen on.
+        envoy: Start Envoy in front: it carries requests and answers, and is told where to.
         admin_port: Port of the same host for ``/epd/``, ``/metrics`` and ``/health``; by default
             they are on `port`.
         workers: Processes that serve on `port`.
@@ -252,6 +253,7 @@ class RouterSection(_Section):
 
     host: str = "127.0.0.1"
     port: Port = 8000
+    envoy: bool = False
     admin_port: Port | None = None
     workers: Annotated[int, Field(ge=1, le=64)] = 1
     tls_cert_file: str | None = None

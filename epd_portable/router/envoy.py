@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import logging
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -67,8 +69,12 @@ class Endpoints:
         await asyncio.gather(*self._tasks)
         self.unseen -= self._addresses.keys()
 
+    def lists(self, instance: Instance) -> bool:
+        """Tell whether the file names an instance."""
+        return instance in self._addresses
+
     def address(self, instance: Instance) -> str:
-        """Return the address by which Envoy knows an instance that is not unseen."""
+        """Return the address by which the file names an instance."""
         return self._addresses[instance]
 
     def _changed(self, instance: Instance) -> None:
@@ -178,8 +184,18 @@ async def start(config: Path, *, threads: int) -> asyncio.subprocess.Process:
         stdin=asyncio.subprocess.DEVNULL,
         # What it says of itself belongs with this process's own lines.
         stdout=sys.stderr.fileno(),
+        preexec_fn=_end_with_parent,
         env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
     )
+
+
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
+
+
+def _end_with_parent() -> None:
+    """Let the new process end when this one is killed: nobody else would end it."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _overload(settings: RouterSettings) -> Mapping[str, Any]:

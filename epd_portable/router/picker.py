@@ -43,7 +43,7 @@ from epd_portable.router.server import CARRIER, Router, with_cors
 from epd_portable.router.settings import RouterSettings, load_settings
 from epd_portable.router.upstream import Fault, Segments
 
-logger = logging.getLogger("epd_portable.router.picker")
+logger = logging.getLogger("epd_portable.router")
 
 PICKED = "x-epd-picked"
 """Header by which a second try is recognized; nobody can guess another request's."""
@@ -266,8 +266,14 @@ class Conversation:
         return self._choose(key, tried)
 
     def _choose(self, key: str, tried: Collection[str]) -> Instance | None:
-        unseen = [instance.name for instance in self._picker.endpoints.unseen]
-        return self._instances.prefill_decode(key, exclude=[*tried, *unseen])
+        endpoints = self._picker.endpoints
+        unseen = [instance.name for instance in endpoints.unseen]
+        chosen = self._instances.prefill_decode(key, exclude=[*tried, *unseen])
+        if chosen is None and unseen:
+            # Most likely Envoy has seen it by now.
+            unlisted = [each.name for each in endpoints.unseen if not endpoints.lists(each)]
+            chosen = self._instances.prefill_decode(key, exclude=[*tried, *unlisted])
+        return chosen
 
     async def carry(self, call: Call, one: Attempt, body: Segments, out: Outgoing) -> int:
         """Have Envoy send a request and pass the answer on; see `Carrier`."""
@@ -483,15 +489,16 @@ async def serve(settings: RouterSettings, folder: Path, *, listen: str, threads:
     # First Envoy: a process that serves gRPC should start no other. Its requests wait.
     process = None if listen else await envoy.start(config, threads=threads)
     await server.start()
-    logger.info("picker for %s at %s; Envoy's configuration is %s", settings.model, where, config)
+    asked = f"{'https' if settings.tls_cert_file else 'http'}://{settings.host}:{settings.port}"
+    logger.info("router for %s on %s, by Envoy as in %s", settings.model, asked, config)
     stopping = asyncio.create_task(stop.wait())
     ended = asyncio.create_task(process.wait()) if process else asyncio.create_task(stop.wait())
     try:
         await asyncio.wait({stopping, ended}, return_when=asyncio.FIRST_COMPLETED)
         if process is not None and not stop.is_set():
             raise ConfigError(
-                f"Envoy ended with status {process.returncode}; its last lines say why. It was "
-                f"started with {config}"
+                f"Envoy ended with status {process.returncode}: its last lines say why; a port may be "
+                f"taken. Its configuration was {config}"
             )
         await router.drain()
     finally:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
+import random
 import shutil
 import signal
 import socket
@@ -41,13 +43,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
+def free_port() -> int:
+    """Return a port that no connection gets by chance before Envoy listens at it."""
+    while True:
+        port = random.randrange(20_000, 30_000)
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
+
+
 class Fronted(Serving):
     """Envoy with the picker behind it."""
 
     def __init__(self, settings: RouterSettings, folder: Path) -> None:
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            self.port: int = listener.getsockname()[1]
+        self.port = free_port()
         self._settings = settings.model_copy(update={"port": self.port})
         self._folder = folder
         self._log = folder / "picker.log"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -18,7 +19,7 @@ from starlette.responses import JSONResponse, Response
 from epd_portable.errors import ConfigError
 from epd_portable.router import envoy, ext_proc
 from epd_portable.router.settings import RouterSettings
-from tests.integration.envoy.conftest import DEADLINE_S, Fronted
+from tests.integration.envoy.conftest import DEADLINE_S, Fronted, free_port
 from tests.integration.router.conftest import Build, Topology
 from tests.integration.router.stand_in import Received, answer, stream
 from tests.integration.router.test_requests import RED, TEXT
@@ -126,6 +127,21 @@ async def test_without_envoy_the_picker_ends_and_says_so(build: Build) -> None:
     assert "Envoy ended with status -9" in picker.log
 
 
+async def test_envoy_ends_with_a_picker_that_is_killed(build: Build) -> None:
+    t = await build(encoders=0)
+    picker = fronted(t)
+    process, picker.process = picker.process, None
+    assert process is not None
+    process.kill()
+    await asyncio.to_thread(process.wait, DEADLINE_S)
+    async with asyncio.timeout(DEADLINE_S):
+        with pytest.raises(httpx.ConnectError):
+            while True:
+                with contextlib.suppress(httpx.ReadError, httpx.RemoteProtocolError):
+                    await t.client.get("/health")
+                await asyncio.sleep(0.02)
+
+
 async def test_two_clients_with_one_request_id_are_two_requests(build: Build) -> None:
     t = await build(encoders=0)
     body = {"messages": [{"role": "user", "content": "hello"}]}
@@ -158,7 +174,7 @@ def gateway(config: dict[str, Any]) -> dict[str, Any]:
 async def test_a_gateway_that_streams_bodies_both_ways_is_served(
     build: Build, tmp_path: Path, streamed: bool
 ) -> None:
-    item = {"mm_hash": "a", "source": "cache", "path": ""}
+    item = {"mm_hash": "h", "source": "transfer", "path": "shm", "encoder": "encode-0"}
     outcome = {"instance": "pd-0", "items": [item]}
 
     async def generate(received: Received) -> Response:
@@ -168,7 +184,7 @@ async def test_a_gateway_that_streams_bodies_both_ways_is_served(
 
     t = await build(behaviour=generate, item_outcomes=False)
     folder = tmp_path / "picker"
-    settings = t.settings.model_copy(update={"port": t.router.port + 1})
+    settings = t.settings.model_copy(update={"port": free_port()})
     config = gateway(
         envoy.bootstrap(
             settings,
