@@ -277,6 +277,11 @@ class RouterSection(_Section):
     def _files_and_sizes_fit(self) -> RouterSection:
         if (self.tls_cert_file is None) != (self.tls_key_file is None):
             raise ValueError("tls_cert_file and tls_key_file belong together: set both or neither")
+        if self.envoy and self.workers > 1:
+            raise ValueError(
+                f"workers is {self.workers}, and envoy true: with Envoy one process decides, and "
+                "Envoy has a thread for each core; leave one of the keys out"
+            )
         if self.max_bodies_bytes < self.max_body_bytes:
             raise ValueError(
                 f"max_bodies_bytes of {self.max_bodies_bytes} is less than max_body_bytes of "

@@ -102,8 +102,8 @@ class Endpoints:
             return
         if not self._is_there(instance):
             return
-        host, port = found[0][4][:2]
-        self._addresses[instance] = f"[{host}]:{port}" if ":" in str(host) else f"{host}:{port}"
+        host, port = str(found[0][4][0]), int(found[0][4][1])
+        self._addresses[instance] = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._write()
         loop.call_later(SEEN_WITHIN_S, self.unseen.discard, instance)
 

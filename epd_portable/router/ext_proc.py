@@ -1,9 +1,8 @@
-"""What Envoy and an external processor tell each other (``envoy.service.ext_proc.v3``), as far as
-it is used here.
+"""What Envoy and an external processor tell each other, as far as it is used here.
 
-Field numbers and types are those of Envoy's public API; fields that are left out are skipped when
-they come. The tests compare the table with the published definitions. Why it is not taken from a
-package: docs/decisions/0036-envoy-carries-the-bytes.md.
+This is ``envoy.service.ext_proc.v3``. Field numbers and types are those of Envoy's public API;
+fields that are left out are skipped when they come. The tests compare the table with the published
+definitions. Why it is not taken from a package: docs/decisions/0036-envoy-carries-the-bytes.md.
 """
 
 from __future__ import annotations
@@ -96,8 +95,10 @@ _SCALARS = {
 
 
 def _classes() -> Mapping[str, Any]:
-    """Return a class for each message, in a pool of their own: other packages of the process may
-    bring Envoy's names, too."""
+    """Return a class for each message.
+
+    They are in a pool of their own: other packages of the process may bring Envoy's names, too.
+    """
     file = descriptor_pb2.FileDescriptorProto(
         name="epd_portable/ext_proc.proto", package=_PACKAGE, syntax="proto3"
     )

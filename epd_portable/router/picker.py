@@ -5,7 +5,7 @@ Envoy's protocol for external processors (`ext_proc`), which the endpoint picker
 inference extension speak. It reads the request, chooses as the router does, starts encode jobs,
 rewrites the request and names who gets it.
 
-To the router, Envoy is a server like any other: a `Conversation` is the ASGI side of one request,
+To the router, Envoy is a server like any other: a `Dialogue` is the ASGI side of one request,
 and the `Carrier` that takes it to an instance.
 """
 
@@ -33,6 +33,7 @@ from epd_portable import log
 from epd_portable.errors import ConfigError, EPDError, RequestError
 from epd_portable.router import envoy, ext_proc
 from epd_portable.router.body import Call
+from epd_portable.router.cut_text import Segments
 from epd_portable.router.delivery import Attempt
 from epd_portable.router.exchange import ANSWER_HEADERS, Outgoing
 from epd_portable.router.ext_proc import ProcessingRequest, ProcessingResponse, header_mutation
@@ -41,7 +42,7 @@ from epd_portable.router.ladder import Failed, Point, Trouble
 from epd_portable.router.replies import Reply, error_reply
 from epd_portable.router.server import CARRIER, Router, with_cors
 from epd_portable.router.settings import RouterSettings, load_settings
-from epd_portable.router.upstream import Fault, Segments
+from epd_portable.router.upstream import Fault
 
 logger = logging.getLogger("epd_portable.router")
 
@@ -70,8 +71,8 @@ class Picker:
         self.router = router
         self.app = app
         self.endpoints = endpoints
-        self.under_way: dict[str, Conversation] = {}
-        """Conversations whose requests have been sent, by `PICKED`."""
+        self.under_way: dict[str, Dialogue] = {}
+        """Dialogues whose requests have been sent, by `PICKED`."""
 
     def service(self) -> grpc.GenericRpcHandler:
         """Return what a gRPC server serves."""
@@ -88,18 +89,18 @@ class Picker:
     ) -> None:
         told = dict(context.invocation_metadata() or ())
         if told.get(envoy.STAGE) != "again":
-            await Conversation(self, context, int(told.get(envoy.PORT, 0))).hold(messages)
+            await Dialogue(self, context, int(told.get(envoy.PORT, 0))).hold(messages)
             return
         async for message in messages:
             headers = _headers(message.request_headers)
-            conversation = self.under_way.get(headers.get(PICKED, ""))
-            if conversation is None:
+            dialogue = self.under_way.get(headers.get(PICKED, ""))
+            if dialogue is None:
                 await context.write(_immediate(503, {}, b""))
             else:
-                conversation.again.put_nowait(context)
+                dialogue.again.put_nowait(context)
 
 
-class Conversation:
+class Dialogue:
     """One client's request, from its headers to the end of its answer.
 
     Args:
@@ -497,8 +498,8 @@ async def serve(settings: RouterSettings, folder: Path, *, listen: str, threads:
         await asyncio.wait({stopping, ended}, return_when=asyncio.FIRST_COMPLETED)
         if process is not None and not stop.is_set():
             raise ConfigError(
-                f"Envoy ended with status {process.returncode}: its last lines say why; a port may be "
-                f"taken. Its configuration was {config}"
+                f"Envoy ended with status {process.returncode}: its last lines say why, for example "
+                f"that a port is taken; its configuration was {config}"
             )
         await router.drain()
     finally:

@@ -1,5 +1,6 @@
 """What holds for the router holds with Envoy in front: the router's own tests, with Envoy."""
 
+# ruff: noqa: F401 - pytest collects what is imported.
 from __future__ import annotations
 
 from tests.integration.router.test_access import (
@@ -52,6 +53,3 @@ from tests.integration.router.test_requests import (
     test_the_instances_own_refusal_is_passed_on,
     test_unknown_paths_and_methods_are_answered_in_json,
 )
-
-__all__ = [name for name in dir() if name.startswith("test_")]
-__all__ += ["auth", "build_bare", "build_connected", "newcomers"]
