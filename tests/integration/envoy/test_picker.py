@@ -38,6 +38,14 @@ async def events() -> AsyncIterator[bytes]:
         await asyncio.sleep(0.01)
 
 
+async def test_an_answer_that_ends_is_no_client_that_leaves(build: Build) -> None:
+    t = await build(encoders=0, behaviour=stream(events))
+    assert (await t.chat(TEXT, stream=True)).status_code == 200
+    endpoint = 'endpoint="/v1/chat/completions"'
+    await t.until_metric(f'epd_router_requests_total{{{endpoint},status="200"}}', 1)
+    assert await t.metric(f"epd_router_client_disconnects_total{{{endpoint}}}") == 0
+
+
 async def test_a_500_leads_to_the_other_instance(build: Build) -> None:
     t = await build(pds=2)
 
