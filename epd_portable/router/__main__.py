@@ -60,8 +60,8 @@ async def _serve(settings: RouterSettings) -> None:
 
 
 def _descriptors(text: str) -> tuple[int, int]:
-    channel, table = text.split(",")
-    return int(channel), int(table)
+    channel, tally = text.split(",")
+    return int(channel), int(tally)
 
 
 if __name__ == "__main__":

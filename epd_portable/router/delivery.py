@@ -19,7 +19,7 @@ from epd_portable.log import trace
 from epd_portable.router.body import CHAT_PATH
 from epd_portable.router.control import ControlChannels, Inbox
 from epd_portable.router.cut_text import Segments
-from epd_portable.router.instances import Instance, Instances
+from epd_portable.router.instances import Fleet, Instance
 from epd_portable.router.ladder import Point, RetryBudget, Trouble, descend
 from epd_portable.router.media import MediaItem
 from epd_portable.router.metrics import ItemFate, Metrics, Rung
@@ -118,7 +118,7 @@ class Deliverer:
     def __init__(
         self,
         settings: RouterSettings,
-        instances: Instances,
+        instances: Fleet,
         upstream: Upstream,
         control: ControlChannels,
         metrics: Metrics,

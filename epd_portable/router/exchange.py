@@ -30,7 +30,7 @@ from epd_portable.router.delivery import (
     expected_transfer,
     new_transfer,
 )
-from epd_portable.router.instances import Instance, Instances
+from epd_portable.router.instances import Fleet, Instance
 from epd_portable.router.ladder import Failed, Point, RetryBudget, Trouble, descend
 from epd_portable.router.media import MediaItem
 from epd_portable.router.metrics import Metrics, Rung
@@ -133,7 +133,7 @@ class Exchange:
     def __init__(
         self,
         settings: RouterSettings,
-        instances: Instances,
+        instances: Fleet,
         upstream: Upstream,
         control: ControlChannels,
         metrics: Metrics,

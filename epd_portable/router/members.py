@@ -23,10 +23,11 @@ from epd_portable.config.problems import in_one_line
 from epd_portable.config.secret import Secret, SignatureCheck
 from epd_portable.errors import ConfigError, RequestError
 from epd_portable.router.control import ControlChannels
-from epd_portable.router.instances import MAX_INSTANCES, Instance, Instances
+from epd_portable.router.instances import Fleet, Instance
 from epd_portable.router.metrics import Metrics
 from epd_portable.router.replies import Reply, json_reply
 from epd_portable.router.settings import InstanceSettings, RouterSettings
+from epd_portable.router.tally import MAX_INSTANCES
 from epd_portable.router.upstream import Fault, Upstream, UpstreamError
 
 logger = logging.getLogger(__name__)
@@ -116,7 +117,7 @@ class Probes:
         upstream: Connections to them.
     """
 
-    def __init__(self, settings: RouterSettings, instances: Instances, upstream: Upstream) -> None:
+    def __init__(self, settings: RouterSettings, instances: Fleet, upstream: Upstream) -> None:
         self._interval_s = settings.probe_interval_s
         self._timeout_s = settings.probe_timeout_s
         self._instances = instances
@@ -240,7 +241,7 @@ class Members:
     def __init__(
         self,
         settings: RouterSettings,
-        instances: Instances,
+        instances: Fleet,
         upstream: Upstream,
         control: ControlChannels,
         metrics: Metrics,

@@ -21,7 +21,7 @@ from epd_portable.router.body import Call, Rules, read_call
 from epd_portable.router.control import ControlChannels
 from epd_portable.router.exchange import Carrier, Exchange
 from epd_portable.router.incoming import Bodies, ClientGoneError
-from epd_portable.router.instances import Instances
+from epd_portable.router.instances import Fleet
 from epd_portable.router.introduction import Introducer
 from epd_portable.router.members import MemberList, Members
 from epd_portable.router.metrics import Metrics
@@ -93,7 +93,7 @@ class Router:
 
     Args:
         settings: Of the router.
-        instances: What is chosen from; several processes may count in their table.
+        instances: What is chosen from; several processes may count in their tally.
         members: Makes what looks after the instances, where another process does.
         metrics_folder: Where several processes count.
 
@@ -111,8 +111,8 @@ class Router:
         self,
         settings: RouterSettings,
         *,
-        instances: Instances | None = None,
-        members: Callable[[Instances, ControlChannels], MemberList] | None = None,
+        instances: Fleet | None = None,
+        members: Callable[[Fleet, ControlChannels], MemberList] | None = None,
         metrics_folder: str = "",
     ) -> None:
         self.settings = settings
@@ -122,7 +122,7 @@ class Router:
         self._keys = ApiKeys(settings.api_keys_file) if settings.api_keys_file else None
         self._passed_on = frozenset(PASSED_ON[1:] if self._keys else PASSED_ON)
         self.upstream = Upstream({INSTANCE_TOKEN_HEADER: secret.instance_token()})
-        self.instances = Instances() if instances is None else instances
+        self.instances = Fleet() if instances is None else instances
         self.metrics = Metrics(lambda: self.instances.all, metrics_folder)
         self._control = ControlChannels(CurveKeys.derive(secret))
         self.exchange = Exchange(
@@ -134,7 +134,7 @@ class Router:
         self._bodies = Bodies(
             max_bytes=settings.max_body_bytes,
             max_sum_bytes=settings.max_bodies_bytes,
-            table=self.instances.table,
+            tally=self.instances.tally,
         )
         self._rules = Rules(
             max_items=settings.max_media_items, unknown_fields=settings.unknown_fields

@@ -49,8 +49,9 @@ class InstanceSettings(BaseModel):
 
 
 class RouterSettings(RouterSection):
-    """Everything the router needs to know: the keys of the topology file's ``router`` section,
-    and what the launcher adds.
+    """Everything the router needs to know.
+
+    The keys of the topology file's ``router`` section, and what the launcher adds.
 
     Attributes:
         port: Port to listen on; 0 takes a free one.

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from epd_portable.router.instances import PROBES_UNTIL_DOWN, Instance, Instances
+from epd_portable.router.instances import PROBES_UNTIL_DOWN, Fleet, Instance
 from epd_portable.router.members import Probes
 from epd_portable.router.settings import InstanceSettings, RouterSettings
 from epd_portable.router.upstream import Fault, Upstream
@@ -64,7 +64,7 @@ class Probed:
     """Instances that are probed, at servers that count."""
 
     def __init__(self) -> None:
-        self.instances = Instances()
+        self.instances = Fleet()
         self.upstream = Upstream()
         self.probes: Probes | None = None
         self.servers: list[Asked] = []

@@ -176,6 +176,11 @@ def test_names_of_adapters_are_left_to_the_instances() -> None:
     assert chat(model="my-adapter", rules=Rules()).model == "my-adapter"
 
 
+def test_a_long_name_of_a_model_is_shown_as_it_begins() -> None:
+    with pytest.raises(RequestError, match=f"model '{'m' * 128}' is not served here"):
+        chat(model="m" * 9000)
+
+
 def test_a_refused_model_is_told_what_is_served() -> None:
     with pytest.raises(RequestError, match=r"'gpt' is not served .* 'demo' or 'small'; "):
         chat(model="gpt", rules=Rules(models=frozenset({"small", "demo"})))
@@ -640,6 +645,9 @@ BOUNDS: dict[str, bytes] = {
     "bytes": b'{"messages":[],"seed":' + b" " * MAX_JSON_BYTES + b"1}",
     "commas": b'{"messages":[' + b"1," * 300_001 + b"1]}",
     "strings": b'{"messages":[],"x":[' + b'"",' * 100_001 + b'""]}',
+    "commas in messages": b'{"messages":['
+    + (b'{"content":[' + b"{}," * 19_000 + b"{}]},") * 16
+    + b"{}]}",
     "messages": b'{"messages":[' + b"{}," * 20_000 + b"{}]}",
     "parts": b'{"messages":[{"content":[' + b"{}," * 20_000 + b"{}]}]}",
 }

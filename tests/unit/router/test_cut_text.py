@@ -42,6 +42,12 @@ def test_short_texts_are_not_cut() -> None:
     assert cut.segments(b"anything") == [b"anything"]
 
 
+def test_blanks_between_values_are_no_string() -> None:
+    blanks = b" " * 9000
+    for place in (b'{%b"a":1}', b'{"a"%b:1}', b'{"a":%b1}', b'{"a":[1,%b2]}', b'{"a":1}%b'):
+        assert json.loads(again(CutText(place % blanks))) == json.loads(place % b"")
+
+
 @pytest.mark.parametrize(
     "value",
     [
