@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from epd_portable.errors import ConfigError
-from epd_portable.router.instances import Instance, Instances
+from epd_portable.router.instances import Fleet, Instance
 from epd_portable.router.settings import RouterSettings
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class Endpoints:
         unseen: Instances that Envoy may not know yet.
     """
 
-    def __init__(self, path: Path, instances: Instances) -> None:
+    def __init__(self, path: Path, instances: Fleet) -> None:
         self._path = path
         self._instances = instances
         self._addresses: dict[Instance, str] = {}
