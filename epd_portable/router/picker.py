@@ -498,7 +498,7 @@ async def serve(settings: RouterSettings, folder: Path, *, listen: str, threads:
         await asyncio.wait({stopping, ended}, return_when=asyncio.FIRST_COMPLETED)
         if process is not None and not stop.is_set():
             raise ConfigError(
-                f"Envoy ended with status {process.returncode}: its last lines say why, for example "
+                f"Envoy ended with status {process.returncode}: its last lines say why, as "
                 f"that a port is taken; its configuration was {config}"
             )
         await router.drain()
