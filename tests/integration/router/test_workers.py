@@ -133,13 +133,15 @@ class Together:
         return await asyncio.to_thread(self.process.wait, TIMEOUT_S)
 
     async def stop(self) -> None:
-        if self.process is not None:
-            processes = self.workers if self.process.poll() is None else []
-            self.process.kill()
+        if self.process is not None and self.process.poll() is None:
+            processes = [*self.workers, psutil.Process(self.process.pid)]
+            for _ in range(2):  # It removes its folder, which it could not if it were killed.
+                self.process.terminate()
+                await asyncio.sleep(0.1)
+            _, alive = await asyncio.to_thread(psutil.wait_procs, processes, TIMEOUT_S)
+            for process in alive:
+                process.kill()
             self.process.wait()
-            for worker in processes:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    worker.kill()
         await self.client.aclose()
         await asyncio.gather(*(each.serving.stop() for each in self.encoders + self.pds))
         for control in self.controls:
@@ -380,6 +382,22 @@ async def test_an_instance_that_ends_is_down_for_all_and_up_again_when_it_is_bac
     for _ in range(24):
         assert (await together.chat(TEXT)).status_code == 200
     assert all(pd.received for pd in together.pds)
+
+
+async def test_what_one_worker_sees_fail_is_looked_at_at_once_for_all(make: Make) -> None:
+    together = await make(pds=2, probe_interval_s=600)
+    await together.pds[0].serving.stop()
+    for _ in range(6):
+        assert (await together.chat(TEXT)).status_code == 200
+
+    async def down() -> None:
+        while True:
+            health = await together.client.get("/health", auth=Signed())
+            if health.json()["instances"]["pd-0"]["state"] == "down":
+                return
+            await asyncio.sleep(0.02)
+
+    await asyncio.wait_for(down(), TIMEOUT_S)
 
 
 async def test_it_drains_in_all_workers_and_leaves_nothing(make: Make) -> None:
