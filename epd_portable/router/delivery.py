@@ -85,7 +85,7 @@ class Attempt:
     deliveries: tuple[Delivery, ...]
     headers: Mapping[str, str]
     inbox: Inbox
-    held: contextlib.ExitStack
+    held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     answered: asyncio.Event = field(default_factory=asyncio.Event)
     told: dict[str, asyncio.Future[EncodedItem | EncodeFailure]] = field(default_factory=dict)
 

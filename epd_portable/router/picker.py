@@ -5,7 +5,7 @@ Envoy's protocol for external processors (`ext_proc`), which the endpoint picker
 inference extension speak. It reads the request, chooses as the router does, starts encode jobs,
 rewrites the request and names who gets it.
 
-To the router, Envoy is a server like any other: a `Dialogue` is the ASGI side of one request,
+To the router, Envoy is a server like any other: a `Consultation` is the ASGI side of one request,
 and the `Carrier` that takes it to an instance.
 """
 
@@ -71,8 +71,8 @@ class Picker:
         self.router = router
         self.app = app
         self.endpoints = endpoints
-        self.under_way: dict[str, Dialogue] = {}
-        """Dialogues whose requests have been sent, by `PICKED`."""
+        self.under_way: dict[str, Consultation] = {}
+        """Consultations whose requests have been sent, by `PICKED`."""
 
     def service(self) -> grpc.GenericRpcHandler:
         """Return what a gRPC server serves."""
@@ -89,18 +89,18 @@ class Picker:
     ) -> None:
         told = dict(context.invocation_metadata() or ())
         if told.get(envoy.STAGE) != "again":
-            await Dialogue(self, context, int(told.get(envoy.PORT, 0))).hold(messages)
+            await Consultation(self, context, int(told.get(envoy.PORT, 0))).hold(messages)
             return
         async for message in messages:
             headers = _headers(message.request_headers)
-            dialogue = self.under_way.get(headers.get(PICKED, ""))
-            if dialogue is None:
+            consultation = self.under_way.get(headers.get(PICKED, ""))
+            if consultation is None:
                 await context.write(_immediate(503, {}, b""))
             else:
-                dialogue.again.put_nowait(context)
+                consultation.again.put_nowait(context)
 
 
-class Dialogue:
+class Consultation:
     """One client's request, from its headers to the end of its answer.
 
     Args:
