@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 import uuid
@@ -75,6 +76,7 @@ class Attempt:
         deliveries: Of the items that encoders bring; the others it encodes by itself.
         headers: Of the request.
         inbox: What the PD instance refuses.
+        held: Keeps encoders from leaving while it is not answered.
         answered: Set when the PD instance has begun its answer, and so needs no item any more.
         told: What encoders say of the items that go without their media, by transfer.
     """
@@ -83,8 +85,14 @@ class Attempt:
     deliveries: tuple[Delivery, ...]
     headers: Mapping[str, str]
     inbox: Inbox
+    held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     answered: asyncio.Event = field(default_factory=asyncio.Event)
     told: dict[str, asyncio.Future[EncodedItem | EncodeFailure]] = field(default_factory=dict)
+
+    def begin(self) -> None:
+        """Note that the PD instance has begun its answer."""
+        self.answered.set()
+        self.held.close()
 
     def tell(self, delivery: Delivery, answer: EncodedItem | EncodeFailure) -> bool:
         """Let the PD instance be asked, or not; tell whether that was waited for."""

@@ -77,6 +77,34 @@ class Outgoing(Protocol):
         """Send the end."""
 
 
+class Carrier(Protocol):
+    """Brings requests to PD instances and their answers to clients; `Exchange` is one itself."""
+
+    def choose(self, key: str, tried: Collection[str]) -> Instance | None:
+        """Return the PD instance that should answer a request; ``None`` if there is none.
+
+        Args:
+            key: Of the request.
+            tried: Names of instances that must not get it.
+        """
+
+    async def carry(self, call: Call, one: Attempt, body: Segments, out: Outgoing) -> int:
+        """Send a request, pass the answer on to its end, and return the answer's status.
+
+        Calls `Attempt.begin` as soon as the instance has begun to answer.
+
+        Args:
+            call: The request.
+            one: Says who answers, and with which headers the request goes.
+            body: Of the request.
+            out: Takes the answer.
+
+        Raises:
+            Failed: There is no answer, or only a part of it.
+            RequestError: The same, and nothing can be done about it.
+        """
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestPlan:
     """Every choice for one try of a request.
@@ -128,13 +156,20 @@ class Exchange:
             job.cancel()
         await asyncio.gather(*self._jobs, return_exceptions=True)
 
-    async def serve(self, call: Call, headers: Mapping[str, str], out: Outgoing) -> None:
-        """InstanceAnswer a call; to cancel it aborts the work at the instances.
+    async def serve(
+        self,
+        call: Call,
+        headers: Mapping[str, str],
+        out: Outgoing,
+        carrier: Carrier | None = None,
+    ) -> None:
+        """Answer a call; to cancel it aborts the work at the instances.
 
         Args:
             call: The request.
             headers: To send along to every instance; ``x-request-id`` is among them.
             out: Takes the answer.
+            carrier: Carries request and answer; this exchange if there is no other.
 
         Raises:
             RequestError: There will be no answer, or no more of one that has begun; says why.
@@ -142,15 +177,16 @@ class Exchange:
         for item in call.items:
             self._metrics.modalities.labels(item.modality).inc()
         self._retries.request()
+        carrier = carrier or self
         bare = call.takes_metadata and any(self._goes_bare(item) for item in call.items)
         tried: list[str] = []
         asked = ""
         lost = False
         while True:
             try:
-                plan = self._plan(call, headers, tried, bare=bare, same=lost)
+                plan = self._plan(carrier, call, headers, tried, bare=bare, same=lost)
                 asked = plan.pd.name
-                await self._try(call, plan, headers, out)
+                await self._try(carrier, call, plan, headers, out)
                 return
             except Failed as failed:
                 possible = self._possible(failed, headers, [*tried, asked], bare=bare)
@@ -167,6 +203,7 @@ class Exchange:
 
     def _plan(
         self,
+        carrier: Carrier,
         call: Call,
         headers: Mapping[str, str],
         tried: Collection[str],
@@ -177,6 +214,7 @@ class Exchange:
         """Choose who answers, and an encoder for every item.
 
         Args:
+            carrier: Chooses who answers.
             call: The request.
             headers: Of the request.
             tried: PD instances that failed it.
@@ -187,14 +225,13 @@ class Exchange:
         Raises:
             Failed: There is no PD instance; or ``bare``, and an item has no encoder.
         """
-        pd, encoders = self._instances.choose(
-            headers["x-request-id"],
-            (item.mm_hash for item in call.items),
-            exclude=tried,
-            same=same,
-        )
+        key = headers["x-request-id"]
+        pd = carrier.choose(key, tried)
+        if pd is None and same:
+            pd = carrier.choose(key, ())
         if pd is None:
             raise Failed(Trouble.NO_PD, Point.ASKED, self._why_no_pd())
+        encoders = self._instances.encoders(item.mm_hash for item in call.items)
         deliveries: list[Delivery] = []
         for item, encoder in zip(call.items, encoders, strict=True):
             goes_bare = bare and self._goes_bare(item)
@@ -212,9 +249,14 @@ class Exchange:
         return RequestPlan(pd=pd, deliveries=tuple(deliveries))
 
     async def _try(
-        self, call: Call, plan: RequestPlan, headers: Mapping[str, str], out: Outgoing
+        self,
+        carrier: Carrier,
+        call: Call,
+        plan: RequestPlan,
+        headers: Mapping[str, str],
+        out: Outgoing,
     ) -> None:
-        """Start the encode jobs and the request, and relay the answer.
+        """Start the encode jobs and the request, and have the answer passed on.
 
         Raises:
             Failed: There is no answer, or only a part of it.
@@ -228,8 +270,8 @@ class Exchange:
             contextlib.ExitStack() as held,
         ):
             work.on_down(scope.cancel)
-            one = Attempt(pd, plan.deliveries, headers, inbox)
-            jobs = self._start_jobs(one, held)
+            one = Attempt(pd, plan.deliveries, headers, inbox, held)
+            jobs = self._start_jobs(one)
             try:
                 told = await self._told(one)
                 body = call.for_pd(self._params(plan, told), told or None)
@@ -239,11 +281,7 @@ class Exchange:
                     instance=pd.name,
                     nbytes=size(body),
                 )
-                answer = await self._ask(pd, call, body, headers)
-                try:
-                    status = await self._relay(call, answer, one, held, out)
-                finally:
-                    answer.close()
+                status = await carrier.carry(call, one, body, out)
                 if status >= 400:
                     self._give_up(plan, jobs)
             except BaseException:
@@ -254,11 +292,11 @@ class Exchange:
             point = Point.ANSWERING if out.begun else Point.ASKED
             raise Failed(Trouble.PD_LOST, point, f"instance {pd.name} went down: {pd.reason}")
 
-    def _start_jobs(self, one: Attempt, held: contextlib.ExitStack) -> list[asyncio.Task[None]]:
+    def _start_jobs(self, one: Attempt) -> list[asyncio.Task[None]]:
         loop = asyncio.get_running_loop()
         jobs = []
         for index, delivery in enumerate(one.deliveries):
-            held.enter_context(delivery.encoder.held())
+            one.held.enter_context(delivery.encoder.held())
             if delivery.bare:
                 one.told[delivery.transfer.transfer_id] = loop.create_future()
             job = loop.create_task(self._deliverer.deliver(delivery, index, one))
@@ -280,7 +318,7 @@ class Exchange:
             ids = [each.transfer.transfer_id for each in plan.deliveries]
             self._control.not_wanted(plan.pd.name, ids)
 
-    # The request to the PD instance, and its answer.
+    # The request to the PD instance, and what its answers say.
 
     async def _told(self, one: Attempt) -> dict[str, EncodedItem]:
         """Wait until encoders have said what the items are; by the names that these have here.
@@ -323,6 +361,20 @@ class Exchange:
         )
         return PrefillParams(transfers=transfers, reply_to=self._control.identity)
 
+    # As a carrier.
+
+    def choose(self, key: str, tried: Collection[str]) -> Instance | None:
+        """Return the PD instance that should answer a request; see `Carrier`."""
+        return self._instances.prefill_decode(key, exclude=tried)
+
+    async def carry(self, call: Call, one: Attempt, body: Segments, out: Outgoing) -> int:
+        """Send a request and relay the answer; see `Carrier`."""
+        answer = await self._ask(one.pd, call, body, one.headers)
+        try:
+            return await self._relay(call, answer, one, out)
+        finally:
+            answer.close()
+
     async def _ask(
         self, pd: Instance, call: Call, body: Segments, headers: Mapping[str, str]
     ) -> InstanceAnswer:
@@ -343,7 +395,6 @@ class Exchange:
         call: Call,
         answer: InstanceAnswer,
         one: Attempt,
-        held: contextlib.ExitStack,
         out: Outgoing,
     ) -> int:
         """Pass an answer on, once it is known to be no 5xx; return the status that it has.
@@ -361,8 +412,7 @@ class Exchange:
                 first = await _first_event(answer)
                 failure = _failed_stream(first)
                 if failure is None:
-                    one.answered.set()
-                    held.close()
+                    one.begin()
                     pd.answered()
                     await out.begin(answer.status, headers)
                     await _relay_events(first, answer, out)
@@ -373,11 +423,10 @@ class Exchange:
                 reply = Reply(answer.status, headers, await answer.read())
         except UpstreamError as error:
             raise _failed(pd, error, Point.ANSWERING) from error
-        one.answered.set()
-        held.close()
+        one.begin()
         if reply.status >= 500:
             pd.failed("error")
-            await self._explain(one)
+            await self.explain(one)
             raise Failed(
                 Trouble.PD_FAILED,
                 Point.ASKED,
@@ -385,11 +434,15 @@ class Exchange:
                 reply,
             )
         pd.answered()
-        await out.whole(self._without_outcome(reply) if call.items else reply)
+        await out.whole(self.without_outcome(reply) if call.items else reply)
         return reply.status
 
-    async def _explain(self, one: Attempt) -> None:
-        """Raise the reason that came over the control channel, if there is one."""
+    async def explain(self, one: Attempt) -> None:
+        """Raise the reason why a PD instance failed, if it comes over the control channel.
+
+        Raises:
+            Failed: It has come.
+        """
         if one.deliveries and not one.inbox.nacks:
             await one.inbox.wait(self._settings.nack_grace_s)
         for nack in one.inbox.nacks:
@@ -398,7 +451,7 @@ class Exchange:
         if one.inbox.nacks:
             raise Failed(Trouble.PD_UNAVAILABLE, Point.ASKED, one.inbox.nacks[0].detail)
 
-    def _without_outcome(self, reply: Reply) -> Reply:
+    def without_outcome(self, reply: Reply) -> Reply:
         """Count how the items were had; clients are told only where the settings say so."""
         if _OUTCOME not in reply.body:
             return reply

@@ -532,20 +532,8 @@ class Fleet:
             instance = self._add(settings, view.row, registered=view.registered, warm_up=False)
         instance._take(view)
 
-    def choose(
-        self, key: str, mm_hashes: Iterable[str], *, exclude: Collection[str] = (), same: bool
-    ) -> tuple[Instance | None, list[Instance | None]]:
-        """Return the prefill+decode instance of a request, and the encoder of each of its items.
-
-        Args:
-            key: Of the request; decides between equals.
-            mm_hashes: Of its items.
-            exclude: Names of prefill+decode instances that it has failed at.
-            same: With no other, one of these may be asked again.
-        """
-        pd = self.prefill_decode(key, exclude)
-        if pd is None and same:
-            pd = self.prefill_decode(key)
+    def encoders(self, mm_hashes: Iterable[str]) -> list[Instance | None]:
+        """Return the usable encode instance that should have each of a request's items."""
         encoders: list[Instance | None] = []
         with contextlib.ExitStack() as reserved:
             for mm_hash in mm_hashes:
@@ -554,7 +542,7 @@ class Fleet:
                     # Its job is not in flight yet, but the next item's choice must see it.
                     reserved.enter_context(encoder.working())
                 encoders.append(encoder)
-        return pd, encoders
+        return encoders
 
     def encoder(self, mm_hash: str, exclude: Collection[str] = ()) -> Instance | None:
         """Return the usable encode instance that should have an item.

@@ -20,7 +20,7 @@ from epd_portable.media.limits import MediaLimits
 from epd_portable.router.access import ApiKeys
 from epd_portable.router.body import Call, Rules, read_call
 from epd_portable.router.control import ControlChannels
-from epd_portable.router.exchange import Exchange
+from epd_portable.router.exchange import Carrier, Exchange
 from epd_portable.router.incoming import Bodies, ClientGoneError
 from epd_portable.router.instances import Fleet
 from epd_portable.router.introduction import Introducer
@@ -120,8 +120,8 @@ NOT_SERVED: Mapping[str, str] = {
 }
 """Paths of vLLM that are refused on purpose, and why; one with a final slash stands for all below
 it."""
-NOT_JSON = frozenset({"/v1/audio/transcriptions", "/v1/audio/translations"})
-"""Paths whose bodies are forms."""
+CARRIER = "epd.carrier"
+"""ASGI extension: a server that takes requests to PD instances and answers to clients itself."""
 OTHER = "other"
 """Label of all paths that are not served."""
 
@@ -156,6 +156,7 @@ class Router:
 
     Attributes:
         draining: Nothing new is taken on.
+        exchange: Has requests answered.
         in_flight: Requests that are being answered.
         members: Looks after the instances.
     """
@@ -178,7 +179,7 @@ class Router:
         self.instances = Fleet() if instances is None else instances
         self.metrics = Metrics(lambda: self.instances.all, metrics_folder)
         self._control = ControlChannels(CurveKeys.derive(secret))
-        self._exchange = Exchange(
+        self.exchange = Exchange(
             settings, self.instances, self.upstream, self._control, self.metrics, secret
         )
         self.members = (
@@ -248,7 +249,7 @@ class Router:
         """End everything."""
         if self._sweeping is not None:
             self._sweeping.cancel()
-        await self._exchange.close()
+        await self.exchange.close()
         await self.members.close()
         await self._control.close()
         await self.upstream.close()
@@ -281,7 +282,7 @@ class Router:
                 client.reading_since = 0.0
                 started = time.monotonic()
                 watch = asyncio.create_task(client.watch())
-                await self._exchange.serve(call, client.for_instances, client)
+                await self.exchange.serve(call, client.for_instances, client, client.carrier)
         except RequestError as error:
             await client.fail(error)
         except ClientGoneError:
@@ -318,7 +319,7 @@ class Router:
             client.last = True
             raise unavailable("the router is stopping")
         data = await body.read(client.headers, client.receive)
-        if method == "GET" or path in NOT_JSON:
+        if method == "GET" or path in NO_JSON:
             if given := client.headers.get("content-type"):
                 client.for_instances["content-type"] = given
             return Call.untouched(method, path, data)
@@ -435,6 +436,7 @@ class _Client:
         method: Of HTTP.
         target: Path and query.
         port: At which it came.
+        carrier: Whose server took the request in, if that carries it on, too.
         headers: Names in lower case; those whose values are not ASCII are left out.
         request_id: The client's own or a new one.
         for_instances: Headers that instances get.
@@ -456,6 +458,7 @@ class _Client:
         self._send = send
         self.method: str = scope["method"]
         self.port: int = scope["server"][1] if scope.get("server") else 0
+        self.carrier: Carrier | None = scope.get("extensions", {}).get(CARRIER)
         query: bytes = scope.get("query_string", b"")
         self.target: str = scope["path"] + (f"?{query.decode('latin-1')}" if query else "")
         self.headers: dict[str, str] = {

@@ -96,7 +96,7 @@ class Upstream:
     """
 
     def __init__(self, headers: Mapping[str, str] | None = None) -> None:
-        self._headers = {"accept-encoding": "identity", **(headers or {})}
+        self.headers = {"accept-encoding": "identity", **(headers or {})}
         self._session: aiohttp.ClientSession | None = None
 
     async def open(self) -> None:
@@ -108,7 +108,7 @@ class Upstream:
             ),
             auto_decompress=False,
             cookie_jar=aiohttp.DummyCookieJar(),
-            headers=self._headers,
+            headers=self.headers,
             skip_auto_headers=("user-agent", "accept", "content-type"),
             read_bufsize=_READ_BYTES,
             # Instances are named one by one: no proxy of the environment may come between.
