@@ -142,6 +142,8 @@ class Topology:
             secret_file=secret_file(),
             registration=False,
             item_outcomes=True,
+            # Small engines' pictures are no files of a known format.
+            unknown_media="pass",
             wait_timeout_s=wait_s,
             idle_timeout_s=2 * wait_s,
             probe_interval_s=0.2,
@@ -164,6 +166,7 @@ class Topology:
                     "run_id": self.run_id,
                     "processes": specs,
                     "launch": launch,
+                    "secret": Path(secret_file()).read_text("utf-8").strip(),
                     "log_dir": str(self.log_dir),
                     "temp_dir": str(self.temp_dir),
                 }

@@ -39,6 +39,9 @@ class LateEvent(DeviceEvent):
     def done(self) -> bool:
         return time.monotonic() >= self._passes_s
 
+    def block(self) -> None:
+        time.sleep(max(0.0, self._passes_s - time.monotonic()))
+
 
 class LatePlatform(CpuPlatform):
     """The CPU, taken for a device; only its events are late."""
