@@ -60,9 +60,11 @@ class Outgoing(Protocol):
 
     Attributes:
         begun: Whether its status and headers are sent.
+        gone: Nobody waits for it any more.
     """
 
     begun: bool
+    gone: bool
 
     async def whole(self, reply: Reply) -> None:
         """Send a whole answer."""
@@ -153,6 +155,9 @@ class Exchange:
                 await self._try(call, plan, headers, out)
                 return
             except Failed as failed:
+                if out.gone:
+                    # Both came at once, and this one was heard of.
+                    return
                 possible = self._possible(failed, headers, [*tried, asked], bare=bare)
                 rung = descend(failed.trouble, failed.point, possible, self._metrics)
                 logger.warning("request %s: %s (%s)", headers["x-request-id"], failed, rung)
@@ -250,9 +255,9 @@ class Exchange:
                 finally:
                     answer.close()
                 if status >= 400:
-                    self._give_up(plan, jobs)
+                    self._give_up(one, jobs)
             except BaseException:
-                self._give_up(plan, jobs)
+                self._give_up(one, jobs)
                 raise
             _end_soon(jobs)
         if scope.cancelled_caught:
@@ -277,13 +282,14 @@ class Exchange:
         if not job.cancelled() and (error := job.exception()):
             logger.error("delivery of an item failed", exc_info=error)
 
-    def _give_up(self, plan: Plan, jobs: Iterable[asyncio.Task[None]]) -> None:
+    def _give_up(self, one: Attempt, jobs: Iterable[asyncio.Task[None]]) -> None:
         """End the calls to encoders, and tell the PD instance that nobody asks for the items."""
+        one.over.set()
         for job in jobs:
             job.cancel()
-        if plan.deliveries:
-            ids = [each.transfer.transfer_id for each in plan.deliveries]
-            self._control.not_wanted(plan.pd.name, ids)
+        if one.deliveries:
+            ids = [each.transfer.transfer_id for each in one.deliveries]
+            self._control.not_wanted(one.pd.name, ids)
 
     # The request to the PD instance, and its answer.
 
@@ -366,7 +372,7 @@ class Exchange:
                 first = await _first_event(answer)
                 failure = _failed_stream(first)
                 if failure is None:
-                    one.answered.set()
+                    one.over.set()
                     held.close()
                     pd.answered()
                     await out.begin(answer.status, headers)
@@ -378,7 +384,7 @@ class Exchange:
                 reply = Reply(answer.status, headers, await answer.read())
         except UpstreamError as error:
             raise _failed(pd, error, Point.ANSWERING) from error
-        one.answered.set()
+        one.over.set()
         held.close()
         if reply.status >= 500:
             pd.failed("error")
