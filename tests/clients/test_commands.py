@@ -17,6 +17,8 @@ REQUESTS = 6
 SCRIPTS = Path(sys.executable).parent
 # `vllm bench serve`, whose own entry point asks for a package named vllm.
 VLLM_BENCH = """
+from epd_portable.platforms.torchvision_guard import install
+install()
 from vllm.benchmarks.serve import add_cli_args, main
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 parser = FlexibleArgumentParser()
@@ -54,6 +56,8 @@ def test_aiperf(url: str, encodes: Encodes, tmp_path: Path) -> None:
             *("--image-width-mean", "112", "--image-height-mean", "112"),
             *("--extra-inputs", "ignore_eos:true", "--ui", "none"),
             *("--output-artifact-dir", tmp_path),
+            # It takes the folder for a name otherwise, and finds everything in it.
+            HF_HUB_OFFLINE="0",
         )
     result = json.loads((tmp_path / "profile_export_aiperf.json").read_text())
     assert result["request_count"]["avg"] == REQUESTS
