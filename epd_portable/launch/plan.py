@@ -283,7 +283,7 @@ def _router(
         argv=(
             sys.executable,
             "-m",
-            "epd_portable.router",
+            "epd_portable.router.picker" if router.envoy else "epd_portable.router",
             "--settings",
             settings.model_dump_json(),
         ),

@@ -11,7 +11,7 @@ import uvloop
 from epd_portable import log
 from epd_portable.errors import EPDError
 from epd_portable.router.server import Router
-from epd_portable.router.serving import Stop, listen, reserve, serve
+from epd_portable.router.serving import Stopping, listen, reserve, serve
 from epd_portable.router.settings import RouterSettings, load_settings
 from epd_portable.router.workers import keep, work
 
@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 async def _serve(settings: RouterSettings) -> None:
-    stop = Stop()
+    stop = Stopping()
     stop.on_signals()
     alone = settings.workers == 1
     take = listen if alone else reserve
@@ -60,8 +60,8 @@ async def _serve(settings: RouterSettings) -> None:
 
 
 def _descriptors(text: str) -> tuple[int, int]:
-    channel, table = text.split(",")
-    return int(channel), int(table)
+    channel, tally = text.split(",")
+    return int(channel), int(tally)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 import uuid
@@ -18,7 +19,7 @@ from epd_portable.log import trace
 from epd_portable.router.body import CHAT_PATH
 from epd_portable.router.control import ControlChannels, Inbox
 from epd_portable.router.cut_text import Segments
-from epd_portable.router.instances import Instance, Instances
+from epd_portable.router.instances import Fleet, Instance
 from epd_portable.router.ladder import Point, RetryBudget, Trouble, descend
 from epd_portable.router.media import MediaItem
 from epd_portable.router.metrics import ItemFate, Metrics, Rung
@@ -75,6 +76,7 @@ class Attempt:
         deliveries: Of the items that encoders bring; the others it encodes by itself.
         headers: Of the request.
         inbox: What the PD instance refuses.
+        held: Keeps encoders from leaving while it is not answered.
         answered: Set when the PD instance has begun its answer, and so needs no item any more.
         told: What encoders say of the items that go without their media, by transfer.
     """
@@ -83,8 +85,14 @@ class Attempt:
     deliveries: tuple[Delivery, ...]
     headers: Mapping[str, str]
     inbox: Inbox
+    held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     answered: asyncio.Event = field(default_factory=asyncio.Event)
     told: dict[str, asyncio.Future[EncodedItem | EncodeFailure]] = field(default_factory=dict)
+
+    def begin(self) -> None:
+        """Note that the PD instance has begun its answer."""
+        self.answered.set()
+        self.held.close()
 
     def tell(self, delivery: Delivery, answer: EncodedItem | EncodeFailure) -> bool:
         """Let the PD instance be asked, or not; tell whether that was waited for."""
@@ -110,7 +118,7 @@ class Deliverer:
     def __init__(
         self,
         settings: RouterSettings,
-        instances: Instances,
+        instances: Fleet,
         upstream: Upstream,
         control: ControlChannels,
         metrics: Metrics,
@@ -212,6 +220,7 @@ class Deliverer:
         started = time.monotonic()
         trace("encode_job", transfer_id=delivery.transfer.transfer_id, encoder=encoder.name)
         headers = {**one.headers, "x-request-id": f"{one.headers['x-request-id']}-item{index}"}
+        limit_s = min(self._settings.encode_job_s, deadline - started)
         with anyio.CancelScope() as scope, encoder.working() as work:
             work.on_down(scope.cancel)
             try:
@@ -221,10 +230,12 @@ class Deliverer:
                     body=delivery.body,
                     headers=headers,
                     connect_s=self._settings.connect_timeout_s,
-                    timeout_s=max(min(self._settings.encode_job_s, deadline - started), 0.001),
+                    timeout_s=max(limit_s, 0.001),
                 )
             except UpstreamError as error:
-                encoder.failed(error.fault)
+                if error.fault is not Fault.SILENT or limit_s >= self._settings.encode_job_s:
+                    # Who has had less than its time is not to blame.
+                    encoder.failed(error.fault)
                 waited = f" within {time.monotonic() - started:.1f} s"
                 reason = f"no answer{waited}" if error.fault is Fault.SILENT else str(error)
                 return EncodeFailure(trouble=Trouble.ENCODER_FAILED, reason=reason)

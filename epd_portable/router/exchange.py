@@ -30,13 +30,13 @@ from epd_portable.router.delivery import (
     expected_transfer,
     new_transfer,
 )
-from epd_portable.router.instances import Instance, Instances
+from epd_portable.router.instances import Fleet, Instance
 from epd_portable.router.ladder import Failed, Point, RetryBudget, Trouble, descend
 from epd_portable.router.media import MediaItem
 from epd_portable.router.metrics import Metrics, Rung
-from epd_portable.router.replies import JSON, Reply, error_event, unavailable
+from epd_portable.router.replies import JSON, Reply, unavailable
 from epd_portable.router.settings import RouterSettings
-from epd_portable.router.upstream import Answer, Fault, Upstream, UpstreamError
+from epd_portable.router.upstream import Fault, InstanceAnswer, Upstream, UpstreamError
 from epd_portable.wire.messages import NackCode
 from epd_portable.wire.params import EncodedItem, PrefillOutcome, PrefillParams
 
@@ -50,7 +50,7 @@ ANSWER_HEADERS = ("content-type", "retry-after", "endpoint-load-metrics")
 """Headers of an instance's answer that clients get."""
 _ERROR_EVENT = b'data: {"error"'
 _OUTCOME = b'"ec_transfer_params"'
-_EVENT_END = b"\n\n"
+_EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 _MAX_HELD_BYTES = 1 << 20
 """The longest part of an event that is held back until the rest of it is there."""
 
@@ -77,8 +77,36 @@ class Outgoing(Protocol):
         """Send the end."""
 
 
+class Carrier(Protocol):
+    """Brings requests to PD instances and their answers to clients; `Exchange` is one itself."""
+
+    def choose(self, key: str, tried: Collection[str]) -> Instance | None:
+        """Return the PD instance that should answer a request; ``None`` if there is none.
+
+        Args:
+            key: Of the request.
+            tried: Names of instances that must not get it.
+        """
+
+    async def carry(self, call: Call, one: Attempt, body: Segments, out: Outgoing) -> int:
+        """Send a request, pass the answer on to its end, and return the answer's status.
+
+        Calls `Attempt.begin` as soon as the instance has begun to answer.
+
+        Args:
+            call: The request.
+            one: Says who answers, and with which headers the request goes.
+            body: Of the request.
+            out: Takes the answer.
+
+        Raises:
+            Failed: There is no answer, or only a part of it.
+            RequestError: The same, and nothing can be done about it.
+        """
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class RequestPlan:
     """Every choice for one try of a request.
 
     Attributes:
@@ -105,7 +133,7 @@ class Exchange:
     def __init__(
         self,
         settings: RouterSettings,
-        instances: Instances,
+        instances: Fleet,
         upstream: Upstream,
         control: ControlChannels,
         metrics: Metrics,
@@ -128,34 +156,44 @@ class Exchange:
             job.cancel()
         await asyncio.gather(*self._jobs, return_exceptions=True)
 
-    async def serve(self, call: Call, headers: Mapping[str, str], out: Outgoing) -> None:
+    async def serve(
+        self,
+        call: Call,
+        headers: Mapping[str, str],
+        out: Outgoing,
+        carrier: Carrier | None = None,
+    ) -> None:
         """Answer a call; to cancel it aborts the work at the instances.
 
         Args:
             call: The request.
             headers: To send along to every instance; ``x-request-id`` is among them.
             out: Takes the answer.
+            carrier: Carries request and answer; this exchange if there is no other.
 
         Raises:
-            RequestError: The answer has not begun, and there will be none; says why.
+            RequestError: There will be no answer, or no more of one that has begun; says why.
         """
         for item in call.items:
             self._metrics.modalities.labels(item.modality).inc()
         self._retries.request()
+        carrier = carrier or self
         bare = call.takes_metadata and any(self._goes_bare(item) for item in call.items)
         tried: list[str] = []
+        asked = ""
         lost = False
         while True:
             try:
-                plan = self._plan(call, headers, tried, bare=bare, same=lost)
-                await self._try(call, plan, headers, out)
+                plan = self._plan(carrier, call, headers, tried, bare=bare, same=lost)
+                asked = plan.pd.name
+                await self._try(carrier, call, plan, headers, out)
                 return
             except Failed as failed:
-                possible = self._possible(failed, len(tried), bare=bare)
+                possible = self._possible(failed, headers, [*tried, asked], bare=bare)
                 rung = descend(failed.trouble, failed.point, possible, self._metrics)
                 logger.warning("request %s: %s (%s)", headers["x-request-id"], failed, rung)
                 if rung == "pd_again":
-                    tried.append(plan.pd.name)
+                    tried.append(asked)
                     lost = failed.trouble is Trouble.PD_LOST
                 elif rung == "original_media":
                     call, bare = call.renamed(), False
@@ -165,16 +203,18 @@ class Exchange:
 
     def _plan(
         self,
+        carrier: Carrier,
         call: Call,
         headers: Mapping[str, str],
         tried: Collection[str],
         *,
         bare: bool,
         same: bool,
-    ) -> Plan:
+    ) -> RequestPlan:
         """Choose who answers, and an encoder for every item.
 
         Args:
+            carrier: Chooses who answers.
             call: The request.
             headers: Of the request.
             tried: PD instances that failed it.
@@ -186,38 +226,37 @@ class Exchange:
             Failed: There is no PD instance; or ``bare``, and an item has no encoder.
         """
         key = headers["x-request-id"]
-        pd = self._instances.prefill_decode(key, exclude=tried)
+        pd = carrier.choose(key, tried)
         if pd is None and same:
-            pd = self._instances.prefill_decode(key)
+            pd = carrier.choose(key, ())
         if pd is None:
             raise Failed(Trouble.NO_PD, Point.ASKED, self._why_no_pd())
+        encoders = self._instances.encoders(item.mm_hash for item in call.items)
         deliveries: list[Delivery] = []
-        with contextlib.ExitStack() as reserved:
-            for item in call.items:
-                encoder = self._instances.encoder(item.mm_hash)
-                goes_bare = bare and self._goes_bare(item)
-                if encoder is None and goes_bare:
-                    raise Failed(Trouble.NO_ENCODER, Point.ASKED, "no encoder is healthy")
-                if encoder is None:
-                    self._metrics.item("no_encoder")
-                    descend(Trouble.NO_ENCODER, Point.ENCODING, (), self._metrics)
-                    continue
-                # Its job is not in flight yet, but the next item's choice must see it.
-                reserved.enter_context(encoder.working())
-                transfer = new_transfer(item, pd, self._secret)
-                deliveries.append(
-                    Delivery(
-                        item=item,
-                        transfer=transfer,
-                        encoder=encoder,
-                        body=call.for_encoder(item, transfer),
-                        bare=goes_bare,
-                    )
-                )
-        return Plan(pd=pd, deliveries=tuple(deliveries))
+        for item, encoder in zip(call.items, encoders, strict=True):
+            goes_bare = bare and self._goes_bare(item)
+            if encoder is None and goes_bare:
+                raise Failed(Trouble.NO_ENCODER, Point.ASKED, "no encoder is healthy")
+            if encoder is None:
+                self._metrics.item("no_encoder")
+                descend(Trouble.NO_ENCODER, Point.ENCODING, (), self._metrics)
+                continue
+            transfer = new_transfer(item, pd, self._secret)
+            job = call.for_encoder(item, transfer)
+            deliveries.append(
+                Delivery(item=item, transfer=transfer, encoder=encoder, body=job, bare=goes_bare)
+            )
+        return RequestPlan(pd=pd, deliveries=tuple(deliveries))
 
-    async def _try(self, call: Call, plan: Plan, headers: Mapping[str, str], out: Outgoing) -> None:
-        """Start the encode jobs and the request, and relay the answer.
+    async def _try(
+        self,
+        carrier: Carrier,
+        call: Call,
+        plan: RequestPlan,
+        headers: Mapping[str, str],
+        out: Outgoing,
+    ) -> None:
+        """Start the encode jobs and the request, and have the answer passed on.
 
         Raises:
             Failed: There is no answer, or only a part of it.
@@ -231,8 +270,8 @@ class Exchange:
             contextlib.ExitStack() as held,
         ):
             work.on_down(scope.cancel)
-            one = Attempt(pd, plan.deliveries, headers, inbox)
-            jobs = self._start_jobs(one, held)
+            one = Attempt(pd, plan.deliveries, headers, inbox, held)
+            jobs = self._start_jobs(one)
             try:
                 told = await self._told(one)
                 body = call.for_pd(self._params(plan, told), told or None)
@@ -242,12 +281,8 @@ class Exchange:
                     instance=pd.name,
                     nbytes=size(body),
                 )
-                answer = await self._ask(pd, call, body, headers)
-                try:
-                    await self._relay(call, answer, one, held, out)
-                finally:
-                    answer.close()
-                if answer.status >= 400:
+                status = await carrier.carry(call, one, body, out)
+                if status >= 400:
                     self._give_up(plan, jobs)
             except BaseException:
                 self._give_up(plan, jobs)
@@ -257,11 +292,11 @@ class Exchange:
             point = Point.ANSWERING if out.begun else Point.ASKED
             raise Failed(Trouble.PD_LOST, point, f"instance {pd.name} went down: {pd.reason}")
 
-    def _start_jobs(self, one: Attempt, held: contextlib.ExitStack) -> list[asyncio.Task[None]]:
+    def _start_jobs(self, one: Attempt) -> list[asyncio.Task[None]]:
         loop = asyncio.get_running_loop()
         jobs = []
         for index, delivery in enumerate(one.deliveries):
-            held.enter_context(delivery.encoder.held())
+            one.held.enter_context(delivery.encoder.held())
             if delivery.bare:
                 one.told[delivery.transfer.transfer_id] = loop.create_future()
             job = loop.create_task(self._deliverer.deliver(delivery, index, one))
@@ -275,7 +310,7 @@ class Exchange:
         if not job.cancelled() and (error := job.exception()):
             logger.error("delivery of an item failed", exc_info=error)
 
-    def _give_up(self, plan: Plan, jobs: Iterable[asyncio.Task[None]]) -> None:
+    def _give_up(self, plan: RequestPlan, jobs: Iterable[asyncio.Task[None]]) -> None:
         """End the calls to encoders, and tell the PD instance that nobody asks for the items."""
         for job in jobs:
             job.cancel()
@@ -283,7 +318,7 @@ class Exchange:
             ids = [each.transfer.transfer_id for each in plan.deliveries]
             self._control.not_wanted(plan.pd.name, ids)
 
-    # The request to the PD instance, and its answer.
+    # The request to the PD instance, and what its answers say.
 
     async def _told(self, one: Attempt) -> dict[str, EncodedItem]:
         """Wait until encoders have said what the items are; by the names that these have here.
@@ -316,7 +351,7 @@ class Exchange:
             told[delivery.item.mm_hash] = answer
         return told
 
-    def _params(self, plan: Plan, told: Mapping[str, EncodedItem]) -> PrefillParams | None:
+    def _params(self, plan: RequestPlan, told: Mapping[str, EncodedItem]) -> PrefillParams | None:
         """Return what the PD instance may expect."""
         if not plan.deliveries:
             return None
@@ -326,9 +361,23 @@ class Exchange:
         )
         return PrefillParams(transfers=transfers, reply_to=self._control.identity)
 
+    # As a carrier.
+
+    def choose(self, key: str, tried: Collection[str]) -> Instance | None:
+        """Return the PD instance that should answer a request; see `Carrier`."""
+        return self._instances.prefill_decode(key, exclude=tried)
+
+    async def carry(self, call: Call, one: Attempt, body: Segments, out: Outgoing) -> int:
+        """Send a request and relay the answer; see `Carrier`."""
+        answer = await self._ask(one.pd, call, body, one.headers)
+        try:
+            return await self._relay(call, answer, one, out)
+        finally:
+            answer.close()
+
     async def _ask(
         self, pd: Instance, call: Call, body: Segments, headers: Mapping[str, str]
-    ) -> Answer:
+    ) -> InstanceAnswer:
         try:
             return await self._upstream.request(
                 call.method,
@@ -344,12 +393,11 @@ class Exchange:
     async def _relay(
         self,
         call: Call,
-        answer: Answer,
+        answer: InstanceAnswer,
         one: Attempt,
-        held: contextlib.ExitStack,
         out: Outgoing,
-    ) -> None:
-        """Pass an answer on, once it is known to be no 5xx.
+    ) -> int:
+        """Pass an answer on, once it is known to be no 5xx; return the status that it has.
 
         Raises:
             Failed: It is one, or it ended too early.
@@ -364,23 +412,21 @@ class Exchange:
                 first = await _first_event(answer)
                 failure = _failed_stream(first)
                 if failure is None:
-                    one.answered.set()
-                    held.close()
+                    one.begin()
                     pd.answered()
                     await out.begin(answer.status, headers)
                     await _relay_events(first, answer, out)
                     await out.end()
-                    return
+                    return answer.status
                 reply = failure
             else:
                 reply = Reply(answer.status, headers, await answer.read())
         except UpstreamError as error:
             raise _failed(pd, error, Point.ANSWERING) from error
-        one.answered.set()
-        held.close()
+        one.begin()
         if reply.status >= 500:
             pd.failed("error")
-            await self._explain(one)
+            await self.explain(one)
             raise Failed(
                 Trouble.PD_FAILED,
                 Point.ASKED,
@@ -388,10 +434,15 @@ class Exchange:
                 reply,
             )
         pd.answered()
-        await out.whole(self._without_outcome(reply) if call.items else reply)
+        await out.whole(self.without_outcome(reply) if call.items else reply)
+        return reply.status
 
-    async def _explain(self, one: Attempt) -> None:
-        """Raise the reason that came over the control channel, if there is one."""
+    async def explain(self, one: Attempt) -> None:
+        """Raise the reason why a PD instance failed, if it comes over the control channel.
+
+        Raises:
+            Failed: It has come.
+        """
         if one.deliveries and not one.inbox.nacks:
             await one.inbox.wait(self._settings.nack_grace_s)
         for nack in one.inbox.nacks:
@@ -400,7 +451,7 @@ class Exchange:
         if one.inbox.nacks:
             raise Failed(Trouble.PD_UNAVAILABLE, Point.ASKED, one.inbox.nacks[0].detail)
 
-    def _without_outcome(self, reply: Reply) -> Reply:
+    def without_outcome(self, reply: Reply) -> Reply:
         """Count how the items were had; clients are told only where the settings say so."""
         if _OUTCOME not in reply.body:
             return reply
@@ -418,17 +469,22 @@ class Exchange:
             return reply
         return Reply(reply.status, reply.headers, msgspec.json.encode(fields))
 
-    def _possible(self, failed: Failed, tries: int, *, bare: bool) -> tuple[Rung, ...]:
+    def _possible(
+        self, failed: Failed, headers: Mapping[str, str], tried: Collection[str], *, bare: bool
+    ) -> tuple[Rung, ...]:
         """Return the rungs that depend on more than what went wrong and when."""
         if bare and self._settings.local_encode:
             media: tuple[Rung, ...] = ("original_media",)
         else:
             media = ()
         again: tuple[Rung, ...] = ()
-        if failed.point is Point.ASKED and tries + 1 < MAX_PD_ATTEMPTS:
+        if failed.point is Point.ASKED and len(tried) < MAX_PD_ATTEMPTS:
             lost = failed.trouble is Trouble.PD_LOST
-            others = len(self._instances.of_role("prefill-decode")) > 1
-            if (lost or (failed.trouble is Trouble.PD_FAILED and others)) and self._retries.take():
+            failing = failed.trouble is Trouble.PD_FAILED
+            key = headers["x-request-id"]
+            # An instance's own error says more than that there is no other instance.
+            other = failing and self._instances.prefill_decode(key, exclude=tried) is not None
+            if (lost or other) and self._retries.take():
                 again = ("pd_again",)
         return (*media, *again)
 
@@ -436,17 +492,14 @@ class Exchange:
         """Tell the client of a failure that nothing can be done about.
 
         Raises:
-            RequestError: The answer has not begun.
+            RequestError: Unless the instance's own answer says it.
         """
         if rung == "passed_on":
             assert failed.reply is not None
             await out.whole(failed.reply)
         elif rung == "broken_off":
             message = f"{failed}: the answer is incomplete; send the request again"
-            if not out.begun:
-                raise RequestError(message, status=502, code="instance_lost")
-            await out.piece(error_event(message, status=502, code="instance_lost"))
-            await out.end()
+            raise RequestError(message, status=502, code="instance_lost")
         elif rung == "timeout":
             raise RequestError(
                 f"{failed}: the request is given up; ask for fewer tokens or raise that limit",
@@ -485,10 +538,10 @@ def _failed(pd: Instance, error: UpstreamError, point: Point) -> Failed:
     return Failed(Trouble.PD_LOST, point, f"instance {pd.name} was lost: {error}")
 
 
-async def _first_event(answer: Answer) -> bytes:
+async def _first_event(answer: InstanceAnswer) -> bytes:
     """Return the beginning of a stream, until it is clear whether it is an error."""
     first = await answer.piece()
-    while first and first.startswith(_ERROR_EVENT[: len(first)]) and _EVENT_END not in first:
+    while first and first.startswith(_ERROR_EVENT[: len(first)]) and not _whole_events(first):
         more = await answer.piece()
         if not more:
             break
@@ -496,7 +549,7 @@ async def _first_event(answer: Answer) -> bytes:
     return first
 
 
-async def _relay_events(data: bytes, answer: Answer, out: Outgoing) -> None:
+async def _relay_events(data: bytes, answer: InstanceAnswer, out: Outgoing) -> None:
     """Pass whole events on as they come: what ends within one is none to the client.
 
     Raises:
@@ -507,16 +560,19 @@ async def _relay_events(data: bytes, answer: Answer, out: Outgoing) -> None:
         if held:
             data = held + data
             held = b""
-        if not data.endswith(_EVENT_END) and len(data) < _MAX_HELD_BYTES:
-            end = data.rfind(_EVENT_END) + len(_EVENT_END)
-            if end < len(_EVENT_END):
-                end = 0
+        if not data.endswith(_EVENT_ENDS) and len(data) < _MAX_HELD_BYTES:
+            end = _whole_events(data)
             data, held = data[:end], data[end:]
         if data:
             await out.piece(data)
         data = await answer.piece()
     if held:
         await out.piece(held)
+
+
+def _whole_events(data: bytes) -> int:
+    """Return how many of these bytes are whole events."""
+    return max(place + len(end) if (place := data.rfind(end)) >= 0 else 0 for end in _EVENT_ENDS)
 
 
 class _EngineError(msgspec.Struct):
@@ -531,7 +587,7 @@ def _failed_stream(first: bytes) -> Reply | None:
     """Return the answer to a streamed request that failed before its first token."""
     if not first.startswith(_ERROR_EVENT):
         return None
-    event = first.partition(_EVENT_END)[0].removeprefix(b"data: ")
+    event = first.partition(b"\n")[0].rstrip().removeprefix(b"data: ")
     try:
         status = msgspec.json.decode(event, type=_ErrorEvent).error.code
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

@@ -9,8 +9,8 @@ import anyio
 from starlette.types import Receive
 
 from epd_portable.errors import EPDError, RequestError
-from epd_portable.router.instances import Table
 from epd_portable.router.replies import RETRY_AFTER_S
+from epd_portable.router.tally import Tally
 
 DRAIN_TIMEOUT_S = 10.0
 """How long the rest of a too large body is read and dropped.
@@ -32,18 +32,27 @@ class Bodies:
     Args:
         max_bytes: Of one body.
         max_sum_bytes: Of all that are held at a time by all processes.
-        table: Where they are counted; one of this process alone unless given.
+        tally: Where they are counted; one of this process alone unless given.
+        remedy: What is said to who sends a larger one.
     """
 
-    def __init__(self, *, max_bytes: int, max_sum_bytes: int, table: Table | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        max_bytes: int,
+        max_sum_bytes: int,
+        tally: Tally | None = None,
+        remedy: str = "send smaller images, or raise router.max_body_bytes",
+    ) -> None:
         self._max_bytes = max_bytes
+        self._remedy = remedy
         self._max_sum_bytes = max_sum_bytes
-        self._table = table or Table()
+        self._tally = tally or Tally()
 
     @property
     def held_bytes(self) -> int:
         """Bytes of large bodies that are held now."""
-        return self._table.body_bytes()
+        return self._tally.body_bytes()
 
     @contextlib.contextmanager
     def holding(self) -> Iterator[Body]:
@@ -52,7 +61,7 @@ class Bodies:
         try:
             yield body
         finally:
-            self._table.hold_body(-body.counted)
+            self._tally.hold_body(-body.counted)
             body.counted = 0
 
     def check(self, nbytes: int) -> None:
@@ -64,7 +73,7 @@ class Bodies:
         if nbytes > self._max_bytes:
             raise RequestError(
                 f"request body of at least {nbytes} bytes: at most {self._max_bytes} bytes are "
-                "accepted; send smaller images, or raise router.max_body_bytes",
+                f"accepted; {self._remedy}",
                 status=413,
                 code="body_too_large",
             )
@@ -88,7 +97,7 @@ class Bodies:
                 code="too_many_bytes",
                 retry_after_s=RETRY_AFTER_S,
             )
-        self._table.hold_body(more)
+        self._tally.hold_body(more)
         body.counted = nbytes
 
 

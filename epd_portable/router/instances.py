@@ -1,7 +1,7 @@
 """The instances as the router sees them: how they are, how busy, and which of them gets what.
 
 No input or output happens here: who probes tells what it saw, who asks tells what came of it. What
-is counted lies in a `Table`, which several processes may share.
+is counted lies in a `Tally`, which several processes may share.
 
 Encoders are chosen by item, on a ring of hashes and under a load bound: the same picture meets the
 encoder that still has it in its cache, unless that one is busier than the others. Prefill+decode
@@ -11,26 +11,23 @@ instances are chosen by load.
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import itertools
+import contextlib
 import logging
-import math
 import time
-from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from types import TracebackType
 from typing import Literal, TypeAlias
 
 import anyio
 import msgspec
 
+from epd_portable.router.ring import Ring, hashes
 from epd_portable.router.settings import InstanceSettings, Role
+from epd_portable.router.tally import MAX_INSTANCES, ROWS, Tally
 from epd_portable.router.upstream import Fault
 
 logger = logging.getLogger(__name__)
-
-MAX_INSTANCES = 10_000
 
 PROBES_UNTIL_DOWN = 3
 """Silent probes in a row after which an instance counts as down: a busy one may miss one."""
@@ -40,10 +37,6 @@ FAILURES_UNTIL_EJECTED = 5
 FIRST_EJECTION_S = 5.0
 LONGEST_EJECTION_S = 60.0
 
-LOAD_BOUND = 1.25
-"""No encoder takes more than this multiple of the average load."""
-FEW = 16
-"""Up to so many prefill+decode instances the loads of all are compared, else those of two."""
 IDLE_POLL_S = 0.05
 
 State = Literal["joining", "up", "down", "draining"]
@@ -59,110 +52,6 @@ _WORDS: dict[Failure, str] = {
     "error": "answered with an error of its own",
 }
 _ROLES: tuple[Role, ...] = ("encode", "prefill-decode")
-_ROWS = MAX_INSTANCES + 64  # More than instances: the row of one that has left may be in use still.
-_UNSEEN = 0
-_NOBODY = (1 << 63) - 1
-
-
-class Table:
-    """What the processes of a router count: a column for each, and a row for each instance.
-
-    Each process writes its own column only, so nobody needs a lock. Times are those of
-    ``time.monotonic``, which is one clock for all processes of a machine.
-
-    Args:
-        memory: At least `nbytes` bytes, zero at first; of this process alone unless given.
-        columns: Processes.
-        column: That of this process.
-    """
-
-    def __init__(
-        self, memory: memoryview | None = None, *, columns: int = 1, column: int = 0
-    ) -> None:
-        if memory is None:
-            memory = memoryview(bytearray(self.nbytes(columns)))
-        self._columns, self._column = columns, column
-        parts = (8 * columns, 8 * columns, 8 * columns, 8 * _ROWS, *2 * (4 * _ROWS * columns,))
-        ends = list(itertools.accumulate(parts, initial=0))
-        part = [memory[begin:end] for begin, end in itertools.pairwise(ends)]
-        self._seen = part[0].cast("q")
-        self._body_bytes = part[1].cast("q")
-        self._alive = part[2].cast("d")
-        self._answered = part[3].cast("d")
-        self._in_flight = part[4].cast("i")
-        self._held = part[5].cast("i")
-
-    @staticmethod
-    def nbytes(columns: int) -> int:
-        """Return how much memory a table of so many columns takes."""
-        return 3 * 8 * columns + 8 * _ROWS + 2 * 4 * _ROWS * columns
-
-    def work(self, row: int, change: int) -> None:
-        """Count requests or jobs of this process."""
-        self._in_flight[row * self._columns + self._column] += change
-
-    def hold(self, row: int, change: int) -> None:
-        """Count reasons of this process for which an instance must not leave."""
-        self._held[row * self._columns + self._column] += change
-
-    def load(self, row: int) -> int:
-        """Return what is in flight in all processes."""
-        if self._columns == 1:
-            return self._in_flight[row]
-        begin = row * self._columns
-        return sum(self._in_flight[begin : begin + self._columns])
-
-    def held(self, row: int) -> int:
-        """Return how many reasons all processes have for which an instance must not leave."""
-        begin = row * self._columns
-        return sum(self._held[begin : begin + self._columns])
-
-    def answered(self, row: int, at: float) -> None:
-        """Note when an instance has answered last, to any process."""
-        self._answered[row] = at
-
-    def answered_at(self, row: int) -> float:
-        """Return when an instance has answered last, to any process; 0 for never."""
-        return self._answered[row]
-
-    def hold_body(self, nbytes: int) -> None:
-        """Count bytes of request bodies that this process holds."""
-        self._body_bytes[self._column] += nbytes
-
-    def body_bytes(self) -> int:
-        """Return how many bytes of request bodies all processes hold."""
-        return sum(self._body_bytes)
-
-    def is_alive(self) -> None:
-        """Note that this process serves."""
-        self._alive[self._column] = time.monotonic()
-
-    def alive_at(self, column: int) -> float:
-        """Return when a process has served last."""
-        return self._alive[column]
-
-    def saw(self, version: int) -> None:
-        """Note up to which change this process knows the instances."""
-        self._seen[self._column] = version
-
-    def all_saw(self, version: int) -> bool:
-        """Tell whether every other process knows a change."""
-        return all(
-            seen >= version for column, seen in enumerate(self._seen) if column != self._column
-        )
-
-    def open_column(self, column: int) -> None:
-        """Begin to wait for a process that has been started, which knows nothing yet."""
-        self._seen[column] = _UNSEEN
-        self._alive[column] = time.monotonic()
-
-    def clear_column(self, column: int) -> None:
-        """Forget what a process had in flight: it has ended."""
-        for row in range(_ROWS):
-            self._in_flight[row * self._columns + column] = 0
-            self._held[row * self._columns + column] = 0
-        self._body_bytes[column] = 0
-        self._seen[column] = _NOBODY
 
 
 class InstanceView(msgspec.Struct, frozen=True, kw_only=True):
@@ -170,7 +59,7 @@ class InstanceView(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         name: From the settings, as `role`, `url` and `control`.
-        row: In the table.
+        row: In the tally.
         registered: See `Instance`, as the rest.
     """
 
@@ -254,13 +143,13 @@ class Instance:
         ejected: Requests failed in a row.
         reason: Why it is down, suspected or ejected.
         problem: What went wrong when it was warmed up, or empty.
-        row: In the table.
+        row: In the tally.
         point: Its place on the ring.
     """
 
     def __init__(
         self,
-        owner: Instances,
+        owner: Fleet,
         settings: InstanceSettings,
         *,
         row: int,
@@ -281,11 +170,11 @@ class Instance:
         self.reason = "not probed yet"
         self.problem = ""
         self.row = row
-        self.point, _ = _hashes(settings.name)
+        self.point, _ = hashes(settings.name)
         self._owner = owner
-        self._table = owner.table
+        self._tally = owner.tally
         self._clock = owner.clock
-        self._ring: _Ring | None = None
+        self._ring: Ring | None = None
         self._warm_up = warm_up
         self._draining = False
         self._uses: set[Use] = set()
@@ -322,17 +211,17 @@ class Instance:
     @property
     def load(self) -> int:
         """Requests or jobs it works on for all processes of the router."""
-        return self._table.load(self.row)
+        return self._tally.load(self.row)
 
     @property
     def idle(self) -> bool:
         """Whether no process needs anything of it."""
-        return not self._table.held(self.row)
+        return not self._tally.held(self.row)
 
     @property
     def answered_at(self) -> float:
         """When it has answered a request last; 0 for never."""
-        return self._table.answered_at(self.row)
+        return self._tally.answered_at(self.row)
 
     def working(self) -> Use:
         """Return a context that counts one request or job as in flight."""
@@ -345,7 +234,7 @@ class Instance:
     async def wait_idle(self) -> None:
         """Return as soon as no process needs anything of it, nor could begin to unknowingly."""
         version = self._owner.version
-        while not (self._table.all_saw(version) and self.idle):
+        while not (self._tally.all_saw(version) and self.idle):
             await asyncio.sleep(IDLE_POLL_S)
 
     async def wait_up(self) -> None:
@@ -388,7 +277,7 @@ class Instance:
 
     def answered(self) -> None:
         """It answered a request as it should."""
-        self._table.answered(self.row, self._clock())
+        self._tally.answered(self.row, self._clock())
         if self.suspected:
             self.suspected = False
             self._owner.report(self, None)
@@ -504,19 +393,19 @@ class Instance:
 
     def _begin(self, use: Use, work: int) -> None:
         self._uses.add(use)
-        self._table.hold(self.row, 1)
+        self._tally.hold(self.row, 1)
         self._count_work(work)
 
     def _end(self, use: Use, work: int) -> None:
         self._uses.remove(use)
-        self._table.hold(self.row, -1)
+        self._tally.hold(self.row, -1)
         self._count_work(-work)
 
     def _count_work(self, change: int) -> None:
         self.in_flight += change
-        self._table.work(self.row, change)
+        self._tally.work(self.row, change)
         if self._ring is not None:
-            self._table.work(self._ring.row, change)
+            self._tally.work(self._ring.row, change)
 
     # Between processes.
 
@@ -550,17 +439,17 @@ class Instance:
         self._changed()
 
 
-class Instances:
+class Fleet:
     """The instances that there are; lists to choose from follow every change of one.
 
     Args:
-        table: Where things are counted; one of this process alone unless given.
+        tally: Where things are counted; one of this process alone unless given.
         report: Another process decides how instances are: it is told of failed requests, and
             of an answer (``None``) of one that was suspected. `take` says what it decides.
         clock: Like ``time.monotonic``.
 
     Attributes:
-        table: See above.
+        tally: See above.
         clock: See above.
         decides: Whether this process decides how instances are.
         version: Counts the changes.
@@ -568,12 +457,12 @@ class Instances:
 
     def __init__(
         self,
-        table: Table | None = None,
+        tally: Tally | None = None,
         *,
         report: Callable[[Instance, Failure | None], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.table = table or Table()
+        self.tally = tally or Tally()
         self.clock = clock
         self.decides = report is None
         self.version = 0
@@ -581,11 +470,11 @@ class Instances:
         self._instances: dict[str, Instance] = {}
         self._watchers: list[Callable[[Instance], None]] = []
         # For each role those that are preferred, then the other usable ones.
-        self._rings: dict[Role, tuple[_Ring, _Ring]] = {
-            role: (_Ring(self.table, 2 * n), _Ring(self.table, 2 * n + 1))
+        self._rings: dict[Role, tuple[Ring, Ring]] = {
+            role: (Ring(self.tally, 2 * n), Ring(self.tally, 2 * n + 1))
             for n, role in enumerate(_ROLES)
         }
-        self._free_rows = deque(range(2 * len(_ROLES), _ROWS))
+        self._free_rows = deque(range(2 * len(_ROLES), ROWS))
 
     @property
     def all(self) -> tuple[Instance, ...]:
@@ -643,6 +532,18 @@ class Instances:
             instance = self._add(settings, view.row, registered=view.registered, warm_up=False)
         instance._take(view)
 
+    def encoders(self, mm_hashes: Iterable[str]) -> list[Instance | None]:
+        """Return the usable encode instance that should have each of a request's items."""
+        encoders: list[Instance | None] = []
+        with contextlib.ExitStack() as reserved:
+            for mm_hash in mm_hashes:
+                encoder = self.encoder(mm_hash)
+                if encoder is not None:
+                    # Its job is not in flight yet, but the next item's choice must see it.
+                    reserved.enter_context(encoder.working())
+                encoders.append(encoder)
+        return encoders
+
     def encoder(self, mm_hash: str, exclude: Collection[str] = ()) -> Instance | None:
         """Return the usable encode instance that should have an item.
 
@@ -676,7 +577,7 @@ class Instances:
         if self._report is not None:
             self._report(instance, failure)
 
-    def _within(self, ring: _Ring, names: Collection[str]) -> list[Instance]:
+    def _within(self, ring: Ring, names: Collection[str]) -> list[Instance]:
         found = (self._instances.get(name) for name in set(names))
         return [instance for instance in found if instance is not None and instance._ring is ring]
 
@@ -690,14 +591,14 @@ class Instances:
         instance = Instance(self, settings, row=row, registered=registered, warm_up=warm_up)
         self._instances[instance.name] = instance
         if self.decides:
-            self.table.answered(row, 0.0)
+            self.tally.answered(row, 0.0)
         self._tell(instance)
         return instance
 
     def _free_row(self) -> int:
         for _ in range(len(self._free_rows)):
             row = self._free_rows.popleft()
-            if not self.table.held(row):
+            if not self.tally.held(row):
                 return row
             self._free_rows.append(row)
         raise AssertionError("more rows are held by instances that have left than there are spare")
@@ -730,105 +631,3 @@ class Instances:
         self.version += 1
         for callback in self._watchers:
             callback(instance)
-
-
-class _Ring:
-    """Instances among which is chosen, ordered by their points on a circle of hashes.
-
-    Each has one point. A key looks at the circle from several places, and prefers whoever is
-    nearest after one of them: so the shares of few instances are even, and when one leaves only the
-    keys that preferred it move. (Appleton and O'Reilly, Multi-probe consistent hashing, 2015.)
-    """
-
-    PLACES = 21
-
-    def __init__(self, table: Table, row: int) -> None:
-        self.instances: list[Instance] = []
-        self.row = row
-        self._table = table
-        self._points: list[int] = []
-
-    def __len__(self) -> int:
-        return len(self.instances)
-
-    def add(self, instance: Instance) -> None:
-        index = bisect_left(self._points, instance.point)
-        self._points.insert(index, instance.point)
-        self.instances.insert(index, instance)
-        self._table.work(self.row, instance.in_flight)
-
-    def remove(self, instance: Instance) -> None:
-        index = bisect_left(self._points, instance.point)
-        while self.instances[index] is not instance:
-            index += 1
-        del self._points[index], self.instances[index]
-        self._table.work(self.row, -instance.in_flight)
-
-    def near(self, key: str, exclude: Sequence[Instance]) -> Instance | None:
-        """Return the instance that a key prefers of those within the load bound."""
-        count = len(self.instances) - len(exclude)
-        if not count:
-            return None
-        total = self._table.load(self.row) - sum(instance.load for instance in exclude)
-        limit = math.ceil(LOAD_BOUND * (total + 1) / count)
-        nearest = sorted(self._seen_from(key))
-        best = None
-        for instance in self._in_order(nearest):
-            if instance in exclude:
-                continue
-            if instance.load < limit:
-                return instance
-            best = best or instance
-        # Other processes count meanwhile, so that all may be above what was the limit.
-        return best
-
-    def lightest(self, key: str, exclude: Sequence[Instance]) -> Instance | None:
-        """Return the instance with the least load of few; of many, the lighter of two."""
-        count = len(self.instances)
-        if count == len(exclude):
-            return None
-        first, second = _hashes(key)
-        if count > FEW:
-            one = first % count
-            other = (one + 1 + second % (count - 1)) % count
-            pair = (self._at(one, exclude), self._at(other, exclude))
-            return min(pair, key=lambda instance: instance.load)
-        loads = [(i.load, _mixed(first ^ i.point), i) for i in self.instances if i not in exclude]
-        return min(loads, key=lambda each: each[:2])[2]
-
-    def _at(self, index: int, exclude: Sequence[Instance]) -> Instance:
-        while self.instances[index] in exclude:
-            index = (index + 1) % len(self.instances)
-        return self.instances[index]
-
-    def _seen_from(self, key: str) -> Iterable[tuple[int, int]]:
-        """Return distance and index of whoever is next after each place from which a key looks."""
-        points, count = self._points, len(self._points)
-        place, step = _hashes(key)
-        for _ in range(self.PLACES):
-            index = bisect_left(points, place)
-            if index == count:
-                index = 0
-            yield (points[index] - place) & _MASK, index
-            place = (place + step) & _MASK
-
-    def _in_order(self, nearest: Sequence[tuple[int, int]]) -> Iterable[Instance]:
-        """Return those seen first, the nearest first, and then everybody around the circle."""
-        for _, index in nearest:
-            yield self.instances[index]
-        _, index = nearest[0]
-        yield from self.instances[index:]
-        yield from self.instances[:index]
-
-
-_MASK = (1 << 64) - 1
-
-
-def _hashes(key: str) -> tuple[int, int]:
-    digest = hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=16).digest()
-    return int.from_bytes(digest[:8], "big"), int.from_bytes(digest[8:], "big")
-
-
-def _mixed(number: int) -> int:
-    number = (number * 0x9E3779B97F4A7C15) & _MASK
-    return ((number ^ (number >> 32)) * 0xD6E8FEB86659FD93) & _MASK

@@ -33,7 +33,7 @@ from epd_portable.router.delivery import (
     new_transfer,
     read_item,
 )
-from epd_portable.router.instances import Instance, Instances
+from epd_portable.router.instances import Fleet, Instance
 from epd_portable.router.settings import RouterSettings
 from epd_portable.router.upstream import Fault, Upstream, UpstreamError
 from epd_portable.wire.params import (
@@ -93,7 +93,7 @@ class Introducer:
     def __init__(
         self,
         settings: RouterSettings,
-        instances: Instances,
+        instances: Fleet,
         upstream: Upstream,
         control: ControlChannels,
         secret: Secret,

@@ -23,10 +23,11 @@ from epd_portable.config.problems import in_one_line
 from epd_portable.config.secret import Secret, SignatureCheck
 from epd_portable.errors import ConfigError, RequestError
 from epd_portable.router.control import ControlChannels
-from epd_portable.router.instances import MAX_INSTANCES, Instance, Instances
+from epd_portable.router.instances import Fleet, Instance
 from epd_portable.router.metrics import Metrics
 from epd_portable.router.replies import Reply, json_reply
 from epd_portable.router.settings import InstanceSettings, RouterSettings
+from epd_portable.router.tally import MAX_INSTANCES
 from epd_portable.router.upstream import Fault, Upstream, UpstreamError
 
 logger = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ PROBES_PER_S = 100.0
 """Of all instances together: many of them are asked less often than ``probe_interval_s`` says."""
 PROBES_AT_ONCE = 64
 TOGETHER_S = 0.1
-"""Probes that are due within this are sent together: to wake up costs more than a probe."""
+"""HealthProbes that are due within this are sent together: to wake up costs more than a probe."""
 JITTER = 0.1
 """Part of an interval by which probes are moved, so that they do not come in bursts."""
 
@@ -105,7 +106,7 @@ class MemberList(Protocol):
         """
 
 
-class Probes:
+class HealthProbes:
     """Asks instances for ``/health``: each every interval, and at once when a request failed.
 
     One that has answered a request since is not asked.
@@ -116,7 +117,7 @@ class Probes:
         upstream: Connections to them.
     """
 
-    def __init__(self, settings: RouterSettings, instances: Instances, upstream: Upstream) -> None:
+    def __init__(self, settings: RouterSettings, instances: Fleet, upstream: Upstream) -> None:
         self._interval_s = settings.probe_interval_s
         self._timeout_s = settings.probe_timeout_s
         self._instances = instances
@@ -240,7 +241,7 @@ class Members:
     def __init__(
         self,
         settings: RouterSettings,
-        instances: Instances,
+        instances: Fleet,
         upstream: Upstream,
         control: ControlChannels,
         metrics: Metrics,
@@ -252,7 +253,7 @@ class Members:
         self._control = control
         self._metrics = metrics
         self._introduce = introduce
-        self._probes = Probes(settings, instances, upstream)
+        self._probes = HealthProbes(settings, instances, upstream)
         self._networks = _networks(settings.instance_networks)
         self._check = SignatureCheck(secret)
         self._name = uuid.uuid4().hex

@@ -20,11 +20,11 @@ from epd_portable.media.limits import MediaLimits
 from epd_portable.router.access import ApiKeys
 from epd_portable.router.body import Call, Rules, read_call
 from epd_portable.router.control import ControlChannels
-from epd_portable.router.exchange import Exchange
+from epd_portable.router.exchange import Carrier, Exchange
 from epd_portable.router.incoming import Bodies, ClientGoneError
-from epd_portable.router.instances import Instances
+from epd_portable.router.instances import Fleet
 from epd_portable.router.introduction import Introducer
-from epd_portable.router.members import MemberList, Members
+from epd_portable.router.members import MAX_BODY_BYTES, MemberList, Members
 from epd_portable.router.metrics import Metrics
 from epd_portable.router.replies import Reply, error_event, error_reply, json_reply, unavailable
 from epd_portable.router.settings import RouterSettings
@@ -120,8 +120,8 @@ NOT_SERVED: Mapping[str, str] = {
 }
 """Paths of vLLM that are refused on purpose, and why; one with a final slash stands for all below
 it."""
-NOT_JSON = frozenset({"/v1/audio/transcriptions", "/v1/audio/translations"})
-"""Paths whose bodies are forms."""
+CARRIER = "epd.carrier"
+"""ASGI extension: a server that takes requests to PD instances and answers to clients itself."""
 OTHER = "other"
 """Label of all paths that are not served."""
 
@@ -147,7 +147,7 @@ class Router:
 
     Args:
         settings: Of the router.
-        instances: What is chosen from; several processes may count in their table.
+        instances: What is chosen from; several processes may count in their tally.
         members: Makes what looks after the instances, where another process does.
         metrics_folder: Where several processes count.
 
@@ -156,6 +156,7 @@ class Router:
 
     Attributes:
         draining: Nothing new is taken on.
+        exchange: Has requests answered.
         in_flight: Requests that are being answered.
         members: Looks after the instances.
     """
@@ -164,8 +165,8 @@ class Router:
         self,
         settings: RouterSettings,
         *,
-        instances: Instances | None = None,
-        members: Callable[[Instances, ControlChannels], MemberList] | None = None,
+        instances: Fleet | None = None,
+        members: Callable[[Fleet, ControlChannels], MemberList] | None = None,
         metrics_folder: str = "",
     ) -> None:
         self.settings = settings
@@ -175,10 +176,10 @@ class Router:
         self._keys = ApiKeys(settings.api_keys_file) if settings.api_keys_file else None
         self._passed_on = frozenset(PASSED_ON[1:] if self._keys else PASSED_ON)
         self.upstream = Upstream({INSTANCE_TOKEN_HEADER: secret.instance_token()})
-        self.instances = Instances() if instances is None else instances
+        self.instances = Fleet() if instances is None else instances
         self.metrics = Metrics(lambda: self.instances.all, metrics_folder)
         self._control = ControlChannels(CurveKeys.derive(secret))
-        self._exchange = Exchange(
+        self.exchange = Exchange(
             settings, self.instances, self.upstream, self._control, self.metrics, secret
         )
         self.members = (
@@ -187,7 +188,13 @@ class Router:
         self._bodies = Bodies(
             max_bytes=settings.max_body_bytes,
             max_sum_bytes=settings.max_bodies_bytes,
-            table=self.instances.table,
+            tally=self.instances.tally,
+        )
+        self._operators_bodies = Bodies(
+            max_bytes=MAX_BODY_BYTES,
+            max_sum_bytes=settings.max_bodies_bytes,
+            tally=self.instances.tally,
+            remedy="no address for operators takes as much",
         )
         self._rules = Rules(
             max_items=settings.max_media_items,
@@ -242,7 +249,7 @@ class Router:
         """End everything."""
         if self._sweeping is not None:
             self._sweeping.cancel()
-        await self._exchange.close()
+        await self.exchange.close()
         await self.members.close()
         await self._control.close()
         await self.upstream.close()
@@ -275,9 +282,9 @@ class Router:
                 client.reading_since = 0.0
                 started = time.monotonic()
                 watch = asyncio.create_task(client.watch())
-                await self._exchange.serve(call, client.for_instances, client)
+                await self.exchange.serve(call, client.for_instances, client, client.carrier)
         except RequestError as error:
-            await client.whole(error_reply(error))
+            await client.fail(error)
         except ClientGoneError:
             client.gone = True
         except asyncio.CancelledError:
@@ -312,7 +319,7 @@ class Router:
             client.last = True
             raise unavailable("the router is stopping")
         data = await body.read(client.headers, client.receive)
-        if method == "GET" or path in NOT_JSON:
+        if method == "GET" or path in NO_JSON:
             if given := client.headers.get("content-type"):
                 client.for_instances["content-type"] = given
             return Call.untouched(method, path, data)
@@ -345,8 +352,7 @@ class Router:
             kind = {"content-type": "text/plain; version=0.0.4; charset=utf-8"}
             return Reply(200, kind, self.metrics.exposition())
         if path.startswith("/epd/") and admin:
-            with self._bodies.holding() as body:
-                data = bytes(await body.read(client.headers, client.receive))
+            data = await self._operators_body(client)
             return await self.members.handle(client.method, client.target, client.headers, data)
         if client.headers.get("upgrade", "").lower() == "websocket":
             raise RequestError(
@@ -359,6 +365,20 @@ class Router:
                 problem = f"{client.method} {path[:256]} is not served here: {why}"
                 raise RequestError(problem, status=404, code="not_served")
         raise _no_such(client.method, path, 404)
+
+    async def _operators_body(self, client: _Client) -> bytes:
+        """Return a body for ``/epd/``; that it may be asked for is known only from the whole.
+
+        Raises:
+            RequestError: 408 or 413; it does not come in time, or is too large.
+            ClientGoneError: The client is gone.
+        """
+        try:
+            async with asyncio.timeout(self.settings.body_timeout_s):
+                with self._operators_bodies.holding() as body:
+                    return bytes(await body.read(client.headers, client.receive))
+        except TimeoutError:
+            raise self._too_slow() from None
 
     async def _health(self, client: _Client) -> Reply:
         """Answer 200 while a request could be served, else 503.
@@ -416,6 +436,7 @@ class _Client:
         method: Of HTTP.
         target: Path and query.
         port: At which it came.
+        carrier: Whose server took the request in, if that carries it on, too.
         headers: Names in lower case; those whose values are not ASCII are left out.
         request_id: The client's own or a new one.
         for_instances: Headers that instances get.
@@ -437,6 +458,7 @@ class _Client:
         self._send = send
         self.method: str = scope["method"]
         self.port: int = scope["server"][1] if scope.get("server") else 0
+        self.carrier: Carrier | None = scope.get("extensions", {}).get(CARRIER)
         query: bytes = scope.get("query_string", b"")
         self.target: str = scope["path"] + (f"?{query.decode('latin-1')}" if query else "")
         self.headers: dict[str, str] = {
@@ -459,6 +481,7 @@ class _Client:
         self.work: asyncio.Task[Any]
         self.reading_since = time.monotonic()
         self.sending_since = 0.0
+        self._within_event = False
 
     async def watch(self) -> None:
         """Cancel the work when the client goes away."""
@@ -486,15 +509,20 @@ class _Client:
         if not self.begun:
             await self.whole(error_reply(error))
             return
-        await self.piece(error_event(str(error), status=error.status, code=error.code))
+        event = error_event(str(error), status=error.status, code=error.code)
+        await self.piece(b"\n\n" + event if self._within_event else event)
         await self.end()
 
     async def begin(self, status: int, headers: Mapping[str, str]) -> None:
         """Send status and headers."""
+        # As bytes these are what an instance sent, whatever they mean.
+        listed = [
+            (name.encode(), value.encode("utf-8", "surrogateescape"))
+            for name, value in headers.items()
+        ]
         self.begun = True
         self.status = status
         self.first_at = time.monotonic()
-        listed = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
         listed.append((b"x-request-id", self.request_id.encode()))
         if self.last:
             listed.append((b"connection", b"close"))
@@ -502,6 +530,7 @@ class _Client:
 
     async def piece(self, data: bytes) -> None:
         """Send a piece; returns when the client takes more."""
+        self._within_event = not data.endswith((b"\n\n", b"\r\n\r\n"))
         self.sending_since = time.monotonic()
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
         self.sending_since = 0.0

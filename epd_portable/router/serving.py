@@ -80,7 +80,7 @@ def _bound(host: str, port: int, *, shared: bool) -> socket.socket:
     return bound
 
 
-class Stop:
+class Stopping:
     """How a router is told to stop.
 
     Attributes:
@@ -123,7 +123,7 @@ class _Server(uvicorn.Server):
 async def serve(
     router: Router,
     listeners: list[socket.socket],
-    stop: Stop,
+    stop: Stopping,
     *,
     started: Callable[[], None] | None = None,
 ) -> None:
@@ -181,7 +181,7 @@ async def _tell(server: uvicorn.Server, started: Callable[[], None] | None) -> N
         started()
 
 
-async def _stop(stop: Stop, router: Router, server: uvicorn.Server) -> None:
+async def _stop(stop: Stopping, router: Router, server: uvicorn.Server) -> None:
     await stop.asked.wait()
     if stop.abandoned:
         for listening in server.servers:

@@ -51,7 +51,7 @@ class InstanceSettings(BaseModel):
 class RouterSettings(RouterSection):
     """Everything the router needs to know.
 
-    That is the ``router`` section of the topology file, and what the launcher adds.
+    The keys of the topology file's ``router`` section, and what the launcher adds.
 
     Attributes:
         port: Port to listen on; 0 takes a free one.

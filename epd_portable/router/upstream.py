@@ -45,7 +45,7 @@ class UpstreamError(EPDError):
         self.fault = fault
 
 
-class Answer:
+class InstanceAnswer:
     """An instance's answer whose headers have come.
 
     Attributes:
@@ -96,7 +96,7 @@ class Upstream:
     """
 
     def __init__(self, headers: Mapping[str, str] | None = None) -> None:
-        self._headers = {"accept-encoding": "identity", **(headers or {})}
+        self.headers = {"accept-encoding": "identity", **(headers or {})}
         self._session: aiohttp.ClientSession | None = None
 
     async def open(self) -> None:
@@ -108,7 +108,7 @@ class Upstream:
             ),
             auto_decompress=False,
             cookie_jar=aiohttp.DummyCookieJar(),
-            headers=self._headers,
+            headers=self.headers,
             skip_auto_headers=("user-agent", "accept", "content-type"),
             read_bufsize=_READ_BYTES,
             # Instances are named one by one: no proxy of the environment may come between.
@@ -130,7 +130,7 @@ class Upstream:
         connect_s: float | None = None,
         silent_s: float | None = None,
         total_s: float | None = None,
-    ) -> Answer:
+    ) -> InstanceAnswer:
         """Send a request and return its answer as soon as the headers are there.
 
         Args:
@@ -161,7 +161,7 @@ class Upstream:
             total=total_s, sock_connect=connect_s, sock_read=silent_s, ceil_threshold=60
         )
         try:
-            return Answer(
+            return InstanceAnswer(
                 await self._session.request(
                     method,
                     url,

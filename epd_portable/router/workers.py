@@ -3,7 +3,7 @@
 The keeper alone probes, introduces and registers instances, and starts a worker again that has
 ended. Each worker has a listening socket of its own on the port, so the connections that wait at a
 dead one are lost and no others. What is in flight and how many bytes are held is counted in one
-memory, `Table`; how instances are goes over a socket between the keeper and each worker.
+memory, `Tally`; how instances are goes over a socket between the keeper and each worker.
 
 Workers are started as new programs, not forked: they must count for Prometheus from their first
 import on, and one that is started late must have nothing of the keeper's loop, threads and sockets.
@@ -33,12 +33,13 @@ from prometheus_client.multiprocess import mark_process_dead
 from epd_portable.config.secret import SIGNATURE_SCHEME
 from epd_portable.errors import LaunchError, RequestError
 from epd_portable.router.control import ControlChannels
-from epd_portable.router.instances import Failure, Instance, Instances, InstanceView, Table
+from epd_portable.router.instances import Failure, Fleet, Instance, InstanceView
 from epd_portable.router.members import States
 from epd_portable.router.replies import Reply, error_reply, json_reply, unavailable
 from epd_portable.router.server import Router
-from epd_portable.router.serving import Stop, listen, serve
+from epd_portable.router.serving import Stopping, listen, serve
 from epd_portable.router.settings import RouterSettings
+from epd_portable.router.tally import Tally
 from epd_portable.router.upstream import Fault
 
 logger = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ _MAX_WAITING_BYTES = 64 << 20
 # What the keeper and a worker tell each other.
 
 
-class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Begin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """First of all: what a worker has to know."""
 
     settings: bytes
@@ -117,7 +118,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     body: bytes = b""
 
 
-ToWorker = Start | Changes | StopAsked | Answered
+ToWorker = Begin | Changes | StopAsked | Answered
 ToKeeper = Serving | Seen | Asked
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
@@ -194,18 +195,18 @@ class Workers:
     """Keeps the workers, tells them how instances are, and answers what they are asked for that.
 
     Args:
-        router: Of this process; its table has a column for each worker, after the first.
+        router: Of this process; its tally has a column for each worker, after the first.
         port: At which they serve.
-        table_file: Descriptor of the table's memory.
+        tally_file: Descriptor of the tally's memory.
         metrics_folder: Where they count.
     """
 
-    def __init__(self, router: Router, *, port: int, table_file: int, metrics_folder: str) -> None:
+    def __init__(self, router: Router, *, port: int, tally_file: int, metrics_folder: str) -> None:
         self._router = router
         self._instances = router.instances
         self._settings = router.settings
         self._port = port
-        self._table_file = table_file
+        self._tally_file = tally_file
         self._metrics_folder = metrics_folder
         self._running: dict[int, _Worker] = {}
         self._ending = False
@@ -213,7 +214,7 @@ class Workers:
         self._answering: set[asyncio.Task[None]] = set()
         self._instances.watch(self._note)
 
-    async def run(self, stop: Stop) -> None:
+    async def run(self, stop: Stopping) -> None:
         """Keep the workers until told to stop; return when all of them have ended.
 
         Raises:
@@ -260,7 +261,7 @@ class Workers:
         """Run a worker; return its exit status."""
         ours, theirs = socket.socketpair()
         with theirs:
-            files = (theirs.fileno(), self._table_file)
+            files = (theirs.fileno(), self._tally_file)
             process = await asyncio.create_subprocess_exec(
                 *_command(*files),
                 pass_fds=files,
@@ -270,11 +271,11 @@ class Workers:
                 env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": self._metrics_folder},
             )
         worker = _Worker(process, await Channel.over(ours, _to_keeper))
-        table = self._instances.table
-        table.open_column(column)
+        tally = self._instances.tally
+        tally.open_column(column)
         self._running[column] = worker
         worker.channel.send(
-            Start(
+            Begin(
                 settings=self._settings.model_dump_json().encode(),
                 port=self._port,
                 column=column,
@@ -294,21 +295,21 @@ class Workers:
             reading.cancel()
             del self._running[column]
             worker.channel.close()
-            table.clear_column(column)
+            tally.clear_column(column)
             mark_process_dead(process.pid, self._metrics_folder)  # type: ignore[no-untyped-call]
 
     async def _end_hung(self) -> None:
         while True:
             await asyncio.sleep(ALIVE_EVERY_S)
             for column, worker in self._running.items():
-                silent_s = time.monotonic() - self._instances.table.alive_at(column)
+                silent_s = time.monotonic() - self._instances.tally.alive_at(column)
                 waiting = worker.channel.waiting_bytes
                 limit_s = HUNG_AFTER_S if worker.serves else STARTS_WITHIN_S
                 if silent_s > limit_s or waiting > _MAX_WAITING_BYTES:
                     logger.error("worker %d has done nothing for %.0f s: killed", column, silent_s)
                     worker.kill()
 
-    async def _end(self, stop: Stop, keeping: list[asyncio.Task[None]]) -> None:
+    async def _end(self, stop: Stopping, keeping: list[asyncio.Task[None]]) -> None:
         """Let workers end their answers; kill those that have none yet, or take too long."""
         self._ending = True
         for worker in self._running.values():
@@ -382,13 +383,13 @@ class Workers:
         worker.channel.send(Answered(number=asked.number, reply=reply))
 
 
-def _command(channel: int, table: int) -> list[str]:
+def _command(channel: int, tally: int) -> list[str]:
     safe = ["-P"] if getattr(sys.flags, "safe_path", False) else []
-    return [sys.executable, *safe, "-m", "epd_portable.router", "--worker", f"{channel},{table}"]
+    return [sys.executable, *safe, "-m", "epd_portable.router", "--worker", f"{channel},{tally}"]
 
 
 async def keep(
-    settings: RouterSettings, address: socket.socket, admin: list[socket.socket], stop: Stop
+    settings: RouterSettings, address: socket.socket, admin: list[socket.socket], stop: Stopping
 ) -> None:
     """Be the keeper of a router until told to stop.
 
@@ -405,16 +406,16 @@ async def keep(
     columns = settings.workers + 1
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="epd-router-metrics-"))
-        table_file = os.memfd_create("epd-router-table")
-        stack.callback(os.close, table_file)
-        os.ftruncate(table_file, Table.nbytes(columns))
-        memory = mmap.mmap(table_file, Table.nbytes(columns))
-        table = Table(memoryview(memory), columns=columns)
+        tally_file = os.memfd_create("epd-router-tally")
+        stack.callback(os.close, tally_file)
+        os.ftruncate(tally_file, Tally.nbytes(columns))
+        memory = mmap.mmap(tally_file, Tally.nbytes(columns))
+        tally = Tally(memoryview(memory), columns=columns)
         for column in range(1, columns):
-            table.clear_column(column)
-        router = Router(settings, instances=Instances(table), metrics_folder=folder)
+            tally.clear_column(column)
+        router = Router(settings, instances=Fleet(tally), metrics_folder=folder)
         workers = Workers(
-            router, port=address.getsockname()[1], table_file=table_file, metrics_folder=folder
+            router, port=address.getsockname()[1], tally_file=tally_file, metrics_folder=folder
         )
         if admin:
             await _keep_and_serve(router, workers, admin, stop)
@@ -427,10 +428,10 @@ async def keep(
 
 
 async def _keep_and_serve(
-    router: Router, workers: Workers, listeners: list[socket.socket], stop: Stop
+    router: Router, workers: Workers, listeners: list[socket.socket], stop: Stopping
 ) -> None:
     """Keep workers, and answer operators at an address of their own."""
-    last, started = Stop(), asyncio.Event()
+    last, started = Stopping(), asyncio.Event()
     serving = asyncio.create_task(serve(router, listeners, last, started=started.set))
     begun = asyncio.create_task(started.wait())
     try:
@@ -459,8 +460,8 @@ class RemoteMembers:
     def __init__(
         self,
         channel: Channel[ToWorker, ToKeeper],
-        stop: Stop,
-        instances: Instances,
+        stop: Stopping,
+        instances: Fleet,
         control: ControlChannels,
     ) -> None:
         self._channel = channel
@@ -532,7 +533,7 @@ class RemoteMembers:
 
     async def _show_life(self) -> None:
         while True:
-            self._instances.table.is_alive()
+            self._instances.tally.is_alive()
             await asyncio.sleep(ALIVE_EVERY_S)
 
     async def _read(self) -> None:
@@ -561,7 +562,7 @@ class RemoteMembers:
             if known is None and view.control:
                 self._control.connect(view.name, view.control)
             self._instances.take(view)
-        self._instances.table.saw(changes.version)
+        self._instances.tally.saw(changes.version)
         self._known.set()
 
     async def _forget(self, name: str) -> None:
@@ -573,17 +574,17 @@ class RemoteMembers:
             await self._control.disconnect(name)
 
 
-async def work(channel_file: int, table_file: int) -> None:
+async def work(channel_file: int, tally_file: int) -> None:
     """Be a worker until the keeper says that it is enough.
 
     Args:
         channel_file: Descriptor of the socket to the keeper.
-        table_file: Descriptor of the table's memory.
+        tally_file: Descriptor of the tally's memory.
 
     Raises:
         ConfigError: A file or an address of the settings cannot be used.
     """
-    stop = Stop()
+    stop = Stopping()
     for number in (signal.SIGTERM, signal.SIGINT):
         # Who sends them to every process of a router means the keeper, which says what to do.
         asyncio.get_running_loop().add_signal_handler(number, lambda: None)
@@ -591,12 +592,12 @@ async def work(channel_file: int, table_file: int) -> None:
         socket.socket(fileno=channel_file), _to_worker
     )
     start = await channel.receive()
-    if not isinstance(start, Start):
+    if not isinstance(start, Begin):
         return
     settings = RouterSettings.model_validate_json(start.settings)
-    memory = mmap.mmap(table_file, Table.nbytes(start.columns))
-    os.close(table_file)
-    table = Table(memoryview(memory), columns=start.columns, column=start.column)
+    memory = mmap.mmap(tally_file, Tally.nbytes(start.columns))
+    os.close(tally_file)
+    tally = Tally(memoryview(memory), columns=start.columns, column=start.column)
 
     def report(instance: Instance, failure: Failure | None) -> None:
         told = failure.value if isinstance(failure, Fault) else failure
@@ -604,7 +605,7 @@ async def work(channel_file: int, table_file: int) -> None:
 
     router = Router(
         settings,
-        instances=Instances(table, report=report),
+        instances=Fleet(tally, report=report),
         members=lambda instances, control: RemoteMembers(channel, stop, instances, control),
         metrics_folder=start.metrics_folder,
     )

@@ -21,7 +21,7 @@ from epd_portable.bench.router.faults import count_verdicts
 from epd_portable.bench.router.measure import ALL_CASES, DIRECT, PROXY, measure
 from epd_portable.bench.router.questions import event
 from epd_portable.bench.router.stage import Effort, Measured, Stage, set_up
-from epd_portable.bench.router.stand import Cores, Instances
+from epd_portable.bench.router.stand import Cores, PlayedInstances
 from epd_portable.errors import MeasurementError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -144,7 +144,7 @@ def test_answers_that_are_held_go_on_until_they_are_released(stage: Stage) -> No
 
 def test_an_instance_that_is_killed_cuts_answers_also_within_a_token(stage: Stage) -> None:
     _, address = stand.pair(1)
-    played = Instances([address], stage.secret_file, stage.cores, stage.folder, halves=True)
+    played = PlayedInstances([address], stage.secret_file, stage.cores, stage.folder, halves=True)
     with played:
         asked = Measured(DIRECT, address.port, None)
         flow = stage.flow(asked, "cut", count=10, rate=100.0, chunks=100, gap_ms=200)

@@ -30,7 +30,7 @@ _NEVER_MS = 3_600_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Figure:
+class CaseFigure:
     """One number that a case yields.
 
     Attributes:
@@ -66,7 +66,7 @@ class Case:
 
     name: str
     about: str
-    figures: tuple[Figure, ...]
+    figures: tuple[CaseFigure, ...]
     measure: Callable[[Stage, Measured], Values]
     kinds: frozenset[str] = frozenset({"router", "proxy", "direct"})
     once: bool = False
@@ -210,14 +210,14 @@ CASES: tuple[Case, ...] = (
         name="text",
         about="texts answered with one token",
         figures=(
-            Figure(key="cpu_ms", what="text, 1 token, 100/s: ms each", clock="CPU", limit=0.25),
-            Figure(
+            CaseFigure(key="cpu_ms", what="text, 1 token, 100/s: ms each", clock="CPU", limit=0.25),
+            CaseFigure(
                 key="cpu_ms_most",
                 what=f"text, 1 token, {TEXT_CLIENTS} clients: ms each",
                 clock="CPU",
                 limit=0.25,
             ),
-            Figure(
+            CaseFigure(
                 key="rate",
                 what=f"text, 1 token, {TEXT_CLIENTS} clients: requests/s",
                 clock="wall",
@@ -232,7 +232,7 @@ CASES: tuple[Case, ...] = (
         about=f"{STREAMS} streams of small events at several rates",
         figures=(
             *(
-                Figure(
+                CaseFigure(
                     key=f"cpu_us_{gap_ms}",
                     what=f"streamed token at {STREAMS * 1000 // gap_ms:,}/s: µs each",
                     clock="CPU",
@@ -240,13 +240,13 @@ CASES: tuple[Case, ...] = (
                 )
                 for gap_ms in STREAM_GAPS_MS
             ),
-            Figure(
+            CaseFigure(
                 key="cpu_us_most",
                 what="streamed token at 1 ms from its last, request and all: µs each",
                 clock="CPU",
                 limit=25,
             ),
-            Figure(
+            CaseFigure(
                 key="rate",
                 what="streamed tokens at 1 ms from their last: tokens/s",
                 clock="wall",
@@ -263,19 +263,19 @@ CASES: tuple[Case, ...] = (
             figure
             for name, _, rate in PICTURES
             for figure in (
-                Figure(
+                CaseFigure(
                     key=f"cpu_ms {name}",
                     what=f"picture of {name}, at {rate:g}/s: ms each",
                     clock="CPU",
                     limit=2.5 if name == "1 MB" else None,
                 ),
-                Figure(
+                CaseFigure(
                     key=f"cpu_ms_most {name}",
                     what=f"picture of {name}, {PICTURE_CLIENTS} clients: ms each",
                     clock="CPU",
                     peer_limit=5 if name == "1 MB" else None,
                 ),
-                Figure(
+                CaseFigure(
                     key=f"rate {name}",
                     what=f"picture of {name}, {PICTURE_CLIENTS} clients: requests/s",
                     clock="wall",
@@ -292,14 +292,14 @@ CASES: tuple[Case, ...] = (
         about="texts beside up to 1,200 streams that are open",
         figures=(
             *(
-                Figure(
+                CaseFigure(
                     key=f"cpu_ms_{level}",
                     what=f"text beside {level:,} open streams: ms each",
                     clock="CPU",
                 )
                 for level in OPEN_STREAMS
             ),
-            Figure(
+            CaseFigure(
                 key="times",
                 what=f"text beside {OPEN_STREAMS[-1]:,} open streams by alone",
                 clock="CPU",
@@ -314,10 +314,10 @@ CASES: tuple[Case, ...] = (
         name="latency",
         about="what a text waits longer than without a router, at 200/s",
         figures=(
-            Figure(key="p50", what="added latency at 200/s, p50: ms", clock="wall", limit=0.5),
-            Figure(key="p99", what="added latency at 200/s, p99: ms", clock="wall", limit=3),
-            Figure(key="p50 direct", what="the instance itself, p50: ms", clock="wall"),
-            Figure(key="p99 direct", what="the instance itself, p99: ms", clock="wall"),
+            CaseFigure(key="p50", what="added latency at 200/s, p50: ms", clock="wall", limit=0.5),
+            CaseFigure(key="p99", what="added latency at 200/s, p99: ms", clock="wall", limit=3),
+            CaseFigure(key="p50 direct", what="the instance itself, p50: ms", clock="wall"),
+            CaseFigure(key="p99 direct", what="the instance itself, p99: ms", clock="wall"),
         ),
         measure=latency,
         kinds=frozenset({"router", "proxy"}),
@@ -327,9 +327,9 @@ CASES: tuple[Case, ...] = (
         name="large",
         about="texts while bodies of 60 MB arrive",
         figures=(
-            Figure(key="p99", what="text while 60 MB arrive, p99: ms", clock="wall", limit=15),
-            Figure(key="most", what="text while 60 MB arrive, longest: ms", clock="wall"),
-            Figure(key="bodies", what="such bodies/s", clock="wall", better="higher"),
+            CaseFigure(key="p99", what="text while 60 MB arrive, p99: ms", clock="wall", limit=15),
+            CaseFigure(key="most", what="text while 60 MB arrive, longest: ms", clock="wall"),
+            CaseFigure(key="bodies", what="such bodies/s", clock="wall", better="higher"),
         ),
         measure=large,
         seconds=lambda effort: 2 * effort.window_s + 2,

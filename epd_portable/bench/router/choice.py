@@ -11,7 +11,7 @@ import json
 import sys
 import time
 
-from epd_portable.router.instances import Instances
+from epd_portable.router.instances import Fleet
 from epd_portable.router.settings import InstanceSettings, Role
 
 WARM_UP = 2
@@ -27,7 +27,7 @@ def measure(names: int, repeats: int) -> dict[str, float]:
     """
     found: dict[str, float] = {}
     for role in ROLES:
-        instances = Instances()
+        instances = Fleet()
         control = "tcp://127.0.0.1:9" if role == "prefill-decode" else ""
         for number in range(names):
             settings = InstanceSettings(

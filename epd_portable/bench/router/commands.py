@@ -75,7 +75,7 @@ Command = Run | Watch | Release
 """To the load."""
 
 
-class Exchange(msgspec.Struct, frozen=True, kw_only=True):
+class AnswerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One request and what became of it; times in seconds.
 
     Attributes:
@@ -105,7 +105,7 @@ class Done(msgspec.Struct, frozen=True, kw_only=True):
         wall_s: How long that was.
     """
 
-    flows: dict[str, list[Exchange]] = {}
+    flows: dict[str, list[AnswerRecord]] = {}
     tokens: int = 0
     cpu_s: float = 0.0
     wall_s: float = 0.0
@@ -160,6 +160,7 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
         open: Answers that are under way.
         gone: Answers that nobody waited for any more.
         probed: Instances that were asked for their health.
+        probes: How often they were.
         cpu_s: CPU time of the process.
     """
 
@@ -168,4 +169,5 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
     open: int
     gone: int
     probed: int
+    probes: int
     cpu_s: float

@@ -12,12 +12,12 @@ from collections import Counter
 from contextlib import ExitStack
 
 from epd_portable.bench.router import stand
-from epd_portable.bench.router.cases import Case, Figure, Values
-from epd_portable.bench.router.commands import Done, Exchange, InstanceAddress, Run
+from epd_portable.bench.router.cases import Case, CaseFigure, Values
+from epd_portable.bench.router.commands import AnswerRecord, Done, InstanceAddress, Run
 from epd_portable.bench.router.questions import Verdict
 from epd_portable.bench.router.special import ROUTER, own_router
 from epd_portable.bench.router.stage import Measured, Stage
-from epd_portable.bench.router.stand import Instances
+from epd_portable.bench.router.stand import PlayedInstances
 from epd_portable.bench.servers import Server
 
 SENDING_S = 4.0
@@ -54,7 +54,7 @@ class _Topology:
     def __init__(self, stage: Stage, stack: ExitStack) -> None:
         self._stage = stage
         self._stack = stack
-        self._playing: dict[InstanceAddress, Instances] = {}
+        self._playing: dict[InstanceAddress, PlayedInstances] = {}
         self.addresses = tuple(address for number in (0, 1) for address in stand.pair(number))
         for address in self.addresses:
             self.start(address)
@@ -62,7 +62,7 @@ class _Topology:
     def start(self, address: InstanceAddress) -> None:
         """Start an instance, again or for the first time."""
         stage = self._stage
-        played = Instances(
+        played = PlayedInstances(
             [address],
             stage.secret_file,
             stage.cores,
@@ -160,14 +160,14 @@ def _strike(stage: Stage, alone: Measured, topology: _Topology, role: str) -> Va
     }
 
 
-def count_verdicts(exchanges: list[Exchange]) -> dict[Verdict, int]:
+def count_verdicts(exchanges: list[AnswerRecord]) -> dict[Verdict, int]:
     """Return how many exchanges have each verdict; all of them are in it."""
     counted = Counter(each.verdict for each in exchanges)
     verdicts: tuple[Verdict, ...] = ("right", "error", "wrong", "left")
     return {verdict: counted[verdict] for verdict in verdicts}
 
 
-def _ask(stage: Stage, alone: Measured) -> list[Exchange]:
+def _ask(stage: Stage, alone: Measured) -> list[AnswerRecord]:
     """Ask short questions of every kind."""
     flows = stage.load.carry_out(_requests(stage, alone, AFTERWARDS, leave=0, answer_ms=0)).flows
     return [each for flow in flows.values() for each in flow]
@@ -199,22 +199,22 @@ def _requests(
     return Run(flows=flows)
 
 
-def _figures(role: str) -> tuple[Figure, ...]:
+def _figures(role: str) -> tuple[CaseFigure, ...]:
     whose = f"both {role} killed"
     return (
-        Figure(
+        CaseFigure(
             key=f"{role} in_flight",
             what=f"{whose}: answers under way then",
             clock="counted",
             better="higher",
         ),
-        Figure(
+        CaseFigure(
             key=f"{role} right", what=f"{whose}: right answers", clock="counted", better="higher"
         ),
-        Figure(key=f"{role} error", what=f"{whose}: clear errors", clock="counted"),
-        Figure(key=f"{role} wrong", what=f"{whose}: neither", clock="counted", limit=0),
-        Figure(key=f"{role} left", what=f"{whose}: clients that left", clock="counted"),
-        Figure(
+        CaseFigure(key=f"{role} error", what=f"{whose}: clear errors", clock="counted"),
+        CaseFigure(key=f"{role} wrong", what=f"{whose}: neither", clock="counted", limit=0),
+        CaseFigure(key=f"{role} left", what=f"{whose}: clients that left", clock="counted"),
+        CaseFigure(
             key=f"{role} afterwards",
             what=f"{whose}: of {AFTERWARDS} after they are back, right",
             clock="counted",
@@ -229,10 +229,10 @@ FAULTS = Case(
     about="1,000 requests in flight, 100 leave, both instances of a role killed and back",
     figures=(
         *(figure for role in KILL_S for figure in _figures(role)),
-        Figure(key="growth_mb", what="memory at most, by before: MB more", clock="counted"),
-        Figure(key="open", what="answers left under way", clock="counted", limit=0),
-        Figure(key="clients", what="clients' connections left", clock="counted", limit=0),
-        Figure(key="others", what="other connections, beyond those before", clock="counted"),
+        CaseFigure(key="growth_mb", what="memory at most, by before: MB more", clock="counted"),
+        CaseFigure(key="open", what="answers left under way", clock="counted", limit=0),
+        CaseFigure(key="clients", what="clients' connections left", clock="counted", limit=0),
+        CaseFigure(key="others", what="other connections, beyond those before", clock="counted"),
     ),
     measure=faults,
     kinds=ROUTER,

@@ -64,6 +64,7 @@ class Played:
         self.open = 0
         self.gone = 0
         self.probed: set[str] = set()
+        self.probes = 0
 
     def counts(self) -> Counts:
         """Return it for the measurement."""
@@ -73,6 +74,7 @@ class Played:
             open=self.open,
             gone=self.gone,
             probed=len(self.probed),
+            probes=self.probes,
             cpu_s=time.process_time(),
         )
 
@@ -149,6 +151,7 @@ class InstanceConnection(MessageProtocol):
     def _show(self, path: bytes) -> None:
         if path == b"/health":
             self._played.probed.add(self._address.name)
+            self._played.probes += 1
         page = _PAGES.get(path)
         self._reply(b"404 Not Found" if page is None else b"200 OK", page or b"")
 

@@ -18,8 +18,16 @@ from collections.abc import Callable
 
 import msgspec
 
-from epd_portable.bench.router.commands import Command, Done, Exchange, Flow, Release, Run, Watch
-from epd_portable.bench.router.questions import Picture, Question, judge, request
+from epd_portable.bench.router.commands import (
+    AnswerRecord,
+    Command,
+    Done,
+    Flow,
+    Release,
+    Run,
+    Watch,
+)
+from epd_portable.bench.router.questions import NoisePicture, Question, judge, request
 from epd_portable.bench.router.raw_http import MessageProtocol, install_fast_loop
 
 HOST = "127.0.0.1"
@@ -54,7 +62,7 @@ class _Asked:
         self.left = False
         self.problem = ""
 
-    def exchange(self, run_begin_s: float, *, held: bool) -> Exchange:
+    def exchange(self, run_begin_s: float, *, held: bool) -> AnswerRecord:
         """Judge it."""
         if self.left:
             verdict, detail = "left", ""
@@ -65,7 +73,7 @@ class _Asked:
             detail = self.problem or f"broken off after {sum(map(len, self.body))} bytes"
         else:
             verdict, detail = judge(self.question, self.status, b"".join(self.body))
-        return Exchange(
+        return AnswerRecord(
             begin_s=self.begin_s - run_begin_s,
             late_s=self.late_s,
             first_s=self.first_s - self.begin_s if self.first_s >= 0 else -1.0,
@@ -166,7 +174,7 @@ class _FlowRun:
         self.flow = flow
         self._begin_s = 0.0
         self._held = held
-        self._picture = Picture(flow.picture_bytes) if flow.picture_bytes else None
+        self._picture = NoisePicture(flow.picture_bytes) if flow.picture_bytes else None
         self._idle: deque[ClientConnection] = deque()
         self._all: set[ClientConnection] = set()
         self._over = asyncio.Event()

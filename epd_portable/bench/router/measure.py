@@ -12,7 +12,7 @@ from epd_portable.bench.router import stand
 from epd_portable.bench.router.cases import CASES, Case, Values
 from epd_portable.bench.router.faults import FAULTS
 from epd_portable.bench.router.special import SPECIAL_CASES, NotMeasuredError
-from epd_portable.bench.router.stage import Effort, Stage, Tally, set_up
+from epd_portable.bench.router.stage import CaseRecord, Effort, Stage, set_up
 from epd_portable.bench.router.stand import Cores, Side
 from epd_portable.errors import ConfigError, LaunchError, MeasurementError
 
@@ -39,7 +39,7 @@ class Turn:
 
 
 @dataclass(kw_only=True, slots=True)
-class Results:
+class CaseResults:
     """Everything that was measured.
 
     Attributes:
@@ -57,7 +57,7 @@ class Results:
     sides: tuple[Side, ...]
     cores: Cores
     turns: list[Turn] = field(default_factory=list)
-    tallies: dict[tuple[str, str], Tally] = field(default_factory=dict)
+    tallies: dict[tuple[str, str], CaseRecord] = field(default_factory=dict)
     missing: dict[tuple[str, str], str] = field(default_factory=dict)
     failed: dict[tuple[str, str], str] = field(default_factory=dict)
     revisions: dict[str, str] = field(default_factory=dict)
@@ -158,7 +158,7 @@ def measure(
     effort: Effort,
     *,
     report: Callable[[str], None],
-) -> Results:
+) -> CaseResults:
     """Measure every case with all sides in turns; one that fails does not end the others.
 
     Args:
@@ -172,7 +172,7 @@ def measure(
         MeasurementError: The measurement's own processes cannot.
     """
     cores = Cores.share(sorted(os.sched_getaffinity(0)))
-    results = Results(cases=tuple(cases), sides=tuple(sides), cores=cores)
+    results = CaseResults(cases=tuple(cases), sides=tuple(sides), cores=cores)
     steps = [
         _Step(case=case, turn=turn, turns=turns, index=index, seconds=case.seconds(effort))
         for case in cases
@@ -203,14 +203,14 @@ def measure(
     return results
 
 
-def _take(stage: Stage, step: _Step, results: Results) -> Turn | None:
+def _take(stage: Stage, step: _Step, results: CaseResults) -> Turn | None:
     """Take one turn; ``None`` if it yielded nothing, which the results explain."""
     measured = stage.sides[step.index]
     key = (step.case.name, measured.side.name)
     try:
-        stage.tally = Tally()
+        stage.tally = CaseRecord()
         stage.run(measured, stage.flow(measured, "warm-up", count=WARM_UP, connections=4))
-        stage.tally = stage.tallies.setdefault(key, Tally())
+        stage.tally = stage.tallies.setdefault(key, CaseRecord())
         values = step.case.measure(stage, measured)
     except NotMeasuredError as error:
         results.missing[key] = str(error)

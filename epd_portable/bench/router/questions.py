@@ -18,6 +18,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from epd_portable.bench.pictures import png_chunk
+
 Verdict = Literal["right", "error", "wrong", "left"]
 """``error``: a clear one, in OpenAI's form. ``left``: the client went away on purpose."""
 
@@ -66,7 +68,7 @@ def find_items(body: bytes) -> list[str]:
     return [name.decode() for name in dict.fromkeys(_HASH.findall(body))]
 
 
-class Picture:
+class NoisePicture:
     """A PNG of noise, so that it has the size it should; a new one for every number, at no cost.
 
     Args:
@@ -82,8 +84,8 @@ class Picture:
             b"\0" + noise[top : top + 3 * side] for top in range(0, len(noise), 3 * side)
         )
         header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
-        before = _PNG_SIGNATURE + _chunk(b"IHDR", header) + struct.pack(">I", 9) + b"tEXtn"
-        after = _chunk(b"IDAT", zlib.compress(rows, 0)) + _chunk(b"IEND", b"")
+        before = _PNG_SIGNATURE + png_chunk(b"IHDR", header) + struct.pack(">I", 9) + b"tEXtn"
+        after = png_chunk(b"IDAT", zlib.compress(rows, 0)) + png_chunk(b"IEND", b"")
         # Both parts are whole groups of base64, and so is what comes between them.
         assert len(before) == self._VARIES_AT and len(before) % 3 == 0
         self._before = b"data:image/png;base64," + base64.b64encode(before)
@@ -96,12 +98,7 @@ class Picture:
         return [self._before, base64.b64encode(checked), self._after]
 
 
-def _chunk(kind: bytes, data: bytes) -> bytes:
-    checksum = zlib.crc32(kind + data)
-    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", checksum)
-
-
-def request(question: Question, host: str, picture: Picture | None = None) -> list[bytes]:
+def request(question: Question, host: str, picture: NoisePicture | None = None) -> list[bytes]:
     """Return an HTTP request in parts.
 
     Args:

@@ -6,8 +6,8 @@ import dataclasses
 import math
 
 from epd_portable.bench.report import Plain, Report, Table, conditions
-from epd_portable.bench.router.cases import Case, Figure
-from epd_portable.bench.router.measure import Results
+from epd_portable.bench.router.cases import Case, CaseFigure
+from epd_portable.bench.router.measure import CaseResults
 from epd_portable.bench.router.stand import Side
 from epd_portable.bench.stats import Ratio, paired_ratio, quantile
 
@@ -15,7 +15,7 @@ NONE = "–"
 _CLOCKS = (("CPU", "CPU time"), ("wall", "Wall time"), ("counted", "Counted"))
 
 
-def series(results: Results, case: Case, figure: Figure, side: Side) -> list[float]:
+def series(results: CaseResults, case: Case, figure: CaseFigure, side: Side) -> list[float]:
     """Return a figure of every turn of a side."""
     return [
         turn.values[figure.key]
@@ -24,7 +24,7 @@ def series(results: Results, case: Case, figure: Figure, side: Side) -> list[flo
     ]
 
 
-def times_better(figure: Figure, values: list[float], peers: list[float]) -> Ratio | None:
+def times_better(figure: CaseFigure, values: list[float], peers: list[float]) -> Ratio | None:
     """Return how many times better one side is than another, turn by turn; above 1 it is better.
 
     ``None`` if one of them has no such figure, or one that is not positive: a difference may be 0.
@@ -36,7 +36,7 @@ def times_better(figure: Figure, values: list[float], peers: list[float]) -> Rat
     return paired_ratio(values, peers)
 
 
-def reaches(figure: Figure, value: float) -> bool | None:
+def reaches(figure: CaseFigure, value: float) -> bool | None:
     """Tell whether a value reaches what it should; ``None`` if that is not fixed."""
     if figure.limit is None:
         return None
@@ -53,7 +53,7 @@ def show(value: float) -> str:
     return f"{value:.{places}f}"
 
 
-def make_report(results: Results, *, command: str, load_before: float) -> Report:
+def make_report(results: CaseResults, *, command: str, load_before: float) -> Report:
     """Return the page of a measurement."""
     summary = _summary(results)
     tables = [
@@ -73,7 +73,7 @@ def make_report(results: Results, *, command: str, load_before: float) -> Report
     )
 
 
-def _pairs(results: Results) -> list[tuple[Side, Side]]:
+def _pairs(results: CaseResults) -> list[tuple[Side, Side]]:
     """Return who is compared with whom: later routers with the first, all with the peer."""
     routers = [side for side in results.sides if side.kind == "router"]
     peers = [side for side in results.sides if side.kind == "proxy"]
@@ -81,7 +81,7 @@ def _pairs(results: Results) -> list[tuple[Side, Side]]:
     return later + [(side, peer) for peer in peers for side in routers]
 
 
-def _figures_table(results: Results, clock: str, title: str) -> Table:
+def _figures_table(results: CaseResults, clock: str, title: str) -> Table:
     pairs = _pairs(results)
     rows = []
     for case in results.cases:
@@ -133,7 +133,7 @@ def _with_spread(values: list[float]) -> str:
     return f"{middle} ({show(min(values))}–{show(max(values))})"
 
 
-def _at_least(figure: Figure) -> str:
+def _at_least(figure: CaseFigure) -> str:
     sign = "≤" if figure.better == "lower" else "≥"
     wanted = [] if figure.limit is None else [f"{sign} {figure.limit:g}"]
     if figure.peer_limit is not None:
@@ -142,8 +142,8 @@ def _at_least(figure: Figure) -> str:
 
 
 def _held(
-    results: Results,
-    figure: Figure,
+    results: CaseResults,
+    figure: CaseFigure,
     found: dict[str, list[float]],
     ratios: list[Ratio | None],
 ) -> str:
@@ -163,7 +163,7 @@ def _held(
     return ", ".join(f"{name}: {held}" for name, held in said) or NONE
 
 
-def _measuring_table(results: Results) -> Table:
+def _measuring_table(results: CaseResults) -> Table:
     rows = []
     for (case, side), tally in results.tallies.items():
         if not tally.wall_s:
@@ -195,7 +195,7 @@ def _measuring_table(results: Results) -> Table:
     )
 
 
-def _notes(results: Results) -> tuple[str, ...]:
+def _notes(results: CaseResults) -> tuple[str, ...]:
     cores = results.cores
     shared = "a core" if len(cores.beside) == 1 else f"{len(cores.beside)} cores"
     named = [f"{name}: {commit}" for name, commit in results.revisions.items() if commit]
@@ -222,7 +222,7 @@ def _notes(results: Results) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _summary(results: Results) -> Plain:
+def _summary(results: CaseResults) -> Plain:
     rows: list[Plain] = []
     for case in results.cases:
         for figure in case.figures:

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from epd_portable.bench.router import choice, stand
-from epd_portable.bench.router.cases import Case, Figure, Values
+from epd_portable.bench.router.cases import Case, CaseFigure, Values
 from epd_portable.bench.router.commands import InstanceAddress
 from epd_portable.bench.router.stage import Measured, Stage
-from epd_portable.bench.router.stand import Instances
+from epd_portable.bench.router.stand import PlayedInstances
 from epd_portable.bench.servers import free_port
 from epd_portable.errors import LaunchError, MeasurementError
 
@@ -77,7 +77,7 @@ def many_addresses(count: int) -> list[InstanceAddress]:
 def idle(stage: Stage, measured: Measured) -> Values:
     """What many instances cost of which nobody asks anything."""
     addresses = many_addresses(stage.effort.idle_instances)
-    played = Instances(addresses, stage.secret_file, stage.cores, stage.folder)
+    played = PlayedInstances(addresses, stage.secret_file, stage.cores, stage.folder)
     begin_s = time.monotonic()
     with (
         played,
@@ -89,11 +89,13 @@ def idle(stage: Stage, measured: Measured) -> Values:
             time.sleep(0.1)
         start_s = time.monotonic() - begin_s
         time.sleep(IDLE_SETTLE_S)
-        cpu_s, from_s = alone.cpu_s(), time.monotonic()
-        time.sleep(IDLE_WINDOW_S)
-        share = (alone.cpu_s() - cpu_s) / (time.monotonic() - from_s)
+        probes, cpu_s, from_s = played.counts().probes, alone.cpu_s(), time.monotonic()
+        with stage.window(alone):
+            time.sleep(IDLE_WINDOW_S)
+        wall_s = time.monotonic() - from_s
         return {
-            "share": share * 100,
+            "share": (alone.cpu_s() - cpu_s) / wall_s * 100,
+            "probes": (played.counts().probes - probes) / wall_s,
             "mb": stand.memory_bytes(alone.server) / 1e6,
             "start_s": start_s,
             "missing": len(addresses) - played.counts().probed,
@@ -162,10 +164,18 @@ SPECIAL_CASES: tuple[Case, ...] = (
         name="idle",
         about="1,000 instances of which nobody asks anything",
         figures=(
-            Figure(key="share", what="1,000 idle instances: % of a core", clock="CPU", limit=5),
-            Figure(key="mb", what="1,000 idle instances: MB", clock="counted", limit=200),
-            Figure(key="start_s", what="until all were asked for their health: s", clock="wall"),
-            Figure(key="missing", what="of these never asked", clock="counted", limit=0),
+            CaseFigure(key="share", what="1,000 idle instances: % of a core", clock="CPU", limit=5),
+            CaseFigure(
+                key="probes",
+                what="1,000 idle instances: asked for their health, times/s",
+                clock="counted",
+                better="higher",
+            ),
+            CaseFigure(key="mb", what="1,000 idle instances: MB", clock="counted", limit=200),
+            CaseFigure(
+                key="start_s", what="until all were asked for their health: s", clock="wall"
+            ),
+            CaseFigure(key="missing", what="of these never asked", clock="counted", limit=0),
         ),
         measure=idle,
         kinds=ROUTER,
@@ -176,7 +186,7 @@ SPECIAL_CASES: tuple[Case, ...] = (
         name="choice",
         about=f"the choice among {CHOICE_NAMES:,} instances, alone",
         figures=tuple(
-            Figure(
+            CaseFigure(
                 key=f"{role} us",
                 what=f"choice among {CHOICE_NAMES:,} of role {role}: µs",
                 clock="CPU",
@@ -192,15 +202,15 @@ SPECIAL_CASES: tuple[Case, ...] = (
         name="workers",
         about="two workers against one",
         figures=(
-            Figure(
+            CaseFigure(
                 key="by_cpu",
                 what="two workers by one: by CPU time of the busier",
                 clock="CPU",
                 better="higher",
                 limit=1.8,
             ),
-            Figure(key="busiest", what="share of the busier: %", clock="CPU"),
-            Figure(
+            CaseFigure(key="busiest", what="share of the busier: %", clock="CPU"),
+            CaseFigure(
                 key="by_rate",
                 what="two workers by one: requests/s",
                 clock="wall",

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from epd_portable.bench.router import stand
-from epd_portable.bench.router.commands import Done, Exchange, Flow, Release, Run, Watch
-from epd_portable.bench.router.stand import Cores, Instances, LoadProcess, Side
+from epd_portable.bench.router.commands import AnswerRecord, Done, Flow, Release, Run, Watch
+from epd_portable.bench.router.stand import Cores, LoadProcess, PlayedInstances, Side
 from epd_portable.bench.scratch import scratch_folder
 from epd_portable.bench.servers import Server
 from epd_portable.bench.stats import quantile
@@ -45,7 +45,7 @@ FULL = Effort(rounds=3, window_s=3.0)
 
 
 @dataclass(kw_only=True, slots=True)
-class Tally:
+class CaseRecord:
     """What is known of the measuring itself, of one case and side.
 
     Attributes:
@@ -82,7 +82,7 @@ class Window:
     """
 
     cpu_s: float
-    flows: dict[str, list[Exchange]]
+    flows: dict[str, list[AnswerRecord]]
     tokens: int
 
     def cpu_each_s(self, name: str) -> float:
@@ -143,7 +143,7 @@ class Stage:
         cores: Cores,
         folder: Path,
         secret_file: str,
-        instances: Instances,
+        instances: PlayedInstances,
         load: LoadProcess,
         heavy: LoadProcess,
     ) -> None:
@@ -155,8 +155,8 @@ class Stage:
         self.load = load
         self.heavy = heavy
         self.sides: list[Measured] = []
-        self.tallies: dict[tuple[str, str], Tally] = {}
-        self.tally = Tally()
+        self.tallies: dict[tuple[str, str], CaseRecord] = {}
+        self.tally = CaseRecord()
         self._numbers = 1
 
     def flow(self, measured: Measured, name: str, *, count: int = UNBOUNDED, **more: Any) -> Flow:
@@ -230,7 +230,7 @@ def set_up(sides: Sequence[Side], effort: Effort, cores: Cores) -> Iterator[Stag
         stack.enter_context(stand.many_files())
         folder, secret_file = stack.enter_context(scratch_folder())
         addresses = stand.pair()
-        instances = Instances(addresses, secret_file, cores, folder)
+        instances = PlayedInstances(addresses, secret_file, cores, folder)
         stage = Stage(
             effort=effort,
             cores=cores,

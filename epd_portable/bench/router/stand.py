@@ -32,7 +32,7 @@ READY_TIMEOUT_S = 240.0
 QUIET_TIMEOUT_S = 60.0
 
 T = TypeVar("T")
-SomeChild = TypeVar("SomeChild", bound="Child")
+SomeProcess = TypeVar("SomeProcess", bound="LineProcess")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,7 +104,7 @@ def pinned(cores: frozenset[int], folder: str) -> Callable[..., subprocess.Popen
     return start
 
 
-class Child:
+class LineProcess:
     """A process that is told a line and answers with a line, as a context manager.
 
     Args:
@@ -118,7 +118,7 @@ class Child:
         self._start = pinned(cores, str(folder))
         self._log = folder / f"{argv[0]}.log"
 
-    def __enter__(self: SomeChild) -> SomeChild:
+    def __enter__(self: SomeProcess) -> SomeProcess:
         """Start it."""
         with self._log.open("ab") as errors:
             self._process = self._start(
@@ -168,7 +168,7 @@ class Child:
         return msgspec.json.decode(line, type=kind)
 
 
-class Instances(Child):
+class PlayedInstances(LineProcess):
     """Instances that are played by one process.
 
     Args:
@@ -193,7 +193,7 @@ class Instances(Child):
         file.write_bytes(msgspec.json.encode(cast))
         super().__init__([f"{PACKAGE}.instances", str(file)], cores.beside, folder)
 
-    def __enter__(self) -> Instances:
+    def __enter__(self) -> PlayedInstances:
         """Start it and wait until it listens."""
         super().__enter__()
         self.hear(Counts)
@@ -217,7 +217,7 @@ class Instances(Child):
             time.sleep(0.1)
 
 
-class LoadProcess(Child):
+class LoadProcess(LineProcess):
     """The clients, in a process of their own.
 
     Args:

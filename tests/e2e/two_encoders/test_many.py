@@ -141,7 +141,7 @@ def test_a_wrong_secret_is_refused_and_the_command_says_so(
             *words, "--router", deployment.split.url, "--secret-file", str(tmp_path / "other")
         )
         assert refused.returncode == 1
-        assert "bearer token is missing or wrong: use the secret_file" in refused.stderr
+        assert "the signature is wrong: it was made with another secret_file" in refused.stderr
     assert deployment.states() == dict.fromkeys([*sorted(ENCODERS), PD], "up")
 
 

@@ -88,10 +88,17 @@ class Topology:
 
 
 Build = Callable[..., Awaitable[Topology]]
+Front = Callable[[RouterSettings], Serving]
 
 
 @pytest.fixture
-async def build() -> AsyncIterator[Build]:
+def front() -> Front:
+    """Return what serves clients by some settings."""
+    return lambda settings: Serving(create_app(settings))
+
+
+@pytest.fixture
+async def build(front: Front) -> AsyncIterator[Build]:
     built: list[Topology] = []
 
     async def make(
@@ -118,10 +125,12 @@ async def build() -> AsyncIterator[Build]:
             "probe_interval_s": 0.1,
             "nack_grace_s": 0.3,
             "item_outcomes": True,
+            # Media of the tests are a few bytes that stand for some.
+            "unknown_media": "pass",
             **settings,
         }
         router_settings = RouterSettings.model_validate(options)
-        router = Serving(create_app(router_settings))
+        router = front(router_settings)
         await router.start()
         client = httpx.AsyncClient(base_url=router.url, timeout=DEADLINE_S)
         built.append(Topology(e, pd, controls, client, router, router_settings))

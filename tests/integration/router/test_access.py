@@ -174,7 +174,7 @@ async def test_addresses_for_operators_reach_no_instance(build: Build, path: str
     t = await build(encoders=0)
     refused = await t.client.post(path, json={})
     assert refused.status_code == 404
-    assert "operators" in refused.json()["error"]["message"]
+    assert "its operator" in refused.json()["error"]["message"]
 
 
 def test_keys_are_compared_by_digest(tmp_path: Path) -> None:

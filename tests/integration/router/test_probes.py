@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from epd_portable.router.instances import PROBES_UNTIL_DOWN, Instance, Instances
-from epd_portable.router.members import Probes
+from epd_portable.router.instances import PROBES_UNTIL_DOWN, Fleet, Instance
+from epd_portable.router.members import HealthProbes
 from epd_portable.router.settings import InstanceSettings, RouterSettings
 from epd_portable.router.upstream import Fault, Upstream
 from tests.integration.router.stand_in import DEADLINE_S
@@ -64,9 +64,9 @@ class Probed:
     """Instances that are probed, at servers that count."""
 
     def __init__(self) -> None:
-        self.instances = Instances()
+        self.instances = Fleet()
         self.upstream = Upstream()
-        self.probes: Probes | None = None
+        self.probes: HealthProbes | None = None
         self.servers: list[Asked] = []
 
     async def start(self, count: int = 1, *, interval_s: float, timeout_s: float = 5.0) -> None:
@@ -80,7 +80,7 @@ class Probed:
                 "probe_timeout_s": timeout_s,
             }
         )
-        self.probes = Probes(settings, self.instances, self.upstream)
+        self.probes = HealthProbes(settings, self.instances, self.upstream)
         for _ in range(count):
             await self.come()
         self.probes.start()

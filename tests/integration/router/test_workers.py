@@ -22,7 +22,7 @@ import psutil
 import pytest
 from starlette.responses import Response, StreamingResponse
 
-from epd_portable.router.serving import Stop, reserve
+from epd_portable.router.serving import Stopping, reserve
 from epd_portable.router.settings import RouterSettings
 from epd_portable.router.workers import keep
 from tests.integration.router.stand_in import (
@@ -54,6 +54,7 @@ class Together:
             "secret_file": secret_file(),
             "registration": True,
             "probe_interval_s": 0.2,
+            "unknown_media": "pass",
             "instances": [
                 {"name": i.name, "role": i.role, "url": i.serving.url, "control": address}
                 for i, address in zip(encoders + pds, addresses, strict=True)
@@ -133,13 +134,15 @@ class Together:
         return await asyncio.to_thread(self.process.wait, TIMEOUT_S)
 
     async def stop(self) -> None:
-        if self.process is not None:
-            processes = self.workers if self.process.poll() is None else []
-            self.process.kill()
+        if self.process is not None and self.process.poll() is None:
+            processes = [*self.workers, psutil.Process(self.process.pid)]
+            for _ in range(2):  # It removes its folder, which it could not if it were killed.
+                self.process.terminate()
+                await asyncio.sleep(0.1)
+            _, alive = await asyncio.to_thread(psutil.wait_procs, processes, TIMEOUT_S)
+            for process in alive:
+                process.kill()
             self.process.wait()
-            for worker in processes:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    worker.kill()
         await self.client.aclose()
         await asyncio.gather(*(each.serving.stop() for each in self.encoders + self.pds))
         for control in self.controls:
@@ -235,6 +238,10 @@ async def test_every_worker_serves_and_all_count_on_one_page(make: Make) -> None
     encoded = 'epd_router_encode_job_seconds_count{instance="encode-0"}'
     assert await together.metric(encoded) == 24
     assert await together.metric('epd_router_instance_up{instance="pd-0",role="prefill-decode"}')
+    await together.client.delete(f"{INSTANCES}/encode-0", auth=Signed())
+    await together.until_metric(encoded, 0)
+    assert 'instance="encode-0"' not in (await together.client.get("/metrics")).text
+    assert await together.metric(counted) == 24
 
 
 async def test_the_least_busy_instance_is_the_least_busy_of_all_workers(make: Make) -> None:
@@ -338,7 +345,6 @@ async def test_what_operators_ask_any_worker_holds_for_all(make: Make) -> None:
             await asyncio.sleep(0.02)
 
     await asyncio.wait_for(gone(), TIMEOUT_S)
-    assert 'instance="pd-0"' not in (await together.client.get("/metrics")).text
     body = together.settings["instances"][0]
     joined = [await together.client.post(INSTANCES, json=body, auth=Signed()) for _ in range(6)]
     assert [each.status_code for each in joined] == [201, *5 * [200]]
@@ -377,6 +383,22 @@ async def test_an_instance_that_ends_is_down_for_all_and_up_again_when_it_is_bac
     for _ in range(24):
         assert (await together.chat(TEXT)).status_code == 200
     assert all(pd.received for pd in together.pds)
+
+
+async def test_what_one_worker_sees_fail_is_looked_at_at_once_for_all(make: Make) -> None:
+    together = await make(pds=2, probe_interval_s=600)
+    await together.pds[0].serving.stop()
+    for _ in range(6):
+        assert (await together.chat(TEXT)).status_code == 200
+
+    async def down() -> None:
+        while True:
+            health = await together.client.get("/health", auth=Signed())
+            if health.json()["instances"]["pd-0"]["state"] == "down":
+                return
+            await asyncio.sleep(0.02)
+
+    await asyncio.wait_for(down(), TIMEOUT_S)
 
 
 async def test_it_drains_in_all_workers_and_leaves_nothing(make: Make) -> None:
@@ -439,6 +461,7 @@ async def test_a_second_signal_ends_all_workers_at_once(make: Make) -> None:
     together.process.terminate()
     assert await together.ended() == 0
     assert not any(worker.is_running() for worker in workers)
+    assert "killed" not in together.logged()
     await asyncio.gather(*(each.task for each in opened), return_exceptions=True)
 
 
@@ -494,6 +517,7 @@ async def test_a_port_in_use_is_refused_to_several_workers_too(make: Make) -> No
     together = await make(start=False)
     together.ask_at("http://127.0.0.1:1")
     with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         settings = {**together.settings, "port": taken.getsockname()[1]}
@@ -530,7 +554,7 @@ async def test_operators_have_a_port_of_their_own_at_the_keeper(make: Make) -> N
 async def test_a_worker_that_hangs_is_replaced(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("epd_portable.router.workers.HUNG_AFTER_S", 4.0)
     together = await make(start=False)
-    stop = Stop()
+    stop = Stopping()
     with reserve("127.0.0.1", 0) as address:
         together.ask_at(f"http://127.0.0.1:{address.getsockname()[1]}")
         settings = RouterSettings.model_validate(together.settings)

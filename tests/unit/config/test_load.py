@@ -103,11 +103,12 @@ def test_every_problem_is_reported_at_once_with_its_key_and_line() -> None:
 def test_a_key_like_no_other_is_answered_with_those_that_exist() -> None:
     (_, line) = problems("model: demo\nrouter: {zzz: 1}")
     assert line == (
-        "router.zzz (line 2): unknown key; known are host, port, admin_port, workers, tls_cert_file, "
-        "tls_key_file, api_keys_file, cors_origins, unknown_fields, item_outcomes, max_body_bytes, "
-        "max_bodies_bytes, body_timeout_s, send_timeout_s, max_media_items, max_item_pixels, "
-        "max_request_pixels, max_video_frames, max_media_seconds, unknown_media, "
-        "encode_timeout_s, idle_timeout_s, drain_s, forget_after_s, instance_networks"
+        "router.zzz (line 2): unknown key; known are host, port, envoy, admin_port, workers, "
+        "tls_cert_file, tls_key_file, api_keys_file, cors_origins, unknown_fields, "
+        "item_outcomes, max_body_bytes, max_bodies_bytes, body_timeout_s, send_timeout_s, "
+        "max_media_items, max_item_pixels, max_request_pixels, max_video_frames, "
+        "max_media_seconds, unknown_media, encode_timeout_s, idle_timeout_s, drain_s, "
+        "forget_after_s, instance_networks"
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from epd_portable.router.control import ControlChannels, Inbox
 from epd_portable.router.delivery import Attempt, Deliverer, Delivery
-from epd_portable.router.instances import Instances
+from epd_portable.router.instances import Fleet
 from epd_portable.router.ladder import LADDER, Point, RetryBudget, Trouble
 from epd_portable.router.media import MediaItem
 from epd_portable.router.metrics import Metrics
@@ -41,7 +41,7 @@ class Asked:
 async def test_a_job_that_is_cancelled_as_its_answer_comes_ends(turns: int) -> None:
     """`turns` of the event loop lie between the two."""
     settings = RouterSettings(port=0, model="demo", instances=(ENCODER, PD))
-    instances, control, upstream = Instances(), ControlChannels(keys()), Asked()
+    instances, control, upstream = Fleet(), ControlChannels(keys()), Asked()
     encoder, pd = instances.add(ENCODER), instances.add(PD)
     delivery = Delivery(
         item=MediaItem(mm_hash="a", modality="image", part={}),

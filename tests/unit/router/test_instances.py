@@ -12,17 +12,16 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from epd_portable.router.instances import (
     FAILURES_UNTIL_EJECTED,
-    FEW,
     FIRST_EJECTION_S,
-    LOAD_BOUND,
     LONGEST_EJECTION_S,
     PROBES_UNTIL_DOWN,
     Failure,
+    Fleet,
     Instance,
-    Instances,
-    Table,
 )
+from epd_portable.router.ring import FEW, LOAD_BOUND
 from epd_portable.router.settings import InstanceSettings, Role
+from epd_portable.router.tally import Tally
 from epd_portable.router.upstream import Fault
 
 FAILURES: list[Failure] = [*Fault, "error"]
@@ -42,21 +41,21 @@ def named(name: str, role: Role = "encode") -> InstanceSettings:
     return InstanceSettings(name=name, role=role, url=f"http://{name}:1", control=control)
 
 
-def of(count: int, role: Role = "encode") -> Instances:
+def of(count: int, role: Role = "encode") -> Fleet:
     """Return instances that are all up."""
-    instances = Instances(clock=Clock())
+    instances = Fleet(clock=Clock())
     for number in range(count):
         instances.add(named(f"i-{number}", role)).seen_well()
     return instances
 
 
-def busy(instances: Instances, loads: dict[str, int]) -> None:
+def busy(instances: Fleet, loads: dict[str, int]) -> None:
     for name, load in loads.items():
         for _ in range(load):
             found(instances, name).working().__enter__()
 
 
-def found(instances: Instances, name: str) -> Instance:
+def found(instances: Fleet, name: str) -> Instance:
     instance = instances.get(name)
     assert instance is not None
     return instance
@@ -67,7 +66,7 @@ def well(instance: Instance) -> Instance:
     return instance
 
 
-def chosen(instances: Instances, key: str, exclude: tuple[str, ...] = ()) -> str:
+def chosen(instances: Fleet, key: str, exclude: tuple[str, ...] = ()) -> str:
     """Return the name of the encoder of an item."""
     instance = instances.encoder(key, exclude)
     assert instance is not None
@@ -148,7 +147,7 @@ async def test_how_an_instance_is_after(history: str) -> None:
 
 
 def test_one_need_not_be_introduced_where_nobody_warms_up() -> None:
-    instance = Instances().add(named("e"))
+    instance = Fleet().add(named("e"))
     WELL(instance)
     GONE(instance)
     WELL(instance)
@@ -196,7 +195,7 @@ def test_others_are_preferred_to_one_that_failed_and_alone_it_serves(failure: Fa
 
 async def test_ejection_ends_and_grows_with_each_failure_after_it() -> None:
     clock = Clock()
-    instances = Instances(clock=clock)
+    instances = Fleet(clock=clock)
     for name in "abc":
         WELL(instances.add(named(name)))
     instance = found(instances, "a")
@@ -241,7 +240,7 @@ class Lives(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.loop = asyncio.new_event_loop()
-        self.instances = Instances(clock=Clock())
+        self.instances = Fleet(clock=Clock())
         self.works: list[Any] = []
         self.count = 0
 
@@ -321,7 +320,7 @@ class Lives(RuleBasedStateMachine):
             assert instance.load == instance.in_flight
         for rings in self.instances._rings.values():
             for ring in rings:
-                total = self.instances.table.load(ring.row)
+                total = self.instances.tally.load(ring.row)
                 assert total == sum(i.in_flight for i in ring.instances)
 
 
@@ -353,7 +352,7 @@ def test_items_spread_over_idle_encoders(count: int) -> None:
 def test_when_an_encoder_leaves_only_its_items_move_and_they_come_back_with_it(
     numbers: set[int], data: st.DataObject
 ) -> None:
-    instances = Instances()
+    instances = Fleet()
     for number in numbers:
         WELL(instances.add(named(f"i-{number}")))
     before = {f"item-{n}": chosen(instances, f"item-{n}") for n in range(50)}
@@ -416,8 +415,8 @@ def test_of_many_the_lighter_of_two_has_a_request() -> None:
 
 
 def test_without_instances_nothing_is_chosen() -> None:
-    assert Instances().encoder("item") is None
-    assert Instances().prefill_decode("request") is None
+    assert Fleet().encoder("item") is None
+    assert Fleet().prefill_decode("request") is None
     assert not of(1).any_usable("prefill-decode")
     assert of(1).any_usable("encode")
 
@@ -492,14 +491,14 @@ def test_watchers_hear_of_changes_only() -> None:
 
 
 @pytest.fixture
-def two() -> tuple[Instances, Instances, list[tuple[str, Failure | None]]]:
+def two() -> tuple[Fleet, Fleet, list[tuple[str, Failure | None]]]:
     """Return the instances of who decides and of another process, and what it reports."""
-    memory = memoryview(bytearray(Table.nbytes(2)))
+    memory = memoryview(bytearray(Tally.nbytes(2)))
     reports: list[tuple[str, Failure | None]] = []
     return (
-        Instances(Table(memory, columns=2, column=0), clock=Clock()),
-        Instances(
-            Table(memory, columns=2, column=1),
+        Fleet(Tally(memory, columns=2, column=0), clock=Clock()),
+        Fleet(
+            Tally(memory, columns=2, column=1),
             report=lambda instance, failure: reports.append((instance.name, failure)),
             clock=Clock(),
         ),
@@ -507,7 +506,7 @@ def two() -> tuple[Instances, Instances, list[tuple[str, Failure | None]]]:
     )
 
 
-Two = tuple[Instances, Instances, list[tuple[str, Failure | None]]]
+Two = tuple[Fleet, Fleet, list[tuple[str, Failure | None]]]
 
 
 def test_another_process_sees_what_one_decides(two: Two) -> None:
@@ -543,7 +542,7 @@ def test_load_is_that_of_all_processes(two: Two) -> None:
     for work in works:
         work.__enter__()
     assert chosen(other, "item") != favourite
-    deciding.table.clear_column(0)
+    deciding.tally.clear_column(0)
     assert chosen(other, "item") == favourite
 
 
@@ -580,7 +579,7 @@ async def test_one_leaves_only_when_every_process_knows_and_needs_nothing_of_it(
     deciding, other, _ = two
     deciding.watch(lambda instance: other.take(instance.view))
     instance = well(deciding.add(named("a")))
-    deciding.table.open_column(1)
+    deciding.tally.open_column(1)
     with found(other, "a").held():
         DRAIN(instance)
         waiting = asyncio.ensure_future(instance.wait_idle())
@@ -588,17 +587,18 @@ async def test_one_leaves_only_when_every_process_knows_and_needs_nothing_of_it(
         assert not waiting.done()
     await asyncio.sleep(0.1)
     assert not waiting.done()
-    other.table.saw(deciding.version)
+    other.tally.saw(deciding.version)
     await asyncio.wait_for(waiting, 10)
 
 
 def test_the_place_of_one_that_left_is_not_taken_while_it_is_needed_elsewhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("epd_portable.router.instances._ROWS", 6)
-    memory = memoryview(bytearray(Table.nbytes(2)))
-    deciding = Instances(Table(memory, columns=2, column=0))
-    other = Instances(Table(memory, columns=2, column=1), report=lambda *_: None)
+    monkeypatch.setattr("epd_portable.router.tally.ROWS", 6)
+    monkeypatch.setattr("epd_portable.router.instances.ROWS", 6)
+    memory = memoryview(bytearray(Tally.nbytes(2)))
+    deciding = Fleet(Tally(memory, columns=2, column=0))
+    other = Fleet(Tally(memory, columns=2, column=1), report=lambda *_: None)
     first = well(deciding.add(named("a")))
     other.take(first.view)
     with found(other, "a").working():

@@ -9,7 +9,7 @@ import pytest
 
 from epd_portable.bench.router.questions import (
     LAST_EVENT,
-    Picture,
+    NoisePicture,
     Question,
     event,
     find_items,
@@ -46,7 +46,7 @@ def png_chunks(data: bytes) -> dict[bytes, bytes]:
 
 @pytest.mark.parametrize("question", [WHOLE, STREAMED])
 def test_an_instance_reads_the_question_that_was_asked(question: Question) -> None:
-    for picture in (None, Picture(1000)):
+    for picture in (None, NoisePicture(1000)):
         body = body_of(request(question, "a:1", picture))
         assert find_question(body) == question
         assert json.loads(body)["stream"] is bool(question.chunks)
@@ -54,7 +54,7 @@ def test_an_instance_reads_the_question_that_was_asked(question: Question) -> No
 
 
 def test_pictures_are_whole_as_large_as_asked_and_differ() -> None:
-    picture = Picture(30_000)
+    picture = NoisePicture(30_000)
     urls = [b"".join(picture.url(number)) for number in (1, 2)]
     assert urls[0] != urls[1]
     for url in urls:

@@ -2,17 +2,17 @@ from __future__ import annotations
 
 import pytest
 
-from epd_portable.bench.router.cases import Case, Figure, Values
-from epd_portable.bench.router.commands import Exchange
+from epd_portable.bench.router.cases import Case, CaseFigure, Values
+from epd_portable.bench.router.commands import AnswerRecord
 from epd_portable.bench.router.faults import count_verdicts
-from epd_portable.bench.router.measure import DIRECT, PROXY, Results, Turn
+from epd_portable.bench.router.measure import DIRECT, PROXY, CaseResults, Turn
 from epd_portable.bench.router.questions import Verdict
 from epd_portable.bench.router.report import make_report, reaches, show, times_better
-from epd_portable.bench.router.stage import Measured, Stage, Tally, Window
+from epd_portable.bench.router.stage import CaseRecord, Measured, Stage, Window
 from epd_portable.bench.router.stand import Cores, Side
 
-COST = Figure(key="cost", what="cost: ms", clock="CPU", limit=2.0)
-RATE = Figure(key="rate", what="rate", clock="wall", better="higher", peer_limit=5)
+COST = CaseFigure(key="cost", what="cost: ms", clock="CPU", limit=2.0)
+RATE = CaseFigure(key="rate", what="rate", clock="wall", better="higher", peer_limit=5)
 BEFORE, AFTER = (Side(name=name, kind="router", path=".") for name in ("before", "after"))
 
 
@@ -23,12 +23,14 @@ def never(stage: Stage, measured: Measured) -> Values:
 CASE = Case(name="x", about="", figures=(COST, RATE), measure=never, seconds=lambda effort: 1.0)
 
 
-def exchange(begin_s: float, total_s: float, verdict: Verdict = "right") -> Exchange:
-    return Exchange(begin_s=begin_s, late_s=0, first_s=0, total_s=total_s, verdict=verdict)
+def exchange(begin_s: float, total_s: float, verdict: Verdict = "right") -> AnswerRecord:
+    return AnswerRecord(begin_s=begin_s, late_s=0, first_s=0, total_s=total_s, verdict=verdict)
 
 
-def results() -> Results:
-    found = Results(cases=(CASE,), sides=(BEFORE, AFTER, PROXY, DIRECT), cores=Cores.share([0, 1]))
+def results() -> CaseResults:
+    found = CaseResults(
+        cases=(CASE,), sides=(BEFORE, AFTER, PROXY, DIRECT), cores=Cores.share([0, 1])
+    )
     values: dict[str, list[Values]] = {
         "before": [{"cost": 4.0, "rate": 10.0}, {"cost": 6.0, "rate": 20.0}],
         "after": [{"cost": 1.0, "rate": 100.0}, {"cost": 1.0, "rate": 100.0}],
@@ -37,7 +39,7 @@ def results() -> Results:
     }
     for side, turns in values.items():
         found.turns += [Turn(case="x", side=side, values=each) for each in turns]
-    found.tallies["x", "after"] = Tally(
+    found.tallies["x", "after"] = CaseRecord(
         requests=9,
         not_right=1,
         detail="odd",
@@ -66,7 +68,7 @@ def test_without_a_counterpart_there_is_no_ratio() -> None:
 
 def test_a_goal_is_reached_from_its_own_side() -> None:
     assert [reaches(COST, value) for value in (1.9, 2.0, 2.1)] == [True, True, False]
-    fast = Figure(key="f", what="f", clock="wall", better="higher", limit=2.0)
+    fast = CaseFigure(key="f", what="f", clock="wall", better="higher", limit=2.0)
     assert [reaches(fast, value) for value in (1.9, 2.0, 2.1)] == [False, True, True]
     assert reaches(RATE, 1.0) is None
 

@@ -1,0 +1,554 @@
+"""The router as an endpoint picker: ``python -m epd_portable.router.picker``.
+
+Envoy takes clients' requests in and carries answers; this process is asked about each request, over
+Envoy's protocol for external processors (`ext_proc`), which the endpoint pickers of the Gateway API
+inference extension speak. It reads the request, chooses as the router does, starts encode jobs,
+rewrites the request and names who gets it.
+
+To the router, Envoy is a server like any other: a `Consultation` is the ASGI side of one request,
+and the `Carrier` that takes it to an instance.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+import uuid
+from collections.abc import AsyncIterator, Collection, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import grpc.aio
+import uvloop
+from starlette.types import ASGIApp, Message
+
+from epd_portable import log
+from epd_portable.errors import ConfigError, EPDError, RequestError
+from epd_portable.router import envoy, ext_proc
+from epd_portable.router.body import Call
+from epd_portable.router.cut_text import Segments
+from epd_portable.router.delivery import Attempt
+from epd_portable.router.exchange import ANSWER_HEADERS, Outgoing
+from epd_portable.router.ext_proc import ProcessingRequest, ProcessingResponse, header_mutation
+from epd_portable.router.instances import Instance
+from epd_portable.router.ladder import Failed, Point, Trouble
+from epd_portable.router.replies import Reply, error_reply
+from epd_portable.router.server import CARRIER, Router, with_cors
+from epd_portable.router.settings import RouterSettings, load_settings
+from epd_portable.router.upstream import Fault
+
+logger = logging.getLogger("epd_portable.router")
+
+PICKED = "x-epd-picked"
+"""Header by which a second try is recognized; nobody can guess another request's."""
+FROM_INSTANCE = "x-envoy-upstream-service-time"
+"""Envoy's header on answers that are not its own."""
+KEPT_FROM_ANSWERS = frozenset({*ANSWER_HEADERS, "content-length", "transfer-encoding", "date"})
+AGAIN_WITHIN_S = 1.0
+"""An instance went down: Envoy notices as soon, if at all, and tries another one."""
+PIECE_BYTES = 60 * 1024
+
+_KEPT_FROM_CLIENTS = frozenset({"host", "content-length", "content-type", "transfer-encoding"})
+
+
+class Picker:
+    """Answers Envoy.
+
+    Args:
+        router: Knows the instances, and what to do.
+        app: The router as an ASGI application, for clients' requests.
+        endpoints: The instances as Envoy knows them.
+    """
+
+    def __init__(self, router: Router, app: ASGIApp, endpoints: envoy.Endpoints) -> None:
+        self.router = router
+        self.app = app
+        self.endpoints = endpoints
+        self.under_way: dict[str, Consultation] = {}
+        """Consultations whose requests have been sent, by `PICKED`."""
+
+    def service(self) -> grpc.GenericRpcHandler:
+        """Return what a gRPC server serves."""
+        service, method = ext_proc.METHOD
+        handler = grpc.stream_stream_rpc_method_handler(
+            self._process,
+            request_deserializer=ProcessingRequest.FromString,
+            response_serializer=ProcessingResponse.SerializeToString,
+        )
+        return grpc.method_handlers_generic_handler(service, {method: handler})
+
+    async def _process(
+        self, messages: AsyncIterator[Any], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> None:
+        told = dict(context.invocation_metadata() or ())
+        if told.get(envoy.STAGE) != "again":
+            await Consultation(self, context, int(told.get(envoy.PORT, 0))).hold(messages)
+            return
+        async for message in messages:
+            headers = _headers(message.request_headers)
+            consultation = self.under_way.get(headers.get(PICKED, ""))
+            if consultation is None:
+                await context.write(_immediate(503, {}, b""))
+            else:
+                consultation.again.put_nowait(context)
+
+
+class Consultation:
+    """One client's request, from its headers to the end of its answer.
+
+    Args:
+        picker: Whose it is.
+        context: Envoy's stream about the request.
+        port: At which the client asked.
+
+    Attributes:
+        again: Envoy's stream about a second try.
+    """
+
+    def __init__(
+        self, picker: Picker, context: grpc.aio.ServicerContext[Any, Any], port: int
+    ) -> None:
+        self.again: asyncio.Queue[grpc.aio.ServicerContext[Any, Any]] = asyncio.Queue()
+        self._picker = picker
+        self._exchange = picker.router.exchange
+        self._instances = picker.router.instances
+        self._context = context
+        self._port = port
+        self._key = uuid.uuid4().hex
+        self._asked: Mapping[str, str] = {}
+        self._whole_body = True
+        self._body_wanted = False
+        self._has_body = False
+        self._pieces: asyncio.Queue[tuple[bytes, bool]] = asyncio.Queue()
+        self._next: Instance | None = None
+        self._sent = False
+        self._answer: asyncio.Future[Mapping[str, str]] = asyncio.get_running_loop().create_future()
+        self._answer_pieces: asyncio.Queue[tuple[bytes, bool]] = asyncio.Queue()
+        self._answer_streams = False
+        self._answer_ends = False
+        self._carried = False
+        self._whole_answer = False
+        self._start: Message = {}
+        self._over = asyncio.Event()
+        self._serving: asyncio.Task[None] | None = None
+
+    # What Envoy says.
+
+    async def hold(self, messages: AsyncIterator[Any]) -> None:
+        """Read what Envoy says until it has nothing more to say."""
+        try:
+            async for message in messages:
+                await self._hear(message)
+        finally:
+            self._over.set()
+            self._pieces.put_nowait((b"", False))
+            self._answer_pieces.put_nowait((b"", True))
+            self._picker.under_way.pop(self._key, None)
+
+    async def _hear(self, message: Any) -> None:
+        if message.HasField("request_headers"):
+            mode = message.protocol_config
+            self._whole_body = mode.request_body_mode != ext_proc.FULL_DUPLEX_STREAMED
+            self._answer_streams = mode.response_body_mode == ext_proc.FULL_DUPLEX_STREAMED
+            self._begin(message.request_headers)
+        elif message.HasField("request_body"):
+            piece = message.request_body
+            self._pieces.put_nowait((piece.body, not piece.end_of_stream))
+        elif message.HasField("request_trailers"):
+            self._pieces.put_nowait((b"", False))
+        elif message.HasField("response_headers") and not self._sent:
+            await self._refused_by_envoy(_headers(message.response_headers))
+        elif message.HasField("response_headers"):
+            self._answer_ends = message.response_headers.end_of_stream
+            self._answer.set_result(_headers(message.response_headers))
+        elif message.HasField("response_body"):
+            piece = message.response_body
+            self._answer_pieces.put_nowait((piece.body, piece.end_of_stream))
+        elif message.HasField("response_trailers"):
+            response = ProcessingResponse()
+            response.response_trailers.SetInParent()
+            await self._context.write(response)
+
+    async def _refused_by_envoy(self, answer: Mapping[str, str]) -> None:
+        """Say in OpenAI's form that a request does not come: its body is too large."""
+        limit = self._picker.router.settings.max_body_bytes
+        error = RequestError(
+            f"request body of more than {limit} bytes, which are accepted; send smaller images, or "
+            "raise router.max_body_bytes",
+            status=int(answer[":status"]),
+            code="body_too_large",
+        )
+        reply = error_reply(error)
+        await self._tell(_immediate(reply.status, reply.headers, reply.body))
+
+    def _begin(self, message: Any) -> None:
+        self._asked = _headers(message)
+        self._has_body = not message.end_of_stream
+        path, _, query = self._asked[":path"].partition("?")
+        headers = [
+            (name.encode("latin-1"), value.encode("latin-1"))
+            for name, value in self._asked.items()
+            if not name.startswith(":")
+        ]
+        if self._has_body and "content-length" not in self._asked:
+            headers.append((b"transfer-encoding", b"chunked"))
+        if self._has_body and self._whole_body:
+            # It is sent when it is asked for.
+            headers.append((b"expect", b"100-continue"))
+        scope = {
+            "type": "http",
+            "method": self._asked[":method"],
+            "path": unquote(path),
+            "query_string": query.encode("latin-1"),
+            "headers": headers,
+            "server": (self._picker.router.settings.host, self._port),
+            "extensions": {CARRIER: self},
+        }
+        self._serving = asyncio.create_task(
+            self._picker.app(scope, self._receive, self._send)  # type: ignore[arg-type]
+        )
+        self._serving.add_done_callback(_report)
+
+    # A server to the router.
+
+    async def _receive(self) -> Message:
+        if self._has_body:
+            if self._whole_body and not self._body_wanted:
+                self._body_wanted = True
+                response = ProcessingResponse()
+                response.request_headers.SetInParent()
+                await self._tell(response)
+            data, self._has_body = await self._pieces.get()
+            if not self._over.is_set():
+                return {"type": "http.request", "body": data, "more_body": self._has_body}
+        await self._over.wait()
+        if self._answer.done():
+            # The end of the answer, which `carry` awaits.
+            await asyncio.Event().wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._start = message
+            if self._carried:
+                await self._pass_on()
+        elif not self._carried:
+            await self._tell_client(message.get("body", b""))
+        elif message.get("more_body"):
+            # The instance is lost, and the client has a part of the answer: Envoy cuts it off.
+            await self._tell_client(message["body"])
+
+    async def _tell_client(self, body: bytes) -> None:
+        headers = {name.decode(): value.decode("latin-1") for name, value in self._start["headers"]}
+        await self._tell(_immediate(self._start["status"], headers, body))
+
+    async def _tell(self, response: Any) -> None:
+        if self._over.is_set():
+            return
+        try:
+            await self._context.write(response)
+        except grpc.aio.BaseError:
+            # The stream has ended, which its reader has not seen yet.
+            self._over.set()
+
+    # A carrier to the exchange.
+
+    def choose(self, key: str, tried: Collection[str]) -> Instance | None:
+        """Return the PD instance that should answer; for a second try, the one that Envoy asks."""
+        if self._sent:
+            return self._next
+        return self._choose(key, tried)
+
+    def _choose(self, key: str, tried: Collection[str]) -> Instance | None:
+        endpoints = self._picker.endpoints
+        unseen = [instance.name for instance in endpoints.unseen]
+        chosen = self._instances.prefill_decode(key, exclude=[*tried, *unseen])
+        if chosen is None and unseen:
+            # Most likely Envoy has seen it by now.
+            unlisted = [each.name for each in endpoints.unseen if not endpoints.lists(each)]
+            chosen = self._instances.prefill_decode(key, exclude=[*tried, *unlisted])
+        return chosen
+
+    async def carry(self, call: Call, one: Attempt, body: Segments, out: Outgoing) -> int:
+        """Have Envoy send a request and pass the answer on; see `Carrier`."""
+        if self._sent:
+            await self._send_again(one, body)
+        else:
+            self._sent = True
+            key = one.headers["x-request-id"]
+            self._next = self._choose(key, [one.pd.name]) or one.pd
+            self._picker.under_way[self._key] = self
+            await self._send_first(one, body)
+        answer = await self._first_of_answer_and_again(one)
+        one.begin()
+        status = int(answer[":status"])
+        if status >= 500:
+            await self._check_failure(one, status, by_envoy=FROM_INSTANCE not in answer)
+        else:
+            one.pd.answered()
+        self._carried = True
+        self._whole_answer = bool(call.items) and not call.stream and status < 400
+        await out.begin(status, {})
+        await self._pass_pieces()
+        await self._over.wait()
+        await out.end()
+        return status
+
+    async def _send_first(self, one: Attempt, body: Segments) -> None:
+        assert self._next is not None
+        whole = b"".join(body)
+        endpoints = self._picker.endpoints
+        given = {
+            **self._picker.router.upstream.headers,
+            **one.headers,
+            envoy.DESTINATION: f"{endpoints.address(one.pd)},{endpoints.address(self._next)}",
+            PICKED: self._key,
+        }
+        if self._next is not one.pd:
+            given[envoy.RETRY_ON] = "5xx"
+        removed = [
+            name
+            for name in self._asked
+            if name not in given and name not in _KEPT_FROM_CLIENTS and name[0] != ":"
+        ]
+        response = ProcessingResponse()
+        if not self._whole_body or ("content-length" not in self._asked and not whole):
+            header_mutation(response.request_headers.response.header_mutation, given, removed)
+            await self._tell(response)
+            if not self._whole_body and whole:
+                await self._send_pieces("request_body", whole)
+            return
+        given["content-length"] = str(len(whole))
+        changed = response.request_body.response
+        header_mutation(changed.header_mutation, given, [*removed, "transfer-encoding"])
+        changed.body_mutation.body = whole
+        await self._tell(response)
+
+    async def _send_again(self, one: Attempt, body: Segments) -> None:
+        """Let Envoy's second try bring what another instance is to get.
+
+        Raises:
+            Failed: There is no second try.
+        """
+        try:
+            if self._answer.done():
+                raise TimeoutError
+            context = await asyncio.wait_for(self.again.get(), AGAIN_WITHIN_S)
+        except (TimeoutError, asyncio.TimeoutError):
+            raise Failed(
+                Trouble.NO_PD, Point.ASKED, "Envoy sends this request to no other instance"
+            ) from None
+        response = ProcessingResponse()
+        changed = response.request_headers.response
+        if whole := b"".join(body):
+            changed.status = ext_proc.CONTINUE_AND_REPLACE
+            changed.body_mutation.body = whole
+        header_mutation(changed.header_mutation, one.headers)
+        await context.write(response)
+
+    async def _first_of_answer_and_again(self, one: Attempt) -> Mapping[str, str]:
+        """Return the headers of the answer.
+
+        Raises:
+            Failed: Envoy tries another instance instead.
+        """
+        again = asyncio.ensure_future(self.again.get())
+        try:
+            await asyncio.wait({again, self._answer}, return_when=asyncio.FIRST_COMPLETED)
+            if self._answer.done():
+                return self._answer.result()
+            self.again.put_nowait(again.result())
+        finally:
+            again.cancel()
+        one.pd.failed(Fault.CUT)
+        await self._exchange.explain(one)
+        raise Failed(
+            Trouble.PD_LOST, Point.ASKED, f"instance {one.pd.name} was lost, or answered 5xx"
+        )
+
+    async def _check_failure(self, one: Attempt, status: int, *, by_envoy: bool) -> None:
+        """Return if the answer is the instance's own and goes to the client.
+
+        Raises:
+            Failed: It does not.
+        """
+        pd = one.pd
+        if not by_envoy:
+            pd.failed("error")
+            await self._exchange.explain(one)
+        elif status == 504:
+            pd.failed(Fault.SILENT)
+            message = f"instance {pd.name} was silent for longer than router.idle_timeout_s"
+            raise Failed(Trouble.PD_SILENT, Point.ASKED, message)
+        else:
+            pd.failed(Fault.CUT)
+            raise Failed(Trouble.NO_PD, Point.ASKED, f"instance {pd.name} was lost")
+
+    async def _pass_on(self) -> None:
+        """Let the answer's headers go to the client, with those that the router adds."""
+        given = {name.decode(): value.decode("latin-1") for name, value in self._start["headers"]}
+        removed = [
+            name
+            for name in self._answer.result()
+            if name[0] != ":" and name not in KEPT_FROM_ANSWERS
+        ]
+        response = ProcessingResponse()
+        header_mutation(response.response_headers.response.header_mutation, given, removed)
+        if self._whole_answer and not self._answer_streams and not self._answer_ends:
+            response.mode_override.response_body_mode = ext_proc.BUFFERED
+        await self._tell(response)
+
+    async def _pass_pieces(self) -> None:
+        """Pass an answer's body on where it comes by here: as it comes, or checked as a whole."""
+        whole = bytearray()
+        ends = self._answer_ends or not (self._answer_streams or self._whole_answer)
+        while not ends:
+            piece, ends = await self._answer_pieces.get()
+            if self._over.is_set():
+                return
+            if self._whole_answer:
+                whole += piece
+            else:
+                await self._send_pieces("response_body", piece, end=ends)
+        if not whole:
+            return
+        body = self._exchange.without_outcome(Reply(200, {}, bytes(whole))).body
+        if self._answer_streams:
+            await self._send_pieces("response_body", body)
+            return
+        response = ProcessingResponse()
+        changed = response.response_body.response
+        header_mutation(changed.header_mutation, {"content-length": str(len(body))})
+        changed.body_mutation.body = body
+        await self._tell(response)
+
+    async def _send_pieces(self, field: str, body: bytes, *, end: bool = True) -> None:
+        for begin in range(0, len(body) or 1, PIECE_BYTES):
+            response = ProcessingResponse()
+            piece = getattr(response, field).response.body_mutation.streamed_response
+            piece.body = body[begin : begin + PIECE_BYTES]
+            piece.end_of_stream = end and begin + PIECE_BYTES >= len(body)
+            await self._tell(response)
+
+
+def _headers(message: Any) -> dict[str, str]:
+    return {header.key: header.raw_value.decode("latin-1") for header in message.headers.headers}
+
+
+def _immediate(status: int, headers: Mapping[str, str], body: bytes) -> Any:
+    response = ProcessingResponse()
+    response.immediate_response.status.code = status
+    given = {name: value for name, value in headers.items() if name != "content-length"}
+    header_mutation(response.immediate_response.headers, given)
+    response.immediate_response.body = body
+    return response
+
+
+def _report(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()):
+        logger.error("a request failed", exc_info=error)
+
+
+async def serve(settings: RouterSettings, folder: Path, *, listen: str, threads: int) -> None:
+    """Answer Envoy until a signal comes, or Envoy ends.
+
+    Args:
+        settings: Of the router; clients find Envoy at its host and port.
+        folder: For what Envoy reads.
+        listen: Where an Envoy of others asks, ``host:port``; empty starts one.
+        threads: Of the Envoy that is started.
+
+    Raises:
+        ConfigError: An address or a file of the settings cannot be used, or Envoy ended.
+    """
+    router = Router(settings)
+    endpoints = envoy.Endpoints(folder / "endpoints.json", router.instances)
+    picker = Picker(router, with_cors(router), endpoints)
+    where = listen or f"unix:{folder / 'picker.sock'}"
+    config = folder / "envoy.json"
+    written = envoy.bootstrap(settings, endpoints=folder / "endpoints.json", picker=where)
+    config.write_text(json.dumps(written, indent=1))
+    server = grpc.aio.server(options=[("grpc.max_receive_message_length", -1)])
+    server.add_generic_rpc_handlers((picker.service(),))
+    try:
+        server.add_insecure_port(where)
+    except RuntimeError as error:
+        raise ConfigError(f"picker address {where} cannot be used: {error}") from error
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    await router.open()
+    await endpoints.settle()
+    # First Envoy: a process that serves gRPC should start no other. Its requests wait.
+    process = None if listen else await envoy.start(config, threads=threads)
+    await server.start()
+    asked = f"{'https' if settings.tls_cert_file else 'http'}://{settings.host}:{settings.port}"
+    logger.info("router for %s on %s, by Envoy as in %s", settings.model, asked, config)
+    stopping = asyncio.create_task(stop.wait())
+    ended = asyncio.create_task(process.wait()) if process else asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({stopping, ended}, return_when=asyncio.FIRST_COMPLETED)
+        if process is not None and not stop.is_set():
+            raise ConfigError(
+                f"Envoy ended with status {process.returncode}: its last lines say why, as "
+                f"that a port is taken; its configuration was {config}"
+            )
+        await router.drain()
+    finally:
+        stopping.cancel()
+        if process is not None and process.returncode is None:
+            process.terminate()
+            await process.wait()
+        await server.stop(grace=1)
+        await router.close()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Serve until SIGINT or SIGTERM: answers that have begun end first, for ``drain_s`` at most.
+
+    Returns:
+        0 after a clean stop, 2 if the settings are wrong or Envoy cannot serve.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m epd_portable.router.picker",
+        description="Serve like the router, with Envoy in front that carries the bytes.",
+    )
+    parser.add_argument("--settings", required=True, help="JSON, or @path of a file that holds it")
+    parser.add_argument(
+        "--listen",
+        metavar="HOST:PORT",
+        default="",
+        help="where an Envoy or a gateway of your own asks; without it one is started here",
+    )
+    parser.add_argument(
+        "--threads", type=int, default=os.cpu_count() or 1, help="of the Envoy that is started"
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="for envoy.json and endpoints.json; a temporary one by default",
+    )
+    options = parser.parse_args(argv)
+    log.configure()
+    try:
+        settings = load_settings(options.settings)
+        with tempfile.TemporaryDirectory(prefix="epd-picker-") as temporary:
+            folder: Path = options.folder or Path(temporary)
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            uvloop.run(serve(settings, folder, listen=options.listen, threads=options.threads))
+    except EPDError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

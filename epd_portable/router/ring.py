@@ -1,0 +1,126 @@
+"""Which of the usable instances of a role gets what: by item on a ring of hashes, or by load."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from epd_portable.router.tally import Tally
+
+if TYPE_CHECKING:
+    from epd_portable.router.instances import Instance
+
+LOAD_BOUND = 1.25
+"""No encoder takes more than this multiple of the average load."""
+FEW = 16
+"""Up to so many prefill+decode instances the loads of all are compared, else those of two."""
+PLACES = 21
+"""From so many places a key looks at the ring."""
+_MASK = (1 << 64) - 1
+
+
+class Ring:
+    """Instances among which is chosen, ordered by their points on a circle of hashes.
+
+    Each has one point. A key looks at the circle from several places, and prefers whoever is
+    nearest after one of them: so the shares of few instances are even, and when one leaves only the
+    keys that preferred it move. (Appleton and O'Reilly, Multi-probe consistent hashing, 2015.)
+
+    Args:
+        tally: Where is counted.
+        row: Of the sum of what its instances have in flight.
+    """
+
+    def __init__(self, tally: Tally, row: int) -> None:
+        self.instances: list[Instance] = []
+        self.row = row
+        self._tally = tally
+        self._points: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.instances)
+
+    def add(self, instance: Instance) -> None:
+        """Let an instance be chosen."""
+        index = bisect_left(self._points, instance.point)
+        self._points.insert(index, instance.point)
+        self.instances.insert(index, instance)
+        self._tally.work(self.row, instance.in_flight)
+
+    def remove(self, instance: Instance) -> None:
+        """Let an instance be chosen no more."""
+        index = bisect_left(self._points, instance.point)
+        while self.instances[index] is not instance:
+            index += 1
+        del self._points[index], self.instances[index]
+        self._tally.work(self.row, -instance.in_flight)
+
+    def near(self, key: str, exclude: Sequence[Instance]) -> Instance | None:
+        """Return the instance that a key prefers of those within the load bound."""
+        count = len(self.instances) - len(exclude)
+        if not count:
+            return None
+        total = self._tally.load(self.row) - sum(instance.load for instance in exclude)
+        limit = math.ceil(LOAD_BOUND * (total + 1) / count)
+        nearest = sorted(self._seen_from(key))
+        best = None
+        for instance in self._in_order(nearest):
+            if instance in exclude:
+                continue
+            if instance.load < limit:
+                return instance
+            best = best or instance
+        # Other processes count meanwhile, so that all may be above what was the limit.
+        return best
+
+    def lightest(self, key: str, exclude: Sequence[Instance]) -> Instance | None:
+        """Return the instance with the least load of few; of many, the lighter of two."""
+        count = len(self.instances)
+        if count == len(exclude):
+            return None
+        first, second = hashes(key)
+        if count > FEW:
+            one = first % count
+            other = (one + 1 + second % (count - 1)) % count
+            pair = (self._at(one, exclude), self._at(other, exclude))
+            return min(pair, key=lambda instance: instance.load)
+        loads = [(i.load, _mixed(first ^ i.point), i) for i in self.instances if i not in exclude]
+        return min(loads, key=lambda each: each[:2])[2]
+
+    def _at(self, index: int, exclude: Sequence[Instance]) -> Instance:
+        while self.instances[index] in exclude:
+            index = (index + 1) % len(self.instances)
+        return self.instances[index]
+
+    def _seen_from(self, key: str) -> Iterable[tuple[int, int]]:
+        """Return distance and index of whoever is next after each place from which a key looks."""
+        points, count = self._points, len(self._points)
+        place, step = hashes(key)
+        for _ in range(PLACES):
+            index = bisect_left(points, place)
+            if index == count:
+                index = 0
+            yield (points[index] - place) & _MASK, index
+            place = (place + step) & _MASK
+
+    def _in_order(self, nearest: Sequence[tuple[int, int]]) -> Iterable[Instance]:
+        """Return those seen first, the nearest first, and then everybody around the circle."""
+        for _, index in nearest:
+            yield self.instances[index]
+        _, index = nearest[0]
+        yield from self.instances[index:]
+        yield from self.instances[:index]
+
+
+def hashes(key: str) -> tuple[int, int]:
+    """Return two places on the ring for a key."""
+    digest = hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    return int.from_bytes(digest[:8], "big"), int.from_bytes(digest[8:], "big")
+
+
+def _mixed(number: int) -> int:
+    number = (number * 0x9E3779B97F4A7C15) & _MASK
+    return ((number ^ (number >> 32)) * 0xD6E8FEB86659FD93) & _MASK

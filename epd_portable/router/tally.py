@@ -1,0 +1,114 @@
+"""What the processes of a router count together, in a memory that all of them see."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+MAX_INSTANCES = 10_000
+
+ROWS = MAX_INSTANCES + 64
+"""More than instances: the row of one that has left may be in use still."""
+_UNSEEN = 0
+_NOBODY = (1 << 63) - 1
+
+
+class Tally:
+    """What the processes of a router count: a column for each, and a row for each instance.
+
+    Each process writes its own column only, so nobody needs a lock. Times are those of
+    ``time.monotonic``, which is one clock for all processes of a machine.
+
+    Args:
+        memory: At least `nbytes` bytes, zero at first; of this process alone unless given.
+        columns: Processes.
+        column: That of this process.
+    """
+
+    def __init__(
+        self, memory: memoryview | None = None, *, columns: int = 1, column: int = 0
+    ) -> None:
+        if memory is None:
+            memory = memoryview(bytearray(self.nbytes(columns)))
+        self._columns, self._column = columns, column
+        parts = (8 * columns, 8 * columns, 8 * columns, 8 * ROWS, *2 * (4 * ROWS * columns,))
+        ends = list(itertools.accumulate(parts, initial=0))
+        part = [memory[begin:end] for begin, end in itertools.pairwise(ends)]
+        self._seen = part[0].cast("q")
+        self._body_bytes = part[1].cast("q")
+        self._alive = part[2].cast("d")
+        self._answered = part[3].cast("d")
+        self._in_flight = part[4].cast("i")
+        self._held = part[5].cast("i")
+
+    @staticmethod
+    def nbytes(columns: int) -> int:
+        """Return how much memory a tally of so many columns takes."""
+        return 3 * 8 * columns + 8 * ROWS + 2 * 4 * ROWS * columns
+
+    def work(self, row: int, change: int) -> None:
+        """Count requests or jobs of this process."""
+        self._in_flight[row * self._columns + self._column] += change
+
+    def hold(self, row: int, change: int) -> None:
+        """Count reasons of this process for which an instance must not leave."""
+        self._held[row * self._columns + self._column] += change
+
+    def load(self, row: int) -> int:
+        """Return what is in flight in all processes."""
+        if self._columns == 1:
+            return self._in_flight[row]
+        begin = row * self._columns
+        return sum(self._in_flight[begin : begin + self._columns])
+
+    def held(self, row: int) -> int:
+        """Return how many reasons all processes have for which an instance must not leave."""
+        begin = row * self._columns
+        return sum(self._held[begin : begin + self._columns])
+
+    def answered(self, row: int, at: float) -> None:
+        """Note when an instance has answered last, to any process."""
+        self._answered[row] = at
+
+    def answered_at(self, row: int) -> float:
+        """Return when an instance has answered last, to any process; 0 for never."""
+        return self._answered[row]
+
+    def hold_body(self, nbytes: int) -> None:
+        """Count bytes of request bodies that this process holds."""
+        self._body_bytes[self._column] += nbytes
+
+    def body_bytes(self) -> int:
+        """Return how many bytes of request bodies all processes hold."""
+        return sum(self._body_bytes)
+
+    def is_alive(self) -> None:
+        """Note that this process serves."""
+        self._alive[self._column] = time.monotonic()
+
+    def alive_at(self, column: int) -> float:
+        """Return when a process has served last."""
+        return self._alive[column]
+
+    def saw(self, version: int) -> None:
+        """Note up to which change this process knows the instances."""
+        self._seen[self._column] = version
+
+    def all_saw(self, version: int) -> bool:
+        """Tell whether every other process knows a change."""
+        return all(
+            seen >= version for column, seen in enumerate(self._seen) if column != self._column
+        )
+
+    def open_column(self, column: int) -> None:
+        """Begin to wait for a process that has been started, which knows nothing yet."""
+        self._seen[column] = _UNSEEN
+        self._alive[column] = time.monotonic()
+
+    def clear_column(self, column: int) -> None:
+        """Forget what a process had in flight: it has ended."""
+        for row in range(ROWS):
+            self._in_flight[row * self._columns + column] = 0
+            self._held[row * self._columns + column] = 0
+        self._body_bytes[column] = 0
+        self._seen[column] = _NOBODY

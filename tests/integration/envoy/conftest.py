@@ -1,0 +1,106 @@
+"""The picker as a process of its own, which starts a real Envoy."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from epd_portable.router.settings import RouterSettings
+from tests.integration.router.conftest import Front, build
+from tests.integration.router.stand_in import Serving
+
+__all__ = ["build"]
+
+DEADLINE_S = 30.0
+
+
+def _missing() -> str:
+    """Return what is not installed; empty if everything is."""
+    for module in ("grpc", "google.protobuf"):
+        if importlib.util.find_spec(module.partition(".")[0]) is None:
+            return f"{module} is not installed"
+    if importlib.util.find_spec("envoy") is None and shutil.which("envoy") is None:
+        return "Envoy is not installed"
+    return ""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if missing := _missing():
+        reason = f'{missing}: install "epd-portable[envoy]", or run ci/jobs/envoy.sh'
+        for item in items:
+            if item.path.parent == Path(__file__).parent:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def free_port() -> int:
+    """Return a port that no connection gets by chance before Envoy listens at it."""
+    while True:
+        port = random.randrange(20_000, 30_000)
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
+
+
+class Fronted(Serving):
+    """Envoy with the picker behind it."""
+
+    def __init__(self, settings: RouterSettings, folder: Path) -> None:
+        self.port = free_port()
+        self._settings = settings.model_copy(update={"port": self.port})
+        self._folder = folder
+        self._log = folder / "picker.log"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    async def start(self) -> None:
+        self._folder.mkdir(exist_ok=True)
+        settings = self._folder / "settings.json"
+        settings.write_text(self._settings.model_dump_json())
+        command = [sys.executable, "-m", "epd_portable.router.picker"]
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [
+                    *command,
+                    *("--settings", f"@{settings}"),
+                    *("--folder", str(self._folder), "--threads", "1"),
+                ],
+                stderr=log,
+            )
+        async with httpx.AsyncClient() as client:
+            while True:
+                assert self.process.poll() is None, self.log
+                try:
+                    # 503 is the picker's own answer while no instance is up, too.
+                    if "counts" in (await client.get(f"{self.url}/health")).text:
+                        return
+                except httpx.TransportError:
+                    pass
+                await asyncio.sleep(0.02)
+
+    async def stop(self) -> None:
+        process, self.process = self.process, None
+        if process is None:
+            return
+        process.send_signal(signal.SIGTERM)
+        await asyncio.to_thread(process.wait, DEADLINE_S)
+        assert process.returncode == 0, self.log
+        assert "Traceback" not in self.log, self.log
+
+
+@pytest.fixture
+def front(tmp_path: Path) -> Front:
+    return lambda settings: Fronted(settings, tmp_path / "picker")

