@@ -1,4 +1,4 @@
-"""Everything at once, by the dice: instances answer, fail, hang, cut, refuse and die, clients leave.
+"""Everything at once, by the dice: instances answer, fail, hang, cut, refuse and die; clients go.
 
 Whatever happens, each client gets its own answer or an error that says so, and nothing is left.
 """

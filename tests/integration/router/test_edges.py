@@ -10,8 +10,8 @@ import anyio
 import pytest
 from starlette.responses import JSONResponse, Response
 
-from epd_portable.wire.messages import NotWanted
 from epd_portable.router.server import Router
+from epd_portable.wire.messages import NotWanted
 from tests.integration.router.conftest import Build, Topology
 from tests.integration.router.stand_in import Received, answer, refuse, stream
 from tests.integration.router.test_faults import EVENT, forever, opened
