@@ -259,7 +259,7 @@ async def test_nothing_is_left_of_a_storm(seed: int, media: str) -> None:
     assert sum(storm.outcomes.values()) == REQUESTS
     # Jobs of answered requests may still be answered for a while.
     with anyio.fail_after(10):
-        while router.in_flight or router._exchange._jobs or not is_quiet(router):
+        while router.in_flight or router.exchange._jobs or not is_quiet(router):
             await asyncio.sleep(0.05)
     # Probes and connections that end have tasks too, but others after a while.
     left = {task for task in asyncio.all_tasks() - before if not is_server(task)}
@@ -287,8 +287,8 @@ def is_quiet(router: Router) -> bool:
     assert session is not None and session.connector is not None
     return (
         all(each.idle and not each.load and not each._uses for each in router.instances.all)
-        and all(not router.instances.table.load(row) for row in range(4))
-        and not router.instances.table.body_bytes()
+        and all(not router.instances.tally.load(row) for row in range(4))
+        and not router.instances.tally.body_bytes()
         and not router._control._inboxes
         and not session.connector._acquired
         and router.metrics.in_flight._value.get() == 0
