@@ -17,8 +17,8 @@ class RewindableGenerator(torch.Generator):
 
     vLLM draws for every request of a step. Where the step computed only a part of the prompt it
     drops the token and calls ``set_offset(get_offset() - 4)`` (``_bookkeeping_sync`` of the V1
-    runner, 0.26 to 0.32, not mended in its main branch). torch has offsets for generators that count what they drew, and raises
-    ``RuntimeError`` on the CPU, whose generator does not.
+    runner, 0.26 to 0.32). torch has offsets for generators that count what they drew, and raises
+    ``RuntimeError`` on the CPU, whose generator does not: that would end the engine.
     """
 
     _marked: torch.Tensor

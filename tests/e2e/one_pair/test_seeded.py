@@ -19,8 +19,11 @@ CONTENT = [text("Look at this picture, please, and say what it shows: "), pictur
 
 
 def drawn(url: str, *, seed: int) -> list[list[str]]:
-    """Ask for two answers drawn at random; return the tokens of each."""
-    response = post(url, body(CONTENT, temperature=2, seed=seed, n=2))
+    """Ask for two answers drawn at random; return the tokens of each.
+
+    It is hot because the model is sure of its words: nearly every token is as likely.
+    """
+    response = post(url, body(CONTENT, temperature=10, seed=seed, n=2))
     assert response.status_code == 200, response.text
     choices = sorted(response.json()["choices"], key=lambda choice: int(choice["index"]))
     return [[step["token"] for step in choice["logprobs"]["content"]] for choice in choices]
