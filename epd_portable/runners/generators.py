@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class RewindableGenerator(torch.Generator):
-    """A generator of the CPU that vLLM can set back, as it does those of accelerators.
+    """A generator of the CPU that vLLM can set back, as it does one of an accelerator.
 
     vLLM draws for every request of a step. Where the step computed only a part of the prompt it
     drops the token and calls ``set_offset(get_offset() - 4)`` (``_bookkeeping_sync`` of the V1
@@ -24,8 +24,8 @@ class RewindableGenerator(torch.Generator):
     _marked: torch.Tensor
 
     def __new__(cls, generator: torch.Generator) -> Self:
-        """Go on where another generator of the CPU stands."""
-        made = super().__new__(cls)
+        """Go on where another generator stands, on its device."""
+        made = super().__new__(cls, generator.device)
         made.set_state(generator.get_state())
         made.mark()
         return made
@@ -44,7 +44,7 @@ class RewindableGenerator(torch.Generator):
 
 
 def mark_generators(runner: RunnerHost) -> None:
-    """Let vLLM take back what it draws in the step that begins; does nothing on accelerators.
+    """Let vLLM take back what it draws in the step that begins; changes nothing where torch can.
 
     Args:
         runner: Its batch is that of the step. Generators that vLLM made for new requests are
@@ -52,10 +52,17 @@ def mark_generators(runner: RunnerHost) -> None:
     """
     batch = runner.input_batch
     for index, generator in batch.generators.items():
-        if generator.device.type != "cpu":
-            continue
-        if not isinstance(generator, RewindableGenerator):
-            generator = RewindableGenerator(generator)
-            batch.generators[index] = generator
-            runner.requests[batch.req_ids[index]].generator = generator
-        generator.mark()
+        if isinstance(generator, RewindableGenerator):
+            generator.mark()
+        elif not _has_offset(generator):
+            made = RewindableGenerator(generator)
+            batch.generators[index] = made
+            runner.requests[batch.req_ids[index]].generator = made
+
+
+def _has_offset(generator: torch.Generator) -> bool:
+    try:
+        generator.get_offset()
+    except RuntimeError:
+        return False
+    return True

@@ -104,12 +104,13 @@ def test_a_request_that_was_preempted_goes_on_where_it_was() -> None:
     assert draw(batch.generators[1]) == draw(plain)
 
 
-def test_generators_of_accelerators_stay_as_they_are() -> None:
-    @dataclass
+def test_a_generator_that_has_an_offset_stays_as_it_is() -> None:
     class Counting:
-        device: torch.device
+        def get_offset(self) -> int:
+            return 12
 
-    runner, counting = mixed(), Counting(torch.device("cuda:0"))
-    runner._update_states({"a": counting})
+    runner, counting = mixed(), Counting()
+    for _ in range(2):
+        runner._update_states({"a": counting})
     assert runner.input_batch.generators == {0: counting}
     assert runner.requests["a"].generator is counting
