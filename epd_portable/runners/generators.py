@@ -23,9 +23,10 @@ class RewindableGenerator(torch.Generator):
 
     _marked: torch.Tensor
 
-    def __new__(cls, generator: torch.Generator) -> Self:
+    @classmethod
+    def continuing(cls, generator: torch.Generator) -> Self:
         """Go on where another generator stands, on its device."""
-        made = super().__new__(cls, generator.device)
+        made = cls(generator.device)
         made.set_state(generator.get_state())
         made.mark()
         return made
@@ -55,7 +56,7 @@ def mark_generators(runner: RunnerHost) -> None:
         if isinstance(generator, RewindableGenerator):
             generator.mark()
         elif not _has_offset(generator):
-            made = RewindableGenerator(generator)
+            made = RewindableGenerator.continuing(generator)
             batch.generators[index] = made
             runner.requests[batch.req_ids[index]].generator = made
 

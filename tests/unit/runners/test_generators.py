@@ -69,7 +69,7 @@ def test_torch_sets_no_generator_of_the_cpu_back() -> None:
 
 def test_what_is_drawn_after_a_mark_is_drawn_again() -> None:
     plain = seeded(1)
-    generator = RewindableGenerator(seeded(1))
+    generator = RewindableGenerator.continuing(seeded(1))
     assert draw(generator) == draw(plain)
     generator.mark()
     first = draw(generator)
