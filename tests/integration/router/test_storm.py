@@ -187,6 +187,8 @@ async def read_all(control: ControlEnd) -> None:
         await control._socket.recv_multipart()
 
 
+# A server of asyncio that is closed forgets the sockets that it is just accepting.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(("media", "seed"), [("concurrent", 1), ("metadata", 2)])
 async def test_nothing_is_left_of_a_storm(seed: int, media: str) -> None:
     keys = read_keys(secret_file())
