@@ -77,7 +77,9 @@ class Attempt:
         headers: Of the request.
         inbox: What the PD instance refuses.
         held: Keeps encoders from leaving while it is not answered.
-        answered: Set when the PD instance has begun its answer, and so needs no item any more.
+        over: Set when no item is needed any more: the PD instance has begun its answer, or nobody
+            waits for one. A job that is cancelled in the moment in which its encoder goes down, or
+            in which a time ends, may learn of that only; this it sees in any case.
         told: What encoders say of the items that go without their media, by transfer.
     """
 
@@ -86,12 +88,12 @@ class Attempt:
     headers: Mapping[str, str]
     inbox: Inbox
     held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-    answered: asyncio.Event = field(default_factory=asyncio.Event)
+    over: asyncio.Event = field(default_factory=asyncio.Event)
     told: dict[str, asyncio.Future[EncodedItem | EncodeFailure]] = field(default_factory=dict)
 
     def begin(self) -> None:
         """Note that the PD instance has begun its answer."""
-        self.answered.set()
+        self.over.set()
         self.held.close()
 
     def tell(self, delivery: Delivery, answer: EncodedItem | EncodeFailure) -> bool:
@@ -174,7 +176,7 @@ class Deliverer:
                     failure = await _lost_before_answer(delivery, encoder, one)
             if failure is None:
                 return "encoded" if encoder is delivery.encoder else "other_encoder"
-            if one.answered.is_set():
+            if one.over.is_set():
                 return "not_needed"
             is_full = failure.trouble is Trouble.ENCODER_FULL
             logger.log(
@@ -193,7 +195,7 @@ class Deliverer:
                 another = self._instances.encoder(delivery.item.mm_hash, exclude=[*failed, *full])
                 if another is None and full and min(full.values()) < deadline:
                     another = await self._first_with_room(delivery, one, failed, full)
-                    if one.answered.is_set():
+                    if one.over.is_set():
                         return "not_needed"
                 if another is not None and not is_full and not self._retries.take():
                     another = None
@@ -209,7 +211,7 @@ class Deliverer:
     ) -> Instance | None:
         """Every encoder that is left is full: return one when the first has room again."""
         with anyio.move_on_after(min(full.values()) - time.monotonic()):
-            await one.answered.wait()
+            await one.over.wait()
         full.clear()
         return self._instances.encoder(delivery.item.mm_hash, exclude=failed)
 
@@ -266,10 +268,10 @@ class Deliverer:
         instance need not remember a message about a transfer that it does not know yet.
         """
         pause_s = FIRST_REPEAT_S
-        while not one.answered.is_set():
+        while not one.over.is_set():
             self._control.encode_failed(one.pd.name, delivery.transfer.transfer_id, reason)
             with anyio.move_on_after(pause_s):
-                await one.answered.wait()
+                await one.over.wait()
             pause_s = min(2 * pause_s, LONGEST_REPEAT_S)
 
 
@@ -328,14 +330,14 @@ async def _lost_before_answer(
     delivery: Delivery, encoder: Instance, one: Attempt
 ) -> EncodeFailure | None:
     """Return why an encoded item will not be delivered, or ``None`` when the answer begins."""
-    if one.answered.is_set():
+    if one.over.is_set():
         return None
     down = asyncio.ensure_future(encoder.wait_down())
     refusal = asyncio.ensure_future(one.inbox.encoder_refused(delivery.transfer.transfer_id))
-    done = asyncio.ensure_future(one.answered.wait())
+    done = asyncio.ensure_future(one.over.wait())
     try:
         await asyncio.wait({down, refusal, done}, return_when=asyncio.FIRST_COMPLETED)
-        if one.answered.is_set():
+        if one.over.is_set():
             return None
         if refusal.done():
             reason = f"refused: {refusal.result().detail!r}"

@@ -60,9 +60,11 @@ class Outgoing(Protocol):
 
     Attributes:
         begun: Whether its status and headers are sent.
+        gone: Nobody waits for it any more.
     """
 
     begun: bool
+    gone: bool
 
     async def whole(self, reply: Reply) -> None:
         """Send a whole answer."""
@@ -189,6 +191,9 @@ class Exchange:
                 await self._try(carrier, call, plan, headers, out)
                 return
             except Failed as failed:
+                if out.gone:
+                    # Both came at once, and this one was heard of.
+                    return
                 possible = self._possible(failed, headers, [*tried, asked], bare=bare)
                 rung = descend(failed.trouble, failed.point, possible, self._metrics)
                 logger.warning("request %s: %s (%s)", headers["x-request-id"], failed, rung)
@@ -283,9 +288,9 @@ class Exchange:
                 )
                 status = await carrier.carry(call, one, body, out)
                 if status >= 400:
-                    self._give_up(plan, jobs)
+                    self._give_up(one, jobs)
             except BaseException:
-                self._give_up(plan, jobs)
+                self._give_up(one, jobs)
                 raise
             _end_soon(jobs)
         if scope.cancelled_caught:
@@ -310,13 +315,14 @@ class Exchange:
         if not job.cancelled() and (error := job.exception()):
             logger.error("delivery of an item failed", exc_info=error)
 
-    def _give_up(self, plan: RequestPlan, jobs: Iterable[asyncio.Task[None]]) -> None:
+    def _give_up(self, one: Attempt, jobs: Iterable[asyncio.Task[None]]) -> None:
         """End the calls to encoders, and tell the PD instance that nobody asks for the items."""
+        one.over.set()
         for job in jobs:
             job.cancel()
-        if plan.deliveries:
-            ids = [each.transfer.transfer_id for each in plan.deliveries]
-            self._control.not_wanted(plan.pd.name, ids)
+        if one.deliveries:
+            ids = [each.transfer.transfer_id for each in one.deliveries]
+            self._control.not_wanted(one.pd.name, ids)
 
     # The request to the PD instance, and what its answers say.
 

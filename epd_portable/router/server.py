@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import anyio
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -374,7 +375,7 @@ class Router:
             ClientGoneError: The client is gone.
         """
         try:
-            async with asyncio.timeout(self.settings.body_timeout_s):
+            with anyio.fail_after(self.settings.body_timeout_s):
                 with self._operators_bodies.holding() as body:
                     return bytes(await body.read(client.headers, client.receive))
         except TimeoutError:

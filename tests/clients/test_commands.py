@@ -17,6 +17,8 @@ REQUESTS = 6
 SCRIPTS = Path(sys.executable).parent
 # `vllm bench serve`, whose own entry point asks for a package named vllm.
 VLLM_BENCH = """
+from epd_portable.platforms.torchvision_guard import install
+install()
 from vllm.benchmarks.serve import add_cli_args, main
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 parser = FlexibleArgumentParser()
@@ -26,8 +28,7 @@ main(parser.parse_args())
 
 
 def test_vllm_bench_serve(url: str, encodes: Encodes, tmp_path: Path) -> None:
-    # It asks once before it begins.
-    with encodes(REQUESTS + 1):
+    with encodes(REQUESTS):
         run(
             os.environ["EPD_CLIENTS_ENGINE_PYTHON"],
             *("-c", VLLM_BENCH, "--backend", "openai-chat", "--endpoint", "/v1/chat/completions"),
@@ -45,15 +46,24 @@ def test_vllm_bench_serve(url: str, encodes: Encodes, tmp_path: Path) -> None:
 
 
 def test_aiperf(url: str, encodes: Encodes, tmp_path: Path) -> None:
+    # Offline it reads tokenizers from the cache only, never from a folder.
+    cache = tmp_path / "cache"
+    repository = cache / "models--local--demo"
+    revision = "0" * 40
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(revision)
+    (repository / "snapshots").mkdir()
+    (repository / "snapshots" / revision).symlink_to(MODEL_DIR)
     with encodes(REQUESTS):
         run(
             SCRIPTS / "aiperf",
             *("profile", "--model", MODEL, "--url", url, "--endpoint-type", "chat", "--streaming"),
-            *("--tokenizer", MODEL_DIR, "--request-count", str(REQUESTS), "--concurrency", "2"),
+            *("--tokenizer", "local/demo", "--request-count", str(REQUESTS), "--concurrency", "2"),
             *("--synthetic-input-tokens-mean", "16", "--output-tokens-mean", "8"),
             *("--image-width-mean", "112", "--image-height-mean", "112"),
             *("--extra-inputs", "ignore_eos:true", "--ui", "none"),
             *("--output-artifact-dir", tmp_path),
+            HF_HUB_CACHE=str(cache),
         )
     result = json.loads((tmp_path / "profile_export_aiperf.json").read_text())
     assert result["request_count"]["avg"] == REQUESTS

@@ -206,7 +206,6 @@ def test_fields_of_the_engine_and_of_other_services(client: openai.OpenAI) -> No
         client,
         29,
         n=2,
-        seed=1,
         logprobs=True,
         top_logprobs=2,
         logit_bias={"5": -100},
@@ -223,6 +222,15 @@ def test_fields_of_the_engine_and_of_other_services(client: openai.OpenAI) -> No
     )
     assert len(answer.choices) == 2
     assert [len(choice.logprobs.content) for choice in answer.choices] == [6, 6]
+
+
+def test_a_seed(client: openai.OpenAI) -> None:
+    # Without a picture: vLLM 0.32 for CPU does not survive a seeded prompt that takes two steps.
+    asked: Any = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "seed": 1}
+    first, second = (
+        client.chat.completions.create(**asked, temperature=1, max_tokens=8) for _ in range(2)
+    )
+    assert first.choices[0].message.content == second.choices[0].message.content
 
 
 def test_the_id_of_a_request_comes_back(client: openai.OpenAI) -> None:

@@ -309,7 +309,7 @@ async def test_a_host_that_nobody_knows_is_refused(build: Build, auth: keyring.S
 async def test_too_long_a_registration_is_refused(build: Build, auth: keyring.Signed) -> None:
     t = await build(registration=True)
     refused = await t.client.post(INSTANCES, content=b" " * 70_000, auth=auth)
-    assert (refused.status_code, "70000 bytes" in refused.text) == (400, True)
+    assert (refused.status_code, "70000 bytes" in refused.text) == (413, True)
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,7 @@ class Together:
         found = re.search(r"http://127\.0\.0\.1:\d+", self.logged())
         assert found
         self.ask_at(found[0])
+        await self.until(lambda: all_listen(self.workers))
         await self.until_up()
 
     def ask_at(self, url: str) -> None:
@@ -212,6 +213,17 @@ class Stream:
         return text
 
 
+def all_listen(workers: list[psutil.Process]) -> bool:
+    """Tell whether there are two workers, each with its socket."""
+    listening = [
+        worker
+        for worker in workers
+        for each in worker.net_connections("tcp")
+        if each.status == "LISTEN"
+    ]
+    return len(listening) == len(workers) == 2
+
+
 async def streams(together: Together, count: int) -> list[Stream]:
     opened = []
     for _ in range(count):
@@ -314,7 +326,7 @@ async def test_a_worker_that_is_killed_takes_only_its_own_streams_along(make: Ma
     held.go.set()
     rest = [each.task for each in (*opened, *again) if not each.task.done()]
     assert all(text.endswith("[DONE]\n\n") for text in await asyncio.gather(*rest))
-    await together.until(lambda: len(together.workers) == 2)
+    await together.until(lambda: all_listen(together.workers))
     assert killed.pid not in {worker.pid for worker in together.workers}
     await together.until_up()
     assert "is started again" in together.logged()
@@ -560,12 +572,13 @@ async def test_a_worker_that_hangs_is_replaced(make: Make, monkeypatch: pytest.M
         settings = RouterSettings.model_validate(together.settings)
         keeping = asyncio.create_task(keep(settings, address, [], stop))
         try:
+            await together.until(lambda: all_listen(psutil.Process().children()))
             await together.until_up()
             workers = {each.pid for each in psutil.Process().children()}
             hung = psutil.Process(min(workers))
             hung.suspend()
             await together.until(lambda: not hung.is_running() or keeping.done())
-            await together.until(lambda: len(psutil.Process().children()) == len(workers))
+            await together.until(lambda: all_listen(psutil.Process().children()))
             await together.until_up()
         finally:
             stop.ask()

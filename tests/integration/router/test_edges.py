@@ -6,11 +6,13 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 
+import anyio
 import pytest
 from starlette.responses import JSONResponse, Response
 
+from epd_portable.router.server import Router
 from epd_portable.wire.messages import NotWanted
-from tests.integration.router.conftest import Build
+from tests.integration.router.conftest import Build, Topology
 from tests.integration.router.stand_in import Received, answer, refuse, stream
 from tests.integration.router.test_faults import EVENT, forever, opened
 from tests.integration.router.test_metadata import describe
@@ -176,3 +178,40 @@ async def test_bodies_for_the_operators_addresses_are_small_and_come_in_time(
     answered = await asyncio.wait_for(reader.read(), 3)
     assert answered.startswith(b"HTTP/1.1 408")
     writer.close()
+
+
+# Two endings at once.
+
+
+def inside(t: Topology) -> Router:
+    router = t.router._app
+    assert isinstance(router, Router)
+    return router
+
+
+@pytest.mark.parametrize("order", ["client first", "instance first"])
+@pytest.mark.parametrize("role", ["encode", "prefill-decode"])
+async def test_who_leaves_while_an_instance_goes_down_is_not_served_again(
+    build: Build, role: str, order: str
+) -> None:
+    t = await build(encoders=2, pds=2, behaviour=forever, encoding=forever, probe_interval_s=60)
+    router = inside(t)
+    asked = asyncio.create_task(t.chat(RED))
+    instances = t.encoders if role == "encode" else t.pds
+    both = t.encoders + t.pds
+    while sum(len(each.received) for each in both) < 2:
+        await asyncio.sleep(0.01)
+    [client] = router.in_flight
+    [busy] = [each for each in instances if each.received]
+    endings = [client.give_up, lambda: router.instances.get(busy.name).seen_gone("test")]
+    for ending in endings if order == "client first" else reversed(endings):
+        ending()
+    with anyio.fail_after(3):
+        while router.in_flight or router.exchange._jobs:
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)
+    # An encode job may just have been given to the other encoder.
+    assert sum(len(each.received) for each in t.pds) == 1
+    assert sum(len(each.received) - each.aborted for each in both) == 0
+    assert all(not router.instances.tally.held(each.row) for each in router.instances.all)
+    asked.cancel()

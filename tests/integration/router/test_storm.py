@@ -1,0 +1,295 @@
+"""Everything at once, by the dice: instances answer, fail, hang, cut, refuse and die; clients go.
+
+Whatever happens, each client gets its own answer or an error that says so, and nothing is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import anyio
+import pytest
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from epd_portable.connector.curve import read_keys
+from epd_portable.router.server import Router
+from epd_portable.router.settings import RouterSettings
+from epd_portable.wire.messages import NackCode
+from tests.integration.router.stand_in import ControlEnd, Received, Serving, StandIn, refuse
+from tests.integration.router.test_requests import BLUE, RED
+from tests.keyring import secret_file
+
+REQUESTS = 1000
+LEAVING = 100
+EVENTS = 8
+IDLE_S = 3.0
+CLEAR = {
+    (400, "item_refused"),
+    (400, 400),
+    (413, "item_too_large"),
+    (500, 500),
+    (502, "instance_lost"),
+    (503, "service_unavailable"),
+    (504, "timeout"),
+}
+"""Errors that a client may get: status and code; numbers are instances' own."""
+
+
+@dataclass
+class Wild(StandIn):
+    """An instance that throws dice for each request, the same ones in every run."""
+
+    seed: int = 0
+    control: ControlEnd | None = None
+    thrown: Counter[str] = field(default_factory=Counter)
+    calm: bool = False
+
+    async def _generate(self, request: Request) -> Response:
+        received = Received(
+            path=request.url.path, headers=dict(request.headers), raw=await request.body()
+        )
+        name = received.headers["x-request-id"]
+        self.thrown[name] += 1
+        dice = random.Random(f"{self.seed} {self.name} {name} {self.thrown[name]}")
+        await asyncio.sleep(dice.choice([0, 0, 0.02, 0.3, 1.0]))
+        faces = ["well", "cut", "hang", "fail", "refuse", "full", "nack"]
+        what = "well" if self.calm else dice.choices(faces, [80, 4, 2, 4, 3, 6, 2])[0]
+        if what == "cut":
+            self._connection(request).abort()
+            return Response()
+        if what == "hang":
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+            return Response()
+        if what == "fail" or (what == "nack" and not received.params):
+            return await refuse(500)(received)
+        if what == "refuse":
+            return await refuse(400)(received)
+        if self.control is None:
+            if what == "full":
+                return Response(status_code=429, headers={"retry-after-ms": "100"})
+            return JSONResponse({})
+        if what == "nack":
+            code = dice.choice([NackCode.TOO_LARGE, NackCode.UNAVAILABLE, NackCode.INCOMPATIBLE])
+            await self.control.refuse(received.params, code, "by the dice")
+            return await refuse(500)(received)
+        if not received.body.get("stream"):
+            return JSONResponse({"id": name, "choices": ["a" * dice.choice([1, 200_000])]})
+        cut_after = None if self.calm else dice.choice([None, None, None, None, 0, 3])
+        return StreamingResponse(
+            self._events(name, dice, request, cut_after), media_type="text/event-stream"
+        )
+
+    async def _events(
+        self, name: str, dice: random.Random, request: Request, cut_after: int | None
+    ) -> AsyncIterator[bytes]:
+        for number in range(EVENTS):
+            event = b'data: {"id": "%b", "n": %d}\n\n' % (name.encode(), number)
+            if number == cut_after:
+                yield event[:10]
+                await asyncio.sleep(0.05)
+                self._connection(request).abort()
+                return
+            half = dice.randrange(len(event))
+            yield event[:half]
+            await asyncio.sleep(dice.choice([0, 0, 0.1]))
+            yield event[half:]
+        yield b"data: [DONE]\n\n"
+
+    def _connection(self, request: Request) -> asyncio.Transport:
+        assert self.serving._server is not None
+        found = [
+            connection
+            for connection in self.serving._server.server_state.connections
+            if getattr(connection, "scope", None) is request.scope
+        ]
+        transport: asyncio.Transport = (found or [_Nothing])[0].transport
+        return transport
+
+    async def killed_and_back(self, pause_s: float) -> None:
+        await self.serving.stop()
+        await asyncio.sleep(pause_s)
+        await self.serving.start()
+
+
+class _Nothing:
+    """A connection that has gone already."""
+
+    class transport:
+        @staticmethod
+        def abort() -> None:
+            pass
+
+
+@dataclass
+class Storm:
+    """A router among such instances, and its clients."""
+
+    seed: int
+    url: str
+    http: aiohttp.ClientSession
+    outcomes: Counter[str] = field(default_factory=Counter)
+
+    async def client(self, number: int) -> None:
+        dice = random.Random(f"{self.seed} {number}")
+        parts: list[Any] = dice.choice([["text"], [RED], [RED, BLUE]])
+        content = [{"type": "text", "text": "hi"} if part == "text" else part for part in parts]
+        stream = dice.random() < 0.5
+        body = {"messages": [{"role": "user", "content": content}], "stream": stream}
+        asked = self._ask(f"storm-{number}", body)
+        if number % (REQUESTS // LEAVING):
+            await asked
+            return
+        # To cancel it closes its connection.
+        leaving = asyncio.create_task(asked)
+        await asyncio.wait({leaving}, timeout=dice.uniform(0, 2))
+        if leaving.done():
+            leaving.result()
+            return
+        leaving.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await leaving
+        self.outcomes["left"] += 1
+
+    async def _ask(self, name: str, body: Any) -> None:
+        headers = {"x-request-id": name}
+        url = f"{self.url}/v1/chat/completions"
+        async with self.http.post(url, json=body, headers=headers) as response:
+            text = await response.text()
+            assert response.headers["x-request-id"] == name
+            assert response.headers["content-type"].startswith(
+                "text/event-stream" if response.status == 200 and body["stream"] else "app"
+            )
+        if response.status != 200:
+            error = json.loads(text)["error"]
+            assert (response.status, error["code"]) in CLEAR, text
+            self.outcomes[str(response.status)] += 1
+        elif not body["stream"]:
+            answer = json.loads(text)
+            assert answer["id"] == name
+            assert answer["choices"][0].strip("a") == ""
+            self.outcomes["whole"] += 1
+        else:
+            self._check_events(name, text)
+
+    def _check_events(self, name: str, text: str) -> None:
+        *events, rest = text.split("\n\n")
+        assert rest == "", text
+        last = events.pop().removeprefix("data: ")
+        read = [json.loads(event.removeprefix("data: ")) for event in events]
+        assert read == [{"id": name, "n": number} for number in range(len(read))]
+        if last == "[DONE]":
+            assert len(read) == EVENTS
+            self.outcomes["stream"] += 1
+        else:
+            assert json.loads(last)["error"]["code"] == "instance_lost"
+            self.outcomes["broken stream"] += 1
+
+
+async def read_all(control: ControlEnd) -> None:
+    while True:
+        await control._socket.recv_multipart()
+
+
+@pytest.mark.parametrize(("media", "seed"), [("concurrent", 1), ("metadata", 2)])
+async def test_nothing_is_left_of_a_storm(seed: int, media: str) -> None:
+    keys = read_keys(secret_file())
+    controls = [ControlEnd(keys) for _ in range(2)]
+    encoders = [Wild(f"encode-{n}", "encode", seed=seed) for n in range(2)]
+    pds = [
+        Wild(f"pd-{n}", "prefill-decode", seed=seed, control=control)
+        for n, control in enumerate(controls)
+    ]
+    await asyncio.gather(*(each.serving.start() for each in encoders + pds))
+    settings = RouterSettings.model_validate(
+        {
+            "port": 0,
+            "model": "demo",
+            "instances": [
+                {
+                    "name": each.name,
+                    "role": each.role,
+                    "url": each.serving.url,
+                    "control": each.control.address if each.control else "",
+                }
+                for each in encoders + pds
+            ],
+            "secret_file": secret_file(),
+            "registration": False,
+            "unknown_media": "pass",
+            "media": media,
+            "probe_interval_s": 0.2,
+            "nack_grace_s": 0.1,
+            "wait_timeout_s": 2.0,
+            "idle_timeout_s": IDLE_S,
+        }
+    )
+    router = Router(settings)
+    serving = Serving(router)
+    await serving.start()
+    readers = [asyncio.create_task(read_all(control)) for control in controls]
+    await asyncio.sleep(0.3)
+    before = asyncio.all_tasks()
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector) as http:
+        storm = Storm(seed, serving.url, http)
+        clients = [asyncio.create_task(storm.client(number)) for number in range(REQUESTS)]
+        await asyncio.sleep(1.0)
+        await asyncio.gather(*(each.killed_and_back(0.4) for each in encoders))
+        await asyncio.gather(*(each.killed_and_back(0.4) for each in pds))
+        await asyncio.gather(*clients)
+        for each in encoders + pds:
+            each.calm = True
+        with anyio.fail_after(5):
+            while not all(instance.preferred for instance in router.instances.all):
+                await asyncio.sleep(0.05)
+        after = Storm(seed, serving.url, http)
+        await asyncio.gather(*(after.client(number) for number in range(1, 10)))
+        assert after.outcomes["whole"] + after.outcomes["stream"] == 9, after.outcomes
+
+    assert sum(storm.outcomes.values()) == REQUESTS
+    # Jobs of answered requests may still be answered for a while.
+    with anyio.fail_after(10):
+        while router.in_flight or router.exchange._jobs or not is_quiet(router):
+            await asyncio.sleep(0.05)
+    # Probes and connections that end have tasks too, but others after a while.
+    left = {task for task in asyncio.all_tasks() - before if not is_server(task)}
+    with anyio.move_on_after(10):
+        while left:
+            await asyncio.sleep(0.1)
+            left &= asyncio.all_tasks()
+    assert not left
+    for reader in readers:
+        reader.cancel()
+    await serving.stop()
+    await asyncio.gather(*(each.serving.stop() for each in encoders + pds))
+    for control in controls:
+        control.close()
+
+
+def is_server(task: asyncio.Task[Any]) -> bool:
+    """Tell whether a task is that of an instance, which was started again."""
+    return getattr(task.get_coro(), "__qualname__", "") in ("Server.serve", "LifespanOn.main")
+
+
+def is_quiet(router: Router) -> bool:
+    """Tell whether nothing is counted any more."""
+    session = router.upstream._session
+    assert session is not None and session.connector is not None
+    return (
+        all(each.idle and not each.load and not each._uses for each in router.instances.all)
+        and all(not router.instances.tally.load(row) for row in range(4))
+        and not router.instances.tally.body_bytes()
+        and not router._control._inboxes
+        and not session.connector._acquired
+        and router.metrics.in_flight._value.get() == 0
+    )
