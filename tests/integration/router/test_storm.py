@@ -228,7 +228,7 @@ async def test_nothing_is_left_of_a_storm(seed: int, media: str) -> None:
     readers = [asyncio.create_task(read_all(control)) for control in controls]
     await asyncio.sleep(0.3)
     before = asyncio.all_tasks()
-    connector = aiohttp.TCPConnector(limit=0)
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
     async with aiohttp.ClientSession(connector=connector) as http:
         storm = Storm(seed, serving.url, http)
         clients = [asyncio.create_task(storm.client(number)) for number in range(REQUESTS)]
