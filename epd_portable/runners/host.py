@@ -83,16 +83,22 @@ class RunnerHost:
     Attributes:
         epd: `EncodeHooks` or `PDHooks`; set by the worker before the first step.
         encoder_cache: Encoder outputs ``(num_tokens, width)`` by ``mm_hash``.
-        requests: Cached request states by request id, with ``mm_features``.
+        requests: Cached request states by request id, with ``mm_features`` and ``generator``.
+        input_batch: vLLM's ``InputBatch``: ``req_ids`` by index, and by the same index
+            ``generators``, of requests with a seed only.
     """
 
     epd: Any
     encoder_cache: dict[str, torch.Tensor]
     requests: Mapping[str, Any]
+    input_batch: Any
 
     def execute_model(self, scheduler_output: StepOutput, *args: Any, **kwargs: Any) -> Any:
         """Run one step (vLLM 0.26 to 0.33)."""
         raise NotImplementedError
 
     def _execute_mm_encoder(self, scheduler_output: StepOutput) -> Any:
+        raise NotImplementedError
+
+    def _update_states(self, scheduler_output: StepOutput) -> Any:
         raise NotImplementedError

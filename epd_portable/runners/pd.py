@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from epd_portable.runners.generators import mark_generators
 from epd_portable.runners.traced import TracedRunner
 
 if TYPE_CHECKING:
@@ -16,6 +17,8 @@ class PDRunnerMixin(TracedRunner):
     vLLM's V1 runner leaves the connector out of steps without tokens (0.26 to 0.33); workers must
     hear of grants that were taken back in those too, and copies into a device begin in any step.
     Every tensor-parallel rank reads the same slots, so one transfer serves all.
+
+    Text before an item is computed while the item is on its way, so prompts are computed in parts.
     """
 
     epd: PDHooks
@@ -24,3 +27,10 @@ class PDRunnerMixin(TracedRunner):
         """Run one step of the engine, with tokens or without."""
         self.epd.place_items(scheduler_output.ec_connector_metadata, self.encoder_cache)
         return super().execute_model(scheduler_output, *args, **kwargs)
+
+    def _update_states(self, scheduler_output: StepOutput) -> Any:
+        # Makes the generators of new requests and the batch, before anything is drawn (0.26 to
+        # 0.32); vLLM sets back those of requests that are computed in part.
+        corrections = super()._update_states(scheduler_output)
+        mark_generators(self)
+        return corrections
