@@ -569,8 +569,9 @@ async def test_operators_have_a_port_of_their_own_at_the_keeper(make: Make) -> N
     assert "Traceback" not in together.logged()
 
 
+@pytest.mark.full
 async def test_a_worker_that_hangs_is_replaced(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("epd_portable.router.workers.HUNG_AFTER_S", 4.0)
+    monkeypatch.setattr("epd_portable.router.workers.HUNG_AFTER_S", 10.0)
     together = await make(start=False)
     stop = Stopping()
     with reserve("127.0.0.1", 0) as address:
