@@ -52,10 +52,17 @@ def mark_generators(runner: RunnerHost) -> None:
     """
     batch = runner.input_batch
     for index, generator in batch.generators.items():
-        if generator.device.type != "cpu":
-            continue
-        if not isinstance(generator, RewindableGenerator):
-            generator = RewindableGenerator(generator)
-            batch.generators[index] = generator
-            runner.requests[batch.req_ids[index]].generator = generator
-        generator.mark()
+        if isinstance(generator, RewindableGenerator):
+            generator.mark()
+        elif not _has_offset(generator):
+            rewindable = RewindableGenerator(generator)
+            batch.generators[index] = rewindable
+            runner.requests[batch.req_ids[index]].generator = rewindable
+
+
+def _has_offset(generator: torch.Generator) -> bool:
+    try:
+        generator.get_offset()
+    except RuntimeError:
+        return False
+    return True
