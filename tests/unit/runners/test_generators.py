@@ -109,6 +109,9 @@ def test_generators_of_accelerators_stay_as_they_are() -> None:
     class Counting:
         device: torch.device
 
+        def get_offset(self) -> int:
+            return 8
+
     runner, counting = mixed(), Counting(torch.device("cuda:0"))
     runner._update_states({"a": counting})
     assert runner.input_batch.generators == {0: counting}
