@@ -73,10 +73,6 @@ class Secret:
             )
         return cls(text)
 
-    def token(self) -> str:
-        """Return what a caller of the router's ``/epd/`` addresses shows as bearer token."""
-        return self.derive("router token").hex()
-
     def instance_token(self) -> str:
         """Return what a caller of an instance's own HTTP server shows, in 64 hexadecimal digits.
 

@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 INSTANCES_PATH = "/epd/instances"
 MAX_BODY_BYTES = 64 * 1024
+"""Of a request at ``/epd/``."""
 
 PROBES_PER_S = 100.0
 """Of all instances together: many of them are asked less often than ``probe_interval_s`` says."""
@@ -396,8 +397,6 @@ class Members:
         _check_method(method, "GET", "POST")
         self._check_registration()
         try:
-            if len(body) > MAX_BODY_BYTES:
-                raise ConfigError(f"{len(body)} bytes, at most {MAX_BODY_BYTES}")
             settings = InstanceSettings.model_validate_json(body)
             instance, new = await self.join(settings)
         except ValidationError as error:

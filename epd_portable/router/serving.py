@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from epd_portable.errors import ConfigError, PortInUseError
 from epd_portable.router.server import Router, with_cors
@@ -25,6 +26,8 @@ sends in the moment in which it is closed gets no answer."""
 HEADERS_WITHIN_S = 30.0
 """In which a request's headers must have come, from the connection or its first byte on."""
 LOOK_EVERY_S = 5.0
+MAX_HEAD_BYTES = 256 * 1024
+"""Of a request's address and headers together; the parser itself has no limit."""
 
 
 def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
@@ -112,6 +115,30 @@ class Stopping:
             loop.add_signal_handler(number, self.ask)
 
 
+class _Protocol(HttpToolsProtocol):
+    """Takes heads of requests of a limited size."""
+
+    _head_bytes = 0
+
+    def on_message_begin(self) -> None:
+        self._head_bytes = 0
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(len(name) + len(value))
+        super().on_header(name, value)
+
+    def _count(self, nbytes: int) -> None:
+        self._head_bytes += nbytes
+        if self._head_bytes > MAX_HEAD_BYTES:
+            # What is raised here is to the parser a request that is none: 400, and the end.
+            raise ValueError(f"a request's head of more than {MAX_HEAD_BYTES} bytes")
+
+
 class _Server(uvicorn.Server):
     """Leaves signals to others."""
 
@@ -143,7 +170,7 @@ async def serve(
         config = uvicorn.Config(
             with_cors(router),
             loop="none",
-            http="httptools",
+            http=_Protocol,
             ws="none",
             log_config=None,
             access_log=False,
@@ -164,7 +191,12 @@ async def serve(
     server = _Server(config)
     watching = [
         asyncio.create_task(each)
-        for each in (_stop(stop, router, server), _close_silent(server), _tell(server, started))
+        for each in (
+            _stop(stop, router, server),
+            _close_silent(server),
+            _drop_deaf(server, settings.send_timeout_s),
+            _tell(server, started),
+        )
     ]
     try:
         await server.serve(sockets=listeners)
@@ -214,3 +246,27 @@ async def _close_silent(server: uvicorn.Server) -> None:
                 connection.transport.close()
             waiting[connection] = (begun, first_seen)
         since = waiting
+
+
+async def _drop_deaf(server: uvicorn.Server, send_timeout_s: float) -> None:
+    """Drop connections that are closed here, and whose clients take nothing of what they are sent.
+
+    To close a connection waits for that without end.
+    """
+    since: dict[object, tuple[int, float]] = {}
+    while True:
+        await asyncio.sleep(min(LOOK_EVERY_S, send_timeout_s / 2))
+        now = time.monotonic()
+        unsent: dict[object, tuple[int, float]] = {}
+        for connection in list(server.server_state.connections):
+            transport = connection.transport
+            if transport is None or not transport.is_closing():
+                continue
+            nbytes = transport.get_write_buffer_size()
+            known, first_seen = since.get(connection, (-1, now))
+            if known != nbytes:
+                first_seen = now
+            if now - first_seen > send_timeout_s:
+                transport.abort()
+            unsent[connection] = (nbytes, first_seen)
+        since = unsent

@@ -175,7 +175,7 @@ def test_an_item_larger_than_the_pool_is_refused_with_both_sizes(pair: Pair) -> 
     message = response.json()["error"]["message"]
     assert str(POOL_ITEMS * ITEM_BYTES) in message
     assert "transfer.pool_bytes" in message
-    assert ask(pair.split.url, [picture(71), ASK]).sources == ["transfer"]
+    assert ask(pair.split.url, [picture(1071), ASK]).sources == ["transfer"]
 
 
 def test_a_spoiled_item_is_seen_by_the_comparison(pair: Pair) -> None:

@@ -30,7 +30,7 @@ def test_a_run_has_a_fresh_secret_that_nobody_else_can_read_and_that_goes_with_i
         with _run_folder(tmp_path / name, make_secret=True) as folder:
             file = Path(run_secret_file(str(folder)))
             assert (mode(folder), mode(file)) == (0o700, 0o600)
-            tokens.append(Secret.read(str(file)).token())
+            tokens.append(Secret.read(str(file)).instance_token())
         assert not folder.exists()
     assert tokens[0] != tokens[1]
 

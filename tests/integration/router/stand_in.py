@@ -123,8 +123,9 @@ class Serving:
         self.drop_connections()
         await self._task
         # Connections that were accepted in between.
-        self.drop_connections()
-        await asyncio.sleep(0.01)
+        for _ in range(3):
+            self.drop_connections()
+            await asyncio.sleep(0.01)
         self._server = None
 
 

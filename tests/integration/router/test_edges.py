@@ -203,7 +203,9 @@ async def test_who_leaves_while_an_instance_goes_down_is_not_served_again(
         await asyncio.sleep(0.01)
     [client] = router.in_flight
     [busy] = [each for each in instances if each.received]
-    endings = [client.give_up, lambda: router.instances.get(busy.name).seen_gone("test")]
+    instance = router.instances.get(busy.name)
+    assert instance is not None
+    endings = [client.give_up, lambda: instance.seen_gone("test")]
     for ending in endings if order == "client first" else reversed(endings):
         ending()
     with anyio.fail_after(3):

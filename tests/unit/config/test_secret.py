@@ -27,7 +27,7 @@ def test_a_made_file_is_for_its_owner_only_and_different_each_time(tmp_path: Pat
     for path in paths:
         make_secret_file(str(path))
         assert path.stat().st_mode & 0o777 == 0o600
-    assert len({Secret.read(str(path)).token() for path in paths}) == 2
+    assert len({Secret.read(str(path)).instance_token() for path in paths}) == 2
 
 
 def test_an_existing_file_is_left_as_it_is(tmp_path: Path) -> None:
@@ -40,13 +40,13 @@ def test_an_existing_file_is_left_as_it_is(tmp_path: Path) -> None:
 def test_copies_of_one_secret_agree_and_purposes_do_not(tmp_path: Path) -> None:
     one = Secret.read(write(tmp_path / "one", "s" * 40))
     two = Secret.read(write(tmp_path / "two", " " + "s" * 40 + "\n"))
-    assert one.token() == two.token()
+    assert one.instance_token() == two.instance_token()
     assert one.derive("a") == two.derive("a") != one.derive("b")
 
 
 def test_nothing_that_is_shown_tells_the_secret(tmp_path: Path) -> None:
     secret = Secret.read(write(tmp_path / "one", "s" * 40))
-    assert "ssss" not in secret.token() + repr(secret) + str(secret)
+    assert "ssss" not in secret.instance_token() + repr(secret) + str(secret)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_what_is_no_proof_vouches_for_nothing(proof: str) -> None:
 def test_a_proof_fits_its_field_and_tells_neither_the_secret_nor_other_purposes() -> None:
     secret, proof, _ = vouch()
     assert re.fullmatch("[0-9a-f]{32}", proof)
-    assert proof not in secret.token() + secret.derive("transfers").hex()
+    assert proof not in secret.instance_token() + secret.derive("transfers").hex()
 
 
 def test_no_file_is_refused_with_how_to_make_one() -> None:
@@ -119,7 +119,8 @@ def test_a_missing_file_is_refused_with_how_to_make_one(tmp_path: Path) -> None:
 def test_the_token_of_instances_is_one_header_value_of_its_own_purpose() -> None:
     secret = Secret("s" * 40)
     assert re.fullmatch("[0-9a-f]{64}", secret.instance_token())
-    assert secret.instance_token() == Secret("s" * 40).instance_token() != secret.token()
+    assert secret.instance_token() == Secret("s" * 40).instance_token()
+    assert secret.instance_token() != secret.derive("another purpose").hex()
     assert re.fullmatch("[a-z-]+", INSTANCE_TOKEN_HEADER)
 
 
