@@ -13,7 +13,7 @@ import pytest
 from starlette.responses import Response, StreamingResponse
 
 from epd_portable.router.server import Router
-from epd_portable.router.serving import Stop, listen, serve
+from epd_portable.router.serving import Stopping, listen, serve
 from tests.integration.router.conftest import Build, Topology
 from tests.integration.router.stand_in import Received
 
@@ -22,7 +22,7 @@ from tests.integration.router.stand_in import Received
 async def port(build: Build) -> AsyncIterator[tuple[Topology, int]]:
     t = await build(encoders=0, send_timeout_s=0.5)
     listener = listen("127.0.0.1", 0)
-    stop, started = Stop(), asyncio.Event()
+    stop, started = Stopping(), asyncio.Event()
     serving = asyncio.create_task(serve(Router(t.settings), [listener], stop, started=started.set))
     await started.wait()
     yield t, listener.getsockname()[1]
