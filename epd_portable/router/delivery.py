@@ -19,7 +19,7 @@ from epd_portable.log import trace
 from epd_portable.router.body import CHAT_PATH
 from epd_portable.router.control import ControlChannels, Inbox
 from epd_portable.router.cut_text import Segments
-from epd_portable.router.instances import Fleet, Instance
+from epd_portable.router.instances import Fleet, Instance, WentDownError, while_up
 from epd_portable.router.ladder import Point, RetryBudget, Trouble, descend
 from epd_portable.router.media import MediaItem
 from epd_portable.router.metrics import ItemFate, Metrics, Rung
@@ -223,9 +223,8 @@ class Deliverer:
         trace("encode_job", transfer_id=delivery.transfer.transfer_id, encoder=encoder.name)
         headers = {**one.headers, "x-request-id": f"{one.headers['x-request-id']}-item{index}"}
         limit_s = min(self._settings.encode_job_s, deadline - started)
-        with anyio.CancelScope() as scope, encoder.working() as work:
-            work.on_down(scope.cancel)
-            try:
+        try:
+            with while_up(encoder.working()):
                 status, given, body = await self._upstream.ask(
                     "POST",
                     encoder.url + CHAT_PATH,
@@ -234,15 +233,14 @@ class Deliverer:
                     connect_s=self._settings.connect_timeout_s,
                     timeout_s=max(limit_s, 0.001),
                 )
-            except UpstreamError as error:
-                if error.fault is not Fault.SILENT or limit_s >= self._settings.encode_job_s:
-                    # Who has had less than its time is not to blame.
-                    encoder.failed(error.fault)
-                waited = f" within {time.monotonic() - started:.1f} s"
-                reason = f"no answer{waited}" if error.fault is Fault.SILENT else str(error)
-                return EncodeFailure(trouble=Trouble.ENCODER_FAILED, reason=reason)
-        if scope.cancelled_caught:
-            reason = f"went down: {encoder.reason}"
+        except WentDownError as error:
+            return EncodeFailure(trouble=Trouble.ENCODER_FAILED, reason=str(error))
+        except UpstreamError as error:
+            if error.fault is not Fault.SILENT or limit_s >= self._settings.encode_job_s:
+                # Who has had less than its time is not to blame.
+                encoder.failed(error.fault)
+            waited = f" within {time.monotonic() - started:.1f} s"
+            reason = f"no answer{waited}" if error.fault is Fault.SILENT else str(error)
             return EncodeFailure(trouble=Trouble.ENCODER_FAILED, reason=reason)
         if status < 300:
             encoder.answered()

@@ -13,7 +13,6 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-import anyio
 import msgspec
 
 from epd_portable.config.secret import Secret
@@ -30,7 +29,7 @@ from epd_portable.router.delivery import (
     expected_transfer,
     new_transfer,
 )
-from epd_portable.router.instances import Fleet, Instance
+from epd_portable.router.instances import Fleet, Instance, WentDownError, while_up
 from epd_portable.router.ladder import Failed, Point, RetryBudget, Trouble, descend
 from epd_portable.router.media import MediaItem
 from epd_portable.router.metrics import Metrics, Rung
@@ -268,34 +267,33 @@ class Exchange:
         """
         pd = plan.pd
         transfers = [each.transfer.transfer_id for each in plan.deliveries]
-        with (
-            anyio.CancelScope() as scope,
-            self._control.expect(transfers) as inbox,
-            pd.working() as work,
-            contextlib.ExitStack() as held,
-        ):
-            work.on_down(scope.cancel)
-            one = Attempt(pd, plan.deliveries, headers, inbox, held)
-            jobs = self._start_jobs(one)
-            try:
-                told = await self._told(one)
-                body = call.for_pd(self._params(plan, told), told or None)
-                trace(
-                    "pd_request",
-                    request_id=headers["x-request-id"],
-                    instance=pd.name,
-                    nbytes=size(body),
-                )
-                status = await carrier.carry(call, one, body, out)
-                if status >= 400:
+        try:
+            with (
+                while_up(pd.working()),
+                self._control.expect(transfers) as inbox,
+                contextlib.ExitStack() as held,
+            ):
+                one = Attempt(pd, plan.deliveries, headers, inbox, held)
+                jobs = self._start_jobs(one)
+                try:
+                    told = await self._told(one)
+                    body = call.for_pd(self._params(plan, told), told or None)
+                    trace(
+                        "pd_request",
+                        request_id=headers["x-request-id"],
+                        instance=pd.name,
+                        nbytes=size(body),
+                    )
+                    status = await carrier.carry(call, one, body, out)
+                    if status >= 400:
+                        self._give_up(one, jobs)
+                except BaseException:
                     self._give_up(one, jobs)
-            except BaseException:
-                self._give_up(one, jobs)
-                raise
-            _end_soon(jobs)
-        if scope.cancelled_caught:
+                    raise
+                _end_soon(jobs)
+        except WentDownError as error:
             point = Point.ANSWERING if out.begun else Point.ASKED
-            raise Failed(Trouble.PD_LOST, point, f"instance {pd.name} went down: {pd.reason}")
+            raise Failed(Trouble.PD_LOST, point, f"instance {pd.name} {error}") from error
 
     def _start_jobs(self, one: Attempt) -> list[asyncio.Task[None]]:
         loop = asyncio.get_running_loop()

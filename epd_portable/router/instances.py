@@ -15,13 +15,14 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from types import TracebackType
 from typing import Literal, TypeAlias
 
 import anyio
 import msgspec
 
+from epd_portable.errors import EPDError
 from epd_portable.router.ring import Ring, hashes
 from epd_portable.router.settings import InstanceSettings, Role
 from epd_portable.router.tally import MAX_INSTANCES, ROWS, Tally
@@ -84,17 +85,20 @@ class Use:
     Args:
         instance: That is used.
         work: Whether it works meanwhile on a request or job, which then is in flight.
+
+    Attributes:
+        instance: See above.
     """
 
-    __slots__ = ("_callback", "_instance", "_work")
+    __slots__ = ("_callback", "_work", "instance")
 
     def __init__(self, instance: Instance, *, work: bool) -> None:
-        self._instance = instance
+        self.instance = instance
         self._work = int(work)
         self._callback: Callable[[], None] | None = None
 
     def __enter__(self) -> Use:
-        self._instance._begin(self, self._work)
+        self.instance._begin(self, self._work)
         return self
 
     def __exit__(
@@ -104,14 +108,14 @@ class Use:
         traceback: TracebackType | None,
     ) -> None:
         self._callback = None
-        self._instance._end(self, self._work)
+        self.instance._end(self, self._work)
 
     def on_down(self, callback: Callable[[], None]) -> None:
         """Have a function called when the instance goes down while this lasts.
 
         At once if it is down. The function must not raise.
         """
-        if self._instance.healthy:
+        if self.instance.healthy:
             self._callback = callback
         else:
             callback()
@@ -120,6 +124,27 @@ class Use:
         callback, self._callback = self._callback, None
         if callback is not None:
             callback()
+
+
+class WentDownError(EPDError):
+    """An instance went down while something of it was waited for."""
+
+
+@contextlib.contextmanager
+def while_up(use: Use) -> Iterator[None]:
+    """Hold an instance in use, and end what is done meanwhile when it goes down.
+
+    Args:
+        use: From `Instance.working` or `Instance.held`.
+
+    Raises:
+        WentDownError: It has gone down; says why.
+    """
+    with anyio.CancelScope() as scope, use:
+        use.on_down(scope.cancel)
+        yield
+    if scope.cancelled_caught:
+        raise WentDownError(f"went down: {use.instance.reason}")
 
 
 class Instance:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import io
 import logging
 import secrets
@@ -19,7 +20,6 @@ import zlib
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
-import anyio
 import msgspec
 
 from epd_portable.config.secret import Secret
@@ -33,7 +33,7 @@ from epd_portable.router.delivery import (
     new_transfer,
     read_item,
 )
-from epd_portable.router.instances import Fleet, Instance
+from epd_portable.router.instances import Fleet, Instance, WentDownError, while_up
 from epd_portable.router.settings import RouterSettings
 from epd_portable.router.upstream import Fault, Upstream, UpstreamError
 from epd_portable.wire.params import (
@@ -116,8 +116,7 @@ class Introducer:
         picture and still be well. One that goes down meanwhile, or whose connection breaks over its
         first requests, is not let in.
         """
-        with anyio.CancelScope() as scope, newcomer.held() as use:
-            use.on_down(scope.cancel)
+        with contextlib.suppress(WentDownError), while_up(newcomer.held()):
             newcomer.note("")
             logger.info("warming up %s", newcomer.name)
             try:
@@ -265,9 +264,8 @@ class Introducer:
             "content-type": "application/json",
             "x-request-id": f"warm-up-{uuid.uuid4().hex}",
         }
-        with anyio.CancelScope() as scope, instance.working() as work:
-            work.on_down(scope.cancel)
-            try:
+        try:
+            with while_up(instance.working()):
                 status, _, answer = await self._upstream.ask(
                     "POST",
                     instance.url + CHAT_PATH,
@@ -276,18 +274,16 @@ class Introducer:
                     connect_s=self._settings.connect_timeout_s,
                     timeout_s=FIRST_STEP_TIMEOUT_S,
                 )
-            except UpstreamError as error:
-                instance.failed(error.fault)
-                if error.fault is Fault.SILENT:
-                    raise _RefusedError(
-                        f"{instance.name} did not answer a first request within "
-                        f"{FIRST_STEP_TIMEOUT_S:g} s"
-                    ) from error
+        except WentDownError as error:
+            raise _RefusedError(f"{instance.name} {error}", lost=True) from error
+        except UpstreamError as error:
+            instance.failed(error.fault)
+            if error.fault is Fault.SILENT:
                 raise _RefusedError(
-                    f"{instance.name}: first request: {error}", lost=True
+                    f"{instance.name} did not answer a first request within "
+                    f"{FIRST_STEP_TIMEOUT_S:g} s"
                 ) from error
-        if scope.cancelled_caught:
-            raise _RefusedError(f"{instance.name} went down: {instance.reason}", lost=True)
+            raise _RefusedError(f"{instance.name}: first request: {error}", lost=True) from error
         if not 200 <= status < 300:
             raise _RefusedError(
                 f"{instance.name} answered a first request {status}: "
