@@ -17,7 +17,7 @@ import msgspec
 
 from epd_portable.config.secret import Secret
 from epd_portable.errors import RequestError
-from epd_portable.log import trace
+from epd_portable.log import say_failure, trace
 from epd_portable.router.body import Call, size
 from epd_portable.router.control import ControlChannels
 from epd_portable.router.cut_text import Segments
@@ -40,6 +40,7 @@ from epd_portable.wire.messages import NackCode
 from epd_portable.wire.params import EncodedItem, PrefillOutcome, PrefillParams
 
 logger = logging.getLogger(__name__)
+_said = say_failure(logger, "delivery of an item failed")
 
 MAX_PD_ATTEMPTS = 2
 """Times that one request is sent: one that kills its instance must not walk over them all."""
@@ -304,14 +305,10 @@ class Exchange:
                 one.told[delivery.transfer.transfer_id] = loop.create_future()
             job = loop.create_task(self._deliverer.deliver(delivery, index, one))
             self._jobs.add(job)
-            job.add_done_callback(self._job_ended)
+            job.add_done_callback(self._jobs.discard)
+            job.add_done_callback(_said)
             jobs.append(job)
         return jobs
-
-    def _job_ended(self, job: asyncio.Task[None]) -> None:
-        self._jobs.discard(job)
-        if not job.cancelled() and (error := job.exception()):
-            logger.error("delivery of an item failed", exc_info=error)
 
     def _give_up(self, one: Attempt, jobs: Iterable[asyncio.Task[None]]) -> None:
         """End the calls to encoders, and tell the PD instance that nobody asks for the items."""
@@ -533,12 +530,17 @@ class Exchange:
         return f"no prefill+decode instance can serve ({states or 'none is there'})"
 
 
+def silent(pd: Instance, point: Point) -> Failed:
+    """Return the failure by a PD instance from which nothing came any more."""
+    message = f"instance {pd.name} was silent for longer than router.idle_timeout_s"
+    return Failed(Trouble.PD_SILENT, point, message)
+
+
 def _failed(pd: Instance, error: UpstreamError, point: Point) -> Failed:
     """Return what an error of the connection is to the request."""
     pd.failed(error.fault)
     if error.fault is Fault.SILENT:
-        message = f"instance {pd.name} was silent for longer than router.idle_timeout_s"
-        return Failed(Trouble.PD_SILENT, point, message)
+        return silent(pd, point)
     return Failed(Trouble.PD_LOST, point, f"instance {pd.name} was lost: {error}")
 
 
