@@ -250,7 +250,6 @@ class Router:
         Raises:
             ConfigError: An address cannot be used.
         """
-        await self.upstream.open()
         self._sweeping = asyncio.create_task(self._sweep())
         await self.members.open()
 

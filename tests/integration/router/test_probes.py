@@ -70,7 +70,6 @@ class Probed:
         self.servers: list[Asked] = []
 
     async def start(self, count: int = 1, *, interval_s: float, timeout_s: float = 5.0) -> None:
-        await self.upstream.open()
         settings = RouterSettings.model_validate(
             {
                 "port": 0,

@@ -272,13 +272,11 @@ def is_server(task: asyncio.Task[Any]) -> bool:
 
 def is_quiet(router: Router) -> bool:
     """Tell whether nothing is counted any more."""
-    session = router.upstream._session
-    assert session is not None and session.connector is not None
     return (
         all(each.idle and not each.load and not each._uses for each in router.instances.all)
         and all(not router.instances.tally.load(row) for row in range(4))
         and not router.instances.tally.body_bytes()
         and not router._control._inboxes
-        and not session.connector._acquired
+        and all(each._answer is None for each in router.upstream._connections)
         and router.metrics.in_flight._value.get() == 0
     )
