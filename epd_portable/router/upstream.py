@@ -78,15 +78,20 @@ class InstanceAnswer:
         self._error: UpstreamError | None = None
         self._waiter: asyncio.Future[None] | None = None
 
-    async def read(self) -> bytes:
+    async def read(self, enough: int | None = None) -> bytes:
         """Return the whole body, or what is left of it.
+
+        Args:
+            enough: If more comes than so many bytes, return before the end; `over` tells.
 
         Raises:
             UpstreamError: It did not come whole.
         """
         pieces: list[bytes] = []
-        while piece := await self.piece():
+        nbytes = 0
+        while (enough is None or nbytes <= enough) and (piece := await self.piece()):
             pieces.append(piece)
+            nbytes += len(piece)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     async def piece(self) -> bytes:
@@ -150,12 +155,12 @@ class InstanceAnswer:
         self._nbytes = 0
         return data
 
-    # For its connection.
-
     @property
     def over(self) -> bool:
         """Whether nothing more will come of it."""
-        return self._connection is None
+        return self._connection is None and not self._pieces
+
+    # For its connection.
 
     @property
     def error(self) -> UpstreamError | None:
@@ -199,15 +204,17 @@ class _Connection(asyncio.Protocol):
     """A connection to an instance, which carries one request after the other.
 
     Args:
-        connected: It is among them as long as it is open.
+        lost: Called when it is closed.
         rest: Called when it can take another request.
     """
 
     transport: asyncio.Transport
 
-    def __init__(self, connected: set[_Connection], rest: Callable[[_Connection], None]) -> None:
+    def __init__(
+        self, lost: Callable[[_Connection], None], rest: Callable[[_Connection], None]
+    ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._connected = connected
+        self._lost = lost
         self._rest = rest
         self._parser = httptools.HttpResponseParser(self)
         self._answer: InstanceAnswer | None = None
@@ -334,7 +341,6 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # Those of other event loops need not be of asyncio's class.
         self.transport = cast("asyncio.Transport", transport)
-        self._connected.add(self)
 
     def pause_writing(self) -> None:
         self._writable = False
@@ -352,12 +358,16 @@ class _Connection(asyncio.Protocol):
             return
         self.heard = True
         self._heard_at = self._loop.time()
+        if not self._begun:
+            self._head_bytes += len(data)
         broken: UpstreamError | None = None
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             reason = error.__context__ or error
             broken = UpstreamError(Fault.BROKEN, f"{type(reason).__name__}: {reason}")
+        if not self._begun and self._head_bytes > MAX_HEAD_BYTES:
+            broken = UpstreamError(Fault.BROKEN, f"headers of more than {MAX_HEAD_BYTES} bytes")
         if came := self._came:
             self._came = []
             more = answer.add(came[0] if len(came) == 1 else b"".join(came))
@@ -383,7 +393,7 @@ class _Connection(asyncio.Protocol):
         until_closed = self._begun and not self._framed and error is None
         why = "the connection was closed" if error is None else f"{type(error).__name__}: {error}"
         self._end(None if until_closed else UpstreamError(Fault.CUT, why))
-        self._connected.discard(self)
+        self._lost(self)
 
     # The parser's.
 
@@ -392,9 +402,6 @@ class _Connection(asyncio.Protocol):
             raise ValueError("more than was asked for")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._head_bytes += len(name) + len(value)
-        if self._head_bytes > MAX_HEAD_BYTES:
-            raise ValueError(f"headers of more than {MAX_HEAD_BYTES} bytes")
         if self._begun or self._answer is None:
             return
         # As text these are bytes, whatever they mean: clients get the same.
@@ -459,9 +466,9 @@ class Upstream:
         """Close every connection."""
         if self._sweeping is not None:
             self._sweeping.cancel()
-        for connection in tuple(self._connections):
-            connection.drop()
         while self._connections:
+            for connection in tuple(self._connections):
+                connection.drop()
             await asyncio.sleep(0)
 
     async def request(
@@ -596,7 +603,7 @@ class Upstream:
         within_s = left_s if connect_s is None else min(connect_s, left_s)
         if origin.secure and self._tls is None:
             self._tls = ssl.create_default_context()
-        connection = _Connection(self._connections, lambda each: self._rest(url, each))
+        connection = _Connection(self._connections.discard, lambda each: self._rest(url, each))
         try:
             with anyio.move_on_after(within_s) as limit:
                 await loop.create_connection(
@@ -608,6 +615,7 @@ class Upstream:
         except OSError as error:
             raise UpstreamError(Fault.REFUSED, f"{type(error).__name__}: {error}") from error
         if not limit.cancelled_caught:
+            self._connections.add(connection)
             return connection
         if within_s == left_s:
             raise _silent()

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from epd_portable.router.server import Router
 from epd_portable.wire.messages import NotWanted
 from tests.integration.router.conftest import Build, Topology
-from tests.integration.router.stand_in import Received, answer, refuse, stream
+from tests.integration.router.stand_in import Received, RouterServing, answer, refuse, stream
 from tests.integration.router.test_faults import EVENT, forever, opened
 from tests.integration.router.test_metadata import describe
 from tests.integration.router.test_requests import RED, TEXT
@@ -184,9 +184,8 @@ async def test_bodies_for_the_operators_addresses_are_small_and_come_in_time(
 
 
 def inside(t: Topology) -> Router:
-    router = t.router._app
-    assert isinstance(router, Router)
-    return router
+    assert isinstance(t.router, RouterServing)
+    return t.router.router
 
 
 @pytest.mark.parametrize("order", ["client first", "instance first"])

@@ -24,7 +24,7 @@ from epd_portable.connector.curve import read_keys
 from epd_portable.router.server import Router
 from epd_portable.router.settings import RouterSettings
 from epd_portable.wire.messages import NackCode
-from tests.integration.router.stand_in import ControlEnd, Received, Serving, StandIn, refuse
+from tests.integration.router.stand_in import ControlEnd, Received, RouterServing, StandIn, refuse
 from tests.integration.router.test_requests import BLUE, RED
 from tests.keyring import secret_file
 
@@ -223,7 +223,7 @@ async def test_nothing_is_left_of_a_storm(seed: int, media: str) -> None:
         }
     )
     router = Router(settings)
-    serving = Serving(router)
+    serving = RouterServing(router)
     await serving.start()
     readers = [asyncio.create_task(read_all(control)) for control in controls]
     await asyncio.sleep(0.3)

@@ -15,20 +15,34 @@ MEBIBYTE = 1 << 20
 CHUNKED = {"transfer-encoding": "chunked"}
 
 
-class Arriving:
-    """A body that arrives in pieces; counts those that were taken."""
+class Transport(asyncio.Transport):
+    """Takes what is written, and notes whether more may come."""
 
-    def __init__(self, sizes: Iterable[int]) -> None:
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = b""
+        self.paused = False
+        self.aborted = False
+
+    def write(self, data: Any) -> None:
+        self.written += data
+
+    def pause_reading(self) -> None:
+        self.paused = True
+
+    def resume_reading(self) -> None:
+        self.paused = False
+
+    def is_closing(self) -> bool:
+        return False
+
+
+class Arriving:
+    """A request whose body arrives in pieces; counts those that were taken."""
+
+    def __init__(self, sizes: Iterable[int], headers: dict[str, str]) -> None:
         self._sizes = list(sizes)
         self.taken = 0
-
-    async def receive(self) -> Message:
-        if self.taken == len(self._sizes):
-            return {"type": "http.disconnect"}
-        size = self._sizes[self.taken]
-        self.taken += 1
-        more = self.taken < len(self._sizes)
-        return {"type": "http.request", "body": b"x" * size, "more_body": more}
 
 
 def bodies(max_bytes: int, max_sum_bytes: int = 1 << 30) -> Bodies:
