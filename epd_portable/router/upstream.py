@@ -226,6 +226,7 @@ class _Connection(asyncio.Protocol):
         self._begun = False
         self._whole = False
         self._framed = False
+        self._keeps = False
         self._heard_at = 0.0
         self._silent_s = _NEVER
         self._due_at = _NEVER
@@ -377,9 +378,8 @@ class _Connection(asyncio.Protocol):
         elif self._begun:
             answer.wake()
         if self._whole:
-            keeps = broken is None and self._sent and self._parser.should_keep_alive()
             self._end()
-            if keeps:
+            if self._keeps and self._sent and broken is None:
                 self._rest(self)
             else:
                 self.transport.abort()
@@ -428,6 +428,8 @@ class _Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         self._whole = self._begun
+        # Afterwards the parser knows no more.
+        self._keeps = self._parser.should_keep_alive()
 
 
 @dataclass(frozen=True, slots=True)
