@@ -414,13 +414,13 @@ class ClientConnection(asyncio.BufferedProtocol):
             self._refuse()
         if self._arriving is not None:
             self._arriving.expect()
-            self.flow()
         elif self._in_head:
             if not self._head_bytes:
                 self._since = time.monotonic()
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
                 self._refuse()
+        self.flow()
 
     def _go_on(self, rest: memoryview) -> None:
         """Stay with HTTP/1.1 after a request that asks for another protocol.
@@ -492,7 +492,7 @@ class ClientConnection(asyncio.BufferedProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         """See `httptools.HttpRequestParser`."""
         if value.isascii():
-            self._headers[name.lower().decode("latin-1")] = value.decode("ascii")
+            self._headers[name.lower().decode("latin-1")] = value.decode("ascii").strip()
 
     def on_headers_complete(self) -> None:
         """See `httptools.HttpRequestParser`."""

@@ -32,6 +32,7 @@ _NEVER = float("inf")
 _SWEEP_EVERY_S = 1.0
 _REPEATABLE = frozenset({"GET"})
 """Methods of requests that may be sent again when nothing of an answer has come."""
+_SWITCHED = 101
 _NO_BODY = frozenset({204, 304})
 
 
@@ -405,14 +406,16 @@ class _Connection(asyncio.Protocol):
         if self._begun or self._answer is None:
             return
         # As text these are bytes, whatever they mean: clients get the same.
-        text = value.decode("utf-8", "surrogateescape")
+        text = value.decode("utf-8", "surrogateescape").strip()
         self._answer.headers.setdefault(name.decode("latin-1").lower(), text)
 
     def on_headers_complete(self) -> None:
         assert self._answer is not None
         status = self._parser.get_status_code()
         headers = self._answer.headers
-        if 100 <= status < 200 and status != 101:
+        if status == _SWITCHED:
+            raise ValueError("another protocol, for which nobody asked")
+        if 100 <= status < 200:
             headers.clear()
             return
         self._framed = (
