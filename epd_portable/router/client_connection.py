@@ -39,7 +39,7 @@ CLEARED_BYTES = MAX_JSON_BYTES + (1 << 20)
 """Bodies from this size on lie in memory that is cleared page by page, as they come. No text that
 is read at once is as long."""
 _READ_BYTES = 256 * 1024
-BREATH_BYTES = 1 << 20
+BREATH_BYTES = 512 * 1024
 """Of one body, until others are served."""
 
 _STATUS_LINES = {
