@@ -16,6 +16,8 @@ from epd_portable.launch.sessions import SHM
 from epd_portable.platforms.traits import PlatformTraits
 
 _PROBE_TIMEOUT_S = 120.0
+_CPU_CONTROLLER = "cpu"
+"""Of Linux's control groups, version 1."""
 # A process of its own, so that neither torch nor a device runtime is loaded by the launcher.
 _PROBE = """
 import json, sys
@@ -45,12 +47,12 @@ def quota_cores(root: Path = Path("/")) -> float | None:
     found = []
     for line in names:
         _, controllers, name = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
+        if controllers and _CPU_CONTROLLER not in controllers.split(","):
             continue
         # Limits of every group above hold, too. In a container what is above may not be seen.
         place = PurePosixPath(name)
         for group in (place, *place.parents):
-            folder = cgroup / (controllers and "cpu") / str(group).lstrip("/")
+            folder = cgroup / (controllers and _CPU_CONTROLLER) / str(group).lstrip("/")
             found += [limit for limit in (_limit_v2(folder), _limit_v1(folder)) if limit]
     return min(found, default=None)
 

@@ -35,7 +35,7 @@ class Seat:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Placement:
+class Seating:
     """Where all instances run.
 
     Attributes:
@@ -56,7 +56,7 @@ def place_instances(
     devices: Sequence[str] | None,
     cores: Sequence[int],
     free_port: Callable[[], int],
-) -> Placement:
+) -> Seating:
     """Give every instance a port, and devices or cores.
 
     Args:
@@ -90,7 +90,7 @@ def place_instances(
             name: [Seat(port=free_port(), cores=own) for own in instances]
             for name, instances in by_core.cores.items()
         }
-        return Placement(seats=seats, warnings=by_core.warnings, rest=by_core.rest)
+        return Seating(seats=seats, warnings=by_core.warnings, rest=by_core.rest)
     by_device = assign_devices(groups, devices)
     everyone: list[str] = []
     if traits.peers_must_be_visible and path in PEER_PATHS:
@@ -106,7 +106,7 @@ def place_instances(
         ]
         for name, instances in by_device.devices.items()
     }
-    return Placement(seats=seats, warnings=by_device.warnings)
+    return Seating(seats=seats, warnings=by_device.warnings)
 
 
 def _others(everyone: Sequence[str], own: Sequence[str]) -> tuple[str, ...]:
