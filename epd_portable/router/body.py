@@ -363,11 +363,11 @@ class _Scales:
         self._processing = processing
         self._pixels = 0
 
-    def __call__(self, modality: Modality, media_type: str, data: Bytes, place: str) -> None:
-        self._pixels += check_item(
-            self._limits, modality, media_type, data, place, self._processing
-        )
+    def __call__(self, modality: Modality, media_type: str, data: Bytes, place: str) -> int:
+        pixels = check_item(self._limits, modality, media_type, data, place, self._processing)
+        self._pixels += pixels
         check_request(self._limits, self._pixels)
+        return pixels
 
 
 def _encoded_apart(reader: MediaReader, settings: _Fields) -> tuple[MediaItem, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -29,6 +29,7 @@ from epd_portable.router.delivery import (
     expected_transfer,
     new_transfer,
 )
+from epd_portable.router.elastic import sooner_here
 from epd_portable.router.instances import Fleet, Instance, WentDownError, while_up
 from epd_portable.router.ladder import Failed, Point, RetryBudget, Trouble, descend
 from epd_portable.router.media import MediaItem
@@ -120,10 +121,12 @@ class RequestPlan:
     Attributes:
         pd: Who answers.
         deliveries: Of the items that encoders bring; the others it encodes by itself.
+        here_s: How long it will take for those that it encodes by choice.
     """
 
     pd: Instance
     deliveries: tuple[Delivery, ...] = ()
+    here_s: float = 0.0
 
 
 class Exchange:
@@ -157,6 +160,9 @@ class Exchange:
         self._deliverer = Deliverer(settings, instances, upstream, control, metrics, self._retries)
         self._jobs: set[asyncio.Task[None]] = set()
         self._without_metadata: set[str] = set()
+        self._elastic = (
+            settings.elastic_encode and settings.local_encode and settings.media == "concurrent"
+        )
 
     async def close(self) -> None:
         """Cancel encode jobs that outlived their requests."""
@@ -243,8 +249,9 @@ class Exchange:
         if pd is None:
             raise Failed(Trouble.NO_PD, Point.ASKED, self._why_no_pd())
         encoders = self._instances.encoders(item.mm_hash for item in call.items)
+        here, here_s = self._encoded_here(call.items, encoders, pd)
         deliveries: list[Delivery] = []
-        for item, encoder in zip(call.items, encoders, strict=True):
+        for item, encoder in zip(call.items[here:], encoders[here:], strict=True):
             goes_bare = bare and self._goes_bare(item)
             if encoder is None and goes_bare:
                 raise Failed(Trouble.NO_ENCODER, Point.ASKED, "no encoder is healthy")
@@ -257,7 +264,22 @@ class Exchange:
             deliveries.append(
                 Delivery(item=item, transfer=transfer, encoder=encoder, body=job, bare=goes_bare)
             )
-        return RequestPlan(pd=pd, deliveries=tuple(deliveries))
+        return RequestPlan(pd=pd, deliveries=tuple(deliveries), here_s=here_s)
+
+    def _encoded_here(
+        self, items: Sequence[MediaItem], encoders: Sequence[Instance | None], pd: Instance
+    ) -> tuple[int, float]:
+        """Return how many of the first items the PD instance encodes by choice, and their time."""
+        asked = [encoder for encoder in encoders if encoder is not None]
+        if not self._elastic or not items or len(asked) < len(items):
+            return 0, 0.0
+        times = self._deliverer.times
+        threshold = self._settings.elastic_threshold
+        count, reason = sooner_here(items, asked, pd, times, threshold=threshold)
+        for _ in range(count):
+            self._metrics.item("sooner_here")
+            self._metrics.elastic.labels(reason).inc()
+        return count, sum(map(times.of, items[:count]))
 
     async def _try(
         self,
@@ -278,9 +300,14 @@ class Exchange:
             with (
                 while_up(pd.working()),
                 self._control.expect(transfers) as inbox,
+                contextlib.ExitStack() as working,
                 contextlib.ExitStack() as held,
             ):
-                one = Attempt(pd, plan.deliveries, headers, inbox, held)
+                one = Attempt(pd, plan.deliveries, headers, inbox, held, working=working)
+                held.enter_context(pd.encoding(plan.here_s))
+                one.awaited = len(plan.deliveries)
+                if plan.here_s or not one.awaited:
+                    one.has_all()
                 jobs = self._start_jobs(one)
                 try:
                     told = await self._told(one)

@@ -128,6 +128,8 @@ async def build(front: Front) -> AsyncIterator[Build]:
             "item_outcomes": True,
             # Media of the tests are a few bytes that stand for some.
             "unknown_media": "pass",
+            # Who encodes an item must not depend on how long others took.
+            "elastic_encode": False,
             **settings,
         }
         router_settings = RouterSettings.model_validate(options)
