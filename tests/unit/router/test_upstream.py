@@ -13,16 +13,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from epd_portable.router import upstream
-from epd_portable.router.upstream import (
+from epd_portable.router.instance_connection import (
     LARGE_BYTES,
     MAX_HEAD_BYTES,
     MAX_WAITING_BYTES,
     Fault,
     InstanceAnswer,
-    Upstream,
+    InstanceConnection,
     UpstreamError,
-    _Connection,
 )
+from epd_portable.router.upstream import Upstream
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
@@ -404,15 +404,15 @@ class Transport(asyncio.Transport):
         self.reads = True
 
 
-async def asked() -> tuple[_Connection, asyncio.Task[InstanceAnswer]]:
-    connection = _Connection(lambda each: None, lambda each: None)
+async def asked() -> tuple[InstanceConnection, asyncio.Task[InstanceAnswer]]:
+    connection = InstanceConnection(lambda each: None, lambda each: None)
     connection.connection_made(Transport())
     task = asyncio.create_task(connection.ask(b"", (), silent_s=9, due_at=float("inf")))
     await asyncio.sleep(0)
     return connection, task
 
 
-def transport_of(connection: _Connection) -> Transport:
+def transport_of(connection: InstanceConnection) -> Transport:
     assert isinstance(connection.transport, Transport)
     return connection.transport
 
