@@ -169,7 +169,7 @@ class ClientRequest:
         try:
             self._count(self._nbytes)
         except Exception as error:
-            self.drop()
+            self._count = None
             self.fail(error)
 
     def drop(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import tracemalloc
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -275,6 +276,31 @@ async def test_what_counts_the_bytes_may_end_the_reading(encoding: str) -> None:
         stream += b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
     await end.send(stream + b"GET /next HTTP/1.1\r\n\r\n")
     assert Answers(end.transport.written).bodies == [b"refused", b"next"]
+
+
+@pytest.mark.parametrize("encoding", ["length", "chunked"])
+async def test_what_is_dropped_takes_no_memory(encoding: str) -> None:
+    async def serve(request: ClientRequest) -> None:
+        await request.drop_body()
+        answer(request, b"")
+
+    end = End(serve)
+    piece = b"x" * LARGE_BYTES
+    if encoding == "length":
+        await end.send(b"POST / HTTP/1.1\r\ncontent-length: %d\r\n\r\n" % (500 * len(piece)))
+    else:
+        await end.send(b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n")
+        piece = b"%x\r\n%b\r\n" % (len(piece), piece)
+    tracemalloc.start()
+    try:
+        for _ in range(500):
+            await end.send(piece)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 20 * LARGE_BYTES
+    await end.send(b"" if encoding == "length" else b"0\r\n\r\n")
+    assert Answers(end.transport.written).statuses == [200]
 
 
 @pytest.mark.parametrize("nbytes", [10, 5 * LARGE_BYTES])
