@@ -107,7 +107,7 @@ class ClientRequest:
             count(self._nbytes)
         self._count = count
         if not self.complete and self.headers.get("expect", "").lower() == "100-continue":
-            self._connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self._connection.send(b"HTTP/1.1 100 Continue\r\n\r\n")
         await self._until_complete()
         return self._data
 
@@ -224,7 +224,7 @@ class ClientRequest:
         elif self._head:
             data = self._head + data
         self._head = b""
-        self._connection.transport.write(data)
+        self._connection.send(data)
         return self._connection.writable
 
     async def writable(self) -> None:
@@ -237,7 +237,7 @@ class ClientRequest:
         self._head = b""
         self.ended = True
         if last:
-            self._connection.transport.write(last)
+            self._connection.send(last)
         self._connection.answered(self)
 
 
@@ -334,6 +334,7 @@ class ClientConnection(asyncio.BufferedProtocol):
         self._arriving: ClientRequest | None = None
         self._goes_on = False
         self._refused = False
+        self._lost = False
         self._paused = False
         self._breath_bytes = 0
         self._used = False
@@ -344,6 +345,11 @@ class ClientConnection(asyncio.BufferedProtocol):
     def date(self) -> bytes:
         """Return the line of the header ``date``."""
         return self._clients.date()
+
+    def send(self, data: bytes) -> None:
+        """Send bytes, if there is anybody still."""
+        if not self._lost:
+            self.transport.write(data)
 
     # The transport's.
 
@@ -356,6 +362,7 @@ class ClientConnection(asyncio.BufferedProtocol):
     def connection_lost(self, error: Exception | None) -> None:
         """See `asyncio.BufferedProtocol`."""
         self._clients.open.discard(self)
+        self._lost = True
         self.resume_writing()
         if self._requests:
             self._requests[0].leave()
@@ -451,7 +458,7 @@ class ClientConnection(asyncio.BufferedProtocol):
             first.keeps = False
 
     def _say_no(self) -> None:
-        self.transport.write(_NO_REQUEST)
+        self.send(_NO_REQUEST)
         self.transport.close()
 
     def _breathe(self, nbytes: int) -> None:
@@ -468,12 +475,12 @@ class ClientConnection(asyncio.BufferedProtocol):
         asked = arriving is None or arriving.wanted or arriving.dropped or not arriving.left
         if len(self._requests) > 1 or not asked:
             self._pause()
-        elif self._paused:
+        elif self._paused and not self._lost:
             self._paused = False
             self.transport.resume_reading()
 
     def _pause(self) -> None:
-        if not self._paused:
+        if not self._paused and not self._lost:
             self._paused = True
             self.transport.pause_reading()
 
@@ -508,6 +515,8 @@ class ClientConnection(asyncio.BufferedProtocol):
             version=parser.get_http_version(),
             keeps=parser.should_keep_alive(),
         )
+        # What comes after a body is none of its request's.
+        self._headers = {}
         self._used = True
         self._head_bytes = 0
         self._arriving = request

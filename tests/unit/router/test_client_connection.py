@@ -36,16 +36,19 @@ class Transport(asyncio.Transport):
         self.written = b""
         self.reads = True
         self.closing = False
+        self.lost = False
         self.unsent_bytes = 0
 
     def write(self, data: Any) -> None:
-        assert not self.closing
+        assert not self.lost
         self.written += data
 
     def pause_reading(self) -> None:
+        assert not self.lost
         self.reads = False
 
     def resume_reading(self) -> None:
+        assert not self.lost
         self.reads = True
 
     def is_closing(self) -> bool:
@@ -93,7 +96,7 @@ class End:
             await asyncio.sleep(0)
 
     def leave(self) -> None:
-        self.transport.closing = True
+        self.transport.closing = self.transport.lost = True
         self.connection.connection_lost(None)
 
 
@@ -441,6 +444,22 @@ async def test_who_asks_late_learns_that_the_client_has_gone() -> None:
     assert told.is_set()
 
 
+async def test_what_is_sent_to_who_has_gone_is_nothing() -> None:
+    sent = []
+
+    async def serve(request: ClientRequest) -> None:
+        request.begin(200, {})
+        end.leave()
+        sent.append(request.write(b"x"))
+        await request.writable()
+        request.end()
+
+    end = End(serve)
+    await end.send(GET)
+    assert sent == [True]
+    assert not end.transport.written
+
+
 async def test_an_answer_that_is_left_without_an_end_breaks_off() -> None:
     async def serve(request: ClientRequest) -> None:
         request.begin(200, {})
@@ -582,8 +601,8 @@ async def test_headers_are_as_they_were_sent_but_for_what_is_not_ascii() -> None
         answer(request, b"", {"x-odd": "\udcff\u20ac"})
 
     end = End(serve)
-    await end.send(b"GET / HTTP/1.1\r\nHost: X\r\nA-b: c\xff\r\nD:  e \r\n\r\n")
-    assert got == [{"host": "X", "d": "e"}]
+    await end.send(b"GET / HTTP/1.1\r\nHost: X\r\nA-b: c\xff\r\nD:  e \r\n\r\n" + CHUNKED)
+    assert got == [{"host": "X", "d": "e"}, {"transfer-encoding": "chunked"}]
     assert b"x-odd: \xff\xe2\x82\xac\r\n" in end.transport.written
 
 
