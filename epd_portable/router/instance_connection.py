@@ -25,7 +25,6 @@ MAX_WAITING_BYTES = 512 * 1024
 """Of an answer that nobody takes: its sender waits."""
 NEVER = float("inf")
 """A time that does not come."""
-_SWITCHED = 101
 _NO_BODY = frozenset({204, 304})
 
 
@@ -419,8 +418,6 @@ class InstanceConnection(asyncio.Protocol):
         assert self._answer is not None
         status = self._parser.get_status_code()
         headers = self._answer.headers
-        if status == _SWITCHED:
-            raise ValueError("another protocol, for which nobody asked")
         if 100 <= status < 200:
             headers.clear()
             return

@@ -390,9 +390,13 @@ class Transport(asyncio.Transport):
         super().__init__()
         self.aborted = False
         self.reads = True
+        self.written_bytes = 0
 
     def write(self, data: Any) -> None:
-        pass
+        self.written_bytes += len(data)
+
+    def writelines(self, list_of_data: Any) -> None:
+        self.written_bytes += sum(map(len, list_of_data))
 
     def abort(self) -> None:
         self.aborted = True
@@ -404,10 +408,12 @@ class Transport(asyncio.Transport):
         self.reads = True
 
 
-async def asked() -> tuple[InstanceConnection, asyncio.Task[InstanceAnswer]]:
+async def asked(
+    body: bytes = b"",
+) -> tuple[InstanceConnection, asyncio.Task[InstanceAnswer]]:
     connection = InstanceConnection(lambda each: None, lambda each: None)
     connection.connection_made(Transport())
-    task = asyncio.create_task(connection.ask(b"", (), silent_s=9, due_at=float("inf")))
+    task = asyncio.create_task(connection.ask(b"", (body,), silent_s=9, due_at=float("inf")))
     await asyncio.sleep(0)
     return connection, task
 
@@ -497,6 +503,37 @@ async def test_no_bytes_raise(data: bytes) -> None:
         await (await task).read()
 
 
+async def test_a_large_body_is_sent_piece_by_piece() -> None:
+    connection, task = await asked(bytes(9 * LARGE_BYTES))
+    # One piece in each turn of the event loop, and none while the instance takes none.
+    assert transport_of(connection).written_bytes == LARGE_BYTES
+    await asyncio.sleep(0)
+    connection.pause_writing()
+    written_bytes = transport_of(connection).written_bytes
+    assert written_bytes <= 2 * LARGE_BYTES
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert transport_of(connection).written_bytes <= written_bytes + LARGE_BYTES
+    connection.resume_writing()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert transport_of(connection).written_bytes == 9 * LARGE_BYTES
+    connection.data_received(OK)
+    assert (await task).status == 200
+    assert not transport_of(connection).aborted
+
+
+async def test_no_more_of_a_body_is_sent_after_the_answer() -> None:
+    connection, task = await asked(bytes(9 * LARGE_BYTES))
+    connection.pause_writing()
+    connection.data_received(b"HTTP/1.1 413 No\r\ncontent-length: 2\r\n\r\n")
+    assert (await task).status == 413
+    connection.data_received(b"no")
+    assert await task.result().read() == b"no"
+    assert transport_of(connection).written_bytes <= 2 * LARGE_BYTES
+    assert transport_of(connection).aborted
+
+
 async def test_pieces_are_handed_on_without_waking_anybody() -> None:
     connection, task = await asked()
     connection.data_received(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n1\r\na\r\n")
@@ -520,6 +557,8 @@ async def test_pieces_are_handed_on_without_waking_anybody() -> None:
     connection.data_received(b"1\r\nd\r\n")
     assert taken == [b"a", b"bc", b"d"]
     # The client takes no more: the instance waits.
+    for _ in range(3):
+        await asyncio.sleep(0)
     assert not transport_of(connection).reads
     takes = True
     going.set()
