@@ -1,0 +1,292 @@
+"""Stage times of a server that is up, by single requests from outside: `plan --measure`."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import numpy as np
+
+from epd_portable.bench import client
+from epd_portable.bench.pictures import data_url
+from epd_portable.bench.sizing.stages import (
+    DecodeTimes,
+    EncodeTimes,
+    FrontEndTimes,
+    PrefillTimes,
+    StageTimes,
+)
+from epd_portable.bench.stats import quantile
+from epd_portable.errors import MeasurementError
+
+TEXT_WORDS = (8, 64, 256, 768)
+CONCURRENCY = (1, 2, 4, 8)
+SIDES = (112, 224, 336, 448)
+DECODE_TOKENS = 48
+STREAM_TOKENS = 96
+"""Of the answer beside which a picture is sent; long enough to last until it is encoded."""
+STALLED = 0.5
+"""A stream that stands still for this share of a picture's time shares its engine with encoding."""
+_TIMEOUT_S = 300.0
+_WORDS = ("red", "green", "blue", "circle", "square", "star", "above", "below", "left", "right")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Line:
+    """A line through measured times, by least squares.
+
+    Attributes:
+        name: What was measured.
+        across: What the slope is for.
+        base_s: Time at zero, not below zero.
+        slope_s: Time for each.
+        points: What was measured: place and seconds.
+    """
+
+    name: str
+    across: str
+    base_s: float
+    slope_s: float
+    points: tuple[tuple[float, float], ...]
+
+    def at(self, place: float) -> float:
+        """Return the time on the line."""
+        return self.base_s + self.slope_s * place
+
+    @property
+    def residuals_s(self) -> tuple[float, ...]:
+        """How far each point lies above the line."""
+        return tuple(seconds - self.at(place) for place, seconds in self.points)
+
+    @property
+    def rms_s(self) -> float:
+        """Root of the mean square of the residuals."""
+        return float(np.sqrt(np.mean(np.square(self.residuals_s))))
+
+
+def fit(name: str, across: str, points: Sequence[tuple[float, float]]) -> Line:
+    """Lay a line through points; neither time nor slope is below zero.
+
+    A line that would be is laid through zero, or flat, whichever is nearer to the points.
+
+    Raises:
+        ValueError: There are fewer than two places.
+    """
+    places = np.array([place for place, _ in points], dtype=float)
+    seconds = np.array([value for _, value in points], dtype=float)
+    if len(set(places.tolist())) < 2:
+        raise ValueError(f"{name}: {len(points)} points at one place give no line; measure two")
+    columns = np.stack([np.ones_like(places), places], axis=1)
+    base_s, slope_s = np.linalg.lstsq(columns, seconds, rcond=None)[0].tolist()
+    if base_s < 0 or slope_s < 0:
+        steep = float(places @ seconds / (places @ places))
+        through_zero, flat = (0.0, max(0.0, steep)), (max(0.0, float(seconds.mean())), 0.0)
+        base_s, slope_s = min(
+            (through_zero, flat),
+            key=lambda line: float(np.sum((line[0] + line[1] * places - seconds) ** 2)),
+        )
+    return Line(
+        name=name,
+        across=across,
+        base_s=base_s,
+        slope_s=slope_s,
+        points=tuple(zip(places.tolist(), seconds.tolist(), strict=True)),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """Stage times and how well they fit.
+
+    Attributes:
+        times: For a file.
+        lines: Behind them.
+        notes: What a reader must know of them.
+    """
+
+    times: StageTimes
+    lines: tuple[Line, ...]
+    notes: tuple[str, ...]
+
+
+class Probe:
+    """Single requests to one server, all of them new to its caches.
+
+    Args:
+        url: Of the server.
+        repeat: Measurements of each point, of which the median counts.
+        report: Gets progress lines.
+    """
+
+    def __init__(self, url: str, *, repeat: int, report: Callable[[str], None]) -> None:
+        self._url = url.rstrip("/")
+        self._repeat = repeat
+        self._report = report
+        self._seeds = itertools.count(time.time_ns() % (1 << 40))
+        try:
+            self._model = client.model_name(self._url)
+        except httpx.TransportError as error:
+            raise MeasurementError(
+                f"--measure {url}: {error!r}; start a server there first, or give its address"
+            ) from error
+
+    def run(self, *, shares_core: bool, pixels_per_embedding: int, source: str) -> Measured:
+        """Measure all stages.
+
+        Args:
+            shares_core: What to say of the server's API server and engine.
+            pixels_per_embedding: Of the model.
+            source: For the file.
+
+        Raises:
+            MeasurementError: The server refused a request, or its times make no sense.
+        """
+        self._report("warm-up")
+        for side in (SIDES[0], SIDES[-1]):
+            self._first(self._body(0, [side]))
+        text = self._texts()
+        decode = self._decode()
+        stalls, alone, several, embeddings = self._pictures()
+        prompt_s = [text.slope_s * n for n in embeddings]
+        # What a picture's request takes beyond a text's, and what of that the engine stood still.
+        beyond = [max(0.0, a - text.base_s - p) for a, p in zip(alone, prompt_s, strict=True)]
+        still = [max(0.0, s - text.base_s - p) for s, p in zip(stalls, prompt_s, strict=True)]
+        one_process = still[-1] > STALLED * beyond[-1]
+        pixels = [float(side**2) for side in SIDES]
+        if one_process:
+            encode_s = [min(s, b) for s, b in zip(still, beyond, strict=True)]
+            notes = ["Encoding is the time for which a stream beside a picture stood still."]
+        else:
+            encode_s = [
+                max(0.0, min(b, (more - one) / 3 - prompt))
+                for b, one, more, prompt in zip(beyond, alone, several, prompt_s, strict=True)
+            ]
+            notes = [
+                "Streams did not stand still beside pictures: another instance encodes. Encoding "
+                "is what each further picture of a request takes, perhaps with preprocessing."
+            ]
+        encode = fit("encode", "embedding", list(zip(embeddings, encode_s, strict=True)))
+        rest = [b - e for b, e in zip(beyond, encode_s, strict=True)]
+        front_end = fit("front end, a picture", "pixel", list(zip(pixels, rest, strict=True)))
+        # A text's time to its first token holds HTTP and tokenizer: what an empty step does not.
+        step_s = min(text.base_s, decode.base_s)
+        times = StageTimes(
+            source=source,
+            encode=EncodeTimes(
+                base_s=encode.base_s,
+                per_embedding_s=encode.slope_s,
+                pixels_per_embedding=pixels_per_embedding,
+            ),
+            prefill=PrefillTimes(base_s=step_s, per_token_s=text.slope_s),
+            decode=DecodeTimes(base_s=decode.base_s, per_sequence_s=decode.slope_s),
+            front_end=FrontEndTimes(
+                request_s=text.base_s - step_s,
+                picture_s=front_end.base_s,
+                pixel_s=front_end.slope_s,
+                shares_core=shares_core,
+            ),
+        )
+        return Measured(times=times, lines=(text, decode, encode, front_end), notes=tuple(notes))
+
+    def _texts(self) -> Line:
+        points = []
+        for words in TEXT_WORDS:
+            self._report(f"text of {words} words")
+            seen = [self._first(self._body(words, [])) for _ in range(self._repeat)]
+            # The same number of words is not always the same number of tokens.
+            tokens = quantile([float(count) for _, count in seen], 0.5)
+            points.append((tokens, quantile([seconds for seconds, _ in seen], 0.5)))
+        return fit("prefill", "token", points)
+
+    def _decode(self) -> Line:
+        points = []
+        for streams in CONCURRENCY:
+            self._report(f"{streams} streams")
+            seen: list[float] = []
+            for _ in range(self._repeat):
+                bodies = [self._body(16, [], tokens=DECODE_TOKENS) for _ in range(streams)]
+                with ThreadPoolExecutor(streams) as pool:
+                    timings = pool.map(client.stream, itertools.repeat(self._url), bodies)
+                seen += [timing.tpot_s for timing in timings]
+            points.append((float(streams), quantile(seen, 0.5)))
+        return fit("decode", "sequence", points)
+
+    def _pictures(self) -> tuple[list[float], list[float], list[float], list[float]]:
+        """Return, by side: a stream's longest gap, TTFT with 1 and 4 pictures, embeddings."""
+        stalls, alone, several, embeddings = [], [], [], []
+        _, without = self._first(self._body(0, []))
+        for side in SIDES:
+            self._report(f"pictures of {side} pixels")
+            ones = [self._first(self._body(0, [side])) for _ in range(self._repeat)]
+            fours = [self._first(self._body(0, [side] * 4))[0] for _ in range(self._repeat)]
+            gaps = [self._gap_beside(side) for _ in range(self._repeat)]
+            alone.append(quantile([seconds for seconds, _ in ones], 0.5))
+            several.append(quantile(fours, 0.5))
+            stalls.append(quantile(gaps, 0.5))
+            embeddings.append(float(ones[0][1] - without))
+        if min(embeddings) <= 0:
+            raise MeasurementError(
+                f"{self._url}: a picture adds {min(embeddings):g} prompt tokens; is its model one "
+                "that reads pictures?"
+            )
+        return stalls, alone, several, embeddings
+
+    def _gap_beside(self, side: int) -> float:
+        """Return how long a stream stood still at most while a picture was asked about."""
+        body = self._body(16, [], tokens=STREAM_TOKENS)
+        found: list[client.Timing] = []
+        failed: list[MeasurementError] = []
+
+        def listen() -> None:
+            try:
+                found.append(client.stream(self._url, body))
+            except MeasurementError as error:
+                failed.append(error)
+
+        listener = threading.Thread(target=listen)
+        listener.start()
+        time.sleep(0.05)
+        try:
+            self._first(self._body(0, [side]))
+        finally:
+            listener.join()
+        if failed:
+            raise failed[0]
+        return found[0].longest_gap_s
+
+    def _body(self, words: int, sides: Sequence[int], *, tokens: int = 1) -> dict[str, Any]:
+        """Return a request; without words it has the same text every time."""
+        text = " ".join(random.Random(next(self._seeds)).choices(_WORDS, k=words)) or "look"
+        content: list[dict[str, Any]] = [
+            {"type": "image_url", "image_url": {"url": data_url(next(self._seeds), side)}}
+            for side in sides
+        ]
+        return {
+            "model": self._model,
+            "messages": [{"role": "user", "content": [*content, {"type": "text", "text": text}]}],
+            "temperature": 0,
+            "max_tokens": tokens,
+            "ignore_eos": True,
+            "skip_special_tokens": False,
+        }
+
+    def _first(self, body: dict[str, Any]) -> tuple[float, int]:
+        """Return the time of an answer of one token, and the tokens of its prompt."""
+        address = f"{self._url}/v1/chat/completions"
+        try:
+            with httpx.Client(timeout=_TIMEOUT_S, trust_env=False) as http:
+                begin_s = time.monotonic()
+                answer = http.post(address, json=body)
+                seconds = time.monotonic() - begin_s
+        except httpx.TransportError as error:
+            raise MeasurementError(f"{address}: {error!r}") from error
+        if answer.status_code != httpx.codes.OK:
+            raise MeasurementError(f"{address} answered {answer.status_code}: {answer.text}")
+        return seconds, int(answer.json()["usage"]["prompt_tokens"])
