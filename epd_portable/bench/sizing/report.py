@@ -155,7 +155,7 @@ def _candidates(candidates: Sequence[Candidate]) -> Table:
     rows = []
     for each in candidates:
         text, pictures = (each.outcome.kinds.get(kind) for kind in ("text", "pictures"))
-        stage, share = each.busiest
+        stage, share = each.fullest
         rows.append(
             (
                 str(each.deployment),
@@ -166,7 +166,7 @@ def _candidates(candidates: Sequence[Candidate]) -> Table:
                 f"{pictures.ttft_p99:.3g}" if pictures else "–",
                 _ms(max(kind.tpot_p99 for kind in each.outcome.kinds.values())),
                 f"{stage} {share:.0%}",
-                each.limit + (", full" if each.saturated else ""),
+                each.limit or "–",
             )
         )
     return Table(
@@ -179,7 +179,7 @@ def _candidates(candidates: Sequence[Candidate]) -> Table:
             "TTFT p99 text, s",
             "pictures, s",
             "TPOT p99, ms",
-            "busiest stage",
+            "nearest to full",
             "breaks first above",
         ),
         rows=tuple(rows),
@@ -224,7 +224,7 @@ def _study(study: Study) -> list[Table]:
             "control messages/s",
             "pairs",
             "connections kept",
-            "items on a new one",
+            "items that open one",
             "health asked every, s",
             "router memory, MB",
         ),
@@ -340,7 +340,11 @@ def _sample(each: Candidate | Prediction) -> Plain:
     rate = each.rate if isinstance(each, Candidate) else each.asked
     sample = {"deployment": str(each.deployment), "rate": rate, **_outcome(each.outcome)}
     if isinstance(each, Candidate):
-        sample |= {"goodput": each.goodput, "limit": each.limit}
+        sample |= {
+            "goodput": each.goodput,
+            "limit": each.limit,
+            "capacities": dict(each.capacities),
+        }
     return sample
 
 

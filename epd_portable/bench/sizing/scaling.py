@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from epd_portable.bench.sizing.capacity import router_s
 from epd_portable.bench.sizing.search import LatencyLimits, Question
 from epd_portable.bench.sizing.simulate import Deployment, Outcome
 from epd_portable.connector.connections import MAX_CONSUMERS
@@ -37,7 +38,8 @@ class Growth:
         messages: Of the control channel, all together.
         pairs: Encode × prefill+decode instances: connections, were all kept.
         connections: That are kept: an encoder has `MAX_CONSUMERS` at most.
-        reconnected: Share of the items for which a connection had to be opened.
+        reconnected: Share of the items for which an encoder opens a connection again that it has closed for
+            another consumer: all are as likely, and the one used least lately is closed.
         health_age_s: Time between two questions for an instance's health.
         router_bytes: What the router knows of instances.
         workers: Processes of the simulated router.
@@ -90,15 +92,6 @@ def scaled(unit: Deployment, devices: int) -> Deployment:
     return Deployment(encoders=encoders, engines=devices - encoders)
 
 
-def router_s(question: Question) -> float:
-    """Return the CPU time of the router for a request, in the mean of the mix."""
-    router, demand = question.times.router, question.demand
-    pictures = demand.share * sum(demand.pictures) / len(demand.pictures)
-    chunks = sum(demand.output) / len(demand.output)
-    one_picture_s = router.arrival_s([demand.picture_bytes]) - router.arrival_s([])
-    return router.request_s + pictures * one_picture_s + chunks * router.chunk_s
-
-
 def workers_needed(rate: float, per_request_s: float) -> int:
     """Return how many processes of the router a rate needs."""
     return max(1, math.ceil(rate * per_request_s / WORKER_SHARE))
@@ -123,7 +116,7 @@ def study(
         rate_per_device: Requests a second for each of them.
         report: Gets progress lines.
     """
-    per_request_s = router_s(question)
+    per_request_s = router_s(question.times, question.demand)
     rows = []
     for devices in sizes:
         needed = workers_needed(devices * rate_per_device, per_request_s)
@@ -170,7 +163,9 @@ def _row(
         messages=items * MESSAGES_AN_ITEM,
         pairs=deployment.encoders * deployment.engines,
         connections=deployment.encoders * min(MAX_CONSUMERS, deployment.engines),
-        reconnected=outcome.reconnections / outcome.transferred if outcome.transferred else 0.0,
+        reconnected=max(0.0, 1 - MAX_CONSUMERS / deployment.engines)
+        if deployment.encoders
+        else 0.0,
         health_age_s=deployment.devices / probes,
         router_bytes=deployment.devices * router.instance_bytes,
         workers=workers,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from epd_portable.bench.sizing.capacity import capacities
 from epd_portable.bench.sizing.demand import Demand
 from epd_portable.bench.sizing.simulate import Deployment, Outcome, Rules, Simulation
 from epd_portable.bench.sizing.stages import StageTimes
@@ -13,8 +14,6 @@ PRECISION = 1.01
 """Bisection ends when the rate that fails is not above this multiple of the one that holds."""
 WORTH_IT = 1.05
 """A split is recommended when it serves this multiple of what replicas do; it is more to run."""
-SATURATED = 0.9
-"""A stage that is busy for this share of the time is what limits a deployment."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +71,10 @@ class Question:
     count: int
     seed: int
 
+    def capacities(self, deployment: Deployment) -> dict[str, float]:
+        """Return the rate at which each stage of a deployment is full."""
+        return capacities(self.times, self.demand, deployment, self.rules)
+
     def ask(self, deployment: Deployment, rate: float) -> Outcome:
         """Simulate one deployment at one rate."""
         requests = self.demand.requests(self.times, rate=rate, count=self.count, seed=self.seed)
@@ -88,6 +91,7 @@ class Candidate:
         goodput: Requests a second within the limits at that rate.
         outcome: At that rate; at the lowest that was tried when none holds.
         limit: What breaks first above it.
+        capacities: Rates at which stages are full, whatever the latencies.
     """
 
     deployment: Deployment
@@ -95,16 +99,13 @@ class Candidate:
     goodput: float
     outcome: Outcome
     limit: str
+    capacities: dict[str, float]
 
     @property
-    def busiest(self) -> tuple[str, float]:
-        """The stage that computes most of the time, and its share."""
-        return max(self.outcome.busy.items(), key=lambda each: each[1])
-
-    @property
-    def saturated(self) -> bool:
-        """Whether a stage is full, in place of a limit of latency being reached before."""
-        return self.busiest[1] >= SATURATED
+    def fullest(self) -> tuple[str, float]:
+        """The stage that is nearest to what it can do, and the share of that which it does."""
+        stage, capacity = min(self.capacities.items(), key=lambda each: each[1])
+        return stage, self.rate / capacity
 
 
 def deployments(devices: int) -> list[Deployment]:
@@ -122,11 +123,19 @@ def best_rate(question: Question, deployment: Deployment, limits: LatencyLimits)
 
     A hundredth of the most that the stages could do in the mean is the lowest rate that is tried.
     """
-    above = ceiling(question, deployment)
+    capacity = question.capacities(deployment)
+    above = min(capacity.values())
     below, held = above / 100, question.ask(deployment, above / 100)
     limit = limits.broken(held)
     if limit:
-        return Candidate(deployment=deployment, rate=0.0, goodput=0.0, outcome=held, limit=limit)
+        return Candidate(
+            deployment=deployment,
+            rate=0.0,
+            goodput=0.0,
+            outcome=held,
+            limit=limit,
+            capacities=capacity,
+        )
     while above / below > PRECISION:
         # In steps of the same ratio: rates of different deployments lie far apart.
         rate = (above * below) ** 0.5
@@ -142,32 +151,8 @@ def best_rate(question: Question, deployment: Deployment, limits: LatencyLimits)
         goodput=limits.goodput(held),
         outcome=held,
         limit=limit,
+        capacities=capacity,
     )
-
-
-def ceiling(question: Question, deployment: Deployment) -> float:
-    """Return a rate that no latency could make higher: the fullest stage is full.
-
-    By the utilization law: what a request takes of a stage in the mean, times the rate, is no more
-    than the stage has. Engines are taken to be filled up to their limits in every step.
-    """
-    times, demand = question.times, question.demand
-    limits = times.engine
-    pictures = demand.share * _mean(demand.pictures)
-    embeddings = _mean([times.encode.embeddings(side**2) for side in demand.size])
-    encode_s = pictures * times.encode.seconds(embeddings)
-    prompt = _mean(demand.text) + pictures * embeddings
-    per_token_s = times.prefill.per_token_s + times.prefill.base_s / limits.max_num_batched_tokens
-    per_answer_token_s = times.decode.per_sequence_s + times.decode.base_s / limits.max_num_seqs
-    engine_s = prompt * per_token_s + (_mean(demand.output) - 1) * per_answer_token_s
-    if not deployment.encoders:
-        return deployment.engines / (engine_s + encode_s)
-    if question.rules.local_streams is not None:
-        return deployment.devices / min(engine_s, engine_s + encode_s)
-    rates = [deployment.engines / engine_s]
-    if encode_s:
-        rates.append(deployment.encoders / encode_s)
-    return min(rates)
 
 
 def search(
@@ -212,7 +197,3 @@ def recommend(candidates: Sequence[Candidate]) -> str:
         f"serve {best.rate:.3g} requests/s within the limits, against {replicas.rate:.3g} of "
         f"{replicas.deployment} ({worth})."
     )
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -14,7 +13,6 @@ from epd_portable.bench.sizing.requests import PictureItem, SimulatedRequest
 from epd_portable.bench.sizing.stages import StageTimes
 from epd_portable.bench.sizing.timeline import FifoServer, Timeline
 from epd_portable.bench.stats import quantile
-from epd_portable.connector.connections import MAX_CONSUMERS
 from epd_portable.router.ring import FEW, LOAD_BOUND
 
 WARM_UP_SHARE = 0.1
@@ -104,8 +102,6 @@ class Outcome:
         longest_stall_s: Longest engine step while somebody generated.
         local_items: Pictures that prefill+decode instances encoded.
         transferred: Pictures that came from an encoder.
-        reconnections: Of these, over a connection that the encoder had to open, because it keeps
-            those to `MAX_CONSUMERS` instances.
         events: Of the simulation.
         requests: All of them, with their times.
     """
@@ -120,7 +116,6 @@ class Outcome:
     longest_stall_s: float
     local_items: int
     transferred: int
-    reconnections: int
     events: int
     requests: Sequence[SimulatedRequest]
 
@@ -131,23 +126,13 @@ class Outcome:
 
 
 class _Encoder:
-    """An encode instance: front end and vision tower, and who it has connections to."""
+    """An encode instance: front end and vision tower."""
 
     def __init__(self, timeline: Timeline, times: StageTimes) -> None:
         self.tower = FifoServer(timeline)
         shares = times.front_end.shares_core
         self.front_end = self.tower if shares else FifoServer(timeline)
         self.load = 0
-        self._consumers: OrderedDict[int, None] = OrderedDict()
-
-    def connects(self, consumer: int) -> bool:
-        """Use the connection to a consumer; tell whether it had to be opened."""
-        new = consumer not in self._consumers
-        self._consumers[consumer] = None
-        self._consumers.move_to_end(consumer)
-        if len(self._consumers) > MAX_CONSUMERS:
-            self._consumers.popitem(last=False)
-        return new
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -190,7 +175,6 @@ class Simulation:
         self._finished = 0
         self._local = 0
         self._transferred = 0
-        self._reconnections = 0
 
     def run(self, requests: Sequence[SimulatedRequest]) -> Outcome:
         """Send the requests and wait for the last answer.
@@ -276,7 +260,6 @@ class Simulation:
         job.encoder.load += 1
         self._encoding += 1
         self._transferred += 1
-        self._reconnections += job.encoder.connects(job.engine)
         front_end = self._times.front_end
         prepare_s = front_end.request_s + front_end.picture_s + front_end.pixel_s * job.item.pixels
         encode_s = self._times.encode.seconds(job.item.embeddings)
@@ -356,7 +339,6 @@ class Simulation:
             longest_stall_s=max(engine.longest_stall_s for engine in self._engines),
             local_items=self._local,
             transferred=self._transferred,
-            reconnections=self._reconnections,
             events=self._timeline.events,
             requests=requests,
         )
