@@ -15,7 +15,7 @@ from epd_portable.bench.options import output_options
 from epd_portable.bench.sizing import demand as demands
 from epd_portable.bench.sizing import report as sizing_report
 from epd_portable.bench.sizing import scaling, search, stages
-from epd_portable.bench.sizing.measure import Measured, Probe
+from epd_portable.bench.sizing.measure import Measured, Probe, analyse
 from epd_portable.bench.sizing.simulate import EncoderChoice, Rules
 from epd_portable.errors import ConfigError, MeasurementError
 
@@ -273,7 +273,8 @@ def plan_command(
             )
         measured = None
         if url is not None and stage_file is None:
-            measured = Probe(url, repeat=repeat, report=console.progress).run(
+            measured = analyse(
+                Probe(url, repeat=repeat, report=console.progress).run(),
                 shares_core=shares_core,
                 pixels_per_embedding=pixels_per_embedding,
                 source=f"measured from outside by epd-bench plan --measure, repeat {repeat}",

@@ -57,7 +57,7 @@ class SimulatedEngine:
     Attributes:
         encode_s: Time of its steps that went into encoding.
         compute_s: Time of its steps that went into prefill and decode.
-        encode_backlog_s: Encoding of pictures that it is to do and has not begun.
+        owed_s: Encoding and prefill that it was asked for and has not begun.
         steps: Steps so far.
         longest_stall_s: Longest step while somebody generated.
 
@@ -83,7 +83,7 @@ class SimulatedEngine:
         self.front_end = FifoServer(timeline)
         self.encode_s = 0.0
         self.compute_s = 0.0
-        self.encode_backlog_s = 0.0
+        self.owed_s = 0.0
         self.steps = 0
         self.longest_stall_s = 0.0
         self._queue: deque[_Sequence] = deque()
@@ -113,7 +113,8 @@ class SimulatedEngine:
         work_s = front_end.request_s + sum(
             front_end.picture_s + front_end.pixel_s * item.pixels for item in request.items
         )
-        self.encode_backlog_s += sum(
+        tokens = request.text_tokens + sum(item.embeddings for item in request.items)
+        self.owed_s += self._times.prefill.per_token_s * tokens + sum(
             self._times.encode.seconds(item.embeddings) for item in request.items if item.here
         )
         if front_end.shares_core and self._busy:
@@ -164,7 +165,7 @@ class SimulatedEngine:
         self._step_s = compute_s + encode_s
         self._since_s = self._timeline.now
         self.encode_s += encode_s
-        self.encode_backlog_s = max(0.0, self.encode_backlog_s - encode_s)
+        self.owed_s = max(0.0, self.owed_s - encode_s - prefill.per_token_s * tokens)
         if decoding:
             self.longest_stall_s = max(self.longest_stall_s, self._step_s)
         self._until(self._since_s + self._planned * self._step_s)

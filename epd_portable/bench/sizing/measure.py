@@ -29,6 +29,8 @@ from epd_portable.errors import MeasurementError
 TEXT_WORDS = (8, 64, 256, 768)
 CONCURRENCY = (1, 2, 4, 8)
 SIDES = (112, 224, 336, 448)
+SEVERAL = 4
+"""Pictures of a request, beside those of one."""
 DECODE_TOKENS = 48
 STREAM_TOKENS = 96
 """Of the answer beside which a picture is sent; long enough to last until it is encoded."""
@@ -116,6 +118,96 @@ class Measured:
     notes: tuple[str, ...]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Observations:
+    """What single requests took, in seconds; medians.
+
+    Attributes:
+        texts: Tokens of a prompt, and the time to its first token.
+        streams: Streams at once, and the time per token of each.
+        sides: Of the pictures below, in pixels.
+        embeddings: Prompt tokens of one of them.
+        alone: Time to the first token with one picture.
+        several: The same with `SEVERAL` of them.
+        stalls: Longest time between two tokens of a stream beside a request with one picture.
+    """
+
+    texts: tuple[tuple[float, float], ...]
+    streams: tuple[tuple[float, float], ...]
+    sides: tuple[int, ...]
+    embeddings: tuple[float, ...]
+    alone: tuple[float, ...]
+    several: tuple[float, ...]
+    stalls: tuple[float, ...]
+
+
+def analyse(
+    seen: Observations, *, shares_core: bool, pixels_per_embedding: int, source: str
+) -> Measured:
+    """Tell the stages apart.
+
+    A stream stands still while its engine encodes a picture, and not while the API server prepares
+    it. Where it does not stand still, another instance encodes.
+
+    Args:
+        seen: Of one server.
+        shares_core: What to say of the server's API server and engine.
+        pixels_per_embedding: Of the model.
+        source: For the file.
+    """
+    text = fit("prefill", "token", seen.texts)
+    decode = fit("decode", "sequence", seen.streams)
+    prompts_s = [text.slope_s * count for count in seen.embeddings]
+    # What a request with a picture takes beyond a text of as many tokens.
+    beyond_s = [
+        max(0.0, alone - text.base_s - prompt_s)
+        for alone, prompt_s in zip(seen.alone, prompts_s, strict=True)
+    ]
+    # A step with prefill and a stream; what is left of a stall is encoding.
+    step_s = min(text.base_s, decode.at(1.0))
+    still_s = [
+        max(0.0, stall - step_s - prompt_s)
+        for stall, prompt_s in zip(seen.stalls, prompts_s, strict=True)
+    ]
+    if still_s[-1] > STALLED * beyond_s[-1]:
+        encode_s = [min(each) for each in zip(still_s, beyond_s, strict=True)]
+        note = "Encoding is the time for which a stream beside a picture stood still."
+    else:
+        encode_s = [
+            max(0.0, min(beyond, (several - alone) / (SEVERAL - 1) - prompt))
+            for beyond, alone, several, prompt in zip(
+                beyond_s, seen.alone, seen.several, prompts_s, strict=True
+            )
+        ]
+        note = (
+            "Streams did not stand still beside pictures: another instance encodes. Encoding "
+            "is what each further picture of a request takes, perhaps with preprocessing."
+        )
+    encode = fit("encode", "embedding", list(zip(seen.embeddings, encode_s, strict=True)))
+    rest_s = [beyond - each for beyond, each in zip(beyond_s, encode_s, strict=True)]
+    pixels = [float(side**2) for side in seen.sides]
+    front_end = fit("front end, a picture", "pixel", list(zip(pixels, rest_s, strict=True)))
+    # A text's time to its first token holds HTTP and tokenizer, which a step does not.
+    base_s = min(text.base_s, decode.base_s)
+    times = StageTimes(
+        source=source,
+        encode=EncodeTimes(
+            base_s=encode.base_s,
+            per_embedding_s=encode.slope_s,
+            pixels_per_embedding=pixels_per_embedding,
+        ),
+        prefill=PrefillTimes(base_s=base_s, per_token_s=text.slope_s),
+        decode=DecodeTimes(base_s=decode.base_s, per_sequence_s=decode.slope_s),
+        front_end=FrontEndTimes(
+            request_s=text.base_s - base_s,
+            picture_s=front_end.base_s,
+            pixel_s=front_end.slope_s,
+            shares_core=shares_core,
+        ),
+    )
+    return Measured(times=times, lines=(text, decode, encode, front_end), notes=(note,))
+
+
 class Probe:
     """Single requests to one server, all of them new to its caches.
 
@@ -137,65 +229,28 @@ class Probe:
                 f"--measure {url}: {error!r}; start a server there first, or give its address"
             ) from error
 
-    def run(self, *, shares_core: bool, pixels_per_embedding: int, source: str) -> Measured:
-        """Measure all stages.
-
-        Args:
-            shares_core: What to say of the server's API server and engine.
-            pixels_per_embedding: Of the model.
-            source: For the file.
+    def run(self) -> Observations:
+        """Ask for all that `analyse` needs.
 
         Raises:
-            MeasurementError: The server refused a request, or its times make no sense.
+            MeasurementError: The server refused a request, or its model reads no pictures.
         """
         self._report("warm-up")
         for side in (SIDES[0], SIDES[-1]):
             self._first(self._body(0, [side]))
-        text = self._texts()
-        decode = self._decode()
+        texts, streams = self._texts(), self._streams()
         stalls, alone, several, embeddings = self._pictures()
-        prompt_s = [text.slope_s * n for n in embeddings]
-        # What a picture's request takes beyond a text's, and what of that the engine stood still.
-        beyond = [max(0.0, a - text.base_s - p) for a, p in zip(alone, prompt_s, strict=True)]
-        still = [max(0.0, s - text.base_s - p) for s, p in zip(stalls, prompt_s, strict=True)]
-        one_process = still[-1] > STALLED * beyond[-1]
-        pixels = [float(side**2) for side in SIDES]
-        if one_process:
-            encode_s = [min(s, b) for s, b in zip(still, beyond, strict=True)]
-            notes = ["Encoding is the time for which a stream beside a picture stood still."]
-        else:
-            encode_s = [
-                max(0.0, min(b, (more - one) / 3 - prompt))
-                for b, one, more, prompt in zip(beyond, alone, several, prompt_s, strict=True)
-            ]
-            notes = [
-                "Streams did not stand still beside pictures: another instance encodes. Encoding "
-                "is what each further picture of a request takes, perhaps with preprocessing."
-            ]
-        encode = fit("encode", "embedding", list(zip(embeddings, encode_s, strict=True)))
-        rest = [b - e for b, e in zip(beyond, encode_s, strict=True)]
-        front_end = fit("front end, a picture", "pixel", list(zip(pixels, rest, strict=True)))
-        # A text's time to its first token holds HTTP and tokenizer: what an empty step does not.
-        step_s = min(text.base_s, decode.base_s)
-        times = StageTimes(
-            source=source,
-            encode=EncodeTimes(
-                base_s=encode.base_s,
-                per_embedding_s=encode.slope_s,
-                pixels_per_embedding=pixels_per_embedding,
-            ),
-            prefill=PrefillTimes(base_s=step_s, per_token_s=text.slope_s),
-            decode=DecodeTimes(base_s=decode.base_s, per_sequence_s=decode.slope_s),
-            front_end=FrontEndTimes(
-                request_s=text.base_s - step_s,
-                picture_s=front_end.base_s,
-                pixel_s=front_end.slope_s,
-                shares_core=shares_core,
-            ),
+        return Observations(
+            texts=texts,
+            streams=streams,
+            sides=SIDES,
+            embeddings=embeddings,
+            alone=alone,
+            several=several,
+            stalls=stalls,
         )
-        return Measured(times=times, lines=(text, decode, encode, front_end), notes=tuple(notes))
 
-    def _texts(self) -> Line:
+    def _texts(self) -> tuple[tuple[float, float], ...]:
         points = []
         for words in TEXT_WORDS:
             self._report(f"text of {words} words")
@@ -203,9 +258,9 @@ class Probe:
             # The same number of words is not always the same number of tokens.
             tokens = quantile([float(count) for _, count in seen], 0.5)
             points.append((tokens, quantile([seconds for seconds, _ in seen], 0.5)))
-        return fit("prefill", "token", points)
+        return tuple(points)
 
-    def _decode(self) -> Line:
+    def _streams(self) -> tuple[tuple[float, float], ...]:
         points = []
         for streams in CONCURRENCY:
             self._report(f"{streams} streams")
@@ -216,16 +271,16 @@ class Probe:
                     timings = pool.map(client.stream, itertools.repeat(self._url), bodies)
                 seen += [timing.tpot_s for timing in timings]
             points.append((float(streams), quantile(seen, 0.5)))
-        return fit("decode", "sequence", points)
+        return tuple(points)
 
-    def _pictures(self) -> tuple[list[float], list[float], list[float], list[float]]:
-        """Return, by side: a stream's longest gap, TTFT with 1 and 4 pictures, embeddings."""
+    def _pictures(self) -> tuple[tuple[float, ...], ...]:
+        """Return by side: longest gap of a stream, TTFT with one and with several, embeddings."""
         stalls, alone, several, embeddings = [], [], [], []
         _, without = self._first(self._body(0, []))
         for side in SIDES:
             self._report(f"pictures of {side} pixels")
             ones = [self._first(self._body(0, [side])) for _ in range(self._repeat)]
-            fours = [self._first(self._body(0, [side] * 4))[0] for _ in range(self._repeat)]
+            fours = [self._first(self._body(0, [side] * SEVERAL))[0] for _ in range(self._repeat)]
             gaps = [self._gap_beside(side) for _ in range(self._repeat)]
             alone.append(quantile([seconds for seconds, _ in ones], 0.5))
             several.append(quantile(fours, 0.5))
@@ -236,7 +291,7 @@ class Probe:
                 f"{self._url}: a picture adds {min(embeddings):g} prompt tokens; is its model one "
                 "that reads pictures?"
             )
-        return stalls, alone, several, embeddings
+        return tuple(stalls), tuple(alone), tuple(several), tuple(embeddings)
 
     def _gap_beside(self, side: int) -> float:
         """Return how long a stream stood still at most while a picture was asked about."""

@@ -284,7 +284,7 @@ def _study(study: Study) -> list[Table]:
         columns=("processes", "devices"),
         rows=tuple((str(workers), f"{devices:,}") for workers, devices in study.knees.items()),
     )
-    return [grows, seen, knee]
+    return [grows, seen, knee] if study.knees else [grows, seen]
 
 
 def _by_size(study: Study) -> dict[int, list[Growth]]:

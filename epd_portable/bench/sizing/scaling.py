@@ -38,8 +38,8 @@ class Growth:
         messages: Of the control channel, all together.
         pairs: Encode × prefill+decode instances: connections, were all kept.
         connections: That are kept: an encoder has `MAX_CONSUMERS` at most.
-        reconnected: Share of the items for which an encoder opens a connection again that it has closed for
-            another consumer: all are as likely, and the one used least lately is closed.
+        reconnected: Share of the items for which an encoder opens a connection that it has closed
+            for another consumer: all are as likely, and the one used least lately is closed.
         health_age_s: Time between two questions for an instance's health.
         router_bytes: What the router knows of instances.
         workers: Processes of the simulated router.
@@ -71,7 +71,8 @@ class Study:
     Attributes:
         rows: With one process of the router and with as many as needed, by size.
         rate_per_device: Requests a second.
-        knees: Devices at which so many processes of the router are busy for `WORKER_SHARE`.
+        knees: Devices at which so many processes of the router are busy for `WORKER_SHARE`; empty
+            when the router takes no time.
     """
 
     rows: tuple[Growth, ...]
@@ -130,6 +131,7 @@ def study(
     knees = {
         workers: math.floor(WORKER_SHARE * workers / per_request_s / rate_per_device)
         for workers in (1, 2, 4, 8, 16, 32, MOST_WORKERS)
+        if per_request_s
     }
     return Study(rows=tuple(rows), rate_per_device=rate_per_device, knees=knees)
 

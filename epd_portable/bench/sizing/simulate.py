@@ -61,6 +61,7 @@ class Rules:
             load bound. ``least-of-two``: the less loaded of two random ones.
         local_streams: A prefill+decode instance encodes a picture itself when that is done sooner
             than at the encoder, and at most so many of its sequences generate; ``None``: never.
+            Of a request's pictures it takes the first ones.
     """
 
     router_workers: int = 1
@@ -133,6 +134,7 @@ class _Encoder:
         shares = times.front_end.shares_core
         self.front_end = self.tower if shares else FifoServer(timeline)
         self.load = 0
+        self.owed_s = 0.0
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -201,16 +203,7 @@ class Simulation:
         self._loads[engine] += 1
         self._engine_of[request] = engine
         if self._encoders:
-            here_s = 0.0
-            for item in request.items:
-                encoder = self._choose_encoder()
-                encode_s = self._times.encode.seconds(item.embeddings)
-                item.here = self._sooner_here(item, encoder, engine, here_s + encode_s)
-                if item.here:
-                    here_s += encode_s
-                    self._local += 1
-                else:
-                    self._send(_Job(item=item, request=request, encoder=encoder, engine=engine))
+            self._divide(request, engine)
         self._engines[engine].submit(request)
 
     def _choose_engine(self) -> int:
@@ -235,30 +228,43 @@ class Simulation:
             index = int(self._random.random() * count)
         return encoders[index]
 
-    def _sooner_here(
-        self, item: PictureItem, encoder: _Encoder, engine: int, here_s: float
-    ) -> bool:
-        """Tell whether the engine is to encode a picture itself.
+    def _divide(self, request: SimulatedRequest, engine: int) -> None:
+        """Say of each picture who encodes it, and send those that an encoder does.
 
-        Args:
-            item: The picture.
-            encoder: Who would encode it otherwise.
-            engine: Who needs it.
-            here_s: Time of encoding the pictures of its request that are encoded here, with it.
+        The engine takes from the front of the prompt, encoders from its end: an engine computes in
+        the order of the prompt, and could not begin with a picture behind one that is to come.
         """
-        streams = self._rules.local_streams
-        if streams is None or self._engines[engine].generating > streams:
-            return False
-        there_s = (
-            encoder.tower.backlog_s
-            + self._times.encode.seconds(item.embeddings)
-            + self._times.transfer.seconds(int(item.embeddings))
-        )
-        return self._engines[engine].encode_backlog_s + here_s < there_s
+        items, streams = request.items, self._rules.local_streams
+        for item in items:
+            item.here = False
+        front, end = 0, len(items)
+        may = streams is not None and self._engines[engine].generating <= streams
+        here_s = self._engines[engine].owed_s
+        jobs = []
+        while front < end:
+            encoder = self._choose_encoder()
+            here_encode_s = self._times.encode.seconds(items[front].embeddings)
+            there_s = encoder.owed_s + self._there_s(items[end - 1])
+            if may and here_s + here_encode_s < there_s:
+                items[front].here = True
+                here_s += here_encode_s
+                front += 1
+                self._local += 1
+            else:
+                end -= 1
+                encoder.load += 1
+                encoder.owed_s += self._times.encode.seconds(items[end].embeddings)
+                self._encoding += 1
+                jobs.append(_Job(item=items[end], request=request, encoder=encoder, engine=engine))
+        for job in reversed(jobs):
+            self._send(job)
+
+    def _there_s(self, item: PictureItem) -> float:
+        """Return the time that an idle encoder and the transfer take for a picture."""
+        transfer_s = self._times.transfer.seconds(int(item.embeddings))
+        return self._times.encode.seconds(item.embeddings) + transfer_s
 
     def _send(self, job: _Job) -> None:
-        job.encoder.load += 1
-        self._encoding += 1
         self._transferred += 1
         front_end = self._times.front_end
         prepare_s = front_end.request_s + front_end.picture_s + front_end.pixel_s * job.item.pixels
@@ -273,6 +279,7 @@ class Simulation:
         job.encoder.tower.serve(work_s, self._encoded, job)
 
     def _encoded(self, job: _Job) -> None:
+        job.encoder.owed_s -= self._times.encode.seconds(job.item.embeddings)
         transfer_s = self._times.transfer.seconds(int(job.item.embeddings))
         self._timeline.at(self._timeline.now + transfer_s, self._landed, job)
 
