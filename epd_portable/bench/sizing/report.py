@@ -284,7 +284,15 @@ def _study(study: Study) -> list[Table]:
         columns=("processes", "devices"),
         rows=tuple((str(workers), f"{devices:,}") for workers, devices in study.knees.items()),
     )
-    return [grows, seen, knee] if study.knees else [grows, seen]
+    bounds = Table(
+        title="Limits of the package with this ratio, the nearest first",
+        columns=("limit", "value", "kept up to devices", "beyond"),
+        rows=tuple(
+            (bound.name, f"{bound.value:,}", f"{bound.devices:,}", bound.beyond)
+            for bound in study.bounds
+        ),
+    )
+    return [grows, seen, knee, bounds] if study.knees else [grows, seen, bounds]
 
 
 def _by_size(study: Study) -> dict[int, list[Growth]]:

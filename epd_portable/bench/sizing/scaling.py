@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from epd_portable.bench.sizing.capacity import router_s
@@ -13,14 +13,17 @@ from epd_portable.bench.sizing.simulate import Deployment, Outcome
 from epd_portable.connector.connections import MAX_CONSUMERS
 from epd_portable.router.members import PROBES_PER_S
 from epd_portable.router.settings import RouterSettings
+from epd_portable.router.tally import MAX_INSTANCES
 
-REQUESTS_A_DEVICE = 20
-MOST_REQUESTS = 300_000
+REQUESTS_A_DEVICE = 60
+MOST_REQUESTS = 600_000
 FEWEST_REQUESTS = 5_000
 WORKER_SHARE = 0.7
 """Of a router's process that may be busy when processes are counted out: beyond, waiting grows."""
 MOST_WORKERS = 64
 """As `router.workers` takes them."""
+ZMQ_SOCKETS = 1023
+"""Of a ZMQ context, by default."""
 MESSAGES_AN_ITEM = 4
 """Of the control channel when nothing fails: announce, grant, written, injected."""
 PROBE_INTERVAL_S: float = RouterSettings.model_fields["probe_interval_s"].default
@@ -65,6 +68,23 @@ class Growth:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Bound:
+    """A limit in the package, and from how many devices on a deployment of a ratio passes it.
+
+    Attributes:
+        name: What is limited.
+        value: The limit.
+        devices: The most that keep it.
+        beyond: What happens with more.
+    """
+
+    name: str
+    value: int
+    devices: int
+    beyond: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Study:
     """The sizes of a study, and where the router is full.
 
@@ -73,11 +93,13 @@ class Study:
         rate_per_device: Requests a second.
         knees: Devices at which so many processes of the router are busy for `WORKER_SHARE`; empty
             when the router takes no time.
+        bounds: Limits of the package, the nearest first.
     """
 
     rows: tuple[Growth, ...]
     rate_per_device: float
     knees: dict[int, int]
+    bounds: tuple[Bound, ...]
 
 
 def scaled(unit: Deployment, devices: int) -> Deployment:
@@ -133,7 +155,61 @@ def study(
         for workers in (1, 2, 4, 8, 16, 32, MOST_WORKERS)
         if per_request_s
     }
-    return Study(rows=tuple(rows), rate_per_device=rate_per_device, knees=knees)
+    return Study(
+        rows=tuple(rows),
+        rate_per_device=rate_per_device,
+        knees=knees,
+        bounds=bounds(unit, knees),
+    )
+
+
+def bounds(unit: Deployment, knees: Mapping[int, int]) -> tuple[Bound, ...]:
+    """Return what the package limits, by how many devices of a ratio keep it.
+
+    Args:
+        unit: Has the ratio.
+        knees: As in `Study`.
+    """
+
+    def of_engines(count: int) -> int:
+        return count * unit.devices // unit.engines
+
+    found = [
+        Bound(
+            name="consumers to which an encoder keeps connections",
+            value=MAX_CONSUMERS,
+            devices=of_engines(MAX_CONSUMERS),
+            beyond="items open a connection, another is closed",
+        ),
+        Bound(
+            name="questions for health a second",
+            value=int(PROBES_PER_S),
+            devices=int(PROBES_PER_S * PROBE_INTERVAL_S),
+            beyond="each instance is asked less often",
+        ),
+        Bound(
+            name="ZMQ sockets of a router process, one for each prefill+decode instance",
+            value=ZMQ_SOCKETS,
+            devices=of_engines(ZMQ_SOCKETS),
+            beyond="no control channel to further instances",
+        ),
+        Bound(
+            name="instances that a router counts",
+            value=MAX_INSTANCES,
+            devices=MAX_INSTANCES,
+            beyond="refused",
+        ),
+    ]
+    if MOST_WORKERS in knees:
+        found.append(
+            Bound(
+                name="router.workers",
+                value=MOST_WORKERS,
+                devices=knees[MOST_WORKERS],
+                beyond="the router is full: a second one, with instances of its own",
+            )
+        )
+    return tuple(sorted(found, key=lambda bound: bound.devices))
 
 
 def _row(

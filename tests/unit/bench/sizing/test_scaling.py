@@ -48,6 +48,13 @@ def test_a_study_shows_what_grows_and_where_the_router_is_full() -> None:
     )
     assert found.knees[1] == 35  # 0.7 of a core at 0.02 s each
     assert found.knees[4] == 140
+    assert [(bound.value, bound.devices) for bound in found.bounds] == [
+        (64, 85),  # of four devices three are prefill+decode instances
+        (100, 100),
+        (1023, 1364),
+        (64, 2240),
+        (10_000, 10_000),
+    ]
     small, one, needed = found.rows
     assert (small.workers, one.workers, needed.workers) == (1, 1, 6)
     assert (small.pairs, needed.pairs) == (5 * 15, 50 * 150)
