@@ -43,12 +43,12 @@ def capacities(
     per_token_s = times.prefill.per_token_s + times.prefill.base_s / limits.max_num_batched_tokens
     per_answer_token_s = times.decode.per_sequence_s + times.decode.base_s / limits.max_num_seqs
     engine_s = prompt * per_token_s + (_mean(demand.output) - 1) * per_answer_token_s
-    before_s = front_end.request_s + prepare_s
     if front_end.shares_core:
-        engine_s += before_s
+        engine_s += front_end.request_s + prepare_s
     stages = {
         "router": (rules.router_workers, router_s(times, demand)),
-        "front end": (deployment.engines, before_s),
+        "front end": (deployment.engines, front_end.request_s),
+        "preprocessing": (deployment.engines, prepare_s),
     }
     if not deployment.encoders:
         stages[REPLICAS] = (deployment.engines, engine_s + encode_s)

@@ -81,6 +81,7 @@ class SimulatedEngine:
         self._on_first = on_first
         self._on_last = on_last
         self.front_end = FifoServer(timeline)
+        self.preprocessing = FifoServer(timeline)
         self.encode_s = 0.0
         self.compute_s = 0.0
         self.owed_s = 0.0
@@ -110,18 +111,12 @@ class SimulatedEngine:
     def submit(self, request: SimulatedRequest) -> None:
         """Take a request in, by way of the API server."""
         front_end = self._times.front_end
-        work_s = front_end.request_s + sum(
-            front_end.picture_s + front_end.pixel_s * item.pixels for item in request.items
-        )
         tokens = request.text_tokens + sum(item.embeddings for item in request.items)
         self.owed_s += self._times.prefill.per_token_s * tokens + sum(
             self._times.encode.seconds(item.embeddings) for item in request.items if item.here
         )
-        if front_end.shares_core and self._busy:
-            # Both get half of the core until the front end is done.
-            self._late_s += work_s
-            work_s *= 2
-        self.front_end.serve(work_s, self._arrived, request)
+        then = self._prepare if request.items else self._arrived
+        self.front_end.serve(self._beside(front_end.request_s), then, request)
 
     def landed(self, request: SimulatedRequest) -> None:
         """Go on with a request one of whose pictures has come."""
@@ -129,6 +124,21 @@ class SimulatedEngine:
         if sequence is not None and sequence.missing is None:
             del self._asleep[request]
             self._ready(sequence)
+
+    def _prepare(self, request: SimulatedRequest) -> None:
+        front_end = self._times.front_end
+        work_s = sum(
+            front_end.picture_s + front_end.pixel_s * item.pixels for item in request.items
+        )
+        self.preprocessing.serve(self._beside(work_s), self._arrived, request)
+
+    def _beside(self, work_s: float) -> float:
+        """Return how long work of the API server takes beside the engine's."""
+        if not self._times.front_end.shares_core or not self._busy:
+            return work_s
+        # Both get half of the core until the work is done.
+        self._late_s += work_s
+        return 2 * work_s
 
     def _arrived(self, request: SimulatedRequest) -> None:
         sequence = _Sequence(request=request, text_left=request.text_tokens)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
-import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +33,8 @@ SEVERAL = 4
 DECODE_TOKENS = 48
 STREAM_TOKENS = 96
 """Of the answer beside which a picture is sent; long enough to last until it is encoded."""
+STREAM_BEGUN = 4
+"""Events of that answer after which the picture is sent; the first few are no tokens."""
 STALLED = 0.5
 """A stream that stands still for this share of a picture's time shares its engine with encoding."""
 _TIMEOUT_S = 300.0
@@ -169,7 +170,7 @@ def analyse(
         max(0.0, stall - step_s - prompt_s)
         for stall, prompt_s in zip(seen.stalls, prompts_s, strict=True)
     ]
-    if still_s[-1] > STALLED * beyond_s[-1]:
+    if sum(still_s) > STALLED * sum(beyond_s):
         encode_s = [min(each) for each in zip(still_s, beyond_s, strict=True)]
         note = "Encoding is the time for which a stream beside a picture stood still."
     else:
@@ -295,26 +296,34 @@ class Probe:
 
     def _gap_beside(self, side: int) -> float:
         """Return how long a stream stood still at most while a picture was asked about."""
-        body = self._body(16, [], tokens=STREAM_TOKENS)
-        found: list[client.Timing] = []
-        failed: list[MeasurementError] = []
-
-        def listen() -> None:
-            try:
-                found.append(client.stream(self._url, body))
-            except MeasurementError as error:
-                failed.append(error)
-
-        listener = threading.Thread(target=listen)
-        listener.start()
-        time.sleep(0.05)
+        body = {
+            **self._body(16, [], tokens=STREAM_TOKENS),
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        address = f"{self._url}/v1/chat/completions"
         try:
-            self._first(self._body(0, [side]))
-        finally:
-            listener.join()
-        if failed:
-            raise failed[0]
-        return found[0].longest_gap_s
+            with (
+                ThreadPoolExecutor(1) as pool,
+                httpx.Client(timeout=_TIMEOUT_S, trust_env=False) as http,
+                http.stream("POST", address, json=body) as answer,
+            ):
+                if answer.status_code != httpx.codes.OK:
+                    text = answer.read().decode(errors="replace")
+                    raise MeasurementError(f"{address} answered {answer.status_code}: {text}")
+                beside: list[Future[tuple[float, int]]] = []
+
+                def lines() -> Iterator[str]:
+                    for number, line in enumerate(filter(None, answer.iter_lines())):
+                        if number == STREAM_BEGUN:
+                            beside.append(pool.submit(self._first, self._body(0, [side])))
+                        yield line
+
+                timing = client.read_stream(lines(), time.monotonic(), time.monotonic)
+                beside[0].result()
+        except httpx.TransportError as error:
+            raise MeasurementError(f"{address}: {error!r}") from error
+        return timing.longest_gap_s
 
     def _body(self, words: int, sides: Sequence[int], *, tokens: int = 1) -> dict[str, Any]:
         """Return a request; without words it has the same text every time."""

@@ -312,6 +312,7 @@ class Simulation:
         duration_s = self._timeline.now
         stages: dict[str, list[FifoServer]] = {"router": self._workers}
         stages["front end"] = [engine.front_end for engine in self._engines]
+        stages["preprocessing"] = [engine.preprocessing for engine in self._engines]
         if self._encoders:
             stages["encode"] = [encoder.tower for encoder in self._encoders]
             if not self._times.front_end.shares_core:

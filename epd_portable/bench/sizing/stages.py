@@ -68,7 +68,9 @@ class DecodeTimes(_Times):
 
 
 class FrontEndTimes(_Times):
-    """An instance's API server, which takes one request after the other.
+    """An instance's API server: requests one after the other, and beside them pictures.
+
+    vLLM's renderer has one thread for pictures, so that texts do not wait for them.
 
     Attributes:
         request_s: Of every request: HTTP, chat template, tokenizer.

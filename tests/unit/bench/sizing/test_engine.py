@@ -145,6 +145,17 @@ def test_pictures_beyond_the_limit_of_a_step_are_encoded_in_the_next() -> None:
     assert request.ttft_s == pytest.approx(2 * (0.1 + 0.5) + 0.522)
 
 
+def test_a_text_does_not_wait_while_pictures_are_prepared_and_pictures_do() -> None:
+    run = Run(stage_times(front_end={"request_s": 0.1, "picture_s": 5.0}))
+    first = run.request(0.0, 44, 1, [picture()])
+    second = run.request(0.0, 44, 1, [picture()])
+    text = run.text(0.0, 100)
+    run.timeline.run()
+    assert text.ttft_s == pytest.approx(3 * 0.1 + 0.2)
+    assert first.ttft_s == pytest.approx(0.1 + 5.0 + 0.9)
+    assert second.ttft_s == pytest.approx(0.1 + 10.0 + 0.9)
+
+
 def test_an_api_server_delays_requests_and_not_the_engine_unless_they_share_a_core() -> None:
     ends = {}
     for shares in (False, True):

@@ -54,12 +54,15 @@ def test_the_capacity_of_a_stage_is_what_its_instances_have_by_what_a_request_ta
     rules = Rules()
     engine_s = 0.044 + 0.256 + 0.1  # one picture a request in the mean
     replicas = capacities(times, demand, Deployment(encoders=0, engines=2), rules)
-    assert replicas == pytest.approx({"front end": 2 / 0.5, "one process": 2 / (engine_s + 0.5)})
+    assert replicas == pytest.approx(
+        {"front end": 2 / 0.1, "preprocessing": 2 / 0.4, "one process": 2 / (engine_s + 0.5)}
+    )
     deployment = Deployment(encoders=3, engines=2)
     split = capacities(times, demand, deployment, rules)
     assert split == pytest.approx(
         {
-            "front end": 2 / 0.5,
+            "front end": 2 / 0.1,
+            "preprocessing": 2 / 0.4,
             "encoders' front end": 3 / 0.5,
             "encode": 3 / 0.5,
             "prefill+decode": 2 / engine_s,
