@@ -118,7 +118,7 @@ def _stage_options(command: F) -> F:
             default=5,
             show_default=True,
             type=click.IntRange(min=1, max=1000),
-            help="With --measure: requests for each point, of which the median counts.",
+            help="With --measure: requests for each point, of which the lower quartile counts.",
         ),
         click.option("--write-stages", type=file, metavar="FILE", help="Keep what was measured."),
         click.option(

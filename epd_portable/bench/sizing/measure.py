@@ -35,6 +35,8 @@ STREAM_TOKENS = 96
 """Of the answer beside which a picture is sent; long enough to last until it is encoded."""
 STREAM_BEGUN = 4
 """Events of that answer after which the picture is sent; the first few are no tokens."""
+LOW = 0.25
+"""The quantile that counts of what was repeated: what disturbs a measurement only adds to it."""
 STALLED = 0.5
 """A stream that stands still for this share of a picture's time shares its engine with encoding."""
 _TIMEOUT_S = 300.0
@@ -121,7 +123,7 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Observations:
-    """What single requests took, in seconds; medians.
+    """What single requests took, in seconds.
 
     Attributes:
         texts: Tokens of a prompt, and the time to its first token.
@@ -214,7 +216,7 @@ class Probe:
 
     Args:
         url: Of the server.
-        repeat: Measurements of each point, of which the median counts.
+        repeat: Measurements of each point, of which the lower quartile counts.
         report: Gets progress lines.
     """
 
@@ -257,8 +259,8 @@ class Probe:
             self._report(f"text of {words} words")
             seen = [self._first(self._body(words, [])) for _ in range(self._repeat)]
             # The same number of words is not always the same number of tokens.
-            tokens = quantile([float(count) for _, count in seen], 0.5)
-            points.append((tokens, quantile([seconds for seconds, _ in seen], 0.5)))
+            tokens = quantile([float(count) for _, count in seen], LOW)
+            points.append((tokens, quantile([seconds for seconds, _ in seen], LOW)))
         return tuple(points)
 
     def _streams(self) -> tuple[tuple[float, float], ...]:
@@ -271,7 +273,7 @@ class Probe:
                 with ThreadPoolExecutor(streams) as pool:
                     timings = pool.map(client.stream, itertools.repeat(self._url), bodies)
                 seen += [timing.tpot_s for timing in timings]
-            points.append((float(streams), quantile(seen, 0.5)))
+            points.append((float(streams), quantile(seen, LOW)))
         return tuple(points)
 
     def _pictures(self) -> tuple[tuple[float, ...], ...]:
@@ -283,9 +285,9 @@ class Probe:
             ones = [self._first(self._body(0, [side])) for _ in range(self._repeat)]
             fours = [self._first(self._body(0, [side] * SEVERAL))[0] for _ in range(self._repeat)]
             gaps = [self._gap_beside(side) for _ in range(self._repeat)]
-            alone.append(quantile([seconds for seconds, _ in ones], 0.5))
-            several.append(quantile(fours, 0.5))
-            stalls.append(quantile(gaps, 0.5))
+            alone.append(quantile([seconds for seconds, _ in ones], LOW))
+            several.append(quantile(fours, LOW))
+            stalls.append(quantile(gaps, LOW))
             embeddings.append(float(ones[0][1] - without))
         if min(embeddings) <= 0:
             raise MeasurementError(

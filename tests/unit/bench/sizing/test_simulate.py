@@ -162,14 +162,17 @@ def test_where_nobody_generates_encoding_where_it_is_sooner_makes_pictures_no_la
     assert ttft[1] < ttft[0]
 
 
-@pytest.mark.parametrize("choice", ["hash", "least-of-two"])
-def test_items_are_spread_over_the_encoders(choice: Any) -> None:
-    requests = [with_pictures(1.0, 8)]
-    Simulation(
-        stage_times(), Deployment(encoders=8, engines=1), Rules(encoder_choice=choice), seed=1
-    ).run(requests)
-    # Eight in a row at one encoder would be 4 s; the load bound lets two be at one.
-    assert requests[0].ttft_s < 3 * 0.5 + 8 * 0.356 + 0.144
+@pytest.mark.parametrize(("choice", "at_one"), [("hash", 2), ("least-of-two", 3)])
+def test_items_are_spread_over_the_encoders(choice: Any, at_one: int) -> None:
+    for seed in range(20):
+        request = with_pictures(1.0, 8)
+        Simulation(
+            stage_times(**LIGHT),
+            Deployment(encoders=8, engines=1),
+            Rules(encoder_choice=choice),
+            seed=seed,
+        ).run([request])
+        assert request.ttft_s < at_one * 0.5 + 0.2, "an encoder had more than its share"
 
 
 def test_a_full_router_is_what_is_waited_for() -> None:
