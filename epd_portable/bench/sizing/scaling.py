@@ -16,7 +16,7 @@ from epd_portable.router.settings import RouterSettings
 from epd_portable.router.tally import MAX_INSTANCES
 
 REQUESTS_A_DEVICE = 60
-MOST_REQUESTS = 600_000
+MOST_REQUESTS = 300_000
 FEWEST_REQUESTS = 5_000
 WORKER_SHARE = 0.7
 """Of a router's process that may be busy when processes are counted out: beyond, waiting grows."""
