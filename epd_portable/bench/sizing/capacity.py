@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from epd_portable.bench.sizing.demand import Demand
-from epd_portable.bench.sizing.simulate import REPLICAS, SPLIT_ENGINES, Deployment, Rules
+from epd_portable.bench.sizing.simulate import REPLICAS, SPLIT_ENGINES, Deployment, RoutingRules
 from epd_portable.bench.sizing.stages import StageTimes
 from epd_portable.errors import ConfigError
 
@@ -22,7 +22,7 @@ def router_s(times: StageTimes, demand: Demand) -> float:
 
 
 def capacities(
-    times: StageTimes, demand: Demand, deployment: Deployment, rules: Rules
+    times: StageTimes, demand: Demand, deployment: Deployment, rules: RoutingRules
 ) -> dict[str, float]:
     """Return the rate at which each stage that takes time is full, in requests a second.
 
@@ -54,7 +54,7 @@ def capacities(
         stages[REPLICAS] = (deployment.engines, engine_s + encode_s)
     else:
         stages[SPLIT_ENGINES] = (deployment.engines, engine_s)
-        if rules.local_streams is not None:
+        if rules.elastic_threshold is not None:
             stages[POOLED] = (deployment.devices, engine_s + encode_s)
         else:
             beside_s = prepare_s + pictures * front_end.request_s

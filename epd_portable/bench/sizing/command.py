@@ -15,8 +15,8 @@ from epd_portable.bench.options import output_options
 from epd_portable.bench.sizing import demand as demands
 from epd_portable.bench.sizing import report as sizing_report
 from epd_portable.bench.sizing import scaling, search, stages
-from epd_portable.bench.sizing.measure import Measured, Probe, analyse
-from epd_portable.bench.sizing.simulate import EncoderChoice, Rules
+from epd_portable.bench.sizing.measure import MeasuredStages, Probe, analyse
+from epd_portable.bench.sizing.simulate import EncoderChoice, RoutingRules
 from epd_portable.errors import ConfigError, MeasurementError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -145,16 +145,16 @@ def _rule_options(command: F) -> F:
             help="Of each simulation; the first tenth finds empty instances and is not counted.",
         ),
         click.option(
-            "--local-encode",
-            "local_streams",
-            type=click.IntRange(min=0),
-            metavar="STREAMS",
-            help="Let a prefill+decode instance encode a picture when that is done sooner there "
-            "and at most so many of its sequences generate.  [default: never]",
+            "--elastic",
+            "elastic_threshold",
+            type=click.FloatRange(min=1),
+            metavar="THRESHOLD",
+            help="Let prefill+decode instances encode what encoders would bring later, as "
+            "router.elastic_threshold of a topology says.  [default: never]",
         ),
         click.option(
             "--encoder-choice",
-            default=Rules().encoder_choice,
+            default=RoutingRules().encoder_choice,
             show_default=True,
             type=click.Choice(get_args(EncoderChoice)),
             help="How an item's encoder is found; hash is the router's way.",
@@ -248,7 +248,7 @@ def plan_command(
     scale_load: float,
     router_workers: int,
     encoder_choice: EncoderChoice,
-    local_streams: int | None,
+    elastic_threshold: float | None,
     requests: int,
     seed: int,
     json_file: Path | None,
@@ -287,13 +287,13 @@ def plan_command(
             raise ConfigError(
                 "stage times come from --stages FILE or from --measure URL; give one of them"
             )
-        question = search.Question(
+        question = search.SizingQuestion(
             times=times,
             demand=demand,
-            rules=Rules(
+            rules=RoutingRules(
                 router_workers=router_workers,
                 encoder_choice=encoder_choice,
-                local_streams=local_streams,
+                elastic_threshold=elastic_threshold,
             ),
             count=requests,
             seed=seed,
@@ -303,7 +303,7 @@ def plan_command(
         console.finish(made, sizing_report.make_charts(answer), json_file, markdown_file, png_file)
 
 
-def _keep(measured: Measured, file: Path | None) -> None:
+def _keep(measured: MeasuredStages, file: Path | None) -> None:
     if file is None:
         return
     try:
@@ -314,14 +314,14 @@ def _keep(measured: Measured, file: Path | None) -> None:
 
 
 def _answer(
-    question: search.Question,
+    question: search.SizingQuestion,
     limits: search.LatencyLimits,
-    measured: Measured | None,
+    measured: MeasuredStages | None,
     devices: int,
     rates: list[float],
     sizes: list[int],
     scale_load: float,
-) -> sizing_report.Answer:
+) -> sizing_report.SizingAnswer:
     predictions = tuple(
         sizing_report.Prediction(
             deployment=deployment, asked=rate, outcome=question.ask(deployment, rate)
@@ -347,7 +347,7 @@ def _answer(
             rate_per_device=scale_load * best.rate / best.deployment.devices,
             report=console.progress,
         )
-    return sizing_report.Answer(
+    return sizing_report.SizingAnswer(
         question=question,
         limits=limits,
         measured=measured,

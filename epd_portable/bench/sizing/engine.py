@@ -104,9 +104,9 @@ class SimulatedEngine:
         self._late_s = 0.0
 
     @property
-    def generating(self) -> int:
-        """Sequences that have their first token and not their last."""
-        return len(self._ends)
+    def computing(self) -> bool:
+        """Whether a step is under way."""
+        return self._busy
 
     def submit(self, request: SimulatedRequest) -> None:
         """Take a request in, by way of the API server."""

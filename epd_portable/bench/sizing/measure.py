@@ -16,10 +16,10 @@ import numpy as np
 from epd_portable.bench import client
 from epd_portable.bench.pictures import data_url
 from epd_portable.bench.sizing.stages import (
-    DecodeTimes,
-    EncodeTimes,
-    FrontEndTimes,
-    PrefillTimes,
+    DecodeStage,
+    EncodeStage,
+    FrontEndStage,
+    PrefillStage,
     StageTimes,
 )
 from epd_portable.bench.stats import quantile
@@ -107,7 +107,7 @@ def fit(name: str, across: str, points: Sequence[tuple[float, float]]) -> Line:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Measured:
+class MeasuredStages:
     """Stage times and how well they fit.
 
     Attributes:
@@ -146,7 +146,7 @@ class Observations:
 
 def analyse(
     seen: Observations, *, shares_core: bool, pixels_per_embedding: int, source: str
-) -> Measured:
+) -> MeasuredStages:
     """Tell the stages apart.
 
     A stream stands still while its engine encodes a picture, and not while the API server prepares
@@ -194,21 +194,21 @@ def analyse(
     base_s = min(text.base_s, decode.base_s)
     times = StageTimes(
         source=source,
-        encode=EncodeTimes(
+        encode=EncodeStage(
             base_s=encode.base_s,
             per_embedding_s=encode.slope_s,
             pixels_per_embedding=pixels_per_embedding,
         ),
-        prefill=PrefillTimes(base_s=base_s, per_token_s=text.slope_s),
-        decode=DecodeTimes(base_s=decode.base_s, per_sequence_s=decode.slope_s),
-        front_end=FrontEndTimes(
+        prefill=PrefillStage(base_s=base_s, per_token_s=text.slope_s),
+        decode=DecodeStage(base_s=decode.base_s, per_sequence_s=decode.slope_s),
+        front_end=FrontEndStage(
             request_s=text.base_s - base_s,
             picture_s=front_end.base_s,
             pixel_s=front_end.slope_s,
             shares_core=shares_core,
         ),
     )
-    return Measured(times=times, lines=(text, decode, encode, front_end), notes=(note,))
+    return MeasuredStages(times=times, lines=(text, decode, encode, front_end), notes=(note,))
 
 
 class Probe:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from epd_portable.bench.chart import Chart, Series
 from epd_portable.bench.report import Plain, Report, Table, conditions
-from epd_portable.bench.sizing.measure import Line, Measured
+from epd_portable.bench.sizing.measure import Line, MeasuredStages
 from epd_portable.bench.sizing.scaling import Growth, Study
-from epd_portable.bench.sizing.search import Candidate, LatencyLimits, Question, recommend
+from epd_portable.bench.sizing.search import Candidate, LatencyLimits, SizingQuestion, recommend
 from epd_portable.bench.sizing.simulate import Deployment, Outcome
 
 NOT_MODELLED = (
@@ -34,7 +34,7 @@ class Prediction:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
+class SizingAnswer:
     """Everything that one call of `plan` found; what was not asked for is empty.
 
     Attributes:
@@ -46,15 +46,15 @@ class Answer:
         study: Of sizes.
     """
 
-    question: Question
+    question: SizingQuestion
     limits: LatencyLimits
-    measured: Measured | None
+    measured: MeasuredStages | None
     candidates: tuple[Candidate, ...]
     predictions: tuple[Prediction, ...]
     study: Study | None
 
 
-def make_report(answer: Answer, *, command: str, load_before: float) -> Report:
+def make_report(answer: SizingAnswer, *, command: str, load_before: float) -> Report:
     """Return the page."""
     question, limits = answer.question, answer.limits
     notes = [f"Workload: {question.demand}.", f"Stage times: {question.times.source}."]
@@ -92,7 +92,7 @@ def make_report(answer: Answer, *, command: str, load_before: float) -> Report:
     )
 
 
-def make_charts(answer: Answer) -> list[Chart]:
+def make_charts(answer: SizingAnswer) -> list[Chart]:
     """Return what is drawn; nothing for predictions alone."""
     charts = []
     if answer.candidates:
@@ -306,7 +306,7 @@ def _worst_ttft(outcome: Outcome) -> float:
     return max(kind.ttft_p99 for kind in outcome.kinds.values())
 
 
-def _summary(answer: Answer) -> Plain:
+def _summary(answer: SizingAnswer) -> Plain:
     question, limits = answer.question, answer.limits
     summary: dict[str, Plain] = {
         "workload": question.demand.model_dump(mode="json"),

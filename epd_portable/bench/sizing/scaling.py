@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from epd_portable.bench.sizing.capacity import router_s
-from epd_portable.bench.sizing.search import LatencyLimits, Question
+from epd_portable.bench.sizing.search import LatencyLimits, SizingQuestion
 from epd_portable.bench.sizing.simulate import Deployment, Outcome
 from epd_portable.connector.connections import MAX_CONSUMERS
 from epd_portable.router.members import PROBES_PER_S
@@ -121,7 +121,7 @@ def workers_needed(rate: float, per_request_s: float) -> int:
 
 
 def study(
-    question: Question,
+    question: SizingQuestion,
     unit: Deployment,
     limits: LatencyLimits,
     *,
@@ -213,7 +213,7 @@ def bounds(unit: Deployment, knees: Mapping[int, int]) -> tuple[Bound, ...]:
 
 
 def _row(
-    question: Question,
+    question: SizingQuestion,
     deployment: Deployment,
     limits: LatencyLimits,
     rate_per_device: float,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from epd_portable.bench.sizing.capacity import capacities
 from epd_portable.bench.sizing.demand import Demand
-from epd_portable.bench.sizing.simulate import Deployment, Outcome, Rules, Simulation
+from epd_portable.bench.sizing.simulate import Deployment, Outcome, RoutingRules, Simulation
 from epd_portable.bench.sizing.stages import StageTimes
 
 PRECISION = 1.01
@@ -54,7 +54,7 @@ class LatencyLimits:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Question:
+class SizingQuestion:
     """What is simulated, but for the deployment and the rate.
 
     Attributes:
@@ -67,7 +67,7 @@ class Question:
 
     times: StageTimes
     demand: Demand
-    rules: Rules
+    rules: RoutingRules
     count: int
     seed: int
 
@@ -118,7 +118,7 @@ def deployments(devices: int) -> list[Deployment]:
     return [Deployment(encoders=0, engines=devices), *splits]
 
 
-def best_rate(question: Question, deployment: Deployment, limits: LatencyLimits) -> Candidate:
+def best_rate(question: SizingQuestion, deployment: Deployment, limits: LatencyLimits) -> Candidate:
     """Find the highest rate at which all limits hold, by bisection.
 
     A hundredth of the most that the stages could do in the mean is the lowest rate that is tried.
@@ -156,7 +156,7 @@ def best_rate(question: Question, deployment: Deployment, limits: LatencyLimits)
 
 
 def search(
-    question: Question,
+    question: SizingQuestion,
     devices: int,
     limits: LatencyLimits,
     report: Callable[[str], None],

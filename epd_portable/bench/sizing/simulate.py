@@ -52,21 +52,21 @@ class Deployment:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rules:
+class RoutingRules:
     """What the router and the instances do.
 
     Attributes:
         router_workers: The router's processes.
         encoder_choice: ``hash`` is the router's: an item's encoder by consistent hashing under a
             load bound. ``least-of-two``: the less loaded of two random ones.
-        local_streams: A prefill+decode instance encodes a picture itself when that is done sooner
-            than at the encoder, and at most so many of its sequences generate; ``None``: never.
-            Of a request's pictures it takes the first ones.
+        elastic_threshold: As in the topology file: a prefill+decode instance encodes the first
+            pictures of a request while that ends before encoders would have ended with the rest,
+            so many times before if it computes for others meanwhile; ``None``: never.
     """
 
     router_workers: int = 1
     encoder_choice: EncoderChoice = "hash"
-    local_streams: int | None = None
+    elastic_threshold: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,7 +158,7 @@ class Simulation:
     """
 
     def __init__(
-        self, times: StageTimes, deployment: Deployment, rules: Rules, *, seed: int
+        self, times: StageTimes, deployment: Deployment, rules: RoutingRules, *, seed: int
     ) -> None:
         self._times = times
         self._rules = rules
@@ -229,40 +229,45 @@ class Simulation:
         return encoders[index]
 
     def _divide(self, request: SimulatedRequest, engine: int) -> None:
-        """Say of each picture who encodes it, and send those that an encoder does.
-
-        The engine takes from the front of the prompt, encoders from its end: an engine computes in
-        the order of the prompt, and could not begin with a picture behind one that is to come.
-        """
-        items, streams = request.items, self._rules.local_streams
-        for item in items:
-            item.here = False
-        front, end = 0, len(items)
-        may = streams is not None and self._engines[engine].generating <= streams
-        here_s = self._engines[engine].owed_s
-        jobs = []
-        while front < end:
+        """Say of each picture who encodes it, and send those that an encoder does."""
+        encoders = []
+        for _ in request.items:
             encoder = self._choose_encoder()
-            here_encode_s = self._times.encode.seconds(items[front].embeddings)
-            there_s = encoder.owed_s + self._there_s(items[end - 1])
-            if may and here_s + here_encode_s < there_s:
-                items[front].here = True
-                here_s += here_encode_s
-                front += 1
+            encoder.load += 1
+            self._encoding += 1
+            encoders.append(encoder)
+        here = self._sooner_here(request.items, encoders, self._engines[engine])
+        for index, (item, encoder) in enumerate(zip(request.items, encoders, strict=True)):
+            item.here = index < here
+            if item.here:
+                encoder.load -= 1
+                self._encoding -= 1
                 self._local += 1
             else:
-                end -= 1
-                encoder.load += 1
-                encoder.owed_s += self._times.encode.seconds(items[end].embeddings)
-                self._encoding += 1
-                jobs.append(_Job(item=items[end], request=request, encoder=encoder, engine=engine))
-        for job in reversed(jobs):
-            self._send(job)
+                encoder.owed_s += self._times.encode.seconds(item.embeddings)
+                self._send(_Job(item=item, request=request, encoder=encoder, engine=engine))
 
-    def _there_s(self, item: PictureItem) -> float:
-        """Return the time that an idle encoder and the transfer take for a picture."""
-        transfer_s = self._times.transfer.seconds(int(item.embeddings))
-        return self._times.encode.seconds(item.embeddings) + transfer_s
+    def _sooner_here(
+        self, items: Sequence[PictureItem], encoders: Sequence[_Encoder], engine: SimulatedEngine
+    ) -> int:
+        """Return how many of a request's first pictures its engine encodes; see `RoutingRules`.
+
+        The router's own rule (``router/elastic.py``), with times that are known.
+        """
+        threshold = self._rules.elastic_threshold
+        if threshold is None:
+            return 0
+        factor = threshold if engine.computing else 1.0
+        works_s = [self._times.encode.seconds(item.embeddings) for item in items]
+        here_s = engine.owed_s
+        for count, work_s in enumerate(works_s):
+            here_s += work_s
+            ends_s = {encoder: encoder.owed_s for encoder in encoders[count:]}
+            for encoder, rest_s in zip(encoders[count:], works_s[count:], strict=True):
+                ends_s[encoder] += rest_s
+            if factor * here_s >= max(ends_s.values()):
+                return count
+        return len(items)
 
     def _send(self, job: _Job) -> None:
         self._transferred += 1

@@ -21,7 +21,7 @@ class _Times(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class EncodeTimes(_Times):
+class EncodeStage(_Times):
     """The vision tower on one picture, in seconds; pictures are encoded one after the other.
 
     Attributes:
@@ -43,7 +43,7 @@ class EncodeTimes(_Times):
         return self.base_s + self.per_embedding_s * embeddings
 
 
-class PrefillTimes(_Times):
+class PrefillStage(_Times):
     """The language model on prompt tokens, in seconds of an engine step that holds some.
 
     Attributes:
@@ -55,7 +55,7 @@ class PrefillTimes(_Times):
     per_token_s: Duration
 
 
-class DecodeTimes(_Times):
+class DecodeStage(_Times):
     """The language model on one token each of several sequences, in seconds of an engine step.
 
     Attributes:
@@ -67,7 +67,7 @@ class DecodeTimes(_Times):
     per_sequence_s: Duration
 
 
-class FrontEndTimes(_Times):
+class FrontEndStage(_Times):
     """An instance's API server: requests one after the other, and beside them pictures.
 
     vLLM's renderer has one thread for pictures, so that texts do not wait for them.
@@ -86,7 +86,7 @@ class FrontEndTimes(_Times):
     shares_core: bool = False
 
 
-class TransferTimes(_Times):
+class TransferStage(_Times):
     """From an encoder's output to the item that the prefill+decode engine can use.
 
     Attributes:
@@ -105,7 +105,7 @@ class TransferTimes(_Times):
         return self.base_s + self.byte_s * self.embedding_bytes * embeddings
 
 
-class RouterTimes(_Times):
+class RouterStage(_Times):
     """CPU time of one of the router's processes, and what instances cost it.
 
     Defaults are from docs/measurements/2026-11-router.md: one core, the router full.
@@ -164,12 +164,12 @@ class StageTimes(_Times):
     """
 
     source: Annotated[str, Field(min_length=1)]
-    encode: EncodeTimes
-    prefill: PrefillTimes
-    decode: DecodeTimes
-    front_end: FrontEndTimes = FrontEndTimes()
-    transfer: TransferTimes = TransferTimes()
-    router: RouterTimes = RouterTimes()
+    encode: EncodeStage
+    prefill: PrefillStage
+    decode: DecodeStage
+    front_end: FrontEndStage = FrontEndStage()
+    transfer: TransferStage = TransferStage()
+    router: RouterStage = RouterStage()
     engine: EngineLimits = EngineLimits()
 
 

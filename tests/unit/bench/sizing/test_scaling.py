@@ -4,8 +4,8 @@ import pytest
 
 from epd_portable.bench.sizing.demand import Demand
 from epd_portable.bench.sizing.scaling import scaled, study, workers_needed
-from epd_portable.bench.sizing.search import LatencyLimits, Question
-from epd_portable.bench.sizing.simulate import Deployment, Rules
+from epd_portable.bench.sizing.search import LatencyLimits, SizingQuestion
+from epd_portable.bench.sizing.simulate import Deployment, RoutingRules
 from tests.unit.bench.sizing.samples import stage_times
 
 UNIT = Deployment(encoders=1, engines=3)
@@ -35,10 +35,10 @@ def test_processes_of_the_router_are_counted_out_with_room_to_spare() -> None:
 
 def test_a_study_shows_what_grows_and_where_the_router_is_full() -> None:
     router = {"request_s": 0.02, "chunk_s": 0.0, "choice_s": 0.0, "picture_s": 0.0}
-    question = Question(
+    question = SizingQuestion(
         times=stage_times(router={**router, "picture_byte_s": 0.0}),
         demand=Demand(share=0.2, text=(44,), output=(5,)),
-        rules=Rules(),
+        rules=RoutingRules(),
         count=0,
         seed=1,
     )

@@ -10,28 +10,28 @@ from epd_portable.bench.sizing.demand import Demand
 from epd_portable.bench.sizing.search import (
     Candidate,
     LatencyLimits,
-    Question,
+    SizingQuestion,
     best_rate,
     deployments,
     recommend,
     search,
 )
-from epd_portable.bench.sizing.simulate import Deployment, Rules
+from epd_portable.bench.sizing.simulate import Deployment, RoutingRules
 from epd_portable.errors import ConfigError
 from tests.unit.bench.sizing.samples import LIGHT, stage_times
 
 LIMITS = LatencyLimits(ttft_s=2.0, ttft_pictures_s=4.0, tpot_s=0.1)
 
 
-def question(**changes: Any) -> Question:
+def question(**changes: Any) -> SizingQuestion:
     known: dict[str, Any] = {
         "times": stage_times(),
         "demand": Demand(share=0.5, text=(44,), output=(11,)),
-        "rules": Rules(),
+        "rules": RoutingRules(),
         "count": 1000,
         "seed": 1,
     }
-    return Question(**known | changes)
+    return SizingQuestion(**known | changes)
 
 
 def test_every_way_to_use_the_devices_is_tried() -> None:
@@ -51,7 +51,7 @@ def test_the_capacity_of_a_stage_is_what_its_instances_have_by_what_a_request_ta
         front_end={"request_s": 0.1, "picture_s": 0.4},
     )
     demand = Demand(share=0.5, pictures=(1, 3), text=(44,), output=(11,))
-    rules = Rules()
+    rules = RoutingRules()
     engine_s = 0.044 + 0.256 + 0.1  # one picture a request in the mean
     replicas = capacities(times, demand, Deployment(encoders=0, engines=2), rules)
     assert replicas == pytest.approx(
@@ -68,7 +68,7 @@ def test_the_capacity_of_a_stage_is_what_its_instances_have_by_what_a_request_ta
             "prefill+decode": 2 / engine_s,
         }
     )
-    pooled = capacities(times, demand, deployment, Rules(local_streams=0))
+    pooled = capacities(times, demand, deployment, RoutingRules(elastic_threshold=2.0))
     assert pooled[POOLED] == pytest.approx(5 / (engine_s + 0.5))
 
 
@@ -91,7 +91,7 @@ def test_stages_that_take_no_time_are_refused() -> None:
         prefill={"base_s": 0.0, "per_token_s": 0.0}, decode={"base_s": 0.0, "per_sequence_s": 0.0}
     )
     with pytest.raises(ConfigError, match="no stage takes any time"):
-        capacities(times, Demand(share=0.0), Deployment(encoders=0, engines=1), Rules())
+        capacities(times, Demand(share=0.0), Deployment(encoders=0, engines=1), RoutingRules())
 
 
 def test_the_limits_hold_at_the_rate_that_is_found_and_not_much_above_it() -> None:

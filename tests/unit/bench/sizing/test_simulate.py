@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from epd_portable.bench.sizing.demand import Demand
 from epd_portable.bench.sizing.requests import PictureItem, SimulatedRequest
-from epd_portable.bench.sizing.simulate import Deployment, Outcome, Rules, Simulation
+from epd_portable.bench.sizing.simulate import Deployment, Outcome, RoutingRules, Simulation
 from epd_portable.bench.sizing.stages import StageTimes
 from tests.unit.bench.sizing.samples import LIGHT, stage_times
 
@@ -22,13 +22,13 @@ def simulate(
     *,
     rate: float,
     count: int = 2000,
-    rules: Rules | None = None,
+    rules: RoutingRules | None = None,
     times: StageTimes | None = None,
     seed: int = 1,
 ) -> Outcome:
     times = times or stage_times()
     requests = demand.requests(times, rate=rate, count=count, seed=seed)
-    return Simulation(times, deployment, rules or Rules(), seed=seed).run(requests)
+    return Simulation(times, deployment, rules or RoutingRules(), seed=seed).run(requests)
 
 
 def with_pictures(arrival_s: float, count: int, output: int = 1) -> SimulatedRequest:
@@ -41,10 +41,10 @@ def with_pictures(arrival_s: float, count: int, output: int = 1) -> SimulatedReq
     encoders=st.integers(0, 4),
     engines=st.integers(1, 20),
     rules=st.builds(
-        Rules,
+        RoutingRules,
         router_workers=st.integers(1, 3),
         encoder_choice=st.sampled_from(["hash", "least-of-two"]),
-        local_streams=st.sampled_from([None, 0, 5]),
+        elastic_threshold=st.sampled_from([None, 1.0, 4.0]),
     ),
     demand=st.builds(
         Demand,
@@ -61,7 +61,7 @@ def with_pictures(arrival_s: float, count: int, output: int = 1) -> SimulatedReq
 def test_every_request_ends_once_and_every_picture_is_encoded_once(
     encoders: int,
     engines: int,
-    rules: Rules,
+    rules: RoutingRules,
     demand: Demand,
     rate: float,
     shares_core: bool,
@@ -124,25 +124,23 @@ def test_one_process_stalls_tokens_while_it_encodes_and_a_split_does_not() -> No
 
 
 def test_two_pictures_are_encoded_at_once_when_the_engine_may_encode_one() -> None:
-    def ttft_s(rules: Rules) -> float:
+    def ttft_s(rules: RoutingRules) -> float:
         request = with_pictures(1.0, 2)
         Simulation(stage_times(), SPLIT, rules, seed=1).run([request])
         return request.ttft_s
 
-    assert ttft_s(Rules()) == pytest.approx(1.0 + 0.1 + 0.3)
-    assert ttft_s(Rules(local_streams=0)) == pytest.approx(0.5 + 0.1 + 0.256 + 0.4)
+    assert ttft_s(RoutingRules()) == pytest.approx(1.0 + 0.1 + 0.3)
+    assert ttft_s(RoutingRules(elastic_threshold=2.0)) == pytest.approx(0.5 + 0.1 + 0.256 + 0.4)
 
 
-def test_an_engine_with_more_streams_than_allowed_encodes_nothing() -> None:
-    def local(streams: int) -> int:
+def test_an_engine_that_computes_for_others_encodes_only_what_would_take_so_much_longer() -> None:
+    def local(threshold: float) -> int:
         early, late = with_pictures(0.0, 1, output=1000), with_pictures(2.0, 4)
-        outcome = Simulation(stage_times(), SPLIT, Rules(local_streams=streams), seed=1).run(
-            [early, late]
-        )
-        return outcome.local_items
+        rules = RoutingRules(elastic_threshold=threshold)
+        return Simulation(stage_times(), SPLIT, rules, seed=1).run([early, late]).local_items
 
-    assert local(0) == 0
-    assert local(1) == 2
+    # Four encodes of 0.5 s in a row against one, then three against two.
+    assert [local(threshold) for threshold in (1.0, 2.0, 5.0)] == [2, 1, 0]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -156,7 +154,7 @@ def test_where_nobody_generates_encoding_where_it_is_sooner_makes_pictures_no_la
         sum(request.ttft_s for request in outcome.requests)
         for outcome in (
             simulate(SPLIT, demand, rate=rate, count=1000, seed=seed, rules=rules, times=times)
-            for rules in (Rules(), Rules(local_streams=0))
+            for rules in (RoutingRules(), RoutingRules(elastic_threshold=2.0))
         )
     ]
     assert ttft[1] < ttft[0]
@@ -169,7 +167,7 @@ def test_items_are_spread_over_the_encoders(choice: Any, at_one: int) -> None:
         Simulation(
             stage_times(**LIGHT),
             Deployment(encoders=8, engines=1),
-            Rules(encoder_choice=choice),
+            RoutingRules(encoder_choice=choice),
             seed=seed,
         ).run([request])
         assert request.ttft_s < at_one * 0.5 + 0.2, "an encoder had more than its share"
@@ -182,7 +180,7 @@ def test_a_full_router_is_what_is_waited_for() -> None:
     demand = Demand(share=0.0, output=(1,))
     one = simulate(REPLICA, demand, rate=2.0, count=100, times=times)
     four = simulate(
-        REPLICA, demand, rate=2.0, count=100, times=times, rules=Rules(router_workers=8)
+        REPLICA, demand, rate=2.0, count=100, times=times, rules=RoutingRules(router_workers=8)
     )
     assert one.duration_s == pytest.approx(100, abs=2)
     assert one.longest_wait_s["router"] > 40 > 5 > four.longest_wait_s["router"]
