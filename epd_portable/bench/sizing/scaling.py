@@ -22,8 +22,6 @@ WORKER_SHARE = 0.7
 """Of a router's process that may be busy when processes are counted out: beyond, waiting grows."""
 MOST_WORKERS = 64
 """As `router.workers` takes them."""
-ZMQ_SOCKETS = 1023
-"""Of a ZMQ context, by default."""
 MESSAGES_AN_ITEM = 4
 """Of the control channel when nothing fails: announce, grant, written, injected."""
 PROBE_INTERVAL_S: float = RouterSettings.model_fields["probe_interval_s"].default
@@ -186,12 +184,6 @@ def bounds(unit: Deployment, knees: Mapping[int, int]) -> tuple[Bound, ...]:
             value=int(PROBES_PER_S),
             devices=int(PROBES_PER_S * PROBE_INTERVAL_S),
             beyond="each instance is asked less often",
-        ),
-        Bound(
-            name="ZMQ sockets of a router process, one for each prefill+decode instance",
-            value=ZMQ_SOCKETS,
-            devices=of_engines(ZMQ_SOCKETS),
-            beyond="no control channel to further instances",
         ),
         Bound(
             name="instances that a router counts",
