@@ -18,6 +18,7 @@ from epd_portable.bench import (
     transfer_report,
     workload,
 )
+from epd_portable.bench.load.command import load_command
 from epd_portable.bench.options import (
     choose_paths,
     file_options,
@@ -74,6 +75,9 @@ they hold on other machines better than times do.
 @click.version_option(package_name="epd-portable")
 def main() -> None:
     """Run the command ``epd-bench``."""
+
+
+main.add_command(load_command)
 
 
 @main.command("serve")
