@@ -40,8 +40,9 @@ def make_charts(results: LoadResults, setting: Setting) -> list[Chart]:
             across_label="",
             up_label="ms",
             series=series(
-                lambda turns, quantity=quantity, name=name: 1000
-                * (figures.statistic(turns, "all", quantity, name) or 0.0)
+                lambda turns, quantity=quantity, name=name: (
+                    1000 * (figures.statistic(turns, "all", quantity, name) or 0.0)
+                )
             ),
         )
         for quantity, name in _TIMES

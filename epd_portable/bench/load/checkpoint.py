@@ -43,9 +43,7 @@ class Shape:
     @property
     def folder_name(self) -> str:
         """Name of its folder; served under it, too."""
-        return (
-            f"shape-{self.vision_layers}x{self.vision_size}-{self.text_layers}x{self.text_size}"
-        )
+        return f"shape-{self.vision_layers}x{self.vision_size}-{self.text_layers}x{self.text_size}"
 
 
 def read_shape(text: str) -> Shape:

@@ -1,16 +1,15 @@
 """The clients: one process, no library between it and the sockets.
 
-``python -m epd_portable.bench.load.clients NICENESS`` reads a command a line and answers each with
-a line of `ClientsDone`. Bodies are written before a run and answers are read after it, so that neither
-delays a sending. How much CPU time the clients took, and how late they sent, is part of every
-result: clients that are the bottleneck show.
+``python -m epd_portable.bench.load.clients`` reads a command a line and answers each with a line of
+`ClientsDone`. Bodies are written before a run and answers are read after it, so that neither delays
+a sending. How much CPU time the clients took, and how late they sent, is part of every result:
+clients that are the bottleneck show.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import sys
 import time
 from collections import defaultdict
@@ -21,7 +20,7 @@ import msgspec
 
 from epd_portable.bench.load.answers import gaps, read
 from epd_portable.bench.load.bodies import body_of, request_parts
-from epd_portable.bench.load.commands import TimedAnswer, Ask, Command, ClientsDone, Prepare, Send
+from epd_portable.bench.load.commands import Ask, ClientsDone, Command, Prepare, Send, TimedAnswer
 from epd_portable.bench.router.raw_http import MessageProtocol, install_fast_loop
 
 _CONNECT_TIMEOUT_S = 20.0
@@ -167,6 +166,7 @@ class _Round:
 
     async def _send_anew(self, exchange: _Exchange, url: str, parts: list[bytes]) -> None:
         address = urlsplit(url)
+        assert address.hostname is not None
         loop = asyncio.get_running_loop()
         try:
             _, connection = await asyncio.wait_for(
@@ -227,7 +227,6 @@ class _Clients:
 
 def main() -> None:
     """Carry out commands until standard input ends."""
-    os.nice(int(sys.argv[1]))
     install_fast_loop()
     loop = asyncio.new_event_loop()
     clients = _Clients()

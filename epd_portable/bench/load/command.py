@@ -21,7 +21,7 @@ from epd_portable.bench.options import output_options
 from epd_portable.config.load import PLATFORMS
 from epd_portable.errors import ConfigError, MeasurementError
 
-HELP = """Ask sides in turns under an open load: a topology, replicas of plain vLLM, upstream's example.
+HELP = """Ask sides in turns under an open load: a topology, replicas, upstream's example.
 
 \b
 Sides, each as NAME=WHAT or WHAT; the first is compared with the others:
@@ -202,7 +202,7 @@ input.
 @click.option("--plan", "plan_only", is_flag=True, help="Show what would be measured, and end.")
 @output_options
 @click.pass_context
-def load_command(context: click.Context, **options: Any) -> None:
+def load_command(context: click.Context, /, **options: Any) -> None:
     """Measure sides under load; users read `HELP`."""
     with console.messages():
         _run(_with_preset(context, options))
@@ -233,7 +233,11 @@ def _run(options: dict[str, Any]) -> None:
         platform=options["platform"],
         settings=(
             *options["overrides"],
-            *([f"engine_args.load_format={options['load_format']}"] if options["load_format"] else []),
+            *(
+                [f"engine_args.load_format={options['load_format']}"]
+                if options["load_format"]
+                else []
+            ),
         ),
         model=settings.find_model(
             options["model"], options["shape"], progress.say, make=not options["plan_only"]
@@ -326,9 +330,7 @@ def _plan(options: dict[str, Any]) -> LoadPlan:
     if rates:
         found = settings.read_numbers(rates, "--rate", float)
         points += [dataclasses.replace(usual, rate=rate) for rate in found]
-    points += [
-        dataclasses.replace(usual, concurrency=count) for count in options["concurrency"]
-    ]
+    points += [dataclasses.replace(usual, concurrency=count) for count in options["concurrency"]]
     points += [settings.read_point(text, usual) for text in options["point_texts"]]
     search = None
     if options["goodput_range"]:
@@ -340,9 +342,7 @@ def _plan(options: dict[str, Any]) -> LoadPlan:
     replay_file: Path | None = options["replay_file"]
     replay = read_trace(replay_file) if replay_file else ()
     if replay_file:
-        points.append(
-            dataclasses.replace(usual, replay=replay_file.name, speed=options["speed"])
-        )
+        points.append(dataclasses.replace(usual, replay=replay_file.name, speed=options["speed"]))
     points = points or [usual]
     settings.check_points(points, sought=search is not None)
     return LoadPlan(
@@ -364,9 +364,7 @@ def _plan(options: dict[str, Any]) -> LoadPlan:
     )
 
 
-def _judge(
-    results: LoadResults, setting: load_report.Setting, *, allow_fallback: bool
-) -> None:
+def _judge(results: LoadResults, setting: load_report.Setting, *, allow_fallback: bool) -> None:
     """Say by the exit status whether the figures are those of what was asked for.
 
     Raises:

@@ -28,9 +28,7 @@ STATISTICS: dict[str, Callable[[Sequence[float]], float]] = {
 
 def of_kind(turns: Sequence[SideTurn], kind: str) -> list[RequestRecord]:
     """Return the requests of a kind, failed ones too."""
-    return [
-        each for turn in turns for each in turn.requests if kind in ("all", each.kind)
-    ]
+    return [each for turn in turns for each in turn.requests if kind in ("all", each.kind)]
 
 
 def values(requests: Sequence[RequestRecord], quantity: str) -> list[float]:
@@ -39,9 +37,7 @@ def values(requests: Sequence[RequestRecord], quantity: str) -> list[float]:
     return [value for each in requests if not each.problem for value in pick(each)]
 
 
-def statistic(
-    turns: Sequence[SideTurn], kind: str, quantity: str, name: str
-) -> float | None:
+def statistic(turns: Sequence[SideTurn], kind: str, quantity: str, name: str) -> float | None:
     """Return one figure of some turns together; ``None`` where there is nothing."""
     found = values(of_kind(turns, kind), quantity)
     return STATISTICS[name](found) if found else None
@@ -50,9 +46,7 @@ def statistic(
 def is_good(request: RequestRecord, limits: Limits) -> bool:
     """Return whether a request was answered, and within the limits."""
     return (
-        not request.problem
-        and request.ttft_s <= limits.ttft_s
-        and request.tpot_s <= limits.tpot_s
+        not request.problem and request.ttft_s <= limits.ttft_s and request.tpot_s <= limits.tpot_s
     )
 
 

@@ -133,9 +133,7 @@ class Measurement:
             return
         cores = frozenset(self._ground.allotment.rest)
         with ExitStack() as stack:
-            self._clients = stack.enter_context(
-                LineProcess([CLIENTS, "0"], cores, self._ground.folder)
-            )
+            self._clients = stack.enter_context(LineProcess([CLIENTS], cores, self._ground.folder))
             if self._together:
                 self._up = stack.enter_context(stand_up(self._sides, self._ground))
                 self._introduce(self._up)
@@ -164,9 +162,9 @@ class Measurement:
             # About: a bisection of each side, of which many rates serve several sides.
             self._progress.expect(6 * plan.rounds * self._expected_s(sought))
             finding = GoodputSearch.among(search, [side.name for side in self._sides])
-            self._results.brackets[sought.key] = finding.run(
-                lambda rate, sought=sought: self._measure_rate(sought, rate)
-            )
+            self._results.brackets[sought.key] = finding.brackets
+            while (rate := finding.next_rate()) is not None:
+                finding.learn(rate, self._measure_rate(sought, rate))
             for side, bracket in finding.brackets.items():
                 self._progress.say(f"{side}: {sought.mix.about}: {bracket}")
         self._keep(self._results)

@@ -137,9 +137,7 @@ def _notes(results: LoadResults, setting: Setting) -> tuple[str, ...]:
         "Quantiles of the tables of times are those of all rounds together.",
     ]
     if plan.limits.ttft_s < math.inf or plan.limits.tpot_s < math.inf:
-        notes.append(
-            f"Goodput counts answers with {_limits_text(plan)}: each answer by itself."
-        )
+        notes.append(f"Goodput counts answers with {_limits_text(plan)}: each answer by itself.")
     if not results.tokens_known:
         notes.append("No side tells how many tokens a text has: a word is taken for a token.")
     refused = results.refused()
@@ -194,9 +192,7 @@ def _ratio(turns: Sequence[SideTurn], peers: Sequence[SideTurn], **what: str) ->
 def _spread(found: Sequence[float]) -> Ratio | None:
     if not found:
         return None
-    return Ratio(
-        median=quantile(found, 0.5), low=quantile(found, 0.25), high=quantile(found, 0.75)
-    )
+    return Ratio(median=quantile(found, 0.5), low=quantile(found, 0.25), high=quantile(found, 0.75))
 
 
 def _shown(ratio: Ratio | None) -> str:
@@ -243,7 +239,9 @@ def _goodput_table(rounds: Rounds, setting: Setting) -> Table:
             ratio = None
             if side != first:
                 ratio = _spread(
-                    figures.ratios(by_side[first], turns, lambda turn: figures.goodput(turn, limits))
+                    figures.ratios(
+                        by_side[first], turns, lambda turn: figures.goodput(turn, limits)
+                    )
                 )
             rows.append(
                 (
@@ -318,11 +316,18 @@ def _cpu_table(rounds: Rounds, setting: Setting) -> Table:
             if not used:
                 continue
             whole = sum(used.values())
-            shown = [f"{name} {seconds / count * 1000:.0f}" for name, seconds in used.items()
-                     if seconds / whole >= 0.005]
+            shown = [
+                f"{name} {seconds / count * 1000:.0f}"
+                for name, seconds in used.items()
+                if seconds / whole >= 0.005
+            ]
             rows.append(
-                (f"{point.key}: {side}", f"{whole:.1f}", f"{whole / count * 1000:.0f}",
-                 ", ".join(shown))
+                (
+                    f"{point.key}: {side}",
+                    f"{whole:.1f}",
+                    f"{whole / count * 1000:.0f}",
+                    ", ".join(shown),
+                )
             )
     return Table(
         title="CPU time",

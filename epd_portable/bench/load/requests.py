@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -13,7 +11,7 @@ from typing import Literal
 import msgspec
 
 from epd_portable.bench.load.commands import Ask, PictureSpec
-from epd_portable.bench.load.schedule import arrivals, seed_of
+from epd_portable.bench.load.schedule import seed_of
 from epd_portable.errors import ConfigError
 
 PictureFormat = Literal["png", "jpeg"]

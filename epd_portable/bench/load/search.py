@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from epd_portable.bench.load.plan import SearchRange
@@ -58,12 +58,6 @@ class GoodputSearch:
         """Take in what every side did at a rate."""
         for side, did in met.items():
             self.brackets[side].learn(rate, met=did)
-
-    def run(self, measure: Callable[[float], Mapping[str, bool]]) -> dict[str, Bracket]:
-        """Measure rates until every side is known; return what is known."""
-        while (rate := self.next_rate()) is not None:
-            self.learn(rate, measure(rate))
-        return self.brackets
 
     def _next_of(self, bracket: Bracket) -> float | None:
         low, high = bracket.met or self.range.low, min(bracket.missed, self.range.high)

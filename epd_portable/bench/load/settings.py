@@ -6,7 +6,6 @@ import dataclasses
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -69,7 +68,7 @@ def read_range(text: str, precision: float) -> SearchRange:
     Raises:
         ConfigError: It is no range.
     """
-    low, colon, high = text.partition(":")
+    low, _, high = text.partition(":")
     try:
         found = SearchRange(low=float(low), high=float(high), precision=precision)
     except ValueError as error:

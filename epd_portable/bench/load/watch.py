@@ -131,9 +131,7 @@ def counted(parts: Sequence[Part]) -> Counted:
                 elif sample.name == "epd_router_ladder_total":
                     found.ladder[sample.labels["rung"]] = sample.value
                 elif sample.name == "epd_pd_fallbacks_total":
-                    found = msgspec.structs.replace(
-                        found, fallbacks=found.fallbacks + sample.value
-                    )
+                    found = msgspec.structs.replace(found, fallbacks=found.fallbacks + sample.value)
     return found
 
 
