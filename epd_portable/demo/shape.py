@@ -70,11 +70,25 @@ def write_model(folder: Path, size: Dimensions, *, max_pixels: int, seed: int = 
     for parameter in model.parameters():
         if parameter.dim() >= 2:
             torch.nn.init.normal_(parameter, std=_STD)
+    # The same weights are its output layer: what has no text of its own is never the likeliest,
+    # so every token of an answer can be seen to arrive.
+    with torch.no_grad():
+        model.get_input_embeddings().weight[tokens_without_text(tokenizer)] = 0
     model.to(torch.bfloat16).save_pretrained(folder)
     (folder / "model.safetensors").chmod(0o644)
     tokenizer.save_pretrained(folder)
     use_published_spelling(folder)
     write_preprocessing(folder, config, max_pixels=max_pixels)
+
+
+def tokens_without_text(tokenizer: transformers.Qwen2Tokenizer) -> list[int]:
+    """Return the tokens that are special, or parts of a character."""
+    special = set(tokenizer.all_special_ids)
+    return [
+        token
+        for token in range(len(tokenizer))
+        if token in special or "\N{REPLACEMENT CHARACTER}" in tokenizer.decode([token])
+    ]
 
 
 def _rounded(width: float) -> int:

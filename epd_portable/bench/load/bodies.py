@@ -56,17 +56,18 @@ def body_of(ask: Ask) -> bytes:
     return json.dumps(body, separators=(",", ":")).encode()[1:]
 
 
-def request_parts(body: bytes, model: str, host: str) -> list[bytes]:
+def request_parts(body: bytes, *, model: str, host: str, request_id: str) -> list[bytes]:
     """Return an HTTP request as the pieces that are written.
 
     Args:
         body: From `body_of`.
         model: Name of the model.
         host: Of the server, with its port.
+        request_id: By which its processes name it.
     """
     begin = b'{"model":' + json.dumps(model).encode() + b","
     head = (
         f"POST {CHAT_PATH} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
-        f"content-length: {len(begin) + len(body)}\r\n\r\n"
+        f"x-request-id: {request_id}\r\ncontent-length: {len(begin) + len(body)}\r\n\r\n"
     )
     return [head.encode() + begin, body]

@@ -21,6 +21,7 @@ import msgspec
 from epd_portable.bench.load.answers import gaps, read
 from epd_portable.bench.load.bodies import body_of, request_parts
 from epd_portable.bench.load.commands import Ask, ClientsDone, Command, Prepare, Send, TimedAnswer
+from epd_portable.bench.load.stages import request_id
 from epd_portable.bench.router.raw_http import MessageProtocol, install_fast_loop
 
 _CONNECT_TIMEOUT_S = 20.0
@@ -150,7 +151,12 @@ class _Round:
         exchange = self.exchanges[index]
         url = self._run.urls[index % len(self._run.urls)]
         host = urlsplit(url).netloc
-        parts = request_parts(self._bodies[index], self._run.model, host)
+        parts = request_parts(
+            self._bodies[index],
+            model=self._run.model,
+            host=host,
+            request_id=request_id(self._run.name, index),
+        )
         self._under_way += 1
         exchange.begin_s = time.monotonic()
         exchange.late_s = exchange.begin_s - due_s
@@ -222,7 +228,7 @@ class _Clients:
         await sending.send_all(begin_s)
         cpu_s, wall_s = time.process_time() - cpu_s, time.monotonic() - begin_s
         answers = tuple(each.answer(begin_s) for each in sending.exchanges)
-        return ClientsDone(answers=answers, cpu_s=cpu_s, wall_s=wall_s)
+        return ClientsDone(answers=answers, begin_s=begin_s, cpu_s=cpu_s, wall_s=wall_s)
 
 
 def main() -> None:

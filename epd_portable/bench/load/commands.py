@@ -55,6 +55,7 @@ class Send(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Send what was prepared, and end when everything has an answer or has taken too long.
 
     Attributes:
+        name: The ids of the requests begin with it.
         urls: Base addresses; the requests go to each in turn.
         model: Name of the model there.
         concurrency: So many clients, of which each sends when it has its answer; 0 sends each
@@ -62,6 +63,7 @@ class Send(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         timeout_s: Longest time of a request.
     """
 
+    name: str
     urls: tuple[str, ...]
     model: str
     concurrency: int
@@ -101,10 +103,12 @@ class ClientsDone(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         answers: In the order of the requests; none to `Prepare`.
+        begin_s: When a run began, on the monotonic clock of the host.
         cpu_s: CPU time that the clients took.
         wall_s: Duration.
     """
 
     answers: tuple[TimedAnswer, ...] = ()
+    begin_s: float = 0.0
     cpu_s: float = 0.0
     wall_s: float = 0.0

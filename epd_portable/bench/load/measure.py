@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import time
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -15,11 +15,14 @@ from epd_portable.bench.load import watch
 from epd_portable.bench.load.commands import Ask, ClientsDone, Command, Prepare, Send
 from epd_portable.bench.load.figures import meets
 from epd_portable.bench.load.plan import LoadPlan, LoadPoint
-from epd_portable.bench.load.record import SideTurn, records, refusal
+from epd_portable.bench.load.record import SideTurn, TracedTurn, records, refusal
 from epd_portable.bench.load.search import Bracket, GoodputSearch
 from epd_portable.bench.load.sides import LoadSide
+from epd_portable.bench.load.stages import request_stages
 from epd_portable.bench.load.stand import Ground, StandingSide, stand_up, words_per_token
+from epd_portable.bench.provenance import provenance
 from epd_portable.bench.router.stand import LineProcess
+from epd_portable.bench.traces import handovers, read_events, since
 from epd_portable.errors import MeasurementError
 
 CLIENTS = "epd_portable.bench.load.clients"
@@ -118,6 +121,7 @@ class Measurement:
         self._keep = keep
         self._progress = progress
         self._up: list[StandingSide] = []
+        self._names = itertools.count(1)
 
     def run(self) -> None:
         """Measure what is missing.
@@ -218,10 +222,13 @@ class Measurement:
         self, up: StandingSide, point: LoadPoint, number: int, asks: Sequence[Ask]
     ) -> SideTurn:
         plan = self._plan
+        up.tidy()
         counted = watch.counted(up.parts)
-        cpu_s, begin_s = watch.cpu_s(up.parts), time.monotonic()
+        cpu_s = watch.cpu_s(up.parts)
+        name = f"turn{next(self._names)}"
         done = self._tell(
             Send(
+                name=name,
                 urls=up.urls,
                 model=up.model,
                 concurrency=point.concurrency,
@@ -230,7 +237,6 @@ class Measurement:
         )
         used = watch.used(watch.cpu_s(up.parts), cpu_s)
         watch.check_cores(up.parts)
-        up.tidy()
         found = records(asks, done)
         return SideTurn(
             point=point.key,
@@ -242,7 +248,7 @@ class Measurement:
             memory=watch.memory(up.parts),
             counted=watch.counted(up.parts).since(counted),
             client_cpu_s=done.cpu_s,
-            begin_s=begin_s,
+            traced=_traced(up, asks, done, name),
             refused=refusal(
                 found,
                 client_cpu_s=done.cpu_s,
@@ -283,12 +289,17 @@ class Measurement:
             self._tell(Prepare(asks=asks))
             for each in up:
                 done = self._tell(
-                    Send(urls=each.urls, model=each.model, concurrency=1, timeout_s=plan.timeout_s)
+                    Send(
+                        name="warm-up",
+                        urls=each.urls,
+                        model=each.model,
+                        concurrency=1,
+                        timeout_s=plan.timeout_s,
+                    )
                 )
                 problems = [answer.problem for answer in done.answers if answer.problem]
                 if problems:
                     raise MeasurementError(f"{each.side.name}, at its warm-up: {problems[0]}")
-                each.tidy()
 
     def _warm_up_asks(self, point: LoadPoint, number: int) -> tuple[Ask, ...]:
         """Return requests of each kind that a point has, for each address of a side."""
@@ -306,6 +317,21 @@ class Measurement:
     def _tell(self, command: Command) -> ClientsDone:
         self._clients.tell(msgspec.json.encode(command))
         return self._clients.hear(ClientsDone)
+
+
+def _traced(
+    up: StandingSide, asks: Sequence[Ask], done: ClientsDone, name: str
+) -> TracedTurn | None:
+    """Return what a turn's event traces say; ``None`` if the side writes none."""
+    if up.trace_dir is None:
+        return None
+    events = since(read_events(up.trace_dir), done.begin_s)
+    pictures = {(each.seed, each.size) for ask in asks for each in ask.pictures}
+    return TracedTurn(
+        stages=request_stages(events, done.answers, turn_name=name, begin_s=done.begin_s),
+        handovers=tuple(handovers(events)),
+        provenance=provenance(events, asked=len(pictures)),
+    )
 
 
 def _refused(turns: Sequence[SideTurn]) -> bool:

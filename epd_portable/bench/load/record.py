@@ -7,8 +7,25 @@ from collections.abc import Sequence
 import msgspec
 
 from epd_portable.bench.load.commands import Ask, ClientsDone
+from epd_portable.bench.load.stages import RequestStages
 from epd_portable.bench.load.watch import Counted, Memory
+from epd_portable.bench.provenance import Provenance
 from epd_portable.bench.stats import quantile
+from epd_portable.bench.traces import Handover
+
+
+class TracedTurn(msgspec.Struct, frozen=True, kw_only=True):
+    """What the event traces of a turn say.
+
+    Attributes:
+        stages: Of the requests whose way can be told.
+        handovers: Of the items, from output to placed tensor.
+        provenance: Where the encoder outputs came from.
+    """
+
+    stages: tuple[RequestStages, ...]
+    handovers: tuple[Handover, ...]
+    provenance: Provenance
 
 
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,7 +76,7 @@ class SideTurn(msgspec.Struct, frozen=True, kw_only=True):
         memory: By part of the side, right after.
         counted: What the side's own metrics say of the turn.
         client_cpu_s: CPU time of the clients.
-        begin_s: When it began, on the clock of the event traces.
+        traced: What its event traces say; ``None`` without.
         refused: Why the round does not count; empty if it does.
     """
 
@@ -72,7 +89,7 @@ class SideTurn(msgspec.Struct, frozen=True, kw_only=True):
     memory: dict[str, Memory]
     counted: Counted
     client_cpu_s: float
-    begin_s: float
+    traced: TracedTurn | None = None
     refused: str = ""
 
     @property

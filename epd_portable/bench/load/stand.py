@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -73,7 +74,9 @@ class StandingSide:
         parts: Its processes; none of servers that ran already.
         startup_s: Seconds from the start to readiness.
         trace_dir: Where it writes event traces; ``None`` for nowhere.
-        store: Folder that is emptied after each turn; ``None`` for none.
+        store: Folder of encoder outputs; ``None`` for none.
+        tokenizer_url: Base address of what tells tokens of a text, if that is not the first of
+            ``urls``.
     """
 
     side: LoadSide
@@ -83,12 +86,17 @@ class StandingSide:
     startup_s: float = 0.0
     trace_dir: Path | None = None
     store: Path | None = None
+    tokenizer_url: str = ""
 
     def tidy(self) -> None:
-        """Remove the encoder outputs that vLLM's example keeps for ever."""
+        """Remove what earlier requests left: traces, and what vLLM's example keeps for ever."""
         if self.store is not None:
             for folder in self.store.iterdir():
                 shutil.rmtree(folder, ignore_errors=True)
+        if self.trace_dir is not None:
+            for file in self.trace_dir.glob("*.jsonl"):
+                # Processes append to it, wherever its end is.
+                os.truncate(file, 0)
 
 
 @contextlib.contextmanager
@@ -116,9 +124,7 @@ def words_per_token(side: StandingSide) -> tuple[float, bool]:
     """
     texts = {words: text_of(words, words) for words in (1, 1 + _PROBE_WORDS)}
     counts = {}
-    # The proxy of vLLM's example serves chat alone; its instances tell.
-    url = next((part.metrics_url for part in side.parts if part.metrics_url), "")
-    base = url.removesuffix("/metrics") or side.urls[0]
+    base = side.tokenizer_url or side.urls[0]
     for words, text in texts.items():
         body = {"model": side.model, "prompt": text}
         try:
@@ -229,6 +235,8 @@ def _upstream(side: LoadSide, ground: Ground) -> Iterator[StandingSide]:
                     ),
                     startup_s=max(server.startup_s for server in engines),
                     store=Path(name),
+                    # The proxy serves chat alone.
+                    tokenizer_url=prefill_decode,
                 )
 
 

@@ -172,12 +172,20 @@ def _processes(part: Part) -> Iterator[tuple[psutil.Process, str]]:
         yield root, "API server" if engine else part.name
         for child in children:
             with contextlib.suppress(psutil.NoSuchProcess):
-                yield child, _role(child)
+                yield child, _role(child, part.pid)
 
 
-def _role(process: psutil.Process) -> str:
-    title = " ".join(process.cmdline()[:1])
-    return next((role for begin, role in _TITLES.items() if title.startswith(begin)), "other")
+def _role(process: psutil.Process, root: int) -> str:
+    """Say what a process below an API server is."""
+    words = process.cmdline()
+    title = words[0] if words else ""
+    for begin, role in _TITLES.items():
+        if title.startswith(begin):
+            return role
+    # vLLM cannot give every process its title; these are made in the same way, all the same.
+    if any("spawn_main" in word for word in words):
+        return "engine core" if process.ppid() == root else "worker"
+    return "other"
 
 
 def _threads(pid: int) -> list[int]:
