@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from epd_portable.bench.chart import Chart, Series
+from epd_portable.bench.chart import Chart, Series, Timeline
 from epd_portable.bench.load import figures
 from epd_portable.bench.load.measure import LoadResults
 from epd_portable.bench.load.record import SideTurn
 from epd_portable.bench.load.report import Setting, good_rounds
+from epd_portable.bench.load.stage_report import timelines
 from epd_portable.bench.stats import quantile
 
 _TIMES = (("TTFT", "p99"), ("TPOT", "p99"), ("E2E", "p50"), ("longest ITL", "p99"))
 
 
-def make_charts(results: LoadResults, setting: Setting) -> list[Chart]:
-    """Return a chart of each of several times and one of goodput, a line for each side."""
+def make_charts(results: LoadResults, setting: Setting) -> list[Chart | Timeline]:
+    """Return a chart of each of several times, one of goodput, and stages of some requests."""
     rounds = good_rounds(results, setting)
     if not rounds:
         return []
@@ -33,7 +34,7 @@ def make_charts(results: LoadResults, setting: Setting) -> list[Chart]:
     def goodput(turns: list[SideTurn]) -> float:
         return quantile([figures.goodput(turn, limits) for turn in turns], 0.5)
 
-    found = [
+    found: list[Chart | Timeline] = [
         Chart(
             title=f"{quantity}, {name}",
             across=across,
@@ -57,4 +58,4 @@ def make_charts(results: LoadResults, setting: Setting) -> list[Chart]:
             bars=True,
         )
     )
-    return found
+    return [*found, *timelines(rounds)]

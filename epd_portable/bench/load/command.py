@@ -375,6 +375,10 @@ def _judge(results: LoadResults, setting: load_report.Setting, *, allow_fallback
             f"{len(results.refused())} turns were refused: {results.refused()[0]} "
             "(--resume measures them again)"
         )
+    for side in setting.sides:
+        problem = load_report.total_failure(results, side.name)
+        if problem:
+            raise MeasurementError(f"{side.name} answered nothing: {problem}")
     fell_back = load_report.fell_back(results, setting)
     if fell_back and not allow_fallback:
         raise MeasurementError(

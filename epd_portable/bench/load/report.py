@@ -16,6 +16,7 @@ from epd_portable.bench.load.plan import LoadPlan, LoadPoint, described
 from epd_portable.bench.load.record import SideTurn
 from epd_portable.bench.load.search import Bracket
 from epd_portable.bench.load.sides import LoadSide
+from epd_portable.bench.load.stage_report import stage_tables
 from epd_portable.bench.report import Plain, Report, Table, conditions
 from epd_portable.bench.stats import Ratio, quantile
 
@@ -70,6 +71,7 @@ def make_report(results: LoadResults, setting: Setting) -> Report:
             _cpu_table(rounds, setting),
             _memory_table(rounds),
             _fates_table(rounds),
+            *stage_tables(rounds),
             _clients_table(rounds),
         ]
     return Report(
@@ -140,6 +142,13 @@ def _notes(results: LoadResults, setting: Setting) -> tuple[str, ...]:
         notes.append(f"Goodput counts answers with {_limits_text(plan)}: each answer by itself.")
     if not results.tokens_known:
         notes.append("No side tells how many tokens a text has: a word is taken for a token.")
+    for side in setting.sides:
+        turns = [turn for turn in results.turns if turn.side == side.name]
+        problems = [each.problem for each in figures.of_kind(turns, "all") if each.problem]
+        if problems:
+            notes.append(
+                f"{len(problems)} requests of {side.name} failed; the first: {problems[0]}"
+            )
     refused = results.refused()
     if refused:
         notes.append(f"Rounds that do not count: {'; '.join(refused)}")
@@ -480,6 +489,13 @@ def _summary(results: LoadResults, rounds: Rounds, setting: Setting) -> Plain:
 
 def _plain_ratio(ratio: Ratio | None) -> dict[str, float] | None:
     return None if ratio is None else dataclasses.asdict(ratio)
+
+
+def total_failure(results: LoadResults, side: str) -> str:
+    """Return the first problem of a side that answered nothing at all; empty if it did."""
+    requests = figures.of_kind([turn for turn in results.turns if turn.side == side], "all")
+    failed = [each.problem for each in requests if each.problem]
+    return failed[0] if failed and len(failed) == len(requests) else ""
 
 
 def fell_back(results: LoadResults, setting: Setting) -> str:
