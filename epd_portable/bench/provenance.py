@@ -30,12 +30,11 @@ class Provenance:
     @property
     def problem(self) -> str:
         """What was not as asked for, or nothing."""
-        transferred = sum(self.by_path.values())
-        if transferred == self.asked and not self.local and not self.failed:
+        if not self.local and not self.failed:
             return ""
         return (
-            f"of {self.asked} pictures {transferred} were transferred and {self.local} encoded by "
-            f"prefill+decode instances; {self.failed} transfers failed"
+            f"of {self.asked} pictures {sum(self.by_path.values())} were transferred and "
+            f"{self.local} encoded by prefill+decode instances; {self.failed} transfers failed"
         )
 
 

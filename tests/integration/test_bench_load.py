@@ -187,14 +187,14 @@ def test_a_round_in_which_the_clients_were_late_is_refused_and_measured_again_la
         "--json",
         str(file),
     ]
-    arguments += ["--warm-up", "0", "--max-late-ms", "300"]
+    arguments += ["--warm-up", "0", "--max-late-ms", "1500"]
 
     def stop_clients() -> None:
         server.on_request = lambda: None
         for child in psutil.Process().children(recursive=True):
             if any("bench.load.clients" in word for word in child.cmdline()):
                 child.send_signal(signal.SIGSTOP)
-                time.sleep(1.5)
+                time.sleep(3)
                 child.send_signal(signal.SIGCONT)
 
     server.on_request = stop_clients
@@ -203,7 +203,7 @@ def test_a_round_in_which_the_clients_were_late_is_refused_and_measured_again_la
     assert "1 turns were refused" in result.output
     assert "leave one free" in result.output
     again = load(*arguments, "--resume")
-    assert again.exit_code == 1, again.output
+    assert again.exit_code == 0, again.output
     first, second = turns(file)
     assert (bool(first["refused"]), bool(second["refused"])) == (True, False)
     assert "Rounds that do not count" in again.output
@@ -270,11 +270,11 @@ def test_a_side_that_answers_nothing_ends_the_command_with_its_reason(played: Pl
 
 def test_the_highest_rate_is_looked_for_on_all_sides(played: Played, tmp_path: Path) -> None:
     fast, slow = played(), played()
-    slow.wait_s = 5.0
+    slow.wait_s = 2.0
     file = tmp_path / "load.json"
     result = load(
         *("--side", f"fast=url:{fast.url}", "--side", f"slow=url:{slow.url}"),
-        *("--goodput", "2:4", "--precision", "1", "--ttft-ms", "4000", "--rounds", "1"),
+        *("--goodput", "2:4", "--precision", "1", "--ttft-ms", "1500", "--rounds", "1"),
         *("--json", str(file)),
     )
     assert result.exit_code == 0, result.output
@@ -284,7 +284,7 @@ def test_the_highest_rate_is_looked_for_on_all_sides(played: Played, tmp_path: P
     assert (
         load(
             *("--side", f"fast=url:{fast.url}", "--side", f"slow=url:{slow.url}"),
-            *("--goodput", "2:4", "--precision", "1", "--ttft-ms", "4000", "--rounds", "1"),
+            *("--goodput", "2:4", "--precision", "1", "--ttft-ms", "1500", "--rounds", "1"),
             *("--json", str(file), "--resume", "--warm-up", "0"),
         ).exit_code
         == 0

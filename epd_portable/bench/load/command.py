@@ -26,6 +26,7 @@ HELP = """Ask sides in turns under an open load: a topology, replicas, upstream'
 \b
 Sides, each as NAME=WHAT or WHAT; the first is compared with the others:
   ours=configs/1e1pd.yaml        a topology, started by epd-launch
+  tcp=configs/1e1pd.yaml,transfer.path=tcp    the same with other keys
   replicas:2                     plain vLLM in one process, twice; asked in turns
   upstream:1E1PD                 vLLM's own ECExampleConnector over /dev/shm, with a proxy
   there=url:http://h:1,http://h:2    servers that run already; asked in turns
@@ -370,7 +371,12 @@ def _judge(results: LoadResults, setting: load_report.Setting, *, allow_fallback
     Raises:
         MeasurementError: They are not.
     """
-    if results.refused():
+    missing = [
+        point
+        for point in load_report.measured_points(results, setting)
+        if len(results.good(point)) < setting.plan.rounds
+    ]
+    if missing:
         raise MeasurementError(
             f"{len(results.refused())} turns were refused: {results.refused()[0]} "
             "(--resume measures them again)"

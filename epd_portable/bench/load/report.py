@@ -70,6 +70,7 @@ def make_report(results: LoadResults, setting: Setting) -> Report:
             *_time_tables(rounds, setting),
             _cpu_table(rounds, setting),
             _memory_table(rounds),
+            _startup_table(results, setting),
             _fates_table(rounds),
             *stage_tables(rounds),
             _clients_table(rounds),
@@ -85,20 +86,22 @@ def make_report(results: LoadResults, setting: Setting) -> Report:
     )
 
 
-def good_rounds(results: LoadResults, setting: Setting) -> Rounds:
-    """Return the turns that count, by point and side; points in the order of their rates."""
+def measured_points(results: LoadResults, setting: Setting) -> list[LoadPoint]:
+    """Return the points of the plan, or those at which a search has looked, by rising rate."""
     plan = setting.plan
-    points = list(plan.points)
-    if plan.search is not None:
-        keys = {turn.point for turn in results.turns}
-        points = [
-            point
-            for sought in plan.points
-            for rate in _rates(results, sought)
-            if (point := dataclasses.replace(sought, rate=rate)).key in keys
-        ]
+    if plan.search is None:
+        return list(plan.points)
+    return [
+        dataclasses.replace(sought, rate=rate)
+        for sought in plan.points
+        for rate in _rates(results, sought)
+    ]
+
+
+def good_rounds(results: LoadResults, setting: Setting) -> Rounds:
+    """Return the turns that count, by point and side."""
     found: Rounds = {}
-    for point in points:
+    for point in measured_points(results, setting):
         good = results.good(point)
         if good:
             found[point] = {
@@ -363,6 +366,19 @@ def _memory_table(rounds: Rounds) -> Table:
     )
 
 
+def _startup_table(results: LoadResults, setting: Setting) -> Table:
+    first = results.startup_s.get(setting.sides[0].name)
+    return Table(
+        title="Start-up, once, all sides that are up together at the same time",
+        columns=("side", f"{setting.sides[0].name} by side", "s"),
+        rows=tuple(
+            (side, f"{first / value:.2f}" if first else "–", f"{value:.0f}")
+            for side, value in results.startup_s.items()
+            if value
+        ),
+    )
+
+
 def _fates_table(rounds: Rounds) -> Table:
     rows = []
     for point, by_side in rounds.items():
@@ -510,6 +526,8 @@ def fell_back(results: LoadResults, setting: Setting) -> str:
             if fate not in ("encoded", "cancelled")
         )
         fallbacks = sum(turn.counted.fallbacks for turn in turns)
+        traced = [turn.traced.provenance.problem for turn in turns if turn.traced is not None]
+        found += [f"{side.name}: {problem}" for problem in traced if problem]
         if lost or fallbacks:
             found.append(
                 f"{side.name}: {lost:g} pictures were not encoded by the encoder that was asked "

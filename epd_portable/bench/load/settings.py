@@ -208,7 +208,9 @@ def topologies(asked: Asked) -> dict[str, Topology]:
     found: dict[str, Topology] = {}
     for side in asked.sides:
         if side.file is not None:
-            loaded = load_topology(side.file, asked.platform, overrides=asked.settings)
+            loaded = load_topology(
+                side.file, asked.platform, overrides=(*asked.settings, *side.settings)
+            )
             found[side.name] = _with_model(loaded, asked.model)
     first = next(iter(found.values()), None)
     if first is None:

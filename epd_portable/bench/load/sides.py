@@ -30,6 +30,7 @@ class LoadSide:
             servers that run already.
         what: As it was written, without the name.
         file: Of a topology.
+        settings: Keys that this topology has otherwise, as ``--set`` takes them.
         count: Of replicas.
         urls: Base addresses of running servers.
     """
@@ -38,6 +39,7 @@ class LoadSide:
     kind: SideKind
     what: str
     file: Path | None = None
+    settings: tuple[str, ...] = ()
     count: int = 0
     urls: tuple[str, ...] = ()
 
@@ -65,7 +67,7 @@ def read_side(text: str) -> LoadSide:
     Raises:
         ConfigError: It is none.
     """
-    named = re.match(r"([\w.-]+)=(?!.*://.*=)", text)
+    named = re.match(r"([\w.-]+)=", text)
     name, what = (named[1], text[named.end() :]) if named else ("", text)
     if found := _REPLICAS.fullmatch(what):
         if not int(found[1]):
@@ -84,8 +86,15 @@ def read_side(text: str) -> LoadSide:
             if not re.fullmatch(r"http://[^/]+", url):
                 raise ConfigError(f"--side {text}: {url!r} is no address like http://host:port")
         return LoadSide(name=name or "url", kind="url", what=what, urls=urls)
-    if what.endswith((".yaml", ".yml")):
-        return LoadSide(name=name or "ours", kind="topology", what=what, file=Path(what))
+    file, *changed = what.split(",")
+    if file.endswith((".yaml", ".yml")) and all("=" in each for each in changed):
+        return LoadSide(
+            name=name or "ours",
+            kind="topology",
+            what=what,
+            file=Path(file),
+            settings=tuple(changed),
+        )
     raise ConfigError(f"--side {text}: expected NAME=WHAT, for example {EXAMPLES}")
 
 

@@ -16,7 +16,6 @@ import httpx
 import psutil
 
 from epd_portable.bench import servers
-from epd_portable.bench.client import model_name
 from epd_portable.bench.load import watch
 from epd_portable.bench.load.bodies import text_of
 from epd_portable.bench.load.peers import example_engine, example_proxy, plain_engine
@@ -147,7 +146,7 @@ def _started(side: LoadSide, ground: Ground) -> Iterator[StandingSide]:
 
 @contextlib.contextmanager
 def _running(side: LoadSide, ground: Ground) -> Iterator[StandingSide]:
-    yield StandingSide(side=side, urls=side.urls, model=model_name(side.urls[0]))
+    yield StandingSide(side=side, urls=side.urls, model=servers.model_name(side.urls[0]))
 
 
 @contextlib.contextmanager
@@ -161,7 +160,7 @@ def _topology(side: LoadSide, ground: Ground) -> Iterator[StandingSide]:
         side.file,
         platform=ground.platform,
         log_dir=folder / "logs",
-        settings=(*ground.settings, *bound),
+        settings=(*ground.settings, *side.settings, *bound),
         model=ground.model,
         env={"EPD_TRACE_DIR": str(trace_dir)} if trace_dir else {},
         report=lambda line: ground.report(f"{side.name}: {line}"),
@@ -170,7 +169,7 @@ def _topology(side: LoadSide, ground: Ground) -> Iterator[StandingSide]:
         yield StandingSide(
             side=side,
             urls=(server.url,),
-            model=model_name(server.url),
+            model=servers.model_name(server.url),
             parts=tuple(_parts_of_topology(server, side, ground)),
             startup_s=server.startup_s,
             trace_dir=trace_dir,
@@ -196,7 +195,7 @@ def _replicas(side: LoadSide, ground: Ground) -> Iterator[StandingSide]:
         yield StandingSide(
             side=side,
             urls=urls,
-            model=model_name(urls[0]),
+            model=servers.model_name(urls[0]),
             parts=_parts_of_engines(plain, side, ground),
             startup_s=max(server.startup_s for server in plain),
         )
@@ -228,7 +227,7 @@ def _upstream(side: LoadSide, ground: Ground) -> Iterator[StandingSide]:
                 yield StandingSide(
                     side=side,
                     urls=(proxy.url,),
-                    model=model_name(encode),
+                    model=servers.model_name(encode),
                     parts=(
                         *_parts_of_engines(engines, side, ground),
                         Part(name="proxy", pid=proxy.pid),

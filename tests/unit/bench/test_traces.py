@@ -113,7 +113,7 @@ def test_a_run_in_which_every_picture_was_transferred_has_no_problem() -> None:
     [
         ([event("item.local", 120.0)], 1, "1 encoded by prefill"),
         ([event("item.failed", 120.0)], 1, "1 transfers failed"),
-        ([], 2, "of 2 pictures 1 were transferred"),
+        ([event("item.local", 120.0)], 2, "of 2 pictures 1 were transferred"),
     ],
 )
 def test_whatever_fell_back_is_named(more: list[Event], asked: int, words: str) -> None:

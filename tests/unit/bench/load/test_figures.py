@@ -292,6 +292,6 @@ def test_rounds_of_other_requests_are_not_gone_on_with(tmp_path: Path) -> None:
 def test_a_file_that_is_none_of_this_command_is_not_gone_on_with(tmp_path: Path, text: str) -> None:
     file = tmp_path / "other.json"
     file.write_text(text)
-    with pytest.raises(ConfigError, match="other.json"):
+    with pytest.raises(ConfigError, match=r"other\.json"):
         archive.read_turns(file, "any")
     assert archive.read_turns(tmp_path / "none.json", "any") == ([], None)

@@ -22,7 +22,7 @@ TOPOLOGY = str(ROOT / "configs" / "1e1pd.yaml")
 def test_sides_are_read_with_or_without_a_name() -> None:
     texts = [
         "a.yaml",
-        "new=b.yaml",
+        "new=b.yaml,transfer.path=tcp,router.port=1",
         "replicas:3",
         "up=upstream:1e1pd",
         "url:http://h:1/v1,http://h:2/",
@@ -36,6 +36,7 @@ def test_sides_are_read_with_or_without_a_name() -> None:
         ("url", "url"),
     ]
     assert found[1].file == Path("b.yaml")
+    assert found[1].settings == ("transfer.path=tcp", "router.port=1")
     assert found[2].count == 3
     assert found[4].urls == ("http://h:1", "http://h:2")
 
