@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -223,13 +224,18 @@ def _with_preset(context: click.Context, options: dict[str, Any]) -> dict[str, A
 def _run(options: dict[str, Any]) -> None:
     if options["png_file"] is not None:
         chart.require()
+    if options["picture_format"] == "jpeg" and importlib.util.find_spec("PIL") is None:
+        raise ConfigError(
+            "pictures as JPEG need Pillow, which comes with an engine's environment: install it, "
+            "or send --picture-format png"
+        )
     json_file: Path | None = options["json_file"]
     if options["resume"] and json_file is None:
         raise ConfigError("--resume goes on with the rounds of a file: name it by --json")
     load_before = report.load_average()
     plan = _plan(options)
     progress = show.LoadBar()
-    asked = settings.Asked(
+    asked = settings.SidesAsked(
         sides=read_sides(options["side_texts"]),
         platform=options["platform"],
         settings=(

@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable, Sequence
 
 from epd_portable.bench.load.plan import Limits
-from epd_portable.bench.load.record import RequestRecord, SideTurn
+from epd_portable.bench.load.record import MeasuredRequest, SideTurn
 from epd_portable.bench.stats import quantile
 
 KINDS = ("text", "pictures", "all")
-QUANTITIES: dict[str, Callable[[RequestRecord], Sequence[float]]] = {
+QUANTITIES: dict[str, Callable[[MeasuredRequest], Sequence[float]]] = {
     "TTFT": lambda each: (each.ttft_s,),
     "TPOT": lambda each: (each.tpot_s,),
     "ITL": lambda each: [gap_ms / 1000 for gap_ms in each.gaps_ms],
@@ -26,12 +26,12 @@ STATISTICS: dict[str, Callable[[Sequence[float]], float]] = {
 }
 
 
-def of_kind(turns: Sequence[SideTurn], kind: str) -> list[RequestRecord]:
+def of_kind(turns: Sequence[SideTurn], kind: str) -> list[MeasuredRequest]:
     """Return the requests of a kind, failed ones too."""
     return [each for turn in turns for each in turn.requests if kind in ("all", each.kind)]
 
 
-def values(requests: Sequence[RequestRecord], quantity: str) -> list[float]:
+def values(requests: Sequence[MeasuredRequest], quantity: str) -> list[float]:
     """Return a quantity of all requests that were answered."""
     pick = QUANTITIES[quantity]
     return [value for each in requests if not each.problem for value in pick(each)]
@@ -43,7 +43,7 @@ def statistic(turns: Sequence[SideTurn], kind: str, quantity: str, name: str) ->
     return STATISTICS[name](found) if found else None
 
 
-def is_good(request: RequestRecord, limits: Limits) -> bool:
+def is_good(request: MeasuredRequest, limits: Limits) -> bool:
     """Return whether a request was answered, and within the limits."""
     return (
         not request.problem and request.ttft_s <= limits.ttft_s and request.tpot_s <= limits.tpot_s

@@ -28,7 +28,7 @@ class TracedTurn(msgspec.Struct, frozen=True, kw_only=True):
     provenance: Provenance
 
 
-class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
+class MeasuredRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One measured request.
 
     Attributes:
@@ -83,7 +83,7 @@ class SideTurn(msgspec.Struct, frozen=True, kw_only=True):
     point: str
     turn: int
     side: str
-    requests: tuple[RequestRecord, ...]
+    requests: tuple[MeasuredRequest, ...]
     wall_s: float
     cpu_s: dict[str, dict[str, float]]
     memory: dict[str, Memory]
@@ -103,12 +103,12 @@ class SideTurn(msgspec.Struct, frozen=True, kw_only=True):
         return sum(sum(roles.values()) for roles in self.cpu_s.values())
 
 
-def records(asks: Sequence[Ask], done: ClientsDone) -> tuple[RequestRecord, ...]:
+def records(asks: Sequence[Ask], done: ClientsDone) -> tuple[MeasuredRequest, ...]:
     """Return what became of the requests of a run."""
     found = []
     for ask, answer in zip(asks, done.answers, strict=True):
         found.append(
-            RequestRecord(
+            MeasuredRequest(
                 kind=ask.kind,
                 pictures=len(ask.pictures),
                 sent_s=answer.sent_s,
@@ -126,7 +126,7 @@ def records(asks: Sequence[Ask], done: ClientsDone) -> tuple[RequestRecord, ...]
 
 
 def refusal(
-    records: Sequence[RequestRecord],
+    records: Sequence[MeasuredRequest],
     *,
     client_cpu_s: float,
     wall_s: float,

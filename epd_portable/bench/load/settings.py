@@ -164,7 +164,7 @@ def usual_point(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
+class SidesAsked:
     """What the command line says of the sides.
 
     Attributes:
@@ -199,7 +199,7 @@ def find_model(
     return str(checkpoint.cached_checkpoint(wanted, report)) if make else wanted.folder_name
 
 
-def topologies(asked: Asked) -> dict[str, Topology]:
+def topologies(asked: SidesAsked) -> dict[str, Topology]:
     """Return the topology of each side; plain vLLM takes the arguments of the first.
 
     Raises:
@@ -219,7 +219,7 @@ def topologies(asked: Asked) -> dict[str, Topology]:
     return {side.name: found.get(side.name, first) for side in asked.sides}
 
 
-def allot(asked: Asked, found: dict[str, Topology]) -> Allotment:
+def allot(asked: SidesAsked, found: dict[str, Topology]) -> Allotment:
     """Give every side the same cores or devices.
 
     Raises:
@@ -235,7 +235,7 @@ def allot(asked: Asked, found: dict[str, Topology]) -> Allotment:
     return share_out(counts, cores=allowed_cores(), devices=devices, wanted=asked.units)
 
 
-def equal_words(asked: Asked, allotment: Allotment) -> str:
+def equal_words(asked: SidesAsked, allotment: Allotment) -> str:
     """Say who gets what."""
     if not allotment.units:
         return "All sides ran already; who has which cores is not known here."
@@ -254,7 +254,7 @@ def equal_words(asked: Asked, allotment: Allotment) -> str:
     return f"{text}; clients, router and proxy have {rest}."
 
 
-def fits_together(asked: Asked, allotment: Allotment) -> bool:
+def fits_together(asked: SidesAsked, allotment: Allotment) -> bool:
     """Return whether all sides can be up at the same time."""
     if TRAITS[asked.platform].visible_devices_env is not None:
         # Devices would be shared, and nobody knows how much memory each may take.

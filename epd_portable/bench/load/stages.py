@@ -12,9 +12,9 @@ from epd_portable.bench.traces import Event, named, time_of
 
 STAGES = ("reach", "encode", "transfer", "prefill", "decode")
 """``reach``: from the sending until the encoder begins, or of a text until the prefill+decode
-instance has the request. ``encode``: until the last of its pictures is encoded. ``transfer``: until
-the last is in the encoder cache of the prefill+decode instance. ``prefill``: until the first token
-is at the client. ``decode``: until the end."""
+instance begins to compute. ``encode``: until the last of its pictures is encoded. ``transfer``:
+until the last is in the encoder cache of the prefill+decode instance. ``prefill``: until the first
+token is at the client. ``decode``: until the end."""
 
 
 class RequestStages(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,17 +61,18 @@ def request_stages(
         _index(str(event["request"]), turn_name): event
         for event in named(events, "request.arrived")
     }
+    computed = _first_steps(events, turn_name)
     begun, ended, placed = (_by_item(events, name) for name in _ITEM_EVENTS)
     found = []
     for index, answer in enumerate(answers):
-        arrival = arrived.get(index)
-        if arrival is None or answer.problem:
+        if index not in computed or answer.problem:
             continue
         sent_s = begin_s + answer.sent_s
         first_s = sent_s + answer.ttft_s
-        items = arrival["awaited"]
+        # Requests without media are nothing to the receiver.
+        items = arrived[index]["awaited"] if index in arrived else []
         assert isinstance(items, list)
-        ends = {"reach": time_of(arrival)}
+        ends = {"reach": computed[index]}
         if items:
             times = [
                 [_within(of[str(item)], sent_s, first_s) for item in items]
@@ -99,6 +100,21 @@ def request_id(turn_name: str, index: int) -> str:
 
 
 _ITEM_EVENTS = ("encode.begin", "encode.end", "item.placed")
+
+
+def _first_steps(events: Sequence[Event], turn_name: str) -> dict[int, float]:
+    """Return when the prefill+decode instances first computed something of each request."""
+    seen: set[str] = set()
+    found: dict[int, float] = {}
+    for event in named(events, "step"):
+        tokens = event["tokens"]
+        assert isinstance(tokens, dict)
+        for name in tokens.keys() - seen:
+            seen.add(name)
+            index = _index(name, turn_name)
+            if index is not None:
+                found.setdefault(index, time_of(event))
+    return found
 
 
 def _by_item(events: Sequence[Event], name: str) -> dict[str, list[float]]:

@@ -15,7 +15,7 @@ from epd_portable.bench.load.charts import make_charts
 from epd_portable.bench.load.commands import Ask, ClientsDone, TimedAnswer
 from epd_portable.bench.load.measure import LoadResults
 from epd_portable.bench.load.plan import Limits, LoadPlan, LoadPoint, SearchRange
-from epd_portable.bench.load.record import RequestRecord, SideTurn, TracedTurn, records, refusal
+from epd_portable.bench.load.record import MeasuredRequest, SideTurn, TracedTurn, records, refusal
 from epd_portable.bench.load.requests import Mix
 from epd_portable.bench.load.search import Bracket
 from epd_portable.bench.load.sides import read_sides
@@ -29,7 +29,7 @@ POINT = LoadPoint(mix=Mix(), rate=2.0)
 SIDES = read_sides(["configs/1e1pd.yaml", "replicas:2"])
 
 
-def request(scale: float = 1.0, *, kind: str = "text", **changed: Any) -> RequestRecord:
+def request(scale: float = 1.0, *, kind: str = "text", **changed: Any) -> MeasuredRequest:
     usual: dict[str, Any] = {
         "kind": kind,
         "pictures": int(kind == "pictures"),
@@ -42,10 +42,10 @@ def request(scale: float = 1.0, *, kind: str = "text", **changed: Any) -> Reques
         "tokens": 3,
         "prompt_tokens": 400,
     }
-    return RequestRecord(**{**usual, **changed})
+    return MeasuredRequest(**{**usual, **changed})
 
 
-def turn(side: str, *requests: RequestRecord, number: int = 0, **changed: Any) -> SideTurn:
+def turn(side: str, *requests: MeasuredRequest, number: int = 0, **changed: Any) -> SideTurn:
     usual: dict[str, Any] = {
         "point": POINT.key,
         "turn": number,

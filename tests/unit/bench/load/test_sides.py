@@ -13,6 +13,7 @@ from epd_portable.bench.load.plan import LoadPoint
 from epd_portable.bench.load.requests import Mix
 from epd_portable.bench.load.sides import read_side, read_sides, share_out
 from epd_portable.bench.load.stages import request_stages
+from epd_portable.bench.traces import Event
 from epd_portable.errors import ConfigError, MeasurementError
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -153,8 +154,10 @@ def test_a_shape_that_is_none_is_refused(text: str) -> None:
         checkpoint.read_shape(text)
 
 
-def asked(*texts: str, platform: str = "cpu", overrides: tuple[str, ...] = ()) -> settings.Asked:
-    return settings.Asked(
+def asked(
+    *texts: str, platform: str = "cpu", overrides: tuple[str, ...] = ()
+) -> settings.SidesAsked:
+    return settings.SidesAsked(
         sides=read_sides(texts),
         platform=platform,  # type: ignore[arg-type]
         settings=overrides,
@@ -227,18 +230,22 @@ def answer(sent_s: float, problem: str = "") -> TimedAnswer:
     )
 
 
+def step(t_s: float, *names: str) -> Event:
+    return {"event": "step", "t_s": t_s, "tokens": dict.fromkeys(names, 1)}
+
+
+def arrival(name: str, *items: str) -> Event:
+    return {"event": "request.arrived", "t_s": 100.02, "request": name, "awaited": list(items)}
+
+
 def test_stages_are_told_from_events_of_all_instances() -> None:
-    events = [
+    events: list[Event] = [
         {"event": "encode.begin", "t_s": 99.0, "items": ["a"]},
+        arrival("cmpl-turn1-0-e", "a", "b"),
+        arrival("cmpl-turn11-2-e", "a"),
+        step(100.05, "chatcmpl-turn1-1-f", "turn11-2-e"),
         {"event": "encode.begin", "t_s": 100.1, "items": ["a", "b"]},
-        {"event": "request.arrived", "t_s": 100.05, "request": "chatcmpl-turn1-1-f", "awaited": []},
-        {
-            "event": "request.arrived",
-            "t_s": 100.2,
-            "request": "cmpl-turn1-0-e",
-            "awaited": ["a", "b"],
-        },
-        {"event": "request.arrived", "t_s": 100.2, "request": "cmpl-turn11-2-e", "awaited": []},
+        step(100.2, "chatcmpl-turn1-1-f", "cmpl-turn1-0-e"),
         {"event": "encode.end", "t_s": 100.3, "items": ["a", "b"]},
         {"event": "item.placed", "t_s": 100.35, "mm_hash": "a"},
         {"event": "item.placed", "t_s": 100.4, "mm_hash": "b"},
@@ -253,9 +260,6 @@ def test_stages_are_told_from_events_of_all_instances() -> None:
 
 
 def test_requests_that_failed_or_lack_an_event_have_no_stages() -> None:
-    events = [
-        {"event": "request.arrived", "t_s": 100.2, "request": "turn1-0", "awaited": ["a"]},
-        {"event": "request.arrived", "t_s": 100.2, "request": "turn1-1", "awaited": []},
-    ]
+    events = [arrival("turn1-0", "a"), step(100.2, "turn1-0", "turn1-1")]
     answers = [answer(0.0), answer(0.0, problem="503"), answer(0.0)]
     assert request_stages(events, answers, turn_name="turn1", begin_s=100.0) == ()
