@@ -23,6 +23,7 @@ from aiohttp import web
 from click.testing import CliRunner, Result
 
 from epd_portable.bench.cli import main
+from epd_portable.bench.load import measure
 
 WORDS_PER_TOKEN = 0.5
 QUICK = ["--seconds", "1", "--text", "20", "--output", "4", "--picture-format", "png"]
@@ -172,32 +173,31 @@ def test_sides_are_asked_the_same_in_turns_and_their_ratios_come_first(
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_round_in_which_the_clients_were_late_is_refused_and_measured_again_later(
-    played: Played, tmp_path: Path
-) -> None:
-    server = played()
-    file = tmp_path / "load.json"
-    arguments = [
-        "--side",
-        f"url:{server.url}",
-        "--rate",
-        "30",
-        "--rounds",
-        "1",
-        "--json",
-        str(file),
-    ]
-    arguments += ["--warm-up", "0", "--max-late-ms", "1500"]
+def stop_clients_once(server: PlayedServer, seconds: float) -> None:
+    """Let the clients stand still while they have requests to send."""
 
-    def stop_clients() -> None:
+    def stop() -> None:
         server.on_request = lambda: None
         for child in psutil.Process().children(recursive=True):
             if any("bench.load.clients" in word for word in child.cmdline()):
                 child.send_signal(signal.SIGSTOP)
-                time.sleep(3)
+                time.sleep(seconds)
                 child.send_signal(signal.SIGCONT)
 
-    server.on_request = stop_clients
+    server.on_request = stop
+
+
+LATE = ["--rate", "30", "--rounds", "1", "--warm-up", "0", "--max-late-ms", "1500"]
+
+
+def test_a_round_in_which_the_clients_were_late_is_refused_and_measured_again_later(
+    played: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure, "AGAIN", 0)
+    server = played()
+    file = tmp_path / "load.json"
+    arguments = ["--side", f"url:{server.url}", *LATE, "--json", str(file)]
+    stop_clients_once(server, 3.0)
     result = load(*arguments)
     assert result.exit_code == 1, result.output
     assert "1 turns were refused" in result.output
@@ -207,6 +207,19 @@ def test_a_round_in_which_the_clients_were_late_is_refused_and_measured_again_la
     first, second = turns(file)
     assert (bool(first["refused"]), bool(second["refused"])) == (True, False)
     assert "Rounds that do not count" in again.output
+    assert len(set(server.texts)) == len(server.texts)
+
+
+def test_a_refused_round_is_measured_again_at_once_with_other_requests(
+    played: Played, tmp_path: Path
+) -> None:
+    server = played()
+    file = tmp_path / "load.json"
+    stop_clients_once(server, 3.0)
+    result = load("--side", f"url:{server.url}", *LATE, "--json", str(file))
+    assert result.exit_code == 0, result.output
+    assert [bool(turn["refused"]) for turn in turns(file)] == [True, False]
+    assert len(set(server.texts)) == len(server.texts)
 
 
 def test_finished_rounds_are_kept_and_only_the_others_are_asked(

@@ -40,6 +40,8 @@ class LoadPoint:
             return f"{self.replay} × {self.speed:g}"
         if self.concurrency:
             return f"{self.concurrency} at once"
+        if not self.rate:
+            return "rate sought"
         bursts = "" if self.cv == 1 else f" (CV {self.cv:g})"
         return f"{self.rate:g}/s{bursts}"
 
