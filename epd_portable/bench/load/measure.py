@@ -225,6 +225,9 @@ class Measurement:
                 + (f"; refused: {turn.refused}" if turn.refused else "")
             )
             self._progress.done(self._expected_s(point) / len(self._sides))
+            if turn.refused:
+                # What the others would do in this round does not count either.
+                break
         results.turns += turns
         self._keep(results)
         return turns
