@@ -27,16 +27,6 @@ class Provenance:
     failed: int
     encoded: dict[str, int]
 
-    @property
-    def problem(self) -> str:
-        """What was not as asked for, or nothing."""
-        if not self.local and not self.failed:
-            return ""
-        return (
-            f"of {self.asked} pictures {sum(self.by_path.values())} were transferred and "
-            f"{self.local} encoded by prefill+decode instances; {self.failed} transfers failed"
-        )
-
 
 def provenance(events: Iterable[Event], *, asked: int) -> Provenance:
     """Count where items came from.

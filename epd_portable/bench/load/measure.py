@@ -342,7 +342,7 @@ def _traced(
     events = since(read_events(up.trace_dir), done.begin_s)
     pictures = {(each.seed, each.size) for ask in asks for each in ask.pictures}
     return TracedTurn(
-        stages=request_stages(events, done.answers, turn_name=name, begin_s=done.begin_s),
+        stages=request_stages(events, asks, done.answers, turn_name=name, begin_s=done.begin_s),
         handovers=tuple(handovers(events)),
         provenance=provenance(events, asked=len(pictures)),
     )

@@ -30,6 +30,8 @@ _RATIOS = (
     ("E2E", "p99"),
 )
 _MILLISECONDS = 1000.0
+_AS_MEANT = ("encoded", "sooner_here", "cancelled")
+"""Fates of pictures with which nothing went wrong; see `epd_portable.router.metrics.ItemFate`."""
 Rounds = dict[LoadPoint, dict[str, list[SideTurn]]]
 """Turns of the rounds that count, by point and side."""
 
@@ -523,14 +525,14 @@ def fell_back(results: LoadResults, setting: Setting) -> str:
             count
             for turn in turns
             for fate, count in turn.counted.fates.items()
-            if fate not in ("encoded", "cancelled")
+            if fate not in _AS_MEANT
         )
         fallbacks = sum(turn.counted.fallbacks for turn in turns)
-        traced = [turn.traced.provenance.problem for turn in turns if turn.traced is not None]
-        found += [f"{side.name}: {problem}" for problem in traced if problem]
-        if lost or fallbacks:
+        failed = sum(turn.traced.provenance.failed for turn in turns if turn.traced is not None)
+        if lost or fallbacks or failed:
             found.append(
                 f"{side.name}: {lost:g} pictures were not encoded by the encoder that was asked "
-                f"first, {fallbacks:g} were encoded by prefill+decode instances"
+                f"first, {fallbacks:g} not transferred although that was expected, "
+                f"{failed} transfers failed"
             )
     return "; ".join(found)

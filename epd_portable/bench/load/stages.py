@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 import msgspec
 
-from epd_portable.bench.load.commands import TimedAnswer
+from epd_portable.bench.load.commands import Ask, TimedAnswer
 from epd_portable.bench.traces import Event, named, time_of
 
 STAGES = ("reach", "encode", "transfer", "prefill", "decode")
-"""``reach``: from the sending until the encoder begins, or of a text until the prefill+decode
-instance begins to compute. ``encode``: until the last of its pictures is encoded. ``transfer``:
-until the last is in the encoder cache of the prefill+decode instance. ``prefill``: until the first
-token is at the client. ``decode``: until the end."""
+"""``reach``: from the sending until the encoder begins; of a text, and of pictures that the
+prefill+decode instance encodes itself, until that begins to compute. ``encode``: until the last of
+its pictures is encoded. ``transfer``: until the last is in the encoder cache of the prefill+decode
+instance. ``prefill``: until the first token is at the client. ``decode``: until the end."""
 
 
 class RequestStages(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,6 +44,7 @@ class RequestStages(msgspec.Struct, frozen=True, kw_only=True):
 
 def request_stages(
     events: Sequence[Event],
+    asks: Sequence[Ask],
     answers: Sequence[TimedAnswer],
     *,
     turn_name: str,
@@ -53,7 +54,8 @@ def request_stages(
 
     Args:
         events: Of the turn, in the order of time.
-        answers: Of the turn.
+        asks: Of the turn.
+        answers: To them.
         turn_name: With which the ids of its requests begin, see `request_id`.
         begin_s: When the clients began, on the clock of the events.
     """
@@ -64,12 +66,12 @@ def request_stages(
     computed = _first_steps(events, turn_name)
     begun, ended, placed = (_by_item(events, name) for name in _ITEM_EVENTS)
     found = []
-    for index, answer in enumerate(answers):
+    for index, (ask, answer) in enumerate(zip(asks, answers, strict=True)):
         if index not in computed or answer.problem:
             continue
         sent_s = begin_s + answer.sent_s
         first_s = sent_s + answer.ttft_s
-        # Requests without media are nothing to the receiver.
+        # What has no media, or is encoded by the prefill+decode instance, awaits nothing.
         items = arrived[index]["awaited"] if index in arrived else []
         assert isinstance(items, list)
         ends = {"reach": computed[index]}
@@ -86,7 +88,7 @@ def request_stages(
         found.append(
             RequestStages(
                 index=index,
-                kind="pictures" if items else "text",
+                kind=ask.kind,
                 sent_s=answer.sent_s,
                 ends_s={name: end_s - sent_s for name, end_s in ends.items()},
             )

@@ -281,9 +281,8 @@ def _parts_of_engines(
 
 
 def _parts_of_topology(server: servers.Server, side: LoadSide, ground: Ground) -> Iterator[Part]:
-    """Yield the launcher's instances and router, and the launcher; bind what is no instance."""
+    """Yield the launcher's instances, its router, which it keeps off their cores, and itself."""
     cores = _group_cores(ground, side) if ground.binds else {}
-    rest = frozenset(ground.allotment.rest) if ground.binds else frozenset[int]()
     launcher = psutil.Process(server.pid)
     for child in launcher.children():
         instance = _instance_of(child)
@@ -291,11 +290,7 @@ def _parts_of_topology(server: servers.Server, side: LoadSide, ground: Ground) -
             continue
         group = instance.rpartition("-")[0]
         if group not in Instances.model_fields:
-            if rest:
-                watch.bind(child.pid, rest)
-            yield Part(
-                name=instance, pid=child.pid, cores=rest, metrics_url=f"{server.url}/metrics"
-            )
+            yield Part(name=instance, pid=child.pid, metrics_url=f"{server.url}/metrics")
             continue
         yield Part(
             name=instance,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import httpx
@@ -133,13 +133,6 @@ def counted(parts: Sequence[Part]) -> Counted:
                 elif sample.name == "epd_pd_fallbacks_total":
                     found = msgspec.structs.replace(found, fallbacks=found.fallbacks + sample.value)
     return found
-
-
-def bind(pid: int, cores: Collection[int]) -> None:
-    """Let a process and all its threads run on these cores only."""
-    for thread in os.listdir(f"/proc/{pid}/task"):
-        with contextlib.suppress(ProcessLookupError):
-            os.sched_setaffinity(int(thread), cores)
 
 
 def check_cores(parts: Sequence[Part]) -> None:

@@ -264,6 +264,9 @@ def test_what_fell_back_is_told_with_its_side() -> None:
     found = results(turn("ours", request(), counted=lost), turn("replicas", request()))
     assert load_report.fell_back(found, setting()).startswith("ours: 2 pictures were not encoded")
     assert load_report.fell_back(TWO_ROUNDS, setting()) == ""
+    chosen = Counted(fates={"encoded": 3.0, "sooner_here": 2.0})
+    found = results(turn("ours", request(), counted=chosen), turn("replicas", request()))
+    assert load_report.fell_back(found, setting()) == ""
 
 
 def kept(tmp_path: Path, found: LoadResults) -> Path:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from epd_portable.bench.load import checkpoint, settings, watch
-from epd_portable.bench.load.commands import TimedAnswer
+from epd_portable.bench.load.commands import Ask, PictureSpec, TimedAnswer
 from epd_portable.bench.load.plan import LoadPoint
 from epd_portable.bench.load.requests import Mix
 from epd_portable.bench.load.sides import read_side, read_sides, share_out
@@ -186,7 +186,7 @@ def test_sides_on_devices_get_the_same_devices_and_are_up_one_at_a_time(
     assert "the same 2 devices" in settings.equal_words(question, allotment)
 
 
-def test_a_process_outside_its_cores_is_found_and_can_be_bound() -> None:
+def test_a_process_outside_its_cores_is_found() -> None:
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         pytest.skip("one core: nothing is outside")
@@ -195,7 +195,7 @@ def test_a_process_outside_its_cores_is_found_and_can_be_bound() -> None:
         part = watch.Part(name="engine-0", pid=process.pid, cores=frozenset(cores[:1]))
         with pytest.raises(MeasurementError, match="engine-0: a thread of process"):
             watch.check_cores([part])
-        watch.bind(process.pid, cores[:1])
+        os.sched_setaffinity(process.pid, cores[:1])
         watch.check_cores([part])
         assert watch.cpu_s([part])["engine-0"]["engine-0"] > 0
         assert watch.memory([part])["engine-0"].pss_bytes > 0
@@ -230,6 +230,11 @@ def answer(sent_s: float, problem: str = "") -> TimedAnswer:
     )
 
 
+def ask(pictures: int) -> Ask:
+    picture = PictureSpec(seed=1, size=28, format="png")
+    return Ask(at_s=0, seed=1, words=1, output_tokens=2, pictures=(picture,) * pictures)
+
+
 def step(t_s: float, *names: str) -> Event:
     return {"event": "step", "t_s": t_s, "tokens": dict.fromkeys(names, 1)}
 
@@ -251,7 +256,8 @@ def test_stages_are_told_from_events_of_all_instances() -> None:
         {"event": "item.placed", "t_s": 100.4, "mm_hash": "b"},
     ]
     answers = [answer(0.0), answer(0.0), answer(0.0)]
-    pictures, text = request_stages(events, answers, turn_name="turn1", begin_s=100.0)
+    asks = [ask(1), ask(0), ask(0)]
+    pictures, text = request_stages(events, asks, answers, turn_name="turn1", begin_s=100.0)
     assert (pictures.kind, text.kind) == ("pictures", "text")
     assert pictures.lengths_s == pytest.approx(
         {"reach": 0.1, "encode": 0.2, "transfer": 0.1, "prefill": 0.1, "decode": 0.5}
@@ -262,4 +268,13 @@ def test_stages_are_told_from_events_of_all_instances() -> None:
 def test_requests_that_failed_or_lack_an_event_have_no_stages() -> None:
     events = [arrival("turn1-0", "a"), step(100.2, "turn1-0", "turn1-1")]
     answers = [answer(0.0), answer(0.0, problem="503"), answer(0.0)]
-    assert request_stages(events, answers, turn_name="turn1", begin_s=100.0) == ()
+    asks = [ask(1), ask(0), ask(0)]
+    assert request_stages(events, asks, answers, turn_name="turn1", begin_s=100.0) == ()
+
+
+def test_pictures_that_the_prefill_decode_instance_encodes_have_no_stages_of_their_own() -> None:
+    (found,) = request_stages(
+        [step(100.2, "turn1-0")], [ask(2)], [answer(0.0)], turn_name="turn1", begin_s=100.0
+    )
+    assert found.kind == "pictures"
+    assert list(found.ends_s) == ["reach", "prefill", "decode"]
