@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from io import RawIOBase
 from pathlib import Path
 
@@ -34,6 +36,21 @@ def configure(level: str | None = None) -> None:
     )
     root.addHandler(handler)
     root.propagate = False
+
+
+def say_failure(logger: logging.Logger, message: str) -> Callable[[asyncio.Task[None]], None]:
+    """Return what logs why a task failed, for `asyncio.Task.add_done_callback`.
+
+    Args:
+        logger: That gets the line.
+        message: Before the traceback.
+    """
+
+    def ended(task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()):
+            logger.error(message, exc_info=error)
+
+    return ended
 
 
 class _OneLine(logging.Formatter):

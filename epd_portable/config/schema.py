@@ -253,6 +253,11 @@ class RouterSection(_Section):
         unknown_media: Whether files of which all that cannot be told are refused with 400.
         encode_timeout_s: Longest time one encode job may take, before another encoder is tried; by
             default what lets all tries end within ``transfer.wait_timeout_s``.
+        elastic_encode: Let a prefill-decode instance encode items of its requests itself when that
+            ends sooner than the encode instances would; not with ``transfer.media: metadata`` or
+            ``encoder: false``.
+        elastic_threshold: While such an instance computes for other requests, encode instances must
+            need so many times longer.
         idle_timeout_s: Longest silence of a prefill-decode instance before a request is given up.
         drain_s: How long answers that have begun may go on when the router is stopped, and those
             of an instance when it is updated.
@@ -283,6 +288,8 @@ class RouterSection(_Section):
     max_media_seconds: Seconds = _MEDIA_LIMITS.max_media_seconds
     unknown_media: Literal["refuse", "pass"] = _MEDIA_LIMITS.unknown_media
     encode_timeout_s: Seconds | None = None
+    elastic_encode: bool = True
+    elastic_threshold: Annotated[float, Field(ge=1)] = 4.0
     idle_timeout_s: Seconds = 600.0
     drain_s: Seconds = 30.0
     forget_after_s: Seconds = 600.0

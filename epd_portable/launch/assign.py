@@ -5,7 +5,7 @@ A *seat* is what one rank of one instance needs: one device, or one set of CPU c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from epd_portable.config.schema import InstanceGroup
@@ -35,10 +35,12 @@ class CoreAssignment:
         cores: For each group, for each of its instances, the cores of each rank; nothing for one
             whose ranks are not bound.
         warnings: What the user should know, for example a core used twice.
+        rest: Cores that no rank has.
     """
 
     cores: dict[str, list[tuple[Cores, ...]]]
     warnings: tuple[str, ...]
+    rest: Cores = ()
 
 
 def seats(group: InstanceGroup) -> int:
@@ -86,7 +88,7 @@ def assign_devices(
 
 
 def assign_cores(groups: dict[str, InstanceGroup], allowed: Sequence[int]) -> CoreAssignment:
-    """Give every rank CPU cores of its own, as evenly as the number of cores permits.
+    """Give every rank CPU cores of its own, the same number to all that no list is for.
 
     With fewer cores than ranks, and no list, no rank is bound: one that waits for another spins,
     and on the same core it would keep from running what it waits for.
@@ -134,7 +136,45 @@ def assign_cores(groups: dict[str, InstanceGroup], allowed: Sequence[int]) -> Co
             flat = _split(sorted(set(group.cores)), seats(group), f"instances.{name}", warnings)
         width = group.tensor_parallel_size
         result[name] = [tuple(flat[i : i + width]) for i in range(0, len(flat), width)]
-    return CoreAssignment(cores=result, warnings=tuple(warnings))
+    taken = {core for instances in result.values() for own in instances for c in own for core in c}
+    left = tuple(core for core in sorted(allowed) if core not in taken)
+    return CoreAssignment(cores=result, warnings=tuple(warnings), rest=left)
+
+
+def core_warnings(
+    bound: Mapping[str, tuple[tuple[Cores, ...], int]],
+    *,
+    quota_cores: float | None,
+    nodes: Sequence[Cores],
+) -> tuple[str, ...]:
+    """Return what is wrong with cores that ranks were given.
+
+    Args:
+        bound: By instance, the cores of each of its ranks, and how many threads each rank has.
+        quota_cores: CPU time that all may take together, in cores; ``None`` for no limit.
+        nodes: Cores of each memory (NUMA) node.
+    """
+    warnings = []
+    for name, (ranks, threads) in bound.items():
+        for own in ranks:
+            if threads > len(own):
+                warnings.append(
+                    f"{name}: {threads} threads on {len(own)} CPU cores ({_ranges(own)}) slow each "
+                    "other down: lower OMP_NUM_THREADS in env, or leave it out"
+                )
+            if len([node for node in nodes if set(node) & set(own)]) > 1:
+                warnings.append(
+                    f"{name}: its CPU cores ({_ranges(own)}) are of several memory nodes, "
+                    f"{'; '.join(map(_ranges, nodes))}: list instances.*.cores by node"
+                )
+    used = {core for ranks, _ in bound.values() for own in ranks for core in own}
+    if quota_cores is not None and used and quota_cores < len(used):
+        warnings.append(
+            f"this container may take the time of {quota_cores:g} CPU cores, and instances are "
+            f"bound to {len(used)}: they are stopped in the middle of steps; raise its limit "
+            "(docker run --cpus), or list fewer cores"
+        )
+    return tuple(warnings)
 
 
 def _split(cores: list[int], ranks: int, owner: str, warnings: list[str]) -> list[Cores]:
@@ -146,10 +186,8 @@ def _split(cores: list[int], ranks: int, owner: str, warnings: list[str]) -> lis
             "some share a core and slow each other down"
         )
         return [(cores[rank % len(cores)],) for rank in range(ranks)]
-    each, extra = divmod(len(cores), ranks)
-    sizes = [each + (rank < extra) for rank in range(ranks)]
-    starts = [sum(sizes[:rank]) for rank in range(ranks)]
-    return [tuple(cores[s : s + size]) for s, size in zip(starts, sizes, strict=True)]
+    each = len(cores) // ranks
+    return [tuple(cores[rank * each : (rank + 1) * each]) for rank in range(ranks)]
 
 
 def _check_list(

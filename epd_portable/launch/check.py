@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from epd_portable.errors import PlatformError
+from epd_portable.launch.machine import allowed_cores, memory_nodes, quota_cores
 from epd_portable.launch.target import Hardware
 from epd_portable.platforms import registry as platforms
 
@@ -23,7 +24,7 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        kind: ``engine``, ``platform``, ``hardware``, ``device`` or ``path``.
+        kind: ``engine``, ``cores``, ``platform``, ``hardware``, ``device``, ``path`` or ``plan``.
         name: What was looked at; a device as ``platform:index``, a path as
             ``platform/path`` between two of its instances, or ``encode→prefill_decode/path``.
         usable: Whether it can be used here.
@@ -45,7 +46,26 @@ def inspect(platform_names: Sequence[str], expected: Hardware | None = None) -> 
         platform_names: What to look at.
         expected: A profile to compare the devices of its platform with.
     """
-    return [*_engines(), *_platforms(platform_names, expected)]
+    return [*_engines(), _cores(), *_platforms(platform_names, expected)]
+
+
+def planned(name: str, warnings: Sequence[str]) -> Finding:
+    """Say whether what a topology file asks for goes well here.
+
+    Args:
+        name: Of the file.
+        warnings: Of its plan.
+    """
+    reason = "; ".join(warnings) or "nothing asks for more than there is"
+    return Finding(kind="plan", name=name, usable=not warnings, reason=reason)
+
+
+def _cores() -> Finding:
+    cores, quota = len(allowed_cores()), quota_cores()
+    reason = f"{cores} cores on {len(memory_nodes()) or 1} memory node(s)"
+    if quota is not None and quota < cores:
+        reason += f", and the time of {quota:g} of them by the container's limit"
+    return Finding(kind="cores", name="cpu", usable=quota is None or quota >= cores, reason=reason)
 
 
 def _engines() -> Iterator[Finding]:

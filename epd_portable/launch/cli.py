@@ -21,8 +21,9 @@ from epd_portable.config.instance import PlatformName
 from epd_portable.config.load import PLATFORMS, load_topology
 from epd_portable.config.schema import Topology
 from epd_portable.config.secret import Secret, make_secret_file
+from epd_portable.errors import ConfigError
 from epd_portable.launch import members
-from epd_portable.launch.check import inspect
+from epd_portable.launch.check import inspect, planned
 from epd_portable.launch.machine import (
     assumed_machine,
     described_machine,
@@ -221,19 +222,33 @@ def plan(
     metavar="PROFILE",
     help="Compare the devices with a hardware profile: a name in configs/hardware, or a file.",
 )
+@click.option(
+    "--config",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Say what this topology asks too much of, such as CPU cores; needs --platform.",
+)
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
-def check(platform: str | None, hardware: str | None, as_json: bool) -> None:
+def check(platform: str | None, hardware: str | None, config: Path | None, as_json: bool) -> None:
     """Say which platforms, devices and transfer paths can be used here, and why others cannot.
 
     Exit status: 0 when the platform, or any platform, can be used, and with --hardware is what the
-    profile says; otherwise 1; 2 on bad input.
+    profile says; otherwise 1; 2 on bad input. What a topology asks too much of is a warning.
     """
     with messages():
         expected = find_hardware(hardware) if hardware else None
         if expected:
             require_platform(expected, platform)
             platform = expected.profile.platform
-    findings = inspect([platform] if platform else list(PLATFORMS), expected)
+        if config is not None and platform is None:
+            raise ConfigError(f"--config {config}: name the --platform that it is planned for")
+        findings = inspect([platform] if platform else list(PLATFORMS), expected)
+        if config is not None and platform is not None:
+            target = find_target(cast("PlatformName", platform), None, config)
+            topology = _load(target.traits, config, (), None, None)
+            machine = assumed_machine(target.traits, os.environ)
+            plan = _plan(topology, target, new_run_id(), machine)
+            findings.append(planned(config.name, plan.warnings))
     if as_json:
         click.echo(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
     else:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
 
 from epd_portable.errors import ConfigError, LaunchError, PlatformUnavailableError
 from epd_portable.launch.plan import Machine
@@ -15,6 +16,8 @@ from epd_portable.launch.sessions import SHM
 from epd_portable.platforms.traits import PlatformTraits
 
 _PROBE_TIMEOUT_S = 120.0
+_CPU_CONTROLLER = "cpu"
+"""Of Linux's control groups, version 1."""
 # A process of its own, so that neither torch nor a device runtime is loaded by the launcher.
 _PROBE = """
 import json, sys
@@ -30,6 +33,70 @@ def allowed_cores() -> tuple[int, ...]:
     return tuple(sorted(os.sched_getaffinity(0)))
 
 
+def quota_cores(root: Path = Path("/")) -> float | None:
+    """Return how many cores' time this process's control group may take; ``None`` for no limit.
+
+    Args:
+        root: Of the file system.
+    """
+    cgroup = root / "sys/fs/cgroup"
+    try:
+        names = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    found = []
+    for line in names:
+        _, controllers, name = line.split(":", 2)
+        if controllers and _CPU_CONTROLLER not in controllers.split(","):
+            continue
+        # Limits of every group above hold, too. In a container what is above may not be seen.
+        place = PurePosixPath(name)
+        for group in (place, *place.parents):
+            folder = cgroup / (controllers and _CPU_CONTROLLER) / str(group).lstrip("/")
+            found += [limit for limit in (_limit_v2(folder), _limit_v1(folder)) if limit]
+    return min(found, default=None)
+
+
+def _limit_v2(folder: Path) -> float | None:
+    try:
+        quota, period = (folder / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return None
+    return None if quota == "max" else int(quota) / int(period)
+
+
+def _limit_v1(folder: Path) -> float | None:
+    try:
+        quota = int((folder / "cpu.cfs_quota_us").read_text())
+        period = int((folder / "cpu.cfs_period_us").read_text())
+    except (OSError, ValueError):
+        return None
+    return quota / period if quota > 0 else None
+
+
+def memory_nodes(root: Path = Path("/")) -> tuple[tuple[int, ...], ...]:
+    """Return the CPU cores of each memory (NUMA) node that has some.
+
+    Args:
+        root: Of the file system.
+    """
+    nodes = []
+    for file in sorted((root / "sys/devices/system/node").glob("node[0-9]*/cpulist")):
+        cores: list[int] = []
+        for part in filter(None, file.read_text().strip().split(",")):
+            first, _, last = part.partition("-")
+            cores += range(int(first), int(last or first) + 1)
+        if cores:
+            nodes.append(tuple(cores))
+    return tuple(nodes)
+
+
+def _this_machine(devices: tuple[str, ...] | None) -> Machine:
+    return Machine(
+        devices=devices, cores=allowed_cores(), quota_cores=quota_cores(), nodes=memory_nodes()
+    )
+
+
 def visible_devices(traits: PlatformTraits, environ: Mapping[str, str]) -> tuple[str, ...] | None:
     """Return the devices that the environment limits this process to, or ``None`` for no limit."""
     if traits.visible_devices_env is None:
@@ -42,7 +109,7 @@ def visible_devices(traits: PlatformTraits, environ: Mapping[str, str]) -> tuple
 
 def assumed_machine(traits: PlatformTraits, environ: Mapping[str, str]) -> Machine:
     """Describe the machine without touching a device runtime: enough devices for any plan."""
-    return Machine(devices=visible_devices(traits, environ), cores=allowed_cores())
+    return _this_machine(visible_devices(traits, environ))
 
 
 def described_machine(devices_per_node: int) -> Machine:
@@ -61,7 +128,7 @@ def probed_machine(traits: PlatformTraits, environ: Mapping[str, str]) -> Machin
         LaunchError: The device runtime ended the process that asked it, or did not answer.
     """
     if traits.visible_devices_env is None:
-        return Machine(devices=None, cores=allowed_cores())
+        return _this_machine(None)
     try:
         answer = subprocess.run(
             [sys.executable, "-c", _PROBE, traits.name],
@@ -90,7 +157,7 @@ def probed_machine(traits: PlatformTraits, environ: Mapping[str, str]) -> Machin
         )
     named = visible_devices(traits, environ)
     indices = tuple(str(index) for index in range(found["count"]))
-    return Machine(devices=indices if named is None else named, cores=allowed_cores())
+    return _this_machine(indices if named is None else named)
 
 
 def require_shm(pool_bytes: int, pools: int) -> None:

@@ -17,7 +17,7 @@ from epd_portable.config.schema import Topology
 from epd_portable.connector.curve import is_off_host
 from epd_portable.connector.registry import offered
 from epd_portable.errors import ConfigError
-from epd_portable.launch.assign import Cores
+from epd_portable.launch.assign import Cores, core_warnings
 from epd_portable.launch.engine import engine_argv, engine_env
 from epd_portable.launch.fit import HardwareFit, fit, memory_warnings
 from epd_portable.launch.model import ModelSource
@@ -38,10 +38,15 @@ class Machine:
     Attributes:
         devices: Device indices or UUIDs; ``None`` when nobody asked the machine.
         cores: CPU cores that this process may use.
+        quota_cores: CPU time that this process and its children may take together, in cores;
+            ``None`` for no limit.
+        nodes: Cores of each memory (NUMA) node; empty where nobody looked.
     """
 
     devices: tuple[str, ...] | None
     cores: tuple[int, ...]
+    quota_cores: float | None = None
+    nodes: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,9 +150,10 @@ def make_plan(
     _check_queue(topology)
     _check_host(topology, traits)
     secret_file = topology.secret_file or run_secret_file(temp_dir)
-    seats, warnings = place_instances(
+    placement = place_instances(
         topology, traits, devices=machine.devices, cores=machine.cores, free_port=free_port
     )
+    seats = placement.seats
     specs: list[ProcessSpec] = []
     backends: list[InstanceSettings] = []
     for group_name, role in ROLES.items():
@@ -175,16 +181,28 @@ def make_plan(
                     shm_name=instance.pool,
                 )
             )
-    specs.append(_router(topology, model, backends, secret_file))
+    warnings = [*placement.warnings, *_hardware_warnings(topology, traits, seats, hardware)]
+    warnings += core_warnings(
+        {spec.name: (spec.cores, _threads(spec)) for spec in specs},
+        quota_cores=machine.quota_cores,
+        nodes=machine.nodes,
+    )
+    specs.append(_router(topology, model, backends, secret_file, placement.rest))
     return Plan(
         run_id=run_id,
         platform=traits.name,
         model=model.served_name,
         url=f"{_base_url(topology.router.host, topology.router.port, tls=_has_tls(topology))}/v1",
         processes=tuple(specs),
-        warnings=(*warnings, *_hardware_warnings(topology, traits, seats, hardware)),
+        warnings=tuple(warnings),
         hardware=fit(hardware) if hardware else None,
     )
+
+
+def _threads(spec: ProcessSpec) -> int:
+    """Return how many threads each rank has, as far as the environment says so."""
+    given = spec.env.get("OMP_NUM_THREADS", "")
+    return int(given) if given.isdecimal() else 1
 
 
 def _check_queue(topology: Topology) -> None:
@@ -263,8 +281,10 @@ def _router(
     model: ModelSource,
     backends: Sequence[InstanceSettings],
     secret_file: str,
+    rest: Cores,
 ) -> ProcessSpec:
     router = topology.router
+    bound = len(rest) >= router.workers and not router.envoy
     settings = RouterSettings(
         **router.model_dump(),
         model=model.served_name,
@@ -290,6 +310,7 @@ def _router(
         env={"EPD_INSTANCE": "router"},
         url=_base_url(router.host, router.admin_port or router.port, tls=_has_tls(topology)),
         ports={"http": router.port} | ({"admin": router.admin_port} if router.admin_port else {}),
+        cores=(rest,) if rest and bound else (),
         tls_cert_file=router.tls_cert_file or "",
     )
 

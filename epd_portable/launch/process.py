@@ -119,23 +119,23 @@ class Child:
         address = urlsplit(self.spec.url)
         assert address.hostname is not None
         connection: http.client.HTTPConnection
-        if self.spec.tls_cert_file:
-            trusted = trusting(self.spec.tls_cert_file)
-            connection = http.client.HTTPSConnection(
-                address.hostname, address.port, timeout=timeout_s, context=trusted
-            )
-        else:
-            connection = http.client.HTTPConnection(
-                address.hostname, address.port, timeout=timeout_s
-            )
         try:
-            connection.request("GET", "/health", headers=headers)
-            answer = connection.getresponse()
-            return answer.status, answer.read()
+            if self.spec.tls_cert_file:
+                # The file may be renewed, or be written just now.
+                trusted = trusting(self.spec.tls_cert_file)
+                connection = http.client.HTTPSConnection(
+                    address.hostname, address.port, timeout=timeout_s, context=trusted
+                )
+            else:
+                connection = http.client.HTTPConnection(
+                    address.hostname, address.port, timeout=timeout_s
+                )
+            with contextlib.closing(connection):
+                connection.request("GET", "/health", headers=headers)
+                answer = connection.getresponse()
+                return answer.status, answer.read()
         except (OSError, http.client.HTTPException):
             return None, b""
-        finally:
-            connection.close()
 
     def output(self) -> str:
         """Return the end of what this start has written so far, at most 256 KiB."""

@@ -34,6 +34,21 @@ class Seat:
     cores: tuple[Cores, ...] = ()
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seating:
+    """Where all instances run.
+
+    Attributes:
+        seats: Of each group.
+        warnings: What the user should know.
+        rest: CPU cores that no instance has, where they are bound to cores.
+    """
+
+    seats: dict[str, list[Seat]]
+    warnings: tuple[str, ...]
+    rest: Cores = ()
+
+
 def place_instances(
     topology: Topology,
     traits: PlatformTraits,
@@ -41,7 +56,7 @@ def place_instances(
     devices: Sequence[str] | None,
     cores: Sequence[int],
     free_port: Callable[[], int],
-) -> tuple[dict[str, list[Seat]], tuple[str, ...]]:
+) -> Seating:
     """Give every instance a port, and devices or cores.
 
     Args:
@@ -50,9 +65,6 @@ def place_instances(
         devices: Devices to share out; ``None`` when nobody asked the machine.
         cores: CPU cores to share out.
         free_port: Hands out one loopback port after another.
-
-    Returns:
-        The seats of each group, and what the user should know.
 
     Raises:
         ConfigError: The topology does not fit the platform or the machine.
@@ -74,10 +86,11 @@ def place_instances(
             )
     if not numbered:
         by_core = assign_cores(groups, cores)
-        return {
+        seats = {
             name: [Seat(port=free_port(), cores=own) for own in instances]
             for name, instances in by_core.cores.items()
-        }, by_core.warnings
+        }
+        return Seating(seats=seats, warnings=by_core.warnings, rest=by_core.rest)
     by_device = assign_devices(groups, devices)
     everyone: list[str] = []
     if traits.peers_must_be_visible and path in PEER_PATHS:
@@ -87,12 +100,13 @@ def place_instances(
             for own in instances
             for device in own
         ]
-    return {
+    seats = {
         name: [
             Seat(port=free_port(), devices=own, peers=_others(everyone, own)) for own in instances
         ]
         for name, instances in by_device.devices.items()
-    }, by_device.warnings
+    }
+    return Seating(seats=seats, warnings=by_device.warnings)
 
 
 def _others(everyone: Sequence[str], own: Sequence[str]) -> tuple[str, ...]:

@@ -31,7 +31,6 @@ TILE_PIXELS = 448 * 448
 MAX_SETTINGS_BYTES = 64 * 1024
 
 _COMMA = re.compile(rb",")
-_PIXELS = frozenset({"min_pixels", "max_pixels", "shortest_edge", "longest_edge"})
 _ENLARGING = frozenset({"min_pixels", "shortest_edge"})
 _EDGES = frozenset({"size", "crop_size", "height", "width"})
 _FRAMES = frozenset({"num_frames", "min_frames", "max_frames", "total_num_frames"})

@@ -22,7 +22,7 @@ from epd_portable.media.limits import (
     check_request,
 )
 from epd_portable.router import media
-from epd_portable.router.cut_text import Bytes, CutText, Segments, opens
+from epd_portable.router.cut_text import Bytes, CutText, Segments, decode, opens
 from epd_portable.router.media import MediaItem, MediaReader
 from epd_portable.wire.params import EncodedItem, EncodeParams, EncodeTransfer, PrefillParams
 
@@ -361,11 +361,11 @@ class _Scales:
         self._processing = processing
         self._pixels = 0
 
-    def __call__(self, modality: Modality, media_type: str, data: Bytes, place: str) -> None:
-        self._pixels += check_item(
-            self._limits, modality, media_type, data, place, self._processing
-        )
+    def __call__(self, modality: Modality, media_type: str, data: Bytes, place: str) -> int:
+        pixels = check_item(self._limits, modality, media_type, data, place, self._processing)
+        self._pixels += pixels
         check_request(self._limits, self._pixels)
+        return pixels
 
 
 def _encoded_apart(reader: MediaReader, settings: _Fields) -> tuple[MediaItem, ...]:
@@ -462,15 +462,8 @@ def _check_extra_arguments(fields: Mapping[str, msgspec.Raw]) -> None:
     raw = _given(fields, "vllm_xargs")
     if raw is None:
         return
-    try:
-        names = _object.decode(raw).keys()
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError(
-            f"vllm_xargs: expected an object of strings and numbers: {error}",
-            status=400,
-            code="invalid_field",
-        ) from error
-    forged = sorted(STRIPPED & names)
+    given = decode(_object, raw, "vllm_xargs: expected an object of strings and numbers")
+    forged = sorted(STRIPPED & given.keys())
     if forged:
         raise RequestError(
             f"vllm_xargs may not hold {forged}: these names are the router's own; remove them",

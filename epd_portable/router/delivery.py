@@ -19,6 +19,7 @@ from epd_portable.log import trace
 from epd_portable.router.body import CHAT_PATH
 from epd_portable.router.control import ControlChannels, Inbox
 from epd_portable.router.cut_text import Segments
+from epd_portable.router.elastic import EncodeTimes
 from epd_portable.router.instances import Fleet, Instance, WentDownError, while_up
 from epd_portable.router.ladder import Point, RetryBudget, Trouble, descend
 from epd_portable.router.media import MediaItem
@@ -81,6 +82,8 @@ class Attempt:
             waits for one. A job that is cancelled in the moment in which its encoder goes down, or
             in which a time ends, may learn of that only; this it sees in any case.
         told: What encoders say of the items that go without their media, by transfer.
+        awaited: Items that the PD instance can do nothing without.
+        working: What lasts as long as the try.
     """
 
     pd: Instance
@@ -90,11 +93,27 @@ class Attempt:
     held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     over: asyncio.Event = field(default_factory=asyncio.Event)
     told: dict[str, asyncio.Future[EncodedItem | EncodeFailure]] = field(default_factory=dict)
+    working: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    awaited: int = 0
 
     def begin(self) -> None:
         """Note that the PD instance has begun its answer."""
+        if self.awaited:
+            self.has_all()
         self.over.set()
         self.held.close()
+
+    def has_item(self) -> None:
+        """Note that an item was encoded, or that the PD instance is to encode it."""
+        if self.awaited and not self.over.is_set():
+            self.awaited -= 1
+            if not self.awaited:
+                self.has_all()
+
+    def has_all(self) -> None:
+        """Note that nothing keeps the PD instance from computing for the request."""
+        self.awaited = 0
+        self.working.enter_context(self.pd.computing())
 
     def tell(self, delivery: Delivery, answer: EncodedItem | EncodeFailure) -> bool:
         """Let the PD instance be asked, or not; tell whether that was waited for."""
@@ -115,6 +134,9 @@ class Deliverer:
         control: Channels to PD instances.
         metrics: Count what happens.
         retries: How often a job may be given to another encoder.
+
+    Attributes:
+        times: How long items take encoders.
     """
 
     def __init__(
@@ -132,6 +154,7 @@ class Deliverer:
         self._control = control
         self._metrics = metrics
         self._retries = retries
+        self.times = EncodeTimes()
 
     async def deliver(self, delivery: Delivery, index: int, one: Attempt) -> None:
         """Have one item encoded; return when nothing is left to do for it.
@@ -154,6 +177,7 @@ class Deliverer:
         if one.tell(delivery, outcome):
             return
         self._metrics.item("local")
+        one.has_item()
         await self._ask_for_local_encoding(delivery, outcome.reason, one)
 
     async def _try_encoders(
@@ -224,7 +248,7 @@ class Deliverer:
         headers = {**one.headers, "x-request-id": f"{one.headers['x-request-id']}-item{index}"}
         limit_s = min(self._settings.encode_job_s, deadline - started)
         try:
-            with while_up(encoder.working()):
+            with while_up(encoder.working()), encoder.encoding(self.times.of(delivery.item)):
                 status, given, body = await self._upstream.ask(
                     "POST",
                     encoder.url + CHAT_PATH,
@@ -243,8 +267,12 @@ class Deliverer:
             reason = f"no answer{waited}" if error.fault is Fault.SILENT else str(error)
             return EncodeFailure(trouble=Trouble.ENCODER_FAILED, reason=reason)
         if status < 300:
+            now = time.monotonic()
+            # Until it had answered the job before, it did not work on this one.
+            self.times.observe(delivery.item, now - max(started, encoder.answered_at))
+            self._metrics.encode_s.labels(encoder.name).observe(now - started)
             encoder.answered()
-            self._metrics.encode_s.labels(encoder.name).observe(time.monotonic() - started)
+            one.has_item()
             one.tell(delivery, read_item(body))
             return None
         reason = f"answered {status}: {body[:200].decode('utf-8', 'replace')!r}"

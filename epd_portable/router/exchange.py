@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,7 +17,7 @@ import msgspec
 
 from epd_portable.config.secret import Secret
 from epd_portable.errors import RequestError
-from epd_portable.log import trace
+from epd_portable.log import say_failure, trace
 from epd_portable.router.body import Call, size
 from epd_portable.router.control import ControlChannels
 from epd_portable.router.cut_text import Segments
@@ -29,6 +29,7 @@ from epd_portable.router.delivery import (
     expected_transfer,
     new_transfer,
 )
+from epd_portable.router.elastic import sooner_here
 from epd_portable.router.instances import Fleet, Instance, WentDownError, while_up
 from epd_portable.router.ladder import Failed, Point, RetryBudget, Trouble, descend
 from epd_portable.router.media import MediaItem
@@ -40,6 +41,7 @@ from epd_portable.wire.messages import NackCode
 from epd_portable.wire.params import EncodedItem, PrefillOutcome, PrefillParams
 
 logger = logging.getLogger(__name__)
+_said = say_failure(logger, "delivery of an item failed")
 
 MAX_PD_ATTEMPTS = 2
 """Times that one request is sent: one that kills its instance must not walk over them all."""
@@ -113,10 +115,12 @@ class RequestPlan:
     Attributes:
         pd: Who answers.
         deliveries: Of the items that encoders bring; the others it encodes by itself.
+        here_s: How long it will take for those that it encodes by choice.
     """
 
     pd: Instance
     deliveries: tuple[Delivery, ...] = ()
+    here_s: float = 0.0
 
 
 class Exchange:
@@ -150,6 +154,9 @@ class Exchange:
         self._deliverer = Deliverer(settings, instances, upstream, control, metrics, self._retries)
         self._jobs: set[asyncio.Task[None]] = set()
         self._without_metadata: set[str] = set()
+        self._elastic = (
+            settings.elastic_encode and settings.local_encode and settings.media == "concurrent"
+        )
 
     async def close(self) -> None:
         """Cancel encode jobs that outlived their requests."""
@@ -236,8 +243,9 @@ class Exchange:
         if pd is None:
             raise Failed(Trouble.NO_PD, Point.ASKED, self._why_no_pd())
         encoders = self._instances.encoders(item.mm_hash for item in call.items)
+        here, here_s = self._encoded_here(call.items, encoders, pd)
         deliveries: list[Delivery] = []
-        for item, encoder in zip(call.items, encoders, strict=True):
+        for item, encoder in zip(call.items[here:], encoders[here:], strict=True):
             goes_bare = bare and self._goes_bare(item)
             if encoder is None and goes_bare:
                 raise Failed(Trouble.NO_ENCODER, Point.ASKED, "no encoder is healthy")
@@ -250,7 +258,22 @@ class Exchange:
             deliveries.append(
                 Delivery(item=item, transfer=transfer, encoder=encoder, body=job, bare=goes_bare)
             )
-        return RequestPlan(pd=pd, deliveries=tuple(deliveries))
+        return RequestPlan(pd=pd, deliveries=tuple(deliveries), here_s=here_s)
+
+    def _encoded_here(
+        self, items: Sequence[MediaItem], encoders: Sequence[Instance | None], pd: Instance
+    ) -> tuple[int, float]:
+        """Return how many of the first items the PD instance encodes by choice, and their time."""
+        asked = [encoder for encoder in encoders if encoder is not None]
+        if not self._elastic or not items or len(asked) < len(items):
+            return 0, 0.0
+        times = self._deliverer.times
+        threshold = self._settings.elastic_threshold
+        count, reason = sooner_here(items, asked, pd, times, threshold=threshold)
+        for _ in range(count):
+            self._metrics.item("sooner_here")
+            self._metrics.elastic.labels(reason).inc()
+        return count, sum(map(times.of, items[:count]))
 
     async def _try(
         self,
@@ -271,9 +294,14 @@ class Exchange:
             with (
                 while_up(pd.working()),
                 self._control.expect(transfers) as inbox,
+                contextlib.ExitStack() as working,
                 contextlib.ExitStack() as held,
             ):
-                one = Attempt(pd, plan.deliveries, headers, inbox, held)
+                one = Attempt(pd, plan.deliveries, headers, inbox, held, working=working)
+                held.enter_context(pd.encoding(plan.here_s))
+                one.awaited = len(plan.deliveries)
+                if plan.here_s or not one.awaited:
+                    one.has_all()
                 jobs = self._start_jobs(one)
                 try:
                     told = await self._told(one)
@@ -304,14 +332,10 @@ class Exchange:
                 one.told[delivery.transfer.transfer_id] = loop.create_future()
             job = loop.create_task(self._deliverer.deliver(delivery, index, one))
             self._jobs.add(job)
-            job.add_done_callback(self._job_ended)
+            job.add_done_callback(self._jobs.discard)
+            job.add_done_callback(_said)
             jobs.append(job)
         return jobs
-
-    def _job_ended(self, job: asyncio.Task[None]) -> None:
-        self._jobs.discard(job)
-        if not job.cancelled() and (error := job.exception()):
-            logger.error("delivery of an item failed", exc_info=error)
 
     def _give_up(self, one: Attempt, jobs: Iterable[asyncio.Task[None]]) -> None:
         """End the calls to encoders, and tell the PD instance that nobody asks for the items."""
@@ -533,12 +557,17 @@ class Exchange:
         return f"no prefill+decode instance can serve ({states or 'none is there'})"
 
 
+def silent(pd: Instance, point: Point) -> Failed:
+    """Return the failure by a PD instance from which nothing came any more."""
+    message = f"instance {pd.name} was silent for longer than router.idle_timeout_s"
+    return Failed(Trouble.PD_SILENT, point, message)
+
+
 def _failed(pd: Instance, error: UpstreamError, point: Point) -> Failed:
     """Return what an error of the connection is to the request."""
     pd.failed(error.fault)
     if error.fault is Fault.SILENT:
-        message = f"instance {pd.name} was silent for longer than router.idle_timeout_s"
-        return Failed(Trouble.PD_SILENT, point, message)
+        return silent(pd, point)
     return Failed(Trouble.PD_LOST, point, f"instance {pd.name} was lost: {error}")
 
 

@@ -239,6 +239,16 @@ class Instance:
         return self._tally.load(self.row)
 
     @property
+    def computes_for(self) -> int:
+        """Requests of all processes of the router that wait for no item any more."""
+        return self._tally.computing(self.row)
+
+    @property
+    def owed_s(self) -> float:
+        """Seconds of encoding that all processes of the router have given to it."""
+        return self._tally.owed_ms(self.row) / 1000
+
+    @property
     def idle(self) -> bool:
         """Whether no process needs anything of it."""
         return not self._tally.held(self.row)
@@ -255,6 +265,25 @@ class Instance:
     def held(self) -> Use:
         """Return a context that keeps it from leaving: something of it is still needed."""
         return Use(self, work=False)
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """Count a request as one that waits for no item; within `working`."""
+        self._tally.compute(self.row, 1)
+        try:
+            yield
+        finally:
+            self._tally.compute(self.row, -1)
+
+    @contextlib.contextmanager
+    def encoding(self, seconds: float) -> Iterator[None]:
+        """Count encoding that it will need so long for; within `working`."""
+        ms = round(1000 * seconds)
+        self._tally.owe(self.row, ms)
+        try:
+            yield
+        finally:
+            self._tally.owe(self.row, -ms)
 
     async def wait_idle(self) -> None:
         """Return as soon as no process needs anything of it, nor could begin to unknowingly."""

@@ -23,7 +23,7 @@ from epd_portable.router.cut_text import Bytes, CutText, decode, opens
 from epd_portable.wire.params import EncodedItem
 
 Part = dict[str, msgspec.Raw]
-Check = Callable[[Modality, str, Bytes, str], None]
+Check = Callable[[Modality, str, Bytes, str], int]
 """Raises `RequestError` for an item that is not allowed, by its modality, media type, base64 text
 and place in the request."""
 
@@ -83,11 +83,13 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
         modality: What it is to the model.
         part: Content part of a chat message with the item; cut. Where the request can name items to
             the engine, this is the client's own, with ``uuid`` set to `mm_hash`.
+        pixels: That it has once it is decoded; 0 if nobody looked, or it has none.
     """
 
     mm_hash: str
     modality: Modality
     part: Part
+    pixels: int = 0
 
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,7 +112,7 @@ class MediaReader:
         salt: Whatever else an item may be shared by, such as settings that change the encoder's
             output; becomes part of every key.
         max_items: Most media parts allowed, repeated ones included.
-        check: Of each item.
+        check: Of each item; returns its pixels.
     """
 
     def __init__(
@@ -220,9 +222,8 @@ class MediaReader:
             url = self._url(part.get(name), KINDS[name], place)
             media_type, data = split_data_url(url, KINDS[name], place)
         modality = KINDS[name].modality
-        mm_hash = self._key(modality, media_type, data, place)
-        part["uuid"] = msgspec.Raw(b'"%b"' % mm_hash.encode())
-        self._items.setdefault(mm_hash, MediaItem(mm_hash=mm_hash, modality=modality, part=part))
+        item = self._item(modality, media_type, data, place, part)
+        part["uuid"] = msgspec.Raw(b'"%b"' % item.mm_hash.encode())
         return part
 
     def _blocks(self, raw: msgspec.Raw, where: str) -> list[tuple[str, str | None, Part]]:
@@ -247,8 +248,7 @@ class MediaReader:
                 "type": msgspec.Raw(b'"image_url"'),
                 "image_url": msgspec.Raw(b'{"url":%b}' % url),
             }
-            mm_hash = self._key("image", media_type, data, where)
-            self._items.setdefault(mm_hash, MediaItem(mm_hash=mm_hash, modality="image", part=part))
+            self._item("image", media_type, data, where, part)
 
     def _source(self, source: Part, where: str) -> tuple[str, Bytes, bytes]:
         """Return media type, base64 text and JSON of the data URL that the engine makes of it."""
@@ -275,7 +275,10 @@ class MediaReader:
         url = b'"data:%b;base64,%b' % (media_type.encode(), bytes(source["data"])[1:])
         return media_type.lower(), data, url
 
-    def _key(self, modality: Modality, media_type: str, data: Bytes, place: str) -> str:
+    def _item(
+        self, modality: Modality, media_type: str, data: Bytes, place: str, part: Part
+    ) -> MediaItem:
+        """Return the item of a part, the same for each part with it."""
         self._count += 1
         if self._count > self._max_items:
             raise RequestError(
@@ -284,9 +287,10 @@ class MediaReader:
                 status=400,
                 code="too_many_items",
             )
-        if self._check is not None:
-            self._check(modality, media_type, data, place)
-        return content_key(modality, media_type, data, self._salt)
+        pixels = self._check(modality, media_type, data, place) if self._check else 0
+        mm_hash = content_key(modality, media_type, data, self._salt)
+        item = MediaItem(mm_hash=mm_hash, modality=modality, part=part, pixels=pixels)
+        return self._items.setdefault(mm_hash, item)
 
     def _url(self, raw: msgspec.Raw | None, kind: MediaKind, where: str) -> Bytes:
         if raw is not None and opens(raw, b"{"):

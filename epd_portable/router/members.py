@@ -22,6 +22,7 @@ from pydantic import ValidationError
 from epd_portable.config.problems import in_one_line
 from epd_portable.config.secret import Secret, SignatureCheck
 from epd_portable.errors import ConfigError, RequestError
+from epd_portable.log import say_failure
 from epd_portable.router.control import ControlChannels
 from epd_portable.router.instances import Fleet, Instance
 from epd_portable.router.metrics import Metrics
@@ -31,6 +32,7 @@ from epd_portable.router.tally import MAX_INSTANCES
 from epd_portable.router.upstream import Fault, Upstream, UpstreamError
 
 logger = logging.getLogger(__name__)
+_said = say_failure(logger, "watching an instance failed")
 
 INSTANCES_PATH = "/epd/instances"
 MAX_BODY_BYTES = 64 * 1024
@@ -211,7 +213,7 @@ class HealthProbes:
         task = asyncio.create_task(self._probe(instance))
         self._asking.add(task)
         task.add_done_callback(self._asking.discard)
-        task.add_done_callback(_report)
+        task.add_done_callback(_said)
 
     async def _probe(self, instance: Instance) -> None:
         try:
@@ -499,7 +501,7 @@ class Members:
     def _start(self, instance: Instance, what: str, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks[instance][what] = task
-        task.add_done_callback(_report)
+        task.add_done_callback(_said)
 
     async def _meet(self, instance: Instance) -> None:
         pause_s = FIRST_PAUSE_S
@@ -619,9 +621,3 @@ async def _set_within(event: asyncio.Event, timeout_s: float) -> None:
         await asyncio.wait({waiting}, timeout=timeout_s)
     finally:
         waiting.cancel()
-
-
-def _report(task: asyncio.Task[None]) -> None:
-    error = None if task.cancelled() else task.exception()
-    if error is not None:
-        logger.error("watching an instance failed", exc_info=error)

@@ -14,9 +14,12 @@ from prometheus_client.registry import Collector
 
 from epd_portable.router.instances import Instance
 
-ItemFate = Literal["encoded", "other_encoder", "local", "no_encoder", "not_needed", "cancelled"]
+ItemFate = Literal[
+    "encoded", "other_encoder", "local", "sooner_here", "no_encoder", "not_needed", "cancelled"
+]
 """``encoded``: by the encoder asked first. ``other_encoder``: by a second one. ``local``: encoders
-failed and the PD instance was told to encode. ``no_encoder``: none was healthy from the start.
+failed and the PD instance was told to encode. ``sooner_here``: it encodes by choice, see
+`epd_portable.router.elastic`. ``no_encoder``: none was healthy from the start.
 ``not_needed``: its job failed when the answer had already begun. ``cancelled``: the request ended
 first."""
 
@@ -124,6 +127,12 @@ class Metrics:
             "epd_router_item_sources",
             "How PD instances say they had their items (answers that are not streamed).",
             ("source", "path"),
+            registry=registry,
+        )
+        self.elastic = Counter(
+            "epd_router_elastic_items",
+            "Items that PD instances encode by choice, by reason.",
+            ("reason",),
             registry=registry,
         )
         self.encode_s = Histogram(

@@ -16,7 +16,6 @@ import asyncio
 import json
 import logging
 import os
-import signal
 import sys
 import tempfile
 import uuid
@@ -35,16 +34,18 @@ from epd_portable.router import envoy, ext_proc
 from epd_portable.router.body import Call
 from epd_portable.router.cut_text import Segments
 from epd_portable.router.delivery import Attempt
-from epd_portable.router.exchange import ANSWER_HEADERS, Outgoing
+from epd_portable.router.exchange import ANSWER_HEADERS, Outgoing, silent
 from epd_portable.router.ext_proc import ProcessingRequest, ProcessingResponse, header_mutation
 from epd_portable.router.instances import Instance
 from epd_portable.router.ladder import Failed, Point, Trouble
 from epd_portable.router.replies import Reply, error_reply
 from epd_portable.router.server import CARRIER, Router, with_cors
+from epd_portable.router.serving import Stopping
 from epd_portable.router.settings import RouterSettings, load_settings
 from epd_portable.router.upstream import Fault
 
 logger = logging.getLogger("epd_portable.router")
+_said = log.say_failure(logger, "a request failed")
 
 PICKED = "x-epd-picked"
 """Header by which a second try is recognized; nobody can guess another request's."""
@@ -214,7 +215,7 @@ class Consultation:
         self._serving = asyncio.create_task(
             self._picker.app(scope, self._receive, self._send)  # type: ignore[arg-type]
         )
-        self._serving.add_done_callback(_report)
+        self._serving.add_done_callback(_said)
 
     # A server to the router.
 
@@ -385,8 +386,7 @@ class Consultation:
             await self._exchange.explain(one)
         elif status == 504:
             pd.failed(Fault.SILENT)
-            message = f"instance {pd.name} was silent for longer than router.idle_timeout_s"
-            raise Failed(Trouble.PD_SILENT, Point.ASKED, message)
+            raise silent(pd, Point.ASKED)
         else:
             pd.failed(Fault.CUT)
             raise Failed(Trouble.NO_PD, Point.ASKED, f"instance {pd.name} was lost")
@@ -451,11 +451,6 @@ def _immediate(status: int, headers: Mapping[str, str], body: bytes) -> Any:
     return response
 
 
-def _report(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()):
-        logger.error("a request failed", exc_info=error)
-
-
 async def serve(settings: RouterSettings, folder: Path, *, listen: str, threads: int) -> None:
     """Answer Envoy until a signal comes, or Envoy ends.
 
@@ -481,10 +476,8 @@ async def serve(settings: RouterSettings, folder: Path, *, listen: str, threads:
         server.add_insecure_port(where)
     except RuntimeError as error:
         raise ConfigError(f"picker address {where} cannot be used: {error}") from error
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    stop = Stopping()
+    stop.on_signals()
     await router.open()
     await endpoints.settle()
     # First Envoy: a process that serves gRPC should start no other. Its requests wait.
@@ -492,18 +485,20 @@ async def serve(settings: RouterSettings, folder: Path, *, listen: str, threads:
     await server.start()
     asked = f"{'https' if settings.tls_cert_file else 'http'}://{settings.host}:{settings.port}"
     logger.info("router for %s on %s, by Envoy as in %s", settings.model, asked, config)
-    stopping = asyncio.create_task(stop.wait())
-    ended = asyncio.create_task(process.wait()) if process else asyncio.create_task(stop.wait())
+    waits: set[asyncio.Task[Any]] = {asyncio.create_task(stop.asked.wait())}
+    if process is not None:
+        waits.add(asyncio.create_task(process.wait()))
     try:
-        await asyncio.wait({stopping, ended}, return_when=asyncio.FIRST_COMPLETED)
-        if process is not None and not stop.is_set():
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        if process is not None and not stop.asked.is_set():
             raise ConfigError(
                 f"Envoy ended with status {process.returncode}: its last lines say why, as "
                 f"that a port is taken; its configuration was {config}"
             )
         await router.drain()
     finally:
-        stopping.cancel()
+        for wait in waits:
+            wait.cancel()
         if process is not None and process.returncode is None:
             process.terminate()
             await process.wait()

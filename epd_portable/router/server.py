@@ -19,10 +19,18 @@ from epd_portable.connector.curve import CurveKeys
 from epd_portable.errors import RequestError
 from epd_portable.media.limits import MediaLimits
 from epd_portable.router.access import ApiKeys
-from epd_portable.router.body import Call, Rules, read_call
+from epd_portable.router.body import (
+    CHAT_PATH,
+    COMPLETION_PATH,
+    MESSAGES_PATH,
+    RESPONSES_PATH,
+    Call,
+    Rules,
+    read_call,
+)
 from epd_portable.router.control import ControlChannels
 from epd_portable.router.exchange import Carrier, Exchange
-from epd_portable.router.incoming import Bodies, ClientGoneError
+from epd_portable.router.incoming import Bodies, Body, ClientGoneError
 from epd_portable.router.instances import Fleet
 from epd_portable.router.introduction import Introducer
 from epd_portable.router.members import MAX_BODY_BYTES, MemberList, Members
@@ -33,7 +41,7 @@ from epd_portable.router.upstream import Upstream
 
 logger = logging.getLogger(__name__)
 
-WITH_MEDIA = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
+WITH_MEDIA = frozenset({CHAT_PATH, COMPLETION_PATH, RESPONSES_PATH, MESSAGES_PATH})
 """Paths whose bodies are read: encoders get the items in them."""
 TO_ANY_INSTANCE: Mapping[str, str] = {
     **dict.fromkeys(
@@ -304,7 +312,7 @@ class Router:
             metrics.in_flight.dec()
             metrics.answered(path, client.status, started, client.first_at, gone=client.gone)
 
-    async def _read(self, path: str, client: _Client, body: Any) -> Call:
+    async def _read(self, path: str, client: _Client, body: Body) -> Call:
         """Return what the client asks for.
 
         Raises:
@@ -539,11 +547,6 @@ class _Client:
     async def end(self) -> None:
         """Send the end."""
         await self._send({"type": "http.response.body", "body": b""})
-
-
-def create_app(settings: RouterSettings) -> ASGIApp:
-    """Return the router as an ASGI application; its lifespan connects to the instances."""
-    return with_cors(Router(settings))
 
 
 def with_cors(router: Router) -> ASGIApp:

@@ -31,7 +31,7 @@ class Tally:
         if memory is None:
             memory = memoryview(bytearray(self.nbytes(columns)))
         self._columns, self._column = columns, column
-        parts = (8 * columns, 8 * columns, 8 * columns, 8 * ROWS, *2 * (4 * ROWS * columns,))
+        parts = (8 * columns, 8 * columns, 8 * columns, 8 * ROWS, *4 * (4 * ROWS * columns,))
         ends = list(itertools.accumulate(parts, initial=0))
         part = [memory[begin:end] for begin, end in itertools.pairwise(ends)]
         self._seen = part[0].cast("q")
@@ -40,11 +40,13 @@ class Tally:
         self._answered = part[3].cast("d")
         self._in_flight = part[4].cast("i")
         self._held = part[5].cast("i")
+        self._computing = part[6].cast("i")
+        self._owed_ms = part[7].cast("i")
 
     @staticmethod
     def nbytes(columns: int) -> int:
         """Return how much memory a tally of so many columns takes."""
-        return 3 * 8 * columns + 8 * ROWS + 2 * 4 * ROWS * columns
+        return 3 * 8 * columns + 8 * ROWS + 4 * 4 * ROWS * columns
 
     def work(self, row: int, change: int) -> None:
         """Count requests or jobs of this process."""
@@ -54,17 +56,29 @@ class Tally:
         """Count reasons of this process for which an instance must not leave."""
         self._held[row * self._columns + self._column] += change
 
+    def compute(self, row: int, change: int) -> None:
+        """Count requests of this process that an instance computes for: they wait for no item."""
+        self._computing[row * self._columns + self._column] += change
+
+    def owe(self, row: int, ms: int) -> None:
+        """Count milliseconds of encoding that this process has given to an instance."""
+        self._owed_ms[row * self._columns + self._column] += ms
+
     def load(self, row: int) -> int:
         """Return what is in flight in all processes."""
-        if self._columns == 1:
-            return self._in_flight[row]
-        begin = row * self._columns
-        return sum(self._in_flight[begin : begin + self._columns])
+        return self._sum(self._in_flight, row)
 
     def held(self, row: int) -> int:
         """Return how many reasons all processes have for which an instance must not leave."""
-        begin = row * self._columns
-        return sum(self._held[begin : begin + self._columns])
+        return self._sum(self._held, row)
+
+    def computing(self, row: int) -> int:
+        """Return for how many requests of all processes an instance computes."""
+        return self._sum(self._computing, row)
+
+    def owed_ms(self, row: int) -> int:
+        """Return how many milliseconds of encoding all processes wait for."""
+        return self._sum(self._owed_ms, row)
 
     def answered(self, row: int, at: float) -> None:
         """Note when an instance has answered last, to any process."""
@@ -110,5 +124,13 @@ class Tally:
         for row in range(ROWS):
             self._in_flight[row * self._columns + column] = 0
             self._held[row * self._columns + column] = 0
+            self._computing[row * self._columns + column] = 0
+            self._owed_ms[row * self._columns + column] = 0
         self._body_bytes[column] = 0
         self._seen[column] = _NOBODY
+
+    def _sum(self, counts: memoryview[int], row: int) -> int:
+        if self._columns == 1:
+            return counts[row]
+        begin = row * self._columns
+        return sum(counts[begin : begin + self._columns])

@@ -54,6 +54,7 @@ class Receiver:
             If not, a slot is kept as long as its item is in the encoder cache.
         lookahead: Tokens beyond those it computes whose items the engine wants
             (speculative decoding; vLLM's ``num_prefill_lookahead``).
+        encode_together: See `EncoderCachePreallocator`.
         clock: Monotonic seconds.
         metrics: Counts what happens; ``None`` counts where nobody looks.
 
@@ -71,6 +72,7 @@ class Receiver:
         alignment_bytes: int,
         copies: bool,
         lookahead: int = 0,
+        encode_together: int = 0,
         clock: Callable[[], float] = time.monotonic,
         metrics: ReceiverMetrics | None = None,
     ) -> None:
@@ -101,7 +103,9 @@ class Receiver:
             wait_timeout_s=config.wait_timeout_s,
             lease_s=config.lease_s,
         )
-        self.cache = PREALLOCATORS[config.preallocation](cache_size, self._pool, self._session)
+        self.cache = PREALLOCATORS[config.preallocation](
+            cache_size, self._pool, self._session, encode_together=encode_together
+        )
         self._orders = OrderBook(self._pool, self.cache, copies=copies)
         self.lock = threading.RLock()
         self._has_news = threading.Event()

@@ -120,10 +120,10 @@ class Sender:
             threading.Thread(target=self._write_aside, name=f"epd-writer-{number}", daemon=True)
             for number in range(_WRITERS)
         ]
-        self._watchers = [
-            threading.Thread(target=self._watch, name="epd-watcher", daemon=True)
-            for _ in range(min(1, len(self._queues)))
-        ]
+        self._watchers = []
+        if self._queues:
+            watcher = threading.Thread(target=self._watch, name="epd-watcher", daemon=True)
+            self._watchers.append(watcher)
         with on_all_cores():
             self._control = ControlClients(session, self._keys)
             for thread in (self._thread, *self._writers, *self._watchers):

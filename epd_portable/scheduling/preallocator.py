@@ -80,6 +80,8 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
         cache_size: Room in encoder embeddings.
         slots: Where receive slots come from.
         deliveries: Is told what becomes of items.
+        encode_together: One request has no more embeddings encoded in one step than this, but for a
+            single item: in between others get their tokens. 0 for no limit.
 
     Attributes:
         accepts_early: Whether it ever accepts an item that no request has asked for.
@@ -89,8 +91,16 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
 
     accepts_early: ClassVar[bool] = False
 
-    def __init__(self, cache_size: int, slots: SlotSource, deliveries: Deliveries) -> None:
+    def __init__(
+        self,
+        cache_size: int,
+        slots: SlotSource,
+        deliveries: Deliveries,
+        *,
+        encode_together: int = 0,
+    ) -> None:
         super().__init__(cache_size)
+        self._encode_together = encode_together
         self.unsettled: set[str] = set()
         self._slots = slots
         self._deliveries = deliveries
@@ -323,13 +333,14 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
         encoder_compute_budget: int,
         num_embeds_to_schedule: int,
     ) -> bool:
-        """Tell whether the item is to be encoded here and has its room for that."""
+        """Tell whether the item is to be encoded here, in this step, and has its room for that."""
         item = self.items.get(request.mm_features[input_id].identifier)
-        return (
-            item is not None
-            and self.may_encode(item, request.request_id)
-            and item.num_embeds <= encoder_compute_budget
-        )
+        if item is None or not self.may_encode(item, request.request_id):
+            return False
+        together = num_embeds_to_schedule + item.num_embeds
+        if num_embeds_to_schedule and 0 < self._encode_together < together:
+            return False
+        return item.num_embeds <= encoder_compute_budget
 
     def may_encode(self, item: Item, request_id: str) -> bool:
         """Tell whether a request may encode an item now: it has room, and the request its media."""

@@ -123,6 +123,7 @@ class EPDConnector(ECConnectorBase):
             alignment_bytes=traits.slot_alignment_bytes,
             copies=traits.needs_device_copy,
             lookahead=lookahead,
+            encode_together=traits.encode_together_embeds or 0,
             metrics=ReceiverMetrics(),
         )
         self._receiver = receiver

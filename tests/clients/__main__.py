@@ -17,6 +17,7 @@ from epd_portable.bench import servers
 ROOT = Path(__file__).parents[2]
 SETTINGS = (
     "router.item_outcomes=true",
+    "router.elastic_encode=false",
     "engine_args.enable_auto_tool_choice=true",
     "engine_args.tool_call_parser=granite",
     # The bundled model has seen no JSON: where it may, it writes white space without end.

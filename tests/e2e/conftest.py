@@ -187,7 +187,8 @@ def running(
         config,
         platform=platform,
         log_dir=folder / "logs",
-        settings=["router.item_outcomes=true", *settings],
+        # Who encodes an item must not depend on how long others took.
+        settings=["router.item_outcomes=true", "router.elastic_encode=false", *settings],
         env=variables,
     )
     topology.popen = popen

@@ -142,6 +142,7 @@ class Topology:
             secret_file=secret_file(),
             registration=False,
             item_outcomes=True,
+            elastic_encode=False,
             # Small engines' pictures are no files of a known format.
             unknown_media="pass",
             wait_timeout_s=wait_s,

@@ -21,6 +21,7 @@ from epd_portable.config.instance import InstanceConfig
 from epd_portable.connector.control import ControlClients
 from epd_portable.demo import MODEL_DIR
 from epd_portable.launch.engine import CONNECTOR, SCHEDULER_CLS
+from epd_portable.platforms.traits import TRAITS
 from epd_portable.wire.messages import EncodeFailed
 from epd_portable.wire.params import ExpectedTransfer, PrefillParams, to_params
 from tests.keyring import keys, secret_file
@@ -94,9 +95,15 @@ class Engine:
         self.ended: dict[str, str] = {}
 
     def arrive(
-        self, request_id: str, *, pixels: bool, transfer: bool = False, text: int = TEXT
+        self,
+        request_id: str,
+        *,
+        pixels: bool,
+        transfer: bool = False,
+        text: int = TEXT,
+        items: int = 1,
     ) -> None:
-        """Add a request of ``text`` tokens of text, an item and text."""
+        """Add a request of ``text`` tokens of text, items and text; the first may be transferred."""
         from vllm import SamplingParams
         from vllm.multimodal.inputs import (
             MultiModalFeatureSpec,
@@ -121,7 +128,7 @@ class Engine:
         self.scheduler.add_request(
             Request(
                 request_id=request_id,
-                prompt_token_ids=[1] * (text + ITEM + TEXT),
+                prompt_token_ids=[1] * (text + items * ITEM + TEXT),
                 sampling_params=SamplingParams(
                     max_tokens=1,
                     extra_args={"ec_transfer_params": params} if transfer else None,
@@ -131,9 +138,10 @@ class Engine:
                     MultiModalFeatureSpec(
                         data=MultiModalKwargsItem(elements),
                         modality="image",
-                        identifier=name,
-                        mm_position=PlaceholderRange(offset=text, length=ITEM),
+                        identifier=f"{name}{index or ''}",
+                        mm_position=PlaceholderRange(offset=text + index * ITEM, length=ITEM),
                     )
+                    for index in range(items)
                 ],
             )
         )
@@ -199,6 +207,20 @@ def test_with_its_media_an_item_is_encoded_here(engine: Engine) -> None:
     assert engine.step() == {"r": TEXT + ITEM + TEXT}
     assert engine.encoded == [("r", 0)]
     assert engine.ended == {"r": "length"}
+
+
+def test_tokens_of_others_come_between_items_that_are_encoded_here(engine: Engine) -> None:
+    together = TRAITS["cpu"].encode_together_embeds
+    assert together is not None
+    most = together // ITEM
+    engine.arrive("many", pixels=True, items=2 * most + 1)
+    engine.arrive("other", pixels=True)
+    first = engine.step()
+    assert first == {"many": TEXT + most * ITEM, "other": TEXT + ITEM + TEXT}
+    assert engine.encoded == [*(("many", each) for each in range(most)), ("other", 0)]
+    assert engine.step() == {"many": most * ITEM}
+    assert engine.step() == {"many": ITEM + TEXT}
+    assert engine.ended == {"many": "length", "other": "length"}
 
 
 @pytest.mark.usefixtures("takes_bare_items")

@@ -107,8 +107,8 @@ def test_a_key_like_no_other_is_answered_with_those_that_exist() -> None:
         "tls_cert_file, tls_key_file, api_keys_file, cors_origins, unknown_fields, "
         "item_outcomes, max_body_bytes, max_bodies_bytes, body_timeout_s, send_timeout_s, "
         "max_media_items, max_item_pixels, max_request_pixels, max_video_frames, "
-        "max_media_seconds, unknown_media, encode_timeout_s, idle_timeout_s, drain_s, "
-        "forget_after_s, instance_networks"
+        "max_media_seconds, unknown_media, encode_timeout_s, elastic_encode, "
+        "elastic_threshold, idle_timeout_s, drain_s, forget_after_s, instance_networks"
     )
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from epd_portable.config.schema import InstanceGroup
 from epd_portable.errors import ConfigError
-from epd_portable.launch.assign import assign_cores, assign_devices
+from epd_portable.launch.assign import assign_cores, assign_devices, core_warnings
 
 
 def groups(encode: dict[str, Any], prefill_decode: dict[str, Any]) -> dict[str, InstanceGroup]:
@@ -74,13 +74,32 @@ def test_a_list_that_does_not_fit_is_refused(
         assign_devices(groups({}, prefill_decode), ["0", "1"])
 
 
-def test_cores_are_divided_evenly_and_the_first_get_what_is_over() -> None:
+def test_cores_are_divided_evenly_and_what_is_over_is_left() -> None:
     result = assign_cores(groups({}, {"tensor_parallel_size": 2}), range(8))
-    assert result.cores == {
-        "encode": [((0, 1, 2),)],
-        "prefill_decode": [((3, 4, 5), (6, 7))],
-    }
+    assert result.cores == {"encode": [((0, 1),)], "prefill_decode": [((2, 3), (4, 5))]}
+    assert result.rest == (6, 7)
     assert result.warnings == ()
+    assert assign_cores(groups({}, {}), range(8)).rest == ()
+    assert assign_cores(groups({"cores": [0]}, {"cores": [2]}), range(4)).rest == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "threads", "quota", "said"),
+    [
+        ([(0, 1)], 2, None, []),
+        ([(0, 1)], 3, None, ["3 threads on 2 CPU cores (0-1)"]),
+        ([(1, 2)], 1, None, ["(1-2) are of several memory nodes, 0-1; 2-3"]),
+        ([(0,), (1,)], 1, 1.5, ["the time of 1.5 CPU cores, and instances are bound to 2"]),
+        ([(0,), (1,)], 1, 2.0, []),
+        ([], 8, 0.5, []),
+    ],
+)
+def test_cores_that_are_not_what_they_seem_are_told(
+    ranks: list[tuple[int, ...]], threads: int, quota: float | None, said: list[str]
+) -> None:
+    bound = {"encode-0": (tuple(ranks), threads)}
+    warnings = core_warnings(bound, quota_cores=quota, nodes=((0, 1), (2, 3)))
+    assert [each in told for each, told in zip(said, warnings, strict=True)] == [True] * len(said)
 
 
 def test_more_ranks_than_cores_are_bound_to_none_with_a_warning() -> None:
@@ -135,3 +154,5 @@ def test_every_rank_gets_cores_of_its_own_or_none_is_bound_and_told(
     used = [core for rank in ranks for core in rank]
     assert all(ranks) and set(used) <= cores and len(used) == len(set(used))
     assert bool(result.warnings) == (not enough)
+    assert set(result.rest) == (cores - set(used) if enough else set())
+    assert len({len(rank) for rank in ranks}) <= 1

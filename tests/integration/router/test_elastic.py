@@ -1,0 +1,108 @@
+"""Items that PD instances encode by choice, over sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from starlette.responses import JSONResponse, Response
+
+from epd_portable.router.server import Router
+from tests.integration.router.conftest import Build, Topology
+from tests.integration.router.stand_in import Received, stream
+from tests.integration.router.test_faults import EVENT
+
+ENCODE_S = 0.1
+
+
+def picture(number: int) -> dict[str, Any]:
+    data = "cmVk" + f"{number:04d}"
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+
+
+def one_by_one() -> Any:
+    """Return the behaviour of an encoder that encodes one item at a time."""
+    turn = asyncio.Lock()
+
+    async def encode(received: Received) -> Response:
+        async with turn:
+            await asyncio.sleep(ENCODE_S)
+        return JSONResponse({})
+
+    return encode
+
+
+async def started(build: Build, **settings: Any) -> Topology:
+    """Return a topology whose router has seen how long an item takes."""
+    t = await build(encoding=one_by_one(), elastic_encode=True, **settings)
+    assert (await t.chat(picture(0))).status_code == 200
+    await t.until_metric('epd_router_items_total{fate="encoded"}', 1)
+    t.encoders[0].received.clear()
+    t.pd.received.clear()
+    return t
+
+
+async def test_an_idle_instance_encodes_the_first_half_of_many_items(build: Build) -> None:
+    t = await started(build)
+    assert (await t.chat(*map(picture, range(1, 5)))).status_code == 200
+    [received] = t.pd.received
+    names = [part["uuid"] for part in received.body["messages"][0]["content"]]
+    expected = [each["mm_hash"] for each in received.params["transfers"]]
+    assert expected == names[-len(expected) :]
+    assert 1 <= len(expected) < 4
+    assert len(t.encoders[0].received) == len(expected)
+    here = await t.metric('epd_router_items_total{fate="sooner_here"}')
+    assert here == 4 - len(expected)
+    assert await t.metric('epd_router_elastic_items_total{reason="idle"}') == here
+
+
+async def test_an_instance_that_answers_others_leaves_items_to_encoders(build: Build) -> None:
+    t = await started(build)
+    end = asyncio.Event()
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield EVENT
+        await end.wait()
+
+    usual, t.pd.behaviour = t.pd.behaviour, stream(pieces)
+    body = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
+    async with t.client.stream("POST", "/v1/chat/completions", json=body) as response:
+        await anext(response.aiter_raw())
+        t.pd.behaviour = usual
+        assert (await t.chat(*map(picture, range(1, 4)))).status_code == 200
+        end.set()
+    assert len(t.encoders[0].received) == 3
+    assert await t.metric('epd_router_items_total{fate="sooner_here"}') == 0
+
+
+@pytest.mark.parametrize(
+    "settings", [{"elastic_encode": False}, {"local_encode": False}, {"media": "metadata"}]
+)
+async def test_it_can_be_switched_off(build: Build, settings: dict[str, Any]) -> None:
+    if "elastic_encode" in settings:
+        t = await build(encoding=one_by_one(), **settings)
+        await t.chat(picture(0))
+    else:
+        t = await started(build, **settings)
+    await t.chat(*map(picture, range(1, 5)))
+    assert await t.metric('epd_router_items_total{fate="sooner_here"}') == 0
+
+
+async def test_nothing_stays_counted(build: Build) -> None:
+    t = await started(build)
+    router = t.router._app
+    assert isinstance(router, Router)
+    clients = [asyncio.create_task(t.chat(*map(picture, range(n, n + 3)))) for n in range(8)]
+    clients += [asyncio.create_task(t.chat({"type": "text", "text": "hi"})) for _ in range(8)]
+    await asyncio.sleep(ENCODE_S / 2)
+    for each in clients[::3]:
+        each.cancel()
+    await asyncio.gather(*clients, return_exceptions=True)
+
+    async def none_left() -> None:
+        while any(each.computes_for or each.owed_s or each.load for each in router.instances.all):
+            await asyncio.sleep(0.02)
+
+    await asyncio.wait_for(none_left(), 5)

@@ -1,0 +1,64 @@
+"""What a machine says of its cores, in files as Linux writes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from epd_portable.launch.machine import memory_nodes, quota_cores
+
+
+def written(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        file = root / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, None),
+        ({"proc/self/cgroup": "0::/\n"}, None),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n"}, None),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "150000 100000\n"}, 1.5),
+        (
+            {
+                "proc/self/cgroup": "0::/a/b\n",
+                "sys/fs/cgroup/a/b/cpu.max": "max 100000\n",
+                "sys/fs/cgroup/a/cpu.max": "400000 100000\n",
+                "sys/fs/cgroup/cpu.max": "800000 100000\n",
+            },
+            4.0,
+        ),
+        (
+            {
+                "proc/self/cgroup": "4:memory:/x\n3:cpu,cpuacct:/x\n",
+                "sys/fs/cgroup/cpu/x/cpu.cfs_quota_us": "50000\n",
+                "sys/fs/cgroup/cpu/x/cpu.cfs_period_us": "100000\n",
+            },
+            0.5,
+        ),
+        (
+            {
+                "proc/self/cgroup": "3:cpu,cpuacct:/x\n",
+                "sys/fs/cgroup/cpu/x/cpu.cfs_quota_us": "-1\n",
+                "sys/fs/cgroup/cpu/x/cpu.cfs_period_us": "100000\n",
+            },
+            None,
+        ),
+    ],
+)
+def test_the_least_limit_of_cpu_time_is_found(
+    tmp_path: Path, files: dict[str, str], expected: float | None
+) -> None:
+    assert quota_cores(written(tmp_path, files)) == expected
+
+
+def test_memory_nodes_without_cores_are_left_out(tmp_path: Path) -> None:
+    folder = "sys/devices/system/node"
+    files = {"node0/cpulist": "0-2,8\n", "node1/cpulist": "\n", "node2/cpulist": "3\n"}
+    root = written(tmp_path, {f"{folder}/{name}": text for name, text in files.items()})
+    assert memory_nodes(root) == ((0, 1, 2, 8), (3,))
