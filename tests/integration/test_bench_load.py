@@ -173,6 +173,25 @@ def test_sides_are_asked_the_same_in_turns_and_their_ratios_come_first(
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_sides_that_are_started_for_their_turns_take_all_points_of_a_round_at_once(
+    played: Played, tmp_path: Path
+) -> None:
+    ours, replicas = played(), played()
+    file = tmp_path / "load.json"
+    result = load(
+        *("--side", f"ours=url:{ours.url}", "--side", f"replicas=url:{replicas.url}"),
+        *("--up", "turns", "--concurrency", "1", "--concurrency", "2", "--requests", "4"),
+        *("--rounds", "2", "--warm-up", "0", "--json", str(file)),
+    )
+    assert result.exit_code == 0, result.output
+    assert [(turn["turn"], turn["side"], turn["point"][0]) for turn in turns(file)] == [
+        *((0, side, clients) for side in ("ours", "replicas") for clients in "12"),
+        *((1, side, clients) for side in ("replicas", "ours") for clients in "12"),
+    ]
+    assert sorted(ours.texts) == sorted(replicas.texts)
+    assert "Each side was started for its turns" in result.output
+
+
 def stop_clients_once(server: PlayedServer, seconds: float) -> None:
     """Let the clients stand still while they have requests to send."""
 

@@ -263,19 +263,19 @@ def _run(options: dict[str, Any]) -> None:
         "settings": list(asked.settings),
         "units": allotment.units,
         "stages": options["stages"],
-        "together": together,
     }
     setting = load_report.Setting(
         plan=plan,
         sides=asked.sides,
         equal=settings.equal_words(asked, allotment),
+        together=together,
         facts=facts,
         fingerprint=plan.fingerprint(**facts),
         command=console.command(),
         load_before=load_before,
     )
     if options["plan_only"]:
-        click.echo(show.plan_text(setting, found, together=together))
+        click.echo(show.plan_text(setting, found))
         return
     progress.say(setting.equal)
     results = LoadResults()

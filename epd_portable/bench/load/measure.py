@@ -28,6 +28,8 @@ from epd_portable.errors import MeasurementError
 CLIENTS = "epd_portable.bench.load.clients"
 AGAIN = 2
 """So often a refused round is measured again, with other requests, before the next one."""
+ABOUT_RATES = 6
+"""So many rates a search measures, more or less: many serve several sides."""
 _PREPARE_S = 3.0
 
 
@@ -157,16 +159,18 @@ class Measurement:
         one_s = {point: self._expected_s(point) for point in missing}
         self._progress.expect(sum(missing[point] * one_s[point] for point in missing))
         for index in range(plan.rounds):
-            for point, count in missing.items():
-                if index < count:
+            due = [point for point, count in missing.items() if index < count]
+            if self._together:
+                for point in due:
                     self._round(point)
+            else:
+                self._round_of_all(due)
 
     def _search(self) -> None:
         search, plan = self._plan.search, self._plan
         assert search is not None
         for sought in plan.points:
-            # About: a bisection of each side, of which many rates serve several sides.
-            self._progress.expect(6 * plan.rounds * self._expected_s(sought))
+            self._progress.expect(ABOUT_RATES * plan.rounds * self._expected_s(sought))
             finding = GoodputSearch.among(search, [side.name for side in self._sides])
             self._results.brackets[sought.key] = finding.brackets
             while (rate := finding.next_rate()) is not None:
@@ -203,36 +207,51 @@ class Measurement:
         return False
 
     def _take_turns(self, point: LoadPoint) -> list[SideTurn]:
-        results, plan = self._results, self._plan
-        number = results.next_turn(point)
-        # Whoever goes first in one round goes last in the next.
-        order = list(self._sides) if number % 2 == 0 else list(reversed(self._sides))
+        number = self._results.next_turn(point)
         turns = []
-        for side in order:
+        for side in self._order(number):
             with self._standing(side) as up:
-                asks = plan.asks(point, number, results.words_per_token)
-                if not asks:
-                    raise MeasurementError(
-                        f"{point.key}: no request comes in {plan.seconds:g} s: raise --seconds"
-                    )
-                self._tell(Prepare(asks=asks))
-                turn = self._turn(up, point, number, asks)
-            turns.append(turn)
-            failed = sum(bool(each.problem) for each in turn.requests)
-            self._progress.say(
-                f"{point.key}, round {number + 1}, {side.name}: {len(asks)} requests, "
-                f"{failed} failed, p99 sent {turn.late_p99_s * 1000:.1f} ms late"
-                + (f"; refused: {turn.refused}" if turn.refused else "")
-            )
-            self._progress.done(self._expected_s(point) / len(self._sides))
-            if turn.refused:
+                turns.append(self._turn(up, point, number))
+            if turns[-1].refused:
                 # What the others would do in this round does not count either.
                 break
-        results.turns += turns
-        self._keep(results)
+        self._results.turns += turns
+        self._keep(self._results)
         return turns
 
-    def _turn(
+    def _round_of_all(self, points: Sequence[LoadPoint]) -> None:
+        """Take a round of several points with one start of each side."""
+        numbers = {point: self._results.next_turn(point) for point in points}
+        turns = []
+        for side in self._order(min(numbers.values(), default=0)):
+            with self._standing(side) as up:
+                turns += [self._turn(up, point, number) for point, number in numbers.items()]
+        self._results.turns += turns
+        self._keep(self._results)
+
+    def _order(self, number: int) -> list[LoadSide]:
+        """Return the sides; whoever goes first in one round goes last in the next."""
+        return list(self._sides) if number % 2 == 0 else list(reversed(self._sides))
+
+    def _turn(self, up: StandingSide, point: LoadPoint, number: int) -> SideTurn:
+        """Ask a side everything of a round."""
+        asks = self._plan.asks(point, number, self._results.words_per_token)
+        if not asks:
+            raise MeasurementError(
+                f"{point.key}: no request comes in {self._plan.seconds:g} s: raise --seconds"
+            )
+        self._tell(Prepare(asks=asks))
+        turn = self._asked(up, point, number, asks)
+        failed = sum(bool(each.problem) for each in turn.requests)
+        self._progress.say(
+            f"{point.key}, round {number + 1}, {up.side.name}: {len(asks)} requests, "
+            f"{failed} failed, p99 sent {turn.late_p99_s * 1000:.1f} ms late"
+            + (f"; refused: {turn.refused}" if turn.refused else "")
+        )
+        self._progress.done(self._expected_s(point) / len(self._sides))
+        return turn
+
+    def _asked(
         self, up: StandingSide, point: LoadPoint, number: int, asks: Sequence[Ask]
     ) -> SideTurn:
         plan = self._plan

@@ -44,6 +44,7 @@ class Setting:
         plan: What was measured.
         sides: Whom; the first is compared with the others.
         equal: Who had which cores or devices, in words.
+        together: All sides were up all the time.
         facts: What decides the requests, for the summary.
         fingerprint: Of the requests, sides and settings.
         command: The command line.
@@ -53,6 +54,7 @@ class Setting:
     plan: LoadPlan
     sides: tuple[LoadSide, ...]
     equal: str
+    together: bool
     facts: dict[str, Any]
     fingerprint: str
     command: str
@@ -138,7 +140,12 @@ def _notes(results: LoadResults, setting: Setting) -> tuple[str, ...]:
         "same round: below 1 the first side is sooner. Given is the median of the rounds with "
         "their quartiles, which show the noise.",
         f"{setting.equal} Every side is asked the same requests in the same round, in turns; no "
-        "request is asked twice of anybody.",
+        "request is asked twice of anybody. "
+        + (
+            "All sides were up all the time."
+            if setting.together
+            else "Each side was started for its turns, alone."
+        ),
         "TTFT: from the sending to the first token. TPOT: time per token after it. ITL: between "
         "two pieces of an answer. All are seen by the clients.",
         "Quantiles of the tables of times are those of all rounds together.",

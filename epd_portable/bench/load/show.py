@@ -7,7 +7,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from epd_portable.bench.load.measure import LoadProgress
+from epd_portable.bench.load.measure import ABOUT_RATES, LoadProgress
 from epd_portable.bench.load.report import Setting
 from epd_portable.config.schema import Topology
 
@@ -62,7 +62,7 @@ class LoadBar(LoadProgress):
         self._bar.advance(self._task, seconds)
 
 
-def plan_text(setting: Setting, topologies: dict[str, Topology], *, together: bool) -> str:
+def plan_text(setting: Setting, topologies: dict[str, Topology]) -> str:
     """Return what would be measured."""
     plan = setting.plan
     lines = [setting.equal]
@@ -71,9 +71,14 @@ def plan_text(setting: Setting, topologies: dict[str, Topology], *, together: bo
         f"{topologies[side.name].engine_args}"
         for side in setting.sides
     ]
-    lines.append("All sides are up all the time." if together else "Sides are up one at a time.")
+    lines.append(
+        "All sides are up all the time."
+        if setting.together
+        else "Sides are up one at a time: each is started once a round, for a search at each rate."
+    )
     lines += [f"  {point.key}" for point in plan.points]
     seconds = sum(plan.expected_s(point) for point in plan.points) * plan.rounds
+    seconds *= ABOUT_RATES if plan.search is not None else 1
     lines.append(
         f"{plan.rounds} rounds, about {seconds * len(setting.sides) / 60:.0f} min of measuring"
     )

@@ -80,6 +80,7 @@ def setting(**changed: Any) -> load_report.Setting:
         plan=plan,
         sides=SIDES,
         equal="Every side has the same 2 cores.",
+        together=True,
         facts={"platform": "cpu"},
         fingerprint=plan.fingerprint(platform="cpu"),
         command="epd-bench load",
