@@ -25,6 +25,7 @@ from epd_portable.bench.options import (
 from epd_portable.bench.router import measure as router_measure
 from epd_portable.bench.router import report as router_report
 from epd_portable.bench.router import stage as router_stage
+from epd_portable.bench.sizing.command import plan_command
 from epd_portable.config.instance import PlatformName
 from epd_portable.config.load import PLATFORMS
 from epd_portable.connector import registry
@@ -54,6 +55,9 @@ What a prefill+decode engine pays for this package in every step:
 What the router costs, beside a peer and beside another version of itself:
   epd-bench router --quick
   epd-bench router --side before=../old --side after=. --case text --case stream
+How many instances of what kind to run, and whether to split at all, by simulation:
+  epd-bench plan --stages stages.yaml --devices 8 --workload share=0.3,pictures=1+4
+  epd-bench plan --measure http://127.0.0.1:8000 --write-stages stages.yaml
 Keep the figures:
   epd-bench transfer --json t.json --markdown t.md --png t.png
 
@@ -70,6 +74,7 @@ def main() -> None:
 
 
 main.add_command(load_command)
+main.add_command(plan_command)
 
 
 @main.command("transfer")

@@ -23,9 +23,10 @@ def test_help_shows_commands_that_can_be_copied() -> None:
     assert "epd-bench transfer --path shm" in text
     assert "epd-bench step --decoding 256 --items 32 --waiting 1000" in text
     assert "epd-bench router --side before=../old --side after=." in text
+    assert "epd-bench plan --stages stages.yaml --devices 8" in text
 
 
-@pytest.mark.parametrize("command", ["load", "transfer", "step", "router"])
+@pytest.mark.parametrize("command", ["load", "transfer", "step", "router", "plan"])
 def test_the_help_of_a_command_tells_its_exit_statuses_and_defaults(command: str) -> None:
     code, text = run(command, "--help")
     assert code == 0
