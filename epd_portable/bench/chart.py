@@ -61,7 +61,7 @@ class TimelineRow:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Timeline:
+class TimelineChart:
     """Bars along a common time, whose parts are coloured by name.
 
     Attributes:
@@ -87,7 +87,7 @@ def require() -> None:
     _pyplot()
 
 
-def write_png(charts: Sequence[Chart | Timeline], path: Path) -> None:
+def write_png(charts: Sequence[Chart | TimelineChart], path: Path) -> None:
     """Draw charts beside each other, in rows of three.
 
     Raises:
@@ -101,7 +101,7 @@ def write_png(charts: Sequence[Chart | Timeline], path: Path) -> None:
     )
     places = list(axes.flat)
     for chart, place in zip(charts, places, strict=False):
-        if isinstance(chart, Timeline):
+        if isinstance(chart, TimelineChart):
             _draw_timeline(chart, place)
         else:
             _draw(chart, place)
@@ -143,7 +143,7 @@ def _draw(chart: Chart, axes: Any) -> None:
     axes.legend()
 
 
-def _draw_timeline(chart: Timeline, axes: Any) -> None:
+def _draw_timeline(chart: TimelineChart, axes: Any) -> None:
     colours: dict[str, str] = {}
     for height, row in enumerate(chart.rows):
         begin = row.begin

@@ -16,7 +16,7 @@ from types import TracebackType
 import httpx
 from pydantic import JsonValue
 
-from epd_portable.errors import LaunchError, MeasurementError
+from epd_portable.errors import LaunchError
 from epd_portable.launch import sessions
 from epd_portable.launch.engine import render_arguments
 from epd_portable.launch.model import resolve_model
@@ -26,7 +26,6 @@ from epd_portable.platforms.traits import TRAITS
 
 _POLL_S = 0.25
 _STOP_GRACE_S = 30.0
-_ASK_TIMEOUT_S = 60.0
 _TAIL_LINES = 15
 
 
@@ -143,21 +142,6 @@ def _healthy(client: httpx.Client, url: str) -> bool:
         return client.get(f"{url}/health").status_code == httpx.codes.OK
     except httpx.TransportError:
         return False
-
-
-def model_name(url: str) -> str:
-    """Return the name of the one model that a server has.
-
-    Raises:
-        MeasurementError: It does not say.
-    """
-    try:
-        response = httpx.get(f"{url}/v1/models", timeout=_ASK_TIMEOUT_S, trust_env=False)
-    except httpx.TransportError as error:
-        raise MeasurementError(f"{url}/v1/models: {error!r}") from error
-    if response.status_code != httpx.codes.OK:
-        raise MeasurementError(f"{url}/v1/models answered {response.status_code}: {response.text}")
-    return str(response.json()["data"][0]["id"])
 
 
 def topology(

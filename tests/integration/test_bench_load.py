@@ -360,6 +360,13 @@ def test_bad_input_ends_with_status_2_before_anything_is_started(
     assert words in result.output
 
 
+def test_a_server_that_is_not_there_ends_the_command_with_its_address() -> None:
+    result = load("--side", "gone=url:http://127.0.0.1:1", "--rate", "1")
+    assert result.exit_code == 1
+    assert "--side gone: http://127.0.0.1:1" in result.output
+    assert "start a server there first" in result.output
+
+
 def test_a_plan_is_shown_without_starting_anything() -> None:
     result = load(
         *("--side", "ours=configs/1e1pd.yaml", "--side", "replicas:2", "--platform", "cuda"),

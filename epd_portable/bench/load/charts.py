@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from epd_portable.bench.chart import Chart, Series, Timeline
+from epd_portable.bench.chart import Chart, Series, TimelineChart
 from epd_portable.bench.load import figures
 from epd_portable.bench.load.measure import LoadResults
 from epd_portable.bench.load.record import SideTurn
@@ -13,7 +13,7 @@ from epd_portable.bench.stats import quantile
 _TIMES = (("TTFT", "p99"), ("TPOT", "p99"), ("E2E", "p50"), ("longest ITL", "p99"))
 
 
-def make_charts(results: LoadResults, setting: Setting) -> list[Chart | Timeline]:
+def make_charts(results: LoadResults, setting: Setting) -> list[Chart | TimelineChart]:
     """Return a chart of each of several times, one of goodput, and stages of some requests."""
     rounds = good_rounds(results, setting)
     if not rounds:
@@ -34,7 +34,7 @@ def make_charts(results: LoadResults, setting: Setting) -> list[Chart | Timeline
     def goodput(turns: list[SideTurn]) -> float:
         return quantile([figures.goodput(turn, limits) for turn in turns], 0.5)
 
-    found: list[Chart | Timeline] = [
+    found: list[Chart | TimelineChart] = [
         Chart(
             title=f"{quantity}, {name}",
             across=across,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from epd_portable.bench.chart import Timeline, TimelineRow
+from epd_portable.bench.chart import TimelineChart, TimelineRow
 from epd_portable.bench.load.plan import LoadPoint
 from epd_portable.bench.load.record import SideTurn, TracedTurn
 from epd_portable.bench.load.stages import STAGES, RequestStages
@@ -23,7 +23,7 @@ def stage_tables(rounds: Rounds) -> list[Table]:
     return [_stages(rounds), _handovers(rounds), _origins(rounds)]
 
 
-def timelines(rounds: Rounds) -> list[Timeline]:
+def timelines(rounds: Rounds) -> list[TimelineChart]:
     """Return some requests of the last turn at each side's highest point, by their stages."""
     found = []
     for side in dict.fromkeys(side for by_side in rounds.values() for side in by_side):
@@ -37,7 +37,7 @@ def timelines(rounds: Rounds) -> list[Timeline]:
             continue
         point, last = traced[-1]
         found.append(
-            Timeline(
+            TimelineChart(
                 title=f"{side} at {point.pace}: requests by stage",
                 across_label="s",
                 rows=tuple(map(_row, _sample(last))),

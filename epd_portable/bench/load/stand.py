@@ -16,6 +16,7 @@ import httpx
 import psutil
 
 from epd_portable.bench import servers
+from epd_portable.bench.client import model_name
 from epd_portable.bench.load import watch
 from epd_portable.bench.load.bodies import text_of
 from epd_portable.bench.load.peers import example_engine, example_proxy, plain_engine
@@ -146,7 +147,13 @@ def _started(side: LoadSide, ground: Ground) -> Iterator[StandingSide]:
 
 @contextlib.contextmanager
 def _running(side: LoadSide, ground: Ground) -> Iterator[StandingSide]:
-    yield StandingSide(side=side, urls=side.urls, model=servers.model_name(side.urls[0]))
+    try:
+        model = model_name(side.urls[0])
+    except httpx.TransportError as error:
+        raise MeasurementError(
+            f"--side {side.name}: {side.urls[0]}: {error!r}; start a server there first"
+        ) from error
+    yield StandingSide(side=side, urls=side.urls, model=model)
 
 
 @contextlib.contextmanager
@@ -169,7 +176,7 @@ def _topology(side: LoadSide, ground: Ground) -> Iterator[StandingSide]:
         yield StandingSide(
             side=side,
             urls=(server.url,),
-            model=servers.model_name(server.url),
+            model=model_name(server.url),
             parts=tuple(_parts_of_topology(server, side, ground)),
             startup_s=server.startup_s,
             trace_dir=trace_dir,
@@ -195,7 +202,7 @@ def _replicas(side: LoadSide, ground: Ground) -> Iterator[StandingSide]:
         yield StandingSide(
             side=side,
             urls=urls,
-            model=servers.model_name(urls[0]),
+            model=model_name(urls[0]),
             parts=_parts_of_engines(plain, side, ground),
             startup_s=max(server.startup_s for server in plain),
         )
@@ -227,7 +234,7 @@ def _upstream(side: LoadSide, ground: Ground) -> Iterator[StandingSide]:
                 yield StandingSide(
                     side=side,
                     urls=(proxy.url,),
-                    model=servers.model_name(encode),
+                    model=model_name(encode),
                     parts=(
                         *_parts_of_engines(engines, side, ground),
                         Part(name="proxy", pid=proxy.pid),

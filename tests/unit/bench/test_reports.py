@@ -170,7 +170,7 @@ def test_charts_have_one_value_for_each_place_of_their_axis() -> None:
 def test_a_picture_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the extra 'bench' is not installed")
     rows = (chart.TimelineRow(name="a", begin=0.5, parts=(("encode", 1.0), ("decode", 2.0))),)
-    timeline = chart.Timeline(title="stages", across_label="s", rows=rows)
+    timeline = chart.TimelineChart(title="stages", across_label="s", rows=rows)
     drawn = [transfer_report.make_chart(TRANSFERS[:1])] * 3 + [timeline]
     chart.write_png(drawn, tmp_path / "chart.png")
     assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
