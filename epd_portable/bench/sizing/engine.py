@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from epd_portable.bench.sizing.requests import PictureItem, SimulatedRequest
 from epd_portable.bench.sizing.stages import StageTimes
-from epd_portable.bench.sizing.timeline import FifoServer, EngineTimeline
+from epd_portable.bench.sizing.timeline import EngineTimeline, FifoServer
 
 
 @dataclass(kw_only=True, slots=True, eq=False)

@@ -11,7 +11,7 @@ from typing import Literal
 from epd_portable.bench.sizing.engine import SimulatedEngine
 from epd_portable.bench.sizing.requests import PictureItem, SimulatedRequest
 from epd_portable.bench.sizing.stages import StageTimes
-from epd_portable.bench.sizing.timeline import FifoServer, EngineTimeline
+from epd_portable.bench.sizing.timeline import EngineTimeline, FifoServer
 from epd_portable.bench.stats import quantile
 from epd_portable.router.ring import FEW, LOAD_BOUND
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from epd_portable.bench.sizing.timeline import FifoServer, EngineTimeline
+from epd_portable.bench.sizing.timeline import EngineTimeline, FifoServer
 
 COUNT = 200_000
 
