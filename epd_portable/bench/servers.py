@@ -191,6 +191,8 @@ def one_process(
     platform: str = "cpu",
     env: Mapping[str, str] | None = None,
     report: Callable[[str], None] = lambda line: None,
+    name: str = "reference",
+    popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen,
 ) -> Server:
     """Return plain vLLM in one process: the reference, without anything of ours in it.
 
@@ -201,6 +203,8 @@ def one_process(
         platform: What it runs on.
         env: Variables beyond those of this process.
         report: Gets one line for each stage of its start.
+        name: For messages.
+        popen: As in `Server`.
     """
     port = free_port()
     source = resolve_model(model)
@@ -221,13 +225,14 @@ def one_process(
 
     def report_stage(line: str) -> None:
         if stages.search(line):
-            report(f"reference: {line.rpartition('] ')[2]}")
+            report(f"{name}: {line.rpartition('] ')[2]}")
 
     return Server(
-        name="the reference",
+        name=f"the {name}",
         argv=argv,
         env=variables,
         url=f"http://127.0.0.1:{port}",
         log=log,
         report=report_stage,
+        popen=popen,
     )
