@@ -20,13 +20,13 @@ from epd_portable.router.body import CHAT_PATH
 from epd_portable.router.control import ControlChannels, Inbox
 from epd_portable.router.cut_text import Segments
 from epd_portable.router.elastic import EncodeTimes
-from epd_portable.router.instance_connection import Fault, UpstreamError
 from epd_portable.router.instances import Fleet, Instance, WentDownError, while_up
 from epd_portable.router.ladder import Point, RetryBudget, Trouble, descend
 from epd_portable.router.media import MediaItem
 from epd_portable.router.metrics import ItemFate, Metrics, Rung
 from epd_portable.router.settings import RouterSettings
 from epd_portable.router.upstream import Upstream
+from epd_portable.router.upstream_connection import Fault, UpstreamError
 from epd_portable.wire.params import EncodedItem, EncodeOutcome, EncodeTransfer, ExpectedTransfer
 
 logger = logging.getLogger(__name__)

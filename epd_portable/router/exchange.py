@@ -30,7 +30,6 @@ from epd_portable.router.delivery import (
     new_transfer,
 )
 from epd_portable.router.elastic import sooner_here
-from epd_portable.router.instance_connection import Fault, InstanceAnswer, UpstreamError
 from epd_portable.router.instances import Fleet, Instance, WentDownError, while_up
 from epd_portable.router.ladder import Failed, Point, RetryBudget, Trouble, descend
 from epd_portable.router.media import MediaItem
@@ -38,6 +37,7 @@ from epd_portable.router.metrics import Metrics, Rung
 from epd_portable.router.replies import JSON, Reply, unavailable
 from epd_portable.router.settings import RouterSettings
 from epd_portable.router.upstream import Upstream
+from epd_portable.router.upstream_connection import Fault, InstanceAnswer, UpstreamError
 from epd_portable.wire.messages import NackCode
 from epd_portable.wire.params import EncodedItem, PrefillOutcome, PrefillParams
 

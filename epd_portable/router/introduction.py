@@ -33,10 +33,10 @@ from epd_portable.router.delivery import (
     new_transfer,
     read_item,
 )
-from epd_portable.router.instance_connection import Fault, UpstreamError
 from epd_portable.router.instances import Fleet, Instance, WentDownError, while_up
 from epd_portable.router.settings import RouterSettings
 from epd_portable.router.upstream import Upstream
+from epd_portable.router.upstream_connection import Fault, UpstreamError
 from epd_portable.wire.params import (
     EncodedItem,
     EncodeTransfer,

@@ -24,13 +24,13 @@ from epd_portable.config.secret import Secret, SignatureCheck
 from epd_portable.errors import ConfigError, RequestError
 from epd_portable.log import say_failure
 from epd_portable.router.control import ControlChannels
-from epd_portable.router.instance_connection import Fault, UpstreamError
 from epd_portable.router.instances import Fleet, Instance
 from epd_portable.router.metrics import Metrics
 from epd_portable.router.replies import Reply, json_reply
 from epd_portable.router.settings import InstanceSettings, RouterSettings
 from epd_portable.router.tally import MAX_INSTANCES
 from epd_portable.router.upstream import Upstream
+from epd_portable.router.upstream_connection import Fault, UpstreamError
 
 logger = logging.getLogger(__name__)
 _said = say_failure(logger, "watching an instance failed")

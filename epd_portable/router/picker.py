@@ -36,13 +36,13 @@ from epd_portable.router.delivery import Attempt
 from epd_portable.router.exchange import ANSWER_HEADERS, Outgoing, silent
 from epd_portable.router.ext_proc import ProcessingRequest, ProcessingResponse, header_mutation
 from epd_portable.router.incoming import ClientGoneError
-from epd_portable.router.instance_connection import Fault
 from epd_portable.router.instances import Instance
 from epd_portable.router.ladder import Failed, Point, Trouble
 from epd_portable.router.replies import Reply, error_reply
 from epd_portable.router.server import Router
 from epd_portable.router.serving import Stopping
 from epd_portable.router.settings import RouterSettings, load_settings
+from epd_portable.router.upstream_connection import Fault
 
 logger = logging.getLogger("epd_portable.router")
 _said = log.say_failure(logger, "a request failed")

@@ -15,8 +15,8 @@ from typing import Any
 import anyio
 
 from epd_portable.errors import ConfigError, PortInUseError
-from epd_portable.router.client_connection import ClientConnection, Clients
 from epd_portable.router.server import Router
+from epd_portable.router.server_connection import Clients, ServerConnection
 from epd_portable.router.settings import RouterSettings
 
 logger = logging.getLogger(__name__)
@@ -140,7 +140,7 @@ async def serve(
         await router.open()
         servers = [
             await loop.create_server(
-                functools.partial(ClientConnection, clients, listener.getsockname()[1]),
+                functools.partial(ServerConnection, clients, listener.getsockname()[1]),
                 sock=listener,
                 ssl=tls,
                 backlog=BACKLOG,

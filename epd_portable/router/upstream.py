@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import anyio
 
 from epd_portable.router.cut_text import Segments
-from epd_portable.router.instance_connection import (
+from epd_portable.router.upstream_connection import (
     NEVER,
     Fault,
     InstanceAnswer,
-    InstanceConnection,
+    UpstreamConnection,
     UpstreamError,
     silence,
 )
@@ -53,8 +53,8 @@ class Upstream:
     def __init__(self, headers: Mapping[str, str] | None = None) -> None:
         self.headers = {"accept-encoding": "identity", **(headers or {})}
         self._origins: dict[str, _Origin] = {}
-        self._connections: set[InstanceConnection] = set()
-        self._resting: dict[str, list[InstanceConnection]] = {}
+        self._connections: set[UpstreamConnection] = set()
+        self._resting: dict[str, list[UpstreamConnection]] = {}
         self._sweeping: asyncio.TimerHandle | None = None
         self._tls: ssl.SSLContext | None = None
 
@@ -189,7 +189,7 @@ class Upstream:
 
     async def _connect(
         self, url: str, connect_s: float | None, due_at: float
-    ) -> InstanceConnection:
+    ) -> UpstreamConnection:
         """Return a new connection.
 
         Raises:
@@ -201,7 +201,7 @@ class Upstream:
         within_s = left_s if connect_s is None else min(connect_s, left_s)
         if origin.secure and self._tls is None:
             self._tls = ssl.create_default_context()
-        connection = InstanceConnection(
+        connection = UpstreamConnection(
             self._connections.discard, lambda each: self._rest(url, each)
         )
         try:
@@ -223,7 +223,7 @@ class Upstream:
 
     # Connections that no request uses.
 
-    def _rested(self, url: str) -> InstanceConnection | None:
+    def _rested(self, url: str) -> UpstreamConnection | None:
         resting = self._resting.get(url)
         while resting:
             connection = resting.pop()
@@ -231,7 +231,7 @@ class Upstream:
                 return connection
         return None
 
-    def _rest(self, url: str, connection: InstanceConnection) -> None:
+    def _rest(self, url: str, connection: UpstreamConnection) -> None:
         connection.rested_at = asyncio.get_running_loop().time()
         self._resting.setdefault(url, []).append(connection)
         if self._sweeping is None:

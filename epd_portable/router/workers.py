@@ -33,7 +33,6 @@ from prometheus_client.multiprocess import mark_process_dead
 from epd_portable.config.secret import SIGNATURE_SCHEME
 from epd_portable.errors import LaunchError, RequestError
 from epd_portable.router.control import ControlChannels
-from epd_portable.router.instance_connection import Fault
 from epd_portable.router.instances import Failure, Fleet, Instance, InstanceView
 from epd_portable.router.members import States
 from epd_portable.router.replies import Reply, error_reply, json_reply, unavailable
@@ -41,6 +40,7 @@ from epd_portable.router.server import Router
 from epd_portable.router.serving import Stopping, listen, serve
 from epd_portable.router.settings import RouterSettings
 from epd_portable.router.tally import Tally
+from epd_portable.router.upstream_connection import Fault
 
 logger = logging.getLogger(__name__)
 

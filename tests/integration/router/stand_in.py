@@ -25,8 +25,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from epd_portable.connector.curve import CurveKeys
-from epd_portable.router.client_connection import ClientConnection, Clients
 from epd_portable.router.server import Router
+from epd_portable.router.server_connection import Clients, ServerConnection
 from epd_portable.router.serving import listen
 from epd_portable.wire import codec
 from epd_portable.wire.messages import AnyMessage, Nack, NackCode
@@ -146,7 +146,7 @@ class RouterServing(Serving):
         self.port = listener.getsockname()[1]
         await self.router.open()
         self._listening = await asyncio.get_running_loop().create_server(
-            lambda: ClientConnection(self._clients, self.port), sock=listener
+            lambda: ServerConnection(self._clients, self.port), sock=listener
         )
 
     def drop_connections(self) -> None:

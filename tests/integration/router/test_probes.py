@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from epd_portable.router.instance_connection import Fault
 from epd_portable.router.instances import PROBES_UNTIL_DOWN, Fleet, Instance
 from epd_portable.router.members import HealthProbes
 from epd_portable.router.settings import InstanceSettings, RouterSettings
 from epd_portable.router.upstream import Upstream
+from epd_portable.router.upstream_connection import Fault
 from tests.integration.router.stand_in import DEADLINE_S
 
 

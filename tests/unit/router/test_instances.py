@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from epd_portable.router.instance_connection import Fault
 from epd_portable.router.instances import (
     FAILURES_UNTIL_EJECTED,
     FIRST_EJECTION_S,
@@ -23,6 +22,7 @@ from epd_portable.router.instances import (
 from epd_portable.router.ring import FEW, LOAD_BOUND
 from epd_portable.router.settings import InstanceSettings, Role
 from epd_portable.router.tally import Tally
+from epd_portable.router.upstream_connection import Fault
 
 FAILURES: list[Failure] = [*Fault, "error"]
 

@@ -13,16 +13,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from epd_portable.router import upstream
-from epd_portable.router.instance_connection import (
+from epd_portable.router.upstream import Upstream
+from epd_portable.router.upstream_connection import (
     LARGE_BYTES,
     MAX_HEAD_BYTES,
     MAX_WAITING_BYTES,
     Fault,
     InstanceAnswer,
-    InstanceConnection,
+    UpstreamConnection,
     UpstreamError,
 )
-from epd_portable.router.upstream import Upstream
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
@@ -410,15 +410,15 @@ class Transport(asyncio.Transport):
 
 async def asked(
     body: bytes = b"",
-) -> tuple[InstanceConnection, asyncio.Task[InstanceAnswer]]:
-    connection = InstanceConnection(lambda each: None, lambda each: None)
+) -> tuple[UpstreamConnection, asyncio.Task[InstanceAnswer]]:
+    connection = UpstreamConnection(lambda each: None, lambda each: None)
     connection.connection_made(Transport())
     task = asyncio.create_task(connection.ask(b"", (body,), silent_s=9, due_at=float("inf")))
     await asyncio.sleep(0)
     return connection, task
 
 
-def transport_of(connection: InstanceConnection) -> Transport:
+def transport_of(connection: UpstreamConnection) -> Transport:
     assert isinstance(connection.transport, Transport)
     return connection.transport
 

@@ -61,10 +61,10 @@ class InstanceAnswer:
         headers: Of the answer; names in lower case, and of equal ones the first.
     """
 
-    def __init__(self, connection: InstanceConnection) -> None:
+    def __init__(self, connection: UpstreamConnection) -> None:
         self.status = 0
         self.headers: dict[str, str] = {}
-        self._connection: InstanceConnection | None = connection
+        self._connection: UpstreamConnection | None = connection
         self._pieces: list[bytes] = []
         self._nbytes = 0
         self._take: Callable[[bytes], bool] | None = None
@@ -193,7 +193,7 @@ class InstanceAnswer:
         self.wake()
 
 
-class InstanceConnection(asyncio.Protocol):
+class UpstreamConnection(asyncio.Protocol):
     """A connection to an instance, which carries one request after the other.
 
     Args:
@@ -209,7 +209,7 @@ class InstanceConnection(asyncio.Protocol):
     transport: asyncio.Transport
 
     def __init__(
-        self, lost: Callable[[InstanceConnection], None], rest: Callable[[InstanceConnection], None]
+        self, lost: Callable[[UpstreamConnection], None], rest: Callable[[UpstreamConnection], None]
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._lost = lost

@@ -69,7 +69,7 @@ class ClientRequest:
 
     def __init__(
         self,
-        connection: ClientConnection,
+        connection: ServerConnection,
         method: str,
         url: bytes,
         headers: dict[str, str],
@@ -107,7 +107,7 @@ class ClientRequest:
             count(self._nbytes)
         self._count = count
         if not self.complete and self.headers.get("expect", "").lower() == "100-continue":
-            self._connection.send(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self._connection.put(b"HTTP/1.1 100 Continue\r\n\r\n")
         await self._until_complete()
         return self._data
 
@@ -224,7 +224,7 @@ class ClientRequest:
         elif self._head:
             data = self._head + data
         self._head = b""
-        self._connection.send(data)
+        self._connection.put(data)
         return self._connection.writable
 
     async def writable(self) -> None:
@@ -237,7 +237,7 @@ class ClientRequest:
         self._head = b""
         self.ended = True
         if last:
-            self._connection.send(last)
+            self._connection.put(last)
         self._connection.answered(self)
 
 
@@ -255,7 +255,7 @@ class Clients:
     """
 
     def __init__(self, serve: Callable[[ClientRequest], Awaitable[None]]) -> None:
-        self.open: set[ClientConnection] = set()
+        self.open: set[ServerConnection] = set()
         self.tasks: set[asyncio.Task[None]] = set()
         self.stopping = False
         self.buffer = memoryview(bytearray(LARGE_BYTES))
@@ -271,13 +271,13 @@ class Clients:
             self._date = f"date: {formatdate(now, usegmt=True)}\r\n".encode()
         return self._date
 
-    def start(self, request: ClientRequest, connection: ClientConnection) -> None:
+    def start(self, request: ClientRequest, connection: ServerConnection) -> None:
         """Have a request answered."""
         task = asyncio.get_running_loop().create_task(self._answer(request, connection))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 
-    async def _answer(self, request: ClientRequest, connection: ClientConnection) -> None:
+    async def _answer(self, request: ClientRequest, connection: ServerConnection) -> None:
         try:
             await self._serve(request)
         except Exception:
@@ -305,7 +305,7 @@ class Clients:
             each.stop()
 
 
-class ClientConnection(asyncio.BufferedProtocol):
+class ServerConnection(asyncio.BufferedProtocol):
     """One connection.
 
     Args:
@@ -346,7 +346,7 @@ class ClientConnection(asyncio.BufferedProtocol):
         """Return the line of the header ``date``."""
         return self._clients.date()
 
-    def send(self, data: bytes) -> None:
+    def put(self, data: bytes) -> None:
         """Send bytes, if there is anybody still."""
         if not self._lost:
             self.transport.write(data)
@@ -458,7 +458,7 @@ class ClientConnection(asyncio.BufferedProtocol):
             first.keeps = False
 
     def _say_no(self) -> None:
-        self.send(_NO_REQUEST)
+        self.put(_NO_REQUEST)
         self.transport.close()
 
     def _breathe(self, nbytes: int) -> None:

@@ -14,18 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epd_portable.errors import RequestError
-from epd_portable.router import client_connection
-from epd_portable.router.client_connection import (
+from epd_portable.router import server_connection
+from epd_portable.router.incoming import ClientGoneError
+from epd_portable.router.server_connection import (
     CLEARED_BYTES,
     HEADERS_WITHIN_S,
     KEEP_ALIVE_S,
     LARGE_BYTES,
     MAX_HEAD_BYTES,
-    ClientConnection,
     ClientRequest,
     Clients,
+    ServerConnection,
 )
-from epd_portable.router.incoming import ClientGoneError
 
 
 class Transport(asyncio.Transport):
@@ -72,7 +72,7 @@ class End:
 
     def __init__(self, serve: Serve) -> None:
         self.clients = Clients(serve)
-        self.connection = ClientConnection(self.clients, 80)
+        self.connection = ServerConnection(self.clients, 80)
         self.transport = Transport()
         self.connection.connection_made(self.transport)
 
@@ -243,14 +243,14 @@ async def test_a_large_body_is_not_taken_before_it_is_asked_for() -> None:
 
 async def test_others_are_served_while_a_large_body_comes() -> None:
     end = End(echo)
-    nbytes = 2 * client_connection.BREATH_BYTES
+    nbytes = 2 * server_connection.BREATH_BYTES
     await end.send(b"POST / HTTP/1.1\r\ncontent-length: %d\r\n\r\n" % nbytes)
     taken = 0
     while end.transport.reads:
         place = end.connection.get_buffer(-1)
         taken += len(place)
         end.connection.buffer_updated(len(place))
-    assert taken <= client_connection.BREATH_BYTES
+    assert taken <= server_connection.BREATH_BYTES
     await end.rest()
     assert end.transport.reads
 
