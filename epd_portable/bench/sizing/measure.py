@@ -14,6 +14,7 @@ import httpx
 import numpy as np
 
 from epd_portable.bench.pictures import data_url
+from epd_portable.bench.servers import model_name
 from epd_portable.bench.sizing.stages import (
     DecodeStage,
     EncodeStage,
@@ -21,7 +22,7 @@ from epd_portable.bench.sizing.stages import (
     PrefillStage,
     StageTimes,
 )
-from epd_portable.bench.sizing.streams import model_name, stream
+from epd_portable.bench.sizing.streams import stream
 from epd_portable.bench.stats import quantile
 from epd_portable.errors import MeasurementError
 

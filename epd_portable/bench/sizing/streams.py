@@ -28,19 +28,6 @@ class StreamTiming:
     longest_gap_s: float
 
 
-def model_name(url: str) -> str:
-    """Return the name of the one model that a server has.
-
-    Raises:
-        MeasurementError: It does not say.
-        httpx.TransportError: It cannot be reached.
-    """
-    response = httpx.get(f"{url}/v1/models", timeout=_TIMEOUT_S, trust_env=False)
-    if response.status_code != httpx.codes.OK:
-        raise MeasurementError(f"{url}/v1/models answered {response.status_code}: {response.text}")
-    return str(response.json()["data"][0]["id"])
-
-
 def stream(
     url: str, body: dict[str, Any], *, came: Callable[[int], None] = lambda count: None
 ) -> StreamTiming:
