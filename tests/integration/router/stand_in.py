@@ -41,6 +41,7 @@ class Received:
     path: str
     headers: dict[str, str]
     raw: bytes
+    query: str = ""
 
     @property
     def body(self) -> Any:
@@ -190,7 +191,10 @@ class StandIn:
 
     async def _generate(self, request: Request) -> Response:
         received = Received(
-            path=request.url.path, headers=dict(request.headers), raw=await request.body()
+            path=request.url.path,
+            headers=dict(request.headers),
+            raw=await request.body(),
+            query=request.url.query,
         )
         async with self._arrived:
             self.received.append(received)
