@@ -6,12 +6,12 @@ import dataclasses
 import importlib.util
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import click
 
 from epd_portable.bench import chart, console, report
-from epd_portable.bench.load import archive, charts, checkpoint, settings, show
+from epd_portable.bench.load import archive, charts, checkpoint, guard, settings, show
 from epd_portable.bench.load import report as load_report
 from epd_portable.bench.load.measure import LoadResults, Measurement
 from epd_portable.bench.load.plan import Limits, LoadPlan, LoadPoint
@@ -40,6 +40,8 @@ Several loads in one run:
   ... --point rate=6,share=0.1 --point rate=2,share=0.3,pictures=4
 The highest rate at which 99 in 100 answers are in time:
   ... --goodput 0.5:16 --ttft-ms 1000 --tpot-ms 50
+Whether anything is slower than in a recorded run, here or elsewhere:
+  ... --guard docs/measurements/2026-11-load/load.json
 Go on with what was broken off:
   ... --json load.json --resume
 What `vllm bench serve` calls random-mm; one request at a time, with the stages of each:
@@ -200,6 +202,21 @@ input.
     type=click.FloatRange(min=0.1),
     help="Refuse rounds of which one in a hundred requests was sent later than this.",
 )
+@click.option(
+    "--guard",
+    "guard_file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="JSON of a recorded run: exit 1 if a ratio by the same side at the same load has become "
+    "worse.",
+)
+@click.option(
+    "--worse",
+    default=1.5,
+    show_default=True,
+    type=click.FloatRange(min=1),
+    help="How many times a ratio may be the recorded one.",
+)
 @click.option("--resume", is_flag=True, help="Keep the finished rounds of the --json file.")
 @click.option("--plan", "plan_only", is_flag=True, help="Show what would be measured, and end.")
 @output_options
@@ -232,6 +249,9 @@ def _run(options: dict[str, Any]) -> None:
     json_file: Path | None = options["json_file"]
     if options["resume"] and json_file is None:
         raise ConfigError("--resume goes on with the rounds of a file: name it by --json")
+    recorded = None
+    if options["guard_file"] is not None:
+        recorded = archive.read_page(options["guard_file"])["summary"]
     load_before = report.load_average()
     plan = _plan(options)
     progress = show.LoadBar()
@@ -319,6 +339,14 @@ def _run(options: dict[str, Any]) -> None:
         options["png_file"],
     )
     _judge(results, setting, allow_fallback=options["allow_fallback"])
+    if recorded is not None:
+        worse = options["worse"]
+        worsened = guard.regressions(cast("dict[str, Any]", made.summary), recorded, worse=worse)
+        if worsened:
+            raise MeasurementError(
+                f"worse than recorded, more than {worse:g} times: {'; '.join(worsened)}"
+            )
+        progress.say(f"nothing is worse than {worse:g} times what {options['guard_file']} has")
 
 
 def _plan(options: dict[str, Any]) -> LoadPlan:

@@ -16,12 +16,12 @@ import httpx
 import psutil
 
 from epd_portable.bench import servers
-from epd_portable.bench.client import model_name
 from epd_portable.bench.load import watch
 from epd_portable.bench.load.bodies import text_of
 from epd_portable.bench.load.peers import example_engine, example_proxy, plain_engine
 from epd_portable.bench.load.sides import Allotment, LoadSide
 from epd_portable.bench.load.watch import Part
+from epd_portable.bench.servers import model_name
 from epd_portable.config.instance import PlatformName
 from epd_portable.config.schema import Instances, Topology
 from epd_portable.errors import MeasurementError

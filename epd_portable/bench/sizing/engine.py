@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from epd_portable.bench.sizing.requests import PictureItem, SimulatedRequest
 from epd_portable.bench.sizing.stages import StageTimes
-from epd_portable.bench.sizing.timeline import FifoServer, Timeline
+from epd_portable.bench.sizing.timeline import EngineTimeline, FifoServer
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -70,7 +70,7 @@ class SimulatedEngine:
 
     def __init__(
         self,
-        timeline: Timeline,
+        timeline: EngineTimeline,
         times: StageTimes,
         *,
         on_first: Callable[[SimulatedRequest], None],

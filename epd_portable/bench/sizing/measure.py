@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import numpy as np
 
-from epd_portable.bench import client
 from epd_portable.bench.pictures import data_url
+from epd_portable.bench.servers import model_name
 from epd_portable.bench.sizing.stages import (
     DecodeStage,
     EncodeStage,
@@ -22,6 +22,7 @@ from epd_portable.bench.sizing.stages import (
     PrefillStage,
     StageTimes,
 )
+from epd_portable.bench.sizing.streams import stream
 from epd_portable.bench.stats import quantile
 from epd_portable.errors import MeasurementError
 
@@ -226,7 +227,7 @@ class Probe:
         self._report = report
         self._seeds = itertools.count(time.time_ns() % (1 << 40))
         try:
-            self._model = client.model_name(self._url)
+            self._model = model_name(self._url)
         except httpx.TransportError as error:
             raise MeasurementError(
                 f"--measure {url}: {error!r}; start a server there first, or give its address"
@@ -271,7 +272,7 @@ class Probe:
             for _ in range(self._repeat):
                 bodies = [self._body(16, [], tokens=DECODE_TOKENS) for _ in range(streams)]
                 with ThreadPoolExecutor(streams) as pool:
-                    timings = pool.map(client.stream, itertools.repeat(self._url), bodies)
+                    timings = pool.map(stream, itertools.repeat(self._url), bodies)
                 seen += [timing.tpot_s for timing in timings]
             points.append((float(streams), quantile(seen, LOW)))
         return tuple(points)
@@ -298,33 +299,16 @@ class Probe:
 
     def _gap_beside(self, side: int) -> float:
         """Return how long a stream stood still at most while a picture was asked about."""
-        body = {
-            **self._body(16, [], tokens=STREAM_TOKENS),
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        address = f"{self._url}/v1/chat/completions"
-        try:
-            with (
-                ThreadPoolExecutor(1) as pool,
-                httpx.Client(timeout=_TIMEOUT_S, trust_env=False) as http,
-                http.stream("POST", address, json=body) as answer,
-            ):
-                if answer.status_code != httpx.codes.OK:
-                    text = answer.read().decode(errors="replace")
-                    raise MeasurementError(f"{address} answered {answer.status_code}: {text}")
-                beside: list[Future[tuple[float, int]]] = []
+        beside: list[Future[tuple[float, int]]] = []
+        with ThreadPoolExecutor(1) as pool:
 
-                def lines() -> Iterator[str]:
-                    for number, line in enumerate(filter(None, answer.iter_lines())):
-                        if number == STREAM_BEGUN:
-                            beside.append(pool.submit(self._first, self._body(0, [side])))
-                        yield line
+            def ask_beside(pieces: int) -> None:
+                if pieces == STREAM_BEGUN:
+                    beside.append(pool.submit(self._first, self._body(0, [side])))
 
-                timing = client.read_stream(lines(), time.monotonic(), time.monotonic)
-                beside[0].result()
-        except httpx.TransportError as error:
-            raise MeasurementError(f"{address}: {error!r}") from error
+            body = self._body(16, [], tokens=STREAM_TOKENS)
+            timing = stream(self._url, body, came=ask_beside)
+            beside[0].result()
         return timing.longest_gap_s
 
     def _body(self, words: int, sides: Sequence[int], *, tokens: int = 1) -> dict[str, Any]:

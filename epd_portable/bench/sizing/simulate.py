@@ -11,7 +11,7 @@ from typing import Literal
 from epd_portable.bench.sizing.engine import SimulatedEngine
 from epd_portable.bench.sizing.requests import PictureItem, SimulatedRequest
 from epd_portable.bench.sizing.stages import StageTimes
-from epd_portable.bench.sizing.timeline import FifoServer, Timeline
+from epd_portable.bench.sizing.timeline import EngineTimeline, FifoServer
 from epd_portable.bench.stats import quantile
 from epd_portable.router.ring import FEW, LOAD_BOUND
 
@@ -129,7 +129,7 @@ class Outcome:
 class _Encoder:
     """An encode instance: front end and vision tower."""
 
-    def __init__(self, timeline: Timeline, times: StageTimes) -> None:
+    def __init__(self, timeline: EngineTimeline, times: StageTimes) -> None:
         self.tower = FifoServer(timeline)
         shares = times.front_end.shares_core
         self.front_end = self.tower if shares else FifoServer(timeline)
@@ -163,7 +163,7 @@ class Simulation:
         self._times = times
         self._rules = rules
         self._random = random.Random(seed)
-        self._timeline = Timeline()
+        self._timeline = EngineTimeline()
         self._workers = [FifoServer(self._timeline) for _ in range(rules.router_workers)]
         self._encoders = [_Encoder(self._timeline, times) for _ in range(deployment.encoders)]
         self._encoding = 0

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-class Timeline:
+class EngineTimeline:
     """Calls what is due, in the order of its time; of two at the same time the earlier set.
 
     Attributes:
@@ -45,7 +45,7 @@ class FifoServer:
         longest_wait_s: Of one of them.
     """
 
-    def __init__(self, timeline: Timeline) -> None:
+    def __init__(self, timeline: EngineTimeline) -> None:
         self._timeline = timeline
         self._free_at_s = 0.0
         self.busy_s = 0.0

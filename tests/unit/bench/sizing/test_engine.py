@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from epd_portable.bench.sizing.engine import SimulatedEngine
 from epd_portable.bench.sizing.requests import PictureItem, SimulatedRequest
 from epd_portable.bench.sizing.stages import StageTimes
-from epd_portable.bench.sizing.timeline import Timeline
+from epd_portable.bench.sizing.timeline import EngineTimeline
 from tests.unit.bench.sizing.samples import stage_times
 
 
@@ -18,7 +18,7 @@ class Run:
     """An engine without anything before it; times are those at which it computes tokens."""
 
     def __init__(self, times: StageTimes) -> None:
-        self.timeline = Timeline()
+        self.timeline = EngineTimeline()
         self.engine = SimulatedEngine(self.timeline, times, on_first=self.first, on_last=self.last)
 
     def first(self, request: SimulatedRequest) -> None:

@@ -3,14 +3,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from epd_portable.bench.sizing.timeline import FifoServer, Timeline
+from epd_portable.bench.sizing.timeline import EngineTimeline, FifoServer
 
 COUNT = 200_000
 
 
 def waits(arrivals_s: list[float], works_s: list[float]) -> tuple[FifoServer, float]:
     """Let a server do pieces of work; return it and the time when all are done."""
-    timeline = Timeline()
+    timeline = EngineTimeline()
     server = FifoServer(timeline)
     done: list[float] = []
 
@@ -25,7 +25,7 @@ def waits(arrivals_s: list[float], works_s: list[float]) -> tuple[FifoServer, fl
 
 
 def test_what_is_due_is_called_in_order_and_ties_in_the_order_of_setting() -> None:
-    timeline = Timeline()
+    timeline = EngineTimeline()
     seen: list[tuple[float, str]] = []
     for when_s, name in ((2.0, "c"), (1.0, "a"), (1.0, "b")):
         timeline.at(when_s, lambda name: seen.append((timeline.now, name)), name)
