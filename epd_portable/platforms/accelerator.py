@@ -80,6 +80,14 @@ class AcceleratorPlatform(Platform):
         """Make the backend that moves device tensors."""
 
     @abstractmethod
+    def _end_work(self, work: Any) -> None:
+        """Let go of work of that backend which is completed.
+
+        Raises:
+            RuntimeError: It failed.
+        """
+
+    @abstractmethod
     def _register_host(self, address: int, nbytes: int) -> None:
         """Page-lock a range; :meth:`pin_host` has checked it."""
 
@@ -262,6 +270,7 @@ class AcceleratorPlatform(Platform):
             device_side=DeviceSide(
                 make_backend=self._data_backend,
                 use_device=lambda: self._runtime.set_device(device),
+                end_work=self._end_work,
                 on_failure=self._group_failed,
                 turns=self._turns,
             ),

@@ -21,6 +21,9 @@ from epd_portable.platforms.traits import TRAITS
 
 _HOST_REGISTER_PORTABLE = 1
 _NEVER = timedelta(days=365)
+# Each channel of a communicator is a block of threads on the device, and buffers of 4 MiB and more
+# beside the engine's memory; NCCL takes up to 32 by itself. Few move an item fast enough.
+_NCCL_CHANNELS = 4
 
 
 class CudaPlatform(AcceleratorPlatform):
@@ -99,9 +102,15 @@ class CudaPlatform(AcceleratorPlatform):
         options = backend_cls.Options()
         # Deadlines are kept by the group; NCCL's own would end the process.
         options._timeout = _NEVER
+        options.config.max_ctas = _NCCL_CHANNELS
         with errors_spare_the_process("TORCH_NCCL_ASYNC_ERROR_HANDLING"):
             backend: DataBackend = backend_cls(store, rank, size, options)  # type: ignore[assignment]
         return backend
+
+    def _end_work(self, work: Any) -> None:
+        # NCCL's work is completed when it failed, too. It refuses to be asked which (torch 2.11 to
+        # 2.13); the wait, which does not block any more, raises what went wrong.
+        work.wait()
 
 
 def _cudart() -> Any:
