@@ -288,8 +288,8 @@ class AcceleratorPlatform(Platform):
 
     def _uuid(self, index: int) -> str:
         """Return the name of the physical device; empty where the runtime does not tell."""
-        with self._runtime.device(index):
-            return str(getattr(self._runtime.get_device_properties(index), "uuid", ""))
+        # Not as the current device: that would make a context there, of half a gigabyte on CUDA.
+        return str(getattr(self._runtime.get_device_properties(index), "uuid", ""))
 
 
 @contextmanager
