@@ -123,9 +123,12 @@ def test_work_that_failed_is_a_lost_peer_at_both_ends_though_it_says_that_it_is_
     monkeypatch.setattr(Nccl, "fails", True)
     with ThreadPoolExecutor(1) as pool:
         taken = pool.submit(second.recv, torch.zeros(5), 0, TIMEOUT_S)
-        with pytest.raises(PeerLostError, match="remote process exited"):
+        with pytest.raises(PeerLostError) as sent:
             first.send(torch.ones(5), 1, TIMEOUT_S)
-        assert isinstance(taken.exception(TIMEOUT_S), PeerLostError)
+        received = taken.exception(TIMEOUT_S)
+    assert isinstance(received, PeerLostError)
+    # The end that is later may hear of the other's farewell first.
+    assert "remote process exited" in f"{sent.value} {received}"
 
 
 @pytest.mark.usefixtures("pair")
