@@ -21,7 +21,14 @@ from epd_portable.launch.assign import Cores, core_warnings
 from epd_portable.launch.engine import engine_argv, engine_env
 from epd_portable.launch.fit import HardwareFit, fit, memory_warnings
 from epd_portable.launch.model import ModelSource
-from epd_portable.launch.seats import Seat, place_instances
+from epd_portable.launch.seats import place_instances
+from epd_portable.launch.sharing import (
+    SharedDevice,
+    check_collective,
+    shared_devices,
+    sharing_warnings,
+    starts_after,
+)
 from epd_portable.launch.target import Hardware
 from epd_portable.media.limits import MediaLimits
 from epd_portable.platforms.traits import PlatformTraits
@@ -64,6 +71,7 @@ class ProcessSpec:
         cores: The CPU cores of each rank.
         shm_name: Its file in ``/dev/shm``, removed before each start; empty for none.
         tls_cert_file: The certificate that it shows, if it speaks HTTPS.
+        after: Instances on its devices that must be up before it is started.
     """
 
     name: str
@@ -76,6 +84,7 @@ class ProcessSpec:
     cores: tuple[Cores, ...] = ()
     shm_name: str = ""
     tls_cert_file: str = ""
+    after: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,6 +98,7 @@ class Plan:
         url: Base address for OpenAI clients.
         processes: Instances first, the router last.
         warnings: What the user should know before starting.
+        shared: Devices with several instances.
         hardware: What a hardware profile says of it; ``None`` without one.
     """
 
@@ -98,6 +108,7 @@ class Plan:
     url: str
     processes: tuple[ProcessSpec, ...]
     warnings: tuple[str, ...]
+    shared: tuple[SharedDevice, ...] = ()
     hardware: HardwareFit | None = None
 
     def as_json(self) -> dict[str, Any]:
@@ -154,6 +165,10 @@ def make_plan(
         topology, traits, devices=machine.devices, cores=machine.cores, free_port=free_port
     )
     seats = placement.seats
+    devices = {name: [seat.devices for seat in group] for name, group in seats.items()}
+    shared = shared_devices(topology, devices)
+    check_collective(topology, traits, shared)
+    after = starts_after(shared)
     specs: list[ProcessSpec] = []
     backends: list[InstanceSettings] = []
     for group_name, role in ROLES.items():
@@ -163,7 +178,7 @@ def make_plan(
             if role == "prefill-decode":
                 ports |= {"control": free_port(), "data": free_port()}
             instance = _instance(topology, traits, name, ports, run_id, secret_file)
-            shared: dict[str, Any] = {"model": model, "traits": traits, "instance": instance}
+            common: dict[str, Any] = {"model": model, "traits": traits, "instance": instance}
             url = _base_url(topology.launch.host, seat.port)
             backends.append(
                 InstanceSettings(name=name, role=role, url=url, control=instance.control_address)
@@ -172,16 +187,18 @@ def make_plan(
                 ProcessSpec(
                     name=name,
                     role=role,
-                    argv=engine_argv(topology, group_name, port=seat.port, **shared),
-                    env=engine_env(topology, group_name, seat=seat, temp_dir=temp_dir, **shared),
+                    argv=engine_argv(topology, group_name, port=seat.port, **common),
+                    env=engine_env(topology, group_name, seat=seat, temp_dir=temp_dir, **common),
                     url=url,
                     ports=ports,
                     devices=seat.devices,
                     cores=seat.cores,
                     shm_name=instance.pool,
+                    after=after.get(name, ()),
                 )
             )
-    warnings = [*placement.warnings, *_hardware_warnings(topology, traits, seats, hardware)]
+    warnings = [*placement.warnings, *sharing_warnings(shared)]
+    warnings += _hardware_warnings(topology, traits, devices, hardware)
     warnings += core_warnings(
         {spec.name: (spec.cores, _threads(spec)) for spec in specs},
         quota_cores=machine.quota_cores,
@@ -195,6 +212,7 @@ def make_plan(
         url=f"{_base_url(topology.router.host, topology.router.port, tls=_has_tls(topology))}/v1",
         processes=tuple(specs),
         warnings=tuple(warnings),
+        shared=shared,
         hardware=fit(hardware) if hardware else None,
     )
 
@@ -218,13 +236,12 @@ def _check_queue(topology: Topology) -> None:
 def _hardware_warnings(
     topology: Topology,
     traits: PlatformTraits,
-    seats: Mapping[str, Sequence[Seat]],
+    devices: Mapping[str, Sequence[Sequence[str]]],
     hardware: Hardware | None,
 ) -> list[str]:
     if hardware is None:
         return []
     profile = hardware.profile
-    devices = {name: [seat.devices for seat in group] for name, group in seats.items()}
     found = memory_warnings(topology, traits, devices, profile.usable_memory_bytes)
     avoid = profile.ports_to_avoid
     if topology.router.port in avoid:

@@ -36,6 +36,8 @@ class PlatformTraits:
         encode_together_embeds: Items of so many embeddings together are encoded in one call; more
             is no faster in one call than in several, of which each output can leave at once.
             ``None`` where larger calls always pay.
+        one_rank_a_device: Whether the library of collectives refuses groups of which two ranks are
+            on one device.
         peers_must_be_visible: Whether a process opens the device memory of another only on a
             device that is visible to it as well.
     """
@@ -53,6 +55,7 @@ class PlatformTraits:
     needs_device_copy: bool
     foreign_pages_block: bool
     encode_together_embeds: int | None
+    one_rank_a_device: bool
     peers_must_be_visible: bool
 
 
@@ -70,6 +73,8 @@ _CUDA = PlatformTraits(
     needs_device_copy=True,
     foreign_pages_block=False,
     encode_together_embeds=None,
+    # NCCL: "Duplicate GPU detected".
+    one_rank_a_device=True,
     # cudaIpcOpenMemHandle takes an ordinal of the opener for the device that owns the memory.
     peers_must_be_visible=True,
 )
@@ -90,6 +95,7 @@ _NPU = PlatformTraits(
     # torch_npu (2.13) takes for page-locked only what it allocated itself.
     foreign_pages_block=True,
     encode_together_embeds=None,
+    one_rank_a_device=False,
     # Shared memory is opened by its key alone.
     peers_must_be_visible=False,
 )
@@ -112,6 +118,7 @@ _CPU = PlatformTraits(
     # Measured with four pictures on two cores: one by one they take 1.5 to 1.8 times as long at 16
     # embeddings each, and 0.2 to 1.0 times at 64 to 576.
     encode_together_embeds=64,
+    one_rank_a_device=False,
     peers_must_be_visible=False,
 )
 

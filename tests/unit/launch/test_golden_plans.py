@@ -200,6 +200,9 @@ def test_plans_for_the_cpu_differ_from_those_for_devices_only_where_they_must(
         r"\.processes\[\d+\]\.(cores|devices).*",
         r"\.processes\[\d+\]\.env\.VLLM_CPU_(OMP_THREADS_BIND|KVCACHE_SPACE)",
         r"\.processes\[\d+\]\.env\.(OMP_NUM_THREADS|TORCH_COMPILE_DISABLE)",
+        # Devices may be shared, cores are not.
+        r"\.processes\[\d+\]\.after.*",
+        r"\.shared.*",
         # vLLM has one rank in the engine's process by itself on devices, and not on the CPU.
         r"\.processes\[\d+\]\.argv\.--distributed-executor-backend",
     }
