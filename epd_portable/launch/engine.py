@@ -130,6 +130,7 @@ def engine_env(
     instance: InstanceConfig,
     seat: Seat,
     temp_dir: str,
+    has_compiler: bool,
 ) -> dict[str, str]:
     """Return what one instance has in its environment beyond the launcher's own.
 
@@ -165,6 +166,8 @@ def engine_env(
         # Ranks of one instance meet on the loopback address.
         "VLLM_HOST_IP": "127.0.0.1",
     }
+    if not has_compiler:
+        defaults |= dict(traits.env_without_compiler)
     if model.is_folder:
         defaults["HF_HUB_OFFLINE"] = "1"
     if traits.visible_devices_env is None:

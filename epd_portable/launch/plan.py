@@ -48,12 +48,14 @@ class Machine:
         quota_cores: CPU time that this process and its children may take together, in cores;
             ``None`` for no limit.
         nodes: Cores of each memory (NUMA) node; empty where nobody looked.
+        has_compiler: Whether engines find what they compile kernels with, where they need it.
     """
 
     devices: tuple[str, ...] | None
     cores: tuple[int, ...]
     quota_cores: float | None = None
     nodes: tuple[tuple[int, ...], ...] = ()
+    has_compiler: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,7 +190,14 @@ def make_plan(
                     name=name,
                     role=role,
                     argv=engine_argv(topology, group_name, port=seat.port, **common),
-                    env=engine_env(topology, group_name, seat=seat, temp_dir=temp_dir, **common),
+                    env=engine_env(
+                        topology,
+                        group_name,
+                        seat=seat,
+                        temp_dir=temp_dir,
+                        has_compiler=machine.has_compiler,
+                        **common,
+                    ),
                     url=url,
                     ports=ports,
                     devices=seat.devices,

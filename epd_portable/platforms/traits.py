@@ -25,6 +25,9 @@ class PlatformTraits:
             ``None`` leaves the choice to vLLM.
         pd_ranks_executor_cls: The same of a prefill+decode instance of several ranks.
         engine_plugins: Plug-ins of vLLM without which it does not know the platform.
+        compiler: Where the compiler is looked for that kernels are made with at run time: a name
+            on ``PATH`` or a file, with variables of the environment.
+        env_without_compiler: Names and values of what engines are told where there is none.
         slot_alignment_bytes: Start of every slot in a receive pool is a multiple of this.
         slab_alignment_bytes: Start and size of device memory that is registered for remote access
             are multiples of this.
@@ -50,6 +53,8 @@ class PlatformTraits:
     single_rank_executor_cls: str | None
     pd_ranks_executor_cls: str | None
     engine_plugins: tuple[str, ...]
+    compiler: tuple[str, ...]
+    env_without_compiler: tuple[tuple[str, str], ...]
     slot_alignment_bytes: int
     slab_alignment_bytes: int
     needs_device_copy: bool
@@ -68,6 +73,9 @@ _CUDA = PlatformTraits(
     single_rank_executor_cls=None,
     pd_ranks_executor_cls=None,
     engine_plugins=(),
+    compiler=("nvcc", "$CUDA_HOME/bin/nvcc", "/usr/local/cuda/bin/nvcc"),
+    # FlashInfer compiles its sampler, which is the default (vLLM 0.32); vLLM has another one.
+    env_without_compiler=(("VLLM_USE_FLASHINFER_SAMPLER", "0"),),
     slot_alignment_bytes=512,
     slab_alignment_bytes=512,
     needs_device_copy=True,
@@ -87,6 +95,8 @@ _NPU = PlatformTraits(
     single_rank_executor_cls=None,
     pd_ranks_executor_cls=None,
     engine_plugins=("ascend", "ascend_model", "ascend_model_loader"),
+    compiler=(),
+    env_without_compiler=(),
     # aclrtMemcpyAsync demands 64 at both ends; 512 keeps slots apart for the copy engine.
     slot_alignment_bytes=512,
     # HCCS reaches registered memory in pages of 2 MiB.
@@ -111,6 +121,8 @@ _CPU = PlatformTraits(
     # Workers of vLLM's own poll while a request waits, on cores that the encoder needs.
     pd_ranks_executor_cls="epd_portable.vllm_plugin.executor.EPDExecutor",
     engine_plugins=(),
+    compiler=(),
+    env_without_compiler=(),
     slot_alignment_bytes=64,
     slab_alignment_bytes=64,
     needs_device_copy=False,
