@@ -158,7 +158,8 @@ def serve_command(
     """Measure a topology against a peer, request by request in turns.
 
     Kinds of requests: text; every number of pictures in every size; text while pictures are being
-    encoded. Both sides are started together and stay up; only one is asked at a time.
+    encoded. Both sides stay up, and only one is asked at a time. On devices they are
+    started one after the other: each measures the memory of its device.
 
     Exit status: 0; 1 when something failed, or when a picture was not encoded and transferred as
     the topology is meant to (see --allow-fallback); 2 on bad input.

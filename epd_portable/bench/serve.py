@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -20,6 +20,7 @@ from epd_portable.bench.traces import Handover, handovers, read_events, since
 from epd_portable.bench.workload import RequestKind, Round, rounds
 from epd_portable.config.instance import PlatformName
 from epd_portable.config.load import load_topology
+from epd_portable.platforms.traits import TRAITS
 
 SPLIT = "split"
 Baseline = Literal["one process", "concurrent"]
@@ -99,9 +100,7 @@ def measure(plan: ServePlan, report: Callable[[str], None]) -> Results:
     with tempfile.TemporaryDirectory(prefix="epd-bench-") as folder, ExitStack() as stack:
         trace_dir = Path(folder, "trace")
         pending = _sides(plan, Path(folder), trace_dir, report)
-        with ThreadPoolExecutor() as pool:
-            running = list(pool.map(stack.enter_context, pending.values()))
-        sides = dict(zip(pending, running, strict=True))
+        sides = start(pending, stack, together=not TRAITS[plan.platform].needs_device_copy)
         urls = {side: server.url for side, server in sides.items()}
         models = {side: model_name(url) for side, url in urls.items()}
         seeds = itertools.count(1)
@@ -141,6 +140,24 @@ def measure(plan: ServePlan, report: Callable[[str], None]) -> Results:
         provenance=provenance(recent, asked=asked),
         handovers=handovers(recent),
     )
+
+
+def start(
+    sides: Mapping[str, AbstractContextManager[servers.Server]], stack: ExitStack, *, together: bool
+) -> dict[str, servers.Server]:
+    """Start the sides of a comparison, and let ``stack`` stop them.
+
+    Args:
+        sides: By name.
+        stack: What ends them.
+        together: At the same moment. Engines on one device must not: each measures its memory.
+    """
+    if together:
+        with ThreadPoolExecutor() as pool:
+            running = list(pool.map(stack.enter_context, sides.values()))
+    else:
+        running = [stack.enter_context(side) for side in sides.values()]
+    return dict(zip(sides, running, strict=True))
 
 
 def _sides(
