@@ -91,14 +91,14 @@ STAGES = (
     # Up to here eight minutes, and no engine.
     Stage(name="engines", argv=(*PYTEST, "tests/cuda/test_engines.py"), limit_s=1500),
     Stage(
-        name="serve",
+        name="load",
         argv=(
-            *("{python}", "-m", "epd_portable.bench.cli", "serve", "--platform", "cuda"),
-            *("--config", ONE_DEVICE, "--baseline", "none", "--concurrency", "4"),
-            *("--json", "{out}/serve.json"),
+            *("{python}", "-m", "epd_portable.bench.cli", "load", "--platform", "cuda"),
+            *("--side", f"shared={ONE_DEVICE}", "--up", "turns", "--rate", "2,6"),
+            *("--json", "{out}/load.json"),
         ),
         limit_s=900,
-        writes={"serve": "serve.json"},
+        writes={"load": "load.json"},
     ),
 )
 """In their order."""
