@@ -155,6 +155,9 @@ def engine_env(
         remedies[traits.visible_devices_env] = "list devices instead"
         # An engine takes the first tensor_parallel_size of them.
         owned[traits.visible_devices_env] = ",".join((*seat.devices, *seat.peers))
+    if group.share is not None and traits.share_env is not None:
+        remedies[traits.share_env] = "write share beside count"
+        owned[traits.share_env] = str(group.share)
     for name in sorted(owned.keys() & wished.keys()):
         remedy = remedies.get(name, "remove it")
         raise ConfigError(f"env: {name} of instances.{group_name} is set by the launcher; {remedy}")

@@ -101,6 +101,12 @@ def has_compiler(traits: PlatformTraits, environ: Mapping[str, str]) -> bool:
     )
 
 
+def has_shares(traits: PlatformTraits, environ: Mapping[str, str]) -> bool:
+    """Tell whether the service runs that keeps processes to a part of a device's compute."""
+    places = (Template(place).safe_substitute(environ) for place in traits.share_service)
+    return any(Path(place).exists() for place in places)
+
+
 def _this_machine(
     traits: PlatformTraits, environ: Mapping[str, str], devices: tuple[str, ...] | None
 ) -> Machine:
@@ -110,6 +116,7 @@ def _this_machine(
         quota_cores=quota_cores(),
         nodes=memory_nodes(),
         has_compiler=has_compiler(traits, environ),
+        has_shares=has_shares(traits, environ),
     )
 
 

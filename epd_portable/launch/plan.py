@@ -25,6 +25,7 @@ from epd_portable.launch.seats import place_instances
 from epd_portable.launch.sharing import (
     SharedDevice,
     check_collective,
+    check_shares,
     shared_devices,
     sharing_warnings,
     starts_after,
@@ -49,6 +50,7 @@ class Machine:
             ``None`` for no limit.
         nodes: Cores of each memory (NUMA) node; empty where nobody looked.
         has_compiler: Whether engines find what they compile kernels with, where they need it.
+        has_shares: Whether the service runs that keeps instances to their ``share`` of a device.
     """
 
     devices: tuple[str, ...] | None
@@ -56,6 +58,7 @@ class Machine:
     quota_cores: float | None = None
     nodes: tuple[tuple[int, ...], ...] = ()
     has_compiler: bool = True
+    has_shares: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,6 +173,7 @@ def make_plan(
     devices = {name: [seat.devices for seat in group] for name, group in seats.items()}
     shared = shared_devices(topology, devices)
     check_collective(topology, traits, shared)
+    check_shares(topology, traits)
     after = starts_after(shared)
     specs: list[ProcessSpec] = []
     backends: list[InstanceSettings] = []
@@ -207,6 +211,11 @@ def make_plan(
                 )
             )
     warnings = [*placement.warnings, *sharing_warnings(shared)]
+    if not machine.has_shares and any(getattr(topology.instances, name).share for name in ROLES):
+        warnings.append(
+            "share has no effect: the service that keeps instances to it does not run here, and "
+            "the launcher never starts it (docs/configuration.md says how)"
+        )
     warnings += _hardware_warnings(topology, traits, devices, hardware)
     warnings += core_warnings(
         {spec.name: (spec.cores, _threads(spec)) for spec in specs},

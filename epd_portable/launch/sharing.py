@@ -34,12 +34,14 @@ class Tenant:
         kv_cache_bytes: Of that, for the KV cache, as the file says it; ``None`` where the engine
             measures what is left, or has no KV cache.
         measures: Whether it does.
+        share: Percent of the device's compute; ``None`` where all take turns.
     """
 
     name: str
     utilization: float
     kv_cache_bytes: JsonValue
     measures: bool
+    share: int | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,6 +78,7 @@ def shared_devices(
                 utilization=utilization(topology, group),
                 kv_cache_bytes=kv_cache_bytes,
                 measures=has_cache and kv_cache_bytes is None,
+                share=group.share,
             )
             for device in ranks:
                 tenants.setdefault(device, []).append(tenant)
@@ -94,6 +97,22 @@ def starts_after(shared: Sequence[SharedDevice]) -> dict[str, tuple[str, ...]]:
         for place, name in enumerate(names[1:], start=1):
             earlier.setdefault(name, {}).update(dict.fromkeys(names[:place]))
     return {name: tuple(others) for name, others in earlier.items()}
+
+
+def check_shares(topology: Topology, traits: PlatformTraits) -> None:
+    """Refuse shares of compute where the platform has none.
+
+    Raises:
+        ConfigError: Names the key.
+    """
+    for name in START_ORDER:
+        group: InstanceGroup = getattr(topology.instances, name)
+        if group.share is not None and traits.share_env is None:
+            raise ConfigError(
+                f"instances.{name}.share: on platform {traits.name} a process cannot be kept to a "
+                "part of a device; remove it, or move it under platform.<name> of the platform "
+                "that it is meant for"
+            )
 
 
 def check_collective(

@@ -63,7 +63,9 @@ def _shared(shared: SharedDevice) -> list[str]:
             cache = f"{tenant.kv_cache_bytes} bytes of KV cache"
         elif tenant.measures:
             cache = "the KV cache takes what is left of it"
-        rows.append((f"  {tenant.name}", f"{tenant.utilization:.0%} of its memory", cache))
+        compute = "takes turns" if tenant.share is None else f"{tenant.share}% of its compute"
+        memory = f"{tenant.utilization:.0%} of its memory"
+        rows.append((f"  {tenant.name}", memory, cache, compute))
     return [
         f"device {shared.device} is shared; engines measure its memory while they start, so they "
         "start one after the other:",

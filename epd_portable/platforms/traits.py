@@ -28,6 +28,10 @@ class PlatformTraits:
         compiler: Where the compiler is looked for that kernels are made with at run time: a name
             on ``PATH`` or a file, with variables of the environment.
         env_without_compiler: Names and values of what engines are told where there is none.
+        share_env: Variable that limits a process to a percentage of a device's compute; ``None``
+            where there is none.
+        share_service: Where the service without which it limits nothing can be seen: a file, with
+            variables of the environment.
         slot_alignment_bytes: Start of every slot in a receive pool is a multiple of this.
         slab_alignment_bytes: Start and size of device memory that is registered for remote access
             are multiples of this.
@@ -55,6 +59,8 @@ class PlatformTraits:
     engine_plugins: tuple[str, ...]
     compiler: tuple[str, ...]
     env_without_compiler: tuple[tuple[str, str], ...]
+    share_env: str | None
+    share_service: tuple[str, ...]
     slot_alignment_bytes: int
     slab_alignment_bytes: int
     needs_device_copy: bool
@@ -76,6 +82,9 @@ _CUDA = PlatformTraits(
     compiler=("nvcc", "$CUDA_HOME/bin/nvcc", "/usr/local/cuda/bin/nvcc"),
     # FlashInfer compiles its sampler, which is the default (vLLM 0.32); vLLM has another one.
     env_without_compiler=(("VLLM_USE_FLASHINFER_SAMPLER", "0"),),
+    share_env="CUDA_MPS_ACTIVE_THREAD_PERCENTAGE",
+    # nvidia-cuda-mps-control listens there.
+    share_service=("$CUDA_MPS_PIPE_DIRECTORY/control", "/tmp/nvidia-mps/control"),
     slot_alignment_bytes=512,
     slab_alignment_bytes=512,
     needs_device_copy=True,
@@ -97,6 +106,8 @@ _NPU = PlatformTraits(
     engine_plugins=("ascend", "ascend_model", "ascend_model_loader"),
     compiler=(),
     env_without_compiler=(),
+    share_env=None,
+    share_service=(),
     # aclrtMemcpyAsync demands 64 at both ends; 512 keeps slots apart for the copy engine.
     slot_alignment_bytes=512,
     # HCCS reaches registered memory in pages of 2 MiB.
@@ -123,6 +134,8 @@ _CPU = PlatformTraits(
     engine_plugins=(),
     compiler=(),
     env_without_compiler=(),
+    share_env=None,
+    share_service=(),
     slot_alignment_bytes=64,
     slab_alignment_bytes=64,
     needs_device_copy=False,

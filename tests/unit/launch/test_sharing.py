@@ -23,13 +23,13 @@ instances:
 """
 
 
-def plan(text: str, platform: str = "cuda") -> Plan:
+def plan(text: str, platform: str = "cuda", *, has_shares: bool = True) -> Plan:
     ports = itertools.count(28000)
     return make_plan(
         parse_topology(f"model: m\n{text}", platform),  # type: ignore[arg-type]
         model=ModelSource(argument="m", served_name="m", is_folder=False),
         traits=TRAITS[platform],
-        machine=Machine(devices=("0", "1"), cores=(0, 1)),
+        machine=Machine(devices=("0", "1"), cores=(0, 1), has_shares=has_shares),
         run_id="00c0ffee",
         free_port=lambda: next(ports),
         temp_dir="/tmp/epd",
@@ -44,8 +44,10 @@ def after(made: Plan) -> dict[str, tuple[str, ...]]:
 def test_on_a_shared_device_who_measures_its_memory_starts_first(platform: str) -> None:
     made = plan(ONE_DEVICE, platform)
     assert after(made) == {"encode-0": ("prefill_decode-0",)}
-    first = Tenant(name="prefill_decode-0", utilization=0.6, kv_cache_bytes=1024, measures=False)
-    then = Tenant(name="encode-0", utilization=0.2, kv_cache_bytes=None, measures=False)
+    first = Tenant(
+        name="prefill_decode-0", utilization=0.6, kv_cache_bytes=1024, measures=False, share=None
+    )
+    then = Tenant(name="encode-0", utilization=0.2, kv_cache_bytes=None, measures=False, share=None)
     assert made.shared == (SharedDevice(device="0", tenants=(first, then)),)
     assert made.warnings == ()
 
@@ -97,8 +99,42 @@ def test_a_group_of_two_ranks_on_one_device_is_refused_where_its_library_refuses
 def test_a_plan_for_people_shows_order_memory_and_reason() -> None:
     text = plan_table(plan(ONE_DEVICE))
     assert "device 0 is shared; engines measure its memory while they start" in text
-    assert "  prefill_decode-0  60% of its memory  1024 bytes of KV cache" in text
-    assert "  encode-0          20% of its memory  no KV cache" in text
+    assert "  prefill_decode-0  60% of its memory  1024 bytes of KV cache  takes turns" in text
+    assert "  encode-0          20% of its memory  no KV cache             takes turns" in text
     starts = [line.split()[-2:] for line in text.splitlines() if line.startswith("encode-0 ")]
     assert starts == [["after", "prefill_decode-0"]]
     assert "is shared" not in plan_table(plan(""))
+
+
+SHARES = ONE_DEVICE.replace("encode: {", "encode: {share: 30, ").replace(
+    "prefill_decode:\n", "prefill_decode:\n    share: 70\n"
+)
+PERCENTAGE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
+
+
+def test_instances_are_kept_to_their_share_of_the_compute_of_a_device() -> None:
+    made = plan(SHARES)
+    assert [spec.env.get(PERCENTAGE) for spec in made.processes] == ["30", "70", None]
+    assert [tenant.share for tenant in made.shared[0].tenants] == [70, 30]
+    assert made.warnings == ()
+    assert "no KV cache             30% of its compute" in plan_table(made)
+    assert all(PERCENTAGE not in spec.env for spec in plan(ONE_DEVICE).processes)
+
+
+def test_shares_that_nothing_keeps_instances_to_are_warned_of() -> None:
+    (warning,) = plan(SHARES, has_shares=False).warnings
+    assert warning.startswith("share has no effect: the service")
+    assert plan(ONE_DEVICE, has_shares=False).warnings == ()
+
+
+def test_shares_are_refused_where_there_are_none_and_their_variable_in_env() -> None:
+    with pytest.raises(ConfigError, match=r"instances\.prefill_decode\.share: on platform npu"):
+        plan(SHARES, "npu")
+    with pytest.raises(ConfigError, match=rf"{PERCENTAGE} of .* write share beside count"):
+        plan(f'{SHARES}\nenv: {{{PERCENTAGE}: "10"}}')
+
+
+@pytest.mark.parametrize("share", [0, 101, "half"])
+def test_a_share_is_a_percentage(share: object) -> None:
+    with pytest.raises(ConfigError, match="share"):
+        plan(f"instances: {{encode: {{share: {share}}}}}")
