@@ -8,6 +8,7 @@ import sys
 from types import TracebackType
 
 from tests import warm
+from tests.npu_sim.forks import remove_counters
 
 MARK = "@@"
 LOOP = """
@@ -71,6 +72,7 @@ class Child:
         """End it as a crash would."""
         self.process.kill()
         self.process.wait(DEADLINE_S)
+        remove_counters(self.process.pid)
 
     def __enter__(self) -> Child:
         return self
