@@ -17,7 +17,7 @@ DEMO_RUN := $(BIN)/python -m epd_portable.demo.run --platform $(PLATFORM)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help env check unit test full npu-sim faults engines demo clean
+.PHONY: help env check unit test full npu-sim faults engines perf demo clean
 
 help:  ## List the commands
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,6 +47,9 @@ faults: env  ## Run the whole fault suite: every fault at every point with every
 
 engines:  ## Compare the split with one process on other versions of vLLM (minutes each)
 	ci/jobs/engines.sh
+
+perf:  ## Measure under load beside plain vLLM, and compare with what was recorded (idle machine)
+	ci/jobs/perf.sh
 
 demo: env  ## Ask a picture of an encode and a prefill+decode instance, and compare with one process
 	$(if $(DEMO_NOTE),@echo "$(DEMO_NOTE)")
