@@ -102,3 +102,29 @@ class RunnerHost:
 
     def _update_states(self, scheduler_output: StepOutput) -> Any:
         raise NotImplementedError
+
+
+class SecondRunnerHost:
+    """The model runner under a mixin: vLLM's second ``GPUModelRunner`` and its NPU subclass.
+
+    For the type checker only; at run time the mixins derive from ``object``.
+
+    Attributes:
+        epd: `EncodeHooks` or `PDHooks`; set by the worker before the first step.
+        encoder_cache: vLLM's ``EncoderCache``: ``encoder_outputs`` ``(num_tokens, width)`` by
+            ``mm_hash``, and ``mm_features`` by request id.
+        model_state: Made by `load_model`; its ``execute_mm_encoder`` takes the indices of the items
+            to encode by request id.
+    """
+
+    epd: Any
+    encoder_cache: Any
+    model_state: Any
+
+    def load_model(self, *args: Any, **kwargs: Any) -> Any:
+        """Load the model (vLLM 0.28 to 0.33)."""
+        raise NotImplementedError
+
+    def execute_model(self, scheduler_output: StepOutput, *args: Any, **kwargs: Any) -> Any:
+        """Run one step (vLLM 0.28 to 0.33)."""
+        raise NotImplementedError

@@ -16,6 +16,7 @@ from vllm.distributed.ec_transfer import get_ec_transfer
 from epd_portable.log import trace
 from epd_portable.runners.encoder import EncoderRunnerMixin
 from epd_portable.runners.pd import PDRunnerMixin
+from epd_portable.runners.second import OrderingSecondRunnerMixin, SecondRunnerMixin
 from epd_portable.vllm_plugin import compat
 
 _BASES = {
@@ -38,12 +39,19 @@ class _WorkerMixin:
     def init_device(self) -> None:
         super().init_device()  # type: ignore[misc]
         connector = get_ec_transfer()
-        mixin = EncoderRunnerMixin if connector.is_producer else PDRunnerMixin
+        mixin = self._runner_mixin(encodes=connector.is_producer)
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         chosen = type(runner)
         runner.__class__ = type(f"EPD{chosen.__name__}", (mixin, chosen), {})
         runner.epd = connector
         self._slab_bytes = connector.open_worker(runner.device, self.rank)  # type: ignore[attr-defined]
+
+    def _runner_mixin(self, *, encodes: bool) -> type:
+        if not self.vllm_config.use_v2_model_runner:  # type: ignore[attr-defined]
+            return EncoderRunnerMixin if encodes else PDRunnerMixin
+        if encodes and compat.version() < compat.STARTS_SAVES:
+            return OrderingSecondRunnerMixin
+        return SecondRunnerMixin
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)  # type: ignore[misc]

@@ -25,7 +25,11 @@ AFTER = {
     "torch_npu": "ascend_sim.aten:register",
     "torch_npu.op_plugin.atb._atb_ops": "ascend_sim.vendor.atb:replace",
     "vllm_ascend.ops.register_custom_ops": "ascend_sim.vendor.qkv:register",
-    "vllm_ascend.ops.triton.compute_slot_mapping": "ascend_sim.vendor.slot_mapping:replace",
+    **(
+        {"vllm.triton_utils.importing": "ascend_sim.interpreter:install"}
+        if os.environ.get("TRITON_INTERPRET") == "1"
+        else {"vllm_ascend.ops.triton.compute_slot_mapping": "ascend_sim.vendor.slot_mapping:replace"}
+    ),
 }
 """Modules, and the function that is called with each right after it was executed."""
 
