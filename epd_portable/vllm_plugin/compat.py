@@ -34,6 +34,8 @@ ENDS_ENCODED: Version = (0, 29)
 first token, which it makes up in every step."""
 FAILS_UNAVAILABLE: Version = (0, 30)
 """From here on the scheduler asks ``take_unavailable_requests``."""
+ENCODE_ONLY_RUNNER: Version = (0, 29)
+"""From here on the second model runner of an encode instance is a class of its own."""
 STARTS_SAVES: Version = (0, 30)
 """From here on the second model runner calls ``start_save_caches``."""
 HAS_METADATA: Version = (0, 31)
@@ -155,6 +157,19 @@ def check_dtype(vllm_config: VllmConfig, platform: Platform) -> None:
             f"this {platform.name} device does not compute in {dtype}: set engine_args.dtype, for "
             "example to float16"
         )
+
+
+def encodes_only(runner: Any) -> bool:
+    """Tell whether an encode instance's second runner leaves the language model out by itself.
+
+    Args:
+        runner: As the platform has made it.
+    """
+    if version() < ENCODE_ONLY_RUNNER:
+        return bool(runner.is_encoder_only)
+    from vllm.v1.worker.mm_encoder_model_runner import MMEncoderModelRunner
+
+    return isinstance(runner, MMEncoderModelRunner)
 
 
 def dtype_name(vllm_config: VllmConfig) -> str:

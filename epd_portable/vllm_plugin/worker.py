@@ -39,19 +39,14 @@ class _WorkerMixin:
     def init_device(self) -> None:
         super().init_device()  # type: ignore[misc]
         connector = get_ec_transfer()
-        mixin = self._runner_mixin(encodes=connector.is_producer)
         runner: Any = self.model_runner  # type: ignore[attr-defined]
+        second = self.vllm_config.use_v2_model_runner  # type: ignore[attr-defined]
+        mixins = _second_mixins if second else _first_mixins
         chosen = type(runner)
-        runner.__class__ = type(f"EPD{chosen.__name__}", (mixin, chosen), {})
+        bases = (*mixins(runner, encodes=connector.is_producer), chosen)
+        runner.__class__ = type(f"EPD{chosen.__name__}", bases, {})
         runner.epd = connector
         self._slab_bytes = connector.open_worker(runner.device, self.rank)  # type: ignore[attr-defined]
-
-    def _runner_mixin(self, *, encodes: bool) -> type:
-        if not self.vllm_config.use_v2_model_runner:  # type: ignore[attr-defined]
-            return EncoderRunnerMixin if encodes else PDRunnerMixin
-        if encodes and compat.version() < compat.STARTS_SAVES:
-            return OrderingSecondRunnerMixin
-        return SecondRunnerMixin
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)  # type: ignore[misc]
@@ -80,6 +75,22 @@ class _WorkerMixin:
     def shutdown(self) -> None:
         get_ec_transfer().shutdown()
         super().shutdown()  # type: ignore[misc]
+
+
+def _first_mixins(runner: Any, *, encodes: bool) -> tuple[type, ...]:
+    return (EncoderRunnerMixin if encodes else PDRunnerMixin,)
+
+
+def _second_mixins(runner: Any, *, encodes: bool) -> tuple[type, ...]:
+    if not encodes:
+        return (SecondRunnerMixin,)
+    calls = compat.version() >= compat.STARTS_SAVES
+    watched = SecondRunnerMixin if calls else OrderingSecondRunnerMixin
+    if compat.encodes_only(runner):
+        return (watched,)
+    from epd_portable.vllm_plugin.encode_only import EncodeOnlyMixin
+
+    return (watched, EncodeOnlyMixin)
 
 
 def __getattr__(name: str) -> type:
