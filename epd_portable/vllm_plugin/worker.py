@@ -59,7 +59,8 @@ class _WorkerMixin:
             name: sum(part.numel() for part in child.parameters() if not part.is_meta)
             for name, child in model.named_children()
         }
-        trace("model.loaded", parameters=loaded)
+        second = self.vllm_config.use_v2_model_runner  # type: ignore[attr-defined]
+        trace("model.loaded", parameters=loaded, runner=2 if second else 1)
         if get_ec_transfer().is_producer:
             self._measured = compat.small_dummies(self.vllm_config)  # type: ignore[attr-defined]
 
