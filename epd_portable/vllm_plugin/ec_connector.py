@@ -97,7 +97,7 @@ class EPDConnector(ECConnectorBase):
         self._end: WorkerEndpoint | None = None
         self._metadata: ItemMetadata | None = None
         self._by_hooks: bool = vllm_config.use_v2_model_runner
-        """vLLM's second runner calls its hooks in every step; beside the first, mixins call ours."""
+        """vLLM's second runner calls its hooks in every step; beside the first mixins call ours."""
         self._unsettled: Container[str] = frozenset()
         self._lock: AbstractContextManager[Any] = nullcontext()
 
@@ -315,7 +315,7 @@ class EPDConnector(ECConnectorBase):
     ) -> None:
         """The step of an encode instance begins (0.30 and later)."""
         if self._by_hooks:
-            assert encoder_cache is not None
+            assert encoder_cache is not None, "vLLM gives it in all versions that call this"
             self.submit_orders(self._step(), encoder_cache)
 
     def save_caches(

@@ -1,9 +1,9 @@
 """Triton kernels on simulated devices: by Triton's interpreter, in the memory of the device.
 
-With ``TRITON_INTERPRET=1`` vLLM's and vllm-ascend's own kernels run as they are written, one program
-of the grid after the other. vLLM's second model runner needs them. The compiler that they are made
-for is Triton-Ascend's, which takes some that the public interpreter refuses; what differs is bridged
-here:
+With ``TRITON_INTERPRET=1`` vLLM's and vllm-ascend's own kernels run as they are written, one
+program of the grid after the other. vLLM's second model runner needs them. The compiler that they
+are made for is Triton-Ascend's, which takes some that the public interpreter refuses; what differs
+is bridged here:
 
 - Pointers are addresses of the device, whose bytes lie elsewhere; kernels also load such pointers
   from tables in memory.
@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
+import torch_npu
 import triton
 import triton._utils
 from triton.language import core
@@ -58,7 +59,7 @@ def install(module: ModuleType) -> None:
     # The interpreter has no driver, and is asked for the device's properties.
     active = SimpleNamespace(
         utils=SimpleNamespace(get_device_properties=lambda index: _CORES),
-        get_current_device=lambda: torch.npu.current_device(),
+        get_current_device=torch_npu.npu.current_device,
         get_current_target=lambda: SimpleNamespace(backend="npu", arch="Ascend910B3", warp_size=0),
     )
     triton.runtime.driver = SimpleNamespace(active=active)
@@ -111,7 +112,7 @@ def _arguments(
     count(f"triton::{executor.fn.__name__}")
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor) and value.device.type == "npu":
-            torch.npu.current_stream(value.device).synchronize()
+            torch_npu.npu.current_stream(value.device).synchronize()
             break
     return args, kwargs
 
@@ -158,9 +159,7 @@ def _get_element(*_args: Any, **_kwargs: Any) -> NoReturn:
     refuse("triton get_element", "it is not modelled")
 
 
-def _cut(
-    offsets: Sequence[Any], sizes: Sequence[Any], strides: Sequence[Any]
-) -> tuple[slice, ...]:
+def _cut(offsets: Sequence[Any], sizes: Sequence[Any], strides: Sequence[Any]) -> tuple[slice, ...]:
     begins, lengths, steps = (
         [int(getattr(value, "value", value)) for value in each]
         for each in (offsets, sizes, strides)
