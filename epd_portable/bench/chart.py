@@ -45,6 +45,39 @@ class Chart:
     bars: bool = False
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimelineRow:
+    """One bar of a timeline.
+
+    Attributes:
+        name: In front of it.
+        begin: Where it begins.
+        parts: Name and end of each part, one after the other.
+    """
+
+    name: str
+    begin: float
+    parts: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimelineChart:
+    """Bars along a common time, whose parts are coloured by name.
+
+    Attributes:
+        title: Above it.
+        across_label: Of the time, with its unit.
+        rows: From the top.
+    """
+
+    title: str
+    across_label: str
+    rows: tuple[TimelineRow, ...]
+
+
+_COLUMNS = 3
+
+
 def require() -> None:
     """Check, before a long measurement, that pictures can be drawn.
 
@@ -54,18 +87,26 @@ def require() -> None:
     _pyplot()
 
 
-def write_png(charts: Sequence[Chart], path: Path) -> None:
-    """Draw charts beside each other.
+def write_png(charts: Sequence[Chart | TimelineChart], path: Path) -> None:
+    """Draw charts beside each other, in rows of three.
 
     Raises:
         MeasurementError: matplotlib is missing.
     """
     pyplot = _pyplot()
+    columns = min(_COLUMNS, len(charts))
+    rows = -(-len(charts) // columns)
     figure, axes = pyplot.subplots(
-        1, len(charts), figsize=(6 * len(charts), 4), squeeze=False, layout="constrained"
+        rows, columns, figsize=(6 * columns, 4 * rows), squeeze=False, layout="constrained"
     )
-    for chart, place in zip(charts, axes[0], strict=True):
-        _draw(chart, place)
+    places = list(axes.flat)
+    for chart, place in zip(charts, places, strict=False):
+        if isinstance(chart, TimelineChart):
+            _draw_timeline(chart, place)
+        else:
+            _draw(chart, place)
+    for place in places[len(charts) :]:
+        place.set_axis_off()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)
     pyplot.close(figure)
@@ -99,4 +140,22 @@ def _draw(chart: Chart, axes: Any) -> None:
     axes.set_xlabel(chart.across_label)
     axes.set_ylabel(chart.up_label)
     axes.grid(axis="y", alpha=0.3)
+    axes.legend()
+
+
+def _draw_timeline(chart: TimelineChart, axes: Any) -> None:
+    colours: dict[str, str] = {}
+    for height, row in enumerate(chart.rows):
+        begin = row.begin
+        for name, end in row.parts:
+            new = name not in colours
+            colour = colours.setdefault(name, f"C{len(colours)}")
+            label = name if new else None
+            axes.barh(height, end - begin, left=begin, color=colour, label=label)
+            begin = end
+    axes.set_yticks(range(len(chart.rows)), [row.name for row in chart.rows])
+    axes.invert_yaxis()
+    axes.set_title(chart.title)
+    axes.set_xlabel(chart.across_label)
+    axes.grid(axis="x", alpha=0.3)
     axes.legend()

@@ -11,46 +11,40 @@ from epd_portable.bench import (
     chart,
     console,
     report,
-    serve,
-    serve_report,
     step,
     transfer,
     transfer_report,
-    workload,
 )
+from epd_portable.bench.load.command import load_command
 from epd_portable.bench.options import (
     choose_paths,
     file_options,
     output_options,
-    read_pixels,
     read_sizes,
 )
 from epd_portable.bench.router import measure as router_measure
 from epd_portable.bench.router import report as router_report
 from epd_portable.bench.router import stage as router_stage
+from epd_portable.bench.sizing.command import plan_command
 from epd_portable.config.instance import PlatformName
 from epd_portable.config.load import PLATFORMS
 from epd_portable.connector import registry
 from epd_portable.errors import MeasurementError
 
-BASELINES: dict[str, serve.Baseline | None] = {
-    "one-process": serve.ONE_PROCESS,
-    "concurrent": serve.CONCURRENT,
-    "none": None,
-}
 DEFAULT_SIZES = ("4KiB", "64KiB", "1MiB", "4MiB", "16MiB", "64MiB")
 
 
 HELP = """Measure transfers and serving, each next to a peer in the same run.
 
 \b
-How much sooner or later a topology answers than plain vLLM in one process:
-  epd-bench serve --config configs/1e1pd.yaml --platform cpu
-  epd-bench serve --config configs/1e1pd.yaml --platform cpu --set transfer.path=tcp \\
-    --requests 50 --concurrency 4 --images 1 --size 448
+How a topology does under load beside replicas of plain vLLM and upstream's example:
+  epd-bench load --side ours=configs/1e1pd.yaml --side replicas:2 --side upstream:1E1PD \\
+    --model shape --rate 2,6,10 --share 0.1
+Where the time of single requests goes, beside plain vLLM in one process:
+  epd-bench load --side configs/1e1pd.yaml --side replicas:1 --preset one-by-one
 What the prefill+decode instance saves when it gets no pixels:
-  epd-bench serve --config configs/1e1pd.yaml --platform cpu --set transfer.media=metadata \\
-    --baseline concurrent
+  epd-bench load --side meta=configs/1e1pd.yaml,transfer.media=metadata \\
+    --side media=configs/1e1pd.yaml --rate 2
 How long an encoder output takes to the other instance, by path and size, against memcpy:
   epd-bench transfer
   epd-bench transfer --path shm --bytes 64KiB --bytes 16MiB --repeat 200
@@ -61,6 +55,9 @@ What a prefill+decode engine pays for this package in every step:
 What the router costs, beside a peer and beside another version of itself:
   epd-bench router --quick
   epd-bench router --side before=../old --side after=. --case text --case stream
+How many instances of what kind to run, and whether to split at all, by simulation:
+  epd-bench plan --stages stages.yaml --devices 8 --workload share=0.3,pictures=1+4
+  epd-bench plan --measure http://127.0.0.1:8000 --write-stages stages.yaml
 Keep the figures:
   epd-bench transfer --json t.json --markdown t.md --png t.png
 
@@ -76,115 +73,8 @@ def main() -> None:
     """Run the command ``epd-bench``."""
 
 
-@main.command("serve")
-@click.option(
-    "--config",
-    type=click.Path(path_type=Path),
-    required=True,
-    metavar="FILE",
-    help="Topology file, for example configs/1e1pd.yaml.",
-)
-@click.option("--platform", type=click.Choice(PLATFORMS), required=True, help="What to run on.")
-@click.option(
-    "--set",
-    "settings",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="Replace one key of the file, for both sides; may be repeated.",
-)
-@click.option(
-    "--requests",
-    default=20,
-    show_default=True,
-    type=click.IntRange(min=1),
-    help="Measured requests of each kind to each side.",
-)
-@click.option(
-    "--concurrency",
-    default=1,
-    show_default=True,
-    type=click.IntRange(min=1, max=256),
-    help="How many of them are sent at the same moment.",
-)
-@click.option(
-    "--images",
-    multiple=True,
-    default=(1, 4),
-    show_default=True,
-    type=click.IntRange(min=1),
-    help="Pictures in a request; may be repeated.",
-)
-@click.option(
-    "--size",
-    "pixels",
-    default="112,448",
-    show_default=True,
-    callback=read_pixels,
-    metavar="PIXELS[,...]",
-    help="Sides of the pictures.",
-)
-@click.option(
-    "--max-tokens",
-    default=16,
-    show_default=True,
-    type=click.IntRange(min=2),
-    help="Tokens of an answer; four times as many for texts beside pictures.",
-)
-@click.option(
-    "--baseline",
-    default="one-process",
-    show_default=True,
-    type=click.Choice(["one-process", "concurrent", "none"]),
-    help="What to compare with: plain vLLM with the same engine arguments, the same topology with "
-    "transfer.media concurrent, or nothing.",
-)
-@click.option("--allow-fallback", is_flag=True, help="Exit 0 even if something fell back.")
-@output_options
-def serve_command(
-    config: Path,
-    platform: PlatformName,
-    settings: tuple[str, ...],
-    requests: int,
-    concurrency: int,
-    images: tuple[int, ...],
-    pixels: list[int],
-    max_tokens: int,
-    baseline: str,
-    allow_fallback: bool,
-    json_file: Path | None,
-    markdown_file: Path | None,
-    png_file: Path | None,
-) -> None:
-    """Measure a topology against a peer, request by request in turns.
-
-    Kinds of requests: text; every number of pictures in every size; text while pictures are being
-    encoded. Both sides are started together and stay up; only one is asked at a time.
-
-    Exit status: 0; 1 when something failed, or when a picture was not encoded and transferred as
-    the topology is meant to (see --allow-fallback); 2 on bad input.
-    """
-    with console.messages():
-        if png_file is not None:
-            chart.require()
-        load_before = report.load_average()
-        plan = serve.ServePlan(
-            config=config,
-            platform=platform,
-            settings=settings,
-            kinds=tuple(workload.kinds(images, pixels)),
-            requests=requests,
-            concurrency=concurrency,
-            max_tokens=max_tokens,
-            baseline=BASELINES[baseline],
-        )
-        results = serve.measure(plan, console.progress)
-        made = serve_report.make_report(results, command=console.command(), load_before=load_before)
-        console.finish(made, serve_report.make_charts(results), json_file, markdown_file, png_file)
-        if results.provenance.problem and not allow_fallback:
-            raise MeasurementError(
-                f"something fell back: {results.provenance.problem}; the figures are not those of "
-                "the topology (--allow-fallback accepts them)"
-            )
+main.add_command(load_command)
+main.add_command(plan_command)
 
 
 @main.command("transfer")

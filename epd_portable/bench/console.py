@@ -18,7 +18,7 @@ from epd_portable.launch.messages import messages as launch_messages
 
 def finish(
     made: report.Report,
-    charts: Sequence[chart.Chart],
+    charts: Sequence[chart.Chart | chart.TimelineChart],
     json_file: Path | None,
     markdown_file: Path | None,
     png_file: Path | None,

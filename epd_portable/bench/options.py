@@ -16,9 +16,6 @@ from epd_portable.platforms.traits import TRAITS
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-MIN_PIXELS = 28
-MAX_PIXELS = 4096
-
 
 def read_sizes(context: click.Context, option: click.Parameter, texts: Sequence[str]) -> list[int]:
     """Read sizes of items, with a binary unit if wanted; a callback of click.
@@ -71,22 +68,6 @@ def choose_paths(
                 f"--path {path}: {reasons[path]}; on {platform} there are {', '.join(usable)} here"
             )
     return (list(dict.fromkeys(asked)), {}) if asked else (usable, reasons)
-
-
-def read_pixels(context: click.Context, option: click.Parameter, text: str) -> list[int]:
-    """Read sides of pictures, separated by commas; a callback of click.
-
-    Raises:
-        click.BadParameter: A side is no number, or too small or large for any model.
-    """
-    try:
-        found = [int(part) for part in text.split(",")]
-    except ValueError as error:
-        raise click.BadParameter(f"{text!r}: expected pixels, as in 112,448") from error
-    for side in found:
-        if not MIN_PIXELS <= side <= MAX_PIXELS:
-            raise click.BadParameter(f"{side} pixels: expected {MIN_PIXELS} to {MAX_PIXELS}")
-    return found
 
 
 def file_options(command: F) -> F:

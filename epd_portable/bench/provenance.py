@@ -27,17 +27,6 @@ class Provenance:
     failed: int
     encoded: dict[str, int]
 
-    @property
-    def problem(self) -> str:
-        """What was not as asked for, or nothing."""
-        transferred = sum(self.by_path.values())
-        if transferred == self.asked and not self.local and not self.failed:
-            return ""
-        return (
-            f"of {self.asked} pictures {transferred} were transferred and {self.local} encoded by "
-            f"prefill+decode instances; {self.failed} transfers failed"
-        )
-
 
 def provenance(events: Iterable[Event], *, asked: int) -> Provenance:
     """Count where items came from.

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
+import psutil
+
 Plain: TypeAlias = "str | int | float | bool | Sequence[Plain] | dict[str, Plain] | None"
 """What JSON can hold."""
 
@@ -52,6 +54,8 @@ class Conditions:
         python: Version.
         versions: Of the distributions that matter and are installed.
         cpus: Cores that the measurement could use.
+        processor: What the system calls them; empty where it does not say.
+        memory_bytes: Of the machine.
         load_before: One-minute load average before anything was started.
         load_after: The same at the end; holds the load of the measurement itself too.
     """
@@ -60,6 +64,8 @@ class Conditions:
     python: str
     versions: dict[str, str]
     cpus: int
+    processor: str
+    memory_bytes: int
     load_before: float
     load_after: float
 
@@ -109,9 +115,20 @@ def conditions(load_before: float) -> Conditions:
         python=platform.python_version(),
         versions=versions,
         cpus=len(os.sched_getaffinity(0)),
+        processor=_processor(),
+        memory_bytes=psutil.virtual_memory().total,
         load_before=load_before,
         load_after=load_average(),
     )
+
+
+def _processor() -> str:
+    """Return the first core's name as Linux has it; some architectures have none."""
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == "model name":
+            return value.strip()
+    return ""
 
 
 def to_json(report: Report) -> str:
@@ -129,6 +146,7 @@ def to_markdown(report: Report) -> str:
     """Return the tables, under the command that made them."""
     where = report.conditions
     versions = ", ".join(f"{name} {version}" for name, version in where.versions.items())
+    processor = f" ({where.processor})" if where.processor else ""
     lines = [
         f"## {report.title}",
         "",
@@ -136,7 +154,8 @@ def to_markdown(report: Report) -> str:
         report.command,
         "```",
         "",
-        f"{where.date}; {where.cpus} CPU cores; load average {where.load_before:g} before, "
+        f"{where.date}; {where.cpus} CPU cores{processor}, "
+        f"{where.memory_bytes / 2**30:.0f} GiB; load average {where.load_before:g} before, "
         f"{where.load_after:g} after; Python {where.python}, {versions}.",
         "",
     ]

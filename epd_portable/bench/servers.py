@@ -16,7 +16,7 @@ from types import TracebackType
 import httpx
 from pydantic import JsonValue
 
-from epd_portable.errors import LaunchError
+from epd_portable.errors import LaunchError, MeasurementError
 from epd_portable.launch import sessions
 from epd_portable.launch.engine import render_arguments
 from epd_portable.launch.model import resolve_model
@@ -26,12 +26,26 @@ from epd_portable.platforms.traits import TRAITS
 
 _POLL_S = 0.25
 _STOP_GRACE_S = 30.0
+_ANSWER_TIMEOUT_S = 300.0
 _TAIL_LINES = 15
 
 
 def free_port() -> int:
     """Return a port of the loopback address that is free, and no outgoing connection takes."""
     return port_source(secrets.token_hex(4))()
+
+
+def model_name(url: str) -> str:
+    """Return the name of the one model that a server has.
+
+    Raises:
+        MeasurementError: It does not say.
+        httpx.TransportError: It cannot be reached.
+    """
+    response = httpx.get(f"{url}/v1/models", timeout=_ANSWER_TIMEOUT_S, trust_env=False)
+    if response.status_code != httpx.codes.OK:
+        raise MeasurementError(f"{url}/v1/models answered {response.status_code}: {response.text}")
+    return str(response.json()["data"][0]["id"])
 
 
 @dataclass(kw_only=True)
@@ -191,6 +205,8 @@ def one_process(
     platform: str = "cpu",
     env: Mapping[str, str] | None = None,
     report: Callable[[str], None] = lambda line: None,
+    name: str = "reference",
+    popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen,
 ) -> Server:
     """Return plain vLLM in one process: the reference, without anything of ours in it.
 
@@ -201,6 +217,8 @@ def one_process(
         platform: What it runs on.
         env: Variables beyond those of this process.
         report: Gets one line for each stage of its start.
+        name: For messages.
+        popen: As in `Server`.
     """
     port = free_port()
     source = resolve_model(model)
@@ -220,13 +238,14 @@ def one_process(
 
     def report_stage(line: str) -> None:
         if stages.search(line):
-            report(f"reference: {line.rpartition('] ')[2]}")
+            report(f"{name}: {line.rpartition('] ')[2]}")
 
     return Server(
-        name="the reference",
+        name=f"the {name}",
         argv=argv,
         env=variables,
         url=f"http://127.0.0.1:{port}",
         log=log,
         report=report_stage,
+        popen=popen,
     )

@@ -167,11 +167,11 @@ def engine_env(
         defaults["HF_HUB_OFFLINE"] = "1"
     if traits.visible_devices_env is None:
         eager = _wished(topology, group).get("enforce_eager") is True
-        defaults |= _cpu_env(seat, group.tensor_parallel_size, eager=eager)
+        defaults |= cpu_env(seat, group.tensor_parallel_size, eager=eager)
     return {**defaults, **wished, **owned}
 
 
-def _cpu_env(seat: Seat, ranks: int, *, eager: bool) -> dict[str, str]:
+def cpu_env(seat: Seat, ranks: int, *, eager: bool) -> dict[str, str]:
     """Return how many threads an instance computes with, and where.
 
     One rank computes in the engine's own process, which the launcher keeps on its cores with

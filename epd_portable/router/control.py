@@ -15,6 +15,7 @@ import zmq.asyncio
 from epd_portable.connector.control import new_session
 from epd_portable.connector.curve import CurveKeys, secure_client
 from epd_portable.errors import ConfigError, EPDError
+from epd_portable.router.tally import MAX_INSTANCES
 from epd_portable.wire import codec
 from epd_portable.wire.messages import AnyMessage, EncodeFailed, Nack, NackCode, NotWanted
 
@@ -74,6 +75,8 @@ class ControlChannels:
         self.identity = f"router-{uuid.uuid4().hex}"
         self._session = new_session()
         self._context = zmq.asyncio.Context()
+        # By default a process has 1,023, and there is one for each instance.
+        self._context.set(zmq.MAX_SOCKETS, min(MAX_INSTANCES, self._context.get(zmq.SOCKET_LIMIT)))
         self._sockets: dict[str, zmq.asyncio.Socket] = {}
         self._readers: dict[str, asyncio.Task[None]] = {}
         self._inboxes: dict[str, Inbox] = {}

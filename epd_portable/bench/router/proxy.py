@@ -76,8 +76,9 @@ def encode_jobs(body: dict[str, Any]) -> list[dict[str, Any]]:
         for part in message["content"]
         if part["type"] in MEDIA
     ]
-    alone = {"max_tokens": 1, "stream": False}
-    return [{**body, **alone, "messages": [{"role": "user", "content": [part]}]} for part in parts]
+    # As in the example: fields that go with others, as stream_options with stream, are left out.
+    alone = {"model": body["model"], "max_tokens": 1, "stream": False}
+    return [{**alone, "messages": [{"role": "user", "content": [part]}]} for part in parts]
 
 
 def main() -> None:

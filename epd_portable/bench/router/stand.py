@@ -353,7 +353,7 @@ def imported_path(side: Side, folder: Path) -> str:
 
 def cpu_s(server: Server) -> float:
     """Return the CPU time that a server's processes have used."""
-    return cpu_time.read(server.pid).whole_s
+    return cpu_time.tree_s(server.pid)
 
 
 def processes_cpu_s(server: Server) -> dict[int, float]:

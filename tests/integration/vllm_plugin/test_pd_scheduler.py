@@ -103,7 +103,7 @@ class Engine:
         text: int = TEXT,
         items: int = 1,
     ) -> None:
-        """Add a request of ``text`` tokens of text, items and text; the first may be transferred."""
+        """Add a request of ``text`` tokens of text, items and text."""
         from vllm import SamplingParams
         from vllm.multimodal.inputs import (
             MultiModalFeatureSpec,

@@ -7,7 +7,7 @@ from click.testing import CliRunner
 
 from epd_portable.bench.cli import main
 
-SERVE = ["serve", "--platform", "cpu", "--config"]
+LOAD = ["load", "--rate", "1", "--side"]
 
 
 def run(*arguments: str) -> tuple[int, str]:
@@ -19,13 +19,14 @@ def run(*arguments: str) -> tuple[int, str]:
 def test_help_shows_commands_that_can_be_copied() -> None:
     code, text = run("--help")
     assert code == 0
-    assert "epd-bench serve --config configs/1e1pd.yaml --platform cpu" in text
+    assert "epd-bench load --side ours=configs/1e1pd.yaml --side replicas:2" in text
     assert "epd-bench transfer --path shm" in text
     assert "epd-bench step --decoding 256 --items 32 --waiting 1000" in text
     assert "epd-bench router --side before=../old --side after=." in text
+    assert "epd-bench plan --stages stages.yaml --devices 8" in text
 
 
-@pytest.mark.parametrize("command", ["serve", "transfer", "step", "router"])
+@pytest.mark.parametrize("command", ["load", "transfer", "step", "router", "plan"])
 def test_the_help_of_a_command_tells_its_exit_statuses_and_defaults(command: str) -> None:
     code, text = run(command, "--help")
     assert code == 0
@@ -42,10 +43,10 @@ def test_the_help_of_a_command_tells_its_exit_statuses_and_defaults(command: str
         (["transfer", "--repeat", "0"], "0 is not in the range"),
         (["transfer", "--platform", "abacus"], "'abacus' is not one of"),
         (["transfer", "--path", "shm", "--path", "ipc"], "--path ipc: cpu has no device memory"),
-        ([*SERVE, "x.yaml", "--size", "large"], "'large': expected pixels, as in 112,448"),
-        ([*SERVE, "x.yaml", "--size", "112,7"], "7 pixels: expected 28 to 4096"),
-        ([*SERVE, "x.yaml", "--baseline", "hope"], "'hope' is not one of"),
-        (["serve", "--platform", "cpu"], "Missing option '--config'"),
+        ([*LOAD, "x.yaml", "--size", "large"], "--size large: expected numbers, as in 1,2,4"),
+        ([*LOAD, "x.yaml", "--size", "112,7"], "sides of pictures are 28 to 4096 pixels"),
+        ([*LOAD, "x.yaml", "--preset", "hope"], "'hope' is not one of"),
+        (["load", "--platform", "cpu"], "Missing option '--side'"),
         (["step", "--decoding", "0"], "0 is not in the range"),
         (["step", "--items", "65"], "65 is not in the range"),
         (["step", "--waiting", "-1"], "-1 is not in the range"),
@@ -68,7 +69,7 @@ def test_a_wrong_argument_ends_with_status_2_and_a_message_that_names_it(
 def test_a_missing_topology_file_ends_with_status_2_before_anything_is_started(
     tmp_path: Path,
 ) -> None:
-    code, text = run(*SERVE, str(tmp_path / "none.yaml"))
+    code, text = run(*LOAD, str(tmp_path / "none.yaml"))
     assert code == 2
     assert "none.yaml" in text
 
@@ -76,6 +77,6 @@ def test_a_missing_topology_file_ends_with_status_2_before_anything_is_started(
 def test_a_wrong_setting_ends_with_status_2(tmp_path: Path) -> None:
     file = tmp_path / "topology.yaml"
     file.write_text("model: demo\n")
-    code, text = run(*SERVE, str(file), "--set", "transfer.pth=tcp")
+    code, text = run(*LOAD, str(file), "--set", "transfer.pth=tcp")
     assert code == 2
     assert "pth" in text

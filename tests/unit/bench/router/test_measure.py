@@ -76,6 +76,7 @@ def test_the_proxy_sends_each_picture_alone() -> None:
     body = {
         "model": "demo",
         "stream": True,
+        "stream_options": {"include_usage": True},
         "max_tokens": 9,
         "messages": [
             {"role": "system", "content": "be brief"},

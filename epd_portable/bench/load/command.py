@@ -1,0 +1,427 @@
+"""The command ``epd-bench load``."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import tempfile
+from pathlib import Path
+from typing import Any, cast
+
+import click
+
+from epd_portable.bench import chart, console, report
+from epd_portable.bench.load import archive, charts, checkpoint, guard, settings, show
+from epd_portable.bench.load import report as load_report
+from epd_portable.bench.load.measure import LoadResults, Measurement
+from epd_portable.bench.load.plan import Limits, LoadPlan, LoadPoint
+from epd_portable.bench.load.requests import read_trace
+from epd_portable.bench.load.sides import read_sides
+from epd_portable.bench.load.stand import Ground
+from epd_portable.bench.options import output_options
+from epd_portable.config.load import PLATFORMS
+from epd_portable.errors import ConfigError, MeasurementError
+
+HELP = """Ask sides in turns under an open load: a topology, replicas, upstream's example.
+
+\b
+Sides, each as NAME=WHAT or WHAT; the first is compared with the others:
+  ours=configs/1e1pd.yaml        a topology, started by epd-launch
+  tcp=configs/1e1pd.yaml,transfer.path=tcp    the same with other keys
+  replicas:2                     plain vLLM in one process, twice; asked in turns
+  upstream:1E1PD                 vLLM's own ECExampleConnector over /dev/shm, with a proxy
+  there=url:http://h:1,http://h:2    servers that run already; asked in turns
+
+\b
+Rates, with a picture in one of ten requests:
+  epd-bench load --side ours=configs/1e1pd.yaml --side replicas:2 --side upstream:1E1PD \\
+    --model shape --rate 2,6,10 --share 0.1 --pictures 1 --size 448 --json load.json
+Several loads in one run:
+  ... --point rate=6,share=0.1 --point rate=2,share=0.3,pictures=4
+The highest rate at which 99 in 100 answers are in time:
+  ... --goodput 0.5:16 --ttft-ms 1000 --tpot-ms 50
+Whether anything is slower than in a recorded run, here or elsewhere:
+  ... --guard docs/measurements/2026-11-load/load.json
+Go on with what was broken off:
+  ... --json load.json --resume
+What `vllm bench serve` calls random-mm; one request at a time, with the stages of each:
+  ... --preset random-mm --rate 1
+  ... --preset one-by-one
+
+Every side gets the same cores or devices, and is asked the same requests in every round; whoever
+goes first in one round goes last in the next. Clients are a process of their own: rounds in which
+they were late are refused.
+
+Exit status: 0; 1 when something failed, was refused, or fell back (see --allow-fallback); 2 on bad
+input.
+"""
+
+
+@click.command("load", help=HELP)
+@click.option("--side", "side_texts", multiple=True, required=True, metavar="[NAME=]WHAT")
+@click.option("--platform", type=click.Choice(PLATFORMS), default="cpu", show_default=True)
+@click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Replace one key of the topology files; plain vLLM takes their engine_args and env.",
+)
+@click.option(
+    "--model",
+    help="Replaces that of the topology files; 'shape' is one with random weights that is made "
+    "here, once.",
+)
+@click.option(
+    "--shape", default=checkpoint.DEFAULT_SHAPE, show_default=True, help="Its layers × width."
+)
+@click.option("--load-format", help="vLLM's, for example dummy; for every side.")
+@click.option(
+    "--units",
+    type=click.IntRange(min=1),
+    show_default="one for each instance of the largest side",
+    help="Cores (or devices) of each side, divided equally among its instances.",
+)
+@click.option(
+    "--up",
+    type=click.Choice(["auto", "together", "turns"]),
+    default="auto",
+    show_default=True,
+    help="All sides up all the time, or each started for each of its turns; auto: together where "
+    "memory allows.",
+)
+@click.option("--preset", type=click.Choice(list(settings.PRESETS)), help="Other defaults.")
+@click.option("--rate", "rates", metavar="N[,...]", help="Requests a second, open loop.")
+@click.option(
+    "--concurrency",
+    multiple=True,
+    type=click.IntRange(min=1),
+    help="Closed loop: so many clients, each with one request at a time; may be repeated.",
+)
+@click.option(
+    "--cv",
+    default=1.0,
+    show_default=True,
+    help="Coefficient of variation of the gaps between arrivals: 1 Poisson's, more in bursts.",
+)
+@click.option(
+    "--point",
+    "point_texts",
+    multiple=True,
+    metavar="KEY=VALUE[,...]",
+    help="A load that differs from the options in rate, concurrency, cv, share, pictures (1/2), "
+    "size (112/448), text, output, repeat; may be repeated.",
+)
+@click.option("--share", default=0.1, show_default=True, help="Of requests that have pictures.")
+@click.option(
+    "--pictures",
+    default="1",
+    show_default=True,
+    metavar="N[,...]",
+    help="How many such a request has; one of these at random.",
+)
+@click.option(
+    "--size", default="448", show_default=True, metavar="PIXELS[,...]", help="Their sides."
+)
+@click.option(
+    "--repeat",
+    default=0.0,
+    show_default=True,
+    help="Share of the pictures that come from a set of eight.",
+)
+@click.option(
+    "--picture-format",
+    type=click.Choice(["png", "jpeg"]),
+    default="jpeg",
+    show_default=True,
+    help="Blocks of colour (small), or noise, as random-mm has it.",
+)
+@click.option("--text", default=400, show_default=True, help="Tokens of a text, about.")
+@click.option("--output", default=150, show_default=True, help="Tokens of an answer, exactly.")
+@click.option(
+    "--replay",
+    "replay_file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Recorded traffic, a JSON object a line: time_s, text_tokens, output_tokens, and for "
+    "pictures sizes and perhaps seeds.",
+)
+@click.option("--speed", default=1.0, show_default=True, help="So many times as fast as recorded.")
+@click.option(
+    "--seconds",
+    default=60.0,
+    show_default=True,
+    type=click.FloatRange(min=0.5),
+    help="Window in which requests come, of each side in each round.",
+)
+@click.option(
+    "--requests",
+    default=100,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Of a closed loop, of each side in each round.",
+)
+@click.option("--rounds", default=3, show_default=True, type=click.IntRange(min=1))
+@click.option(
+    "--warm-up",
+    default=2,
+    show_default=True,
+    type=click.IntRange(min=0),
+    help="Requests of each kind to each instance before all.",
+)
+@click.option("--seed", default=0, show_default=True, help="Decides everything that is random.")
+@click.option("--ttft-ms", type=click.FloatRange(min=1), help="Limit of a good answer's TTFT.")
+@click.option("--tpot-ms", type=click.FloatRange(min=0.1), help="Limit of its TPOT.")
+@click.option(
+    "--goodput",
+    "goodput_range",
+    metavar="LOW:HIGH",
+    help="Look for the highest rate with which p99 of both are within their limits.",
+)
+@click.option(
+    "--precision",
+    default=0.1,
+    show_default=True,
+    type=click.FloatRange(min=0.03, max=1),
+    help="Of that search, as a share of the rate.",
+)
+@click.option("--stages", is_flag=True, help="Event traces of the topologies: where time goes.")
+@click.option("--allow-fallback", is_flag=True, help="Exit 0 even if something fell back.")
+@click.option(
+    "--timeout",
+    "timeout_s",
+    default=120.0,
+    show_default=True,
+    type=click.FloatRange(min=1),
+    help="Longest time of a request, in seconds.",
+)
+@click.option(
+    "--max-late-ms",
+    default=50.0,
+    show_default=True,
+    type=click.FloatRange(min=0.1),
+    help="Refuse rounds of which one in a hundred requests was sent later than this.",
+)
+@click.option(
+    "--guard",
+    "guard_file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="JSON of a recorded run: exit 1 if a ratio by the same side at the same load has become "
+    "worse.",
+)
+@click.option(
+    "--worse",
+    default=1.5,
+    show_default=True,
+    type=click.FloatRange(min=1),
+    help="How many times a ratio may be the recorded one.",
+)
+@click.option("--resume", is_flag=True, help="Keep the finished rounds of the --json file.")
+@click.option("--plan", "plan_only", is_flag=True, help="Show what would be measured, and end.")
+@output_options
+@click.pass_context
+def load_command(context: click.Context, /, **options: Any) -> None:
+    """Measure sides under load; users read `HELP`."""
+    with console.messages():
+        _run(_with_preset(context, options))
+
+
+def _with_preset(context: click.Context, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options with a preset's values where none was given."""
+    given = click.core.ParameterSource.COMMANDLINE
+    preset = settings.PRESETS.get(options["preset"] or "", {})
+    return options | {
+        name: value
+        for name, value in preset.items()
+        if context.get_parameter_source(name) is not given
+    }
+
+
+def _run(options: dict[str, Any]) -> None:
+    if options["png_file"] is not None:
+        chart.require()
+    if options["picture_format"] == "jpeg" and importlib.util.find_spec("PIL") is None:
+        raise ConfigError(
+            "pictures as JPEG need Pillow, which comes with an engine's environment: install it, "
+            "or send --picture-format png"
+        )
+    json_file: Path | None = options["json_file"]
+    if options["resume"] and json_file is None:
+        raise ConfigError("--resume goes on with the rounds of a file: name it by --json")
+    recorded = None
+    if options["guard_file"] is not None:
+        recorded = archive.read_page(options["guard_file"])["summary"]
+    load_before = report.load_average()
+    plan = _plan(options)
+    progress = show.LoadBar()
+    asked = settings.SidesAsked(
+        sides=read_sides(options["side_texts"]),
+        platform=options["platform"],
+        settings=(
+            *options["overrides"],
+            *(
+                [f"engine_args.load_format={options['load_format']}"]
+                if options["load_format"]
+                else []
+            ),
+        ),
+        model=settings.find_model(
+            options["model"], options["shape"], progress.say, make=not options["plan_only"]
+        ),
+        units=options["units"],
+    )
+    found = settings.topologies(asked)
+    allotment = settings.allot(asked, found)
+    together = options["up"] == "together" or (
+        options["up"] == "auto" and settings.fits_together(asked, allotment)
+    )
+    facts: dict[str, Any] = {
+        "sides": {side.name: side.what for side in asked.sides},
+        "platform": asked.platform,
+        "model": options["shape"] if options["model"] == checkpoint.MODEL else options["model"],
+        "settings": list(asked.settings),
+        "units": allotment.units,
+        "stages": options["stages"],
+    }
+    setting = load_report.Setting(
+        plan=plan,
+        sides=asked.sides,
+        equal=settings.equal_words(asked, allotment),
+        together=together,
+        facts=facts,
+        fingerprint=plan.fingerprint(**facts),
+        command=console.command(),
+        load_before=load_before,
+    )
+    if options["plan_only"]:
+        click.echo(show.plan_text(setting, found))
+        return
+    progress.say(setting.equal)
+    results = LoadResults()
+    if options["resume"]:
+        assert json_file is not None
+        turns, words = archive.read_turns(json_file, setting.fingerprint)
+        results = LoadResults(turns=turns, words_per_token=words or 0.0)
+
+    def keep(results: LoadResults) -> None:
+        if json_file is not None:
+            report.write(
+                load_report.make_report(results, setting), json_file=json_file, markdown_file=None
+            )
+
+    with tempfile.TemporaryDirectory(prefix="epd-bench-") as folder, progress:
+        ground = Ground(
+            platform=asked.platform,
+            topologies=found,
+            settings=asked.settings,
+            model=asked.model,
+            allotment=allotment,
+            folder=Path(folder),
+            stages=options["stages"],
+            report=progress.say,
+        )
+        Measurement(
+            plan,
+            asked.sides,
+            ground,
+            together=together,
+            results=results,
+            keep=keep,
+            progress=progress,
+        ).run()
+    made = load_report.make_report(results, setting)
+    console.finish(
+        made,
+        charts.make_charts(results, setting),
+        json_file,
+        options["markdown_file"],
+        options["png_file"],
+    )
+    _judge(results, setting, allow_fallback=options["allow_fallback"])
+    if recorded is not None:
+        worse = options["worse"]
+        worsened = guard.regressions(cast("dict[str, Any]", made.summary), recorded, worse=worse)
+        if worsened:
+            raise MeasurementError(
+                f"worse than recorded, more than {worse:g} times: {'; '.join(worsened)}"
+            )
+        progress.say(f"nothing is worse than {worse:g} times what {options['guard_file']} has")
+
+
+def _plan(options: dict[str, Any]) -> LoadPlan:
+    usual = settings.usual_point(
+        share=options["share"],
+        pictures=options["pictures"],
+        size=options["size"],
+        text=options["text"],
+        output=options["output"],
+        repeat=options["repeat"],
+        format=options["picture_format"],
+        cv=options["cv"],
+    )
+    rates = options["rates"]
+    points: list[LoadPoint] = []
+    if rates:
+        found = settings.read_numbers(rates, "--rate", float)
+        points += [dataclasses.replace(usual, rate=rate) for rate in found]
+    points += [dataclasses.replace(usual, concurrency=count) for count in options["concurrency"]]
+    points += [settings.read_point(text, usual) for text in options["point_texts"]]
+    search = None
+    if options["goodput_range"]:
+        search = settings.read_range(options["goodput_range"], options["precision"])
+        if options["ttft_ms"] is None and options["tpot_ms"] is None:
+            raise ConfigError("--goodput needs a limit: --ttft-ms, --tpot-ms or both")
+        if any(point.rate or point.concurrency for point in points) or options["replay_file"]:
+            raise ConfigError("--goodput looks for the rate itself: leave rates out of the points")
+    replay_file: Path | None = options["replay_file"]
+    replay = read_trace(replay_file) if replay_file else ()
+    if replay_file:
+        points.append(dataclasses.replace(usual, replay=replay_file.name, speed=options["speed"]))
+    points = points or [usual]
+    settings.check_points(points, sought=search is not None)
+    return LoadPlan(
+        points=tuple(points),
+        seconds=options["seconds"],
+        requests=options["requests"],
+        rounds=options["rounds"],
+        warm_up=options["warm_up"],
+        seed=options["seed"],
+        limits=Limits(
+            ttft_s=(options["ttft_ms"] or float("inf")) / 1000,
+            tpot_s=(options["tpot_ms"] or float("inf")) / 1000,
+        ),
+        search=search,
+        replay=replay,
+        timeout_s=options["timeout_s"],
+        max_late_s=options["max_late_ms"] / 1000,
+        max_client_share=0.8,
+    )
+
+
+def _judge(results: LoadResults, setting: load_report.Setting, *, allow_fallback: bool) -> None:
+    """Say by the exit status whether the figures are those of what was asked for.
+
+    Raises:
+        MeasurementError: They are not.
+    """
+    missing = [
+        point
+        for point in load_report.measured_points(results, setting)
+        if len(results.good(point)) < setting.plan.rounds
+    ]
+    if missing:
+        raise MeasurementError(
+            f"{len(results.refused())} turns were refused: {results.refused()[0]} "
+            "(--resume measures them again)"
+        )
+    for side in setting.sides:
+        problem = load_report.total_failure(results, side.name)
+        if problem:
+            raise MeasurementError(f"{side.name} answered nothing: {problem}")
+    fell_back = load_report.fell_back(results, setting)
+    if fell_back and not allow_fallback:
+        raise MeasurementError(
+            f"something fell back: {fell_back}; the figures are not those of the topology "
+            "(--allow-fallback accepts them)"
+        )

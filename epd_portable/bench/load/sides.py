@@ -1,0 +1,167 @@
+"""Who is measured, and which cores or devices everybody gets: the same for every side. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from epd_portable.config.schema import Instances, Topology
+from epd_portable.errors import ConfigError
+from epd_portable.launch.assign import seats
+
+SideKind = Literal["topology", "replicas", "upstream", "url"]
+EXAMPLES = "ours=configs/1e1pd.yaml, replicas:2, upstream:1E1PD, there=url:http://127.0.0.1:8000"
+
+_REPLICAS = re.compile(r"replicas:(\d+)")
+_UPSTREAM = re.compile(r"upstream:(\d+)E(\d+)PD", re.IGNORECASE)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadSide:
+    """Somebody who is measured.
+
+    Attributes:
+        name: In tables.
+        kind: ``topology``, started by ``epd-launch``; ``replicas``, plain vLLM in one process each;
+            ``upstream``, vLLM's example of an encode and a prefill+decode instance; ``url``,
+            servers that run already.
+        what: As it was written, without the name.
+        file: Of a topology.
+        settings: Keys that this topology has otherwise, as ``--set`` takes them.
+        count: Of replicas.
+        urls: Base addresses of running servers.
+    """
+
+    name: str
+    kind: SideKind
+    what: str
+    file: Path | None = None
+    settings: tuple[str, ...] = ()
+    count: int = 0
+    urls: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Allotment:
+    """Who gets what.
+
+    Attributes:
+        units: Cores or devices of each instance of each side, in the order of the instances.
+        total: Cores or devices of a whole side.
+        rest: Cores of what is no instance: the clients, the router, the proxy.
+        shared: Whether these are cores of instances too, because none is left.
+    """
+
+    units: dict[str, list[tuple[str, ...]]]
+    total: int
+    rest: tuple[int, ...]
+    shared: bool
+
+
+def read_side(text: str) -> LoadSide:
+    """Read one ``--side``.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    named = re.match(r"([\w.-]+)=", text)
+    name, what = (named[1], text[named.end() :]) if named else ("", text)
+    if found := _REPLICAS.fullmatch(what):
+        if not int(found[1]):
+            raise ConfigError(f"--side {text}: at least one replica")
+        return LoadSide(name=name or "replicas", kind="replicas", what=what, count=int(found[1]))
+    if found := _UPSTREAM.fullmatch(what):
+        if found.groups() != ("1", "1"):
+            raise ConfigError(
+                f"--side {text}: vLLM's example is measured with one instance of each role; write "
+                "upstream:1E1PD"
+            )
+        return LoadSide(name=name or "upstream", kind="upstream", what="upstream:1E1PD")
+    if what.startswith("url:"):
+        urls = tuple(url.rstrip("/").removesuffix("/v1") for url in what[4:].split(","))
+        for url in urls:
+            if not re.fullmatch(r"http://[^/]+", url):
+                raise ConfigError(f"--side {text}: {url!r} is no address like http://host:port")
+        return LoadSide(name=name or "url", kind="url", what=what, urls=urls)
+    file, *changed = what.split(",")
+    if file.endswith((".yaml", ".yml")) and all("=" in each for each in changed):
+        return LoadSide(
+            name=name or "ours",
+            kind="topology",
+            what=what,
+            file=Path(file),
+            settings=tuple(changed),
+        )
+    raise ConfigError(f"--side {text}: expected NAME=WHAT, for example {EXAMPLES}")
+
+
+def read_sides(texts: Sequence[str]) -> tuple[LoadSide, ...]:
+    """Read all sides.
+
+    Raises:
+        ConfigError: One is none, or two have one name.
+    """
+    found = tuple(map(read_side, texts))
+    names = [side.name for side in found]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigError(f"--side: two are called {twice[0]}; write NAME=WHAT with other names")
+    return found
+
+
+def instance_count(side: LoadSide, topology: Topology | None) -> int:
+    """Return how many seats a side has: ranks of instances; none for servers that run already."""
+    if side.kind == "topology":
+        assert topology is not None
+        return sum(seats(getattr(topology.instances, name)) for name in Instances.model_fields)
+    return {"replicas": side.count, "upstream": 2, "url": 0}[side.kind]
+
+
+def share_out(
+    counts: Mapping[str, int],
+    *,
+    cores: Sequence[int],
+    devices: Sequence[str] | None,
+    wanted: int | None,
+) -> Allotment:
+    """Give every side the same cores or devices, and divide them among its instances.
+
+    Args:
+        counts: Seats of each side, see `instance_count`.
+        cores: That this process may use.
+        devices: Those of the platform; ``None`` where instances are bound to cores.
+        wanted: Cores or devices of a side; by default one for each seat of the largest.
+
+    Raises:
+        ConfigError: They cannot be divided equally, or there are too few.
+    """
+    supply = list(map(str, cores)) if devices is None else list(devices)
+    noun = "cores" if devices is None else "devices"
+    started = {name: count for name, count in counts.items() if count}
+    total = wanted or max(started.values(), default=0)
+    if total > len(supply):
+        raise ConfigError(
+            f"a side wants {total} {noun} and there are {len(supply)}: use fewer instances"
+        )
+    for name, count in started.items():
+        if total % count:
+            raise ConfigError(
+                f"{total} {noun} cannot be divided equally among the {count} instances of {name}: "
+                "every side gets the same; give all the same number of instances, or a --units "
+                "that they divide"
+            )
+    taken = supply[len(supply) - total :]
+    units = {
+        name: [
+            tuple(taken[seat * total // count : (seat + 1) * total // count])
+            for seat in range(count)
+        ]
+        for name, count in started.items()
+    }
+    rest = [core for core in cores if str(core) not in taken] if devices is None else list(cores)
+    return Allotment(
+        units=units, total=total, rest=tuple(rest or cores), shared=not rest and bool(total)
+    )

@@ -1,0 +1,1 @@
+"""How many instances of what kind, by simulation."""

@@ -1,0 +1,302 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from epd_portable.bench import report
+from epd_portable.bench.load import archive, figures
+from epd_portable.bench.load import report as load_report
+from epd_portable.bench.load.charts import make_charts
+from epd_portable.bench.load.commands import Ask, ClientsDone, TimedAnswer
+from epd_portable.bench.load.measure import LoadResults
+from epd_portable.bench.load.plan import Limits, LoadPlan, LoadPoint, SearchRange
+from epd_portable.bench.load.record import MeasuredRequest, SideTurn, TracedTurn, records, refusal
+from epd_portable.bench.load.requests import Mix
+from epd_portable.bench.load.search import Bracket
+from epd_portable.bench.load.sides import read_sides
+from epd_portable.bench.load.stages import RequestStages
+from epd_portable.bench.load.watch import Counted, Memory
+from epd_portable.bench.provenance import Provenance
+from epd_portable.bench.traces import Handover
+from epd_portable.errors import ConfigError
+
+POINT = LoadPoint(mix=Mix(), rate=2.0)
+SIDES = read_sides(["configs/1e1pd.yaml", "replicas:2"])
+
+
+def request(scale: float = 1.0, *, kind: str = "text", **changed: Any) -> MeasuredRequest:
+    usual: dict[str, Any] = {
+        "kind": kind,
+        "pictures": int(kind == "pictures"),
+        "sent_s": 1.0,
+        "late_s": 0.001,
+        "ttft_s": 0.1 * scale,
+        "tpot_s": 0.02 * scale,
+        "e2e_s": 0.5 * scale,
+        "gaps_ms": (10.0 * scale, 30.0 * scale),
+        "tokens": 3,
+        "prompt_tokens": 400,
+    }
+    return MeasuredRequest(**{**usual, **changed})
+
+
+def turn(side: str, *requests: MeasuredRequest, number: int = 0, **changed: Any) -> SideTurn:
+    usual: dict[str, Any] = {
+        "point": POINT.key,
+        "turn": number,
+        "side": side,
+        "requests": requests,
+        "wall_s": 4.0,
+        "cpu_s": {"engine-0": {"API server": 0.5, "engine core": 1.5}},
+        "memory": {"engine-0": Memory(rss_bytes=3 << 20, pss_bytes=2 << 20)},
+        "counted": Counted(fates={"encoded": 1.0}) if side == "ours" else Counted(),
+        "client_cpu_s": 0.04,
+    }
+    return SideTurn(**{**usual, **changed})
+
+
+def setting(**changed: Any) -> load_report.Setting:
+    usual: dict[str, Any] = {
+        "points": (POINT,),
+        "seconds": 10.0,
+        "requests": 10,
+        "rounds": 2,
+        "warm_up": 1,
+        "seed": 0,
+        "limits": Limits(ttft_s=0.3),
+        "search": None,
+        "replay": (),
+        "timeout_s": 10.0,
+        "max_late_s": 0.05,
+        "max_client_share": 0.8,
+    }
+    plan = LoadPlan(**{**usual, **changed})
+    return load_report.Setting(
+        plan=plan,
+        sides=SIDES,
+        equal="Every side has the same 2 cores.",
+        together=True,
+        facts={"platform": "cpu"},
+        fingerprint=plan.fingerprint(platform="cpu"),
+        command="epd-bench load",
+        load_before=0.1,
+    )
+
+
+def results(*turns: SideTurn) -> LoadResults:
+    return LoadResults(turns=list(turns), words_per_token=0.5)
+
+
+TWO_ROUNDS = results(
+    *(
+        turn(side, request(scale * noise), request(scale * noise, kind="pictures"), number=number)
+        for number, noise in enumerate((1.0, 3.0))
+        for side, scale in (("ours", 1.0), ("replicas", 2.0))
+    )
+)
+
+
+def test_ratios_are_taken_within_a_round() -> None:
+    page = load_report.make_report(TWO_ROUNDS, setting())
+    first = page.tables[0]
+    assert first.title == "ours by the other sides"
+    assert [row[0].rpartition(": ")[2] for row in first.rows] == ["text", "pictures", "all"]
+    # 0.1 by 0.2 and 0.3 by 0.6; the quotient of the sums of rounds would hide one of them.
+    assert first.rows[0][2] == "0.50 (0.50–0.50)"
+    assert first.rows[0][-1] == "2"
+
+
+def test_figures_of_rounds_of_different_requests_are_not_compared() -> None:
+    with pytest.raises(AssertionError):
+        figures.ratios([turn("ours", request())], [turn("b", request(), number=1)], lambda t: 1.0)
+
+
+def test_quantiles_and_means_are_those_of_answered_requests_of_a_kind() -> None:
+    found = [turn("ours", request(), request(3.0), request(9.0, problem="503"))]
+    assert figures.statistic(found, "all", "TTFT", "mean") == pytest.approx(0.2)
+    assert figures.statistic(found, "text", "TTFT", "p50") == pytest.approx(0.2)
+    assert figures.statistic(found, "all", "ITL", "p50") == pytest.approx(0.03)
+    assert figures.statistic(found, "all", "longest ITL", "mean") == pytest.approx(0.06)
+    assert figures.statistic(found, "pictures", "TTFT", "p50") is None
+    assert figures.failures(found) == 1
+
+
+def test_goodput_counts_answers_within_both_limits_by_the_time_of_sending() -> None:
+    limits = Limits(ttft_s=0.15, tpot_s=0.05)
+    one = turn(
+        "ours",
+        request(sent_s=0.5),
+        request(sent_s=2.0),
+        request(2.0, sent_s=1.0),
+        request(tpot_s=0.06),
+        request(problem="503"),
+    )
+    assert figures.goodput(one, limits) == pytest.approx(2 / 2.0)
+    assert figures.throughput(one) == pytest.approx(12 / 4.0)
+
+
+@pytest.mark.parametrize(("failed", "met"), [(0, True), (1, True), (2, False)])
+def test_limits_are_met_by_a_quantile_that_counts_failures(failed: int, met: bool) -> None:
+    ends = [*[request() for _ in range(100 - failed)], *[request(problem="503")] * failed]
+    for limits in (Limits(ttft_s=0.2), Limits(tpot_s=0.1)):
+        assert figures.meets([turn("ours", *ends)], limits, 0.99) is met
+    assert not figures.meets([turn("ours", *ends)], Limits(ttft_s=0.05), 0.99)
+    assert not figures.meets([turn("ours", *ends)], Limits(tpot_s=0.01), 0.99)
+
+
+def test_records_keep_each_answer_beside_what_was_asked() -> None:
+    ask = Ask(at_s=0, seed=1, words=2, output_tokens=3)
+    answer = TimedAnswer(
+        sent_s=1.0,
+        late_s=0.5,
+        ttft_s=0.25,
+        gaps_s=(0.0101249, 0.03),
+        e2e_s=2.0,
+        tokens=3,
+        prompt_tokens=9,
+        problem="",
+    )
+    (found,) = records([ask], ClientsDone(answers=(answer,)))
+    assert (found.kind, found.pictures, found.gaps_ms) == ("text", 0, (10.12, 30.0))
+    assert found.tpot_s == pytest.approx(0.0401249 / 2)
+
+
+def refused(late_s: float, share: float) -> str:
+    return refusal(
+        [request(late_s=late_s)] * 10,
+        client_cpu_s=share * 4,
+        wall_s=4.0,
+        max_late_s=0.05,
+        max_client_share=0.8,
+    )
+
+
+def test_a_round_is_refused_if_the_clients_were_late_or_busy_and_the_remedy_is_named() -> None:
+    assert refused(0.04, 0.7) == ""
+    assert "p99 60 ms, --max-late-ms allows 50" in refused(0.06, 0.1)
+    assert "leave one free" in refused(0.06, 0.1)
+    assert "90% of a core" in refused(0.01, 0.9)
+
+
+def test_a_round_with_a_refused_turn_counts_for_no_side_and_has_a_number_of_its_own() -> None:
+    found = results(turn("ours", request()), turn("replicas", request(), refused="late"))
+    assert found.good(POINT) == []
+    assert found.next_turn(POINT) == 1
+    assert found.refused() == [f"{POINT.key}, round 1, replicas: late"]
+
+
+def traced() -> TracedTurn:
+    ends = {"reach": 0.1, "encode": 0.3, "transfer": 0.4, "prefill": 0.5, "decode": 0.9}
+    way = Handover(
+        transfer="t",
+        mm_hash="a",
+        path="shm",
+        nbytes=4096,
+        granted_s=0.9,
+        ready_s=1.0,
+        write_begin_s=1.001,
+        written_s=1.003,
+        landed_s=1.007,
+        placed_s=1.015,
+        turns=1,
+    )
+    return TracedTurn(
+        stages=(RequestStages(index=0, kind="pictures", sent_s=1.0, ends_s=ends),),
+        handovers=(way,),
+        provenance=Provenance(
+            asked=1, by_path={"shm": 1}, local=0, failed=0, encoded={"encode-0": 1}
+        ),
+    )
+
+
+def test_stages_are_shown_by_their_lengths_with_the_way_of_each_item() -> None:
+    found = results(turn("ours", request(), traced=traced()), turn("replicas", request()))
+    page = load_report.make_report(found, setting())
+    titles = {table.title: table for table in page.tables}
+    stages = titles["Stages of requests, in ms: p50 / p90"]
+    assert stages.rows[0][1:-1] == (
+        "100 / 100",
+        "200 / 200",
+        "100 / 100",
+        "100 / 100",
+        "400 / 400",
+    )
+    (way,) = titles[
+        "From output to placed tensor inside the engines, in ms: p90, then medians"
+    ].rows
+    assert way[1:] == ("15.00", "15.00", "1.00", "2.00", "4.00", "8.00", "1")
+    assert ("ours", "transferred by shm", "1") in titles["Where the encoder outputs came from"].rows
+
+
+def test_every_row_of_every_table_has_a_cell_for_each_column() -> None:
+    search = SearchRange(low=1.0, high=4.0)
+    sought = dataclasses.replace(POINT, rate=0.0)
+    searched = results(turn("ours", request(), traced=traced()), turn("replicas", request()))
+    searched.brackets[sought.key] = {"ours": Bracket(met=2.0), "replicas": Bracket(missed=1.0)}
+    pages = [
+        load_report.make_report(TWO_ROUNDS, setting()),
+        load_report.make_report(searched, setting(points=(sought,), search=search)),
+    ]
+    assert pages[1].tables[0].rows == (
+        ("10% × 1 × 448 px: ours", "–", "2", "–"),
+        ("10% × 1 × 448 px: replicas", "–", "below 1", "1"),
+    )
+    assert pages[1].tables[1].title == "ours by the other sides"
+    for table in (table for page in pages for table in page.tables):
+        assert {len(row) for row in table.rows} == {len(table.columns)}, table.title
+
+
+def test_charts_have_one_value_for_each_place_and_stages_where_there_are_traces() -> None:
+    found = results(turn("ours", request(), traced=traced()), turn("replicas", request()))
+    *charts, timeline = make_charts(found, setting())
+    assert {len(series.values) for chart in charts for series in chart.series} == {1}
+    assert [row.name for row in timeline.rows] == ["pictures 0"]
+    assert timeline.rows[0].parts[0] == ("reach", 1.1)
+    assert len(make_charts(TWO_ROUNDS, setting())) == len(charts)
+
+
+def test_what_fell_back_is_told_with_its_side() -> None:
+    lost = Counted(fates={"encoded": 3.0, "local": 2.0}, fallbacks=1.0)
+    found = results(turn("ours", request(), counted=lost), turn("replicas", request()))
+    assert load_report.fell_back(found, setting()).startswith("ours: 2 pictures were not encoded")
+    assert load_report.fell_back(TWO_ROUNDS, setting()) == ""
+    chosen = Counted(fates={"encoded": 3.0, "sooner_here": 2.0})
+    found = results(turn("ours", request(), counted=chosen), turn("replicas", request()))
+    assert load_report.fell_back(found, setting()) == ""
+
+
+def kept(tmp_path: Path, found: LoadResults) -> Path:
+    file = tmp_path / "load.json"
+    page = load_report.make_report(found, setting())
+    report.write(page, json_file=file, markdown_file=None)
+    return file
+
+
+def test_finished_rounds_are_read_back_as_they_were(tmp_path: Path) -> None:
+    found = results(turn("ours", request(), traced=traced()), turn("replicas", request()))
+    turns, words = archive.read_turns(kept(tmp_path, found), setting().fingerprint)
+    assert words == 0.5
+    assert json.loads(msgspec.json.encode(turns)) == json.loads(msgspec.json.encode(found.turns))
+
+
+def test_rounds_of_other_requests_are_not_gone_on_with(tmp_path: Path) -> None:
+    file = kept(tmp_path, TWO_ROUNDS)
+    for other in ({"seed": 1}, {"seconds": 5.0}):
+        with pytest.raises(ConfigError, match="its requests, sides or settings were others"):
+            archive.read_turns(file, setting(**other).fingerprint)
+    # More rounds, or other limits, are the same requests.
+    archive.read_turns(file, setting(rounds=9, limits=Limits()).fingerprint)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"summary": {}}'])
+def test_a_file_that_is_none_of_this_command_is_not_gone_on_with(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "other.json"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=r"other\.json"):
+        archive.read_turns(file, "any")
+    assert archive.read_turns(tmp_path / "none.json", "any") == ([], None)

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from epd_portable.bench.load.peers import example_engine, example_proxy, plain_engine
+from epd_portable.bench.servers import Server
+from epd_portable.config.load import load_topology
+from epd_portable.config.schema import Topology
+from epd_portable.launch.model import resolve_model
+from epd_portable.launch.plan import Machine, make_plan
+from epd_portable.platforms.traits import TRAITS
+
+ROOT = Path(__file__).resolve().parents[4]
+OMP = ("OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND", "TORCH_COMPILE_DISABLE")
+
+
+def topology(platform: Any, *overrides: str) -> Topology:
+    return load_topology(ROOT / "configs" / "1e1pd.yaml", platform, overrides=overrides)
+
+
+def plain(platform: Any, units: Sequence[str], folder: Path, *overrides: str) -> Server:
+    return plain_engine(
+        topology(platform, *overrides),
+        name="replica-0",
+        platform=platform,
+        units=units,
+        folder=folder,
+        report=lambda line: None,
+    )
+
+
+def value(argv: Sequence[str], flag: str) -> str:
+    return argv[list(argv).index(flag) + 1]
+
+
+def test_on_a_cpu_plain_vllm_gets_the_threads_and_executor_of_the_launchers_instances(
+    tmp_path: Path,
+) -> None:
+    peer = plain("cpu", ["2", "3"], tmp_path, "engine_args.seed=7")
+    ours = make_plan(
+        topology("cpu", "instances.encode.cores=[0, 1]", "instances.prefill_decode.cores=[2, 3]"),
+        model=resolve_model("demo"),
+        traits=TRAITS["cpu"],
+        machine=Machine(devices=None, cores=(0, 1, 2, 3)),
+        run_id="0",
+        free_port=iter(range(20000, 20100)).__next__,
+        temp_dir=str(tmp_path),
+    ).processes[1]
+    assert {name: peer.env[name] for name in OMP} == {name: ours.env[name] for name in OMP}
+    assert peer.env["OMP_NUM_THREADS"] == "2"
+    executor = "--distributed-executor-backend"
+    assert value(peer.argv, executor) == value(ours.argv, executor)
+    assert value(peer.argv, "--seed") == "7"
+    assert value(peer.argv, "--dtype") == "bfloat16"
+    assert peer.env["VLLM_CPU_KVCACHE_SPACE"] == "1"
+    assert not any("epd_portable" in word for word in peer.argv if not word.startswith("/"))
+
+
+def test_on_devices_plain_vllm_sees_its_devices_and_divides_the_model_among_them(
+    tmp_path: Path,
+) -> None:
+    peer = plain("cuda", ["4", "5"], tmp_path)
+    assert peer.env["CUDA_VISIBLE_DEVICES"] == "4,5"
+    assert value(peer.argv, "--tensor-parallel-size") == "2"
+    assert "OMP_NUM_THREADS" not in peer.env
+    assert "--distributed-executor-backend" not in peer.argv
+
+
+@pytest.mark.parametrize(
+    ("group", "role"), [("encode", "ec_producer"), ("prefill_decode", "ec_consumer")]
+)
+def test_the_example_has_the_connector_of_vllm_itself(
+    tmp_path: Path, group: str, role: str
+) -> None:
+    peer = example_engine(
+        topology("cpu", f"instances.{group}.engine_args.max_num_seqs=9"),
+        group,
+        platform="cpu",
+        units=["1"],
+        folder=tmp_path,
+        store=tmp_path / "store",
+        report=lambda line: None,
+    )
+    assert json.loads(value(peer.argv, "--ec-transfer-config")) == {
+        "ec_connector": "ECExampleConnector",
+        "ec_role": role,
+        "ec_connector_extra_config": {"shared_storage_path": str(tmp_path / "store")},
+    }
+    assert value(peer.argv, "--max-num-seqs") == "9"
+    assert ("--mm-encoder-only" in peer.argv) == (group == "encode")
+
+
+def test_the_proxy_asks_both_instances(tmp_path: Path) -> None:
+    proxy = example_proxy("http://e", "http://pd", cores=frozenset({0}), folder=tmp_path)
+    assert value(proxy.argv, "--encode") == "http://e"
+    assert value(proxy.argv, "--prefill-decode") == "http://pd"
+    assert proxy.url.endswith(value(proxy.argv, "--port"))

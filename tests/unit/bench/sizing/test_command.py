@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from epd_portable.bench.cli import main
+from epd_portable.bench.sizing.stages import to_yaml
+from tests.unit.bench.sizing.samples import LIGHT, stage_times
+
+
+@pytest.fixture
+def stages(tmp_path: Path) -> str:
+    file = tmp_path / "stages.yaml"
+    file.write_text(to_yaml(stage_times(**LIGHT, router={})))
+    return str(file)
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(main, ["plan", *arguments])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.output
+
+
+FEW = ("--requests", "300", "--tpot-p99", "0.06", "--ttft-p99", "4")
+MIX = ("--workload", "share=0.3,text=44,output=11")
+
+
+def test_it_recommends_shows_every_way_and_keeps_the_figures(stages: str, tmp_path: Path) -> None:
+    files = {kind: tmp_path / f"out/plan.{kind}" for kind in ("json", "markdown", "png")}
+    keep = [word for kind, file in files.items() for word in (f"--{kind}", str(file))]
+    code, text = run("--stages", stages, "--devices", "3", *FEW, *MIX, *keep)
+    assert code == 0, text
+    assert "**Disaggregate: " in text
+    for name in ("3 × one process", "1e2pd", "2e1pd"):
+        assert f"| {name} |" in text
+    assert "Simulated, not measured" in text
+    kept = json.loads(files["json"].read_text())
+    assert kept["summary"]["best"]["encode"] in (1, 2)
+    assert kept["summary"]["recommendation"] in files["markdown"].read_text()
+    assert len(kept["samples"]) == 3
+    assert files["png"].read_bytes().startswith(b"\x89PNG")
+
+
+def test_it_predicts_at_rates_without_a_search(stages: str) -> None:
+    code, text = run("--stages", stages, "--devices", "2", "--rate", "0.5,1", *FEW, *MIX)
+    assert code == 0, text
+    for row in ("0.5, 2 × one process | text", "1, 1e1pd | pictures"):
+        assert f"| {row} |" in text
+    assert "isaggregate" not in text
+
+
+def test_it_studies_sizes_and_says_where_the_router_is_full(stages: str) -> None:
+    code, text = run("--stages", stages, "--devices", "2", "--scale", "4,40", *FEW, *MIX)
+    assert code == 0, text
+    assert "| 40 | 20e20pd |" in text
+    assert "### Where so many processes of the router are full" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "--stages FILE or from --measure URL"),
+        (["--stages", "none.yaml"], "none.yaml"),
+        (["--stages", "FILE", "--measure", "http://127.0.0.1:1"], "give one of them"),
+        (["--stages", "FILE", "--workload", "share=2"], "less than or equal to 1"),
+        (["--stages", "FILE", "--rate", "0"], "expected a rate above 0"),
+        (["--stages", "FILE", "--rate", "much"], "expected requests/s, as in 2,6.5"),
+        (["--stages", "FILE", "--scale", "1"], "expected 2 to 20000"),
+        (["--stages", "FILE", "--scale", "ten"], "expected numbers of devices"),
+        (["--stages", "FILE", "--scale", "10", "--rate", "1"], "ask for rates alone"),
+        (["--stages", "FILE", "--scale", "10", "--devices", "1"], "use two devices or more"),
+        (["--stages", "FILE", "--devices", "0"], "0 is not in the range"),
+        (["--stages", "FILE", "--ttft-p99", "0"], "0.0 is not in the range"),
+    ],
+)
+def test_wrong_input_ends_with_status_2_and_a_message_that_names_it(
+    arguments: list[str], words: str, stages: str
+) -> None:
+    code, text = run(*[stages if word == "FILE" else word for word in arguments])
+    assert code == 2
+    assert words in text
+
+
+def test_a_server_that_is_not_there_ends_with_status_1() -> None:
+    code, text = run("--measure", "http://127.0.0.1:1")
+    assert code == 1
+    assert "start a server there first" in text

@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from epd_portable.bench.sizing.capacity import POOLED, capacities, router_s
+from epd_portable.bench.sizing.demand import Demand
+from epd_portable.bench.sizing.search import (
+    Candidate,
+    LatencyLimits,
+    SizingQuestion,
+    best_rate,
+    deployments,
+    recommend,
+    search,
+)
+from epd_portable.bench.sizing.simulate import Deployment, RoutingRules
+from epd_portable.errors import ConfigError
+from tests.unit.bench.sizing.samples import LIGHT, stage_times
+
+LIMITS = LatencyLimits(ttft_s=2.0, ttft_pictures_s=4.0, tpot_s=0.1)
+
+
+def question(**changes: Any) -> SizingQuestion:
+    known: dict[str, Any] = {
+        "times": stage_times(),
+        "demand": Demand(share=0.5, text=(44,), output=(11,)),
+        "rules": RoutingRules(),
+        "count": 1000,
+        "seed": 1,
+    }
+    return SizingQuestion(**known | changes)
+
+
+def test_every_way_to_use_the_devices_is_tried() -> None:
+    assert [str(each) for each in deployments(4)] == [
+        "4 × one process",
+        "1e3pd",
+        "2e2pd",
+        "3e1pd",
+    ]
+    assert [str(each) for each in deployments(1)] == ["1 × one process"]
+
+
+def test_the_capacity_of_a_stage_is_what_its_instances_have_by_what_a_request_takes() -> None:
+    times = stage_times(
+        prefill={"base_s": 0.0, "per_token_s": 0.001},
+        decode={"base_s": 0.0, "per_sequence_s": 0.01},
+        front_end={"request_s": 0.1, "picture_s": 0.4},
+    )
+    demand = Demand(share=0.5, pictures=(1, 3), text=(44,), output=(11,))
+    rules = RoutingRules()
+    engine_s = 0.044 + 0.256 + 0.1  # one picture a request in the mean
+    replicas = capacities(times, demand, Deployment(encoders=0, engines=2), rules)
+    assert replicas == pytest.approx(
+        {"front end": 2 / 0.1, "preprocessing": 2 / 0.4, "one process": 2 / (engine_s + 0.5)}
+    )
+    deployment = Deployment(encoders=3, engines=2)
+    split = capacities(times, demand, deployment, rules)
+    assert split == pytest.approx(
+        {
+            "front end": 2 / 0.1,
+            "preprocessing": 2 / 0.4,
+            "encoders' front end": 3 / 0.5,
+            "encode": 3 / 0.5,
+            "prefill+decode": 2 / engine_s,
+        }
+    )
+    pooled = capacities(times, demand, deployment, RoutingRules(elastic_threshold=2.0))
+    assert pooled[POOLED] == pytest.approx(5 / (engine_s + 0.5))
+
+
+def test_the_router_pays_for_a_request_its_pictures_and_its_tokens() -> None:
+    times = stage_times(
+        router={
+            "request_s": 1.0,
+            "picture_s": 10.0,
+            "picture_byte_s": 0.1,
+            "choice_s": 100.0,
+            "chunk_s": 0.01,
+        }
+    )
+    demand = Demand(share=0.5, pictures=(2,), output=(50,), picture_bytes=10)
+    assert router_s(times, demand) == pytest.approx(1 + (10 + 1 + 100) + 0.5)
+
+
+def test_stages_that_take_no_time_are_refused() -> None:
+    times = stage_times(
+        prefill={"base_s": 0.0, "per_token_s": 0.0}, decode={"base_s": 0.0, "per_sequence_s": 0.0}
+    )
+    with pytest.raises(ConfigError, match="no stage takes any time"):
+        capacities(times, Demand(share=0.0), Deployment(encoders=0, engines=1), RoutingRules())
+
+
+def test_the_limits_hold_at_the_rate_that_is_found_and_not_much_above_it() -> None:
+    asked = question(times=stage_times(**LIGHT))
+    deployment = Deployment(encoders=1, engines=1)
+    found = best_rate(asked, deployment, LIMITS)
+    assert LIMITS.broken(asked.ask(deployment, found.rate)) == ""
+    assert LIMITS.broken(asked.ask(deployment, found.rate * 1.011)) == found.limit
+    assert found.limit == "TTFT of pictures"
+    assert found.fullest[0] == "encode"
+    assert 0.5 < found.fullest[1] < 1
+    assert found.goodput == pytest.approx(found.outcome.rate, rel=0.03)
+
+
+def test_a_limit_that_no_rate_keeps_gives_no_rate() -> None:
+    found = best_rate(question(), Deployment(encoders=1, engines=1), replace(LIMITS, ttft_s=0.01))
+    assert found.rate == 0
+    assert found.limit == "TTFT of text"
+
+
+def test_limits_name_the_kind_that_breaks_them() -> None:
+    outcome = question().ask(Deployment(encoders=1, engines=1), 0.1)
+    assert LIMITS.broken(outcome) == ""
+    assert replace(LIMITS, ttft_pictures_s=0.5).broken(outcome) == "TTFT of pictures"
+    assert replace(LIMITS, tpot_s=0.001).broken(outcome) == "TPOT of text"
+    texts = sum(not request.items for request in outcome.requests)
+    strict = replace(LIMITS, ttft_pictures_s=0.5)
+    assert strict.goodput(outcome) == pytest.approx(outcome.rate * texts / 1000, rel=0.02)
+
+
+def candidate(deployment: Deployment, rate: float) -> Candidate:
+    outcome = question(count=100).ask(deployment, 0.5)
+    return Candidate(
+        deployment=deployment,
+        rate=rate,
+        goodput=rate,
+        outcome=outcome,
+        limit="TTFT of text",
+        capacities={"encode": 10.0},
+    )
+
+
+@pytest.mark.parametrize(
+    ("replicas", "split", "words"),
+    [
+        (10.0, 20.0, "Disaggregate: 1 encode and 2 prefill+decode instances (1 to 2) serve 20 "),
+        (10.0, 20.0, "against 10 of 3 × one process (2.00 times)."),
+        (10.0, 10.4, "Do not disaggregate: 3 × one process serve 10 requests/s"),
+        (10.0, 10.4, "against 10.4 of 1e2pd (1.04 times)"),
+        (0.0, 5.0, "against 0 of 3 × one process (which keep none)"),
+        (0.0, 0.0, "No way to use 3 devices keeps the limits"),
+    ],
+)
+def test_the_recommendation_says_whether_to_split_and_what_it_is_worth(
+    replicas: float, split: float, words: str
+) -> None:
+    candidates = [
+        candidate(Deployment(encoders=0, engines=3), replicas),
+        candidate(Deployment(encoders=1, engines=2), split),
+    ]
+    assert words in recommend(candidates)
+
+
+def test_one_device_is_not_split() -> None:
+    found = search(question(), 1, LIMITS, lambda line: None)
+    assert recommend(found).startswith("Do not disaggregate: 1 × one process")
+
+
+def test_long_encodes_and_tight_tokens_call_for_a_split_and_texts_alone_do_not() -> None:
+    tight = replace(LIMITS, tpot_s=0.06)
+    pictures = search(question(times=stage_times(**LIGHT)), 3, tight, lambda line: None)
+    assert recommend(pictures).startswith("Disaggregate: ")
+    texts = question(times=stage_times(**LIGHT), demand=Demand(share=0.0, text=(44,), output=(11,)))
+    assert recommend(search(texts, 3, tight, lambda line: None)).startswith("Do not disaggregate")

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from epd_portable.bench.sizing.stages import load_stages, parse_stages, to_yaml
+from epd_portable.errors import ConfigError
+from tests.unit.bench.sizing.samples import stage_times
+
+LEAST = """
+source: by hand
+encode: {per_embedding_s: 0.001}
+prefill: {base_s: 0.1, per_token_s: 0.001}
+decode: {base_s: 0.01, per_sequence_s: 0.01}
+"""
+
+
+def test_a_file_needs_what_a_model_takes_and_has_defaults_for_the_rest() -> None:
+    times = parse_stages(LEAST)
+    assert times.encode.embeddings(448 * 448) == 256
+    assert times.encode.embeddings(449 * 448) == 257
+    assert times.encode.seconds(256) == pytest.approx(0.256)
+    assert times.engine.max_num_seqs == 256
+    assert times.router.arrival_s([]) == times.router.request_s
+    assert times.router.arrival_s([1_000_000]) == pytest.approx(0.00354, rel=0.01)
+    assert times.router.arrival_s([100_000]) == pytest.approx(0.000944, rel=0.02)
+
+
+def test_what_is_written_is_read_again() -> None:
+    times = stage_times(front_end={"request_s": 0.25, "shares_core": True})
+    assert parse_stages(to_yaml(times)) == times
+
+
+def test_json_is_read_as_well() -> None:
+    assert parse_stages(stage_times().model_dump_json()) == stage_times()
+
+
+def test_a_transfer_takes_a_fixed_time_and_its_bytes() -> None:
+    times = stage_times(transfer={"base_s": 0.5, "byte_s": 0.001, "embedding_bytes": 10})
+    assert times.transfer.seconds(100) == pytest.approx(1.5)
+
+
+def test_every_problem_of_a_file_is_told_at_once_with_its_line() -> None:
+    text = LEAST.replace("source: by hand", "sources: x").replace("0.1", "-1")
+    with pytest.raises(ConfigError) as caught:
+        parse_stages(text, source="times.yaml")
+    message = str(caught.value)
+    assert "times.yaml: 3 problems" in message
+    assert "source: is missing; say where the times are from" in message
+    assert "prefill.base_s (line 4)" in message
+    assert "did you mean source?" in message
+
+
+@pytest.mark.parametrize("value", [".inf", ".nan", "4000", "fast"])
+def test_a_time_that_cannot_be_is_refused(value: str) -> None:
+    with pytest.raises(ConfigError, match=r"prefill\.base_s"):
+        parse_stages(LEAST.replace("0.1", value))
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.yaml"):
+        load_stages(tmp_path / "none.yaml")
