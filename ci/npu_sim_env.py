@@ -62,7 +62,7 @@ class UnavailableError(EnvironmentSetupError):
 
 def fingerprint() -> str:
     """Return a hash of everything that decides what is installed."""
-    versions = [TORCH_NPU, VLLM, VLLM_ASCEND, OLDER_PAIR, BESIDE, BUILD_TOOLS, LEFT_OUT]
+    versions = [TORCH_NPU, VLLM, VLLM_ASCEND, TRITON, OLDER_PAIR, BESIDE, BUILD_TOOLS, LEFT_OUT]
     recipe = json.dumps([versions, VENV.env]) + inspect.getsource(_install)
     return digest(platform.python_version(), recipe, project_inputs())
 
@@ -105,7 +105,6 @@ def make() -> None:
         check_available()
         _install()
         VENV.complete(wanted)
-    install_interpreter()
     packages = VENV.site_packages
     build_runtime(packages)
     activate_double(packages)
@@ -125,6 +124,12 @@ def _install() -> None:
         ["--no-deps", "--no-build-isolation", VLLM_ASCEND],
         f"building {VLLM_ASCEND} without its kernels",
     )
+    interpreter = VENV.folder / "interpreter"
+    shutil.rmtree(interpreter, ignore_errors=True)
+    VENV.install(
+        ["--no-deps", "--target", str(interpreter), TRITON],
+        f"installing {TRITON} for its interpreter, beside the rest",
+    )
     name, *pair = OLDER_PAIR
     folder = VENV.folder / "pairs" / name
     shutil.rmtree(folder, ignore_errors=True)
@@ -136,22 +141,6 @@ def _install() -> None:
     for library in folder.rglob("*.so"):
         library.unlink()
     VENV.compile(folder)
-
-
-def install_interpreter() -> None:
-    """Install Triton beside the environment, whose packages take it for Triton-Ascend.
-
-    Raises:
-        EnvironmentSetupError: It cannot be had.
-    """
-    folder = VENV.folder / "interpreter"
-    if (folder / f"{TRITON.replace('==', '-')}.dist-info").is_dir():
-        return
-    shutil.rmtree(folder, ignore_errors=True)
-    VENV.install(
-        ["--no-deps", "--only-binary", ":all:", "--target", str(folder), TRITON],
-        f"installing {TRITON}, for its interpreter",
-    )
 
 
 def build_runtime(packages: Path) -> None:
