@@ -14,7 +14,9 @@ import pytest
 import torch
 
 from epd_portable.connector.producer import TransferOrder
+from epd_portable.errors import EngineError
 from epd_portable.runners.placer import WorkerOrders
+from tests.npu_sim.hooks.classes import resolve
 from tests.npu_sim.hooks.kinds import Attribute, Calls, Hook, Provides, Reaches
 
 pytestmark = pytest.mark.needs_vllm
@@ -265,3 +267,84 @@ def test_a_step_of_a_profile_concerns_nobody(hooking: Any, host: Host) -> None:
     with hooking.maybe_get_output(step(None, 5)) as report:
         pass
     assert (report, host.calls) == (None, [])
+
+
+def test_only_a_whole_runner_gets_a_step_without_language_model() -> None:
+    from epd_portable.vllm_plugin import compat, worker
+    from epd_portable.vllm_plugin.encode_only import EncodeOnlyMixin
+
+    whole = resolve(RUNNER)
+    made = whole.__new__(whole)
+    made.is_encoder_only = False  # What `compat.encodes_only` asks before 0.29.
+    assert EncodeOnlyMixin in worker._second_mixins(made, encodes=True)
+    assert EncodeOnlyMixin not in worker._second_mixins(made, encodes=False)
+    own = whole
+    if compat.version() >= compat.ENCODE_ONLY_RUNNER:
+        own = resolve(ENCODE_RUNNER)
+    by_itself = own.__new__(own)
+    by_itself.is_encoder_only = True
+    assert EncodeOnlyMixin not in worker._second_mixins(by_itself, encodes=True)
+
+
+class Encoding:
+    """What `EncodeOnlyMixin` needs of a runner, with vLLM's own cache and caller of the hooks."""
+
+    lora_config: Any = None
+
+    def __init__(self, hooking: Any, host: Host) -> None:
+        self.encoder_cache = resolve(CACHE)()
+        self.encoder_cache.encoder_outputs = host.cache
+        self.ec_connector = hooking
+        self.model_state = SimpleNamespace(execute_mm_encoder=self._encode)
+
+    def _encode(self, inputs: dict[str, list[int]]) -> None:
+        for request_id, input_ids in inputs.items():
+            for input_id in input_ids:
+                name = self.encoder_cache.mm_features[request_id][input_id]
+                self.encoder_cache.encoder_outputs[name] = torch.zeros(2, 3)
+
+
+@pytest.mark.parametrize("encodes", [True], indirect=True, ids=["encode"])
+@pytest.mark.parametrize("second", [True], indirect=True, ids=["second"])
+def test_a_step_without_language_model_encodes_what_it_was_told(
+    hooking: Any, host: Host, encodes: bool, second: bool
+) -> None:
+    from epd_portable.vllm_plugin.ec_connector import StepMetadata
+    from epd_portable.vllm_plugin.encode_only import EncodeOnlyMixin
+
+    runner: Any = type("Runner", (EncodeOnlyMixin, Encoding), {})(hooking, host)
+
+    def run(tokens: int, new: list[Any], freed: list[str], finished: set[str]) -> Any:
+        return runner.execute_model(
+            SimpleNamespace(
+                ec_connector_metadata=StepMetadata(),
+                finished_req_ids=finished,
+                free_encoder_mm_hashes=freed,
+                scheduled_new_reqs=new,
+                total_num_scheduled_tokens=tokens,
+                num_scheduled_tokens={"a": tokens} if tokens else {},
+                scheduled_encoder_inputs={"a": [1]} if tokens else {},
+            )
+        )
+
+    output = run(5, [SimpleNamespace(req_id="a", mm_features=["x", "y"])], [], set())
+    assert list(host.cache) == ["y"]
+    assert ("ready", "y") in host.calls
+    assert (output.req_ids, output.sampled_token_ids) == (["a"], [[]])
+    assert output.ec_connector_output.finished_sending == {"transfer"}
+    output = run(0, [], ["y"], {"a"})
+    assert (host.cache, runner.encoder_cache.mm_features) == ({}, {})
+    assert output.ec_connector_output.finished_sending == {"transfer"}
+    assert output.req_ids == []
+
+
+def test_adapters_of_an_encoder_are_refused() -> None:
+    from epd_portable.vllm_plugin.encode_only import EncodeOnlyMixin
+
+    runner: Any = type("Runner", (EncodeOnlyMixin,), {"lora_config": "some"})()
+    with pytest.raises(EngineError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
+        runner.initialize_kv_cache("config")
+    runner.lora_config = None
+    runner.initialize_kv_cache("config")
+    assert (runner.kv_cache_config, runner.kv_caches) == ("config", [])
+    assert (runner.get_kv_cache_spec(), runner.capture_model()) == ({}, 0)
