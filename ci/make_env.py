@@ -17,7 +17,7 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
-from ci import npu_sim_env
+from ci import cuda_env, npu_sim_env
 from ci.venv import (
     ROOT,
     EnvironmentSetupError,
@@ -73,7 +73,12 @@ def make(target: str) -> None:
         EnvironmentSetupError: See its message.
     """
     engines = cpu_extra() if target == "cpu" else []
-    _make(MAIN, f"{target},bench,dev", engines, [], fingerprint(target))
+    beside = [cuda_env.ENGINE] if target == "cuda" else []
+    wanted = fingerprint("".join([target, *beside]))
+    if target == "cuda" and not MAIN.is_current(wanted):
+        for line in cuda_env.check():
+            say(f"warning: {line}")
+    _make(MAIN, f"{target},bench,dev", engines, beside, wanted)
 
 
 def make_for_engine(engine: str) -> None:

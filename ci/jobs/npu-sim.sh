@@ -15,7 +15,7 @@ tests_of() { # What pytest is told for a part.
     case $1 in
     devices)
         echo tests/npu_sim/runtime tests/npu_sim/operators tests/npu_sim/platform \
-            tests/npu_sim/hooks tests/npu_sim/launch tests/npu_sim/bench \
+            tests/npu_sim/hooks tests/npu_sim/launch tests/npu_sim/bench tests/devices \
             tests/npu_sim/transfer/test_ordering.py tests/npu_sim/transfer/test_queued.py
         ;;
     contract) echo tests/contract -m needs_npu ;;

@@ -139,6 +139,8 @@ class InstanceGroup(_Section):
         devices: Device indices or UUIDs of the whole group, ``tensor_parallel_size`` for each
             instance in turn. Left out, the launcher gives every instance devices of its own; a
             list may name a device that another group has too.
+        share: Percent of the compute of each of its devices that each instance may take, where
+            the platform has a service for that and it runs; left out, all take turns.
     """
 
     count: Annotated[int, Field(ge=1, le=1024)] = 1
@@ -147,6 +149,7 @@ class InstanceGroup(_Section):
     env: Environment = Field(default_factory=dict)
     cores: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = None
     devices: Annotated[list[Device], Field(min_length=1)] | None = None
+    share: Annotated[int, Field(ge=1, le=100)] | None = None
 
 
 class EncodeGroup(InstanceGroup):

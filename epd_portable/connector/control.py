@@ -47,8 +47,9 @@ def new_session() -> str:
 def process_is_gone(session: str) -> bool:
     """Tell whether the process that made a session on this host has certainly ended.
 
-    A zombie has ended: it writes no memory any more. A pid that another process was given since
-    does not count, nor does a pid of another namespace (a container that shares ``/dev/shm``).
+    A zombie has ended, once no thread of it is left: until then a device may write for it. A pid
+    that another process was given since does not count, nor does a pid of another namespace (a
+    container that shares ``/dev/shm``).
     """
     parts = session.split("-")
     if len(parts) != 4 or not parts[0].isdecimal() or parts[2] != _pid_namespace():
@@ -56,9 +57,10 @@ def process_is_gone(session: str) -> bool:
     pid = int(parts[0])
     try:
         state, start = _process(pid)
+        threads = len(os.listdir(f"/proc/{pid}/task"))
     except (FileNotFoundError, ProcessLookupError):
         return not _pid_exists(pid)
-    return state in ("Z", "X") or start != parts[1]
+    return start != parts[1] or (state in ("Z", "X") and threads <= 1)
 
 
 def _process(pid: int) -> tuple[str, str]:

@@ -77,7 +77,7 @@ class OpenedSlab:
     Raises:
         TransportError: ``address`` is none, or that of another platform's memory.
         PeerLostError: The process that has the slab is gone.
-        UnsupportedError: This process cannot reach that device.
+        UnsupportedError: It is there, and this process cannot open its memory.
     """
 
     def __init__(self, platform: Platform, address: str) -> None:
@@ -93,7 +93,15 @@ class OpenedSlab:
         except UnsupportedError:
             raise
         except PlatformError as error:
-            raise PeerLostError(f"device memory of {found.session} is gone: {error}") from error
+            if self.is_gone:
+                raise PeerLostError(f"device memory of {found.session} is gone: {error}") from error
+            # Whoever has it lives: it is refused for as long as both do (containers that share no
+            # namespaces, sandboxes, a limit of the driver).
+            raise UnsupportedError(
+                f"device memory of {found.session}, which lives, cannot be opened here: {error}; "
+                "give both instances one IPC and process namespace, or set transfer.path to shm or "
+                "tcp"
+            ) from error
         except ValueError as error:
             raise TransportError(
                 f"device memory of {found.session} cannot be opened here: {error}; "

@@ -7,8 +7,10 @@ pool, and the scheduler and the other ranks read it.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import stat
+import time
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
@@ -21,12 +23,19 @@ from epd_portable.connector.control import new_session, process_is_gone
 from epd_portable.connector.pool import SHM_FOLDER, SharedMemory
 from epd_portable.connector.slab import DeviceSlab, OpenedSlab
 from epd_portable.connector.transport import RevokedFence
-from epd_portable.errors import CapacityError, TransportError
+from epd_portable.errors import CapacityError, TransportError, UnsupportedError
 from epd_portable.wire.descriptors import PathEndpoint
 
 if TYPE_CHECKING:
     from epd_portable.config.instance import InstanceConfig
     from epd_portable.connector.copies import DeviceCopies
+
+
+logger = logging.getLogger(__name__)
+
+_RANK_0_TIMEOUT_S = 60.0
+"""Ranks of one instance open their ends at about the same time: they have just met."""
+_LOOK_EVERY_S = 0.05
 
 
 class Publication(msgspec.Struct, frozen=True):
@@ -90,7 +99,8 @@ class WorkerEndpoint:
 
     Raises:
         CapacityError: The device has no room for the slab, or ``/dev/shm`` for a small file.
-        TransportError: An address cannot be bound.
+        TransportError: An address cannot be bound, or rank 0 has not opened its end.
+        UnsupportedError: The device's memory cannot be shared, or this rank cannot open rank 0's.
     """
 
     def __init__(self, config: InstanceConfig, copies: DeviceCopies, rank: int = 0) -> None:
@@ -98,14 +108,18 @@ class WorkerEndpoint:
         self._copies = copies
         self._fence = RevokedFence()
         self._opened = contextlib.ExitStack()
-        self._own_slab: DeviceSlab | None = None
-        if rank == 0:
-            self._open()
+        self._slab: DeviceSlab | OpenedSlab | None = None
+        paths = [path for path in registry.offered_by(config) if path.in_worker]
+        if paths and rank == 0:
+            self._open(paths)
+        elif self._in_slab(paths):
+            # Not in the step that first needs it: what fails there ends the engine.
+            self._slab = self._open_slab()
 
     @property
     def slab_bytes(self) -> int:
         """Device memory that this worker holds for slots."""
-        return self._config.pool_bytes if self._own_slab is not None else 0
+        return self._config.pool_bytes if isinstance(self._slab, DeviceSlab) else 0
 
     @cached_property
     def host(self) -> SharedMemory:
@@ -114,12 +128,16 @@ class WorkerEndpoint:
         self._copies.pin(pool)
         return pool
 
-    @cached_property
+    @property
     def slab(self) -> DeviceSlab | OpenedSlab:
-        """The instance's device memory: this worker's own, or rank 0's."""
-        if self._own_slab is not None:
-            return self._own_slab
-        return OpenedSlab(self._copies.platform, read_publication(self._config.pool).slab)
+        """The instance's device memory: this worker's own, or rank 0's.
+
+        Raises:
+            TransportError: The instance receives nothing there.
+        """
+        if self._slab is None:
+            raise TransportError("this instance has no device memory for items")
+        return self._slab
 
     def revoke(self, generations: Iterable[int]) -> None:
         """Write nothing more for these grants; blocks until a write under way has ended."""
@@ -130,15 +148,37 @@ class WorkerEndpoint:
         """Stop receiving."""
         self._opened.close()
 
-    def _open(self) -> None:
-        config, copies = self._config, self._copies
-        paths = [path for path in registry.offered_by(config) if path.in_worker]
-        if not paths:
-            return
-        session = new_session()
-        if any(registry.in_device_memory(path.name, config.platform) for path in paths):
-            self._own_slab = DeviceSlab(copies, config.pool_bytes, session)
-        slab = self._own_slab.address if self._own_slab is not None else ""
+    def _in_slab(self, paths: Iterable[registry.PathEntry]) -> list[str]:
+        """Return which of these paths write into device memory."""
+        platform = self._config.platform
+        return [path.name for path in paths if registry.in_device_memory(path.name, platform)]
+
+    def _open_slab(self) -> OpenedSlab | None:
+        """Open rank 0's slab, once it has told of it; ``None`` if it has none."""
+        deadline_s = time.monotonic() + _RANK_0_TIMEOUT_S
+        while True:
+            try:
+                address = read_publication(self._config.pool).slab
+            except TransportError:
+                if time.monotonic() >= deadline_s:
+                    raise
+                time.sleep(_LOOK_EVERY_S)
+            else:
+                return OpenedSlab(self._copies.platform, address) if address else None
+
+    def _open(self, paths: list[registry.PathEntry]) -> None:
+        config, session = self._config, new_session()
+        slab = ""
+        if in_slab := self._in_slab(paths):
+            try:
+                made = DeviceSlab(self._copies, config.pool_bytes, session)
+            except UnsupportedError as error:
+                if config.path != registry.AUTO:
+                    raise
+                logger.warning("not offered: %s: %s", ", ".join(in_slab), error)
+                paths = [path for path in paths if path.name not in in_slab]
+            else:
+                self._slab, slab = made, made.address
         with contextlib.ExitStack() as opened:
             endpoints = tuple(
                 PathEndpoint(path=path.name, address=self._receive(path.name, opened) or slab)
@@ -153,7 +193,7 @@ class WorkerEndpoint:
         make = registry.load_receiver(path)
         if make is None:
             return ""
-        memory = (lambda: self._own_slab) if self._own_slab is not None else (lambda: self.host)
+        memory = (lambda: self._slab) if self._slab is not None else (lambda: self.host)
         receiver = make(memory, self._copies, host=self._config.host, fence=self._fence)
         opened.callback(receiver.close)
         return receiver.address

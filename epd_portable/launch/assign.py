@@ -20,11 +20,9 @@ class DeviceAssignment:
 
     Attributes:
         devices: For each group, for each of its instances, one device per rank.
-        warnings: What the user should know, for example a device used twice.
     """
 
     devices: dict[str, list[tuple[str, ...]]]
-    warnings: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +82,7 @@ def assign_devices(
         flat = group.devices or [next(supply) for _ in range(seats(group))]
         width = group.tensor_parallel_size
         result[name] = [tuple(flat[i : i + width]) for i in range(0, len(flat), width)]
-    return DeviceAssignment(devices=result, warnings=_shared_devices(listed))
+    return DeviceAssignment(devices=result)
 
 
 def assign_cores(groups: dict[str, InstanceGroup], allowed: Sequence[int]) -> CoreAssignment:
@@ -221,15 +219,6 @@ def _raise_too_few(groups: dict[str, InstanceGroup], *, wanted: int, free: int, 
         f"the topology wants {wanted} devices ({terms}) and there are {left}; lower count or "
         "tensor_parallel_size, or let instances share devices by listing them in "
         "instances.*.devices"
-    )
-
-
-def _shared_devices(listed: list[str]) -> tuple[str, ...]:
-    shared = sorted({device for device in listed if listed.count(device) > 1})
-    return tuple(
-        f"device {device} is listed {listed.count(device)} times: its instances share its memory; "
-        "set gpu_memory_utilization so that they fit together"
-        for device in shared
     )
 
 

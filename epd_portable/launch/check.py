@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import itertools
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from epd_portable.errors import PlatformError
-from epd_portable.launch.machine import allowed_cores, memory_nodes, quota_cores
+from epd_portable.launch.machine import allowed_cores, has_shares, memory_nodes, quota_cores
 from epd_portable.launch.target import Hardware
 from epd_portable.platforms import registry as platforms
 
@@ -24,7 +25,8 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        kind: ``engine``, ``cores``, ``platform``, ``hardware``, ``device``, ``path`` or ``plan``.
+        kind: ``engine``, ``cores``, ``platform``, ``share``, ``hardware``, ``device``, ``path`` or
+            ``plan``.
         name: What was looked at; a device as ``platform:index``, a path as
             ``platform/path`` between two of its instances, or ``encode→prefill_decode/path``.
         usable: Whether it can be used here.
@@ -85,6 +87,8 @@ def _platforms(names: Sequence[str], expected: Hardware | None) -> Iterator[Find
         yield Finding(kind="platform", name=name, usable=state.ok, reason=state.reason)
         if not state.ok:
             continue
+        if share := _share(name):
+            yield share
         sizes: list[int] = []
         yield from _devices(name, sizes)
         if expected:
@@ -92,6 +96,16 @@ def _platforms(names: Sequence[str], expected: Hardware | None) -> Iterator[Find
         usable.append(name)
     for producer, consumer in itertools.product(usable, repeat=2):
         yield from _paths(producer, consumer)
+
+
+def _share(name: str) -> Finding | None:
+    """Say whether instances can be kept to a part of a device's compute; nothing where none can."""
+    traits = platforms.get(name).traits
+    if traits.share_env is None:
+        return None
+    runs = has_shares(traits, os.environ)
+    reason = "the service runs" if runs else "the service does not run; instances take turns"
+    return Finding(kind="share", name=name, usable=runs, reason=f"{reason} ({traits.share_env})")
 
 
 def _devices(name: str, sizes: list[int]) -> Iterator[Finding]:

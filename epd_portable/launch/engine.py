@@ -130,6 +130,7 @@ def engine_env(
     instance: InstanceConfig,
     seat: Seat,
     temp_dir: str,
+    has_compiler: bool,
 ) -> dict[str, str]:
     """Return what one instance has in its environment beyond the launcher's own.
 
@@ -154,6 +155,9 @@ def engine_env(
         remedies[traits.visible_devices_env] = "list devices instead"
         # An engine takes the first tensor_parallel_size of them.
         owned[traits.visible_devices_env] = ",".join((*seat.devices, *seat.peers))
+    if group.share is not None and traits.share_env is not None:
+        remedies[traits.share_env] = "write share beside count"
+        owned[traits.share_env] = str(group.share)
     for name in sorted(owned.keys() & wished.keys()):
         remedy = remedies.get(name, "remove it")
         raise ConfigError(f"env: {name} of instances.{group_name} is set by the launcher; {remedy}")
@@ -163,6 +167,8 @@ def engine_env(
         # Ranks of one instance meet on the loopback address.
         "VLLM_HOST_IP": "127.0.0.1",
     }
+    if not has_compiler:
+        defaults |= dict(traits.env_without_compiler)
     if model.is_folder:
         defaults["HF_HUB_OFFLINE"] = "1"
     if traits.visible_devices_env is None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from epd_portable.config.schema import InstanceGroup, Topology
+from epd_portable.config.schema import Topology
+from epd_portable.launch.sharing import utilization
 from epd_portable.launch.target import Hardware
 from epd_portable.platforms.traits import PlatformTraits
-
-DEFAULT_UTILIZATION = 0.92
-"""What vLLM takes for ``gpu_memory_utilization`` when nobody sets it (0.30 to 0.32)."""
 
 DEVICE_POOL_PATHS = frozenset({"auto", "ipc", "collective"})
 """Values of ``transfer.path`` with which receivers keep a pool in device memory. Told here, like
@@ -59,10 +56,10 @@ def memory_warnings(
     devices: Mapping[str, Sequence[Sequence[str]]],
     memory_bytes: int,
 ) -> list[str]:
-    """Say on which devices engines and receive pools together want more memory than there is.
+    """Say on which devices a receive pool leaves its engine nothing.
 
-    An engine takes ``gpu_memory_utilization`` of a device for itself; a pool in device memory lies
-    beside that, on the device of the first rank of each prefill-decode instance.
+    A pool in device memory lies on the device of the first rank of each prefill-decode instance.
+    vLLM finds it there when it measures, and takes it from the engine's share.
 
     Args:
         topology: Checked configuration.
@@ -70,50 +67,18 @@ def memory_warnings(
         devices: For each group, for each of its instances, one device per rank.
         memory_bytes: What torch sees of one device.
     """
-    if not traits.needs_device_copy:
+    if not traits.needs_device_copy or topology.transfer.path not in DEVICE_POOL_PATHS:
         return []
-    engines: dict[str, float] = {}
-    pools: Counter[str] = Counter()
-    for name, instances in devices.items():
-        share = utilization(topology, getattr(topology.instances, name))
-        for ranks in instances:
-            for device in ranks:
-                engines[device] = engines.get(device, 0.0) + share
-        if name == "prefill_decode" and topology.transfer.path in DEVICE_POOL_PATHS:
-            pools.update(ranks[0] for ranks in instances)
+    share = utilization(topology, topology.instances.prefill_decode)
+    wanted, engine = topology.transfer.pool_bytes, round(share * memory_bytes)
+    if wanted < engine:
+        return []
     return [
-        warning
-        for device, share in engines.items()
-        if (warning := _too_much(device, round(share, 6), pools[device], topology, memory_bytes))
+        f"device {ranks[0]}: the receive pool of prefill_decode-{index} wants {_mib(wanted)} of "
+        f"the {_mib(engine)} that gpu_memory_utilization {share:g} gives to its engine (of "
+        f"{_mib(memory_bytes)}); lower transfer.pool_bytes"
+        for index, ranks in enumerate(devices["prefill_decode"])
     ]
-
-
-def _too_much(
-    device: str, share: float, pools: int, topology: Topology, memory_bytes: int
-) -> str | None:
-    """Return what is too much on a device, ``None`` when all fits."""
-    whole = f"of {_mib(memory_bytes)}"
-    if share > 1:
-        return (
-            f"device {device}: its engines together take {_mib(round(share * memory_bytes))} "
-            f"{whole}; lower gpu_memory_utilization, which adds up to {share:g}"
-        )
-    wanted = pools * topology.transfer.pool_bytes
-    left = round((1 - share) * memory_bytes)
-    if wanted <= left:
-        return None
-    subject = "the receive pool wants" if pools == 1 else f"{pools} receive pools want"
-    return (
-        f"device {device}: {subject} {_mib(wanted)} in device memory, but gpu_memory_utilization "
-        f"{share:g} leaves {_mib(left)} {whole}; lower it or transfer.pool_bytes"
-    )
-
-
-def utilization(topology: Topology, group: InstanceGroup) -> float:
-    """Return the share of a device's memory that each engine of a group takes."""
-    arguments = {**topology.engine_args, **group.engine_args}
-    value = arguments.get("gpu_memory_utilization")
-    return float(value) if isinstance(value, int | float) else DEFAULT_UTILIZATION
 
 
 def _mib(nbytes: int) -> str:

@@ -4,12 +4,16 @@ Feed it what happened (``healthy``, ``silent``, ``exited``, ``tick``), each with
 answers with what to do. While the topology starts, the first death ends it. Once everything has
 been healthy it serves, and a death is answered with a restart after a pause that doubles up to a
 limit. A process that lives and is silent for too long is asked to end, then killed: a death too.
+
+Neighbours on one device start one at a time: an engine measures the device's free memory while it
+starts, and takes what another one takes or lets go meanwhile for its own.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -77,6 +81,12 @@ class _State:
     kill_at: float | None = None  # it was asked to end
     renewed: bool = False  # and that is no death
 
+    @property
+    def is_unsteady(self) -> bool:
+        """Whether it is on its way up or down: what it has of a device changes."""
+        is_down = self.restart_at is not None
+        return not is_down and (self.healthy_at is None or self.kill_at is not None)
+
 
 class Lifecycle:
     """Decides for all processes of one topology.
@@ -84,16 +94,38 @@ class Lifecycle:
     Args:
         names: Every process.
         launch: Timeouts and back-off.
+        after: For each process the neighbours that must have started before it, if any.
     """
 
-    def __init__(self, names: Iterable[str], launch: Launch) -> None:
+    def __init__(
+        self,
+        names: Iterable[str],
+        launch: Launch,
+        after: Mapping[str, Iterable[str]] | None = None,
+    ) -> None:
         self.phase = Phase.STARTING
         self._launch = launch
         self._states = {name: _State() for name in names}
+        self._after = {name: tuple(earlier) for name, earlier in (after or {}).items()}
+        self._neighbours: defaultdict[str, set[str]] = defaultdict(set)
+        for name, earlier in self._after.items():
+            self._neighbours[name].update(earlier)
+            for other in earlier:
+                self._neighbours[other].add(name)
 
     def begin(self, now: float) -> list[Action]:
-        """Start everything."""
-        return [self._start(name, now) for name in self._states]
+        """Start everything that waits for no neighbour."""
+        for state in self._states.values():
+            state.restart_at = now
+        return self._start_what_is_due(now)
+
+    def waiting(self) -> dict[str, list[str]]:
+        """Return who would start but for a neighbour, and for which neighbours each waits."""
+        return {
+            name: blocking
+            for name, state in self._states.items()
+            if state.restart_at is not None and (blocking := self._blocking(name))
+        }
 
     def pending(self) -> list[str]:
         """Return the running processes that have not been healthy since their start."""
@@ -118,11 +150,12 @@ class Lifecycle:
         if state.healthy_at is not None:
             return []
         state.healthy_at = now
+        started = self._start_what_is_due(now)
         if self.phase is Phase.SERVING:
-            return [Notice(f"{name} is back")]
+            return [Notice(f"{name} is back"), *started]
         if all(state.healthy_at is not None for state in self._states.values()):
             self.phase = Phase.SERVING
-        return []
+        return started
 
     def silent(self, name: str, asked_at: float, now: float) -> list[Action]:
         """A process did not answer a probe, or not as it should; counts while it is `up`.
@@ -164,7 +197,8 @@ class Lifecycle:
             self.phase = Phase.FAILED
             return [Fail(name, how)]
         if state.renewed:
-            return [self._start(name, now)]
+            self._states[name] = _State(deaths=state.deaths, restart_at=now)
+            return self._start_what_is_due(now)
         restart = self._launch.restart
         healthy_until = state.silent_since if state.silent_probes else now
         if (
@@ -174,15 +208,14 @@ class Lifecycle:
             state.deaths = 0
         delay_s = min(restart.first_delay_s * 2.0 ** min(state.deaths, 63), restart.max_delay_s)
         self._states[name] = _State(deaths=state.deaths + 1, restart_at=now + delay_s)
-        return [Notice(f"{name} {how}; restarting it in {delay_s:g} s")]
+        notice = Notice(f"{name} {how}; restarting it in {delay_s:g} s")
+        return [notice, *self._start_what_is_due(now)]
 
     def tick(self, now: float) -> list[Action]:
         """Time has passed."""
-        actions: list[Action] = []
+        actions = self._start_what_is_due(now)
         for name, state in self._states.items():
-            if state.restart_at is not None and now >= state.restart_at:
-                actions.append(self._start(name, now))
-            elif state.kill_at is not None and now >= state.kill_at:
+            if state.kill_at is not None and now >= state.kill_at:
                 # It must not be killed twice.
                 state.kill_at = math.inf
                 reason = f"does not end within {self._launch.stop_grace_s:g} s"
@@ -200,6 +233,28 @@ class Lifecycle:
                 state.started_at = None
                 actions += [Notice(f"{name} {reason}; ending it"), Kill(name)]
         return actions
+
+    def _start_what_is_due(self, now: float) -> list[Action]:
+        started: list[Action] = []
+        for name, state in self._states.items():
+            due = state.restart_at is not None and now >= state.restart_at
+            if due and not self._blocking(name):
+                started.append(self._start(name, now))
+        return started
+
+    def _blocking(self, name: str) -> list[str]:
+        """Return the neighbours that must be up, or down, before this one may start."""
+        starting = self.phase is Phase.STARTING
+        earlier = self._after.get(name, ())
+        return [
+            other
+            for other in self._states
+            if other in self._neighbours[name]
+            and (
+                self._states[other].is_unsteady
+                or (starting and other in earlier and self._states[other].healthy_at is None)
+            )
+        ]
 
     def _start(self, name: str, now: float) -> Start:
         self._states[name] = _State(deaths=self._states[name].deaths, started_at=now)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
+from string import Template
 
 from epd_portable.errors import ConfigError, LaunchError, PlatformUnavailableError
 from epd_portable.launch.plan import Machine
@@ -91,9 +93,30 @@ def memory_nodes(root: Path = Path("/")) -> tuple[tuple[int, ...], ...]:
     return tuple(nodes)
 
 
-def _this_machine(devices: tuple[str, ...] | None) -> Machine:
+def has_compiler(traits: PlatformTraits, environ: Mapping[str, str]) -> bool:
+    """Tell whether engines find the compiler of their platform; also where they need none."""
+    places = (Template(place).safe_substitute(environ) for place in traits.compiler)
+    return not traits.compiler or any(
+        shutil.which(place, path=environ.get("PATH")) for place in places
+    )
+
+
+def has_shares(traits: PlatformTraits, environ: Mapping[str, str]) -> bool:
+    """Tell whether the service runs that keeps processes to a part of a device's compute."""
+    places = (Template(place).safe_substitute(environ) for place in traits.share_service)
+    return any(Path(place).exists() for place in places)
+
+
+def _this_machine(
+    traits: PlatformTraits, environ: Mapping[str, str], devices: tuple[str, ...] | None
+) -> Machine:
     return Machine(
-        devices=devices, cores=allowed_cores(), quota_cores=quota_cores(), nodes=memory_nodes()
+        devices=devices,
+        cores=allowed_cores(),
+        quota_cores=quota_cores(),
+        nodes=memory_nodes(),
+        has_compiler=has_compiler(traits, environ),
+        has_shares=has_shares(traits, environ),
     )
 
 
@@ -109,7 +132,7 @@ def visible_devices(traits: PlatformTraits, environ: Mapping[str, str]) -> tuple
 
 def assumed_machine(traits: PlatformTraits, environ: Mapping[str, str]) -> Machine:
     """Describe the machine without touching a device runtime: enough devices for any plan."""
-    return _this_machine(visible_devices(traits, environ))
+    return _this_machine(traits, environ, visible_devices(traits, environ))
 
 
 def described_machine(devices_per_node: int) -> Machine:
@@ -128,7 +151,7 @@ def probed_machine(traits: PlatformTraits, environ: Mapping[str, str]) -> Machin
         LaunchError: The device runtime ended the process that asked it, or did not answer.
     """
     if traits.visible_devices_env is None:
-        return _this_machine(None)
+        return _this_machine(traits, environ, None)
     try:
         answer = subprocess.run(
             [sys.executable, "-c", _PROBE, traits.name],
@@ -157,7 +180,7 @@ def probed_machine(traits: PlatformTraits, environ: Mapping[str, str]) -> Machin
         )
     named = visible_devices(traits, environ)
     indices = tuple(str(index) for index in range(found["count"]))
-    return _this_machine(indices if named is None else named)
+    return _this_machine(traits, environ, indices if named is None else named)
 
 
 def require_shm(pool_bytes: int, pools: int) -> None:

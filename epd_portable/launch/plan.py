@@ -21,7 +21,15 @@ from epd_portable.launch.assign import Cores, core_warnings
 from epd_portable.launch.engine import engine_argv, engine_env
 from epd_portable.launch.fit import HardwareFit, fit, memory_warnings
 from epd_portable.launch.model import ModelSource
-from epd_portable.launch.seats import Seat, place_instances
+from epd_portable.launch.seats import place_instances
+from epd_portable.launch.sharing import (
+    SharedDevice,
+    check_collective,
+    check_shares,
+    shared_devices,
+    sharing_warnings,
+    starts_after,
+)
 from epd_portable.launch.target import Hardware
 from epd_portable.media.limits import MediaLimits
 from epd_portable.platforms.traits import PlatformTraits
@@ -41,12 +49,16 @@ class Machine:
         quota_cores: CPU time that this process and its children may take together, in cores;
             ``None`` for no limit.
         nodes: Cores of each memory (NUMA) node; empty where nobody looked.
+        has_compiler: Whether engines find what they compile kernels with, where they need it.
+        has_shares: Whether the service runs that keeps instances to their ``share`` of a device.
     """
 
     devices: tuple[str, ...] | None
     cores: tuple[int, ...]
     quota_cores: float | None = None
     nodes: tuple[tuple[int, ...], ...] = ()
+    has_compiler: bool = True
+    has_shares: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +76,7 @@ class ProcessSpec:
         cores: The CPU cores of each rank.
         shm_name: Its file in ``/dev/shm``, removed before each start; empty for none.
         tls_cert_file: The certificate that it shows, if it speaks HTTPS.
+        after: Instances on its devices that must be up before it is started.
     """
 
     name: str
@@ -76,6 +89,7 @@ class ProcessSpec:
     cores: tuple[Cores, ...] = ()
     shm_name: str = ""
     tls_cert_file: str = ""
+    after: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,6 +103,7 @@ class Plan:
         url: Base address for OpenAI clients.
         processes: Instances first, the router last.
         warnings: What the user should know before starting.
+        shared: Devices with several instances.
         hardware: What a hardware profile says of it; ``None`` without one.
     """
 
@@ -98,6 +113,7 @@ class Plan:
     url: str
     processes: tuple[ProcessSpec, ...]
     warnings: tuple[str, ...]
+    shared: tuple[SharedDevice, ...] = ()
     hardware: HardwareFit | None = None
 
     def as_json(self) -> dict[str, Any]:
@@ -154,6 +170,11 @@ def make_plan(
         topology, traits, devices=machine.devices, cores=machine.cores, free_port=free_port
     )
     seats = placement.seats
+    devices = {name: [seat.devices for seat in group] for name, group in seats.items()}
+    shared = shared_devices(topology, devices)
+    check_collective(topology, traits, shared)
+    check_shares(topology, traits)
+    after = starts_after(shared)
     specs: list[ProcessSpec] = []
     backends: list[InstanceSettings] = []
     for group_name, role in ROLES.items():
@@ -163,7 +184,7 @@ def make_plan(
             if role == "prefill-decode":
                 ports |= {"control": free_port(), "data": free_port()}
             instance = _instance(topology, traits, name, ports, run_id, secret_file)
-            shared: dict[str, Any] = {"model": model, "traits": traits, "instance": instance}
+            common: dict[str, Any] = {"model": model, "traits": traits, "instance": instance}
             url = _base_url(topology.launch.host, seat.port)
             backends.append(
                 InstanceSettings(name=name, role=role, url=url, control=instance.control_address)
@@ -172,16 +193,30 @@ def make_plan(
                 ProcessSpec(
                     name=name,
                     role=role,
-                    argv=engine_argv(topology, group_name, port=seat.port, **shared),
-                    env=engine_env(topology, group_name, seat=seat, temp_dir=temp_dir, **shared),
+                    argv=engine_argv(topology, group_name, port=seat.port, **common),
+                    env=engine_env(
+                        topology,
+                        group_name,
+                        seat=seat,
+                        temp_dir=temp_dir,
+                        has_compiler=machine.has_compiler,
+                        **common,
+                    ),
                     url=url,
                     ports=ports,
                     devices=seat.devices,
                     cores=seat.cores,
                     shm_name=instance.pool,
+                    after=after.get(name, ()),
                 )
             )
-    warnings = [*placement.warnings, *_hardware_warnings(topology, traits, seats, hardware)]
+    warnings = [*placement.warnings, *sharing_warnings(shared)]
+    if not machine.has_shares and any(getattr(topology.instances, name).share for name in ROLES):
+        warnings.append(
+            "share has no effect: the service that keeps instances to it does not run here, and "
+            "the launcher never starts it (docs/configuration.md says how)"
+        )
+    warnings += _hardware_warnings(topology, traits, devices, hardware)
     warnings += core_warnings(
         {spec.name: (spec.cores, _threads(spec)) for spec in specs},
         quota_cores=machine.quota_cores,
@@ -195,6 +230,7 @@ def make_plan(
         url=f"{_base_url(topology.router.host, topology.router.port, tls=_has_tls(topology))}/v1",
         processes=tuple(specs),
         warnings=tuple(warnings),
+        shared=shared,
         hardware=fit(hardware) if hardware else None,
     )
 
@@ -218,13 +254,12 @@ def _check_queue(topology: Topology) -> None:
 def _hardware_warnings(
     topology: Topology,
     traits: PlatformTraits,
-    seats: Mapping[str, Sequence[Seat]],
+    devices: Mapping[str, Sequence[Sequence[str]]],
     hardware: Hardware | None,
 ) -> list[str]:
     if hardware is None:
         return []
     profile = hardware.profile
-    devices = {name: [seat.devices for seat in group] for name, group in seats.items()}
     found = memory_warnings(topology, traits, devices, profile.usable_memory_bytes)
     avoid = profile.ports_to_avoid
     if topology.router.port in avoid:

@@ -106,7 +106,7 @@ def place_instances(
         ]
         for name, instances in by_device.devices.items()
     }
-    return Seating(seats=seats, warnings=by_device.warnings)
+    return Seating(seats=seats, warnings=())
 
 
 def _others(everyone: Sequence[str], own: Sequence[str]) -> tuple[str, ...]:

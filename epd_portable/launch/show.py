@@ -8,14 +8,19 @@ from collections.abc import Sequence
 from epd_portable.launch.check import Finding
 from epd_portable.launch.fit import HardwareFit
 from epd_portable.launch.plan import Plan, ProcessSpec
+from epd_portable.launch.sharing import SharedDevice
 
 
 def plan_table(plan: Plan) -> str:
     """Return one line a process, then each process's command and environment."""
-    rows = [("process", "role", "runs on", "ports")]
-    rows += [(spec.name, spec.role, _place(spec), _ports(spec)) for spec in plan.processes]
+    rows = [("process", "role", "runs on", "ports", "starts")]
+    rows += [
+        (spec.name, spec.role, _place(spec), _ports(spec), _start(spec)) for spec in plan.processes
+    ]
     lines = [f"platform {plan.platform}, model {plan.model}, clients use {plan.url}", ""]
     lines += _columns(rows)
+    for device in plan.shared:
+        lines += ["", *_shared(device)]
     if plan.hardware:
         lines += ["", *_hardware(plan.hardware)]
     for spec in plan.processes:
@@ -43,6 +48,28 @@ def _hardware(hardware: HardwareFit) -> list[str]:
         f"planned for {hardware.profile}: {hardware.device}",
         f"an item of {hardware.item_bytes >> 20} MiB takes at least {each}; tcp adds its sockets "
         "to the time of shm",
+    ]
+
+
+def _start(spec: ProcessSpec) -> str:
+    return f"after {', '.join(spec.after)}" if spec.after else "at once"
+
+
+def _shared(shared: SharedDevice) -> list[str]:
+    rows = []
+    for tenant in shared.tenants:
+        cache = "no KV cache"
+        if tenant.kv_cache_bytes is not None:
+            cache = f"{tenant.kv_cache_bytes} bytes of KV cache"
+        elif tenant.measures:
+            cache = "the KV cache takes what is left of it"
+        compute = "takes turns" if tenant.share is None else f"{tenant.share}% of its compute"
+        memory = f"{tenant.utilization:.0%} of its memory"
+        rows.append((f"  {tenant.name}", memory, cache, compute))
+    return [
+        f"device {shared.device} is shared; engines measure its memory while they start, so they "
+        "start one after the other:",
+        *_columns(rows),
     ]
 
 

@@ -81,7 +81,9 @@ class Supervisor:
         self._say = _whatever_happens(say)
         self._specs = {spec.name: spec for spec in plan.processes}
         self._children: dict[str, Child] = {}
-        self._lifecycle = Lifecycle(self._specs, launch)
+        self._lifecycle = Lifecycle(
+            self._specs, launch, {name: spec.after for name, spec in self._specs.items()}
+        )
         self._probes: Probes[Child] = Probes()
         self._stop_requests = 0
         self._hangups = 0
@@ -307,10 +309,13 @@ class Supervisor:
 
     def _stages(self) -> dict[str, str]:
         pending = self._lifecycle.pending()
-        return {
+        stages = {
             name: latest_stage(child.output()) if name in pending else "ready"
             for name, child in self._children.items()
         }
+        for name, others in self._lifecycle.waiting().items():
+            stages[name] = f"waits for {' and '.join(others)} on its device"
+        return stages
 
     def _census(self) -> str:
         counts = Counter(spec.role for spec in self._plan.processes if spec.role != "router")

@@ -80,6 +80,14 @@ class AcceleratorPlatform(Platform):
         """Make the backend that moves device tensors."""
 
     @abstractmethod
+    def _end_work(self, work: Any) -> None:
+        """Let go of work of that backend which is completed.
+
+        Raises:
+            RuntimeError: It failed.
+        """
+
+    @abstractmethod
     def _register_host(self, address: int, nbytes: int) -> None:
         """Page-lock a range; :meth:`pin_host` has checked it."""
 
@@ -262,6 +270,7 @@ class AcceleratorPlatform(Platform):
             device_side=DeviceSide(
                 make_backend=self._data_backend,
                 use_device=lambda: self._runtime.set_device(device),
+                end_work=self._end_work,
                 on_failure=self._group_failed,
                 turns=self._turns,
             ),
@@ -279,8 +288,8 @@ class AcceleratorPlatform(Platform):
 
     def _uuid(self, index: int) -> str:
         """Return the name of the physical device; empty where the runtime does not tell."""
-        with self._runtime.device(index):
-            return str(getattr(self._runtime.get_device_properties(index), "uuid", ""))
+        # Not as the current device: that would make a context there, of half a gigabyte on CUDA.
+        return str(getattr(self._runtime.get_device_properties(index), "uuid", ""))
 
 
 @contextmanager

@@ -45,6 +45,9 @@ MakeDataBackend = Callable[[Store, int, int], DataBackend]
 UseDevice = Callable[[], None]
 """Makes the group's device the calling thread's current one."""
 
+EndWork = Callable[[Any], None]
+"""Lets a piece of work go that says it is completed; raises ``RuntimeError`` if it failed."""
+
 
 class DeviceLink:
     """Moves tensors between this rank and one other."""
@@ -55,6 +58,7 @@ class DeviceLink:
         *,
         upper: bool,
         use_device: UseDevice,
+        end_work: EndWork,
         on_failure: Callable[[], None],
     ) -> None:
         """Take over a backend of two ranks.
@@ -63,11 +67,14 @@ class DeviceLink:
             backend: Of its two ranks, this one is rank ``upper``; nobody else keeps it.
             upper: Whether this is the higher of the two ranks.
             use_device: Called in every thread that talks to the backend.
+            end_work: Called with work that is completed: libraries tell of failures in ways of
+                their own.
             on_failure: Called when work on the device failed, or was late.
         """
         self._backend: DataBackend | None = backend
         self._rank = int(upper)
         self._use_device = use_device
+        self._end_work = end_work
         self._on_failure = on_failure
 
     def connect(self, device: torch.device, deadline: Deadline) -> None:
@@ -137,11 +144,10 @@ class DeviceLink:
         work = backend.broadcast([tensor], options)
         try:
             self._await(work, deadline)
+            self._end_work(work)
         except RuntimeError:
             self._on_failure()
             raise
-        # Complete already; the call lets go of the tensor, which the backend keeps until then.
-        work.wait()
 
     def _await(self, work: Any, deadline: Deadline) -> None:
         while not work.is_completed():
@@ -150,8 +156,6 @@ class DeviceLink:
             if deadline.passed():
                 raise RuntimeError("device work was not complete at the deadline")
             time.sleep(_WORK_POLL_S)
-        if not work.is_success():
-            raise RuntimeError("the device backend says that the work failed")
 
 
 def _release(held: list[DataBackend]) -> None:

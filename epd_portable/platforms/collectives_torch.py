@@ -30,7 +30,12 @@ from epd_portable.errors import (
     TransportTimeoutError,
 )
 from epd_portable.platforms.collectives import Rendezvous
-from epd_portable.platforms.collectives_device import DeviceLink, MakeDataBackend, UseDevice
+from epd_portable.platforms.collectives_device import (
+    DeviceLink,
+    EndWork,
+    MakeDataBackend,
+    UseDevice,
+)
 from epd_portable.platforms.collectives_turns import Turns
 from epd_portable.platforms.handshake import (
     WORD_LENGTH,
@@ -53,6 +58,7 @@ class DeviceSide:
     Attributes:
         make_backend: Makes a backend of two ranks.
         use_device: Makes the group's device the calling thread's current one.
+        end_work: Lets completed work go, and says whether it failed.
         on_failure: Called when work of a group failed on the device, or was late.
         turns: Taken to make a backend and its communicator; ``None`` where a process can make any
             number at once.
@@ -60,6 +66,7 @@ class DeviceSide:
 
     make_backend: MakeDataBackend
     use_device: UseDevice
+    end_work: EndWork
     on_failure: Callable[[], None]
     turns: Turns | None = None
 
@@ -188,6 +195,7 @@ class TorchCollectiveGroup(HandshakeGroup):
             backend,
             upper=is_upper,
             use_device=device_side.use_device,
+            end_work=device_side.end_work,
             on_failure=device_side.on_failure,
         )
         del backend

@@ -5,6 +5,7 @@ Written from the documentation of torch and of the CUDA runtime; not run on hard
 
 from __future__ import annotations
 
+import ctypes
 import os
 from datetime import timedelta
 from typing import Any
@@ -20,7 +21,12 @@ from epd_portable.platforms.collectives_device import DataBackend
 from epd_portable.platforms.traits import TRAITS
 
 _HOST_REGISTER_PORTABLE = 1
+_EXPANDABLE_SEGMENT = b"e"
+"""Second byte of torch's handle of memory that was mapped piece by piece (torch 2.11 to 2.13)."""
 _NEVER = timedelta(days=365)
+# Each channel of a communicator is a block of threads on the device, and buffers of 4 MiB and more
+# beside the engine's memory; NCCL takes up to 32 by itself. Few move an item fast enough.
+_NCCL_CHANNELS = 4
 
 
 class CudaPlatform(AcceleratorPlatform):
@@ -61,6 +67,7 @@ class CudaPlatform(AcceleratorPlatform):
         """Register the range for all contexts of this process."""
         code = _cudart().cudaHostRegister(address, nbytes, _HOST_REGISTER_PORTABLE)
         if int(code) != 0:
+            _clear_error()
             raise PlatformError(
                 f"cudaHostRegister refused {nbytes} bytes at {address:#x} with error {int(code)}; "
                 "the limit of locked memory (ulimit -l) may be too low"
@@ -69,10 +76,27 @@ class CudaPlatform(AcceleratorPlatform):
     def _unregister_host(self, address: int) -> None:
         code = _cudart().cudaHostUnregister(address)
         if int(code) != 0:
+            _clear_error()
             raise PlatformError(f"cudaHostUnregister refused {address:#x} with error {int(code)}")
 
     def _release_counter(self, ref_counter: bytes, offset: int) -> None:
         torch.UntypedStorage._release_ipc_counter_cuda(ref_counter, offset)
+
+    def share_tensor(self, tensor: torch.Tensor) -> ShareHandle:
+        """Export the tensor's storage.
+
+        Raises:
+            UnsupportedError: The allocator maps memory piece by piece. Openers would need the
+                right to take file descriptors from this process, which containers do not give.
+        """
+        handle = super().share_tensor(tensor)
+        if handle.memory[1:2] == _EXPANDABLE_SEGMENT:
+            raise UnsupportedError(
+                "device memory in expandable segments cannot be shared: remove "
+                "expandable_segments:True from PYTORCH_CUDA_ALLOC_CONF, or set transfer.path to "
+                "shm or tcp"
+            )
+        return handle
 
     def _index_to_open(self, handle: ShareHandle) -> int:
         index = self._visible_index(handle.device_uuid)
@@ -99,11 +123,28 @@ class CudaPlatform(AcceleratorPlatform):
         options = backend_cls.Options()
         # Deadlines are kept by the group; NCCL's own would end the process.
         options._timeout = _NEVER
+        options.config.max_ctas = _NCCL_CHANNELS
         with errors_spare_the_process("TORCH_NCCL_ASYNC_ERROR_HANDLING"):
             backend: DataBackend = backend_cls(store, rank, size, options)  # type: ignore[assignment]
         return backend
+
+    def _end_work(self, work: Any) -> None:
+        # NCCL's work is completed when it failed, too. It refuses to be asked which (torch 2.11 to
+        # 2.13); the wait, which does not block any more, raises what went wrong.
+        work.wait()
 
 
 def _cudart() -> Any:
     """Return the CUDA runtime, initialised."""
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def _clear_error() -> None:
+    """Forget the error of the last call in this thread, which has been told.
+
+    torch calls the runtime without clearing it (2.11 to 2.13), and would take it for that of the
+    kernel that is launched next.
+    """
+    major = str(torch.version.cuda).partition(".")[0]
+    # torch has loaded it, and another copy of the name is not loaded.
+    ctypes.CDLL(f"libcudart.so.{major}").cudaGetLastError()

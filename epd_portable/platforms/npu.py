@@ -180,6 +180,12 @@ class NpuPlatform(AcceleratorPlatform):
             backend: DataBackend = backend_cls(store, rank, size, options)
         return backend
 
+    def _end_work(self, work: Any) -> None:
+        if not work.is_success():
+            raise RuntimeError("HCCL says that the work failed")
+        # Complete already; the call lets go of the tensor, which HCCL keeps until then.
+        work.wait()
+
 
 def _keep(tensor: torch.Tensor) -> None:
     """Keep a peer's memory open for as long as the process lives.

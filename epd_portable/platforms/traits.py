@@ -25,6 +25,13 @@ class PlatformTraits:
             ``None`` leaves the choice to vLLM.
         pd_ranks_executor_cls: The same of a prefill+decode instance of several ranks.
         engine_plugins: Plug-ins of vLLM without which it does not know the platform.
+        compiler: Where the compiler is looked for that kernels are made with at run time: a name
+            on ``PATH`` or a file, with variables of the environment.
+        env_without_compiler: Names and values of what engines are told where there is none.
+        share_env: Variable that limits a process to a percentage of a device's compute; ``None``
+            where there is none.
+        share_service: Where the service without which it limits nothing can be seen: a file, with
+            variables of the environment.
         slot_alignment_bytes: Start of every slot in a receive pool is a multiple of this.
         slab_alignment_bytes: Start and size of device memory that is registered for remote access
             are multiples of this.
@@ -36,6 +43,8 @@ class PlatformTraits:
         encode_together_embeds: Items of so many embeddings together are encoded in one call; more
             is no faster in one call than in several, of which each output can leave at once.
             ``None`` where larger calls always pay.
+        one_rank_a_device: Whether the library of collectives refuses groups of which two ranks are
+            on one device.
         peers_must_be_visible: Whether a process opens the device memory of another only on a
             device that is visible to it as well.
     """
@@ -48,11 +57,16 @@ class PlatformTraits:
     single_rank_executor_cls: str | None
     pd_ranks_executor_cls: str | None
     engine_plugins: tuple[str, ...]
+    compiler: tuple[str, ...]
+    env_without_compiler: tuple[tuple[str, str], ...]
+    share_env: str | None
+    share_service: tuple[str, ...]
     slot_alignment_bytes: int
     slab_alignment_bytes: int
     needs_device_copy: bool
     foreign_pages_block: bool
     encode_together_embeds: int | None
+    one_rank_a_device: bool
     peers_must_be_visible: bool
 
 
@@ -65,11 +79,19 @@ _CUDA = PlatformTraits(
     single_rank_executor_cls=None,
     pd_ranks_executor_cls=None,
     engine_plugins=(),
+    compiler=("nvcc", "$CUDA_HOME/bin/nvcc", "/usr/local/cuda/bin/nvcc"),
+    # FlashInfer compiles its sampler, which is the default (vLLM 0.32); vLLM has another one.
+    env_without_compiler=(("VLLM_USE_FLASHINFER_SAMPLER", "0"),),
+    share_env="CUDA_MPS_ACTIVE_THREAD_PERCENTAGE",
+    # nvidia-cuda-mps-control listens there.
+    share_service=("$CUDA_MPS_PIPE_DIRECTORY/control", "/tmp/nvidia-mps/control"),
     slot_alignment_bytes=512,
     slab_alignment_bytes=512,
     needs_device_copy=True,
     foreign_pages_block=False,
     encode_together_embeds=None,
+    # NCCL: "Duplicate GPU detected".
+    one_rank_a_device=True,
     # cudaIpcOpenMemHandle takes an ordinal of the opener for the device that owns the memory.
     peers_must_be_visible=True,
 )
@@ -82,6 +104,10 @@ _NPU = PlatformTraits(
     single_rank_executor_cls=None,
     pd_ranks_executor_cls=None,
     engine_plugins=("ascend", "ascend_model", "ascend_model_loader"),
+    compiler=(),
+    env_without_compiler=(),
+    share_env=None,
+    share_service=(),
     # aclrtMemcpyAsync demands 64 at both ends; 512 keeps slots apart for the copy engine.
     slot_alignment_bytes=512,
     # HCCS reaches registered memory in pages of 2 MiB.
@@ -90,6 +116,7 @@ _NPU = PlatformTraits(
     # torch_npu (2.13) takes for page-locked only what it allocated itself.
     foreign_pages_block=True,
     encode_together_embeds=None,
+    one_rank_a_device=False,
     # Shared memory is opened by its key alone.
     peers_must_be_visible=False,
 )
@@ -105,6 +132,10 @@ _CPU = PlatformTraits(
     # Workers of vLLM's own poll while a request waits, on cores that the encoder needs.
     pd_ranks_executor_cls="epd_portable.vllm_plugin.executor.EPDExecutor",
     engine_plugins=(),
+    compiler=(),
+    env_without_compiler=(),
+    share_env=None,
+    share_service=(),
     slot_alignment_bytes=64,
     slab_alignment_bytes=64,
     needs_device_copy=False,
@@ -112,6 +143,7 @@ _CPU = PlatformTraits(
     # Measured with four pictures on two cores: one by one they take 1.5 to 1.8 times as long at 16
     # embeddings each, and 0.2 to 1.0 times at 64 to 576.
     encode_together_embeds=64,
+    one_rank_a_device=False,
     peers_must_be_visible=False,
 )
 

@@ -22,7 +22,7 @@ from epd_portable.media.limits import (
     check_request,
 )
 from epd_portable.router import media
-from epd_portable.router.cut_text import Bytes, CutText, Segments, decode, opens
+from epd_portable.router.cut_text import Bytes, CutText, Data, Segments, decode, opens
 from epd_portable.router.media import MediaItem, MediaReader
 from epd_portable.wire.params import EncodedItem, EncodeParams, EncodeTransfer, PrefillParams
 
@@ -133,6 +133,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         method: Of HTTP.
         path: Of the endpoint, at the router and at the instance.
+        query: As the client sent it.
         cut: The client's body.
         changed: Whether it goes on as `fields`, rather than as it came.
         fields: Of the body's top level, rewritten.
@@ -145,6 +146,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 
     method: str = "POST"
     path: str
+    query: str = ""
     cut: CutText
     changed: bool = False
     fields: Mapping[str, object] = {}
@@ -155,7 +157,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     takes_metadata: bool = False
 
     @classmethod
-    def untouched(cls, method: str, path: str, data: bytes | bytearray) -> Call:
+    def untouched(cls, method: str, path: str, data: Data) -> Call:
         """Return a call whose body nobody looks at."""
         return cls(method=method, path=path, cut=CutText(data, whole=True))
 
@@ -218,7 +220,7 @@ def size(segments: Segments) -> int:
     return sum(map(len, segments))
 
 
-def read_call(path: str, data: bytes | bytearray, rules: Rules) -> Call:
+def read_call(path: str, data: Data, rules: Rules) -> Call:
     """Read the body of a request.
 
     Of bodies for which there is no reader, only what could harm others is looked at.
@@ -386,7 +388,7 @@ def _check_media_are_taken(reader: MediaReader, rules: Rules) -> None:
 
 
 def _read_object(
-    path: str, data: bytes | bytearray, rules: Rules
+    path: str, data: Data, rules: Rules
 ) -> tuple[CutText, dict[str, msgspec.Raw], bool]:
     """Return the cut text, its checked top level, and whether something was dropped from it."""
     cut = CutText(data)

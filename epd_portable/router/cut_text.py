@@ -18,6 +18,7 @@ import msgspec
 
 from epd_portable.errors import RequestError
 
+Data = bytes | bytearray | mmap.mmap
 Bytes = bytes | memoryview
 Segments = Sequence[Bytes]
 """A body in pieces, in order; views are of what the client sent."""
@@ -56,12 +57,12 @@ class CutText:
 
     __slots__ = ("_data", "_mark", "_runs", "_view", "small")
 
-    def __init__(self, data: bytes | bytearray, *, whole: bool = False) -> None:
+    def __init__(self, data: Data, *, whole: bool = False) -> None:
         self._data = data
         self._view = memoryview(data)
         self._mark = b""
         self._runs = [] if whole or len(data) < LONG_BYTES else _long_runs(data)
-        self.small: bytes | bytearray = data
+        self.small: Data = data
         if self._runs:
             # In no text by chance, and in none on purpose: it is made after the text has come.
             self._mark = secrets.token_hex(8).encode()
@@ -103,7 +104,7 @@ class CutText:
         for place in range(0, len(self.small), _COUNT_BYTES):
             if place > 0:
                 time.sleep(_PAUSE_S)
-            found += self.small.count(what, place, place + _COUNT_BYTES)
+            found += self.small[place : place + _COUNT_BYTES].count(what)
         return found
 
     def restored(self, name: str) -> str:
@@ -156,7 +157,7 @@ def opens(raw: msgspec.Raw, bracket: bytes) -> bool:
     return bytes(memoryview(raw)[:1]) == bracket
 
 
-def _long_runs(data: bytes | bytearray) -> list[tuple[int, int]]:
+def _long_runs(data: Data) -> list[tuple[int, int]]:
     """Return where long stretches without a quote begin and end, each within one string.
 
     A stretch ends at any quote, an escaped one too. One that is left out costs time, not
@@ -186,7 +187,7 @@ def _long_runs(data: bytes | bytearray) -> list[tuple[int, int]]:
     return runs
 
 
-def _find(data: bytes | bytearray, what: bytes, start: int, stop: int) -> int:
+def _find(data: Data, what: bytes, start: int, stop: int) -> int:
     """Do as ``data.find`` does for one byte, in steps."""
     for place in range(start, stop, _STEP_BYTES):
         if place > start:

@@ -25,7 +25,8 @@ from epd_portable.router.ladder import Point, RetryBudget, Trouble, descend
 from epd_portable.router.media import MediaItem
 from epd_portable.router.metrics import ItemFate, Metrics, Rung
 from epd_portable.router.settings import RouterSettings
-from epd_portable.router.upstream import Fault, Upstream, UpstreamError
+from epd_portable.router.upstream import Upstream
+from epd_portable.router.upstream_connection import Fault, UpstreamError
 from epd_portable.wire.params import EncodedItem, EncodeOutcome, EncodeTransfer, ExpectedTransfer
 
 logger = logging.getLogger(__name__)

@@ -15,9 +15,14 @@ from epd_portable.router.instances import Instance
 from epd_portable.router.media import MediaItem
 
 Reason = Literal["idle", "queue"]
-"""Why an item is encoded by the PD instance by choice. ``idle``: it computes for nobody, and has
-encoded the item before encoders would have. ``queue``: it does compute, but encoders would need
-`router.elastic_threshold` times as long."""
+"""Why an item is encoded by the PD instance by choice.
+
+``idle``: it computes for nobody, and encoders would need `IDLE_THRESHOLD` times as long. ``queue``:
+it does compute, but they would need ``router.elastic_threshold`` times as long.
+"""
+
+IDLE_THRESHOLD = 2.0
+"""A text that comes while an idle instance encodes waits for that: it must be worth something."""
 
 _NEW = 0.2
 """Weight of the latest time in the average."""
@@ -67,7 +72,7 @@ def sooner_here(
             requests meanwhile.
     """
     reason: Reason = "queue" if pd.computes_for else "idle"
-    factor = threshold if pd.computes_for else 1.0
+    factor = threshold if pd.computes_for else min(threshold, IDLE_THRESHOLD)
     end_s = {encoder: encoder.owed_s for encoder in encoders}
     for item, encoder in zip(items, encoders, strict=True):
         end_s[encoder] += times.of(item)

@@ -36,7 +36,8 @@ from epd_portable.router.media import MediaItem
 from epd_portable.router.metrics import Metrics, Rung
 from epd_portable.router.replies import JSON, Reply, unavailable
 from epd_portable.router.settings import RouterSettings
-from epd_portable.router.upstream import Fault, InstanceAnswer, Upstream, UpstreamError
+from epd_portable.router.upstream import Upstream
+from epd_portable.router.upstream_connection import Fault, InstanceAnswer, UpstreamError
 from epd_portable.wire.messages import NackCode
 from epd_portable.wire.params import EncodedItem, PrefillOutcome, PrefillParams
 
@@ -49,11 +50,14 @@ JOB_GRACE_S = 2.0
 """Encode jobs may still be answered for this long after the PD instance has finished."""
 ANSWER_HEADERS = ("content-type", "retry-after", "endpoint-load-metrics")
 """Headers of an instance's answer that clients get."""
+EVENTS = "text/event-stream"
+"""Content type of answers that come event by event."""
 _ERROR_EVENT = b'data: {"error"'
 _OUTCOME = b'"ec_transfer_params"'
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 _MAX_HELD_BYTES = 1 << 20
-"""The longest part of an event that is held back until the rest of it is there."""
+"""The longest part of an event that is held back until the rest of it is there, and of another
+answer."""
 
 
 class Outgoing(Protocol):
@@ -67,16 +71,19 @@ class Outgoing(Protocol):
     begun: bool
     gone: bool
 
-    async def whole(self, reply: Reply) -> None:
+    def whole(self, reply: Reply) -> None:
         """Send a whole answer."""
 
-    async def begin(self, status: int, headers: Mapping[str, str]) -> None:
+    def begin(self, status: int, headers: Mapping[str, str]) -> None:
         """Send status and headers of an answer that comes in pieces."""
 
-    async def piece(self, data: bytes) -> None:
-        """Send a piece; returns when the client takes more."""
+    def write(self, data: bytes) -> bool:
+        """Send a piece; tell whether the client takes more at once."""
 
-    async def end(self) -> None:
+    async def writable(self) -> None:
+        """Return when the client takes more."""
+
+    def end(self) -> None:
         """Send the end."""
 
 
@@ -409,7 +416,7 @@ class Exchange:
         try:
             return await self._upstream.request(
                 call.method,
-                pd.url + call.path,
+                f"{pd.url}{call.path}?{call.query}" if call.query else pd.url + call.path,
                 body=body,
                 headers=headers,
                 connect_s=self._settings.connect_timeout_s,
@@ -433,22 +440,31 @@ class Exchange:
         pd = one.pd
         given = answer.headers
         headers = {name: given[name] for name in ANSWER_HEADERS if name in given}
+        succeeded = answer.status < 400
         try:
-            if answer.status < 400 and headers.get("content-type", "").startswith(
-                "text/event-stream"
-            ):
+            if succeeded and headers.get("content-type", "").startswith(EVENTS):
                 first = await _first_event(answer)
-                failure = _failed_stream(first)
-                if failure is None:
-                    one.begin()
-                    pd.answered()
-                    await out.begin(answer.status, headers)
-                    await _relay_events(first, answer, out)
-                    await out.end()
+                reply = _failed_stream(first)
+                if reply is None:
+                    _begin(one, answer.status, headers, out)
+                    events = _WholeEvents(out)
+                    if first and not events.take(first):
+                        await out.writable()
+                    await answer.pass_on(events.take, out.writable)
+                    events.end()
                     return answer.status
-                reply = failure
             else:
-                reply = Reply(answer.status, headers, await answer.read())
+                body = await answer.read(_MAX_HELD_BYTES if succeeded and not call.items else None)
+                if not answer.over:
+                    if "content-length" in given:
+                        headers["content-length"] = given["content-length"]
+                    _begin(one, answer.status, headers, out)
+                    if not out.write(body):
+                        await out.writable()
+                    await answer.pass_on(out.write, out.writable)
+                    out.end()
+                    return answer.status
+                reply = Reply(answer.status, headers, body)
         except UpstreamError as error:
             raise _failed(pd, error, Point.ANSWERING) from error
         one.begin()
@@ -462,7 +478,7 @@ class Exchange:
                 reply,
             )
         pd.answered()
-        await out.whole(self.without_outcome(reply) if call.items else reply)
+        out.whole(self.without_outcome(reply) if call.items else reply)
         return reply.status
 
     async def explain(self, one: Attempt) -> None:
@@ -524,7 +540,7 @@ class Exchange:
         """
         if rung == "passed_on":
             assert failed.reply is not None
-            await out.whole(failed.reply)
+            out.whole(failed.reply)
         elif rung == "broken_off":
             message = f"{failed}: the answer is incomplete; send the request again"
             raise RequestError(message, status=502, code="instance_lost")
@@ -582,25 +598,35 @@ async def _first_event(answer: InstanceAnswer) -> bytes:
     return first
 
 
-async def _relay_events(data: bytes, answer: InstanceAnswer, out: Outgoing) -> None:
-    """Pass whole events on as they come: what ends within one is none to the client.
+def _begin(one: Attempt, status: int, headers: Mapping[str, str], out: Outgoing) -> None:
+    """Begin an answer that is passed on as it comes."""
+    one.begin()
+    one.pd.answered()
+    out.begin(status, headers)
 
-    Raises:
-        UpstreamError: The stream ended too early.
-    """
-    held = b""
-    while data:
-        if held:
-            data = held + data
-            held = b""
+
+class _WholeEvents:
+    """Passes whole events on as they come: what ends within one is none to the client."""
+
+    def __init__(self, out: Outgoing) -> None:
+        self._out = out
+        self._held = b""
+
+    def take(self, data: bytes) -> bool:
+        """Take a piece of the stream; tell whether the client takes more at once."""
+        if self._held:
+            data = self._held + data
+            self._held = b""
         if not data.endswith(_EVENT_ENDS) and len(data) < _MAX_HELD_BYTES:
             end = _whole_events(data)
-            data, held = data[:end], data[end:]
-        if data:
-            await out.piece(data)
-        data = await answer.piece()
-    if held:
-        await out.piece(held)
+            data, self._held = data[:end], data[end:]
+        return not data or self._out.write(data)
+
+    def end(self) -> None:
+        """Send what is left, and the end."""
+        if self._held:
+            self._out.write(self._held)
+        self._out.end()
 
 
 def _whole_events(data: bytes) -> int:

@@ -1,14 +1,15 @@
-"""Request bodies from the socket, with limits that hold while they are read."""
+"""Requests as a server takes them in, and limits of their bodies that hold while they are read."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Protocol
 
 import anyio
-from starlette.types import Receive
 
 from epd_portable.errors import EPDError, RequestError
+from epd_portable.router.cut_text import Data
 from epd_portable.router.replies import RETRY_AFTER_S
 from epd_portable.router.tally import Tally
 
@@ -24,6 +25,56 @@ SMALL_BYTES = 64 * 1024
 
 class ClientGoneError(EPDError):
     """The client has closed its connection."""
+
+
+class IncomingRequest(Protocol):
+    """A request as a server took it in, and the way for its answer.
+
+    Attributes:
+        method: Of HTTP.
+        path: Without escapes.
+        query: As it was sent, without the question mark.
+        headers: Names in lower case; those whose values are not ASCII are left out.
+        port: At which it came.
+    """
+
+    method: str
+    path: str
+    query: str
+    headers: dict[str, str]
+    port: int
+
+    async def body(self, count: Callable[[int], None]) -> Data:
+        """Return the whole body.
+
+        Args:
+            count: Told how many bytes have come. What it raises ends the reading.
+
+        Raises:
+            ClientGoneError: The client is gone.
+        """
+
+    async def drop_body(self) -> None:
+        """Forget the body, and return when all of it has come.
+
+        Raises:
+            ClientGoneError: The client is gone.
+        """
+
+    def on_gone(self, callback: Callable[[], None]) -> None:
+        """Have a function called when the client goes away before its answer has ended."""
+
+    def begin(self, status: int, headers: Mapping[str, str]) -> None:
+        """Send status and headers; they may wait for what comes after them."""
+
+    def write(self, data: bytes) -> bool:
+        """Send a piece, at least a byte; tell whether the client takes more at once."""
+
+    async def writable(self) -> None:
+        """Return when the client takes more."""
+
+    def end(self) -> None:
+        """Send the end. A request that is left without it breaks off."""
 
 
 class Bodies:
@@ -112,50 +163,25 @@ class Body:
         self._bodies = bodies
         self.counted = 0
 
-    async def read(self, headers: Mapping[str, str], receive: Receive) -> bytes | bytearray:
+    async def read(self, request: IncomingRequest) -> Data:
         """Return the whole body.
-
-        Args:
-            headers: Of the request; names in lower case.
-            receive: Of the request.
 
         Raises:
             RequestError: 413 or 503; it is too large, or all are together.
             ClientGoneError: The client is gone.
         """
-        announced = headers.get("content-length", "")
-        if announced == "0" or (not announced and "transfer-encoding" not in headers):
+        announced = request.headers.get("content-length", "")
+        if announced == "0" or (not announced and "transfer-encoding" not in request.headers):
             return b""
-        more = True
         try:
             if announced.isdecimal():
                 self._bodies.check(int(announced))
-            data = bytearray()
-            while more:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientGoneError("while its request was read")
-                more = message.get("more_body", False)
-                data += message.get("body", b"")
-                self._bodies.count(self, len(data))
-            return data
+            return await request.body(self._count)
         except RequestError:
-            data = bytearray()
-            if more and headers.get("expect", "").lower() != "100-continue":
-                await drain(receive)
+            if request.headers.get("expect", "").lower() != "100-continue":
+                with anyio.move_on_after(DRAIN_TIMEOUT_S):
+                    await request.drop_body()
             raise
 
-
-async def drain(receive: Receive) -> None:
-    """Read and drop the rest of a body, for a limited time.
-
-    Raises:
-        ClientGoneError: The client is gone.
-    """
-    with anyio.move_on_after(DRAIN_TIMEOUT_S):
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ClientGoneError("while its request was dropped")
-            if not message.get("more_body", False):
-                return
+    def _count(self, nbytes: int) -> None:
+        self._bodies.count(self, nbytes)

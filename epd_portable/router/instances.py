@@ -26,7 +26,7 @@ from epd_portable.errors import EPDError
 from epd_portable.router.ring import Ring, hashes
 from epd_portable.router.settings import InstanceSettings, Role
 from epd_portable.router.tally import MAX_INSTANCES, ROWS, Tally
-from epd_portable.router.upstream import Fault
+from epd_portable.router.upstream_connection import Fault
 
 logger = logging.getLogger(__name__)
 

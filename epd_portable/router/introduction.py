@@ -35,7 +35,8 @@ from epd_portable.router.delivery import (
 )
 from epd_portable.router.instances import Fleet, Instance, WentDownError, while_up
 from epd_portable.router.settings import RouterSettings
-from epd_portable.router.upstream import Fault, Upstream, UpstreamError
+from epd_portable.router.upstream import Upstream
+from epd_portable.router.upstream_connection import Fault, UpstreamError
 from epd_portable.wire.params import (
     EncodedItem,
     EncodeTransfer,

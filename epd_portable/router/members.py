@@ -29,7 +29,8 @@ from epd_portable.router.metrics import Metrics
 from epd_portable.router.replies import Reply, json_reply
 from epd_portable.router.settings import InstanceSettings, RouterSettings
 from epd_portable.router.tally import MAX_INSTANCES
-from epd_portable.router.upstream import Fault, Upstream, UpstreamError
+from epd_portable.router.upstream import Upstream
+from epd_portable.router.upstream_connection import Fault, UpstreamError
 
 logger = logging.getLogger(__name__)
 _said = say_failure(logger, "watching an instance failed")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterable
 from typing import Literal
@@ -96,6 +97,8 @@ class Metrics:
         if folder:
             self._shown.register(_TogetherCollector(folder, instances))
         self._together = bool(folder)
+        # To find a metric by its labels costs as much as to count.
+        self._of_answers = functools.cache(self._find_those_of_answers)
         self.requests = Counter(
             "epd_router_requests", "Answered requests.", ("endpoint", "status"), registry=registry
         )
@@ -172,10 +175,20 @@ class Metrics:
         if gone:
             self.disconnects.labels(endpoint).inc()
             return
+        first_byte_s, response_s, requests = self._of_answers(endpoint, status)
         if first_at:
-            self.first_byte_s.labels(endpoint).observe(first_at - started)
-        self.response_s.labels(endpoint).observe(time.monotonic() - started)
-        self.requests.labels(endpoint, str(status)).inc()
+            first_byte_s.observe(first_at - started)
+        response_s.observe(time.monotonic() - started)
+        requests.inc()
+
+    def _find_those_of_answers(
+        self, endpoint: str, status: int
+    ) -> tuple[Histogram, Histogram, Counter]:
+        return (
+            self.first_byte_s.labels(endpoint),
+            self.response_s.labels(endpoint),
+            self.requests.labels(endpoint, str(status)),
+        )
 
     def item(self, fate: ItemFate) -> None:
         """Count one item."""

@@ -5,8 +5,8 @@ Envoy's protocol for external processors (`ext_proc`), which the endpoint picker
 inference extension speak. It reads the request, chooses as the router does, starts encode jobs,
 rewrites the request and names who gets it.
 
-To the router, Envoy is a server like any other: a `Consultation` is the ASGI side of one request,
-and the `Carrier` that takes it to an instance.
+To the router, Envoy is a server like any other: a `Consultation` is the `IncomingRequest` of a
+client, and the `Carrier` that takes it to an instance.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ import os
 import sys
 import tempfile
 import uuid
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
 import grpc.aio
 import uvloop
-from starlette.types import ASGIApp, Message
 
 from epd_portable import log
 from epd_portable.errors import ConfigError, EPDError, RequestError
@@ -36,13 +35,14 @@ from epd_portable.router.cut_text import Segments
 from epd_portable.router.delivery import Attempt
 from epd_portable.router.exchange import ANSWER_HEADERS, Outgoing, silent
 from epd_portable.router.ext_proc import ProcessingRequest, ProcessingResponse, header_mutation
+from epd_portable.router.incoming import ClientGoneError
 from epd_portable.router.instances import Instance
 from epd_portable.router.ladder import Failed, Point, Trouble
 from epd_portable.router.replies import Reply, error_reply
-from epd_portable.router.server import CARRIER, Router, with_cors
+from epd_portable.router.server import Router
 from epd_portable.router.serving import Stopping
 from epd_portable.router.settings import RouterSettings, load_settings
-from epd_portable.router.upstream import Fault
+from epd_portable.router.upstream_connection import Fault
 
 logger = logging.getLogger("epd_portable.router")
 _said = log.say_failure(logger, "a request failed")
@@ -64,13 +64,11 @@ class Picker:
 
     Args:
         router: Knows the instances, and what to do.
-        app: The router as an ASGI application, for clients' requests.
         endpoints: The instances as Envoy knows them.
     """
 
-    def __init__(self, router: Router, app: ASGIApp, endpoints: envoy.Endpoints) -> None:
+    def __init__(self, router: Router, endpoints: envoy.Endpoints) -> None:
         self.router = router
-        self.app = app
         self.endpoints = endpoints
         self.under_way: dict[str, Consultation] = {}
         """Consultations whose requests have been sent, by `PICKED`."""
@@ -111,7 +109,13 @@ class Consultation:
 
     Attributes:
         again: Envoy's stream about a second try.
+        method: See `IncomingRequest`, as the next ones.
     """
+
+    method: str
+    path: str
+    query: str
+    headers: dict[str, str]
 
     def __init__(
         self, picker: Picker, context: grpc.aio.ServicerContext[Any, Any], port: int
@@ -121,7 +125,7 @@ class Consultation:
         self._exchange = picker.router.exchange
         self._instances = picker.router.instances
         self._context = context
-        self._port = port
+        self.port = port
         self._key = uuid.uuid4().hex
         self._asked: Mapping[str, str] = {}
         self._whole_body = True
@@ -136,7 +140,11 @@ class Consultation:
         self._answer_ends = False
         self._carried = False
         self._whole_answer = False
-        self._start: Message = {}
+        self._status = 0
+        self._added: Mapping[str, str] = {}
+        self._written = b""
+        self._ended = False
+        self._gone: Callable[[], None] | None = None
         self._over = asyncio.Event()
         self._serving: asyncio.Task[None] | None = None
 
@@ -151,6 +159,9 @@ class Consultation:
             self._over.set()
             self._pieces.put_nowait((b"", False))
             self._answer_pieces.put_nowait((b"", True))
+            # The end of an answer is awaited by `carry`.
+            if self._gone is not None and not self._answer.done():
+                self._gone()
             self._picker.under_way.pop(self._key, None)
 
     async def _hear(self, message: Any) -> None:
@@ -192,63 +203,78 @@ class Consultation:
     def _begin(self, message: Any) -> None:
         self._asked = _headers(message)
         self._has_body = not message.end_of_stream
-        path, _, query = self._asked[":path"].partition("?")
-        headers = [
-            (name.encode("latin-1"), value.encode("latin-1"))
+        path, _, self.query = self._asked[":path"].partition("?")
+        self.method = self._asked[":method"]
+        self.path = unquote(path)
+        self.headers = {
+            name: value
             for name, value in self._asked.items()
-            if not name.startswith(":")
-        ]
+            if value.isascii() and not name.startswith(":")
+        }
         if self._has_body and "content-length" not in self._asked:
-            headers.append((b"transfer-encoding", b"chunked"))
+            self.headers["transfer-encoding"] = "chunked"
         if self._has_body and self._whole_body:
             # It is sent when it is asked for.
-            headers.append((b"expect", b"100-continue"))
-        scope = {
-            "type": "http",
-            "method": self._asked[":method"],
-            "path": unquote(path),
-            "query_string": query.encode("latin-1"),
-            "headers": headers,
-            "server": (self._picker.router.settings.host, self._port),
-            "extensions": {CARRIER: self},
-        }
-        self._serving = asyncio.create_task(
-            self._picker.app(scope, self._receive, self._send)  # type: ignore[arg-type]
-        )
+            self.headers["expect"] = "100-continue"
+        self._serving = asyncio.create_task(self._serve())
         self._serving.add_done_callback(_said)
+
+    async def _serve(self) -> None:
+        await self._picker.router.serve(self, carrier=self)
+        if self._status and not (self._carried and self._ended):
+            # Of an answer of which the client has a part, Envoy cuts it off.
+            await self._tell_client()
 
     # A server to the router.
 
-    async def _receive(self) -> Message:
-        if self._has_body:
-            if self._whole_body and not self._body_wanted:
-                self._body_wanted = True
-                response = ProcessingResponse()
-                response.request_headers.SetInParent()
-                await self._tell(response)
-            data, self._has_body = await self._pieces.get()
-            if not self._over.is_set():
-                return {"type": "http.request", "body": data, "more_body": self._has_body}
-        await self._over.wait()
-        if self._answer.done():
-            # The end of the answer, which `carry` awaits.
-            await asyncio.Event().wait()
-        return {"type": "http.disconnect"}
+    async def body(self, count: Callable[[int], None]) -> bytearray:
+        """Return the whole body; see `IncomingRequest`."""
+        if self._has_body and self._whole_body and not self._body_wanted:
+            self._body_wanted = True
+            response = ProcessingResponse()
+            response.request_headers.SetInParent()
+            await self._tell(response)
+        data = bytearray()
+        while self._has_body:
+            data += await self._piece()
+            count(len(data))
+        return data
 
-    async def _send(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self._start = message
-            if self._carried:
-                await self._pass_on()
-        elif not self._carried:
-            await self._tell_client(message.get("body", b""))
-        elif message.get("more_body"):
-            # The instance is lost, and the client has a part of the answer: Envoy cuts it off.
-            await self._tell_client(message["body"])
+    async def drop_body(self) -> None:
+        """Forget the body, and return when all of it has come; see `IncomingRequest`."""
+        while self._has_body:
+            await self._piece()
 
-    async def _tell_client(self, body: bytes) -> None:
-        headers = {name.decode(): value.decode("latin-1") for name, value in self._start["headers"]}
-        await self._tell(_immediate(self._start["status"], headers, body))
+    async def _piece(self) -> bytes:
+        data, self._has_body = await self._pieces.get()
+        if self._over.is_set():
+            raise ClientGoneError("while its request was read")
+        return data
+
+    def on_gone(self, callback: Callable[[], None]) -> None:
+        """Have a function called when the client goes away; see `IncomingRequest`."""
+        self._gone = callback
+        if self._over.is_set():
+            callback()
+
+    def begin(self, status: int, headers: Mapping[str, str]) -> None:
+        """Note status and headers; see `IncomingRequest`."""
+        self._status, self._added = status, headers
+
+    def write(self, data: bytes) -> bool:
+        """Note a piece: there is one of an answer of the router's own; see `IncomingRequest`."""
+        self._written += data
+        return True
+
+    async def writable(self) -> None:
+        """Return when the client takes more; see `IncomingRequest`."""
+
+    def end(self) -> None:
+        """Note the end; see `IncomingRequest`."""
+        self._ended = not self._written or not self._carried
+
+    async def _tell_client(self) -> None:
+        await self._tell(_immediate(self._status, self._added, self._written))
 
     async def _tell(self, response: Any) -> None:
         if self._over.is_set():
@@ -296,10 +322,11 @@ class Consultation:
             one.pd.answered()
         self._carried = True
         self._whole_answer = bool(call.items) and not call.stream and status < 400
-        await out.begin(status, {})
+        out.begin(status, {})
+        await self._pass_on()
         await self._pass_pieces()
         await self._over.wait()
-        await out.end()
+        out.end()
         return status
 
     async def _send_first(self, one: Attempt, body: Segments) -> None:
@@ -393,14 +420,13 @@ class Consultation:
 
     async def _pass_on(self) -> None:
         """Let the answer's headers go to the client, with those that the router adds."""
-        given = {name.decode(): value.decode("latin-1") for name, value in self._start["headers"]}
         removed = [
             name
             for name in self._answer.result()
             if name[0] != ":" and name not in KEPT_FROM_ANSWERS
         ]
         response = ProcessingResponse()
-        header_mutation(response.response_headers.response.header_mutation, given, removed)
+        header_mutation(response.response_headers.response.header_mutation, self._added, removed)
         if self._whole_answer and not self._answer_streams and not self._answer_ends:
             response.mode_override.response_body_mode = ext_proc.BUFFERED
         await self._tell(response)
@@ -465,7 +491,7 @@ async def serve(settings: RouterSettings, folder: Path, *, listen: str, threads:
     """
     router = Router(settings)
     endpoints = envoy.Endpoints(folder / "endpoints.json", router.instances)
-    picker = Picker(router, with_cors(router), endpoints)
+    picker = Picker(router, endpoints)
     where = listen or f"unix:{folder / 'picker.sock'}"
     config = folder / "envoy.json"
     written = envoy.bootstrap(settings, endpoints=folder / "endpoints.json", picker=where)

@@ -1,18 +1,17 @@
-"""The router as an ASGI application: what it serves where, takes in and lets out, and its stop."""
+"""The router: what it serves where, takes in and lets out, and its stop."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import re
 import time
-import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import anyio
-from starlette.middleware.cors import CORSMiddleware
-from starlette.types import ASGIApp, Receive, Scope, Send
+import msgspec
 
 from epd_portable.config.secret import INSTANCE_TOKEN_HEADER, Secret
 from epd_portable.connector.curve import CurveKeys
@@ -29,8 +28,10 @@ from epd_portable.router.body import (
     read_call,
 )
 from epd_portable.router.control import ControlChannels
-from epd_portable.router.exchange import Carrier, Exchange
-from epd_portable.router.incoming import Bodies, Body, ClientGoneError
+from epd_portable.router.cors import Cors
+from epd_portable.router.cut_text import Data
+from epd_portable.router.exchange import EVENTS, Carrier, Exchange
+from epd_portable.router.incoming import Bodies, Body, ClientGoneError, IncomingRequest
 from epd_portable.router.instances import Fleet
 from epd_portable.router.introduction import Introducer
 from epd_portable.router.members import MAX_BODY_BYTES, MemberList, Members
@@ -129,8 +130,6 @@ NOT_SERVED: Mapping[str, str] = {
 }
 """Paths of vLLM that are refused on purpose, and why; one with a final slash stands for all below
 it."""
-CARRIER = "epd.carrier"
-"""ASGI extension: a server that takes requests to PD instances and answers to clients itself."""
 OTHER = "other"
 """Label of all paths that are not served."""
 
@@ -152,7 +151,7 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 class Router:
-    """Everything that lives as long as the server; an ASGI application.
+    """Everything that lives as long as the server.
 
     Args:
         settings: Of the router.
@@ -183,7 +182,7 @@ class Router:
         self.in_flight: set[_Client] = set()
         secret = Secret.read(settings.secret_file)
         self._keys = ApiKeys(settings.api_keys_file) if settings.api_keys_file else None
-        self._passed_on = frozenset(PASSED_ON[1:] if self._keys else PASSED_ON)
+        self._passed_on = PASSED_ON[1:] if self._keys else PASSED_ON
         self.upstream = Upstream({INSTANCE_TOKEN_HEADER: secret.instance_token()})
         self.instances = Fleet() if instances is None else instances
         self.metrics = Metrics(lambda: self.instances.all, metrics_folder)
@@ -211,6 +210,7 @@ class Router:
             limits=MediaLimits.among(settings),
             pd_takes_media=settings.local_encode,
         )
+        self._cors = Cors(settings.cors_origins)
         self._sweeping: asyncio.Task[None] | None = None
 
     def _own_members(self, secret: Secret) -> MemberList:
@@ -218,31 +218,23 @@ class Router:
         introducer = Introducer(*together, secret)
         return Members(*together, self.metrics, introducer.introduce, secret)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request, or live from start to stop."""
-        if scope["type"] == "lifespan":
-            await self._live(receive, send)
-            return
-        assert scope["type"] == "http"
-        client = _Client(scope, receive, send, self._passed_on)
-        path: str = scope["path"]
-        if path in WITH_MEDIA or path in TO_ANY_INSTANCE:
+    async def serve(self, request: IncomingRequest, carrier: Carrier | None = None) -> None:
+        """Answer one request.
+
+        Args:
+            request: Of a client.
+            carrier: Takes it to a PD instance and the answer to the client, if the server that took
+                it in does that itself.
+        """
+        client = _Client(request, carrier, self._passed_on, self._cors.headers(request.headers))
+        path = request.path
+        preflight = self._cors.preflight(request.method, request.headers)
+        if preflight is not None:
+            client.whole(preflight)
+        elif path in WITH_MEDIA or path in TO_ANY_INSTANCE:
             await self._generate(path, client)
         else:
             await self._answer_itself(path, client)
-
-    async def _live(self, receive: Receive, send: Send) -> None:
-        await receive()
-        try:
-            await self.open()
-        except Exception as error:
-            logger.exception("the router cannot start")
-            await send({"type": "lifespan.startup.failed", "message": str(error)})
-            return
-        await send({"type": "lifespan.startup.complete"})
-        await receive()
-        await self.close()
-        await send({"type": "lifespan.shutdown.complete"})
 
     async def open(self) -> None:
         """Connect to the instances and watch them.
@@ -250,7 +242,6 @@ class Router:
         Raises:
             ConfigError: An address cannot be used.
         """
-        await self.upstream.open()
         self._sweeping = asyncio.create_task(self._sweep())
         await self.members.open()
 
@@ -280,7 +271,6 @@ class Router:
         metrics = self.metrics
         work = asyncio.current_task()
         assert work is not None
-        watch: asyncio.Task[None] | None = None
         metrics.in_flight.inc()
         self.in_flight.add(client)
         client.work = work
@@ -290,24 +280,22 @@ class Router:
                 call = await self._read(path, client, body)
                 client.reading_since = 0.0
                 started = time.monotonic()
-                watch = asyncio.create_task(client.watch())
+                client.request.on_gone(client.give_up)
                 await self.exchange.serve(call, client.for_instances, client, client.carrier)
         except RequestError as error:
-            await client.fail(error)
+            client.fail(error)
         except ClientGoneError:
             client.gone = True
         except asyncio.CancelledError:
             if client.overdue:
-                await client.whole(error_reply(self._too_slow()))
+                client.whole(error_reply(self._too_slow()))
             elif not client.gone:
                 # The server stops and waits no longer.
-                await client.fail(unavailable("the router is stopping"))
+                client.fail(unavailable("the router is stopping"))
         except Exception:
             logger.exception("request %s", client.request_id)
-            await client.fail(_internal(client.request_id))
+            client.fail(_internal(client.request_id))
         finally:
-            if watch is not None:
-                watch.cancel()
             self.in_flight.discard(client)
             metrics.in_flight.dec()
             metrics.answered(path, client.status, started, client.first_at, gone=client.gone)
@@ -327,7 +315,12 @@ class Router:
         if self.draining:
             client.last = True
             raise unavailable("the router is stopping")
-        data = await body.read(client.headers, client.receive)
+        data = await body.read(client.request)
+        call = await self._call(method, path, data, client)
+        query = client.request.query
+        return msgspec.structs.replace(call, query=query) if query else call
+
+    async def _call(self, method: str, path: str, data: Data, client: _Client) -> Call:
         if method == "GET" or path in NO_JSON:
             if given := client.headers.get("content-type"):
                 client.for_instances["content-type"] = given
@@ -346,7 +339,7 @@ class Router:
             reply = error_reply(error)
         except ClientGoneError:
             return
-        await client.whole(reply)
+        client.whole(reply)
         if client.method == "GET" and path in ("/health", "/ping", "/metrics"):
             return
         self.metrics.requests.labels(OTHER, str(reply.status)).inc()
@@ -385,7 +378,7 @@ class Router:
         try:
             with anyio.fail_after(self.settings.body_timeout_s):
                 with self._operators_bodies.holding() as body:
-                    return bytes(await body.read(client.headers, client.receive))
+                    return bytes(await body.read(client.request))
         except TimeoutError:
             raise self._too_slow() from None
 
@@ -406,7 +399,7 @@ class Router:
         return json_reply(answer, 200 if status == "ok" else 503)
 
     def _on_admin_port(self, client: _Client) -> bool:
-        return self.settings.admin_port is None or client.port == self.settings.admin_port
+        return self.settings.admin_port is None or client.request.port == self.settings.admin_port
 
     # Clients that send nothing, or take nothing.
 
@@ -442,10 +435,9 @@ class _Client:
     """One request of a client, and its answer.
 
     Attributes:
-        method: Of HTTP.
-        target: Path and query.
-        port: At which it came.
+        request: As the server took it in.
         carrier: Whose server took the request in, if that carries it on, too.
+        method: Of HTTP.
         headers: Names in lower case; those whose values are not ASCII are left out.
         request_id: The client's own or a new one.
         for_instances: Headers that instances get.
@@ -457,29 +449,24 @@ class _Client:
         work: The task that answers.
         reading_since: When its body was first waited for, 0 afterwards.
         last: No other request is taken on its connection.
-        sending_since: When the piece that the client does not take was sent, 0 if there is none.
+        sending_since: When the client took no more, 0 while it does.
     """
 
     def __init__(
-        self, scope: Scope, receive: Receive, send: Send, passed_on: frozenset[str]
+        self,
+        request: IncomingRequest,
+        carrier: Carrier | None,
+        passed_on: tuple[str, ...],
+        for_client: Mapping[str, str],
     ) -> None:
-        self.receive = receive
-        self._send = send
-        self.method: str = scope["method"]
-        self.port: int = scope["server"][1] if scope.get("server") else 0
-        self.carrier: Carrier | None = scope.get("extensions", {}).get(CARRIER)
-        query: bytes = scope.get("query_string", b"")
-        self.target: str = scope["path"] + (f"?{query.decode('latin-1')}" if query else "")
-        self.headers: dict[str, str] = {
-            name.decode("latin-1"): value.decode("ascii")
-            for name, value in scope["headers"]
-            if value.isascii()
-        }
-        given = self.headers.get("x-request-id", "")
-        self.request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-        self.for_instances = {
-            name: value for name, value in self.headers.items() if name in passed_on
-        }
+        self.request = request
+        self.carrier = carrier
+        self.method = request.method
+        self.headers = headers = request.headers
+        given = headers.get("x-request-id", "")
+        named = given and _REQUEST_ID.fullmatch(given)
+        self.request_id = given if named else f"{random.getrandbits(128):032x}"
+        self.for_instances = {name: headers[name] for name in passed_on if name in headers}
         self.for_instances["x-request-id"] = self.request_id
         self.begun = False
         self.status = 0
@@ -490,77 +477,65 @@ class _Client:
         self.work: asyncio.Task[Any]
         self.reading_since = time.monotonic()
         self.sending_since = 0.0
+        self._for_client = for_client
+        self._of_events = False
         self._within_event = False
 
-    async def watch(self) -> None:
-        """Cancel the work when the client goes away."""
-        while (await self.receive())["type"] != "http.disconnect":
-            pass
-        self.give_up()
+    @property
+    def target(self) -> str:
+        """Path and query."""
+        query = self.request.query
+        return f"{self.request.path}?{query}" if query else self.request.path
 
     def give_up(self) -> None:
         """Treat the client as gone."""
         self.gone = True
         self.work.cancel()
 
-    async def whole(self, reply: Reply) -> None:
+    def whole(self, reply: Reply) -> None:
         """Send a whole answer."""
         if reply.status in (408, 413):
             # Part of the body may still be on its way: this connection serves no other request.
             self.last = True
-        headers = {**reply.headers, "content-length": str(len(reply.body))}
-        await self.begin(reply.status, headers)
-        body = b"" if self.method == "HEAD" else reply.body
-        await self._send({"type": "http.response.body", "body": body})
+        self.begin(reply.status, {**reply.headers, "content-length": str(len(reply.body))})
+        if reply.body and self.method != "HEAD":
+            self.request.write(reply.body)
+        self.request.end()
 
-    async def fail(self, error: RequestError) -> None:
-        """Send an error, within the answer if that has begun."""
+    def fail(self, error: RequestError) -> None:
+        """Send an error, within the answer if that has begun; one without events breaks off."""
         if not self.begun:
-            await self.whole(error_reply(error))
-            return
-        event = error_event(str(error), status=error.status, code=error.code)
-        await self.piece(b"\n\n" + event if self._within_event else event)
-        await self.end()
+            self.whole(error_reply(error))
+        elif self._of_events:
+            event = error_event(str(error), status=error.status, code=error.code)
+            self.write(b"\n\n" + event if self._within_event else event)
+            self.request.end()
 
-    async def begin(self, status: int, headers: Mapping[str, str]) -> None:
+    def begin(self, status: int, headers: Mapping[str, str]) -> None:
         """Send status and headers."""
-        # As bytes these are what an instance sent, whatever they mean.
-        listed = [
-            (name.encode(), value.encode("utf-8", "surrogateescape"))
-            for name, value in headers.items()
-        ]
         self.begun = True
         self.status = status
         self.first_at = time.monotonic()
-        listed.append((b"x-request-id", self.request_id.encode()))
+        self._of_events = headers.get("content-type", "").startswith(EVENTS)
+        given = {**headers, **self._for_client, "x-request-id": self.request_id}
         if self.last:
-            listed.append((b"connection", b"close"))
-        await self._send({"type": "http.response.start", "status": status, "headers": listed})
+            given["connection"] = "close"
+        self.request.begin(status, given)
 
-    async def piece(self, data: bytes) -> None:
-        """Send a piece; returns when the client takes more."""
+    def write(self, data: bytes) -> bool:
+        """Send a piece; tell whether the client takes more at once."""
         self._within_event = not data.endswith((b"\n\n", b"\r\n\r\n"))
+        return self.request.write(data)
+
+    async def writable(self) -> None:
+        """Return when the client takes more."""
         self.sending_since = time.monotonic()
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        await self.request.writable()
         self.sending_since = 0.0
 
-    async def end(self) -> None:
+    def end(self) -> None:
         """Send the end."""
-        await self._send({"type": "http.response.body", "body": b""})
-
-
-def with_cors(router: Router) -> ASGIApp:
-    """Let web pages of other origins ask, where the settings allow it."""
-    origins = router.settings.cors_origins
-    if not origins:
-        return router
-    return CORSMiddleware(
-        router,
-        allow_origins=origins,
-        allow_methods=["GET", "POST"],
-        allow_headers=["*"],
-        expose_headers=["x-request-id", "retry-after"],
-    )
+        self.request.end()
 
 
 def _no_such(method: str, path: str, status: int) -> RequestError:

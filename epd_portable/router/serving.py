@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
+import functools
 import logging
 import signal
 import socket
-import time
-from collections.abc import Callable, Iterator
+import ssl
+from collections.abc import Callable, Coroutine
+from typing import Any
 
-import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+import anyio
 
 from epd_portable.errors import ConfigError, PortInUseError
-from epd_portable.router.server import Router, with_cors
+from epd_portable.router.server import Router
+from epd_portable.router.server_connection import Clients, ServerConnection
+from epd_portable.router.settings import RouterSettings
 
 logger = logging.getLogger(__name__)
 
 BACKLOG = 2048
-KEEP_ALIVE_S = 65
-"""How long an idle connection of a client stays open: longer than clients keep theirs, or one that
-sends in the moment in which it is closed gets no answer."""
-HEADERS_WITHIN_S = 30.0
-"""In which a request's headers must have come, from the connection or its first byte on."""
 LOOK_EVERY_S = 5.0
-MAX_HEAD_BYTES = 256 * 1024
-"""Of a request's address and headers together; the parser itself has no limit."""
+"""Between looks for connections on which nothing happens."""
+ANSWERS_WITHIN_S = 1.0
+"""In which answers that were not waited for any longer may still end by themselves."""
+LAST_WORDS_S = 1.0
+"""In which clients take what they are told at the end."""
 
 
 def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
@@ -115,38 +115,6 @@ class Stopping:
             loop.add_signal_handler(number, self.ask)
 
 
-class _Protocol(HttpToolsProtocol):
-    """Takes heads of requests of a limited size."""
-
-    _head_bytes = 0
-
-    def on_message_begin(self) -> None:
-        self._head_bytes = 0
-        super().on_message_begin()
-
-    def on_url(self, url: bytes) -> None:
-        self._count(len(url))
-        super().on_url(url)
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self._count(len(name) + len(value))
-        super().on_header(name, value)
-
-    def _count(self, nbytes: int) -> None:
-        self._head_bytes += nbytes
-        if self._head_bytes > MAX_HEAD_BYTES:
-            # What is raised here is to the parser a request that is none: 400, and the end.
-            raise ValueError(f"a request's head of more than {MAX_HEAD_BYTES} bytes")
-
-
-class _Server(uvicorn.Server):
-    """Leaves signals to others."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 async def serve(
     router: Router,
     listeners: list[socket.socket],
@@ -165,108 +133,82 @@ async def serve(
     Raises:
         ConfigError: A file or an address of the settings cannot be used.
     """
-    settings = router.settings
+    loop = asyncio.get_running_loop()
+    tls = _tls(router.settings)
+    clients = Clients(router.serve)
     try:
-        config = uvicorn.Config(
-            with_cors(router),
-            loop="none",
-            http=_Protocol,
-            ws="none",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            lifespan="on",
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=1,
-            ssl_certfile=settings.tls_cert_file,
-            ssl_keyfile=settings.tls_key_file,
-        )
-        config.load()
+        await router.open()
+        servers = [
+            await loop.create_server(
+                functools.partial(ServerConnection, clients, listener.getsockname()[1]),
+                sock=listener,
+                ssl=tls,
+                backlog=BACKLOG,
+            )
+            for listener in listeners
+        ]
+        looking = asyncio.create_task(_look(clients, router.settings.send_timeout_s))
+        if started is not None:
+            started()
+        await stop.asked.wait()
+        if stop.abandoned:
+            _close(servers)
+        await _first_of(router.drain(), stop.at_once.wait())
+        _close(servers)
+        await _end(clients)
+        looking.cancel()
+    finally:
+        await router.close()
+
+
+def _tls(settings: RouterSettings) -> ssl.SSLContext | None:
+    """Return what connections are secured with, if they are.
+
+    Raises:
+        ConfigError: A file cannot be used.
+    """
+    if not settings.tls_cert_file:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.set_alpn_protocols(["http/1.1"])
+    try:
+        context.load_cert_chain(settings.tls_cert_file, settings.tls_key_file)
     except OSError as error:  # Of the ssl module, too.
         raise ConfigError(
             f"router.tls_cert_file {settings.tls_cert_file} and router.tls_key_file "
             f"{settings.tls_key_file} cannot be used: {error}"
         ) from error
-    server = _Server(config)
-    watching = [
-        asyncio.create_task(each)
-        for each in (
-            _stop(stop, router, server),
-            _close_silent(server),
-            _drop_deaf(server, settings.send_timeout_s),
-            _tell(server, started),
-        )
-    ]
-    try:
-        await server.serve(sockets=listeners)
-    finally:
-        for task in watching:
-            task.cancel()
-        await asyncio.gather(*watching, return_exceptions=True)
+    return context
 
 
-async def _tell(server: uvicorn.Server, started: Callable[[], None] | None) -> None:
-    while started is not None and not server.started:
-        await asyncio.sleep(0.01)
-    if started is not None:
-        started()
+def _close(servers: list[asyncio.Server]) -> None:
+    for server in servers:
+        server.close()
 
 
-async def _stop(stop: Stopping, router: Router, server: uvicorn.Server) -> None:
-    await stop.asked.wait()
-    if stop.abandoned:
-        for listening in server.servers:
-            listening.close()
-    drained = asyncio.create_task(router.drain())
-    at_once = asyncio.create_task(stop.at_once.wait())
-    await asyncio.wait({drained, at_once}, return_when=asyncio.FIRST_COMPLETED)
-    server.should_exit = True
-    for task in (drained, at_once):
+async def _look(clients: Clients, send_timeout_s: float) -> None:
+    while True:
+        await asyncio.sleep(min(LOOK_EVERY_S, send_timeout_s / 2))
+        clients.look(send_timeout_s)
+
+
+async def _first_of(*waits: Coroutine[Any, Any, object]) -> None:
+    tasks = [asyncio.ensure_future(each) for each in waits]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
         task.cancel()
 
 
-async def _close_silent(server: uvicorn.Server) -> None:
-    """Close connections on which the headers of a request do not come."""
-    since: dict[object, tuple[int, float]] = {}
-    while True:
-        await asyncio.sleep(LOOK_EVERY_S)
-        now = time.monotonic()
-        waiting: dict[object, tuple[int, float]] = {}
-        for connection in list(server.server_state.connections):
-            cycle = getattr(connection, "cycle", None)
-            resting = getattr(connection, "timeout_keep_alive_task", None) is not None
-            if resting or (cycle is not None and not cycle.response_complete):
-                continue
-            begun = id(cycle)
-            known, first_seen = since.get(connection, (begun, now))
-            if known != begun:
-                first_seen = now
-            if now - first_seen > HEADERS_WITHIN_S:
-                connection.transport.close()
-            waiting[connection] = (begun, first_seen)
-        since = waiting
-
-
-async def _drop_deaf(server: uvicorn.Server, send_timeout_s: float) -> None:
-    """Drop connections that are closed here, and whose clients take nothing of what they are sent.
-
-    To close a connection waits for that without end.
-    """
-    since: dict[object, tuple[int, float]] = {}
-    while True:
-        await asyncio.sleep(min(LOOK_EVERY_S, send_timeout_s / 2))
-        now = time.monotonic()
-        unsent: dict[object, tuple[int, float]] = {}
-        for connection in list(server.server_state.connections):
-            transport = connection.transport
-            if transport is None or not transport.is_closing():
-                continue
-            nbytes = transport.get_write_buffer_size()
-            known, first_seen = since.get(connection, (-1, now))
-            if known != nbytes:
-                first_seen = now
-            if now - first_seen > send_timeout_s:
-                transport.abort()
-            unsent[connection] = (nbytes, first_seen)
-        since = unsent
+async def _end(clients: Clients) -> None:
+    """Close all connections: answers that have not ended are told, and get a moment to."""
+    clients.stop()
+    for within_s in (ANSWERS_WITHIN_S, LAST_WORDS_S):
+        if clients.tasks:
+            await asyncio.wait(clients.tasks, timeout=within_s)
+        for task in clients.tasks:
+            task.cancel()
+    with anyio.move_on_after(LAST_WORDS_S):
+        while clients.open:
+            await asyncio.sleep(0.01)
+    for connection in tuple(clients.open):
+        connection.transport.abort()

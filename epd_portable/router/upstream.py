@@ -1,91 +1,46 @@
-"""HTTP to the instances, and the one place where a library's errors become the package's own."""
+"""HTTP to the instances: their addresses, and connections that stay open between requests."""
 
 from __future__ import annotations
 
 import asyncio
-import enum
-from collections.abc import AsyncIterator, Mapping
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-import aiohttp
+import anyio
 
-from epd_portable.errors import EPDError
 from epd_portable.router.cut_text import Segments
+from epd_portable.router.upstream_connection import (
+    NEVER,
+    Fault,
+    InstanceAnswer,
+    UpstreamConnection,
+    UpstreamError,
+    silence,
+)
 
 KEEPALIVE_S = 4.0
 """Idle connections are dropped before the five seconds after which servers close them."""
-LARGE_BYTES = 256 * 1024
-"""Bodies from this size on are written piece by piece, and others are served in between."""
-_PIECE_BYTES = 256 * 1024
-_READ_BYTES = 256 * 1024
-"""Buffer of an answer: above twice this its sender waits."""
+_SWEEP_EVERY_S = 1.0
+_REPEATABLE = frozenset({"GET"})
+"""Methods of requests that may be sent again when nothing of an answer has come."""
 
 
-class Fault(enum.Enum):
-    """How a request to an instance failed below HTTP."""
-
-    REFUSED = "refused"
-    """No connection could be made: nobody listens there, or not within the limit."""
-    CUT = "cut"
-    """The connection ended before the answer was whole."""
-    SILENT = "silent"
-    """Nothing came for longer than the limit."""
-    BROKEN = "broken"
-    """What came is no HTTP."""
-
-
-class UpstreamError(EPDError):
-    """An instance could not be asked, or its answer did not come whole.
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """Where an instance listens.
 
     Attributes:
-        fault: How it failed.
+        host: Name or address, without brackets.
+        port: Of TCP.
+        secure: By TLS.
+        lines: Of the head of every request.
     """
 
-    def __init__(self, fault: Fault, message: str) -> None:
-        super().__init__(message)
-        self.fault = fault
-
-
-class InstanceAnswer:
-    """An instance's answer whose headers have come.
-
-    Attributes:
-        status: HTTP status.
-        headers: Of the answer; names in any case.
-    """
-
-    def __init__(self, response: aiohttp.ClientResponse) -> None:
-        self._response = response
-        self.status = response.status
-        self.headers: Mapping[str, str] = response.headers
-
-    async def read(self) -> bytes:
-        """Return the whole body.
-
-        Raises:
-            UpstreamError: It did not come whole.
-        """
-        try:
-            return await self._response.read()
-        except _ERRORS as error:
-            raise _translated(error) from error
-
-    async def piece(self) -> bytes:
-        """Return what has come since, at least a byte; nothing at the end.
-
-        Raises:
-            UpstreamError: There is an end, but not of the answer.
-        """
-        try:
-            return await self._response.content.readany()
-        except _ERRORS as error:
-            raise _translated(error) from error
-
-    def close(self) -> None:
-        """Let the connection go: to others if the answer is whole.
-
-        Else it is closed, on which an instance aborts the request.
-        """
-        self._response.close()
+    host: str
+    port: int
+    secure: bool
+    lines: bytes
 
 
 class Upstream:
@@ -97,28 +52,20 @@ class Upstream:
 
     def __init__(self, headers: Mapping[str, str] | None = None) -> None:
         self.headers = {"accept-encoding": "identity", **(headers or {})}
-        self._session: aiohttp.ClientSession | None = None
-
-    async def open(self) -> None:
-        """Get ready; from within the event loop."""
-        self._session = aiohttp.ClientSession(
-            # The engine bounds its own concurrency; a bound here would only hide its queue.
-            connector=aiohttp.TCPConnector(
-                limit=0, keepalive_timeout=KEEPALIVE_S, ttl_dns_cache=10
-            ),
-            auto_decompress=False,
-            cookie_jar=aiohttp.DummyCookieJar(),
-            headers=self.headers,
-            skip_auto_headers=("user-agent", "accept", "content-type"),
-            read_bufsize=_READ_BYTES,
-            # Instances are named one by one: no proxy of the environment may come between.
-            trust_env=False,
-        )
+        self._origins: dict[str, _Origin] = {}
+        self._connections: set[UpstreamConnection] = set()
+        self._resting: dict[str, list[UpstreamConnection]] = {}
+        self._sweeping: asyncio.TimerHandle | None = None
+        self._tls: ssl.SSLContext | None = None
 
     async def close(self) -> None:
         """Close every connection."""
-        if self._session is not None:
-            await self._session.close()
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+        while self._connections:
+            for connection in tuple(self._connections):
+                connection.drop()
+            await asyncio.sleep(0)
 
     async def request(
         self,
@@ -134,45 +81,41 @@ class Upstream:
         """Send a request and return its answer as soon as the headers are there.
 
         Args:
-            method: Of HTTP.
+            method: Of HTTP; not HEAD, whose answers only look as if they had a body.
             url: Whole.
             body: As it is sent.
             headers: To send.
             connect_s: Longest time of connecting.
-            silent_s: Longest silence of the instance, before the answer and within it.
+            silent_s: Longest silence of the instance, before the answer and within it; also while
+                it takes a large body.
             total_s: Longest time until the answer is whole.
 
         Raises:
             UpstreamError: There is no answer.
         """
-        assert self._session is not None
-        outgoing = dict(headers) if headers else {}
-        data: bytes | AsyncIterator[bytes] | None = None
-        if body:
-            if isinstance(body, bytes):
-                body = (body,)
-            nbytes = sum(map(len, body))
-            if nbytes < LARGE_BYTES:
-                data = b"".join(body)
-            else:
-                outgoing["content-length"] = str(nbytes)
-                data = _in_pieces(body)
-        timeout = aiohttp.ClientTimeout(
-            total=total_s, sock_connect=connect_s, sock_read=silent_s, ceil_threshold=60
-        )
-        try:
-            return InstanceAnswer(
-                await self._session.request(
-                    method,
-                    url,
-                    data=data,
-                    headers=outgoing,
-                    timeout=timeout,
-                    allow_redirects=False,
+        scheme, _, rest = url.partition("://")
+        authority, slash, target = rest.partition("/")
+        origin = f"{scheme}://{authority}"
+        segments: Segments = (body,) if isinstance(body, bytes) else body
+        head = self._head(method, slash + target, self._origin(origin), headers or {}, segments)
+        due_at = NEVER if total_s is None else asyncio.get_running_loop().time() + total_s
+        connection = self._rested(origin)
+        fresh = connection is None
+        while True:
+            if connection is None:
+                connection = await self._connect(origin, connect_s, due_at)
+            try:
+                return await connection.ask(
+                    head,
+                    segments,
+                    silent_s=NEVER if silent_s is None else silent_s,
+                    due_at=due_at,
                 )
-            )
-        except _ERRORS as error:
-            raise _translated(error) from error
+            except UpstreamError as error:
+                stale = not fresh and not connection.heard and error.fault is Fault.CUT
+                if not stale or method not in _REPEATABLE:
+                    raise
+            connection, fresh = None, True
 
     async def ask(
         self,
@@ -205,26 +148,102 @@ class Upstream:
         finally:
             answer.close()
 
+    def _origin(self, url: str) -> _Origin:
+        """Return where a URL without a path leads to."""
+        known = self._origins.get(url)
+        if known is None:
+            scheme, _, authority = url.partition("://")
+            secure = scheme == "https"
+            host, colon, port = authority.rpartition(":")
+            if not colon or port.endswith("]"):
+                host, port = authority, "443" if secure else "80"
+            lines = "".join(f"{name}: {value}\r\n" for name, value in self.headers.items())
+            known = self._origins[url] = _Origin(
+                host=host.strip("[]"),
+                port=int(port),
+                secure=secure,
+                lines=f" HTTP/1.1\r\nhost: {authority}\r\n{lines}".encode(),
+            )
+        return known
 
-async def _in_pieces(body: Segments) -> AsyncIterator[bytes]:
-    for segment in body:
-        view = memoryview(segment)
-        for begin in range(0, len(view), _PIECE_BYTES):
-            # The client library takes views as it takes bytes; its annotations say less.
-            yield view[begin : begin + _PIECE_BYTES]  # type: ignore[misc]
+    @staticmethod
+    def _head(
+        method: str, target: str, origin: _Origin, headers: Mapping[str, str], body: Segments
+    ) -> bytes:
+        lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
+        if (
+            lines.count("\n") + lines.count("\r") != 2 * len(headers)
+            or "\n" in target
+            or " " in target
+        ):
+            raise ValueError(f"headers or a target that would be others to the instance: {lines!r}")
+        nbytes = sum(map(len, body))
+        length = f"content-length: {nbytes}\r\n" if nbytes or method != "GET" else ""
+        return b"%b %b%b%b%b\r\n" % (
+            method.encode(),
+            target.encode("latin-1") or b"/",
+            origin.lines,
+            lines.encode("utf-8", "surrogateescape"),
+            length.encode(),
+        )
 
+    async def _connect(
+        self, url: str, connect_s: float | None, due_at: float
+    ) -> UpstreamConnection:
+        """Return a new connection.
 
-_ERRORS = (aiohttp.ClientError, asyncio.TimeoutError, OSError)
+        Raises:
+            UpstreamError: There is none.
+        """
+        loop = asyncio.get_running_loop()
+        origin = self._origins[url]
+        left_s = due_at - loop.time()
+        within_s = left_s if connect_s is None else min(connect_s, left_s)
+        if origin.secure and self._tls is None:
+            self._tls = ssl.create_default_context()
+        connection = UpstreamConnection(
+            self._connections.discard, lambda each: self._rest(url, each)
+        )
+        try:
+            with anyio.move_on_after(within_s) as limit:
+                await loop.create_connection(
+                    lambda: connection,
+                    origin.host,
+                    origin.port,
+                    ssl=self._tls if origin.secure else None,
+                )
+        except OSError as error:
+            raise UpstreamError(Fault.REFUSED, f"{type(error).__name__}: {error}") from error
+        if not limit.cancelled_caught:
+            self._connections.add(connection)
+            return connection
+        if within_s == left_s:
+            raise silence()
+        raise UpstreamError(Fault.REFUSED, "it does not accept connections in time")
 
+    # Connections that no request uses.
 
-def _translated(error: BaseException) -> UpstreamError:
-    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    if isinstance(error, aiohttp.ConnectionTimeoutError):
-        return UpstreamError(Fault.REFUSED, "it does not accept connections in time")
-    if isinstance(error, asyncio.TimeoutError):
-        return UpstreamError(Fault.SILENT, "nothing came from it in time")
-    if isinstance(error, aiohttp.ClientConnectorError):
-        return UpstreamError(Fault.REFUSED, text)
-    if isinstance(error, aiohttp.ClientConnectionError | aiohttp.ClientPayloadError | OSError):
-        return UpstreamError(Fault.CUT, text)
-    return UpstreamError(Fault.BROKEN, text)
+    def _rested(self, url: str) -> UpstreamConnection | None:
+        resting = self._resting.get(url)
+        while resting:
+            connection = resting.pop()
+            if not connection.transport.is_closing():
+                return connection
+        return None
+
+    def _rest(self, url: str, connection: UpstreamConnection) -> None:
+        connection.rested_at = asyncio.get_running_loop().time()
+        self._resting.setdefault(url, []).append(connection)
+        if self._sweeping is None:
+            self._sweep()
+
+    def _sweep(self) -> None:
+        """Close those that nobody has used for long, as long as there are some at rest."""
+        loop = asyncio.get_running_loop()
+        before = loop.time() - KEEPALIVE_S
+        for url, resting in tuple(self._resting.items()):
+            while resting and resting[0].rested_at < before:
+                resting.pop(0).drop()
+            if not resting:
+                del self._resting[url]
+        self._sweeping = loop.call_later(_SWEEP_EVERY_S, self._sweep) if self._resting else None

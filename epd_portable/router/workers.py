@@ -40,7 +40,7 @@ from epd_portable.router.server import Router
 from epd_portable.router.serving import Stopping, listen, serve
 from epd_portable.router.settings import RouterSettings
 from epd_portable.router.tally import Tally
-from epd_portable.router.upstream import Fault
+from epd_portable.router.upstream_connection import Fault
 
 logger = logging.getLogger(__name__)
 

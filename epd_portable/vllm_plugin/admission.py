@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
+import anyio
 import msgspec
 from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -31,7 +32,7 @@ from epd_portable.media.limits import (
     check_processor_settings,
     check_request,
 )
-from epd_portable.router.incoming import ClientGoneError, drain
+from epd_portable.router.incoming import DRAIN_TIMEOUT_S
 from epd_portable.router.replies import error_body
 from epd_portable.scheduling.admission import Admission, AdmissionLimits, Refusal, Visit
 from epd_portable.vllm_plugin.instance_token import instance_of
@@ -142,7 +143,7 @@ class AdmissionMiddleware(Collector):
                 await answer(scope, receive, send)
             else:
                 await self._app(scope, _replay(answer, receive), send)
-        except (ClientDisconnect, ClientGoneError):
+        except ClientDisconnect:
             logger.debug("a client left before its request was complete")
         finally:
             self._admission.leave(visit, now_s=time.monotonic())
@@ -175,7 +176,9 @@ class AdmissionMiddleware(Collector):
                 return body
         elif request.headers.get("expect", "").lower() != "100-continue":
             pieces.clear()
-            await drain(request.receive)
+            with anyio.move_on_after(DRAIN_TIMEOUT_S):
+                async for _ in request.stream():
+                    pass
         self._refused[refusal.what] += 1
         return _response(refusal)
 

@@ -252,12 +252,16 @@ def fingerprint(vllm_config: VllmConfig) -> str:
     config = model.hf_config.to_dict()
     for key in ("_name_or_path", "transformers_version"):
         config.pop(key, None)
+    # With torch_shm as mm_tensor_ipc vLLM adds the device to those of producers (0.32); where
+    # pictures are made ready says nothing of what comes out.
+    kwargs = dict(getattr(model.multimodal_config, "mm_processor_kwargs", None) or {})
+    kwargs.pop("device", None)
     agreed = {
         "model": model.served_model_name,
         "config": config,
         "revision": model.revision,
         "dtype": dtype_name(vllm_config),
-        "mm_processor_kwargs": getattr(model.multimodal_config, "mm_processor_kwargs", None),
+        "mm_processor_kwargs": kwargs,
     }
     text = json.dumps(agreed, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

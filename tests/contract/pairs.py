@@ -64,6 +64,12 @@ class Route:
         return paths.load_transport(self.path, self.encode_copies(clock), keys())
 
     @property
+    def has_devices(self) -> bool:
+        """Whether the ends have a device each where the path's library refuses to share one."""
+        one_each = self.path == "collective" and TRAITS[self.pair.encode].one_rank_a_device
+        return not one_each or self.pair.prefill_index > 0
+
+    @property
     def fenced(self) -> bool:
         return paths.entry(self.path).capabilities.fenced
 
@@ -108,5 +114,7 @@ def parameters(routes: Iterable[Route]) -> list[Any]:
 
 PAIRS = [Pair(*names) for names in product(PLATFORMS, PLATFORMS)]
 EVERY_ROUTE = [Route(path, pair) for pair in PAIRS for path in PATHS]
-ROUTES = [route for route in EVERY_ROUTE if not route.pair.refusal(route.path)]
+ROUTES = [
+    route for route in EVERY_ROUTE if not route.pair.refusal(route.path) and route.has_devices
+]
 REFUSED = [route for route in EVERY_ROUTE if route.pair.refusal(route.path)]

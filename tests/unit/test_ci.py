@@ -25,12 +25,12 @@ def test_a_job_either_runs_a_script_or_says_what_it_waits_for(job: dict[str, Any
     else:
         assert job["status"] == "planned"
         assert job["blocked_on"]
-        assert "script" not in job
 
 
 def test_every_script_of_a_job_exists_and_every_script_has_a_job() -> None:
     on_disk = {path.relative_to(ROOT).as_posix() for path in (ROOT / "ci/jobs").iterdir()}
-    assert {job["script"] for job in RUNNING.values()} == on_disk
+    assert {job["script"] for job in MATRIX if "script" in job} == on_disk
+    assert all("script" in job for job in RUNNING.values())
 
 
 @pytest.mark.parametrize("path", [*sorted((ROOT / "ci").rglob("*.sh")), ROOT / ".ci/run"], ids=str)

@@ -44,4 +44,6 @@ def test_a_shipped_topology_loads_and_plans(path: Path, platform: PlatformName) 
     taken = [port for process in plan.processes for port in process.ports.values()]
     assert len(taken) == len(set(taken))
     devices = [device for process in plan.processes for device in process.devices]
-    assert len(devices) == len(set(devices))
+    again = {device for device in devices if devices.count(device) > 1}
+    assert again == {shared.device for shared in plan.shared}
+    assert plan.warnings == ()

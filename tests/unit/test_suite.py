@@ -157,8 +157,8 @@ def test_every_folder_of_tests_is_in_the_suite_once_and_every_need_can_be_met(fu
     assert len(names) == len(set(names))
     words = [word for each in pieces for word in each.argv]
     root = suite.ROOT / "tests"
-    # In environments of their own: pieces that call a script, and a job beside the suite.
-    elsewhere = {"npu_sim", "clients"}
+    # In environments of their own: pieces that call a script, and jobs beside the suite.
+    elsewhere = {"npu_sim", "clients", "devices", "cuda"}
     for path in root.iterdir():
         if path.is_dir() and any(path.rglob("test_*.py")) and path.name not in elsewhere:
             listed = [word for word in words if word == f"tests/{path.name}"]

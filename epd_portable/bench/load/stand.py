@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
@@ -46,6 +46,7 @@ class Ground:
         folder: For logs, a folder for each side.
         stages: Topologies write event traces.
         report: Gets progress lines.
+        starting: Servers that were begun.
     """
 
     platform: PlatformName
@@ -56,6 +57,7 @@ class Ground:
     folder: Path
     stages: bool
     report: Callable[[str], None]
+    starting: list[servers.Server] = field(default_factory=list)
 
     @property
     def binds(self) -> bool:
@@ -110,7 +112,14 @@ def stand_up(sides: Sequence[LoadSide], ground: Ground) -> Iterator[list[Standin
     with ExitStack() as stack:
         # Entered one after the other by the stack, in threads of their own: a start takes minutes.
         with ThreadPoolExecutor(len(sides)) as pool:
-            up = list(pool.map(lambda side: stack.enter_context(_started(side, ground)), sides))
+            starts = [pool.submit(stack.enter_context, _started(side, ground)) for side in sides]
+            try:
+                up = [start.result() for start in starts]
+            except BaseException:
+                # Nobody wants to wait for the others.
+                for server in ground.starting:
+                    server.interrupt()
+                raise
         for each in up:
             watch.check_cores(each.parts)
         yield up
@@ -172,6 +181,7 @@ def _topology(side: LoadSide, ground: Ground) -> Iterator[StandingSide]:
         env={"EPD_TRACE_DIR": str(trace_dir)} if trace_dir else {},
         report=lambda line: ground.report(f"{side.name}: {line}"),
     )
+    ground.starting.append(server)
     with server:
         yield StandingSide(
             side=side,
@@ -197,6 +207,7 @@ def _replicas(side: LoadSide, ground: Ground) -> Iterator[StandingSide]:
         )
         for index, units in enumerate(ground.allotment.units[side.name])
     ]
+    ground.starting.extend(plain)
     with _all_up(plain):
         urls = tuple(server.url for server in plain)
         yield StandingSide(
@@ -227,6 +238,7 @@ def _upstream(side: LoadSide, ground: Ground) -> Iterator[StandingSide]:
                 Instances.model_fields, ground.allotment.units[side.name], strict=True
             )
         ]
+        ground.starting.extend(engines)
         with _all_up(engines):
             encode, prefill_decode = (server.url for server in engines)
             rest = frozenset(ground.allotment.rest)

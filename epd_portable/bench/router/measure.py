@@ -116,7 +116,9 @@ def peers(*, proxy: bool) -> list[Side]:
     """
     if not proxy:
         return [DIRECT]
-    missing = [name for name in ("fastapi", "aiohttp") if importlib.util.find_spec(name) is None]
+    missing = [
+        name for name in ("fastapi", "aiohttp", "uvicorn") if importlib.util.find_spec(name) is None
+    ]
     if missing:
         raise ConfigError(
             f"the proxy needs {' and '.join(missing)}, which come with vLLM: install them, or "

@@ -6,7 +6,7 @@ TCP connection, one frame after the other::
     encode worker                    PD worker (rank 0)
       │ Join(name) ──────────────────▶ │
       │ ◀─────────────── Answer(port)  │   both make the group
-      │ Put(slot) ───────────────────▶ │
+      │ Put(slot) ───────────────────▶ │   once the item is computed
       │ ◀────────────────────── Answer │   or a problem
       │ group.send ═══════════════════▶ group.recv, then one copy into the slot
       │ ◀────────────────────── Answer │
@@ -115,7 +115,10 @@ class CollectiveTransport(Transport):
                 link = self._links[address] = _Link(self._copies, address)
         for each in left:
             each.close()
-        link.write(src, slot, computed, deadline_s)
+        # The consumer's device would spin in the library's kernel until the item is computed, and a
+        # thread of its engine would ask for the end of that; other items have their turn meanwhile.
+        computed.synchronize(deadline_s - self._copies.clock())
+        link.write(src, slot, deadline_s)
 
     def close(self) -> None:
         """Leave all groups."""
@@ -136,9 +139,7 @@ class _Link:
         self._group: CollectiveGroup | None = None
         self.closed = False
 
-    def write(
-        self, src: torch.Tensor, slot: SlotDescriptor, computed: DeviceEvent, deadline_s: float
-    ) -> None:
+    def write(self, src: torch.Tensor, slot: SlotDescriptor, deadline_s: float) -> None:
         if not self._lock.acquire(timeout=self._left(deadline_s)):
             raise TransportTimeoutError(
                 f"{self._address} was busy with other items until the lease of slot "
@@ -147,7 +148,7 @@ class _Link:
         try:
             if self.closed:
                 raise PeerLostError(f"the group with {self._address} failed in another write")
-            self._write(src, slot, computed, deadline_s)
+            self._write(src, slot, deadline_s)
         except BaseException:
             self.close()
             raise
@@ -174,14 +175,11 @@ class _Link:
             with contextlib.suppress(OSError):
                 self._connection.close()
 
-    def _write(
-        self, src: torch.Tensor, slot: SlotDescriptor, computed: DeviceEvent, deadline_s: float
-    ) -> None:
+    def _write(self, src: torch.Tensor, slot: SlotDescriptor, deadline_s: float) -> None:
         copies = self._copies
         group = self._group or self._join(deadline_s)
         self._ask(Put(slot, self._left(deadline_s)), deadline_s)
         with copies.platform.stream(copies.index):
-            computed.wait()
             try:
                 group.send(src.view(-1).view(torch.uint8), CONSUMER_RANK, self._left(deadline_s))
             except TransportTimeoutError as error:

@@ -11,12 +11,13 @@ import pytest
 
 from epd_portable.config.secret import Secret
 from epd_portable.connector.curve import read_keys
-from epd_portable.router.server import Router, with_cors
+from epd_portable.router.server import Router
 from epd_portable.router.settings import RouterSettings
 from tests.integration.router.stand_in import (
     DEADLINE_S,
     Behaviour,
     ControlEnd,
+    RouterServing,
     Serving,
     StandIn,
     answer,
@@ -37,7 +38,7 @@ class Topology:
 
     async def start_router_again(self) -> None:
         """Start another router in the place of the one that was stopped."""
-        after = Serving(with_cors(Router(self.settings)))
+        after = RouterServing(Router(self.settings))
         after.port = self.router.port
         await after.start()
         self.router = after
@@ -94,7 +95,7 @@ Front = Callable[[RouterSettings], Serving]
 @pytest.fixture
 def front() -> Front:
     """Return what serves clients by some settings."""
-    return lambda settings: Serving(with_cors(Router(settings)))
+    return lambda settings: RouterServing(Router(settings))
 
 
 @pytest.fixture

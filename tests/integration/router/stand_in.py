@@ -25,6 +25,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from epd_portable.connector.curve import CurveKeys
+from epd_portable.router.server import Router
+from epd_portable.router.server_connection import Clients, ServerConnection
+from epd_portable.router.serving import listen
 from epd_portable.wire import codec
 from epd_portable.wire.messages import AnyMessage, Nack, NackCode
 
@@ -38,6 +41,7 @@ class Received:
     path: str
     headers: dict[str, str]
     raw: bytes
+    query: str = ""
 
     @property
     def body(self) -> Any:
@@ -129,6 +133,38 @@ class Serving:
         self._server = None
 
 
+class RouterServing(Serving):
+    """A router in the test's own event loop, on its own server."""
+
+    def __init__(self, router: Router) -> None:
+        self.router = router
+        self.port = 0
+        self._clients = Clients(router.serve)
+        self._listening: asyncio.Server | None = None
+
+    async def start(self) -> None:
+        listener = listen("127.0.0.1", self.port)
+        self.port = listener.getsockname()[1]
+        await self.router.open()
+        self._listening = await asyncio.get_running_loop().create_server(
+            lambda: ServerConnection(self._clients, self.port), sock=listener
+        )
+
+    def drop_connections(self) -> None:
+        for connection in tuple(self._clients.open):
+            connection.transport.abort()
+
+    async def stop(self) -> None:
+        if self._listening is None:
+            return
+        self._listening.close()
+        self._listening = None
+        while self._clients.open or self._clients.tasks:
+            self.drop_connections()
+            await asyncio.sleep(0.01)
+        await self.router.close()
+
+
 @dataclass
 class StandIn:
     """An instance; `behaviour` decides how it answers generation requests."""
@@ -155,7 +191,10 @@ class StandIn:
 
     async def _generate(self, request: Request) -> Response:
         received = Received(
-            path=request.url.path, headers=dict(request.headers), raw=await request.body()
+            path=request.url.path,
+            headers=dict(request.headers),
+            raw=await request.body(),
+            query=request.url.query,
         )
         async with self._arrived:
             self.received.append(received)

@@ -7,13 +7,14 @@ import json
 from collections.abc import AsyncIterator
 
 import anyio
+import httpx
 import pytest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from epd_portable.router.server import Router
 from epd_portable.wire.messages import NotWanted
 from tests.integration.router.conftest import Build, Topology
-from tests.integration.router.stand_in import Received, answer, refuse, stream
+from tests.integration.router.stand_in import Received, RouterServing, answer, refuse, stream
 from tests.integration.router.test_faults import EVENT, forever, opened
 from tests.integration.router.test_metadata import describe
 from tests.integration.router.test_requests import RED, TEXT
@@ -163,6 +164,70 @@ async def test_an_encoder_is_not_blamed_for_a_deadline_that_others_used_up(build
     assert probes == 0  # A suspected one would be asked at once.
 
 
+async def test_a_long_answer_passes_as_it_comes(build: Build) -> None:
+    t = await build(encoders=0)
+    half = b'{"choices": "' + b"a" * (2 << 20)
+    seen = asyncio.Event()
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield half
+        await asyncio.wait_for(seen.wait(), 5)
+        yield b'"}'
+
+    async def long(received: Received) -> Response:
+        length = {"content-length": str(len(half) + 2)}
+        return StreamingResponse(pieces(), media_type="application/json", headers=length)
+
+    t.pd.behaviour = long
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    got = b""
+    async with t.client.stream("POST", "/v1/chat/completions", json=body) as response:
+        assert response.headers["content-length"] == str(len(half) + 2)
+        async for piece in response.aiter_raw():
+            got += piece
+            seen.set()
+    assert got == half + b'"}'
+
+
+async def test_a_long_answer_that_is_lost_breaks_off(build: Build) -> None:
+    t = await build(encoders=0)
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield b'{"choices": "' + b"a" * (2 << 20)
+        await asyncio.sleep(0.2)
+        t.pd.serving.drop_connections()
+        await asyncio.sleep(1)
+
+    async def long(received: Received) -> Response:
+        return StreamingResponse(pieces(), media_type="application/json")
+
+    t.pd.behaviour = long
+    with pytest.raises(httpx.RemoteProtocolError):
+        await t.chat(TEXT)
+    assert len(t.pd.received) == 1
+
+
+# Requests.
+
+
+async def test_the_query_of_a_request_reaches_the_instance(build: Build) -> None:
+    t = await build(encoders=0)
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    response = await t.client.post("/v1/chat/completions?a=b%20c&d", json=body)
+    assert response.status_code == 200
+    assert t.pd.received[0].query == "a=b%20c&d"
+
+
+async def test_who_wishes_for_another_protocol_is_served_by_this_one(build: Build) -> None:
+    t = await build(encoders=0)
+    wish = {"connection": "Upgrade, HTTP2-Settings", "upgrade": "h2c", "http2-settings": "AAMAAABk"}
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    for _ in range(2):
+        response = await t.client.post("/v1/chat/completions", json=body, headers=wish)
+        assert response.status_code == 200
+    assert [each.body for each in t.pd.received] == [body, body]
+
+
 # Bodies.
 
 
@@ -184,9 +249,8 @@ async def test_bodies_for_the_operators_addresses_are_small_and_come_in_time(
 
 
 def inside(t: Topology) -> Router:
-    router = t.router._app
-    assert isinstance(router, Router)
-    return router
+    assert isinstance(t.router, RouterServing)
+    return t.router.router
 
 
 @pytest.mark.parametrize("order", ["client first", "instance first"])

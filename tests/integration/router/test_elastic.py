@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from starlette.responses import JSONResponse, Response
 
-from epd_portable.router.server import Router
 from tests.integration.router.conftest import Build, Topology
-from tests.integration.router.stand_in import Received, stream
+from tests.integration.router.stand_in import Received, RouterServing, stream
 from tests.integration.router.test_faults import EVENT
 
 ENCODE_S = 0.1
@@ -92,8 +91,8 @@ async def test_it_can_be_switched_off(build: Build, settings: dict[str, Any]) ->
 
 async def test_nothing_stays_counted(build: Build) -> None:
     t = await started(build)
-    router = t.router._app
-    assert isinstance(router, Router)
+    assert isinstance(t.router, RouterServing)
+    router = t.router.router
     clients = [asyncio.create_task(t.chat(*map(picture, range(n, n + 3)))) for n in range(8)]
     clients += [asyncio.create_task(t.chat({"type": "text", "text": "hi"})) for _ in range(8)]
     await asyncio.sleep(ENCODE_S / 2)

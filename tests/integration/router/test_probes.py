@@ -11,7 +11,8 @@ import pytest
 from epd_portable.router.instances import PROBES_UNTIL_DOWN, Fleet, Instance
 from epd_portable.router.members import HealthProbes
 from epd_portable.router.settings import InstanceSettings, RouterSettings
-from epd_portable.router.upstream import Fault, Upstream
+from epd_portable.router.upstream import Upstream
+from epd_portable.router.upstream_connection import Fault
 from tests.integration.router.stand_in import DEADLINE_S
 
 
@@ -70,7 +71,6 @@ class Probed:
         self.servers: list[Asked] = []
 
     async def start(self, count: int = 1, *, interval_s: float, timeout_s: float = 5.0) -> None:
-        await self.upstream.open()
         settings = RouterSettings.model_validate(
             {
                 "port": 0,

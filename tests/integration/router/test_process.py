@@ -200,7 +200,10 @@ async def test_it_speaks_https(run: Run, tmp_path: Path) -> None:
     assert router.url.startswith("https://")
     async with asking(router.url, verify=ssl.create_default_context(cafile=cert)) as client:
         await router.until_up(client)
-        assert (await client.post("/v1/chat/completions", json=BODY)).status_code == 200
+        long = {"messages": [{"role": "user", "content": "a" * (12 << 20)}]}
+        for body in (BODY, long, BODY):
+            assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+    assert [len(each.raw) > 12 << 20 for each in router.pd.received] == [False, True, False]
 
 
 async def test_what_concerns_operators_has_a_port_of_its_own(run: Run) -> None:

@@ -24,7 +24,7 @@ from epd_portable.connector.curve import read_keys
 from epd_portable.router.server import Router
 from epd_portable.router.settings import RouterSettings
 from epd_portable.wire.messages import NackCode
-from tests.integration.router.stand_in import ControlEnd, Received, Serving, StandIn, refuse
+from tests.integration.router.stand_in import ControlEnd, Received, RouterServing, StandIn, refuse
 from tests.integration.router.test_requests import BLUE, RED
 from tests.keyring import secret_file
 
@@ -223,7 +223,7 @@ async def test_nothing_is_left_of_a_storm(seed: int, media: str) -> None:
         }
     )
     router = Router(settings)
-    serving = Serving(router)
+    serving = RouterServing(router)
     await serving.start()
     readers = [asyncio.create_task(read_all(control)) for control in controls]
     await asyncio.sleep(0.3)
@@ -272,13 +272,11 @@ def is_server(task: asyncio.Task[Any]) -> bool:
 
 def is_quiet(router: Router) -> bool:
     """Tell whether nothing is counted any more."""
-    session = router.upstream._session
-    assert session is not None and session.connector is not None
     return (
         all(each.idle and not each.load and not each._uses for each in router.instances.all)
         and all(not router.instances.tally.load(row) for row in range(4))
         and not router.instances.tally.body_bytes()
         and not router._control._inboxes
-        and not session.connector._acquired
+        and all(each._answer is None for each in router.upstream._connections)
         and router.metrics.in_flight._value.get() == 0
     )

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from epd_portable.errors import PlatformError
-from epd_portable.platforms.base import DeviceEvent
+import torch
+
+from epd_portable.errors import PlatformError, UnsupportedError
+from epd_portable.platforms.base import DeviceEvent, ShareHandle
 from epd_portable.platforms.cpu import CpuPlatform, PassedEvent
 
 NEVER_S = 1e9
+SLAB_ALIGNMENT = 4096
 
 
 class SpyPlatform(CpuPlatform):
@@ -57,3 +60,41 @@ class SpyEvent(DeviceEvent):
     def block(self) -> None:
         while not self._passed():
             pass
+
+
+class SharingPlatform(CpuPlatform):
+    """The CPU, whose tensors are opened in the same process by their place in a list."""
+
+    traits = replace(CpuPlatform.traits, slab_alignment_bytes=SLAB_ALIGNMENT)
+
+    def __init__(self) -> None:
+        self.shared: list[torch.Tensor] = []
+        self.problem: Exception | None = None
+        self.refuses_to_share = False
+        self.opened = 0
+
+    def share_tensor(self, tensor: torch.Tensor) -> ShareHandle:
+        if self.refuses_to_share:
+            raise UnsupportedError("memory in expandable segments cannot be shared")
+        self.shared.append(tensor)
+        return ShareHandle(
+            device_type="cpu",
+            device_uuid="",
+            dtype="uint8",
+            shape=tuple(tensor.shape),
+            stride=tensor.stride(),
+            offset=0,
+            storage_bytes=tensor.numel(),
+            storage_offset_bytes=0,
+            memory=str(len(self.shared) - 1).encode(),
+            ref_counter=b"",
+            ref_counter_offset=0,
+            event=b"",
+            event_sync_required=False,
+        )
+
+    def open_tensor(self, handle: ShareHandle) -> torch.Tensor:
+        if self.problem is not None:
+            raise self.problem
+        self.opened += 1
+        return self.shared[int(handle.memory)]

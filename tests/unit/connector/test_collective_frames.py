@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
+from typing import Any
 
 import msgspec
 import pytest
@@ -32,11 +33,17 @@ from epd_portable.connector.transports.collective import (
     encode,
 )
 from epd_portable.connector.transports.collective_receiver import CollectiveReceiver
-from epd_portable.errors import LeaseExpiredError, PeerLostError, TransportError
+from epd_portable.errors import (
+    LeaseExpiredError,
+    PeerLostError,
+    TransportError,
+    TransportTimeoutError,
+)
 from epd_portable.platforms import registry
 from epd_portable.platforms.collectives import CollectiveGroup, Rendezvous
 from epd_portable.wire.descriptors import SlotDescriptor
 from tests.keyring import keys
+from tests.unit.connector.spies import SpyEvent
 
 HOST = "127.0.0.1"
 NBYTES = 4096
@@ -441,3 +448,50 @@ def put(
     assert hear(connection).problem == ""
     group.send(torch.full((slot.nbytes,), 5, dtype=torch.uint8), 0, DEADLINE_S)
     assert hear(connection).problem == ""
+
+
+# -- what a producer does ------------------------------------------------------------------------
+
+
+def test_a_consumer_hears_of_an_item_when_it_is_computed(
+    consumer: Consumer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened: list[str] = []
+    passed = iter([False, False, True])
+
+    def look() -> bool:
+        happened.append("looked")
+        return next(passed)
+
+    def put(*given: Any, **options: Any) -> Put:
+        happened.append("told")
+        return Put(*given, **options)
+
+    monkeypatch.setattr(collective, "Put", put)
+    transport = CollectiveTransport(consumer.copies, keys())
+    transport.write(
+        torch.full((SLOT.nbytes,), 7, dtype=torch.uint8),
+        SLOT,
+        computed=SpyEvent(look),
+        address=consumer.receiver.address,
+        deadline_s=consumer.copies.clock() + DEADLINE_S,
+    )
+    transport.close()
+    assert happened == ["looked", "looked", "looked", "told"]
+
+
+def test_an_item_that_is_not_computed_in_time_keeps_no_consumer_from_others(
+    consumer: Consumer,
+) -> None:
+    transport = CollectiveTransport(consumer.copies, keys())
+    with pytest.raises(TransportTimeoutError, match="device work was not complete"):
+        transport.write(
+            torch.zeros(SLOT.nbytes, dtype=torch.uint8),
+            SLOT,
+            computed=SpyEvent(lambda: False),
+            address=consumer.receiver.address,
+            deadline_s=consumer.copies.clock() + 0.05,
+        )
+    consumer.write(transport, SLOT, 7)
+    transport.close()
+    assert consumer.memory.tensor(0, 64).eq(7).all()

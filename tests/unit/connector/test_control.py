@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -49,6 +51,34 @@ def test_a_killed_process_is_gone_before_and_after_its_parent_asked_for_its_stat
     assert process_is_gone(session), "a zombie"
     process.wait()
     assert process_is_gone(session)
+
+
+LEADER_ENDS = """
+import ctypes, threading
+from epd_portable.connector.control import new_session
+print(new_session(), flush=True)
+threading.Thread(target=input).start()
+EXIT_OF_ONE_THREAD = 60 if __import__("platform").machine() == "x86_64" else 93
+ctypes.CDLL(None).syscall(EXIT_OF_ONE_THREAD, 0)
+"""
+
+
+def test_a_process_whose_first_thread_has_ended_is_gone_when_its_last_has() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", LEADER_ENDS],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        session = process.stdout.readline().strip()
+        while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+            time.sleep(0.01)
+        assert not process_is_gone(session)
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert process_is_gone(session)
 
 
 def test_a_pid_that_belongs_to_another_process_since_is_gone() -> None:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import base64
-from dataclasses import replace
 
 import msgspec
 import pytest
@@ -18,44 +17,10 @@ from epd_portable.errors import (
     TransportError,
     UnsupportedError,
 )
-from epd_portable.platforms.base import ShareHandle
-from epd_portable.platforms.cpu import CpuPlatform
+from tests.unit.connector.spies import SLAB_ALIGNMENT as ALIGNMENT
+from tests.unit.connector.spies import SharingPlatform
 
-ALIGNMENT = 4096
 NBYTES = 3 * ALIGNMENT
-
-
-class SharingPlatform(CpuPlatform):
-    """The CPU, whose tensors are opened in the same process by their place in a list."""
-
-    traits = replace(CpuPlatform.traits, slab_alignment_bytes=ALIGNMENT)
-
-    def __init__(self) -> None:
-        self.shared: list[torch.Tensor] = []
-        self.problem: Exception | None = None
-
-    def share_tensor(self, tensor: torch.Tensor) -> ShareHandle:
-        self.shared.append(tensor)
-        return ShareHandle(
-            device_type="cpu",
-            device_uuid="",
-            dtype="uint8",
-            shape=tuple(tensor.shape),
-            stride=tensor.stride(),
-            offset=0,
-            storage_bytes=tensor.numel(),
-            storage_offset_bytes=0,
-            memory=str(len(self.shared) - 1).encode(),
-            ref_counter=b"",
-            ref_counter_offset=0,
-            event=b"",
-            event_sync_required=False,
-        )
-
-    def open_tensor(self, handle: ShareHandle) -> torch.Tensor:
-        if self.problem is not None:
-            raise self.problem
-        return self.shared[int(handle.memory)]
 
 
 @pytest.fixture
@@ -120,12 +85,27 @@ def test_a_slab_whose_process_has_ended_is_not_opened(
         OpenedSlab(platform, address)
 
 
-def test_memory_that_cannot_be_opened_is_a_lost_peer_or_a_path_that_cannot_be_taken(
+def test_memory_that_is_refused_while_its_process_lives_is_a_path_that_cannot_be_taken(
     platform: SharingPlatform, slab: DeviceSlab
 ) -> None:
+    platform.problem = PlatformError("invalid resource handle")
+    with pytest.raises(UnsupportedError, match=r"which lives.*invalid resource handle.*tcp"):
+        OpenedSlab(platform, slab.address)
+
+
+def test_memory_that_is_refused_because_its_process_has_just_ended_is_a_lost_peer(
+    platform: SharingPlatform, slab: DeviceSlab, monkeypatch: pytest.MonkeyPatch
+) -> None:
     platform.problem = PlatformError("no such memory")
+    looks = iter([False, True])
+    monkeypatch.setattr(slab_module, "process_is_gone", lambda session: next(looks))
     with pytest.raises(PeerLostError, match="is gone: no such memory"):
         OpenedSlab(platform, slab.address)
+
+
+def test_memory_of_a_device_that_is_not_visible_is_a_path_that_cannot_be_taken(
+    platform: SharingPlatform, slab: DeviceSlab
+) -> None:
     platform.problem = UnsupportedError("its device is not visible here")
     with pytest.raises(UnsupportedError, match="not visible"):
         OpenedSlab(platform, slab.address)

@@ -4,6 +4,7 @@ import os
 import stat
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,15 @@ import msgspec
 import pytest
 
 from epd_portable.config.instance import InstanceConfig
+from epd_portable.connector import worker_endpoint as module
 from epd_portable.connector.control import new_session
 from epd_portable.connector.copies import DeviceCopies
 from epd_portable.connector.pool import SHM_FOLDER, SharedMemory
 from epd_portable.connector.worker_endpoint import Publication, WorkerEndpoint, read_publication
-from epd_portable.errors import TransportError
+from epd_portable.errors import TransportError, UnsupportedError
 from epd_portable.platforms import registry
 from epd_portable.wire.descriptors import PathEndpoint
+from tests.unit.connector.spies import SharingPlatform
 
 
 @pytest.fixture
@@ -38,6 +41,16 @@ def endpoint(pool: str, path: str = "collective", rank: int = 0, **options: Any)
         **options,
     )
     return WorkerEndpoint(config, DeviceCopies(registry.get("cpu")), rank)
+
+
+def on_device(
+    pool: str, platform: SharingPlatform, rank: int = 0, path: str = "ipc"
+) -> WorkerEndpoint:
+    """Return a worker whose slots are in device memory."""
+    config = InstanceConfig(
+        instance="prefill_decode-0", platform="cuda", pool=pool, pool_bytes=8192, path=path
+    )
+    return WorkerEndpoint(config, DeviceCopies(platform), rank)
 
 
 def publish(pool: str, publication: Publication) -> Path:
@@ -131,4 +144,62 @@ def test_every_rank_maps_the_pool_s_file_when_it_first_needs_it(pool: str) -> No
 def test_a_worker_that_cannot_open_its_paths_leaves_nothing(pool: str) -> None:
     with pytest.raises(TransportError, match=r"cannot receive on 256\.0\.0\.1"):
         endpoint(pool, host="256.0.0.1", trusted_network=True)
+    assert list(SHM_FOLDER.glob(f"{pool}*")) == []
+
+
+def test_another_rank_opens_the_slab_of_rank_0_when_it_starts(pool: str) -> None:
+    platform = SharingPlatform()
+    first = on_device(pool, platform)
+    second = on_device(pool, platform, rank=1)
+    assert platform.opened == 1
+    first.slab.tensor(64, 4).fill_(9)
+    assert second.slab.tensor(64, 4).eq(9).all()
+    assert platform.opened == 1
+    assert (first.slab_bytes, second.slab_bytes) == (8192, 0)
+
+
+def test_another_rank_waits_at_its_start_for_a_rank_0_that_is_slower(pool: str) -> None:
+    platform = SharingPlatform()
+    with ThreadPoolExecutor(1) as threads:
+        second = threads.submit(on_device, pool, platform, 1)
+        first = on_device(pool, platform)
+        second.result(20).slab.tensor(64, 4).fill_(9)
+    assert first.slab.tensor(64, 4).eq(9).all()
+
+
+def test_a_rank_0_that_never_comes_and_memory_that_cannot_be_opened_end_the_start(
+    pool: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    platform = SharingPlatform()
+    monkeypatch.setattr(module, "_RANK_0_TIMEOUT_S", 0.0)
+    with pytest.raises(TransportError, match="is not there"):
+        on_device(pool, platform, rank=1)
+    first = on_device(pool, platform)
+    platform.problem = UnsupportedError("its device is not visible here")
+    with pytest.raises(UnsupportedError, match="not visible"):
+        on_device(pool, platform, rank=1)
+    first.close()
+
+
+def test_memory_that_cannot_be_shared_takes_its_paths_from_what_is_offered(
+    pool: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    platform = SharingPlatform()
+    platform.refuses_to_share = True
+    first = on_device(pool, platform, path="auto")
+    assert "not offered: ipc, collective: memory in expandable segments" in caplog.text
+    found = read_publication(pool)
+    assert (found.slab, found.paths) == ("", ())
+    second = on_device(pool, platform, rank=1, path="auto")
+    for worker in (first, second):
+        assert worker.slab_bytes == 0
+        with pytest.raises(TransportError, match="no device memory for items"):
+            assert worker.slab
+
+
+def test_memory_that_cannot_be_shared_ends_a_start_that_asks_for_its_path(pool: str) -> None:
+    platform = SharingPlatform()
+    platform.refuses_to_share = True
+    with pytest.raises(UnsupportedError, match="cannot be shared"):
+        on_device(pool, platform, path="ipc")
     assert list(SHM_FOLDER.glob(f"{pool}*")) == []

@@ -50,10 +50,9 @@ def test_a_list_is_kept_and_the_others_get_the_rest() -> None:
     }
 
 
-def test_a_device_listed_by_two_groups_is_shared_with_a_warning() -> None:
+def test_a_device_listed_by_two_groups_is_shared() -> None:
     result = assign_devices(groups({"devices": ["0"]}, {"devices": ["0"]}), ["0"])
     assert result.devices == {"encode": [("0",)], "prefill_decode": [("0",)]}
-    assert result.warnings[0].startswith("device 0 is listed 2 times")
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,8 @@ def pinned() -> Iterator[None]:
         mock.patch.object(cli, "new_run_id", lambda: RUN_ID),
         mock.patch.object(cli, "port_source", every_port_is_free),
         mock.patch.object(machine, "allowed_cores", lambda: tuple(range(16))),
+        mock.patch.object(machine, "has_compiler", lambda *_: True),
+        mock.patch.object(machine, "has_shares", lambda *_: True),
         mock.patch.object(machine, "quota_cores", lambda: None),
         mock.patch.object(machine, "memory_nodes", lambda: (tuple(range(16)),)),
         mock.patch.object(tempfile, "gettempdir", lambda: "/tmp"),
@@ -200,6 +202,9 @@ def test_plans_for_the_cpu_differ_from_those_for_devices_only_where_they_must(
         r"\.processes\[\d+\]\.(cores|devices).*",
         r"\.processes\[\d+\]\.env\.VLLM_CPU_(OMP_THREADS_BIND|KVCACHE_SPACE)",
         r"\.processes\[\d+\]\.env\.(OMP_NUM_THREADS|TORCH_COMPILE_DISABLE)",
+        # Devices may be shared, cores are not.
+        r"\.processes\[\d+\]\.after.*",
+        r"\.shared.*",
         # vLLM has one rank in the engine's process by itself on devices, and not on the CPU.
         r"\.processes\[\d+\]\.argv\.--distributed-executor-backend",
     }

@@ -230,3 +230,74 @@ def test_deaths_without_end_do_not_overflow() -> None:
     lifecycle = serving()
     for step in range(2000):
         assert lifecycle.exited("encode-0", "died", float(step))
+
+
+# -- neighbours on one device ---------------------------------------------------------------------
+
+
+def neighbours() -> Lifecycle:
+    """Return two that share a device, the decoder first, and a router that shares nothing."""
+    return Lifecycle(["encode-0", "decode-0", "router"], LAUNCH, {"encode-0": ["decode-0"]})
+
+
+def serving_neighbours() -> Lifecycle:
+    lifecycle = neighbours()
+    lifecycle.begin(0.0)
+    for name in ("decode-0", "router", "encode-0"):
+        lifecycle.healthy(name, 0.0)
+    assert lifecycle.phase is Phase.SERVING
+    return lifecycle
+
+
+def test_neighbours_start_one_after_the_other_in_their_order() -> None:
+    lifecycle = neighbours()
+    assert lifecycle.begin(0.0) == [Start("decode-0"), Start("router")]
+    assert lifecycle.waiting() == {"encode-0": ["decode-0"]}
+    assert lifecycle.healthy("router", 1.0) == []
+    assert lifecycle.tick(99.0) == []
+    assert lifecycle.healthy("decode-0", 99.0) == [Start("encode-0")]
+    assert lifecycle.waiting() == {}
+    assert lifecycle.phase is Phase.STARTING
+    assert lifecycle.tick(150.0) == [], "its time counts from its own start"
+    assert lifecycle.healthy("encode-0", 160.0) == []
+    assert lifecycle.phase is Phase.SERVING
+
+
+def test_a_neighbour_that_never_starts_ends_everything_and_the_next_is_not_started() -> None:
+    lifecycle = neighbours()
+    lifecycle.begin(0.0)
+    lifecycle.healthy("router", 1.0)
+    (action,) = lifecycle.tick(100.0)
+    assert isinstance(action, Fail)
+    assert action.name == "decode-0"
+
+
+def test_neighbours_that_died_together_start_again_one_at_a_time_whoever_is_first() -> None:
+    lifecycle = serving_neighbours()
+    lifecycle.exited("encode-0", "died", 10.0)
+    lifecycle.exited("decode-0", "died", 10.5)
+    assert lifecycle.tick(11.0) == [Start("encode-0")]
+    assert lifecycle.tick(12.0) == []
+    assert lifecycle.waiting() == {"decode-0": ["encode-0"]}
+    assert lifecycle.healthy("encode-0", 20.0) == [Notice("encode-0 is back"), Start("decode-0")]
+
+
+def test_who_waits_for_a_neighbour_starts_when_that_dies_again() -> None:
+    lifecycle = serving_neighbours()
+    lifecycle.exited("encode-0", "died", 10.0)
+    lifecycle.exited("decode-0", "died", 10.0)
+    assert lifecycle.tick(11.0) == [Start("encode-0")]
+    notice, start = lifecycle.exited("encode-0", "died", 12.0)
+    assert isinstance(notice, Notice)
+    assert start == Start("decode-0")
+    assert lifecycle.tick(30.0) == []
+
+
+def test_nobody_starts_while_a_neighbour_is_being_ended() -> None:
+    lifecycle = serving_neighbours()
+    lifecycle.exited("encode-0", "died", 10.0)
+    lifecycle.renew("decode-0", 10.5)
+    assert lifecycle.tick(11.0) == []
+    assert lifecycle.exited("decode-0", "exited with status 0", 12.0) == [Start("encode-0")]
+    assert lifecycle.waiting() == {"decode-0": ["encode-0"]}
+    assert Start("decode-0") in lifecycle.healthy("encode-0", 13.0)

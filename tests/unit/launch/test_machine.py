@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from epd_portable.launch.machine import memory_nodes, quota_cores
+from epd_portable.launch.machine import has_compiler, has_shares, memory_nodes, quota_cores
+from epd_portable.platforms.traits import TRAITS
 
 
 def written(root: Path, files: dict[str, str]) -> Path:
@@ -62,3 +64,26 @@ def test_memory_nodes_without_cores_are_left_out(tmp_path: Path) -> None:
     files = {"node0/cpulist": "0-2,8\n", "node1/cpulist": "\n", "node2/cpulist": "3\n"}
     root = written(tmp_path, {f"{folder}/{name}": text for name, text in files.items()})
     assert memory_nodes(root) == ((0, 1, 2, 8), (3,))
+
+
+def test_a_compiler_is_looked_for_on_the_path_and_in_its_home(tmp_path: Path) -> None:
+    traits = replace(TRAITS["cuda"], compiler=("nvcc", "$CUDA_HOME/bin/nvcc"))
+    environ = {"PATH": str(tmp_path), "CUDA_HOME": str(tmp_path / "home")}
+    assert not has_compiler(traits, environ)
+    file = tmp_path / "home/bin/nvcc"
+    file.parent.mkdir(parents=True)
+    file.touch(mode=0o755)
+    assert has_compiler(traits, environ)
+    assert not has_compiler(traits, {"PATH": str(tmp_path)})
+    assert has_compiler(traits, {"PATH": str(file.parent)})
+    assert has_compiler(TRAITS["cpu"], {})
+
+
+def test_the_service_of_shares_is_seen_where_it_listens(tmp_path: Path) -> None:
+    traits = replace(TRAITS["cuda"], share_service=("$CUDA_MPS_PIPE_DIRECTORY/control",))
+    environ = {"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path)}
+    assert not has_shares(traits, environ)
+    (tmp_path / "control").touch()
+    assert has_shares(traits, environ)
+    assert not has_shares(traits, {})
+    assert not has_shares(TRAITS["npu"], environ)

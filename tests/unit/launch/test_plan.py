@@ -39,6 +39,7 @@ def plan_of(
     model: ModelSource = FOLDER,
     devices: tuple[str, ...] | None = None,
     cores: Sequence[int] = (0, 1, 2, 3),
+    has_compiler: bool = True,
 ) -> Plan:
     (name,) = (known for known in PLATFORMS if known == platform)
     counter = itertools.count(20000)
@@ -46,7 +47,7 @@ def plan_of(
         parse_topology(text, name),
         model=model,
         traits=TRAITS[platform],
-        machine=Machine(devices=devices, cores=tuple(cores)),
+        machine=Machine(devices=devices, cores=tuple(cores), has_compiler=has_compiler),
         run_id="00c0ffee",
         free_port=lambda: next(counter),
         temp_dir="/tmp/epd-00c0ffee",
@@ -361,3 +362,17 @@ def test_arguments_become_flags() -> None:
     assert render_arguments(arguments) == [
         *("--a-b", "1", "--yes", "--no-no", "--mapping", '{"x": [1]}', "--text", "t u")
     ]
+
+
+def test_engines_that_cannot_compile_are_told_to_do_without_unless_the_file_says_otherwise() -> (
+    None
+):
+    name = "VLLM_USE_FLASHINFER_SAMPLER"
+
+    def told(extra: str, *, has_compiler: bool) -> set[str | None]:
+        made = plan_of(TEXT + extra, "cuda", has_compiler=has_compiler)
+        return {spec.env.get(name) for spec in made.processes if spec.role != "router"}
+
+    assert told("", has_compiler=True) == {None}
+    assert told("", has_compiler=False) == {"0"}
+    assert told(f'env: {{{name}: "1"}}', has_compiler=False) == {"1"}

@@ -55,18 +55,19 @@ def test_one_picture_goes_to_an_encoder_that_has_nothing_to_do() -> None:
     assert Scene().asked(pictures(1)) == (0, "idle")
 
 
-@pytest.mark.parametrize(("count", "here"), [(2, 1), (3, 1), (4, 2), (8, 4)])
+@pytest.mark.parametrize(("count", "here"), [(2, 0), (3, 1), (4, 1), (8, 2)])
 def test_pictures_of_one_request_are_shared_with_an_idle_instance(count: int, here: int) -> None:
     assert Scene().asked(pictures(count)) == (here, "idle")
 
 
 def test_two_encoders_leave_a_third_to_the_instance() -> None:
-    assert Scene(encoders=2).asked(pictures(6)) == (2, "idle")
+    assert Scene(encoders=2).asked(pictures(6)) == (1, "idle")
+    assert Scene(encoders=2).asked(pictures(6), threshold=1.0) == (2, "idle")
 
 
 def test_a_picture_behind_a_queue_is_encoded_at_once_by_an_idle_instance() -> None:
     scene = Scene()
-    scene.has(scene.encoders[0], 1)
+    scene.has(scene.encoders[0], 2)
     assert scene.asked(pictures(1)) == (1, "idle")
     # Unless that has such work, too.
     scene.has(scene.pd, 2)
@@ -96,7 +97,7 @@ def test_what_is_encoded_here_ends_before_encoders_would_have_ended(
     scene = Scene(encoders)
     for number in range(queued):
         scene.has(scene.encoders[number % encoders], 1)
-    here, _ = scene.asked(pictures(count))
+    here, _ = scene.asked(pictures(count), threshold=1.0)
     longest = max(
         each.owed_s + TIME_S * len(range(number, count, encoders))
         for number, each in enumerate(scene.encoders)

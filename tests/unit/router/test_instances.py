@@ -22,7 +22,7 @@ from epd_portable.router.instances import (
 from epd_portable.router.ring import FEW, LOAD_BOUND
 from epd_portable.router.settings import InstanceSettings, Role
 from epd_portable.router.tally import Tally
-from epd_portable.router.upstream import Fault
+from epd_portable.router.upstream_connection import Fault
 
 FAILURES: list[Failure] = [*Fault, "error"]
 

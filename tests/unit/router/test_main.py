@@ -6,7 +6,8 @@ import httpx
 import pytest
 
 from epd_portable.errors import ConfigError, PortInUseError
-from epd_portable.router.serving import KEEP_ALIVE_S, listen
+from epd_portable.router.server_connection import KEEP_ALIVE_S
+from epd_portable.router.serving import listen
 
 
 def test_small_pieces_of_an_answer_are_sent_without_delay() -> None:

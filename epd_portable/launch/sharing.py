@@ -1,0 +1,165 @@
+"""Instances on one device: which, in which order they start, how they divide its memory. Pure.
+
+vLLM measures a device while it starts, and counts what others take or let go meanwhile as its own.
+So the instances of one device start one after the other; first those that measure, which
+prefill-decode instances do: an encode instance has no KV cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pydantic import JsonValue
+
+from epd_portable.config.schema import InstanceGroup, Topology
+from epd_portable.errors import ConfigError
+from epd_portable.platforms.traits import PlatformTraits
+
+DEFAULT_UTILIZATION = 0.92
+"""What vLLM takes for ``gpu_memory_utilization`` when nobody sets it (0.30 to 0.32)."""
+
+START_ORDER = ("prefill_decode", "encode")
+"""The groups of a topology file, those first that measure the memory of their device."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tenant:
+    """One instance on a device that others are on, too.
+
+    Attributes:
+        name: Of the instance.
+        utilization: Part of the device's memory that its engine may take, its receive pool
+            included.
+        kv_cache_bytes: Of that, for the KV cache, as the file says it; ``None`` where the engine
+            measures what is left, or has no KV cache.
+        measures: Whether it does.
+        share: Percent of the device's compute; ``None`` where all take turns.
+    """
+
+    name: str
+    utilization: float
+    kv_cache_bytes: JsonValue
+    measures: bool
+    share: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SharedDevice:
+    """A device with several instances.
+
+    Attributes:
+        device: Which one.
+        tenants: Its instances, in the order in which they start.
+    """
+
+    device: str
+    tenants: tuple[Tenant, ...]
+
+
+def shared_devices(
+    topology: Topology, devices: Mapping[str, Sequence[Sequence[str]]]
+) -> tuple[SharedDevice, ...]:
+    """Return the devices that have several instances.
+
+    Args:
+        topology: Checked configuration.
+        devices: For each group, for each of its instances, one device per rank.
+    """
+    tenants: dict[str, list[Tenant]] = {}
+    for group_name in START_ORDER:
+        group: InstanceGroup = getattr(topology.instances, group_name)
+        has_cache = group_name == "prefill_decode"
+        wished = {**topology.engine_args, **group.engine_args}
+        kv_cache_bytes = wished.get("kv_cache_memory_bytes") if has_cache else None
+        for index, ranks in enumerate(devices[group_name]):
+            tenant = Tenant(
+                name=f"{group_name}-{index}",
+                utilization=utilization(topology, group),
+                kv_cache_bytes=kv_cache_bytes,
+                measures=has_cache and kv_cache_bytes is None,
+                share=group.share,
+            )
+            for device in ranks:
+                tenants.setdefault(device, []).append(tenant)
+    return tuple(
+        SharedDevice(device=device, tenants=tuple(tenants[device]))
+        for device in sorted(tenants)
+        if len(tenants[device]) > 1
+    )
+
+
+def starts_after(shared: Sequence[SharedDevice]) -> dict[str, tuple[str, ...]]:
+    """Return for each instance those on its devices that start before it; others are left out."""
+    earlier: dict[str, dict[str, None]] = {}
+    for each in shared:
+        names = [tenant.name for tenant in each.tenants]
+        for place, name in enumerate(names[1:], start=1):
+            earlier.setdefault(name, {}).update(dict.fromkeys(names[:place]))
+    return {name: tuple(others) for name, others in earlier.items()}
+
+
+def check_shares(topology: Topology, traits: PlatformTraits) -> None:
+    """Refuse shares of compute where the platform has none.
+
+    Raises:
+        ConfigError: Names the key.
+    """
+    for name in START_ORDER:
+        group: InstanceGroup = getattr(topology.instances, name)
+        if group.share is not None and traits.share_env is None:
+            raise ConfigError(
+                f"instances.{name}.share: on platform {traits.name} a process cannot be kept to a "
+                "part of a device; remove it, or move it under platform.<name> of the platform "
+                "that it is meant for"
+            )
+
+
+def check_collective(
+    topology: Topology, traits: PlatformTraits, shared: Sequence[SharedDevice]
+) -> None:
+    """Refuse groups of ranks on one device where the platform's library does not make them.
+
+    Raises:
+        ConfigError: Says which instances they would be of.
+    """
+    if topology.transfer.path != "collective" or not traits.one_rank_a_device:
+        return
+    for each in shared:
+        names = [tenant.name for tenant in each.tenants]
+        if any(name.startswith("encode") for name in names):
+            raise ConfigError(
+                f"transfer.path: collective, and {' and '.join(names)} are on device "
+                f"{each.device}: {traits.dist_backend} makes no group of ranks on one device; "
+                "write auto or ipc"
+            )
+
+
+def sharing_warnings(shared: Sequence[SharedDevice]) -> list[str]:
+    """Say what goes wrong, or may, between instances on one device."""
+    warnings = []
+    for each in shared:
+        total = round(sum(tenant.utilization for tenant in each.tenants), 6)
+        if total > 1:
+            parts = ", ".join(f"{tenant.name} {tenant.utilization:g}" for tenant in each.tenants)
+            warnings.append(
+                f"device {each.device}: its instances together want more memory than it has; lower "
+                f"gpu_memory_utilization, which adds up to {total:g} ({parts})"
+            )
+        for tenant in each.tenants:
+            if not tenant.measures:
+                continue
+            others = [other.name for other in each.tenants if other is not tenant]
+            warnings.append(
+                f"device {each.device}: when {tenant.name} is started again it takes what "
+                f"{' and '.join(others)} need meanwhile for its own, and gets a smaller KV cache, "
+                "or none; set kv_cache_memory_bytes in instances.prefill_decode.engine_args"
+            )
+    return warnings
+
+
+def utilization(topology: Topology, group: InstanceGroup) -> float:
+    """Return the share of a device's memory that each engine of a group takes."""
+    arguments = {**topology.engine_args, **group.engine_args}
+    value = arguments.get("gpu_memory_utilization")
+    return float(value) if isinstance(value, int | float) else DEFAULT_UTILIZATION

@@ -1,0 +1,184 @@
+"""What one NVIDIA device does with this package's own code; prints figures for ci/first_hour.py.
+
+    python -m tests.cuda.probe
+
+Needs torch, and no engine. Every question is asked, whatever becomes of the others.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from epd_portable.connector.control import new_session
+from epd_portable.connector.copies import DeviceCopies
+from epd_portable.connector.slab import DeviceSlab, OpenedSlab
+from epd_portable.platforms import registry
+from epd_portable.platforms.base import DeviceEvent
+
+MIB = 1 << 20
+SLAB_BYTES = 512 * MIB
+SIZES = (MIB // 2, 7 * MIB, 32 * MIB, 64 * MIB, 256 * MIB)
+FILL = 0xA5
+OFFSET = 512
+LAUNCHES = 20_000
+SLEEP_CYCLES = 3_000_000_000
+AMPLE_S = 60.0
+CHILD_LIMIT_S = 100
+
+
+def tell(figure: str, ask: Callable[[], Any]) -> None:
+    """Print what a question is answered with, or why it is not."""
+    try:
+        value = ask()
+    except Exception as error:  # Every answer is wanted, this one too.
+        value = f"FAILED {type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+    print(json.dumps({"figure": figure, "value": value}), flush=True)
+
+
+def own_copies() -> DeviceCopies:
+    platform = registry.get("cuda")
+    platform.set_device(0)
+    return DeviceCopies(platform, 0)
+
+
+def device_rate(target: torch.Tensor, source: torch.Tensor, repeat: int = 20) -> float:
+    """Return GB of ``source`` that the device copies in a second, one copy behind the other."""
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    for _ in range(3):
+        target.copy_(source, non_blocking=True)
+    begin.record()
+    for _ in range(repeat):
+        target.copy_(source, non_blocking=True)
+    end.record()
+    end.synchronize()
+    return round(source.numel() * repeat / begin.elapsed_time(end) / 1e6, 1)
+
+
+def whole_copy(
+    copies: DeviceCopies, target: torch.Tensor, source: torch.Tensor
+) -> dict[str, float]:
+    """Return the median time and rate of a copy from the question to its end."""
+    computed = copies.platform.record_event()
+    times = []
+    for _ in range(30):
+        begin_s = time.perf_counter()
+        deadline_s = copies.clock() + AMPLE_S
+        copies.queue(target, source, after=computed, deadline_s=deadline_s).finish()
+        times.append(time.perf_counter() - begin_s)
+    middle_s = statistics.median(times)
+    return {"us": round(middle_s * 1e6, 1), "GB_s": round(source.numel() / middle_s / 1e9, 1)}
+
+
+def launches_beside(waiters: int, wait: Callable[[DeviceEvent], None]) -> dict[str, Any]:
+    """Return a thread's kernel launches in a second, while others wait for the end of a kernel."""
+    platform = registry.get("cuda")
+    box, side = torch.zeros(1024, device="cuda:0"), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(SLEEP_CYCLES)
+        event = platform.record_event()
+    threads = [threading.Thread(target=wait, args=(event,)) for _ in range(waiters)]
+    for thread in threads:
+        thread.start()
+    begin_s = time.perf_counter()
+    for _ in range(LAUNCHES):
+        box.add_(1)
+    seconds = time.perf_counter() - begin_s
+    waited = not event.done()
+    for thread in threads:
+        thread.join()
+    torch.cuda.synchronize()
+    return {"launches_per_s": round(LAUNCHES / seconds), "others_waited_throughout": waited}
+
+
+def nccl() -> dict[str, str]:
+    """Return what work of NCCL's answers when it has ended."""
+    distributed: Any = torch.distributed
+    cls = distributed.ProcessGroupNCCL
+    backend = cls(distributed.HashStore(), 0, 1, cls.Options())
+    options = distributed.BroadcastOptions()
+    options.rootRank = options.rootTensor = 0
+    work = backend.broadcast([torch.ones(4, device="cuda:0")], options)
+    torch.cuda.synchronize()
+    answers = {}
+    for name in ("is_completed", "is_success", "wait"):
+        try:
+            answers[name] = str(getattr(work, name)())
+        except RuntimeError as error:
+            answers[name] = str(error).partition("\n")[0]
+    backend.abort()
+    return answers
+
+
+def slab_of_another() -> None:
+    """Let another process write into this one's slab; tell what it says and what arrived."""
+    slab = DeviceSlab(own_copies(), SLAB_BYTES, new_session())
+    whole = slab.tensor(0, SLAB_BYTES)
+    whole.fill_(FILL)
+    torch.cuda.synchronize()
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.cuda.probe", slab.address],
+        capture_output=True,
+        text=True,
+        timeout=CHILD_LIMIT_S,
+        check=False,
+    )
+    print(ran.stdout, end="", flush=True)
+    tell("ipc.problem", lambda: ran.stderr.splitlines()[-1:] if ran.returncode else "")
+    end = OFFSET + SIZES[-1]
+    tell("ipc.content_is_right", lambda: bool((whole[OFFSET:end] == 7).all()))
+    tell(
+        "ipc.neighbours_are_untouched",
+        lambda: bool((whole[:OFFSET] == FILL).all() and (whole[end:] == FILL).all()),
+    )
+
+
+def write_into(address: str) -> None:
+    """Be that other process."""
+    copies = own_copies()
+    begin_s = time.perf_counter()
+    slab = OpenedSlab(copies.platform, address)
+    tell("ipc.open_s", lambda: round(time.perf_counter() - begin_s, 3))
+    for nbytes in SIZES:
+        source = torch.full((nbytes,), 7, dtype=torch.uint8, device="cuda:0")
+        own, other = torch.empty_like(source), slab.tensor(OFFSET, nbytes)
+        tell(
+            f"copy.{nbytes >> 10}KiB",
+            lambda own=own, other=other, source=source: {
+                "own_GB_s": device_rate(own, source),
+                "ipc_GB_s": device_rate(other, source),
+                "queued": whole_copy(copies, other, source),
+            },
+        )
+
+
+def main() -> None:
+    """Ask everything."""
+    if sys.argv[1:]:
+        write_into(sys.argv[1])
+        return
+    properties = torch.cuda.get_device_properties(0)
+    tell("device", lambda: [properties.name, str(properties.uuid), torch.__version__])
+    tell("slab", slab_of_another)
+    for waiters in (0, 4):
+        tell(
+            f"launches.blocking.{waiters}", lambda n=waiters: launches_beside(n, DeviceEvent.block)
+        )
+    tell(
+        "launches.polling.4",
+        lambda: launches_beside(4, lambda event: event.synchronize(AMPLE_S)),
+    )
+    tell("nccl", nccl)
+
+
+if __name__ == "__main__":
+    main()

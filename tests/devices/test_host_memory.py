@@ -1,0 +1,57 @@
+"""Page-locking of receive pools, which torch did not allocate."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from epd_portable.connector.copies import DeviceCopies
+from epd_portable.connector.pool import SharedMemory
+from epd_portable.errors import PlatformError
+from epd_portable.platforms.base import Platform
+
+AMPLE_S = 60.0
+NBYTES = 1 << 20
+
+
+@pytest.fixture
+def pool() -> Iterator[SharedMemory]:
+    made = SharedMemory.create(f"epd-test-{os.getpid()}-{uuid.uuid4().hex[:12]}", NBYTES)
+    yield made
+    made.unlink()
+
+
+def test_the_device_writes_into_a_pinned_pool_and_reads_from_it(
+    platform: Platform, device: torch.device, pool: SharedMemory
+) -> None:
+    copies = DeviceCopies(platform, 0)
+    assert copies.pin(pool) is not platform.traits.foreign_pages_block
+    try:
+        content = (torch.arange(NBYTES) % 251).to(torch.uint8)
+        item = content.to(device)
+        computed = platform.record_event()
+        deadline_s = copies.clock() + AMPLE_S
+        target = pool.tensor(0, NBYTES)
+        copies.queue(target, item, after=computed, deadline_s=deadline_s).finish()
+        assert torch.equal(target, content)
+        with platform.stream(0):
+            back = torch.empty(NBYTES, dtype=torch.uint8, device=device)
+            back.copy_(target, non_blocking=True)
+            platform.record_event().synchronize(AMPLE_S)
+        assert torch.equal(back.cpu(), content)
+    finally:
+        copies.unpin(pool)
+
+
+def test_what_is_refused_to_be_pinned_leaves_the_device_as_it_was(
+    platform: Platform, device: torch.device
+) -> None:
+    """The runtime's error must not be that of the next kernel."""
+    memory = torch.empty(NBYTES, dtype=torch.uint8, device=device)
+    with pytest.raises(PlatformError, match=f"{NBYTES} bytes at {memory.data_ptr():#x}"):
+        platform.pin_host(memory.data_ptr(), NBYTES)
+    assert torch.full((8,), 2.0, device=device).sum().item() == 16

@@ -1,0 +1,140 @@
+"""Instances on one device: their order, their memory, and what is said of both."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from epd_portable.config.load import parse_topology
+from epd_portable.errors import ConfigError
+from epd_portable.launch.model import ModelSource
+from epd_portable.launch.plan import Machine, Plan, make_plan
+from epd_portable.launch.sharing import SharedDevice, Tenant
+from epd_portable.launch.show import plan_table
+from epd_portable.platforms.traits import TRAITS
+
+ONE_DEVICE = """
+instances:
+  encode: {devices: [0], engine_args: {gpu_memory_utilization: 0.2}}
+  prefill_decode:
+    devices: [0]
+    engine_args: {gpu_memory_utilization: 0.6, kv_cache_memory_bytes: 1024}
+"""
+
+
+def plan(text: str, platform: str = "cuda", *, has_shares: bool = True) -> Plan:
+    ports = itertools.count(28000)
+    return make_plan(
+        parse_topology(f"model: m\n{text}", platform),  # type: ignore[arg-type]
+        model=ModelSource(argument="m", served_name="m", is_folder=False),
+        traits=TRAITS[platform],
+        machine=Machine(devices=("0", "1"), cores=(0, 1), has_shares=has_shares),
+        run_id="00c0ffee",
+        free_port=lambda: next(ports),
+        temp_dir="/tmp/epd",
+    )
+
+
+def after(made: Plan) -> dict[str, tuple[str, ...]]:
+    return {spec.name: spec.after for spec in made.processes if spec.after}
+
+
+@pytest.mark.parametrize("platform", ["cuda", "npu"])
+def test_on_a_shared_device_who_measures_its_memory_starts_first(platform: str) -> None:
+    made = plan(ONE_DEVICE, platform)
+    assert after(made) == {"encode-0": ("prefill_decode-0",)}
+    first = Tenant(
+        name="prefill_decode-0", utilization=0.6, kv_cache_bytes=1024, measures=False, share=None
+    )
+    then = Tenant(name="encode-0", utilization=0.2, kv_cache_bytes=None, measures=False, share=None)
+    assert made.shared == (SharedDevice(device="0", tenants=(first, then)),)
+    assert made.warnings == ()
+
+
+def test_instances_on_devices_of_their_own_start_at_once() -> None:
+    made = plan("")
+    assert (after(made), made.shared, made.warnings) == ({}, (), ())
+
+
+def test_on_several_shared_devices_each_waits_for_all_that_are_on_one_with_it() -> None:
+    made = plan("""
+engine_args: {gpu_memory_utilization: 0.3, kv_cache_memory_bytes: 1}
+instances:
+  encode: {count: 2, devices: [0, 1]}
+  prefill_decode: {count: 2, tensor_parallel_size: 2, devices: [0, 1, 1, 0]}
+""")
+    decoders = ("prefill_decode-0", "prefill_decode-1")
+    assert after(made) == {
+        "prefill_decode-1": decoders[:1],
+        "encode-0": decoders,
+        "encode-1": decoders,
+    }
+
+
+def test_shares_that_do_not_fit_together_are_warned_of_without_a_profile() -> None:
+    (warning,) = plan("""
+engine_args: {kv_cache_memory_bytes: 1}
+instances: {encode: {devices: [0]}, prefill_decode: {devices: [0]}}
+""").warnings
+    assert warning.startswith("device 0: its instances together want more memory than it has")
+    assert "adds up to 1.84 (prefill_decode-0 0.92, encode-0 0.92)" in warning
+
+
+def test_a_kv_cache_that_is_measured_beside_others_is_warned_of() -> None:
+    (warning,) = plan(ONE_DEVICE.replace(", kv_cache_memory_bytes: 1024", "")).warnings
+    assert "when prefill_decode-0 is started again it takes what encode-0 need" in warning
+    assert "set kv_cache_memory_bytes in instances.prefill_decode.engine_args" in warning
+
+
+def test_a_group_of_two_ranks_on_one_device_is_refused_where_its_library_refuses_it() -> None:
+    text = f"{ONE_DEVICE}\ntransfer: {{path: collective}}"
+    with pytest.raises(ConfigError, match=r"prefill_decode-0 and encode-0 are on device 0: nccl"):
+        plan(text)
+    assert plan(text, "npu").shared
+    apart = text.replace("encode: {devices: [0]", "encode: {devices: [1]")
+    assert plan(apart).shared == ()
+
+
+def test_a_plan_for_people_shows_order_memory_and_reason() -> None:
+    text = plan_table(plan(ONE_DEVICE))
+    assert "device 0 is shared; engines measure its memory while they start" in text
+    assert "  prefill_decode-0  60% of its memory  1024 bytes of KV cache  takes turns" in text
+    assert "  encode-0          20% of its memory  no KV cache             takes turns" in text
+    starts = [line.split()[-2:] for line in text.splitlines() if line.startswith("encode-0 ")]
+    assert starts == [["after", "prefill_decode-0"]]
+    assert "is shared" not in plan_table(plan(""))
+
+
+SHARES = ONE_DEVICE.replace("encode: {", "encode: {share: 30, ").replace(
+    "prefill_decode:\n", "prefill_decode:\n    share: 70\n"
+)
+PERCENTAGE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
+
+
+def test_instances_are_kept_to_their_share_of_the_compute_of_a_device() -> None:
+    made = plan(SHARES)
+    assert [spec.env.get(PERCENTAGE) for spec in made.processes] == ["30", "70", None]
+    assert [tenant.share for tenant in made.shared[0].tenants] == [70, 30]
+    assert made.warnings == ()
+    assert "no KV cache             30% of its compute" in plan_table(made)
+    assert all(PERCENTAGE not in spec.env for spec in plan(ONE_DEVICE).processes)
+
+
+def test_shares_that_nothing_keeps_instances_to_are_warned_of() -> None:
+    (warning,) = plan(SHARES, has_shares=False).warnings
+    assert warning.startswith("share has no effect: the service")
+    assert plan(ONE_DEVICE, has_shares=False).warnings == ()
+
+
+def test_shares_are_refused_where_there_are_none_and_their_variable_in_env() -> None:
+    with pytest.raises(ConfigError, match=r"instances\.prefill_decode\.share: on platform npu"):
+        plan(SHARES, "npu")
+    with pytest.raises(ConfigError, match=rf"{PERCENTAGE} of .* write share beside count"):
+        plan(f'{SHARES}\nenv: {{{PERCENTAGE}: "10"}}')
+
+
+@pytest.mark.parametrize("share", [0, 101, "half"])
+def test_a_share_is_a_percentage(share: object) -> None:
+    with pytest.raises(ConfigError, match="share"):
+        plan(f"instances: {{encode: {{share: {share}}}}}")

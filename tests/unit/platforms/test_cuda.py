@@ -1,0 +1,118 @@
+"""What CUDA is asked for, with a stand-in at its border: no device is needed, and none is met."""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.multiprocessing import reductions
+
+from epd_portable.errors import PlatformError, UnsupportedError
+from epd_portable.platforms.accelerator import AcceleratorPlatform
+from epd_portable.platforms.base import ShareHandle
+from epd_portable.platforms.cuda import CudaPlatform
+
+PAGE = 4096
+REFUSED = 2
+
+
+class Runtime:
+    """The CUDA runtime as torch and ctypes show it; keeps the last error until it is asked for."""
+
+    def __init__(self) -> None:
+        self.code = 0
+        self.pending = 0
+
+    def call(self, *arguments: int) -> int:
+        self.pending = self.code or self.pending
+        return self.code
+
+    cudaHostRegister = cudaHostUnregister = call
+
+    def cudaGetLastError(self) -> int:
+        self.pending, found = 0, self.pending
+        return found
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
+    made = Runtime()
+    libraries = {"libcudart.so.13": made}
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(ctypes, "CDLL", libraries.__getitem__)
+    return made
+
+
+def test_a_refused_registration_leaves_no_error_for_the_next_kernel(runtime: Runtime) -> None:
+    runtime.code = REFUSED
+    with pytest.raises(PlatformError, match=r"refused 4096 bytes at 0x1000 with error 2.*ulimit"):
+        CudaPlatform().pin_host(PAGE, PAGE)
+    assert runtime.pending == 0
+
+
+def test_a_refused_end_of_a_registration_leaves_none_either(runtime: Runtime) -> None:
+    platform = CudaPlatform()
+    platform.pin_host(PAGE, PAGE)
+    runtime.code = REFUSED
+    with pytest.raises(PlatformError, match="cudaHostUnregister refused"):
+        platform.unpin_host(PAGE)
+    assert runtime.pending == 0
+
+
+class TwoGpus(CudaPlatform):
+    """CUDA with two devices, on which nobody may make a context."""
+
+    _runtime = SimpleNamespace(
+        device_count=lambda: 2,
+        get_device_properties=lambda index: SimpleNamespace(uuid=f"uuid-{index}"),
+    )
+
+
+def handle(**changes: Any) -> ShareHandle:
+    values: dict[str, Any] = {
+        "device_type": "cuda",
+        "device_uuid": "uuid-1",
+        "dtype": "uint8",
+        "shape": (8,),
+        "stride": (1,),
+        "offset": 0,
+        "storage_bytes": 8,
+        "storage_offset_bytes": 0,
+        "memory": b"\x02c" + bytes(64),
+        "ref_counter": b"",
+        "ref_counter_offset": 0,
+        "event": b"",
+        "event_sync_required": False,
+    }
+    return ShareHandle(**(values | changes))
+
+
+def test_memory_is_opened_on_the_device_of_its_uuid_without_a_context_on_any_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opened: list[Any] = []
+    monkeypatch.setattr(reductions, "rebuild_cuda_tensor", lambda *given: opened.append(given[6]))
+    TwoGpus().open_tensor(handle())
+    assert opened == [1]
+
+
+def test_memory_of_a_device_that_is_not_visible_is_never_opened() -> None:
+    with pytest.raises(UnsupportedError, match=r"uuid-7 is not visible.*CUDA_VISIBLE_DEVICES"):
+        TwoGpus().open_tensor(handle(device_uuid="uuid-7"))
+
+
+@pytest.mark.parametrize(("kind", "shared"), [(b"c", True), (b"e", False)])
+def test_memory_in_expandable_segments_is_not_shared(
+    monkeypatch: pytest.MonkeyPatch, kind: bytes, shared: bool
+) -> None:
+    made = handle(memory=b"\x02" + kind + bytes(64))
+    monkeypatch.setattr(AcceleratorPlatform, "share_tensor", lambda *given: made)
+    if shared:
+        assert CudaPlatform().share_tensor(torch.ones(8)) is made
+        return
+    with pytest.raises(UnsupportedError, match=r"expandable_segments:True.*transfer\.path"):
+        CudaPlatform().share_tensor(torch.ones(8))

@@ -1,0 +1,612 @@
+"""A client's connection: what comes in and what goes out, wherever it is cut."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import tracemalloc
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import httptools
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from epd_portable.errors import RequestError
+from epd_portable.router import server_connection
+from epd_portable.router.incoming import ClientGoneError
+from epd_portable.router.server_connection import (
+    CLEARED_BYTES,
+    HEADERS_WITHIN_S,
+    KEEP_ALIVE_S,
+    LARGE_BYTES,
+    MAX_HEAD_BYTES,
+    ClientRequest,
+    Clients,
+    ServerConnection,
+)
+
+
+class Transport(asyncio.Transport):
+    """Keeps what is written, and what is asked of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = b""
+        self.reads = True
+        self.closing = False
+        self.lost = False
+        self.unsent_bytes = 0
+
+    def write(self, data: Any) -> None:
+        assert not self.lost
+        self.written += data
+
+    def pause_reading(self) -> None:
+        assert not self.lost
+        self.reads = False
+
+    def resume_reading(self) -> None:
+        assert not self.lost
+        self.reads = True
+
+    def is_closing(self) -> bool:
+        return self.closing
+
+    def close(self) -> None:
+        self.closing = True
+
+    def abort(self) -> None:
+        self.closing = True
+
+    def get_write_buffer_size(self) -> int:
+        return self.unsent_bytes
+
+
+Serve = Callable[[ClientRequest], Awaitable[None]]
+
+
+class End:
+    """The client's end of a connection."""
+
+    def __init__(self, serve: Serve) -> None:
+        self.clients = Clients(serve)
+        self.connection = ServerConnection(self.clients, 80)
+        self.transport = Transport()
+        self.connection.connection_made(self.transport)
+
+    async def send(self, data: bytes, *, most: int = 1 << 30) -> None:
+        """Send bytes as fast as they are taken, as an event loop would; at most so many."""
+        sent = 0
+        while sent < len(data):
+            while not self.transport.reads and not self.transport.closing:
+                await asyncio.sleep(0)
+            if self.transport.closing:
+                return
+            place = self.connection.get_buffer(-1)
+            piece = data[sent : sent + min(len(place), most)]
+            place[: len(piece)] = piece
+            sent += len(piece)
+            self.connection.buffer_updated(len(piece))
+        await self.rest()
+
+    async def rest(self) -> None:
+        for _ in range(10):
+            await asyncio.sleep(0)
+
+    def leave(self) -> None:
+        self.transport.closing = self.transport.lost = True
+        self.connection.connection_lost(None)
+
+
+class Answers:
+    """What came back, read by a parser."""
+
+    def __init__(self, data: bytes) -> None:
+        self.statuses: list[int] = []
+        self.bodies: list[bytes] = []
+        self.headers: list[dict[bytes, bytes]] = []
+        self._parser = httptools.HttpResponseParser(self)
+        self._parser.feed_data(data)
+
+    def on_message_begin(self) -> None:
+        self.headers.append({})
+        self.bodies.append(b"")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers[-1][name] = value
+
+    def on_headers_complete(self) -> None:
+        self.statuses.append(self._parser.get_status_code())
+
+    def on_body(self, data: bytes) -> None:
+        self.bodies[-1] += data
+
+
+def no_limit(nbytes: int) -> None:
+    pass
+
+
+def answer(request: ClientRequest, body: bytes, headers: Mapping[str, str] | None = None) -> None:
+    request.begin(200, {"content-length": str(len(body)), **(headers or {})})
+    request.write(body)
+    request.end()
+
+
+async def echo(request: ClientRequest) -> None:
+    body = bytes(await request.body(no_limit))
+    answer(request, b"%b %b?%b " % tuple(x.encode() for x in request_line(request)) + body)
+
+
+def request_line(request: ClientRequest) -> tuple[str, str, str]:
+    return request.method, request.path, request.query
+
+
+GET = b"GET /a%20b?c=d HTTP/1.1\r\nhost: x\r\n\r\n"
+LENGTH = b"POST /length HTTP/1.1\r\ncontent-length: 3\r\n\r\nabc"
+CHUNKED = (
+    b"POST /chunks HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n"
+    b"3\r\nabc\r\n4;x=y\r\ndefg\r\n0\r\ntrailer: t\r\n\r\n"
+)
+H2C = (
+    b"POST /h2c HTTP/1.1\r\nconnection: upgrade, http2-settings\r\nupgrade: h2c\r\n"
+    b"content-length: 3\r\n\r\nabc"
+)
+LARGE = b"POST /large HTTP/1.1\r\ncontent-length: %d\r\n\r\n" % (3 * LARGE_BYTES) + (
+    b"x" * 3 * LARGE_BYTES
+)
+REQUESTS = {
+    GET: b"GET /a b?c=d ",
+    LENGTH: b"POST /length? abc",
+    CHUNKED: b"POST /chunks? abcdefg",
+    H2C: b"POST /h2c? abc",
+    LARGE: b"POST /large? " + b"x" * 3 * LARGE_BYTES,
+}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from(sorted(REQUESTS)), min_size=1, max_size=4), st.data())
+async def test_however_bytes_come_the_requests_are_the_same(
+    sent: list[bytes], data: st.DataObject
+) -> None:
+    end = End(echo)
+    stream = b"".join(sent)
+    cuts = data.draw(st.lists(st.integers(0, len(stream)), max_size=8))
+    places = [0, *sorted(cuts), len(stream)]
+    for begin, stop in itertools.pairwise(places):
+        await end.send(stream[begin:stop])
+    assert Answers(end.transport.written).bodies == [REQUESTS[each] for each in sent]
+
+
+@pytest.mark.parametrize("request_bytes", [GET, LENGTH, CHUNKED, H2C], ids=range(4))
+async def test_requests_may_come_byte_by_byte(request_bytes: bytes) -> None:
+    end = End(echo)
+    await end.send(request_bytes * 2, most=1)
+    assert Answers(end.transport.written).bodies == [REQUESTS[request_bytes]] * 2
+
+
+async def test_answers_come_in_the_order_of_the_requests() -> None:
+    going = asyncio.Event()
+    served = []
+
+    async def serve(request: ClientRequest) -> None:
+        served.append(request.path)
+        if request.path == "/1":
+            await going.wait()
+        answer(request, request.path.encode())
+
+    end = End(serve)
+    sending = asyncio.create_task(end.send(b"GET /1 HTTP/1.1\r\n\r\nGET /2 HTTP/1.1\r\n\r\n"))
+    await end.rest()
+    assert served == ["/1"]
+    assert not end.transport.reads  # The others wait where they are.
+    going.set()
+    await sending
+    await end.rest()
+    assert Answers(end.transport.written).bodies == [b"/1", b"/2"]
+    assert end.transport.reads
+
+
+@pytest.mark.parametrize("nbytes", [LARGE_BYTES + 1, CLEARED_BYTES])
+async def test_large_bodies_land_in_their_place(nbytes: int) -> None:
+    got = []
+
+    async def serve(request: ClientRequest) -> None:
+        data = await request.body(no_limit)
+        got.append((len(data), data[:2], data[-2:]))
+        answer(request, b"")
+
+    end = End(serve)
+    body = b"ab" + b"\0" * (nbytes - 4) + b"yz"
+    await end.send(b"POST / HTTP/1.1\r\ncontent-length: %d\r\n\r\n" % nbytes + body + GET)
+    assert got == [(nbytes, b"ab", b"yz"), (0, b"", b"")]
+
+
+async def test_a_large_body_is_not_taken_before_it_is_asked_for() -> None:
+    asking = asyncio.Event()
+
+    async def serve(request: ClientRequest) -> None:
+        await asking.wait()
+        await request.body(no_limit)
+        answer(request, b"")
+
+    end = End(serve)
+    head = b"POST / HTTP/1.1\r\ncontent-length: %d\r\n\r\n" % (1 << 20)
+    sending = asyncio.create_task(end.send(head + b"x" * (1 << 20)))
+    await end.rest()
+    assert not end.transport.reads
+    asking.set()
+    await sending
+    assert Answers(end.transport.written).statuses == [200]
+
+
+async def test_others_are_served_while_a_large_body_comes() -> None:
+    end = End(echo)
+    nbytes = 2 * server_connection.BREATH_BYTES
+    await end.send(b"POST / HTTP/1.1\r\ncontent-length: %d\r\n\r\n" % nbytes)
+    taken = 0
+    while end.transport.reads:
+        place = end.connection.get_buffer(-1)
+        taken += len(place)
+        end.connection.buffer_updated(len(place))
+    assert taken <= server_connection.BREATH_BYTES
+    await end.rest()
+    assert end.transport.reads
+
+
+@pytest.mark.parametrize("encoding", ["length", "chunked"])
+async def test_what_counts_the_bytes_may_end_the_reading(encoding: str) -> None:
+    def limit(nbytes: int) -> None:
+        if nbytes > LARGE_BYTES:
+            raise RequestError("enough", status=413, code="x")
+
+    async def serve(request: ClientRequest) -> None:
+        if request.path == "/next":
+            answer(request, b"next")
+            return
+        with pytest.raises(RequestError, match="enough"):
+            await request.body(limit)
+        await request.drop_body()
+        answer(request, b"refused")
+
+    end = End(serve)
+    body = b"x" * (4 * LARGE_BYTES)
+    if encoding == "length":
+        stream = b"POST / HTTP/1.1\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+    else:
+        stream = b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n"
+        stream += b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+    await end.send(stream + b"GET /next HTTP/1.1\r\n\r\n")
+    assert Answers(end.transport.written).bodies == [b"refused", b"next"]
+
+
+@pytest.mark.parametrize("encoding", ["length", "chunked"])
+async def test_what_is_dropped_takes_no_memory(encoding: str) -> None:
+    async def serve(request: ClientRequest) -> None:
+        await request.drop_body()
+        answer(request, b"")
+
+    end = End(serve)
+    piece = b"x" * LARGE_BYTES
+    if encoding == "length":
+        await end.send(b"POST / HTTP/1.1\r\ncontent-length: %d\r\n\r\n" % (500 * len(piece)))
+    else:
+        await end.send(b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n")
+        piece = b"%x\r\n%b\r\n" % (len(piece), piece)
+    tracemalloc.start()
+    try:
+        for _ in range(500):
+            await end.send(piece)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 20 * LARGE_BYTES
+    await end.send(b"" if encoding == "length" else b"0\r\n\r\n")
+    assert Answers(end.transport.written).statuses == [200]
+
+
+@pytest.mark.parametrize("nbytes", [10, 5 * LARGE_BYTES])
+async def test_a_body_that_nobody_reads_is_dropped_before_the_next_request(nbytes: int) -> None:
+    async def serve(request: ClientRequest) -> None:
+        answer(request, request.path.encode())
+
+    end = End(serve)
+    body = b"x" * nbytes
+    await end.send(b"POST /1 HTTP/1.1\r\ncontent-length: %d\r\n\r\n" % nbytes)
+    await end.send(body + b"GET /2 HTTP/1.1\r\n\r\n")
+    assert Answers(end.transport.written).bodies == [b"/1", b"/2"]
+
+
+async def test_permission_to_send_is_given_when_the_body_is_asked_for() -> None:
+    asking = asyncio.Event()
+
+    async def serve(request: ClientRequest) -> None:
+        await asking.wait()
+        answer(request, bytes(await request.body(no_limit)))
+
+    end = End(serve)
+    await end.send(b"POST / HTTP/1.1\r\nexpect: 100-Continue\r\ncontent-length: 3\r\n\r\n")
+    assert end.transport.written == b""
+    asking.set()
+    await end.rest()
+    assert end.transport.written == b"HTTP/1.1 100 Continue\r\n\r\n"
+    await end.send(b"abc")
+    assert end.transport.written.endswith(b"\r\n\r\nabc")
+
+
+# What is no request.
+
+BROKEN = (
+    b"GET\r\n\r\n",
+    b"GET / HTTP/9.9\r\n\r\n",
+    b"GET /\xff HTTP/1.1\r\n\r\n",
+    b"GET http:// HTTP/1.1\r\n\r\n",
+    b"POST / HTTP/1.1\r\ncontent-length: -1\r\n\r\n",
+    b"POST / HTTP/1.1\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\nab",
+    b"POST / HTTP/1.1\r\ncontent-length: 1\r\ntransfer-encoding: chunked\r\n\r\na",
+    b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\nz\r\n",
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    b"GET / HTTP/1.1\r\na: " + b"b" * (MAX_HEAD_BYTES + LARGE_BYTES),
+)
+
+
+@pytest.mark.parametrize("data", BROKEN, ids=range(len(BROKEN)))
+async def test_what_is_no_request_is_refused_after_those_before_it(data: bytes) -> None:
+    end = End(echo)
+    await end.send(GET + data)
+    got = Answers(end.transport.written)
+    assert got.statuses == [200, 400]
+    assert got.bodies[1] == b"Invalid HTTP request received"
+    assert end.transport.closing
+
+
+async def test_what_is_no_request_waits_for_the_answer_that_is_under_way() -> None:
+    going = asyncio.Event()
+
+    async def serve(request: ClientRequest) -> None:
+        request.begin(200, {"content-type": "text/plain"})
+        request.write(b"a")
+        await going.wait()
+        request.write(b"b")
+        request.end()
+
+    end = End(serve)
+    await end.send(b"GET / HTTP/1.1\r\n\r\nno request\r\n\r\n")
+    assert not end.transport.closing
+    going.set()
+    await end.rest()
+    got = Answers(end.transport.written)
+    assert (got.statuses, got.bodies[0]) == ([200, 400], b"ab")
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=200), st.integers(1, 50))
+async def test_no_bytes_raise(data: bytes, most: int) -> None:
+    async def serve(request: ClientRequest) -> None:
+        await echo(request)
+
+    end = End(serve)
+    await end.send(data, most=most)
+    end.leave()
+    await end.rest()
+    assert not end.clients.tasks
+
+
+# Ends.
+
+
+async def stream_forever(request: ClientRequest) -> None:
+    request.begin(200, {})
+    while True:
+        if not request.write(b"x"):
+            await request.writable()
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("place", range(0, len(CHUNKED) + 1, 3))
+async def test_a_client_may_leave_at_any_place(place: int) -> None:
+    gone = []
+
+    async def serve(request: ClientRequest) -> None:
+        try:
+            await request.body(no_limit)
+        except ClientGoneError:
+            gone.append("reading")
+            return
+        waiting = asyncio.Event()
+        request.on_gone(waiting.set)
+        await waiting.wait()
+        gone.append("answering")
+
+    end = End(serve)
+    await end.send(CHUNKED[:place])
+    begun = bool(end.clients.tasks)
+    end.leave()
+    await end.rest()
+    assert not end.clients.tasks and not end.clients.open
+    assert len(gone) == begun
+
+
+async def test_who_asks_late_learns_that_the_client_has_gone() -> None:
+    told = asyncio.Event()
+    left = asyncio.Event()
+
+    async def serve(request: ClientRequest) -> None:
+        await left.wait()
+        request.on_gone(told.set)
+
+    end = End(serve)
+    await end.send(GET)
+    end.leave()
+    left.set()
+    await end.rest()
+    assert told.is_set()
+
+
+async def test_what_is_sent_to_who_has_gone_is_nothing() -> None:
+    sent = []
+
+    async def serve(request: ClientRequest) -> None:
+        request.begin(200, {})
+        end.leave()
+        sent.append(request.write(b"x"))
+        await request.writable()
+        request.end()
+
+    end = End(serve)
+    await end.send(GET)
+    assert sent == [True]
+    assert not end.transport.written
+
+
+async def test_an_answer_that_is_left_without_an_end_breaks_off() -> None:
+    async def serve(request: ClientRequest) -> None:
+        request.begin(200, {})
+        request.write(b"half")
+
+    end = End(serve)
+    await end.send(GET)
+    assert end.transport.closing
+    assert not end.transport.written.endswith(b"0\r\n\r\n")
+
+
+async def test_a_client_that_takes_nothing_is_waited_for() -> None:
+    written = []
+
+    async def serve(request: ClientRequest) -> None:
+        request.begin(200, {})
+        written.append(request.write(b"1"))
+        await request.writable()
+        written.append(request.write(b"2"))
+        request.end()
+
+    end = End(serve)
+    end.connection.pause_writing()
+    await end.send(GET)
+    assert written == [False]
+    end.connection.resume_writing()
+    await end.rest()
+    assert written == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("line", "headers", "keeps"),
+    [
+        (b"HTTP/1.1", b"", True),
+        (b"HTTP/1.1", b"connection: close\r\n", False),
+        (b"HTTP/1.0", b"", False),
+        (b"HTTP/1.0", b"connection: keep-alive\r\n", False),
+    ],
+)
+async def test_a_connection_is_kept_where_the_client_wants_it(
+    line: bytes, headers: bytes, keeps: bool
+) -> None:
+    end = End(echo)
+    await end.send(b"GET / " + line + b"\r\n" + headers + b"\r\n")
+    assert end.transport.closing is not keeps
+    assert (b"connection: close\r\n" in end.transport.written) is not keeps
+
+
+async def test_a_client_of_the_old_version_gets_no_chunks() -> None:
+    async def serve(request: ClientRequest) -> None:
+        request.begin(200, {})
+        request.write(b"one")
+        request.write(b"two")
+        request.end()
+
+    end = End(serve)
+    await end.send(b"GET / HTTP/1.0\r\n\r\n")
+    assert end.transport.written.endswith(b"\r\n\r\nonetwo")
+    assert end.transport.closing
+
+
+@pytest.mark.parametrize(("method", "status"), [(b"HEAD", 200), (b"GET", 204)])
+async def test_an_answer_without_a_body_has_none(method: bytes, status: int) -> None:
+    async def serve(request: ClientRequest) -> None:
+        request.begin(status, {})
+        request.end()
+
+    end = End(serve)
+    await end.send(method + b" / HTTP/1.1\r\n\r\n")
+    assert b"transfer-encoding" not in end.transport.written
+    assert end.transport.written.endswith(b"\r\n\r\n")
+
+
+async def test_when_the_server_stops_each_connection_ends_with_its_answer() -> None:
+    going = asyncio.Event()
+
+    async def serve(request: ClientRequest) -> None:
+        await going.wait()
+        answer(request, b"")
+
+    end, idle = End(serve), End(serve)
+    await end.send(GET)
+    for each in (end, idle):
+        each.clients.stop()
+    assert idle.transport.closing
+    assert not end.transport.closing
+    going.set()
+    await end.rest()
+    assert end.transport.closing
+
+
+@pytest.mark.parametrize(
+    ("sent", "limit_s"),
+    [
+        (b"", HEADERS_WITHIN_S),
+        (GET[:9], HEADERS_WITHIN_S),
+        (GET, KEEP_ALIVE_S),
+        (GET + GET[:9], HEADERS_WITHIN_S),
+        (b"POST /drop HTTP/1.1\r\ncontent-length: 9\r\n\r\n", HEADERS_WITHIN_S),
+    ],
+    ids=("nothing", "half", "one", "one and a half", "no body"),
+)
+async def test_connections_on_which_no_request_comes_are_closed(
+    sent: bytes, limit_s: float
+) -> None:
+    async def serve(request: ClientRequest) -> None:
+        answer(request, b"")
+
+    end = End(serve)
+    await end.send(sent)
+    since = end.connection._since
+    end.connection.look(since + limit_s - 1, 10)
+    assert not end.transport.closing
+    end.connection.look(since + limit_s + 1, 10)
+    assert end.transport.closing
+
+
+async def test_a_client_that_takes_nothing_of_the_end_is_dropped() -> None:
+    end = End(echo)
+    dropped = []
+    end.transport.abort = lambda: dropped.append(True)  # type: ignore[method-assign]
+    end.transport.closing = True
+    end.transport.unsent_bytes = 9
+    end.connection.look(100.0, 10)
+    end.connection.look(109.0, 10)
+    end.transport.unsent_bytes = 8
+    end.connection.look(111.0, 10)
+    end.connection.look(120.0, 10)
+    assert not dropped
+    end.connection.look(122.0, 10)
+    assert dropped
+
+
+async def test_headers_are_as_they_were_sent_but_for_what_is_not_ascii() -> None:
+    got = []
+
+    async def serve(request: ClientRequest) -> None:
+        got.append(request.headers)
+        answer(request, b"", {"x-odd": "\udcff\u20ac"})
+
+    end = End(serve)
+    await end.send(b"GET / HTTP/1.1\r\nHost: X\r\nA-b: c\xff\r\nD:  e \r\n\r\n" + CHUNKED)
+    assert got == [{"host": "X", "d": "e"}, {"transfer-encoding": "chunked"}]
+    assert b"x-odd: \xff\xe2\x82\xac\r\n" in end.transport.written
+
+
+async def test_the_whole_address_may_be_given() -> None:
+    end = End(echo)
+    await end.send(b"GET http://host:80/path?q=1#f HTTP/1.1\r\n\r\n")
+    assert Answers(end.transport.written).bodies == [b"GET /path?q=1 "]

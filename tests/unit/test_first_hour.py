@@ -1,0 +1,124 @@
+"""The first hour on a device, rehearsed with stand-ins for its commands."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ci import first_hour
+from ci.first_hour import FIGURES, STAGES, Stage
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def stage(name: str, script: str, limit_s: float = 60.0, **options: Any) -> Stage:
+    return Stage(name=name, argv=("sh", "-c", script, name, "{out}"), limit_s=limit_s, **options)
+
+
+def run(out: Path, *stages: Stage, wheels: str = "", budget_s: float = 600.0) -> tuple[bool, str]:
+    said: list[str] = []
+    good = first_hour.hour(stages, out=out, wheels=wheels, budget_s=budget_s, say=said.append)
+    return good, "\n".join(said)
+
+
+def told(out: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((out / FIGURES).read_text())
+    return found
+
+
+def test_figures_of_lines_and_of_files_come_into_one_file(tmp_path: Path) -> None:
+    probe = stage("probe", """echo noise; echo '{"figure": "rate", "value": [1, 2]}'""")
+    bench = stage("bench", """echo '{"a": 1}' > "$1/b.json" """, writes={"bench": "b.json"})
+    assert run(tmp_path, probe, bench)[0]
+    found = told(tmp_path)
+    assert found["probe"]["figures"] == {"rate": [1, 2]}
+    assert found["probe"]["tail"][0] == "noise"
+    assert found["bench"]["figures"] == {"bench": {"a": 1}}
+
+
+def test_a_stage_that_fails_ends_itself_and_not_the_hour(tmp_path: Path) -> None:
+    good, _ = run(
+        tmp_path,
+        stage("first", "echo why >&2; exit 3"),
+        Stage(name="none", argv=("/nowhere/at/all",), limit_s=1),
+        stage("last", "true"),
+    )
+    assert not good
+    found = told(tmp_path)
+    assert [found[name]["status"] for name in ("first", "none", "last")] == [3, None, 0]
+    assert found["first"]["tail"] == ["why"]
+    assert "No such file" in found["none"]["tail"][0]
+
+
+def test_a_stage_that_takes_too_long_is_ended_with_its_children_and_its_figures_stay(
+    tmp_path: Path,
+) -> None:
+    line = '{"figure": "half", "value": 1}'
+    script = f"echo '{line}'; sleep 300 & echo $! > \"$1/child\"; wait"
+    good, said = run(tmp_path, stage("long", script, limit_s=1.0))
+    assert not good
+    assert "long: was ended" in said
+    assert told(tmp_path)["long"]["status"] is None
+    assert told(tmp_path)["long"]["figures"] == {"half": 1}
+    child = (tmp_path / "child").read_text().strip()
+    state = Path(f"/proc/{child}/stat")
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_a_later_call_goes_on_where_one_ended(tmp_path: Path) -> None:
+    well = stage("well", 'echo x >> "$1/well.txt"')
+    once = stage("once", 'test -e "$1/there" || { touch "$1/there"; exit 1; }')
+    assert not run(tmp_path, well, once)[0]
+    assert run(tmp_path, well, once)[0]
+    assert (tmp_path / "well.txt").read_text() == "x\n"
+
+
+def test_no_stage_begins_when_the_time_is_over(tmp_path: Path) -> None:
+    good, said = run(tmp_path, stage("first", "true"), budget_s=0.0)
+    assert not good
+    assert said == "first: no time left; call again to go on"
+    assert not (tmp_path / FIGURES).exists()
+
+
+def test_nothing_is_installed_unless_there_are_wheels(tmp_path: Path) -> None:
+    install = stage("install", 'echo "$2" > "$1/installed"')
+    assert run(tmp_path, install)[0]
+    assert not (tmp_path / "installed").exists()
+    assert run(tmp_path, install, wheels="/wheels")[0]
+    assert (tmp_path / "installed").exists()
+
+
+def test_a_stage_that_is_asked_for_by_name_runs_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stages = tuple(stage(name, f'echo x >> "$1/{name}.txt"') for name in ("one", "two"))
+    monkeypatch.setattr(first_hour, "STAGES", stages)
+    for more in ([], [], ["--stage", "two"]):
+        assert first_hour.main(["--out", str(tmp_path), *more]) == 0
+    assert (tmp_path / "one.txt").read_text() == "x\n"
+    assert (tmp_path / "two.txt").read_text() == "x\nx\n"
+
+
+def test_every_stage_calls_what_is_there() -> None:
+    assert len({each.name for each in STAGES}) == len(STAGES)
+    for each in STAGES:
+        words = {"python": sys.executable, "out": "/out", "wheels": "/wheels"}
+        argv = [word.format(**words) for word in each.argv]
+        for word in argv:
+            if re.fullmatch(r"(tests|configs)/\S+", word):
+                assert (ROOT / word).exists(), word
+        if "-m" in argv[:2] and argv[2].startswith(("tests.", "epd_portable.")):
+            assert (ROOT / f"{argv[2].replace('.', '/')}.py").is_file()
+        for name, file in each.writes.items():
+            assert f"/out/{file}" in argv, name
+
+
+def test_what_takes_no_engine_fits_into_a_borrowed_twenty_minutes() -> None:
+    names = [each.name for each in STAGES]
+    early = STAGES[1 : names.index("engines")]
+    assert sum(each.limit_s for each in early) <= 20 * 60
