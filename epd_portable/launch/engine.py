@@ -162,8 +162,6 @@ def engine_env(
         remedy = remedies.get(name, "remove it")
         raise ConfigError(f"env: {name} of instances.{group_name} is set by the launcher; {remedy}")
     defaults = {
-        # The connector's hooks are those of the first model runner.
-        "VLLM_USE_V2_MODEL_RUNNER": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         # Ranks of one instance meet on the loopback address.

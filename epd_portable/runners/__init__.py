@@ -7,6 +7,9 @@ encode        `Dispatcher`        `EncoderRunnerMixin`, `Sender` (a thread)
 PD            `Receiver`          `PDRunnerMixin`, `Placer`
 ============  ==================  =====================================================
 
+The mixins are those of vLLM's first model runner. Its second calls the connector's own hooks, and
+has `SecondRunnerMixin` in both.
+
 No module here imports vLLM; `epd_portable.vllm_plugin` puts them in their places.
 """
 

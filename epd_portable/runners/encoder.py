@@ -1,4 +1,4 @@
-"""The model runner of an encode instance."""
+"""The first model runner of an encode instance."""
 
 from __future__ import annotations
 

@@ -102,3 +102,39 @@ class RunnerHost:
 
     def _update_states(self, scheduler_output: StepOutput) -> Any:
         raise NotImplementedError
+
+
+class SecondRunnerHost:
+    """The model runner under a mixin: vLLM's second ``GPUModelRunner`` and its NPU subclass.
+
+    For the type checker only; at run time the mixins derive from ``object``.
+
+    Attributes:
+        epd: `EncodeHooks` or `PDHooks`; set by the worker before the first step.
+        encoder_cache: vLLM's ``EncoderCache``: ``encoder_outputs`` ``(num_tokens, width)`` by
+            ``mm_hash``, and ``mm_features`` by request id.
+        model_state: Made by `load_model`; its ``execute_mm_encoder`` takes the indices of the items
+            to encode by request id.
+        ec_connector: vLLM's ``ActiveECConnector``.
+        device: That it computes on.
+        lora_config: ``None`` without adapters.
+        kv_cache_config: Of the engine.
+        kv_caches: One a layer.
+    """
+
+    epd: Any
+    encoder_cache: Any
+    model_state: Any
+    ec_connector: Any
+    device: torch.device
+    lora_config: Any
+    kv_cache_config: Any
+    kv_caches: list[Any]
+
+    def load_model(self, *args: Any, **kwargs: Any) -> Any:
+        """Load the model (vLLM 0.28 to 0.33)."""
+        raise NotImplementedError
+
+    def execute_model(self, scheduler_output: StepOutput, *args: Any, **kwargs: Any) -> Any:
+        """Run one step (vLLM 0.28 to 0.33)."""
+        raise NotImplementedError

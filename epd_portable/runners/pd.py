@@ -1,4 +1,4 @@
-"""The model runner of a prefill+decode instance."""
+"""The first model runner of a prefill+decode instance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What both kinds of model runner tell the event trace."""
+"""What the first model runner of both kinds of instance tells the event trace."""
 
 from __future__ import annotations
 

@@ -25,6 +25,8 @@ NEWEST: Version = (0, 33)
 
 OUR_MODULES = "epd_portable.vllm_plugin."
 """Where the scheduler that an engine was started with must be from."""
+SECOND_RUNNER: Version = (0, 28)
+"""From here on the second model runner (``VLLM_USE_V2_MODEL_RUNNER=1``) has the hooks."""
 FEEDS_CONNECTOR_OUTPUT: Version = (0, 28)
 """From here on the scheduler hands worker reports to the connector by itself."""
 ENDS_ENCODED: Version = (0, 29)
@@ -32,6 +34,10 @@ ENDS_ENCODED: Version = (0, 29)
 first token, which it makes up in every step."""
 FAILS_UNAVAILABLE: Version = (0, 30)
 """From here on the scheduler asks ``take_unavailable_requests``."""
+ENCODE_ONLY_RUNNER: Version = (0, 29)
+"""From here on the second model runner of an encode instance is a class of its own."""
+STARTS_SAVES: Version = (0, 30)
+"""From here on the second model runner calls ``start_save_caches``."""
 HAS_METADATA: Version = (0, 31)
 """From here on vLLM knows what an item is without its media, and takes it as plain JSON."""
 
@@ -69,10 +75,10 @@ def check_supported(vllm_config: VllmConfig) -> None:
     version()
     parallel = vllm_config.parallel_config
     transfer = vllm_config.ec_transfer_config
-    if vllm_config.use_v2_model_runner:
+    if vllm_config.use_v2_model_runner and version() < SECOND_RUNNER:
         raise EngineError(
-            "vLLM's second model runner has none of the hooks that the plug-in needs: set "
-            "VLLM_USE_V2_MODEL_RUNNER=0"
+            f"vLLM {vllm.__version__}: its second model runner has none of the hooks that the "
+            "plug-in needs: set VLLM_USE_V2_MODEL_RUNNER=0"
         )
     if parallel.pipeline_parallel_size > 1:
         raise EngineError(
@@ -151,6 +157,19 @@ def check_dtype(vllm_config: VllmConfig, platform: Platform) -> None:
             f"this {platform.name} device does not compute in {dtype}: set engine_args.dtype, for "
             "example to float16"
         )
+
+
+def encodes_only(runner: Any) -> bool:
+    """Tell whether an encode instance's second runner leaves the language model out by itself.
+
+    Args:
+        runner: As the platform has made it.
+    """
+    if version() < ENCODE_ONLY_RUNNER:
+        return bool(runner.is_encoder_only)
+    from vllm.v1.worker.mm_encoder_model_runner import MMEncoderModelRunner
+
+    return isinstance(runner, MMEncoderModelRunner)
 
 
 def dtype_name(vllm_config: VllmConfig) -> str:

@@ -96,6 +96,8 @@ class EPDConnector(ECConnectorBase):
         self._placer: Placer | None = None
         self._end: WorkerEndpoint | None = None
         self._metadata: ItemMetadata | None = None
+        self._by_hooks: bool = vllm_config.use_v2_model_runner
+        """vLLM's second runner calls its hooks in every step; beside the first mixins call ours."""
         self._unsettled: Container[str] = frozenset()
         self._lock: AbstractContextManager[Any] = nullcontext()
 
@@ -293,7 +295,7 @@ class EPDConnector(ECConnectorBase):
 
     def report_transfers(self) -> ECConnectorOutput | None:
         """See `epd_portable.runners.host.EncodeHooks`."""
-        ended = self._sender.take_ended() if self._sender is not None else None
+        ended = self._ended()
         return ECConnectorOutput(finished_sending=ended) if ended else None
 
     def place_items(self, metadata: StepMetadata, encoder_cache: dict[str, torch.Tensor]) -> None:
@@ -304,7 +306,17 @@ class EPDConnector(ECConnectorBase):
     # -- worker half, called by vLLM -------------------------------------------------------------
 
     def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], **kwargs: Any) -> None:
-        """Do nothing: `place_items` has placed what arrived."""
+        """The step of a PD instance begins."""
+        if self._by_hooks:
+            self.place_items(self._step(), encoder_cache)
+
+    def start_save_caches(
+        self, *, encoder_cache: dict[str, torch.Tensor] | None = None, **kwargs: Any
+    ) -> None:
+        """The step of an encode instance begins (0.30 and later)."""
+        if self._by_hooks:
+            assert encoder_cache is not None, "vLLM gives it in all versions that call this"
+            self.submit_orders(self._step(), encoder_cache)
 
     def save_caches(
         self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: Any
@@ -312,6 +324,10 @@ class EPDConnector(ECConnectorBase):
         """An encoder output was computed."""
         if self._sender is not None:
             self._sender.output_ready(mm_hash, encoder_cache[mm_hash])
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, None]:
+        """Return the ids of transfers that ended, at the end of a step."""
+        return (self._ended() or None) if self._by_hooks else None, None
 
     def shutdown(self) -> None:
         """Stop threads, close sockets, remove the pool."""
@@ -326,6 +342,14 @@ class EPDConnector(ECConnectorBase):
             end.close()
 
     # --------------------------------------------------------------------------------------------
+
+    def _step(self) -> StepMetadata:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, StepMetadata)
+        return metadata
+
+    def _ended(self) -> set[str]:
+        return self._sender.take_ended() if self._sender is not None else set()
 
     def _tensor(self, feature: Any) -> TensorSpec:
         width = compat.encoder_output_width(self._vllm_config, feature.modality)

@@ -16,6 +16,7 @@ from vllm.distributed.ec_transfer import get_ec_transfer
 from epd_portable.log import trace
 from epd_portable.runners.encoder import EncoderRunnerMixin
 from epd_portable.runners.pd import PDRunnerMixin
+from epd_portable.runners.second import OrderingSecondRunnerMixin, SecondRunnerMixin
 from epd_portable.vllm_plugin import compat
 
 _BASES = {
@@ -38,10 +39,12 @@ class _WorkerMixin:
     def init_device(self) -> None:
         super().init_device()  # type: ignore[misc]
         connector = get_ec_transfer()
-        mixin = EncoderRunnerMixin if connector.is_producer else PDRunnerMixin
         runner: Any = self.model_runner  # type: ignore[attr-defined]
+        second = self.vllm_config.use_v2_model_runner  # type: ignore[attr-defined]
+        mixins = _second_mixins if second else _first_mixins
         chosen = type(runner)
-        runner.__class__ = type(f"EPD{chosen.__name__}", (mixin, chosen), {})
+        bases = (*mixins(runner, encodes=connector.is_producer), chosen)
+        runner.__class__ = type(f"EPD{chosen.__name__}", bases, {})
         runner.epd = connector
         self._slab_bytes = connector.open_worker(runner.device, self.rank)  # type: ignore[attr-defined]
 
@@ -56,7 +59,8 @@ class _WorkerMixin:
             name: sum(part.numel() for part in child.parameters() if not part.is_meta)
             for name, child in model.named_children()
         }
-        trace("model.loaded", parameters=loaded)
+        second = self.vllm_config.use_v2_model_runner  # type: ignore[attr-defined]
+        trace("model.loaded", parameters=loaded, runner=2 if second else 1)
         if get_ec_transfer().is_producer:
             self._measured = compat.small_dummies(self.vllm_config)  # type: ignore[attr-defined]
 
@@ -72,6 +76,22 @@ class _WorkerMixin:
     def shutdown(self) -> None:
         get_ec_transfer().shutdown()
         super().shutdown()  # type: ignore[misc]
+
+
+def _first_mixins(runner: Any, *, encodes: bool) -> tuple[type, ...]:
+    return (EncoderRunnerMixin if encodes else PDRunnerMixin,)
+
+
+def _second_mixins(runner: Any, *, encodes: bool) -> tuple[type, ...]:
+    if not encodes:
+        return (SecondRunnerMixin,)
+    calls = compat.version() >= compat.STARTS_SAVES
+    watched = SecondRunnerMixin if calls else OrderingSecondRunnerMixin
+    if compat.encodes_only(runner):
+        return (watched,)
+    from epd_portable.vllm_plugin.encode_only import EncodeOnlyMixin
+
+    return (watched, EncodeOnlyMixin)
 
 
 def __getattr__(name: str) -> type:

@@ -58,7 +58,6 @@ def test_what_is_supported_is_not_refused() -> None:
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"use_v2_model_runner": True}, "VLLM_USE_V2_MODEL_RUNNER=0"),
         ({"parallel_config__pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
         ({"parallel_config__prefill_context_parallel_size": 2}, "prefill_context_parallel_size=2"),
         ({"scheduler_config__async_scheduling": True}, "pass --no-async-scheduling"),
@@ -85,6 +84,18 @@ def test_what_cannot_be_served_correctly_is_refused_with_the_remedy(
 
     with pytest.raises(EngineError, match=why):
         compat.check_supported(config(**changes))
+
+
+def test_the_second_model_runner_is_refused_where_it_has_no_hooks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from epd_portable.vllm_plugin import compat
+
+    compat.check_supported(config(use_v2_model_runner=True))
+    monkeypatch.setattr(compat, "version", lambda: (0, 27))
+    compat.check_supported(config())
+    with pytest.raises(EngineError, match="set VLLM_USE_V2_MODEL_RUNNER=0"):
+        compat.check_supported(config(use_v2_model_runner=True))
 
 
 def test_an_instance_without_encoder_is_refused_where_items_come_by_their_media_only(

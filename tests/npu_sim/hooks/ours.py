@@ -29,14 +29,15 @@ InstalledScheduler: type = EPDScheduler.__mro__[1]
 InstalledAsyncScheduler: type = EPDAsyncScheduler.__mro__[1]
 
 
-def _runner_class(*, is_producer: bool) -> type:
+def runner_class(runner: type, *, second: bool, is_producer: bool) -> type:
     """Return the runner's class as `_WorkerMixin.init_device` leaves it."""
 
     class ChoosesRunner:
         rank = 0
+        vllm_config = mock.Mock(use_v2_model_runner=second)
 
         def init_device(self) -> None:
-            self.model_runner: Any = NPUModelRunner.__new__(NPUModelRunner)
+            self.model_runner: Any = runner.__new__(runner)
             self.model_runner.device = torch.device("cpu")
 
     made = type("Worker", (worker._WorkerMixin, ChoosesRunner), {})()
@@ -46,5 +47,5 @@ def _runner_class(*, is_producer: bool) -> type:
     return type(made.model_runner)
 
 
-EncodeRunner = _runner_class(is_producer=True)
-PDRunner = _runner_class(is_producer=False)
+EncodeRunner = runner_class(NPUModelRunner, second=False, is_producer=True)
+PDRunner = runner_class(NPUModelRunner, second=False, is_producer=False)

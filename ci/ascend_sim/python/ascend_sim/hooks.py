@@ -24,10 +24,17 @@ else:
 AFTER = {
     "torch_npu": "ascend_sim.aten:register",
     "torch_npu.op_plugin.atb._atb_ops": "ascend_sim.vendor.atb:replace",
+}
+"""Modules, and the function that is called with each right after it was executed."""
+
+KERNELS = {
     "vllm_ascend.ops.register_custom_ops": "ascend_sim.vendor.qkv:register",
     "vllm_ascend.ops.triton.compute_slot_mapping": "ascend_sim.vendor.slot_mapping:replace",
 }
-"""Modules, and the function that is called with each right after it was executed."""
+INTERPRETED = {"vllm.triton_utils.importing": "ascend_sim.interpreter:install"}
+"""Triton kernels: doubles of two, without Triton, or the interpreter, which runs all of them."""
+
+AFTER |= INTERPRETED if os.environ.get("TRITON_INTERPRET") == "1" else KERNELS
 
 INSTEAD = {"vllm_ascend.vllm_ascend_C": "ascend_sim.vendor.extension:register"}
 """Compiled modules that need CANN: an empty module, and the function that fills in for it."""

@@ -32,6 +32,21 @@ def host_view(tensor: torch.Tensor) -> torch.Tensor:
     return view.set_(shadow, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
+@functools.cache
+def device_addresses() -> tuple[int, int]:
+    """Return the first address of the range that all device addresses are in, and its end.
+
+    The runtime keeps them without any access, so that the process shows them as one mapping; where
+    its neighbours are without access too they count, which no tensor has its bytes in.
+    """
+    probe = torch.empty(1, device="npu").data_ptr()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, end = (int(side, 16) for side in line.split()[0].split("-"))
+        if first <= probe < end:
+            return first, end
+    raise RuntimeError(f"device address {probe:#x} is in no mapping of this process")
+
+
 def delay(stream: torch_npu.npu.Stream, microseconds: int) -> None:
     """Let the stream do nothing for a time, after what is queued on it; returns at once."""
     _runtime().ascend_sim_delay(ctypes.c_void_p(stream.npu_stream), ctypes.c_uint64(microseconds))

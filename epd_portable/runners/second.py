@@ -1,0 +1,66 @@
+"""vLLM's second model runner, which calls the connector's hooks itself.
+
+In every step, with tokens or without, it begins with ``start_load_caches`` or
+``start_save_caches``, gives each new output to ``save_caches`` once all of the step are there, and
+ends with ``get_finished`` (``gpu/ec_connector.py``, 0.28 to 0.33). What is left to do here is to
+tell the event trace, and what vLLM does not do in all versions.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from epd_portable.log import trace
+
+if TYPE_CHECKING:
+    from epd_portable.runners.host import EncodeHooks, SecondRunnerHost, StepOutput
+
+    _Base = SecondRunnerHost
+else:
+    _Base = object
+
+
+class SecondRunnerMixin(_Base):
+    """Traces the tokens of every step and the items that the encoder computes in it."""
+
+    def execute_model(self, scheduler_output: StepOutput, *args: Any, **kwargs: Any) -> Any:
+        """Run one step of the engine, or of a profile, which has no metadata of ours."""
+        real = scheduler_output.ec_connector_metadata is not None
+        if real and scheduler_output.total_num_scheduled_tokens:
+            trace("step", tokens=dict(scheduler_output.num_scheduled_tokens))
+        return super().execute_model(scheduler_output, *args, **kwargs)
+
+    def load_model(self, *args: Any, **kwargs: Any) -> Any:
+        """Load it, and watch its encoder."""
+        loaded = super().load_model(*args, **kwargs)
+        state = self.model_state
+        encode = state.execute_mm_encoder
+
+        def traced(inputs: dict[str, list[int]]) -> Any:
+            if not inputs:
+                return encode(inputs)
+            items = [
+                self.encoder_cache.mm_features[request_id][input_id].identifier
+                for request_id, input_ids in inputs.items()
+                for input_id in input_ids
+            ]
+            trace("encode.begin", items=items)
+            outputs = encode(inputs)
+            trace("encode.end", items=items)
+            return outputs
+
+        state.execute_mm_encoder = traced
+        return loaded
+
+
+class OrderingSecondRunnerMixin(SecondRunnerMixin):
+    """Announces items before they are encoded, where vLLM has no hook for that (0.28 and 0.29)."""
+
+    epd: EncodeHooks
+
+    def execute_model(self, scheduler_output: StepOutput, *args: Any, **kwargs: Any) -> Any:
+        """Run one step of the engine, with tokens or without, or of a profile."""
+        metadata = scheduler_output.ec_connector_metadata
+        if metadata is not None:
+            self.epd.submit_orders(metadata, self.encoder_cache.encoder_outputs)
+        return super().execute_model(scheduler_output, *args, **kwargs)

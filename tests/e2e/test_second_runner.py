@@ -1,0 +1,50 @@
+"""Both instances on vLLM's second model runner, on the CPU: equal to one process on the first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+import pytest
+
+from tests.e2e.conftest import ENGINE_MODULES, Pair, forking, running
+from tests.e2e.equality import FloatSmoke
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.needs_vllm,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed"),
+]
+
+ENV = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
+SETTINGS = (
+    "engine_args.dtype=float32",
+    "engine_args.skip_mm_profiling=true",
+    "transfer.pool_bytes=16MiB",
+    "transfer.lease_s=60",
+    "transfer.wait_timeout_s=120",
+)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory, reference_url: str) -> Iterator[Pair]:
+    folder = tmp_path_factory.mktemp("second")
+    with (
+        forking(("tests.e2e.interpreted", *ENGINE_MODULES), ENV) as popen,
+        running(folder, SETTINGS, env=ENV, popen=popen) as split,
+    ):
+        yield Pair(split=split, reference_url=reference_url)
+
+
+class TestSecondRunner(FloatSmoke):
+    """Its own hooks are what carries an item, and not the mixins of the first."""
+
+    def test_both_instances_have_it(self, pair: Pair) -> None:
+        loaded = pair.split.events("model.loaded", since_s=0)
+        assert {e["instance"]: e["runner"] for e in loaded} == {
+            "encode-0": 2,
+            "prefill_decode-0": 2,
+        }
+        [encoder] = [e["parameters"] for e in loaded if e["instance"] == "encode-0"]
+        assert (encoder["language_model"], encoder["visual"] > 0) == (0, True)
