@@ -14,6 +14,7 @@ from epd_portable.bench import chart, console, report
 from epd_portable.bench.load import archive, charts, checkpoint, guard, settings, show
 from epd_portable.bench.load import report as load_report
 from epd_portable.bench.load.measure import LoadResults, Measurement
+from epd_portable.bench.load.peers import PEERS
 from epd_portable.bench.load.plan import Limits, LoadPlan, LoadPoint
 from epd_portable.bench.load.requests import read_trace
 from epd_portable.bench.load.sides import read_sides
@@ -89,6 +90,14 @@ input.
     show_default=True,
     help="All sides up all the time, or each started for each of its turns; auto: together where "
     "memory allows.",
+)
+@click.option(
+    "--peers",
+    type=click.Choice(list(PEERS)),
+    default="stock",
+    show_default=True,
+    help="Plain vLLM on a CPU as it runs by itself, with a worker process beside each engine; or "
+    "with the executor and threads that epd-launch gives its own instances.",
 )
 @click.option("--preset", type=click.Choice(list(settings.PRESETS)), help="Other defaults.")
 @click.option("--rate", "rates", metavar="N[,...]", help="Requests a second, open loop.")
@@ -283,11 +292,12 @@ def _run(options: dict[str, Any]) -> None:
         "settings": list(asked.settings),
         "units": allotment.units,
         "stages": options["stages"],
+        "peers": options["peers"],
     }
     setting = load_report.Setting(
         plan=plan,
         sides=asked.sides,
-        equal=settings.equal_words(asked, allotment),
+        equal=f"{settings.equal_words(asked, allotment)} {PEERS[options['peers']]}",
         together=together,
         facts=facts,
         fingerprint=plan.fingerprint(**facts),
@@ -319,6 +329,7 @@ def _run(options: dict[str, Any]) -> None:
             allotment=allotment,
             folder=Path(folder),
             stages=options["stages"],
+            tuned=options["peers"] == "tuned",
             report=progress.say,
         )
         Measurement(

@@ -1,8 +1,8 @@
 """Plain vLLM beside a topology: replicas, and the example of disaggregated encoders.
 
-They get the topology's model, engine arguments and environment, and what the launcher gives its own
-instances on a CPU: the same threads on the same cores, the same executor. What is left is what the
-measurement is about.
+They get the topology's model, engine arguments and environment, and the same cores or devices. On a
+CPU they run as vLLM does by itself there, with a worker process beside each engine; or *tuned*:
+with the executor and the threads that the launcher gives its own instances.
 """
 
 from __future__ import annotations
@@ -20,6 +20,11 @@ from epd_portable.launch.engine import ROLE_ARGS, cpu_env
 from epd_portable.launch.seats import Seat
 from epd_portable.platforms.traits import TRAITS
 
+PEERS = {
+    "stock": "Plain vLLM runs as it does by itself, on a CPU with a worker process each engine.",
+    "tuned": "Plain vLLM has the executor and threads that epd-launch gives its own instances.",
+}
+"""How plain vLLM runs, in words for pages."""
 EXAMPLE_CONNECTOR = "ECExampleConnector"
 _EC_ROLES = {"encode": "ec_producer", "prefill_decode": "ec_consumer"}
 
@@ -31,6 +36,7 @@ def plain_engine(
     platform: str,
     units: Sequence[str],
     folder: Path,
+    tuned: bool,
     extra: dict[str, JsonValue] | None = None,
     report: Callable[[str], None],
 ) -> servers.Server:
@@ -42,6 +48,7 @@ def plain_engine(
         platform: What it runs on.
         units: Its cores or devices.
         folder: For its log.
+        tuned: See the module.
         extra: Engine arguments beyond those of the topology.
         report: Gets one line for each stage of its start.
     """
@@ -53,9 +60,11 @@ def plain_engine(
         start = None
     else:
         cores = tuple(map(int, units))
-        eager = arguments.get("enforce_eager") is True
-        env = cpu_env(Seat(port=0, cores=(cores,)), 1, eager=eager)
-        arguments.setdefault("distributed_executor_backend", traits.single_rank_executor_cls)
+        env = {"VLLM_CPU_OMP_THREADS_BIND": ",".join(units)}
+        if tuned:
+            eager = arguments.get("enforce_eager") is True
+            env = cpu_env(Seat(port=0, cores=(cores,)), 1, eager=eager)
+            arguments.setdefault("distributed_executor_backend", traits.single_rank_executor_cls)
         start = pinned(frozenset(cores), str(folder))
     return servers.one_process(
         topology.model,
@@ -77,6 +86,7 @@ def example_engine(
     units: Sequence[str],
     folder: Path,
     store: Path,
+    tuned: bool,
     report: Callable[[str], None],
 ) -> servers.Server:
     """Return one instance of vLLM's example.
@@ -88,6 +98,7 @@ def example_engine(
         units: Its cores or devices.
         folder: For its log.
         store: Folder through which encoder outputs go from one instance to the other.
+        tuned: See the module.
         report: Gets one line for each stage of its start.
     """
     transfer: dict[str, JsonValue] = {
@@ -106,6 +117,7 @@ def example_engine(
             **getattr(topology.instances, group).engine_args,
             "ec_transfer_config": transfer,
         },
+        tuned=tuned,
         report=report,
     )
 

@@ -45,6 +45,7 @@ class Ground:
         allotment: Who gets which cores or devices.
         folder: For logs, a folder for each side.
         stages: Topologies write event traces.
+        tuned: See `epd_portable.bench.load.peers`.
         report: Gets progress lines.
         starting: Servers that were begun.
     """
@@ -56,6 +57,7 @@ class Ground:
     allotment: Allotment
     folder: Path
     stages: bool
+    tuned: bool
     report: Callable[[str], None]
     starting: list[servers.Server] = field(default_factory=list)
 
@@ -203,6 +205,7 @@ def _replicas(side: LoadSide, ground: Ground) -> Iterator[StandingSide]:
             platform=ground.platform,
             units=units,
             folder=_made(folder),
+            tuned=ground.tuned,
             report=lambda line: ground.report(f"{side.name}: {line}"),
         )
         for index, units in enumerate(ground.allotment.units[side.name])
@@ -232,6 +235,7 @@ def _upstream(side: LoadSide, ground: Ground) -> Iterator[StandingSide]:
                 units=units,
                 folder=folder,
                 store=Path(name),
+                tuned=ground.tuned,
                 report=lambda line: ground.report(f"{side.name}: {line}"),
             )
             for group, units in zip(

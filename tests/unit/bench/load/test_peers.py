@@ -23,13 +23,16 @@ def topology(platform: Any, *overrides: str) -> Topology:
     return load_topology(ROOT / "configs" / "1e1pd.yaml", platform, overrides=overrides)
 
 
-def plain(platform: Any, units: Sequence[str], folder: Path, *overrides: str) -> Server:
+def plain(
+    platform: Any, units: Sequence[str], folder: Path, *overrides: str, tuned: bool = True
+) -> Server:
     return plain_engine(
         topology(platform, *overrides),
         name="replica-0",
         platform=platform,
         units=units,
         folder=folder,
+        tuned=tuned,
         report=lambda line: None,
     )
 
@@ -61,6 +64,13 @@ def test_on_a_cpu_plain_vllm_gets_the_threads_and_executor_of_the_launchers_inst
     assert not any("epd_portable" in word for word in peer.argv if not word.startswith("/"))
 
 
+def test_on_a_cpu_stock_vllm_keeps_its_own_executor_on_the_same_cores(tmp_path: Path) -> None:
+    peer = plain("cpu", ["2", "3"], tmp_path, tuned=False)
+    assert peer.env["VLLM_CPU_OMP_THREADS_BIND"] == "2,3"
+    assert "OMP_NUM_THREADS" not in peer.env
+    assert "--distributed-executor-backend" not in peer.argv
+
+
 def test_on_devices_plain_vllm_sees_its_devices_and_divides_the_model_among_them(
     tmp_path: Path,
 ) -> None:
@@ -84,6 +94,7 @@ def test_the_example_has_the_connector_of_vllm_itself(
         units=["1"],
         folder=tmp_path,
         store=tmp_path / "store",
+        tuned=True,
         report=lambda line: None,
     )
     assert json.loads(value(peer.argv, "--ec-transfer-config")) == {
