@@ -16,7 +16,7 @@ from ascend_sim.memory import delay
 
 from epd_portable.connector import copies
 from epd_portable.connector.producer import ProducerSession, TransferOrder
-from epd_portable.platforms.collectives_torch import TorchCollectiveGroup
+from epd_portable.connector.transports.collective import CollectiveTransport
 from epd_portable.wire.descriptors import TensorSpec
 from tests.integration.transfer.encode_side import make_sender
 from tests.npu_sim.platform.children import Child
@@ -34,9 +34,9 @@ class EncodeWorker(logging.Handler):
         logging.getLogger("epd_portable").addHandler(self)
         self._writing = threading.Event()
         self.notes: list[Note] = []
-        # The device gets the copy of `ipc`; both ends have agreed on the item of `collective`.
+        # The device gets the copy of `ipc`; of `collective` the item is waited for to be computed.
         _tell(self._writing.set, copies.DeviceCopies, "queue")
-        _tell(self._writing.set, TorchCollectiveGroup, "_move_out")
+        _tell(self._writing.set, CollectiveTransport, "write")
         _tell(functools.partial(self._note, "queued"), copies.DeviceCopies, "queue")
         _tell(functools.partial(self._note, "written"), ProducerSession, "write_done")
         self._sender = make_sender(path, wait_timeout_s, "npu")
