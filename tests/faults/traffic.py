@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from tests.faults.small.pictures import Picture
 from tests.faults.topology import Reply, Topology
 
-ROUNDS = 5
+ROUNDS = 30
 FAILED = (500, 502, 503, 504)
 """What a client may be told when an instance or the router was lost."""
 

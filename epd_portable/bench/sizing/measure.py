@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -225,7 +226,7 @@ class Probe:
         self._url = url.rstrip("/")
         self._repeat = repeat
         self._report = report
-        self._seeds = itertools.count(time.time_ns() % (1 << 40))
+        self._seeds = itertools.count(secrets.randbits(40))
         try:
             self._model = model_name(self._url)
         except httpx.TransportError as error:
