@@ -17,7 +17,7 @@ DEMO_RUN := $(BIN)/python -m epd_portable.demo.run --platform $(PLATFORM)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help env check unit test full npu-sim faults engines perf demo clean
+.PHONY: help env check unit test full npu-sim faults engines hooks perf demo clean
 
 help:  ## List the commands
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,6 +34,7 @@ unit: env  ## Run the unit tests (half a minute, no engine)
 	$(BIN)/python -m pytest -n 2 --dist=loadgroup --no-loadscope-reorder tests/unit
 
 test: env  ## Run the checks and every test that this machine can run: a quarter of an hour
+	@ci/system_packages.sh
 	@$(PYTHON) -m ci.suite
 
 full:  ## Run all tests, what `make test` leaves out too, for hours; again to go on where it ended
@@ -47,6 +48,9 @@ faults: env  ## Run the whole fault suite: every fault at every point with every
 
 engines:  ## Compare the split with one process on other versions of vLLM (minutes each)
 	ci/jobs/engines.sh
+
+hooks: env  ## Say what VERSION=… of vLLM changed of what the plug-in relies on, and what must follow
+	@$(if $(VERSION),,$(error name a release: make hooks VERSION=0.34.0))$(BIN)/python -m ci.hooks_diff $(VERSION)
 
 perf:  ## Measure under load beside plain vLLM, and compare with what was recorded (idle machine)
 	ci/jobs/perf.sh

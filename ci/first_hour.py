@@ -28,6 +28,10 @@ FIGURES = "figures.json"
 TAIL_LINES = 40
 GRACE_S = 5.0
 ONE_DEVICE = "configs/1e1pd-one-device.yaml"
+OTHERWISE = "ipc-PIECEWISE or runner1 or synchronous"
+"""Of the engines' tests, those that compute as users do only when they ask for it."""
+STARTED_BY = "FIRST_HOUR_STAGE"
+"""Variable by which everything that a stage has started is found again."""
 MARK = '{"figure": '
 """How a line of a stage's output begins that is a figure; the rest of it is JSON too."""
 
@@ -89,16 +93,36 @@ STAGES = (
         writes={"transfer": "transfer.json"},
     ),
     # Up to here eight minutes, and no engine.
-    Stage(name="engines", argv=(*PYTEST, "tests/cuda/test_engines.py"), limit_s=1500),
+    Stage(
+        name="paths",
+        argv=(
+            *PYTEST,
+            "tests/cuda/test_engines.py",
+            "-k",
+            f"TestByEveryPath and not ({OTHERWISE})",
+        ),
+        limit_s=1200,
+    ),
+    # A round of each side takes about three minutes; three of them are worth a claim, and a later
+    # call goes on with those that are missing.
     Stage(
         name="load",
         argv=(
             *("{python}", "-m", "epd_portable.bench.cli", "load", "--platform", "cuda"),
-            *("--side", f"shared={ONE_DEVICE}", "--up", "turns", "--rate", "2,6"),
-            *("--json", "{out}/load.json"),
+            *("--side", f"shared={ONE_DEVICE}", "--side", "replicas:1"),
+            *("--side", f"shm={ONE_DEVICE},transfer.path=shm"),
+            *("--model", "shape", "--shape", "vision=32x1280,language=28x2048"),
+            *("--rate", "2,6,12", "--share", "0.5", "--size", "1008", "--text", "200"),
+            *("--output", "128", "--seconds", "30", "--rounds", "3", "--up", "turns"),
+            *("--json", "{out}/load.json", "--resume"),
         ),
-        limit_s=900,
+        limit_s=2400,
         writes={"load": "load.json"},
+    ),
+    Stage(
+        name="modes",
+        argv=(*PYTEST, "tests/cuda/test_engines.py", "-k", f"not TestByEveryPath or {OTHERWISE}"),
+        limit_s=2400,
     ),
 )
 """In their order."""
@@ -131,7 +155,8 @@ def run_stage(stage: Stage, *, out: Path, wheels: str, limit_s: float) -> Ended:
         limit_s: Seconds that are left to it.
     """
     argv = [_filled_in(word, out=out, wheels=wheels) for word in stage.argv]
-    env = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    token = f"{stage.name}-{os.getpid()}-{time.monotonic_ns()}"
+    env = {**os.environ, "PYTHONUNBUFFERED": "1", STARTED_BY: token}
     env["PYTHONPATH"] = os.pathsep.join(
         [str(ROOT), str(out / "site"), *filter(None, [env.get("PYTHONPATH")])]
     )
@@ -148,7 +173,7 @@ def run_stage(stage: Stage, *, out: Path, wheels: str, limit_s: float) -> Ended:
         else:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 status = process.wait(limit_s)
-            _end(process)
+            _end(process, token)
     seconds = round(time.monotonic() - begin_s, 1)
     lines = log.read_text("utf-8", "replace").splitlines()
     return Ended(
@@ -176,13 +201,35 @@ def figures(stage: Stage, lines: Sequence[str], out: Path) -> dict[str, Any]:
     return found
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a command and all that it has started; engines outlive their parents otherwise."""
+def _end(process: subprocess.Popen[bytes], token: str) -> None:
+    """End a command and all that it has started: engines have sessions of their own."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(GRACE_S)
+    end_s = time.monotonic() + GRACE_S
+    number = signal.SIGTERM
+    while left := _started_by(token):
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        if time.monotonic() > end_s:
+            number = signal.SIGKILL
+        if time.monotonic() > end_s + GRACE_S:
+            return  # What a driver holds does not end by a signal.
+        time.sleep(0.1)
+
+
+def _started_by(token: str) -> list[int]:
+    """Return the processes of a stage that are there still; those that have ended are left out."""
+    wanted = f"{STARTED_BY}={token}".encode()
+    found = []
+    for place in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if wanted in place.read_bytes().split(b"\0"):
+                found.append(int(place.parent.name))
+    return found
 
 
 def hour(

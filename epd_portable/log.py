@@ -83,13 +83,24 @@ class EventTrace:
         self._file: RawIOBase | None = None
         self._pid = 0
 
-    def __call__(self, event: str, **fields: object) -> None:
-        """Record one event; does nothing when no folder is configured."""
+    @property
+    def on(self) -> bool:
+        """Whether events are recorded."""
+        return bool(self._folder)
+
+    def __call__(self, event: str, *, at_s: float | None = None, **fields: object) -> None:
+        """Record one event; does nothing when no folder is configured.
+
+        Args:
+            event: Its name.
+            at_s: When it was, on the clock of ``t_s``; ``None`` is now.
+            **fields: Its own.
+        """
         if not self._folder:
             return
         record = {
             "event": event,
-            "t_s": time.monotonic(),
+            "t_s": time.monotonic() if at_s is None else at_s,
             "pid": os.getpid(),
             "instance": self._instance,
             **fields,

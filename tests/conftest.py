@@ -12,7 +12,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
-from tests import keyring
+from epd_portable.connector import registry
+from tests import browser, keyring
 
 # Time is measured elsewhere: a busy machine fails no test.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -42,10 +43,24 @@ def _no_npu() -> str | None:
     return None if torch.npu.is_available() else "torch_npu sees no device"
 
 
+def _no_nixl() -> str | None:
+    return None if importlib.util.find_spec("nixl") else "nixl is not installed"
+
+
+def _no_mooncake() -> str | None:
+    return registry._missing(registry.entry("mooncake")) or None
+
+
 def _no_redis() -> str | None:
     if importlib.util.find_spec("redis") is None:
         return "the redis package is not installed"
     return None if shutil.which("redis-server") else "redis-server is not on PATH"
+
+
+def _no_browser() -> str | None:
+    names = ", ".join(browser.NAMES)
+    why = f"no browser is on PATH (one of {names}); apt-get install chromium"
+    return None if browser.executable() else why
 
 
 def _no_vllm() -> str | None:
@@ -54,8 +69,11 @@ def _no_vllm() -> str | None:
 
 # Marker -> probe that returns why it is not satisfied here, or None.
 REQUIREMENTS: dict[str, Callable[[], str | None]] = {
+    "needs_browser": _no_browser,
     "needs_cuda": _no_cuda,
+    "needs_mooncake": _no_mooncake,
     "needs_npu": _no_npu,
+    "needs_nixl": _no_nixl,
     "needs_redis": _no_redis,
     "needs_vllm": _no_vllm,
 }

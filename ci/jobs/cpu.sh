@@ -4,4 +4,5 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 make check PLATFORM=cpu
+ci/system_packages.sh
 exec .venv/bin/python -m pytest

@@ -26,10 +26,12 @@ from epd_portable.bench.router import measure as router_measure
 from epd_portable.bench.router import report as router_report
 from epd_portable.bench.router import stage as router_stage
 from epd_portable.bench.sizing.command import plan_command
+from epd_portable.bench.store_command import store_command
+from epd_portable.config.extensions import BUILT_IN_PATHS
 from epd_portable.config.instance import PlatformName
-from epd_portable.config.load import PLATFORMS
-from epd_portable.connector import registry
 from epd_portable.errors import MeasurementError
+from epd_portable.launch.command_line import JsonFileCommandLine
+from epd_portable.launch.options import PlatformType
 
 DEFAULT_SIZES = ("4KiB", "64KiB", "1MiB", "4MiB", "16MiB", "64MiB")
 
@@ -52,6 +54,9 @@ How long an encoder output takes to the other instance, by path and size, agains
 What a prefill+decode engine pays for this package in every step:
   epd-bench step
   epd-bench step --decoding 256 --items 32 --waiting 1000
+How soon an encoder output is there when a store brings it, beside its encoding:
+  epd-bench store
+  epd-bench store --config configs/1e1pd.yaml --model shape
 What the router costs, beside a peer and beside another version of itself:
   epd-bench router --quick
   epd-bench router --side before=../old --side after=. --case text --case stream
@@ -67,14 +72,20 @@ they hold on other machines better than times do.
 """The page of ``epd-bench --help``; a line of ``\\b`` keeps the lines of its paragraph."""
 
 
-@click.group(help=HELP, no_args_is_help=True, context_settings={"max_content_width": 100})
-@click.version_option(package_name="epd-portable")
-def main() -> None:
-    """Run the command ``epd-bench``."""
+MEANT = {
+    **dict.fromkeys(("serve", "serving", "throughput", "latency"), "`load` measures serving"),
+    **dict.fromkeys(("size", "sizing", "simulate"), "`plan` says how many instances to run"),
+    "transport": "`transfer` measures paths between instances",
+}
+"""What users of other programs may ask for, and what it is here."""
+
+main = JsonFileCommandLine(name="epd-bench", help=HELP, meant=MEANT)
+"""The command ``epd-bench``."""
 
 
 main.add_command(load_command)
 main.add_command(plan_command)
+main.add_command(store_command)
 
 
 @main.command("transfer")
@@ -82,7 +93,7 @@ main.add_command(plan_command)
     "--platform",
     default="cpu",
     show_default=True,
-    type=click.Choice(PLATFORMS),
+    type=PlatformType(),
     help="Of both ends; they take a device each where there are two.",
 )
 @click.option(
@@ -90,7 +101,7 @@ main.add_command(plan_command)
     "paths",
     multiple=True,
     show_default="all that the platform has",
-    type=click.Choice([entry.name for entry in registry.PATHS]),
+    type=click.Choice(BUILT_IN_PATHS),
     help="Transfer path; may be repeated.",
 )
 @click.option(
@@ -135,7 +146,7 @@ def transfer_command(
     A real sender and a real receiver in processes of their own, no engine. Every content is checked
     on arrival. Exit status: 0, 1 when something failed, 2 on bad input.
     """
-    with console.messages():
+    with console.stopping_at_sigterm():
         if png_file is not None:
             chart.require()
         load_before = report.load_average()
@@ -206,7 +217,7 @@ def step_command(
     The bookkeeping alone, with as many requests as are asked for; no engine, no model. Exit status:
     0, 1 when something failed, 2 on bad input.
     """
-    with console.messages():
+    with console.stopping_at_sigterm():
         load_before = report.load_average()
         cases = [
             step.StepCase(decoding=running, items=each, waiting=behind)
@@ -287,7 +298,7 @@ def router_command(
     markdown_file: Path | None,
 ) -> None:
     """Measure what the router costs; users read `ROUTER_HELP`."""
-    with console.messages():
+    with console.stopping_at_sigterm():
         load_before = report.load_average()
         usual = router_stage.QUICK if quick else router_stage.FULL
         results = router_measure.measure(

@@ -12,8 +12,7 @@ from pathlib import Path
 import click
 
 from epd_portable.bench import chart, report
-from epd_portable.errors import ConfigError, MeasurementError
-from epd_portable.launch.messages import messages as launch_messages
+from epd_portable.errors import MeasurementError
 
 
 def finish(
@@ -48,14 +47,10 @@ def progress(line: str) -> None:
 
 
 @contextlib.contextmanager
-def messages() -> Iterator[None]:
-    """Turn errors raised on purpose into one message and an exit status; stop what was started.
-
-    SIGTERM ends the block as Ctrl-C does, so that servers under measurement are not left behind.
-    """
+def stopping_at_sigterm() -> Iterator[None]:
+    """Let SIGTERM end the block as Ctrl-C does: servers under measurement are not left behind."""
     before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
-        with launch_messages("epd-bench", bad_input=(ConfigError,)):
-            yield
+        yield
     finally:
         signal.signal(signal.SIGTERM, before)

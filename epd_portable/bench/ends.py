@@ -54,8 +54,6 @@ class Consumer:
                 config,
                 fingerprint=_FINGERPRINT,
                 cache_size=config.pool_bytes // TOKEN_BYTES,
-                alignment_bytes=platform.traits.slot_alignment_bytes,
-                copies=platform.traits.needs_device_copy,
             )
         except BaseException:
             self._endpoint.close()

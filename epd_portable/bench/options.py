@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import click
 
 from epd_portable.bench.commands import TOKEN_BYTES
-from epd_portable.config.schema import parse_size
+from epd_portable.config.quantities import parse_size
 from epd_portable.connector import registry
 from epd_portable.errors import ConfigError
 from epd_portable.platforms.traits import TRAITS
@@ -60,7 +60,7 @@ def choose_paths(
         in_group = entry.capabilities.same_platform and not entry.capabilities.one_sided
         if in_group and TRAITS[platform].needs_device_copy and devices < 2:
             reasons[entry.name] = "each of the two ends of a group needs a device of its own"
-    names = [entry.name for entry in registry.PATHS]
+    names = [entry.name for entry in registry.paths()]
     usable = [name for name in names if name not in reasons]
     for path in asked:
         if path in reasons:

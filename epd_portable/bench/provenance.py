@@ -11,7 +11,7 @@ from epd_portable.bench.traces import Event, named
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Provenance:
-    """How the items of a run were had.
+    """Where the items of a run came from.
 
     Attributes:
         asked: Distinct pictures that were sent to the topology.

@@ -15,6 +15,8 @@ from typing import TypeAlias
 
 import psutil
 
+from epd_portable.launch.command_line import SCHEMA_VERSION
+
 Plain: TypeAlias = "str | int | float | bool | Sequence[Plain] | dict[str, Plain] | None"
 """What JSON can hold."""
 
@@ -133,7 +135,7 @@ def _processor() -> str:
 
 def to_json(report: Report) -> str:
     """Return everything; one line a sample, times to a tenth of a microsecond."""
-    whole = _rounded(dataclasses.asdict(report))
+    whole = _rounded({"schema_version": SCHEMA_VERSION, **dataclasses.asdict(report)})
     assert isinstance(whole, dict)
     samples = whole.pop("samples")
     assert isinstance(samples, list)

@@ -19,6 +19,7 @@ from pydantic import JsonValue
 from epd_portable.errors import LaunchError, MeasurementError
 from epd_portable.launch import sessions
 from epd_portable.launch.engine import render_arguments
+from epd_portable.launch.machine import has_compiler
 from epd_portable.launch.model import resolve_model
 from epd_portable.launch.ports import port_source
 from epd_portable.launch.safe_path import safe_environ
@@ -231,9 +232,15 @@ def one_process(
     argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     argv += ["--model", source.argument, "--served-model-name", source.served_name]
     argv += ["--host", "127.0.0.1", "--port", str(port), *render_arguments(engine_args)]
-    # Ours lets plain vLLM read pictures where only a CUDA build of torchvision is to be had.
-    plugins = ("epd_portable_media_guard", *TRAITS[platform].engine_plugins)
+    traits = TRAITS[platform]
+    # Ours lets plain vLLM read pictures where only a CUDA build of torchvision is available.
+    plugins = ("epd_portable_media_guard", *traits.engine_plugins)
+    without_compiler = {}
+    if not has_compiler(traits, {**os.environ, **(env or {})}):
+        # It would end in its first sampled request; instances of a topology are told the same.
+        without_compiler = dict(traits.env_without_compiler)
     variables = {
+        **without_compiler,
         "HF_HUB_OFFLINE": "1",
         "VLLM_PLUGINS": ",".join(plugins),
         "VLLM_CPU_KVCACHE_SPACE": "1",

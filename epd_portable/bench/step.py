@@ -211,8 +211,6 @@ def _engine(case: StepCase, secret_file: str) -> Iterator[_Engine]:
         config,
         fingerprint="step",
         cache_size=64 * ITEM_TOKENS,
-        alignment_bytes=64,
-        copies=False,
     )
     receiver.listen()
     try:

@@ -32,8 +32,7 @@ class Handover:
         write_begin_s: The producer had a grant and a free writer.
         written_s: All bytes were in the slot.
         landed_s: The consumer's scheduler knew that.
-        placed_s: The tensor was in the encoder cache of the consumer's worker. On devices the copy
-            to it was queued, unless `handovers` was asked for another end.
+        placed_s: The tensor was in the encoder cache of the consumer's worker.
         turns: Turns of the consumer's engine that began after the item was put out, up to and with
             the one that placed it.
     """

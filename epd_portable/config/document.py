@@ -32,10 +32,17 @@ class Place:
 
 @dataclass(kw_only=True, slots=True)
 class Document:
-    """Nested plain data and the place of each of its keys."""
+    """Nested plain data and the place of each of its keys.
+
+    Attributes:
+        data: What is written.
+        places: Where each key of it is.
+        problems: Keys that were left out, and why.
+    """
 
     data: dict[str, Any] = field(default_factory=dict)
     places: dict[KeyPath, Place] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
 
     def place(self, path: KeyPath) -> Place | None:
         """Return the place of a key, or of the nearest key above it."""
@@ -59,7 +66,11 @@ class Document:
 
     def overlaid(self, top: Document) -> Document:
         """Return this document with ``top`` laid over it: mappings merge, all else replaces."""
-        return Document(data=_merge(self.data, top.data), places={**self.places, **top.places})
+        return Document(
+            data=_merge(self.data, top.data),
+            places={**self.places, **top.places},
+            problems=self.problems,
+        )
 
 
 def dotted(path: KeyPath) -> str:
@@ -68,16 +79,17 @@ def dotted(path: KeyPath) -> str:
 
 
 def read_yaml(text: str) -> Document:
-    """Parse one YAML mapping.
+    """Parse one YAML mapping; keys that are no text, or written twice, are problems of it.
 
     Raises:
-        ConfigError: Not YAML, not a mapping, a key that is no text, or a key written twice.
+        ConfigError: Not YAML, or not a mapping.
     """
     node = _compose(text)
     if not isinstance(node, yaml.MappingNode):
         raise ConfigError("the file must hold a mapping of keys and values at its top")
     reader = _Reader()
-    return Document(data=reader.read(node, ()), places=reader.places)
+    data = reader.read(node, ())
+    return Document(data=data, places=reader.places, problems=reader.problems)
 
 
 def read_override(assignment: str, *, option: str = "--set") -> Document:
@@ -92,7 +104,10 @@ def read_override(assignment: str, *, option: str = "--set") -> Document:
         raise ConfigError(f"{option} {assignment!r}: write it as key.subkey=value")
     try:
         node = _compose(text)
-        value = None if node is None else _Reader().read(node, ())
+        reader = _Reader()
+        value = None if node is None else reader.read(node, ())
+        if reader.problems:
+            raise ConfigError("; ".join(reader.problems))
     except ConfigError as error:
         raise ConfigError(f"{option} {assignment!r}: {error}") from error
     document = Document()
@@ -126,6 +141,7 @@ class _Reader:
 
     def __init__(self) -> None:
         self.places: dict[KeyPath, Place] = {}
+        self.problems: list[str] = []
         self._loader = yaml.SafeLoader("")
         self._count = 0
 
@@ -150,23 +166,30 @@ class _Reader:
     def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
         result: dict[str, Any] = {}
         for key_node, value_node in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                self.problems.append(
+                    f"{_line(key_node)}: merge keys (<<) are not read; write the keys out"
+                )
+                continue
             key = self._scalar(key_node) if isinstance(key_node, yaml.ScalarNode) else None
             if not isinstance(key, str):
                 under = dotted(path) or "the top"
                 shown = repr(key) if isinstance(key_node, yaml.ScalarNode) else "of several values"
-                raise ConfigError(
+                self.problems.append(
                     f"{_line(key_node)}: key {shown} under {under} is not text; put it in quotes"
                 )
+                continue
             here = (*path, key)
             if key in result:
-                raise ConfigError(f"{_line(key_node)}: {dotted(here)} is written twice; keep one")
+                self.problems.append(
+                    f"{_line(key_node)}: {dotted(here)} is written twice; keep one"
+                )
+                continue
             self.places[here] = Place(key=dotted(here), where=_line(key_node))
             result[key] = self.read(value_node, here)
         return result
 
     def _scalar(self, node: yaml.Node) -> Any:
-        if node.tag == "tag:yaml.org,2002:merge":
-            raise ConfigError(f"{_line(node)}: merge keys (<<) are not read; write the keys out")
         if node.tag != "tag:yaml.org,2002:str" and len(node.value) > _LONGEST_NUMBER:
             raise ConfigError(
                 f"{_line(node)}: a number or date of {len(node.value)} characters; if it is text, "

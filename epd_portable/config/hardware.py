@@ -11,19 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from epd_portable.config.document import read_yaml
 from epd_portable.config.instance import PlatformName
-from epd_portable.config.problems import all_problems, explain, read_text
-from epd_portable.config.schema import Size
+from epd_portable.config.problems import checked, read_text
+from epd_portable.config.quantities import Size
 from epd_portable.errors import ConfigError
 
 T = TypeVar("T")
@@ -181,9 +173,12 @@ def find_profile(name: str, folders: Sequence[Path]) -> Path:
         if (path := folder / f"{name}.yaml").is_file():
             return path
     known = sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
+    there = (
+        f"there are {', '.join(known)}. Give one of them, or" if known else "there is none. Give"
+    )
     raise ConfigError(
-        f"--hardware {name}: no such profile in {' or '.join(map(str, folders))}; "
-        f"there are {', '.join(known) or 'none'}. Give one of them, or the path of a file"
+        f"--hardware {name}: no such profile in {' or '.join(map(str, folders))}; {there} the path "
+        "of a file"
     )
 
 
@@ -198,11 +193,4 @@ def load_profile(path: Path) -> HardwareProfile:
 
 def parse_profile(text: str, *, source: str = "hardware profile") -> HardwareProfile:
     """Check the text of a hardware profile; see ``load_profile``."""
-    try:
-        document = read_yaml(text)
-    except ConfigError as error:
-        raise ConfigError(f"{source}: {error}") from error
-    try:
-        return HardwareProfile.model_validate(document.data)
-    except ValidationError as error:
-        raise all_problems(source, explain(error, document, HardwareProfile)) from error
+    return checked(text, HardwareProfile, source=source)

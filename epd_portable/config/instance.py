@@ -5,15 +5,35 @@ It travels as vLLM's ``ec_connector_extra_config``, so it holds plain JSON value
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from epd_portable.config import extensions
 from epd_portable.config.problems import in_one_line
+from epd_portable.config.store import StoreSection
 from epd_portable.errors import ConfigError
 from epd_portable.media.limits import MediaLimits
 
-PlatformName = Literal["cuda", "npu", "cpu"]
+PLATFORMS = ("cuda", "npu", "cpu")
+"""Platforms of this package; `epd_portable.platforms.traits` says what they are."""
+
+
+def known_platform(name: str) -> str:
+    """Return the name of a platform of this package or of an installed one.
+
+    Raises:
+        ValueError: It is neither; the known ones are listed.
+    """
+    return extensions.known(name, PLATFORMS, extensions.PLATFORMS_GROUP, what="platform")
+
+
+def platform_names() -> tuple[str, ...]:
+    """Return the names of the platforms of this package and of installed ones."""
+    return extensions.names(PLATFORMS, extensions.PLATFORMS_GROUP)
+
+
+PlatformName = Annotated[str, AfterValidator(known_platform)]
 
 
 class InstanceConfig(BaseModel):
@@ -36,6 +56,8 @@ class InstanceConfig(BaseModel):
             the instance does not start.
         trusted_network: Items may leave the host unencrypted, by paths that cannot encrypt.
         can_encode: Whether the PD instance holds the vision tower and may encode by itself.
+        host_cache_bytes: Of an encode instance: host memory for copies of encoder outputs.
+        store: Where encoder outputs are kept beyond instances; ``None`` for nowhere.
         media_limits: What an encode instance refuses before it decodes it.
     """
 
@@ -56,7 +78,14 @@ class InstanceConfig(BaseModel):
     secret_file: str = ""
     trusted_network: bool = False
     can_encode: bool = True
+    host_cache_bytes: int = Field(default=0, ge=0)
+    store: StoreSection | None = None
     media_limits: MediaLimits = MediaLimits()
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain JSON values that `parse` reads; of what is not there nothing is said."""
+        absent = {name for name in ("store", "host_cache_bytes") if not getattr(self, name)}
+        return self.model_dump(exclude=absent)
 
     @classmethod
     def parse(cls, raw: dict[str, Any]) -> InstanceConfig:

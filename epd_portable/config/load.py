@@ -7,40 +7,61 @@ platform loads on all.
 
 from __future__ import annotations
 
-import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
-from epd_portable.config.document import Document, KeyPath, read_override, read_yaml
-from epd_portable.config.instance import PlatformName
-from epd_portable.config.problems import all_problems, explain, read_text
+from epd_portable.config.choice import with_file
+from epd_portable.config.document import Document, KeyPath, dotted, read_override, read_yaml
+from epd_portable.config.instance import PLATFORMS, PlatformName, platform_names
+from epd_portable.config.problems import all_problems, by_line, explain, read_text, with_place
+from epd_portable.config.roles import group_of, role_named
 from epd_portable.config.schema import Topology
+from epd_portable.config.shipped import or_shipped
 from epd_portable.errors import ConfigError
 
-PLATFORMS: tuple[PlatformName, ...] = typing.get_args(PlatformName)
 OVERLAYS = "platform"
+GROUPS = "instances"
 MISSING: dict[KeyPath, str] = {("model",): "; give a Hugging Face id, a folder or 'demo'"}
-NOT_SUPPORTED: dict[KeyPath, str] = {
-    ("instances", role): "splitting prefill from decode is not supported yet by this version; "
-    "use instances.prefill_decode"
-    for role in ("prefill", "decode")
-}
 
 
-def load_topology(path: Path, platform: PlatformName, *, overrides: Sequence[str] = ()) -> Topology:
+Check = Callable[[Mapping[str, Any]], Iterable[tuple[KeyPath, str]]]
+"""Looks at what a file says for the chosen platform, which may be wrong in any other way too, and
+returns keys with what is wrong about them."""
+
+
+def load_topology(
+    path: Path,
+    platform: PlatformName,
+    *,
+    overrides: Sequence[str] = (),
+    checks: Sequence[Check] = (),
+) -> Topology:
     """Read a topology file for one platform.
 
     Args:
-        path: YAML file.
+        path: YAML file; one of the package where there is no such file, see `or_shipped`.
         platform: Whose overlay is laid over the file.
         overrides: ``key.subkey=value`` assignments, laid over everything in their order.
+        checks: What is wrong beside what the schema knows.
 
     Raises:
-        ConfigError: The file cannot be read, or it lists every problem of its content.
+        ConfigError: The file, or one that it names, cannot be read, or it lists every problem of
+            its content.
     """
-    return parse_topology(read_text(path), platform, overrides=overrides, source=str(path))
+    topology = parse_topology(
+        read_text(or_shipped(path)),
+        platform,
+        overrides=overrides,
+        source=str(path),
+        checks=checks,
+    )
+    if topology.router.choice is None:
+        return topology
+    router = topology.router.model_copy(update={"choice": with_file(topology.router.choice)})
+    return topology.model_copy(update={"router": router})
 
 
 def parse_topology(
@@ -49,55 +70,178 @@ def parse_topology(
     *,
     overrides: Sequence[str] = (),
     source: str = "configuration",
+    checks: Sequence[Check] = (),
 ) -> Topology:
     """Check the text of a topology file; see ``load_topology``."""
     try:
         document = read_yaml(text)
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from error
-    overlays, problems = _split_overlays(document)
-    changes = [read_override(assignment) for assignment in overrides]
+    problems = list(document.problems)
+    overlays = _split_overlays(document, problems)
+    document = _with_group_names(document, problems)
+    overlays = {name: _with_group_names(each, problems) for name, each in overlays.items()}
+    changes = [
+        _with_group_names(change, problems)
+        for assignment in overrides
+        if (change := _read_change(assignment, problems))
+    ]
     topology: Topology | None = None
     for name in dict.fromkeys([platform, *overlays]):
-        merged = document.overlaid(overlays.get(name, Document()))
-        for change in changes:
-            merged = merged.overlaid(change)
+        merged = _merged(document, overlays.get(name), changes)
+        if name == platform:
+            for check in checks:
+                problems += [_line(merged, path, said) for path, said in check(merged.data)]
         try:
             candidate = Topology.model_validate(merged.data)
         except ValidationError as error:
-            problems += explain(
-                error,
-                merged,
-                Topology,
-                more_keys=(OVERLAYS,),
-                missing=MISSING,
-                refused=NOT_SUPPORTED,
-            )
+            problems += _explained(error, merged)
+            problems += _behind(error, merged)
             continue
         if name == platform:
             topology = candidate
     if problems or topology is None:
-        raise all_problems(source, problems)
+        raise all_problems(source, by_line(problems))
     return topology
 
 
-def _split_overlays(document: Document) -> tuple[dict[PlatformName, Document], list[str]]:
-    """Take the overlays out of ``document``; return them and what is wrong with their names."""
+def placed(
+    error: ConfigError, path: Path, platform: PlatformName, *, overrides: Sequence[str] = ()
+) -> ConfigError:
+    """Return an error of a file that was loaded, with the place of the key that it names.
+
+    Args:
+        error: What is wrong with what the file asks for.
+        path: See `load_topology`.
+        platform: See `load_topology`.
+        overrides: See `load_topology`.
+    """
+    document = read_yaml(read_text(or_shipped(path)))
+    overlay = _split_overlays(document, []).get(platform)
+    said = with_place(str(error), _merged(document, overlay, map(read_override, overrides)))
+    return error if said == str(error) else ConfigError(f"{path}: {said}")
+
+
+def _merged(document: Document, overlay: Document | None, changes: Iterable[Document]) -> Document:
+    merged = document.overlaid(overlay or Document())
+    for change in changes:
+        merged = merged.overlaid(change)
+    return merged
+
+
+def _explained(error: ValidationError, document: Document) -> list[str]:
+    return explain(error, document, Topology, more_keys=(OVERLAYS,), missing=MISSING)
+
+
+def _line(document: Document, path: KeyPath, said: str) -> str:
+    place = document.place(path)
+    if place:
+        return f"{place.key} ({place.where}): {said}"
+    return f"{dotted(path)}: {said}"
+
+
+def _behind(error: ValidationError, document: Document) -> list[str]:
+    """Return which keys do not fit together: that is not looked at while others are wrong.
+
+    Nothing is said of keys whose neighbours have wrong values, because it could be those.
+    """
+    wrong: set[KeyPath] = set()
+    unclear: set[KeyPath] = set()
+    for item in error.errors():
+        path = tuple(part for part in item["loc"] if part != "[key]")
+        wrong.add(path)
+        if item["type"] != "extra_forbidden" or path[:1] == (GROUPS,):
+            unclear.add(path)
+    try:
+        Topology.model_validate({"model": "unknown", **_without(document.data, (), wrong)})
+    except ValidationError as behind:
+        clear = [
+            item
+            for item in behind.errors()
+            if item["type"] == "value_error"
+            and not any(path[: len(item["loc"])] == item["loc"] for path in unclear)
+        ]
+        lines = _explained(behind, document)
+        return [line for line, item in zip(lines, behind.errors(), strict=True) if item in clear]
+    return []
+
+
+def _without(data: Mapping[str, Any], here: KeyPath, wrong: Collection[KeyPath]) -> dict[str, Any]:
+    """Return data without the keys that are wrong."""
+    kept = {}
+    for key, value in data.items():
+        path = (*here, key)
+        if isinstance(value, dict):
+            if path not in wrong:
+                kept[key] = _without(value, path, wrong)
+        elif not any(each[: len(path)] == path for each in wrong):
+            kept[key] = value
+    return kept
+
+
+def _read_change(assignment: str, problems: list[str]) -> Document | None:
+    """Read a ``--set``; add what is wrong with it to ``problems``."""
+    try:
+        change = read_override(assignment)
+    except ConfigError as error:
+        problems.append(str(error))
+        return None
+    if OVERLAYS in change.data:
+        problems.append(
+            f"--set {assignment}: overlays of platforms cannot be set so; --set is laid over the "
+            f"overlay of the chosen platform: leave out {OVERLAYS}.NAME"
+        )
+        return None
+    return change
+
+
+def _split_overlays(document: Document, problems: list[str]) -> dict[PlatformName, Document]:
+    """Take the overlays out of ``document``; add what is wrong with their names to ``problems``."""
     overlays: dict[PlatformName, Document] = {}
-    problems: list[str] = []
     section = document.data.get(OVERLAYS, {})
     if not isinstance(section, dict):
         problems.append(f"{OVERLAYS}: expected a mapping of {', '.join(PLATFORMS)}")
         section = {}
     for name, content in section.items():
         place = document.places[(OVERLAYS, name)]
-        if name not in PLATFORMS:
-            problems.append(
-                f"{place.key} ({place.where}): unknown platform; known are {', '.join(PLATFORMS)}"
-            )
+        # All names are asked for only where one is not built in.
+        if name not in PLATFORMS and name not in platform_names():
+            known = ", ".join(platform_names())
+            problems.append(f"{place.key} ({place.where}): unknown platform; known are {known}")
         elif not isinstance(content, dict):
             problems.append(f"{place.key} ({place.where}): expected a mapping of top-level keys")
         else:
             overlays[name] = document.take(OVERLAYS, name)
     document.data.pop(OVERLAYS, None)
-    return overlays, problems
+    return overlays
+
+
+def _with_group_names(document: Document, problems: list[str]) -> Document:
+    """Return a document in which every role has the name that the schema knows.
+
+    A role that is there by two names is added to ``problems``.
+    """
+    section = document.data.get(GROUPS)
+    if not isinstance(section, dict):
+        return document
+    names = {
+        name: group_of(role) if isinstance(name, str) and (role := role_named(name)) else name
+        for name in section
+    }
+    for name, known in names.items():
+        twice = [other for other in names if names[other] == known and other != name]
+        if twice:
+            said = f"and {GROUPS}.{twice[0]} mean the same role; keep one"
+            place = document.places.get((GROUPS, name))
+            problems.append(f"{GROUPS}.{name}{f' ({place.where})' if place else ''} {said}")
+            break
+    places = {
+        (*path[:1], names.get(path[1], path[1]), *path[2:])
+        if path[0] == GROUPS and len(path) > 1
+        else path: place
+        for path, place in document.places.items()
+    }
+    groups = {names[name]: group for name, group in section.items()}
+    return Document(
+        data={**document.data, GROUPS: groups}, places=places, problems=document.problems
+    )

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import difflib
+import re
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from epd_portable.config.document import Document, KeyPath, dotted
+from epd_portable.config.document import Document, KeyPath, dotted, read_yaml
 from epd_portable.errors import ConfigError
+
+Model = TypeVar("Model", bound=BaseModel)
 
 MAX_FILE_BYTES = 1 << 20
 MAX_PROBLEMS = 50
 """Lines of one report."""
 _LONGEST_NAME = 64
 _LONGEST_VALUE = 200
+_SHOWN_KEYS = 6
 
 
 def read_text(path: Path) -> str:
@@ -36,6 +41,38 @@ def read_text(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigError(f"configuration file {path}: {reason}") from error
+
+
+def checked(
+    text: str,
+    model: type[Model],
+    *,
+    source: str,
+    missing: Mapping[KeyPath, str] | None = None,
+) -> Model:
+    """Return what the text of a YAML file says, by its schema.
+
+    Args:
+        text: Of the file.
+        model: The schema.
+        source: Names the file.
+        missing: What to add to the line of a missing key.
+
+    Raises:
+        ConfigError: Lists every problem.
+    """
+    try:
+        document = read_yaml(text)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from error
+    try:
+        made = model.model_validate(document.data)
+    except ValidationError as error:
+        found = explain(error, document, model, missing=missing)
+        raise all_problems(source, [*document.problems, *found]) from error
+    if document.problems:
+        raise all_problems(source, document.problems)
+    return made
 
 
 def all_problems(source: str, problems: Sequence[str]) -> ConfigError:
@@ -101,17 +138,59 @@ def explain(
         elif item["type"] == "value_error":
             message = str(item["ctx"]["error"])
         else:
-            got = item["input"]
-            shown = "" if isinstance(got, dict | list) else f", got {got!r}"[:_LONGEST_VALUE]
-            message = item["msg"][0].lower() + item["msg"][1:] + shown
-        lines.append(f"{key}{where}: {message}")
+            message = _plain(item["type"], item["msg"], item["input"], _known_keys(root, path))
+        lines.append(f"{key}{where}: {message}" if key else with_place(message, document))
     return lines
+
+
+def with_place(message: str, document: Document) -> str:
+    """Put behind the first key that a message names the place where it was written."""
+    for named in re.finditer(r"[a-z_]+(\.[a-z_]+)*", message):
+        place = document.places.get(tuple(named[0].split(".")))
+        # Within a sentence a word without a dot is no key.
+        if place and (named.start() == 0 or "." in named[0]):
+            return f"{message[: named.end()]} ({place.where}){message[named.end() :]}"
+    return message
+
+
+def by_line(lines: Sequence[str]) -> list[str]:
+    """Return problems in the order of their lines in the file; those without come last."""
+    found = [(re.search(r"\(?\bline (\d+)", line), line) for line in lines]
+    return [
+        line for _, line in sorted(found, key=lambda each: int(each[0][1]) if each[0] else 1 << 30)
+    ]
+
+
+def _plain(kind: str, said: str, got: object, keys: Sequence[str]) -> str:
+    """Say what a value should be, in the words of files instead of those of the schema."""
+    shown = "" if isinstance(got, dict | list) else f", got {_as_written(got)}"[:_LONGEST_VALUE]
+    if kind in ("model_type", "dict_type", "model_attributes_type"):
+        some = ", ".join(keys[:_SHOWN_KEYS]) + (" and more" if len(keys) > _SHOWN_KEYS else "")
+        of = f" of {some}" if keys else " of keys and values"
+        return f"expected a mapping{of}{shown or ', got a list'}"
+    if kind == "list_type":
+        return f"expected a list, as [a, b]{shown or ', got a mapping'}"
+    if kind == "string_pattern_mismatch":
+        return f"{got!r} has not the form that it needs, {said.partition(' pattern ')[2]}"
+    message = said[0].lower() + said[1:] + shown
+    if kind == "string_type" and isinstance(got, int | float):
+        message += f'; put it in quotes, as "{_as_written(got)}"'
+    return message
+
+
+def _as_written(value: object) -> str:
+    """Return a value as YAML has it."""
+    if value is None:
+        return "nothing"
+    return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def _known_keys(root: type[BaseModel], path: KeyPath) -> list[str]:
     """Return the keys that the schema allows under ``path``."""
     model = root
     for part in path:
+        if isinstance(part, int):
+            continue  # One of a list of sections.
         field = model.model_fields.get(str(part))
         inner = _section(field.annotation) if field else None
         if inner is None:

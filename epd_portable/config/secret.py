@@ -64,7 +64,8 @@ class Secret:
                 text = opened.read(MAX_BYTES).decode("utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
-                f"secret_file {path} cannot be read: {error}; epd-launch secret {path} makes one"
+                f"secret_file {path} cannot be read: {_reason(error)}; epd-launch secret {path} "
+                "makes one"
             ) from error
         if len(text) < MIN_CHARACTERS:
             raise ConfigError(
@@ -107,6 +108,37 @@ class Secret:
     def _mac(self, method: str, target: str, at: str, nonce: str, body: bytes) -> str:
         fields = [field.encode("utf-8", "surrogatepass") for field in (method, target, at, nonce)]
         return self._digest("signatures", *fields, hashlib.blake2b(body).digest(), nbytes=32)
+
+    def page_key(self, *, until: float) -> str:
+        """Return what shows the router's status page whole; it opens nothing else.
+
+        Args:
+            until: Unix time in seconds after which it shows nothing any more.
+        """
+        at = str(int(until))
+        return f"{at}-{self._digest('status page', at.encode(), nbytes=_PROOF_BYTES)}"
+
+    def check_page_key(self, key: str, *, clock: Callable[[], float] = time.time) -> None:
+        """Return if a key shows the status page, see `page_key`.
+
+        Args:
+            key: As somebody sent it.
+            clock: Unix time in seconds.
+
+        Raises:
+            RequestError: 401; it is another secret's, none at all, or its time is over.
+        """
+        at, _, mac = key.partition("-")
+        expected = self._digest("status page", at.encode("utf-8", "replace"), nbytes=_PROOF_BYTES)
+        if not hmac.compare_digest(mac.encode("utf-8", "replace"), expected.encode()):
+            raise _unauthorized(
+                "the key of the status page is wrong: epd-launch page makes one from this "
+                "router's secret_file"
+            )
+        if clock() > int(at):
+            raise _unauthorized(
+                "the time of this key of the status page is over: epd-launch page makes another"
+            )
 
     def vouch(self, transfer_id: str, item: str, consumer: str) -> str:
         """Return the router's proof that it wants an item brought to a consumer by a transfer.
@@ -245,6 +277,11 @@ def make_secret_file(path: str) -> None:
             f"{path} exists and is left as it is; remove it first, or name another file"
         ) from error
     except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error}") from error
+        raise ConfigError(f"{path} cannot be written: {_reason(error)}") from error
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.write(secrets.token_hex(32) + "\n")
+
+
+def _reason(error: Exception) -> str:
+    """Return why a file cannot be used, without its name."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)

@@ -43,6 +43,16 @@ class Connections(Generic[T]):
         """Return what is open for an address, if anything is."""
         return self._by_address.get(address)
 
+    def drop(self, address: str) -> T | None:
+        """Forget what is open for an address and return it, for the caller to close."""
+        return self._by_address.pop(address, None)
+
+    def close_where(self, is_over: Callable[[T], bool]) -> None:
+        """Close what this says is of no use any more."""
+        for address, each in list(self._by_address.items()):
+            if is_over(each):
+                self._close(self._by_address.pop(address))
+
     def close(self) -> None:
         """Close everything."""
         for each in self._by_address.values():

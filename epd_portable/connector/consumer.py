@@ -311,8 +311,14 @@ class ConsumerSession:
         elif isinstance(message, Written):
             self._written(sender, message, transfer)
         elif isinstance(message, Nack):
+            writer = _writer_of(sender, message)
             if message.code is NackCode.RELEASED:
-                self._release(_writer_of(sender, message))
+                self._release(writer)
+            elif message.code is not NackCode.NOT_STORED or transfer is None:
+                return
+            elif writer not in transfer.refused:
+                self._events.refused(transfer, message)
+                self._refuse(transfer, writer, message)
         elif isinstance(message, EncodeFailed):
             if transfer is not None:
                 self._fail(transfer, "no_encoder", message.reason)

@@ -20,7 +20,12 @@ def digest_of(data: torch.Tensor) -> str:
         data: Contiguous; one that is not in host memory is copied there, blocking.
     """
     flat = data.detach().view(-1).view(_uint8()).cpu()
-    return hashlib.blake2b(flat.numpy().data, digest_size=_DIGEST_BYTES).hexdigest()
+    return digest_of_bytes(flat.numpy().data)
+
+
+def digest_of_bytes(data: memoryview) -> str:
+    """Return the digest of bytes, that of a tensor which they are."""
+    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).hexdigest()
 
 
 def check_digest(data: torch.Tensor, expected: str, what: str) -> None:

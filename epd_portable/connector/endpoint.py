@@ -17,11 +17,18 @@ from epd_portable.connector.control import (
 )
 from epd_portable.connector.curve import CurveKeys
 from epd_portable.connector.datagrams import DatagramInbox
+from epd_portable.connector.digest import digest_of_bytes
 from epd_portable.connector.pool import SharedMemory
-from epd_portable.connector.transport import LeaseFence
+from epd_portable.connector.stores.base import make_store
+from epd_portable.connector.stores.entry import Seal
+from epd_portable.connector.stores.loader import IDENTITY, StoreLoader
+from epd_portable.connector.stores.metrics import StoreMetrics
+from epd_portable.connector.transport import LeaseFence, ReceivingEnd
 from epd_portable.connector.worker_endpoint import read_publication
-from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor
-from epd_portable.wire.messages import Announce, AnyMessage
+from epd_portable.envs import EPD_PAYLOAD_DIGEST
+from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor, TensorSpec
+from epd_portable.wire.messages import Announce, AnyMessage, Nack, NackCode
+from epd_portable.wire.params import ExpectedTransfer
 
 if TYPE_CHECKING:
     from epd_portable.config.instance import InstanceConfig
@@ -40,6 +47,7 @@ class ConsumerEndpoint:
         fingerprint: What producers must agree with.
         pool_bytes: Size of the pool's memory.
         fence: Lets writes through to leased slots only.
+        namespace: Of the entries that it may load from a store.
 
     Raises:
         ConfigError: There is no secret.
@@ -48,10 +56,17 @@ class ConsumerEndpoint:
     """
 
     def __init__(
-        self, config: InstanceConfig, *, fingerprint: str, pool_bytes: int, fence: LeaseFence
+        self,
+        config: InstanceConfig,
+        *,
+        fingerprint: str,
+        pool_bytes: int,
+        fence: LeaseFence,
+        namespace: str = "",
     ) -> None:
         session = new_session()
         self._config = config
+        self._namespace = namespace
         self._secret = Secret.read(config.secret_file)
         self._keys = CurveKeys.derive(self._secret)
         self._told: set[tuple[str, str]] = set()
@@ -70,11 +85,30 @@ class ConsumerEndpoint:
                 fingerprint=fingerprint,
                 paths=tuple(self._open_paths(fence, opened)),
             )
+            self._loader = self._make_loader(opened)
             self._opened = opened.pop_all()
 
     def receive(self) -> list[tuple[bytes, AnyMessage]]:
         """Return control messages that have arrived, as ``(identity, message)``."""
-        return self._control.receive()
+        received = self._control.receive()
+        return received if self._loader is None else received + self._loader.receive()
+
+    def load(
+        self, transfer: ExpectedTransfer, mm_hash: str, tensor: TensorSpec
+    ) -> tuple[bytes, AnyMessage]:
+        """Have an item loaded from the store; return what is to be taken in at once, as `receive`.
+
+        Args:
+            transfer: Says where it is in the store.
+            mm_hash: The engine's identifier.
+            tensor: What the request's item must be.
+        """
+        if self._loader is not None:
+            loading = self._loader.load(transfer.transfer_id, transfer.store, mm_hash, tensor)
+            return IDENTITY, loading
+        detail = f"{self._config.instance} knows of no store: give it the router's"
+        nack = Nack(transfer_id=transfer.transfer_id, code=NackCode.NOT_STORED, detail=detail)
+        return IDENTITY, nack
 
     def wait(self, timeout_s: float) -> None:
         """Return when messages may have arrived, after `wake`, or when the time is over.
@@ -89,7 +123,10 @@ class ConsumerEndpoint:
 
     def send(self, identity: bytes, message: AnyMessage) -> None:
         """Send a control message."""
-        self._control.send(identity, message)
+        if identity != IDENTITY:
+            self._control.send(identity, message)
+        elif self._loader is not None:
+            self._loader.send(message)
 
     def choose(self, producer: PeerDescriptor) -> PathEndpoint:
         """Return the best path from a producer; why it is not a better one is logged once.
@@ -97,6 +134,8 @@ class ConsumerEndpoint:
         Raises:
             NoCommonPathError: There is none.
         """
+        if self._loader is not None and self._loader.is_its_own(producer):
+            return producer.paths[0]
         choice = registry.choose(producer, self._peer)
         for refused in choice.refused:
             if (producer.session, refused.path) not in self._told:
@@ -127,6 +166,25 @@ class ConsumerEndpoint:
         """Stop receiving and remove the pool."""
         self._opened.close()
 
+    def _make_loader(self, opened: contextlib.ExitStack) -> StoreLoader | None:
+        section = self._config.store
+        if section is None:
+            return None
+        seal = Seal(self._secret)
+        loader = StoreLoader(
+            make_store(section),
+            seal,
+            self._peer,
+            self._namespace,
+            self._memory,
+            timeout_s=section.timeout_s,
+            wake=self.wake,
+            digest=digest_of_bytes if EPD_PAYLOAD_DIGEST.get() else lambda data: "",
+            metrics=StoreMetrics("pd"),
+        )
+        opened.callback(loader.close)
+        return loader
+
     def _open_paths(
         self, fence: LeaseFence, opened: contextlib.ExitStack
     ) -> Iterable[PathEndpoint]:
@@ -134,13 +192,20 @@ class ConsumerEndpoint:
         paths = registry.offered_by(config)
         if any(path.in_worker for path in paths):
             yield from read_publication(config.pool).paths
+        end = ReceivingEnd(
+            memory=lambda: self._memory,
+            platform=config.platform,
+            host=config.host,
+            data_address=config.data_address,
+            fence=fence,
+            keys=self._keys,
+        )
         for path in paths:
             if path.in_worker:
                 continue
-            make_receiver = registry.load_receiver(path.name)
-            if make_receiver is None:
+            receiver = registry.open_receiver(path.name, end)
+            if receiver is None:
                 yield PathEndpoint(path=path.name, address=self._memory.identity)
                 continue
-            receiver = make_receiver(self._memory, config.data_address, fence, self._keys)
             opened.callback(receiver.close)
             yield PathEndpoint(path=path.name, address=receiver.address)

@@ -188,11 +188,19 @@ class SharedMemory:
         """
         import torch
 
+        return torch.frombuffer(self.buffer(offset, nbytes), dtype=torch.uint8)
+
+    def buffer(self, offset: int, nbytes: int) -> memoryview:
+        """Return the ``nbytes`` bytes from ``offset`` on, writable; no copy.
+
+        Raises:
+            ValueError: The range is not inside the memory.
+        """
         if offset < 0 or nbytes <= 0 or offset + nbytes > self.nbytes:
             raise ValueError(
                 f"bytes {offset} to {offset + nbytes} are outside {self.path} of {self.nbytes}"
             )
-        return torch.frombuffer(self._map, dtype=torch.uint8, count=nbytes, offset=offset)
+        return memoryview(self._map)[offset : offset + nbytes]
 
     def is_current(self) -> bool:
         """Tell whether the file still is the one mapped: its owner may have made it anew."""

@@ -17,6 +17,7 @@ import enum
 import itertools
 import secrets
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -46,6 +47,9 @@ class TransferOrder:
         tensor: What the encoder will put out.
         item: The router's name of the item.
         proof: The router's, that it wants this; see `Secret.vouch`.
+        kind: What the router takes the item for: ``image``, ``video`` or ``audio``.
+        modality: As in `epd_portable.wire.params.EncodedItem`.
+        metadata: As there.
     """
 
     transfer_id: str
@@ -54,6 +58,9 @@ class TransferOrder:
     tensor: TensorSpec
     item: str = ""
     proof: str = ""
+    kind: str = "image"
+    modality: str = "image"
+    metadata: dict[str, list[Any]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,15 +6,24 @@ asked for is taken or refused; nothing else is taken in its place.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import importlib
+import importlib.util
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from epd_portable.connector.curve import may_be_plain
+from epd_portable.config import extensions
+from epd_portable.connector.curve import is_off_host, may_be_plain
 from epd_portable.connector.pool import SHM_FOLDER
-from epd_portable.connector.transport import PathReceiver, Transport, TransportCapabilities
+from epd_portable.connector.transport import (
+    PathReceiver,
+    ReceivingEnd,
+    Transport,
+    TransportCapabilities,
+)
 from epd_portable.errors import ConfigError, NoCommonPathError
 from epd_portable.platforms.traits import TRAITS
 from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor
@@ -24,10 +33,14 @@ if TYPE_CHECKING:
     from epd_portable.connector.copies import DeviceCopies
     from epd_portable.connector.curve import CurveKeys
 
-AUTO = "auto"
+AUTO = extensions.AUTO
 
 PathChooser = Callable[[PeerDescriptor], PathEndpoint]
 """Returns the path for a producer and the consumer's address on it, or `NoCommonPathError`."""
+
+
+STORE = "store"
+"""In place of a path's name where no instance writes an item but the store's loader."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +54,16 @@ class PathEntry:
         in_worker: Rank 0's worker of the consumer opens the receiving end, not its scheduler.
         capabilities: See `TransportCapabilities`.
         summary: Half a sentence for people.
+        library: Module that must be installed.
+        extra: Of this package, which installs it.
+        system_library: What the module needs of the system, as the linker looks for it.
+        protocol: Attribute of `PlatformTraits` that says by which of the library's protocols a
+            platform moves bytes. Both ends must have the same.
+        tried: Those of them that were run; elsewhere the path is offered only when asked for.
+        before: Of a path that is not built in: the built-in one before which ``auto`` tries it.
+            Without one it comes after all others.
+        between_hosts: Without being asked for it is offered only by instances that other hosts can
+            reach: within one host a better path is always there.
     """
 
     name: str
@@ -49,6 +72,13 @@ class PathEntry:
     in_worker: bool
     capabilities: TransportCapabilities
     summary: str
+    library: str = ""
+    extra: str = ""
+    system_library: str = ""
+    protocol: str = ""
+    tried: frozenset[str] = frozenset()
+    between_hosts: bool = False
+    before: str = ""
 
 
 PATHS: tuple[PathEntry, ...] = (
@@ -87,6 +117,50 @@ PATHS: tuple[PathEntry, ...] = (
         summary="the producer copies into the consumer's pool in /dev/shm",
     ),
     PathEntry(
+        name="nixl",
+        transport="epd_portable.connector.transports.nixl:NixlTransport",
+        receiver="epd_portable.connector.transports.nixl:NixlReceiver",
+        in_worker=False,
+        capabilities=TransportCapabilities(
+            same_host=False,
+            same_platform=False,
+            devices_only=False,
+            device_memory=False,
+            zero_copy=True,
+            one_sided=True,
+            plain_off_host=True,
+            fenced=False,
+        ),
+        summary="NIXL writes into the consumer's registered pool, by RDMA where there is any",
+        library="nixl",
+        extra="kv",
+        between_hosts=True,
+    ),
+    PathEntry(
+        name="mooncake",
+        transport="epd_portable.connector.transports.mooncake:MooncakeTransport",
+        receiver="epd_portable.connector.transports.mooncake:MooncakeReceiver",
+        in_worker=False,
+        capabilities=TransportCapabilities(
+            same_host=False,
+            same_platform=False,
+            devices_only=False,
+            device_memory=False,
+            zero_copy=True,
+            one_sided=True,
+            plain_off_host=True,
+            fenced=False,
+        ),
+        summary="Mooncake writes into the consumer's registered pool, by RDMA where there is any",
+        library="mooncake",
+        extra="mooncake",
+        system_library="libibverbs.so.1",
+        protocol="mooncake_protocol",
+        # By which the engine takes TCP where there is no card.
+        tried=frozenset({"rdma"}),
+        between_hosts=True,
+    ),
+    PathEntry(
         name="collective",
         transport="epd_portable.connector.transports.collective:CollectiveTransport",
         receiver="epd_portable.connector.transports.collective_receiver:CollectiveReceiver",
@@ -121,7 +195,30 @@ PATHS: tuple[PathEntry, ...] = (
         summary="chunks over ZMQ, copied into the pool by the consumer",
     ),
 )
-"""Best first."""
+"""Those of this package, best first."""
+
+
+@functools.cache
+def paths() -> tuple[PathEntry, ...]:
+    """Return all paths, those of installed packages too, best first.
+
+    Raises:
+        ConfigError: A package registers what cannot be loaded, or a path before one that is not
+            there.
+    """
+    found = list(PATHS)
+    for name in sorted(extensions.installed(extensions.PATHS_GROUP)):
+        if name in extensions.BUILT_IN_PATHS:
+            continue
+        path = extensions.load(extensions.PATHS_GROUP, name, PathEntry)
+        names = [each.name for each in found]
+        if path.before and path.before not in names:
+            raise ConfigError(
+                f"transfer path {name!r} stands before {path.before!r}, which is none of "
+                f"{', '.join(names)}"
+            )
+        found.insert(names.index(path.before) if path.before else len(found), path)
+    return tuple(found)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,7 +256,10 @@ def entry(name: str) -> PathEntry:
     for candidate in PATHS:
         if candidate.name == name:
             return candidate
-    names = ", ".join(candidate.name for candidate in PATHS)
+    for candidate in paths():
+        if candidate.name == name:
+            return candidate
+    names = ", ".join(candidate.name for candidate in paths())
     raise ConfigError(f"transfer.path {name!r}: expected {AUTO} or one of {names}")
 
 
@@ -169,23 +269,33 @@ def load_transport(name: str, copies: DeviceCopies, keys: CurveKeys) -> Transpor
     return make(copies, keys)
 
 
-def load_receiver(name: str) -> Callable[..., PathReceiver] | None:
-    """Return the class of the consumer's end of a path, or ``None`` if none is needed."""
-    receiver = entry(name).receiver
-    return _load(receiver) if receiver else None
+def open_receiver(name: str, end: ReceivingEnd) -> PathReceiver | None:
+    """Open the consumer's end of a path, or return ``None`` if nobody is needed there.
+
+    Raises:
+        ConfigError: There is no such path, or something that it needs is not installed.
+        TransportError: An address cannot be bound.
+    """
+    target = entry(name).receiver
+    if not target:
+        return None
+    receiver: type[PathReceiver] = _load(target)
+    return receiver.open(end)
 
 
 def paths_within_host() -> frozenset[str]:
     """Return the paths whose ends share ``/dev/shm``."""
-    return frozenset(path.name for path in PATHS if path.capabilities.same_host)
+    return frozenset(path.name for path in paths() if path.capabilities.same_host)
 
 
 def fenced_paths() -> frozenset[str]:
     """Return the paths whose late writes cannot touch a slot."""
-    return frozenset(path.name for path in PATHS if path.capabilities.fenced)
+    return frozenset(path.name for path in paths() if path.capabilities.fenced)
 
 
-def offered(asked: str, platform: str, *, plain: bool = True) -> tuple[PathEntry, ...]:
+def offered(
+    asked: str, platform: str, *, plain: bool = True, off_host: bool = False
+) -> tuple[PathEntry, ...]:
     """Return the paths that an instance has, best first.
 
     Args:
@@ -193,13 +303,14 @@ def offered(asked: str, platform: str, *, plain: bool = True) -> tuple[PathEntry
         platform: Of the instance.
         plain: Whether what moves may be unencrypted: nothing leaves the host, or its network is
             trusted.
+        off_host: Whether other hosts can reach the instance.
 
     Raises:
         ConfigError: ``asked`` is neither ``auto`` nor a path, or one that the instance has not.
     """
     if asked != AUTO:
         wanted = entry(asked)
-        if problem := _problem(wanted, platform):
+        if problem := _problem(wanted, platform) or _missing(wanted):
             raise ConfigError(f"transfer.path {asked!r}: {problem}; write {AUTO}")
         if wanted.capabilities.plain_off_host and not plain:
             raise ConfigError(
@@ -209,16 +320,44 @@ def offered(asked: str, platform: str, *, plain: bool = True) -> tuple[PathEntry
         return (wanted,)
     return tuple(
         path
-        for path in PATHS
+        for path in paths()
         if not _problem(path, platform)
+        and not _missing(path)
         and not _reserve(path, platform)
+        and (off_host or not path.between_hosts)
         and (plain or not path.capabilities.plain_off_host)
     )
 
 
 def in_device_memory(name: str, platform: str) -> bool:
     """Tell whether slots of a path are in the slab of a consumer of that platform."""
+    if name == STORE:
+        return False
     return entry(name).capabilities.device_memory and TRAITS[platform].needs_device_copy
+
+
+def may_use_device_memory(asked: str) -> bool:
+    """Tell whether receivers keep a pool in device memory, where there is any.
+
+    Args:
+        asked: ``transfer.path``.
+
+    Raises:
+        ConfigError: There is no such path.
+    """
+    return asked == AUTO or entry(asked).capabilities.device_memory
+
+
+def needs_devices(asked: str) -> bool:
+    """Tell whether a path that was asked for opens device memory of another process.
+
+    Args:
+        asked: ``transfer.path``; ``auto`` needs nothing.
+
+    Raises:
+        ConfigError: There is no such path.
+    """
+    return asked != AUTO and entry(asked).capabilities.devices_only
 
 
 def copies_in_place(name: str, platform: str) -> bool:
@@ -243,20 +382,30 @@ def _is_copy(path: PathEntry) -> bool:
 
 def offered_by(config: InstanceConfig) -> tuple[PathEntry, ...]:
     """Return the paths that an instance has by its configuration, see `offered`."""
-    return offered(config.path, config.platform, plain=may_be_plain(config))
+    return offered(
+        config.path,
+        config.platform,
+        plain=may_be_plain(config),
+        off_host=is_off_host(config.host),
+    )
 
 
 def choose(
-    producer: PeerDescriptor, consumer: PeerDescriptor, paths: Sequence[PathEntry] = PATHS
+    producer: PeerDescriptor, consumer: PeerDescriptor, among: Sequence[PathEntry] | None = None
 ) -> Choice:
     """Return the best path that both ends offer and whose conditions hold.
+
+    Args:
+        producer: Says what it offers.
+        consumer: The same.
+        among: These paths only, best first; ``None`` means `paths`.
 
     Raises:
         NoCommonPathError: Names every path with the reason against it.
     """
     receiving = {endpoint.path: endpoint for endpoint in consumer.paths}
     refused: list[Refused] = []
-    for path in paths:
+    for path in paths() if among is None else among:
         reason = _reason_against(path, producer, consumer)
         if not reason:
             return Choice(endpoint=receiving[path.name], refused=tuple(refused))
@@ -271,13 +420,14 @@ def choose(
 def describe(producer: str, consumer: str) -> list[tuple[str, bool, str]]:
     """Return ``(path, usable, reason)`` for every path between two platforms of this host."""
     described = []
-    for path in PATHS:
-        problem = _problem(path, producer) or _problem(path, consumer)
+    for path in paths():
+        problem = _problem(path, producer) or _problem(path, consumer) or _missing(path)
         if not problem and path.capabilities.same_platform and producer != consumer:
             problem = f"{producer} and {consumer} are not the same platform"
+        problem = problem or _ways(path, producer, consumer)
         if not problem and path.capabilities.same_host and not os.access(SHM_FOLDER, os.W_OK):
             problem = f"{SHM_FOLDER} cannot be written"
-        reserve = _reserve(path, producer)
+        reserve = _reserve(path, producer) or _within_host(path)
         reason = f"{path.summary}; {reserve or _copies(path, producer, consumer)}"
         described.append((path.name, not problem, problem or reason))
     return described
@@ -291,6 +441,8 @@ def _reason_against(path: PathEntry, producer: PeerDescriptor, consumer: PeerDes
             f"{producer.instance} is on {producer.platform}, {consumer.instance} on "
             f"{consumer.platform}"
         )
+    if ways := _ways(path, producer.platform, consumer.platform):
+        return ways
     for end in (producer, consumer):
         if path.name not in {endpoint.path for endpoint in end.paths}:
             return _reserve(path, end.platform) or f"not offered by {end.instance}"
@@ -308,10 +460,44 @@ def _problem(path: PathEntry, platform: str) -> str:
     return ""
 
 
+def _protocol(path: PathEntry, platform: str) -> str:
+    return getattr(TRAITS[platform], path.protocol) if path.protocol else ""
+
+
+def _ways(path: PathEntry, producer: str, consumer: str) -> str:
+    """Return why a path's library does not connect two platforms; empty if it does."""
+    sends, receives = _protocol(path, producer), _protocol(path, consumer)
+    if sends == receives:
+        return ""
+    library = path.library.capitalize()
+    return f"{producer} sends by {library}'s protocol {sends}, {consumer} receives by {receives}"
+
+
+def _missing(path: PathEntry) -> str:
+    """Return why this environment does not have a path; empty if it has."""
+    if path.library and importlib.util.find_spec(path.library) is None:
+        what = f"epd-portable[{path.extra}]" if path.extra else "it"
+        return f"{path.library} is not installed: install {what}"
+    if path.system_library:
+        try:
+            ctypes.CDLL(path.system_library)
+        except OSError:
+            package = path.system_library.replace(".so.", "")
+            return f"{path.library} needs {path.system_library}: install {package}"
+    return ""
+
+
+def _within_host(path: PathEntry) -> str:
+    """Return who offers a path without being asked; empty if everybody does."""
+    return "between hosts, or when asked for" if path.between_hosts else ""
+
+
 def _reserve(path: PathEntry, platform: str) -> str:
     """Return why a platform offers a path only to who asks for it; empty if it always does."""
     if not path.capabilities.one_sided and not TRAITS[platform].needs_device_copy:
         return f"on {platform} only when asked for: without device memory tcp is faster"
+    if path.protocol and _protocol(path, platform) not in path.tried:
+        return f"on {platform} only when asked for: it was never run there"
     return ""
 
 

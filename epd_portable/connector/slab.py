@@ -6,8 +6,6 @@ ranks and the producers open it.
 
 from __future__ import annotations
 
-import base64
-
 import msgspec
 import torch
 
@@ -16,12 +14,11 @@ from epd_portable.connector.copies import DeviceCopies
 from epd_portable.errors import (
     PeerLostError,
     PlatformError,
-    ProtocolError,
     TransportError,
     UnsupportedError,
 )
 from epd_portable.platforms.base import Platform, ShareHandle
-from epd_portable.wire.codec import reader
+from epd_portable.wire.codec import address_reader, as_address
 
 
 class _Address(msgspec.Struct, frozen=True):
@@ -29,7 +26,7 @@ class _Address(msgspec.Struct, frozen=True):
     handle: ShareHandle
 
 
-_read_address = reader(_Address, "an address of device memory")
+_read_address = address_reader(_Address, "device memory")
 
 
 class DeviceSlab:
@@ -55,8 +52,12 @@ class DeviceSlab:
         start = -memory.data_ptr() % alignment
         self._memory = memory[start : start + nbytes]
         handle = copies.platform.share_tensor(self._memory)
-        packed = msgspec.msgpack.encode(_Address(session, handle))
-        self.address = base64.b85encode(packed).decode()
+        self.address = as_address(_Address(session, handle))
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return self._memory.numel()
 
     def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
         """Return ``(nbytes,)`` uint8 on the device that *is* the memory from ``offset`` on.
@@ -82,8 +83,8 @@ class OpenedSlab:
 
     def __init__(self, platform: Platform, address: str) -> None:
         try:
-            found: _Address = _read_address(base64.b85decode(address.encode()))
-        except (ValueError, ProtocolError) as error:
+            found: _Address = _read_address(address)
+        except TransportError as error:
             raise TransportError(f"{address[:40]!r} names no device memory: {error}") from error
         self._session = found.session
         if self.is_gone:
@@ -112,6 +113,11 @@ class OpenedSlab:
     def is_gone(self) -> bool:
         """Whether the process that has the slab has certainly ended."""
         return process_is_gone(self._session)
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return self._memory.numel()
 
     def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
         """See `DeviceSlab.tensor`."""

@@ -5,15 +5,16 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from epd_portable.wire.descriptors import SlotDescriptor
 
 if TYPE_CHECKING:
     import torch
+    from typing_extensions import Self
 
     from epd_portable.connector.copies import DeviceCopies, QueuedCopy
     from epd_portable.connector.curve import CurveKeys
@@ -132,8 +133,64 @@ class Transport(ABC):
         """Release connections and mappings; no copy is under way, and none begins any more."""
 
 
+class ReceiveMemory(Protocol):
+    """What slots are in: the pool's file, or device memory."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        ...
+
+    def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
+        """Return ``(nbytes,)`` uint8 that *is* the memory from ``offset`` on.
+
+        Raises:
+            ValueError: The range is not within the memory.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReceivingEnd:
+    """What a PD instance gives to the receiver of a path.
+
+    Attributes:
+        memory: Returns what slots are in. In a worker it is called when the first item comes, not
+            before: the scheduler makes the pool's file after its workers.
+        platform: Of the instance.
+        host: Address of this machine to listen on.
+        data_address: ZMQ address that the launcher chose for ``tcp``; of no meaning to others.
+        fence: Tells whether a slot may still be written: in the scheduler's process every leased
+            one, in a worker every one that was not taken back.
+        keys: Of the deployment, for paths that encrypt; ``None`` in a worker, which has none.
+        copies: Of the worker's device; ``None`` in the scheduler's process, which has none.
+    """
+
+    memory: Callable[[], ReceiveMemory]
+    platform: str
+    host: str
+    data_address: str
+    fence: LeaseFence | RevokedFence
+    keys: CurveKeys | None = None
+    copies: DeviceCopies | None = None
+
+
 class PathReceiver(ABC):
-    """The consumer's end of a path that needs somebody there."""
+    """The consumer's end of a path that needs somebody there.
+
+    It is opened in the scheduler's process, or, where `PathEntry.in_worker` says so, in the worker
+    of the first rank.
+    """
+
+    @classmethod
+    @abstractmethod
+    def open(cls, end: ReceivingEnd) -> Self:
+        """Begin to receive.
+
+        Raises:
+            ConfigError: Something that the path needs is not installed.
+            TransportError: An address cannot be bound.
+        """
 
     @property
     @abstractmethod
@@ -152,13 +209,19 @@ class LeaseFence:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.Condition(threading.Lock())
         self._leased: set[SlotDescriptor] = set()
 
     def allow(self, slot: SlotDescriptor) -> None:
         """Let writes to this slot through."""
         with self._lock:
             self._leased.add(slot)
+            self._lock.notify_all()
+
+    def wait_leased(self, timeout_s: float) -> bool:
+        """Return whether any slot is leased, at once or when one is within this time."""
+        with self._lock:
+            return self._lock.wait_for(lambda: bool(self._leased), timeout_s)
 
     def forbid(self, slot: SlotDescriptor) -> None:
         """Refuse writes from now on; blocks until one that is under way has ended."""

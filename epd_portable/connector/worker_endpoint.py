@@ -22,7 +22,7 @@ from epd_portable.connector import registry
 from epd_portable.connector.control import new_session, process_is_gone
 from epd_portable.connector.pool import SHM_FOLDER, SharedMemory
 from epd_portable.connector.slab import DeviceSlab, OpenedSlab
-from epd_portable.connector.transport import RevokedFence
+from epd_portable.connector.transport import ReceivingEnd, RevokedFence
 from epd_portable.errors import CapacityError, TransportError, UnsupportedError
 from epd_portable.wire.descriptors import PathEndpoint
 
@@ -190,11 +190,17 @@ class WorkerEndpoint:
 
     def _receive(self, path: str, opened: contextlib.ExitStack) -> str:
         """Open the receiver of a path, and return its address; empty if it needs none."""
-        make = registry.load_receiver(path)
-        if make is None:
+        end = ReceivingEnd(
+            memory=lambda: self.host if self._slab is None else self._slab,
+            platform=self._config.platform,
+            host=self._config.host,
+            data_address=self._config.data_address,
+            fence=self._fence,
+            copies=self._copies,
+        )
+        receiver = registry.open_receiver(path, end)
+        if receiver is None:
             return ""
-        memory = (lambda: self._slab) if self._slab is not None else (lambda: self.host)
-        receiver = make(memory, self._copies, host=self._config.host, fence=self._fence)
         opened.callback(receiver.close)
         return receiver.address
 

@@ -21,7 +21,8 @@ import httpx
 from psutil import virtual_memory
 
 from epd_portable.bench import servers
-from epd_portable.config.load import PLATFORMS, load_topology
+from epd_portable.config.instance import PLATFORMS
+from epd_portable.config.load import load_topology
 from epd_portable.demo.pictures import QUESTIONS, Picture, QuestionKind, draw
 from epd_portable.errors import EPDError
 from epd_portable.platforms.traits import TRAITS

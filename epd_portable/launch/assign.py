@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from epd_portable.config.schema import InstanceGroup
+from epd_portable.config.groups import InstanceGroup
 from epd_portable.errors import ConfigError
 
 Cores = tuple[int, ...]
@@ -212,7 +212,7 @@ def _raise_too_few(groups: dict[str, InstanceGroup], *, wanted: int, free: int, 
     terms = " + ".join(
         f"{name} {group.count} × {group.tensor_parallel_size}"
         for name, group in groups.items()
-        if group.devices is None
+        if group.devices is None and group.count
     )
     left = f"{total}" if free == total else f"{free} of {total} (the others are listed)"
     raise ConfigError(

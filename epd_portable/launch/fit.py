@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from epd_portable.config.roles import ROLES, TAKES_ITEMS, group_of
 from epd_portable.config.schema import Topology
+from epd_portable.connector import registry
 from epd_portable.launch.sharing import utilization
 from epd_portable.launch.target import Hardware
 from epd_portable.platforms.traits import PlatformTraits
-
-DEVICE_POOL_PATHS = frozenset({"auto", "ipc", "collective"})
-"""Values of ``transfer.path`` with which receivers keep a pool in device memory. Told here, like
-those in ``seats``, because the table of paths needs torch."""
 
 ITEM_BYTES = 32 << 20
 """The item that times are given for: 1024 tokens of 4096 × 4 bfloat16 numbers."""
@@ -58,7 +56,7 @@ def memory_warnings(
 ) -> list[str]:
     """Say on which devices a receive pool leaves its engine nothing.
 
-    A pool in device memory lies on the device of the first rank of each prefill-decode instance.
+    A pool in device memory lies on the device of the first rank of each instance that gets items.
     vLLM finds it there when it measures, and takes it from the engine's share.
 
     Args:
@@ -67,18 +65,24 @@ def memory_warnings(
         devices: For each group, for each of its instances, one device per rank.
         memory_bytes: What torch sees of one device.
     """
-    if not traits.needs_device_copy or topology.transfer.path not in DEVICE_POOL_PATHS:
+    if not traits.needs_device_copy or not registry.may_use_device_memory(topology.transfer.path):
         return []
-    share = utilization(topology, topology.instances.prefill_decode)
-    wanted, engine = topology.transfer.pool_bytes, round(share * memory_bytes)
-    if wanted < engine:
-        return []
-    return [
-        f"device {ranks[0]}: the receive pool of prefill_decode-{index} wants {_mib(wanted)} of "
-        f"the {_mib(engine)} that gpu_memory_utilization {share:g} gives to its engine (of "
-        f"{_mib(memory_bytes)}); lower transfer.pool_bytes"
-        for index, ranks in enumerate(devices["prefill_decode"])
-    ]
+    wanted = topology.transfer.pool_bytes
+    warnings = []
+    for role in ROLES:
+        if role not in TAKES_ITEMS:
+            continue
+        share = utilization(topology, topology.instances.of(role))
+        engine = round(share * memory_bytes)
+        if wanted < engine:
+            continue
+        warnings += [
+            f"device {ranks[0]}: the receive pool of {group_of(role)}-{index} wants {_mib(wanted)} "
+            f"of the {_mib(engine)} that gpu_memory_utilization {share:g} gives to its engine (of "
+            f"{_mib(memory_bytes)}); lower transfer.pool_bytes"
+            for index, ranks in enumerate(devices[group_of(role)])
+        ]
+    return warnings
 
 
 def _mib(nbytes: int) -> str:

@@ -82,6 +82,15 @@ class _State:
     renewed: bool = False  # and that is no death
 
     @property
+    def word(self) -> str:
+        """What a user is told of it."""
+        if self.restart_at is not None:
+            return "waiting"
+        if self.kill_at is not None:
+            return "ending"
+        return "starting" if self.healthy_at is None else "up"
+
+    @property
     def is_unsteady(self) -> bool:
         """Whether it is on its way up or down: what it has of a device changes."""
         is_down = self.restart_at is not None
@@ -126,6 +135,13 @@ class Lifecycle:
             for name, state in self._states.items()
             if state.restart_at is not None and (blocking := self._blocking(name))
         }
+
+    def states(self) -> dict[str, str]:
+        """Return for each process ``starting``, ``up``, ``ending``, or ``waiting`` for its start.
+
+        In the order of the plan.
+        """
+        return {name: state.word for name, state in self._states.items()}
 
     def pending(self) -> list[str]:
         """Return the running processes that have not been healthy since their start."""

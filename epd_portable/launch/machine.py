@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -102,9 +103,14 @@ def has_compiler(traits: PlatformTraits, environ: Mapping[str, str]) -> bool:
 
 
 def has_shares(traits: PlatformTraits, environ: Mapping[str, str]) -> bool:
-    """Tell whether the service runs that keeps processes to a part of a device's compute."""
+    """Tell whether processes can be kept to a part of a device's compute.
+
+    Where a service does it, that must run.
+    """
     places = (Template(place).safe_substitute(environ) for place in traits.share_service)
-    return any(Path(place).exists() for place in places)
+    return traits.share_env is not None and (
+        not traits.share_service or any(Path(place).exists() for place in places)
+    )
 
 
 def _this_machine(
@@ -197,3 +203,13 @@ def require_shm(pool_bytes: int, pools: int) -> None:
             f"({free / 2**20:.0f} MiB free); lower it, remove old files there, or enlarge it "
             "(docker run --shm-size)"
         )
+
+
+def require_module(module: str, *, needed_by: str, install: str) -> None:
+    """Check that engines find a module; it is not imported.
+
+    Raises:
+        ConfigError: They do not; says how to get it.
+    """
+    if importlib.util.find_spec(module) is None:
+        raise ConfigError(f"{needed_by} needs the module {module!r}, which is not here: {install}")

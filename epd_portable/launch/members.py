@@ -1,17 +1,26 @@
-"""``epd-launch secret``, ``join``, ``leave`` and ``instances``: who takes part in a deployment."""
+"""``epd-launch secret``, ``join``, ``leave``, ``instances``, ``page``: who takes part."""
 
 from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import click
 
 from epd_portable import envs
+from epd_portable.config.quantities import url_problem
+from epd_portable.config.roles import ROLES
 from epd_portable.config.secret import Secret, make_secret_file
-from epd_portable.launch.messages import messages
+from epd_portable.errors import ConfigError
+from epd_portable.launch.command_line import (
+    SECONDS,
+    http_url,
+    json_option,
+    print_json,
+)
 from epd_portable.launch.router_client import RouterClient
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -28,7 +37,7 @@ part:
 
 JOIN_HELP = """Let an instance that runs already join a router that serves already.
 
-The router warms it up, and sends it clients' requests after that. Asking twice is asking once:
+The router warms it up, and sends it clients' requests after that. The command is idempotent:
 
 \b
   epd-launch join encode-7 --router http://10.0.0.1:8000 --secret-file ~/epd.secret \\
@@ -51,11 +60,27 @@ When the command has ended with status 0 the instance can be stopped and no requ
   epd-launch leave pd-3 --router http://10.0.0.1:8000 --secret-file ~/epd.secret
 """
 
+PAGE_HELP = """Print a link to the router's status page, with a key that shows it whole.
+
+The key is good for some hours and opens nothing else; who has the link sees names of instances,
+and of requests when and where they were answered, not what they hold:
+
+\b
+  epd-launch page --router http://10.0.0.1:8001 --secret-file ~/epd.secret
+
+URL is that of router.admin_port where there is one. Of a router of epd-launch without a secret_file
+the secret is in the folder of its run, /tmp/epd-RUN/secret.
+"""
+
 
 def _router_options(command: F) -> F:
     options = [
         click.option(
-            "--router", required=True, metavar="URL", help="The router, as in http://10.0.0.1:8000."
+            "--router",
+            required=True,
+            metavar="URL",
+            callback=http_url,
+            help="The router, as in http://10.0.0.1:8000.",
         ),
         click.option(
             "--secret-file",
@@ -70,35 +95,74 @@ def _router_options(command: F) -> F:
     return command
 
 
+def _label(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not (key and equals):
+        raise ConfigError(f"--label {text!r}: write it as key=value")
+    return key, value
+
+
+def _control_address(context: click.Context, option: click.Parameter, address: str) -> str:
+    """Check the address of a control channel; a callback of click."""
+    if address and (problem := url_problem(address, ("tcp",))):
+        raise click.BadParameter(problem, context, option)
+    return address
+
+
 @click.command(help=SECRET_HELP)
 @click.argument("file")
-def secret(file: str) -> None:
+@json_option
+def secret(file: str, as_json: bool) -> None:
     """Make a secret file."""
-    with messages():
-        make_secret_file(file)
+    make_secret_file(file)
+    if as_json:
+        print_json(secret_file=file)
+    else:
         click.echo(f"{file} holds a secret of 256 bits; keep it as you keep a private key")
 
 
 @click.command(help=JOIN_HELP)
 @click.argument("name")
 @_router_options
-@click.option("--role", type=click.Choice(("encode", "prefill-decode")), required=True)
-@click.option("--url", required=True, help="The instance's server, as in http://10.0.0.2:20000.")
+@click.option("--role", type=click.Choice(ROLES), required=True)
+@click.option(
+    "--url",
+    required=True,
+    callback=http_url,
+    help="The instance's server, as in http://10.0.0.2:20000.",
+)
 @click.option(
     "--control",
     default="",
     metavar="ADDRESS",
-    help="Control channel of a prefill-decode instance, exactly as its control_address says: "
+    callback=_control_address,
+    help="Control channel of any but an encode instance, exactly as its control_address says: "
     "tcp://10.0.0.2:20001.",
+)
+@click.option(
+    "--weight",
+    default=1.0,
+    show_default=True,
+    type=click.FloatRange(min=0, min_open=True, max=1000),
+    help="What it does of what others of its role do.",
+)
+@click.option(
+    "--label",
+    "labels",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="What router.choice can tell it by; as often as there are labels.",
 )
 @click.option(
     "--timeout",
     "timeout_s",
     default=600.0,
     show_default=True,
+    type=SECONDS,
     help="Seconds to wait until it is up; with --keep also until it has left.",
 )
 @click.option("--keep", is_flag=True, help="Stay, and keep it registered until stopped.")
+@json_option
 def join(
     name: str,
     router: str,
@@ -106,25 +170,42 @@ def join(
     role: str,
     url: str,
     control: str,
+    weight: float,
+    labels: tuple[str, ...],
     timeout_s: float,
     keep: bool,
+    as_json: bool,
 ) -> None:
     """Register an instance at a router."""
+    if keep and as_json:
+        raise ConfigError("--keep and --json: what stays has nothing to print in the end")
+    if role == "encode" and control:
+        raise ConfigError("--control: encode instances have no control channel; leave it out")
+    if role != "encode" and not control:
+        raise ConfigError(
+            f"--control is missing: a {role} instance has a control channel, whose address its "
+            "control_address says, as tcp://10.0.0.2:20001"
+        )
+    body: dict[str, Any] = {"name": name, "role": role, "url": url, "control": control}
+    if weight != 1:
+        body["weight"] = weight
+    if labels:
+        body["labels"] = dict(map(_label, labels))
+    client = RouterClient(router, Secret.read(secret_file))
     stop = threading.Event()
     if keep:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: stop.set())
-    with messages():
-        client = RouterClient(router, Secret.read(secret_file))
-        body = {"name": name, "role": role, "url": url, "control": control}
-        seen = client.join(body, timeout_s=timeout_s, until=stop)
+    seen = client.join(body, timeout_s=timeout_s, until=stop)
+    if as_json:
+        print_json(instance=seen)
+    elif not stop.is_set():
         problem = f"; serving all the same: {seen['problem']}" if seen["problem"] else ""
-        if not stop.is_set():
-            click.echo(f"{name} has joined {router}{problem}")
-        if keep:
-            client.keep(body, until=stop, say=click.echo)
-            client.leave(name, timeout_s=timeout_s)
-            click.echo(f"{name} has left {router}")
+        click.echo(f"{name} has joined {router}{problem}")
+    if keep:
+        client.keep(body, until=stop, say=click.echo)
+        client.leave(name, timeout_s=timeout_s)
+        click.echo(f"{name} has left {router}")
 
 
 @click.command(help=LEAVE_HELP)
@@ -135,23 +216,51 @@ def join(
     "timeout_s",
     default=600.0,
     show_default=True,
+    type=SECONDS,
     help="Seconds to wait until what it works on has ended.",
 )
-def leave(name: str, router: str, secret_file: str, timeout_s: float) -> None:
+@json_option
+def leave(name: str, router: str, secret_file: str, timeout_s: float, as_json: bool) -> None:
     """Let an instance leave its router."""
-    with messages():
-        RouterClient(router, Secret.read(secret_file)).leave(name, timeout_s=timeout_s)
+    RouterClient(router, Secret.read(secret_file)).leave(name, timeout_s=timeout_s)
+    if as_json:
+        print_json(left=name)
+    else:
         click.echo(f"{name} has left {router}")
 
 
 @click.command()
 @_router_options
-def instances(router: str, secret_file: str) -> None:
+@json_option
+def instances(router: str, secret_file: str, as_json: bool) -> None:
     """Show the instances of a router: their states, and what they work on."""
-    with messages():
-        for seen in RouterClient(router, Secret.read(secret_file)).instances():
-            why = seen["reason"] or seen["problem"]
-            click.echo(
-                f"{seen['name']:24} {seen['role']:16} {seen['state']:9} "
-                f"{seen['in_flight']:4} in flight  {seen['url']}{why and '  ' + why}"
-            )
+    found = RouterClient(router, Secret.read(secret_file)).instances()
+    if as_json:
+        print_json(instances=found)
+        return
+    for seen in found:
+        why = seen["reason"] or seen["problem"]
+        click.echo(
+            f"{seen['name']:24} {seen['role']:16} {seen['state']:9} "
+            f"{seen['in_flight']:4} in flight  {seen['url']}{why and '  ' + why}"
+        )
+
+
+@click.command(help=PAGE_HELP)
+@_router_options
+@click.option(
+    "--hours",
+    default=12.0,
+    show_default=True,
+    type=click.FloatRange(min=0, min_open=True, max=24 * 366),
+    help="How long the key is good.",
+)
+@json_option
+def page(router: str, secret_file: str, hours: float, as_json: bool) -> None:
+    """Print a link to the status page."""
+    key = Secret.read(secret_file).page_key(until=time.time() + 3600 * hours)
+    link = f"{router.rstrip('/').removesuffix('/v1')}/#key={key}"
+    if as_json:
+        print_json(link=link)
+    else:
+        click.echo(link)

@@ -11,8 +11,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from epd_portable.config.instance import InstanceConfig
+from epd_portable.config.roles import ROLES, TAKES_ITEMS, Role, group_of
 from epd_portable.config.schema import Topology
 from epd_portable.connector.curve import is_off_host
 from epd_portable.connector.registry import offered
@@ -20,23 +22,33 @@ from epd_portable.errors import ConfigError
 from epd_portable.launch.assign import Cores, core_warnings
 from epd_portable.launch.engine import engine_argv, engine_env
 from epd_portable.launch.fit import HardwareFit, fit, memory_warnings
+from epd_portable.launch.kv import KVChoice, KVEnd, kv_connector, kv_ports
 from epd_portable.launch.model import ModelSource
+from epd_portable.launch.registrar import RegistrarSettings
 from epd_portable.launch.seats import place_instances
 from epd_portable.launch.sharing import (
-    SharedDevice,
+    UsedDevice,
     check_collective,
     check_shares,
-    shared_devices,
     sharing_warnings,
     starts_after,
+    used_devices,
 )
 from epd_portable.launch.target import Hardware
 from epd_portable.media.limits import MediaLimits
 from epd_portable.platforms.traits import PlatformTraits
-from epd_portable.router.settings import InstanceSettings, Role, RouterSettings
+from epd_portable.router.settings import (
+    InstanceSettings,
+    RouterSettings,
+    policy_of,
+    with_policy,
+)
 
-ROLES: dict[str, Role] = {"encode": "encode", "prefill_decode": "prefill-decode"}
+GROUPS: dict[str, Role] = {group_of(role): role for role in ROLES}
 """The groups of a topology file, in the order in which they get devices, and their roles."""
+
+SMALLEST_POOL_BYTES = 4 << 10
+"""Of an instance to which nobody sends items."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,16 +79,18 @@ class ProcessSpec:
 
     Attributes:
         name: For example ``encode-0`` or ``router``.
-        role: ``encode``, ``prefill-decode`` or ``router``.
+        role: Of the instance, or ``router``.
         argv: Command line.
         env: Variables beyond the launcher's own environment.
         url: Base address; ``GET url/health`` answers 200 once it is ready.
         ports: Every port it listens on, by purpose.
         devices: One device per rank.
         cores: The CPU cores of each rank.
+        api_cores: Where its first process, the API server, may run as well once it is up.
         shm_name: Its file in ``/dev/shm``, removed before each start; empty for none.
         tls_cert_file: The certificate that it shows, if it speaks HTTPS.
         after: Instances on its devices that must be up before it is started.
+        router_url: Base address of the router that knows the instances, where it is none itself.
     """
 
     name: str
@@ -87,9 +101,11 @@ class ProcessSpec:
     ports: dict[str, int]
     devices: tuple[str, ...] = ()
     cores: tuple[Cores, ...] = ()
+    api_cores: Cores = ()
     shm_name: str = ""
     tls_cert_file: str = ""
     after: tuple[str, ...] = ()
+    router_url: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,10 +117,12 @@ class Plan:
         platform: Platform of all instances.
         model: Name that clients use.
         url: Base address for OpenAI clients.
-        processes: Instances first, the router last.
+        processes: Instances first, the router last, or the registrar in its place.
         warnings: What the user should know before starting.
-        shared: Devices with several instances.
+        devices: Those that have instances; none on platforms that have cores only.
         hardware: What a hardware profile says of it; ``None`` without one.
+        kv: What brings KV from prefill to decode instances; ``None`` where there are none.
+        store: Where encoder outputs are kept; empty for nowhere.
     """
 
     run_id: str
@@ -113,12 +131,25 @@ class Plan:
     url: str
     processes: tuple[ProcessSpec, ...]
     warnings: tuple[str, ...]
-    shared: tuple[SharedDevice, ...] = ()
+    devices: tuple[UsedDevice, ...] = ()
     hardware: HardwareFit | None = None
+    kv: KVChoice | None = None
+    store: str = ""
+
+    @property
+    def shared(self) -> tuple[UsedDevice, ...]:
+        """Devices with several instances."""
+        return tuple(each for each in self.devices if each.is_shared)
 
     def as_json(self) -> dict[str, Any]:
         """Return the plan as plain JSON values."""
-        return dataclasses.asdict(self)
+        found = dataclasses.asdict(self)
+        if not self.store:
+            del found["store"]
+        for process in found["processes"]:
+            if not process["router_url"]:
+                del process["router_url"]
+        return found
 
 
 def new_run_id() -> str:
@@ -165,29 +196,50 @@ def make_plan(
     """
     _check_queue(topology)
     _check_host(topology, traits)
+    kv = kv_connector(topology, traits)
     secret_file = topology.secret_file or run_secret_file(temp_dir)
     placement = place_instances(
         topology, traits, devices=machine.devices, cores=machine.cores, free_port=free_port
     )
     seats = placement.seats
     devices = {name: [seat.devices for seat in group] for name, group in seats.items()}
-    shared = shared_devices(topology, devices)
+    used = used_devices(topology, devices)
+    shared = tuple(each for each in used if each.is_shared)
     check_collective(topology, traits, shared)
     check_shares(topology, traits)
     after = starts_after(shared)
     specs: list[ProcessSpec] = []
     backends: list[InstanceSettings] = []
-    for group_name, role in ROLES.items():
+    for group_name, role in GROUPS.items():
         for index, seat in enumerate(seats[group_name]):
-            name = f"{group_name}-{index}"
+            local = f"{group_name}-{index}"
+            # Other hosts have an encode-0, too.
+            name = f"{local}@{topology.launch.host}" if topology.router.join else local
             ports = {"http": seat.port}
-            if role == "prefill-decode":
+            if role != "encode":
                 ports |= {"control": free_port(), "data": free_port()}
-            instance = _instance(topology, traits, name, ports, run_id, secret_file)
-            common: dict[str, Any] = {"model": model, "traits": traits, "instance": instance}
+            if kv is not None:
+                ranks = topology.instances.of(role).tensor_parallel_size
+                ports |= kv_ports(role, ranks, kv[0], free_port)
+            instance = _instance(topology, traits, name, role, ports, run_id, secret_file)
+            common: dict[str, Any] = {
+                "model": model,
+                "traits": traits,
+                "instance": instance,
+                "kv": KVEnd(connector=kv[0], role=role, port=ports["kv"])
+                if kv and "kv" in ports
+                else None,
+            }
             url = _base_url(topology.launch.host, seat.port)
             backends.append(
-                InstanceSettings(name=name, role=role, url=url, control=instance.control_address)
+                InstanceSettings(
+                    name=name,
+                    role=role,
+                    url=url,
+                    control=instance.control_address,
+                    weight=getattr(topology.instances, group_name).weight,
+                    labels=getattr(topology.instances, group_name).labels,
+                )
             )
             specs.append(
                 ProcessSpec(
@@ -206,32 +258,41 @@ def make_plan(
                     ports=ports,
                     devices=seat.devices,
                     cores=seat.cores,
+                    api_cores=seat.api_cores,
                     shm_name=instance.pool,
-                    after=after.get(name, ()),
+                    after=tuple(name.replace(local, each, 1) for each in after.get(local, ())),
                 )
             )
     warnings = [*placement.warnings, *sharing_warnings(shared)]
-    if not machine.has_shares and any(getattr(topology.instances, name).share for name in ROLES):
+    if not machine.has_shares and any(topology.instances.of(role).share for role in ROLES):
         warnings.append(
             "share has no effect: the service that keeps instances to it does not run here, and "
             "the launcher never starts it (docs/configuration.md says how)"
         )
+    warnings += _store_warnings(topology)
     warnings += _hardware_warnings(topology, traits, devices, hardware)
     warnings += core_warnings(
         {spec.name: (spec.cores, _threads(spec)) for spec in specs},
         quota_cores=machine.quota_cores,
         nodes=machine.nodes,
     )
-    specs.append(_router(topology, model, backends, secret_file, placement.rest))
+    if topology.router.join is None:
+        specs.append(_router(topology, model, backends, secret_file, placement.rest))
+        url = _base_url(topology.router.host, topology.router.port, tls=_has_tls(topology))
+    else:
+        url = topology.router.join
+        specs.append(_registrar(topology, url, backends, secret_file, free_port()))
     return Plan(
         run_id=run_id,
         platform=traits.name,
         model=model.served_name,
-        url=f"{_base_url(topology.router.host, topology.router.port, tls=_has_tls(topology))}/v1",
+        url=f"{url}/v1",
         processes=tuple(specs),
         warnings=tuple(warnings),
-        shared=shared,
+        devices=used,
         hardware=fit(hardware) if hardware else None,
+        kv=KVChoice(name=kv[0].name, connector=kv[0].cls, reason=kv[1]) if kv else None,
+        store=_store(topology),
     )
 
 
@@ -270,23 +331,41 @@ def _hardware_warnings(
     return found
 
 
+def _store(topology: Topology) -> str:
+    if topology.store is None:
+        return ""
+    return f"{topology.store.where}, at most {topology.store.max_bytes >> 20} MiB"
+
+
+def _store_warnings(topology: Topology) -> list[str]:
+    if topology.store is None or topology.secret_file is not None:
+        return []
+    return [
+        "store: entries are of use to who has the same secret, and the launcher makes one for this "
+        "run only; set secret_file (epd-launch secret FILE makes one), or nothing of the store "
+        "outlives the run"
+    ]
+
+
 def _instance(
     topology: Topology,
     traits: PlatformTraits,
     name: str,
+    role: Role,
     ports: dict[str, int],
     run_id: str,
     secret_file: str,
 ) -> InstanceConfig:
     transfer, host = topology.transfer, topology.launch.host
     receives = "control" in ports
+    pool_bytes = transfer.pool_bytes if role in TAKES_ITEMS else SMALLEST_POOL_BYTES
     return InstanceConfig(
         instance=name,
         platform=traits.name,
         control_address=f"tcp://{host}:{ports['control']}" if receives else "",
         data_address=f"tcp://{host}:{ports['data']}" if receives else "",
         pool=f"{shm_prefix(run_id)}{name}" if receives else "",
-        pool_bytes=transfer.pool_bytes if receives else 0,
+        pool_bytes=pool_bytes if receives else 0,
         path=transfer.path,
         preallocation=transfer.preallocation,
         wait_timeout_s=transfer.wait_timeout_s,
@@ -295,6 +374,8 @@ def _instance(
         secret_file=secret_file,
         trusted_network=transfer.trusted_network,
         can_encode=topology.instances.prefill_decode.encoder or not receives,
+        host_cache_bytes=topology.instances.encode.host_cache_bytes if role == "encode" else 0,
+        store=topology.store,
         media_limits=MediaLimits.among(topology.router),
     )
 
@@ -302,6 +383,12 @@ def _instance(
 def _check_host(topology: Topology, traits: PlatformTraits) -> None:
     host, transfer = topology.launch.host, topology.transfer
     if not is_off_host(host):
+        where = urlsplit(topology.router.join or "").hostname
+        if where is not None and is_off_host(where):
+            raise ConfigError(
+                f"router.join {topology.router.join} is on another host, which does not reach "
+                f"launch.host {host}; set launch.host to this machine's address in its network"
+            )
         return
     if topology.secret_file is None:
         raise ConfigError(
@@ -327,11 +414,13 @@ def _router(
         secret_file=secret_file,
         # The secret of a run is for its own processes.
         registration=topology.secret_file is not None,
+        store=topology.store,
         warm_up=topology.launch.warm_up,
         media=topology.transfer.media,
         local_encode=topology.instances.prefill_decode.encoder,
         wait_timeout_s=topology.transfer.wait_timeout_s,
     )
+    with_policy(settings, policy_of(settings))
     return ProcessSpec(
         name="router",
         role="router",
@@ -340,13 +429,45 @@ def _router(
             "-m",
             "epd_portable.router.picker" if router.envoy else "epd_portable.router",
             "--settings",
-            settings.model_dump_json(),
+            settings.as_json(),
         ),
         env={"EPD_INSTANCE": "router"},
         url=_base_url(router.host, router.admin_port or router.port, tls=_has_tls(topology)),
         ports={"http": router.port} | ({"admin": router.admin_port} if router.admin_port else {}),
         cores=(rest,) if rest and bound else (),
         tls_cert_file=router.tls_cert_file or "",
+    )
+
+
+def _registrar(
+    topology: Topology,
+    router: str,
+    backends: Sequence[InstanceSettings],
+    secret_file: str,
+    port: int,
+) -> ProcessSpec:
+    settings = RegistrarSettings(
+        router=router,
+        secret_file=secret_file,
+        port=port,
+        instances=tuple(each.model_dump(mode="json") for each in backends),
+        join_timeout_s=topology.launch.startup_timeout_s,
+        leave_timeout_s=topology.router.drain_s,
+    )
+    return ProcessSpec(
+        name="registrar",
+        role="router",
+        argv=(
+            sys.executable,
+            "-m",
+            "epd_portable.launch.registrar",
+            "--settings",
+            settings.as_json(),
+        ),
+        env={"EPD_INSTANCE": "registrar"},
+        url=_base_url("127.0.0.1", port),
+        ports={"health": port},
+        router_url=router,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 
 from epd_portable.errors import ConfigError, LaunchError, PortInUseError
 
@@ -12,6 +12,7 @@ FIRST_PORT = 20000
 LAST_PORT = 29999
 """Below the range that Linux hands to outgoing connections (32768 on), so that none of those takes
 a port between its choice and its use."""
+HIGHEST_PORT = 65535
 
 
 def is_free(port: int, host: str = "127.0.0.1") -> bool:
@@ -59,8 +60,13 @@ def claim(port: int, host: str = "127.0.0.1") -> bool:
     return True
 
 
-def require_free(port: int, host: str) -> None:
+def require_free(port: int, host: str, *, key: str = "router.port") -> None:
     """Check the public port.
+
+    Args:
+        port: That must be free.
+        host: Address of this machine.
+        key: That says so.
 
     Raises:
         PortInUseError: Another process listens there; names a free port instead.
@@ -69,9 +75,10 @@ def require_free(port: int, host: str) -> None:
     if is_free(port, host):
         return
     other = next((p for p in range(port + 1, min(port + 100, 65536)) if is_free(p, host)), None)
-    hint = f"take another with --port, {other} is free" if other else "take another with --port"
+    option = "--port" if key == "router.port" else f"--set {key}=N"
+    hint = f"take another with {option}" + (f", {other} is free" if other else "")
     raise PortInUseError(
-        f"router.port {port} on {host} is in use by another process; {hint}, or stop that process"
+        f"{key} {port} on {host} is in use by another process; {hint}, or stop that process"
     )
 
 
@@ -107,3 +114,75 @@ def port_source(
         raise LaunchError(f"no free port of {host} from {FIRST_PORT} to {LAST_PORT} is left")
 
     return next_port
+
+
+class PortsInOrder:
+    """Hands out the ports from ``launch.first_port`` on, the same ones every time.
+
+    One that is taken is handed out, too: another one in its place would be found by nobody.
+    `complain` tells of it.
+
+    Args:
+        first: The first one.
+        reserved: Ports that are passed over, because other software of such machines takes them.
+        host: Address of this machine whose ports they are.
+        free: Tells whether a port of an address may be used, and perhaps takes it.
+    """
+
+    def __init__(
+        self,
+        first: int,
+        *,
+        reserved: Collection[int] = (),
+        host: str = "127.0.0.1",
+        free: Callable[[int, str], bool] = claim,
+    ) -> None:
+        self._first = first
+        self._next = first
+        self._reserved = reserved
+        self._host = host
+        self._free = free
+        self._taken: list[int] = []
+
+    def __call__(self) -> int:
+        """Return the next port.
+
+        Raises:
+            ConfigError: There is none above the last; or as `is_free`.
+        """
+        while self._next in self._reserved:
+            self._next += 1
+        port = self._next
+        if port > HIGHEST_PORT:
+            raise ConfigError(
+                f"launch.first_port {self._first} leaves too few ports for all instances: "
+                f"{HIGHEST_PORT} is the highest; lower it"
+            )
+        self._next += 1
+        if not self._free(port, self._host):
+            self._taken.append(port)
+        return port
+
+    def complain(self, uses: Mapping[int, str], public: Mapping[str, int]) -> str:
+        """Return which ports cannot be obtained, and what to do; empty if all can.
+
+        Args:
+            uses: What each port is for, as ``http of encode-0``.
+            public: Ports of the router by their key, as ``router.port``.
+        """
+        said = []
+        for key, port in public.items():
+            if port in uses:
+                said.append(f"{port} ({uses[port]}) is {key} as well")
+        said += [
+            f"{port} ({uses[port]}) is in use by another process or run"
+            for port in self._taken
+            if port in uses and port not in public.values()
+        ]
+        if not said:
+            return ""
+        return (
+            f"launch.first_port {self._first}: instances take {min(uses)} to {max(uses)}, and "
+            f"{'; '.join(said)}; `epd-launch status` shows what runs here; choose another "
+            "first_port, or leave it out"
+        )

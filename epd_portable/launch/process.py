@@ -70,6 +70,20 @@ class Child:
         """Id of the session that holds the process and its children."""
         return self._process.pid
 
+    def spread(self) -> None:
+        """Let the API server run on its further cores too: what it started has what it needs.
+
+        Its threads, and those that they start, but no other process: the engine stays.
+        """
+        if not self.spec.api_cores:
+            return
+        cores = {core for rank in self.spec.cores for core in rank}.union(self.spec.api_cores)
+        # One may end meanwhile, and the process too: whoever asks next hears of that.
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+            for thread in os.listdir(f"/proc/{self._process.pid}/task"):
+                with contextlib.suppress(ProcessLookupError):
+                    os.sched_setaffinity(int(thread), cores)
+
     def exit_status(self) -> int | None:
         """Return the exit status, negative for a signal, or ``None`` while it runs."""
         return self._process.poll()

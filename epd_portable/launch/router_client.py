@@ -62,12 +62,12 @@ class RouterClient:
         return found
 
     def join(
-        self, instance: dict[str, str], *, timeout_s: float, until: threading.Event
+        self, instance: dict[str, Any], *, timeout_s: float, until: threading.Event
     ) -> dict[str, Any]:
         """Register an instance and wait until the router has warmed it up.
 
         Args:
-            instance: ``name``, ``role``, ``url`` and ``control``.
+            instance: ``name``, ``role``, ``url``, ``control``, perhaps ``weight`` and ``labels``.
             timeout_s: Longest wait.
             until: Ends the wait.
 
@@ -127,7 +127,7 @@ class RouterClient:
         self._ask("POST", f"/epd/instances/{name}/resume")
 
     def keep(
-        self, instance: dict[str, str], *, until: threading.Event, say: Callable[[str], None]
+        self, instance: dict[str, Any], *, until: threading.Event, say: Callable[[str], None]
     ) -> None:
         """Register an instance again with every router process that comes to this address.
 
@@ -192,7 +192,7 @@ class RouterClient:
                 return seen
         raise LaunchError(f"router {self._url} does not know {name} any more")
 
-    def _register(self, instance: dict[str, str]) -> None:
+    def _register(self, instance: dict[str, Any]) -> None:
         self._joined = self._ask("POST", "/epd/instances", instance)["router"]
 
     def _ask(

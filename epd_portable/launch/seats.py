@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from epd_portable.config.schema import Instances, Topology
+from epd_portable.config.groups import Instances
+from epd_portable.config.schema import Topology
+from epd_portable.connector import registry
 from epd_portable.errors import ConfigError
-from epd_portable.launch.assign import Cores, assign_cores, assign_devices
+from epd_portable.launch.assign import CoreAssignment, Cores, assign_cores, assign_devices
 from epd_portable.platforms.traits import PlatformTraits
-
-DEVICE_MEMORY_PATHS = frozenset({"ipc"})
-"""Paths that open device memory of another process: where devices have none, they cannot be."""
-
-PEER_PATHS = frozenset({"auto", *DEVICE_MEMORY_PATHS})
-"""Values of ``transfer.path`` with which instances may open device memory of each other."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,12 +22,14 @@ class Seat:
         devices: One device per rank; empty where the platform has no numbered devices.
         peers: Devices of other instances that it must see as well, behind its own.
         cores: The CPU cores of each rank; empty where ranks are not bound to cores.
+        api_cores: Where its API server may run as well, see `_api_cores`.
     """
 
     port: int
     devices: tuple[str, ...] = ()
     peers: tuple[str, ...] = ()
     cores: tuple[Cores, ...] = ()
+    api_cores: Cores = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +68,7 @@ def place_instances(
         ConfigError: The topology does not fit the platform or the machine.
     """
     path = topology.transfer.path
-    if path in DEVICE_MEMORY_PATHS and not traits.needs_device_copy:
+    if registry.needs_devices(path) and not traits.needs_device_copy:
         raise ConfigError(
             f"transfer.path: {path} writes into the memory of a device, and devices of platform "
             f"{traits.name} have none of their own; write auto or shm"
@@ -87,13 +85,16 @@ def place_instances(
     if not numbered:
         by_core = assign_cores(groups, cores)
         seats = {
-            name: [Seat(port=free_port(), cores=own) for own in instances]
+            name: [
+                Seat(port=free_port(), cores=own, api_cores=_api_cores(by_core, name, own))
+                for own in instances
+            ]
             for name, instances in by_core.cores.items()
         }
         return Seating(seats=seats, warnings=by_core.warnings, rest=by_core.rest)
     by_device = assign_devices(groups, devices)
     everyone: list[str] = []
-    if traits.peers_must_be_visible and path in PEER_PATHS:
+    if traits.peers_must_be_visible and (path == registry.AUTO or registry.needs_devices(path)):
         everyone = [
             device
             for instances in by_device.devices.values()
@@ -107,6 +108,19 @@ def place_instances(
         for name, instances in by_device.devices.items()
     }
     return Seating(seats=seats, warnings=())
+
+
+def _api_cores(assigned: CoreAssignment, name: str, own: Sequence[Cores]) -> Cores:
+    """Return the cores that an instance's API server may use beside the instance's own.
+
+    While a step computes, nobody else should on its cores: every token of everybody waits for it.
+    An encoder's cores rest between pictures, and what comes late there makes one picture late.
+    """
+    if not any(own):
+        return ()
+    encoders = assigned.cores["encode"] if name != "encode" else []
+    more = {core for instance in encoders for rank in instance for core in rank}
+    return tuple(sorted({*more, *assigned.rest}.difference(*own)))
 
 
 def _others(everyone: Sequence[str], own: Sequence[str]) -> tuple[str, ...]:

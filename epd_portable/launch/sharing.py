@@ -1,8 +1,8 @@
-"""Instances on one device: which, in which order they start, how they divide its memory. Pure.
+"""Who is on which device: in which order they start, how they divide its memory. Pure.
 
 vLLM measures a device while it starts, and counts what others take or let go meanwhile as its own.
 So the instances of one device start one after the other; first those that measure, which
-prefill-decode instances do: an encode instance has no KV cache.
+all but encode instances do: those have no KV cache.
 """
 
 from __future__ import annotations
@@ -12,20 +12,22 @@ from dataclasses import dataclass
 
 from pydantic import JsonValue
 
-from epd_portable.config.schema import InstanceGroup, Topology
+from epd_portable.config.groups import InstanceGroup
+from epd_portable.config.roles import ROLES, group_of
+from epd_portable.config.schema import Topology
 from epd_portable.errors import ConfigError
 from epd_portable.platforms.traits import PlatformTraits
 
 DEFAULT_UTILIZATION = 0.92
 """What vLLM takes for ``gpu_memory_utilization`` when nobody sets it (0.30 to 0.32)."""
 
-START_ORDER = ("prefill_decode", "encode")
+START_ORDER = (*(group_of(role) for role in ROLES if role != "encode"), "encode")
 """The groups of a topology file, those first that measure the memory of their device."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tenant:
-    """One instance on a device that others are on, too.
+    """One instance on a device.
 
     Attributes:
         name: Of the instance.
@@ -45,8 +47,8 @@ class Tenant:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SharedDevice:
-    """A device with several instances.
+class UsedDevice:
+    """A device with instances.
 
     Attributes:
         device: Which one.
@@ -56,11 +58,16 @@ class SharedDevice:
     device: str
     tenants: tuple[Tenant, ...]
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether there are several."""
+        return len(self.tenants) > 1
 
-def shared_devices(
+
+def used_devices(
     topology: Topology, devices: Mapping[str, Sequence[Sequence[str]]]
-) -> tuple[SharedDevice, ...]:
-    """Return the devices that have several instances.
+) -> tuple[UsedDevice, ...]:
+    """Return the devices that have instances.
 
     Args:
         topology: Checked configuration.
@@ -69,7 +76,7 @@ def shared_devices(
     tenants: dict[str, list[Tenant]] = {}
     for group_name in START_ORDER:
         group: InstanceGroup = getattr(topology.instances, group_name)
-        has_cache = group_name == "prefill_decode"
+        has_cache = group_name != "encode"
         wished = {**topology.engine_args, **group.engine_args}
         kv_cache_bytes = wished.get("kv_cache_memory_bytes") if has_cache else None
         for index, ranks in enumerate(devices[group_name]):
@@ -83,13 +90,11 @@ def shared_devices(
             for device in ranks:
                 tenants.setdefault(device, []).append(tenant)
     return tuple(
-        SharedDevice(device=device, tenants=tuple(tenants[device]))
-        for device in sorted(tenants)
-        if len(tenants[device]) > 1
+        UsedDevice(device=device, tenants=tuple(tenants[device])) for device in sorted(tenants)
     )
 
 
-def starts_after(shared: Sequence[SharedDevice]) -> dict[str, tuple[str, ...]]:
+def starts_after(shared: Sequence[UsedDevice]) -> dict[str, tuple[str, ...]]:
     """Return for each instance those on its devices that start before it; others are left out."""
     earlier: dict[str, dict[str, None]] = {}
     for each in shared:
@@ -116,7 +121,7 @@ def check_shares(topology: Topology, traits: PlatformTraits) -> None:
 
 
 def check_collective(
-    topology: Topology, traits: PlatformTraits, shared: Sequence[SharedDevice]
+    topology: Topology, traits: PlatformTraits, shared: Sequence[UsedDevice]
 ) -> None:
     """Refuse groups of ranks on one device where the platform's library does not make them.
 
@@ -127,7 +132,7 @@ def check_collective(
         return
     for each in shared:
         names = [tenant.name for tenant in each.tenants]
-        if any(name.startswith("encode") for name in names):
+        if any(name.startswith("encode-") for name in names):
             raise ConfigError(
                 f"transfer.path: collective, and {' and '.join(names)} are on device "
                 f"{each.device}: {traits.dist_backend} makes no group of ranks on one device; "
@@ -135,7 +140,7 @@ def check_collective(
             )
 
 
-def sharing_warnings(shared: Sequence[SharedDevice]) -> list[str]:
+def sharing_warnings(shared: Sequence[UsedDevice]) -> list[str]:
     """Say what goes wrong, or may, between instances on one device."""
     warnings = []
     for each in shared:
@@ -149,11 +154,12 @@ def sharing_warnings(shared: Sequence[SharedDevice]) -> list[str]:
         for tenant in each.tenants:
             if not tenant.measures:
                 continue
+            group = tenant.name.rpartition("-")[0]
             others = [other.name for other in each.tenants if other is not tenant]
             warnings.append(
                 f"device {each.device}: when {tenant.name} is started again it takes what "
                 f"{' and '.join(others)} need meanwhile for its own, and gets a smaller KV cache, "
-                "or none; set kv_cache_memory_bytes in instances.prefill_decode.engine_args"
+                f"or none; set kv_cache_memory_bytes in instances.{group}.engine_args"
             )
     return warnings
 

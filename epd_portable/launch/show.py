@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 
 from epd_portable.launch.check import Finding
 from epd_portable.launch.fit import HardwareFit
 from epd_portable.launch.plan import Plan, ProcessSpec
-from epd_portable.launch.sharing import SharedDevice
+from epd_portable.launch.sharing import Tenant, UsedDevice
+from epd_portable.platforms.traits import TRAITS
+
+_NARROWEST = 24
+"""Characters of the last column, however narrow the terminal is."""
 
 
 def plan_table(plan: Plan) -> str:
     """Return one line a process, then each process's command and environment."""
     rows = [("process", "role", "runs on", "ports", "starts")]
     rows += [
-        (spec.name, spec.role, _place(spec), _ports(spec), _start(spec)) for spec in plan.processes
+        (spec.name, spec.role, _place(spec), ports_text(spec.ports), _start(spec))
+        for spec in plan.processes
     ]
     lines = [f"platform {plan.platform}, model {plan.model}, clients use {plan.url}", ""]
-    lines += _columns(rows)
+    lines += columns(rows)
+    if plan.kv:
+        lines += ["", f"KV goes to decode instances by {plan.kv.connector}: {plan.kv.reason}"]
+    if plan.store:
+        lines += ["", f"encoder outputs are kept by {plan.store}"]
     for device in plan.shared:
-        lines += ["", *_shared(device)]
+        lines += ["", *_shared(device, TRAITS[plan.platform].share_by)]
+    lines += _alone([each for each in plan.devices if not each.is_shared])
     if plan.hardware:
         lines += ["", *_hardware(plan.hardware)]
     for spec in plan.processes:
@@ -30,13 +42,32 @@ def plan_table(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def findings_table(findings: Sequence[Finding]) -> str:
-    """Return one line a finding."""
+def findings_table(findings: Sequence[Finding], *, width: int | None = None) -> str:
+    """Return one line a finding, or several where its reason is longer than the terminal is wide.
+
+    Args:
+        findings: What was found.
+        width: Of the terminal; ``None`` for lines of any length.
+    """
     rows = [
         (finding.kind, finding.name, "yes" if finding.usable else "no", finding.reason)
         for finding in findings
     ]
-    return "\n".join(_columns([("what", "name", "usable", "why"), *rows]))
+    rows = [("what", "name", "usable", "why"), *rows]
+    if width is None:
+        return "\n".join(columns(rows))
+    before = sum(max(map(len, column)) + 2 for column in list(zip(*rows, strict=True))[:-1])
+    room = max(_NARROWEST, width - before)
+    lines = [
+        (*cells, line) if first else ("", "", "", line)
+        for *cells, reason in rows
+        for first, line in zip(
+            itertools.chain([True], itertools.repeat(False)),
+            textwrap.wrap(reason, room, break_on_hyphens=False) or [""],
+            strict=False,
+        )
+    ]
+    return "\n".join(columns(lines))
 
 
 def _hardware(hardware: HardwareFit) -> list[str]:
@@ -55,37 +86,64 @@ def _start(spec: ProcessSpec) -> str:
     return f"after {', '.join(spec.after)}" if spec.after else "at once"
 
 
-def _shared(shared: SharedDevice) -> list[str]:
+def _shared(shared: UsedDevice, share_by: str) -> list[str]:
     rows = []
     for tenant in shared.tenants:
-        cache = "no KV cache"
-        if tenant.kv_cache_bytes is not None:
-            cache = f"{tenant.kv_cache_bytes} bytes of KV cache"
-        elif tenant.measures:
-            cache = "the KV cache takes what is left of it"
         compute = "takes turns" if tenant.share is None else f"{tenant.share}% of its compute"
-        memory = f"{tenant.utilization:.0%} of its memory"
-        rows.append((f"  {tenant.name}", memory, cache, compute))
-    return [
+        rows.append((f"  {tenant.name}", *_memory(tenant), compute))
+    lines = [
         f"device {shared.device} is shared; engines measure its memory while they start, so they "
         "start one after the other:",
-        *_columns(rows),
+        *columns(rows),
     ]
+    if any(tenant.share for tenant in shared.tenants):
+        lines.append(f"  kept to their compute by {share_by}; not run on hardware")
+    return lines
+
+
+def _alone(devices: Sequence[UsedDevice]) -> list[str]:
+    rows = [
+        (f"  device {each.device}", tenant.name, *_memory(tenant))
+        for each in devices
+        for tenant in each.tenants
+    ]
+    if not rows:
+        return []
+    title = "devices with one instance each; nobody measures beside another, so they start at once:"
+    return ["", title, *columns(rows)]
+
+
+def _memory(tenant: Tenant) -> tuple[str, str]:
+    cache = "no KV cache"
+    if tenant.kv_cache_bytes is not None:
+        cache = f"{tenant.kv_cache_bytes} bytes of KV cache"
+    elif tenant.measures:
+        cache = "the KV cache takes what is left of it"
+    return f"{tenant.utilization:.0%} of its memory", cache
 
 
 def _place(spec: ProcessSpec) -> str:
     if spec.devices:
         return f"devices {','.join(spec.devices)}"
     if spec.cores:
-        return "cores " + "|".join(",".join(map(str, cores)) for cores in spec.cores)
+        bound = "|".join(",".join(map(str, cores)) for cores in spec.cores)
+        more = ",".join(map(str, spec.api_cores))
+        return f"cores {bound}" + (f" (API server also {more})" if more else "")
     return "any core"
 
 
-def _ports(spec: ProcessSpec) -> str:
-    return ", ".join(f"{purpose} {port}" for purpose, port in spec.ports.items())
+def ports_text(ports: Mapping[str, int], *, but: str = "") -> str:
+    """Return ports with their purposes.
+
+    Args:
+        ports: By purpose.
+        but: A purpose to leave out.
+    """
+    return ", ".join(f"{purpose} {port}" for purpose, port in ports.items() if purpose != but)
 
 
-def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return one line a row, with its cells below each other."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -35,6 +35,8 @@ from epd_portable.launch.process import Child, describe_exit
 from epd_portable.launch.progress import Progress
 from epd_portable.launch.rotation import Rotation
 from epd_portable.launch.router_client import RouterClient
+from epd_portable.launch.running import ProcessRecord, RunRecord, start_ticks, write_record
+from epd_portable.launch.show import columns, ports_text
 from epd_portable.launch.update import RollingUpdate
 
 _STEP_S = 0.1
@@ -57,8 +59,10 @@ class Supervisor:
         drain_s: How long open requests may go on: of the router when a stop was asked for, of an
             instance when it is updated.
         log_dir: Existing folder for one log file a process.
-        temp_dir: Existing folder for the engines' temporary files; removed at the end.
+        temp_dir: Existing folder for the engines' temporary files, where `find_runs` learns of the
+            run; removed at the end.
         say: Prints one line for the user.
+        config: The topology file, for `find_runs`.
     """
 
     def __init__(
@@ -71,8 +75,10 @@ class Supervisor:
         log_dir: Path,
         temp_dir: Path,
         say: Callable[[str], None],
+        config: str = "",
     ) -> None:
         self._plan = plan
+        self._config = config
         self._launch = launch
         self._secret = secret
         self._drain_s = drain_s
@@ -95,6 +101,10 @@ class Supervisor:
         self._started = time.time()
         self._mapped: dict[str, set[Path]] = {}
         self._next_look_at = 0.0
+        self._starts: Counter[str] = Counter()
+        self._start_ticks: dict[str, int] = {}
+        self._record: RunRecord | None = None
+        self._record_problem = ""
 
     def run(self) -> None:
         """Start everything, serve until a stop signal, end everything.
@@ -133,6 +143,8 @@ class Supervisor:
                 f"ready: {self._plan.url} ({self._census()}) in "
                 f"{time.monotonic() - started_at:.0f} s"
             )
+            for line in self._addresses():
+                self._say(line)
 
     def main_loop(self) -> None:
         """Keep every process alive until a stop is asked for."""
@@ -152,6 +164,7 @@ class Supervisor:
         asked = self._stop_requests
         if asked:
             self._say("stopping")
+        self._tell_of_the_run("stopping")
         self._probes.close()
         if self._update:
             self._update.give_up()
@@ -211,6 +224,7 @@ class Supervisor:
             self._perform(self._update.step())
             if self._update.ended:
                 self._update = None
+        self._tell_of_the_run(self._lifecycle.phase.value)
         self._keep_guarded()
         time.sleep(_STEP_S)
 
@@ -221,6 +235,8 @@ class Supervisor:
             if self._children.get(name) is not probe.what:
                 continue  # Of a process that has ended meanwhile.
             if probe.well:
+                if name in self._lifecycle.pending():
+                    probe.what.spread()
                 self._perform(self._lifecycle.healthy(name, now))
             else:
                 self._perform(self._lifecycle.silent(name, probe.asked_at, now))
@@ -262,7 +278,9 @@ class Supervisor:
 
     def _router_client(self) -> RouterClient:
         router = next(spec for spec in self._plan.processes if spec.role == "router")
-        return RouterClient(router.url, self._secret, cert_file=router.tls_cert_file)
+        return RouterClient(
+            router.router_url or router.url, self._secret, cert_file=router.tls_cert_file
+        )
 
     def _keep_guarded(self) -> None:
         if not self._guard.alive:
@@ -280,6 +298,8 @@ class Supervisor:
                     )
                     self._guard.watch(child.session)
                     self._children[name] = child
+                    self._starts[name] += 1
+                    self._start_ticks[name] = start_ticks(child.session)
                 case Stop(name):
                     sessions.send(self._children[name].session, signal.SIGTERM)
                 case Kill(name):
@@ -321,6 +341,55 @@ class Supervisor:
         counts = Counter(spec.role for spec in self._plan.processes if spec.role != "router")
         roles = ", ".join(f"{count} {role.replace('-', '_')}" for role, count in counts.items())
         return f"{roles}, {self._plan.platform}"
+
+    def _addresses(self) -> list[str]:
+        """Return a line for each instance: who it is, and where."""
+        rows = [
+            (f"  {spec.name}", spec.role, spec.url, ports_text(spec.ports, but="http"))
+            for spec in self._plan.processes
+            if spec.role != "router"
+        ]
+        return columns(rows)
+
+    def _tell_of_the_run(self, phase: str) -> None:
+        """Write down how the run is, for `find_runs`, when that has changed."""
+        states = self._lifecycle.states()
+        record = RunRecord(
+            run_id=self._plan.run_id,
+            phase=phase,
+            platform=self._plan.platform,
+            model=self._plan.model,
+            url=self._plan.url,
+            config=self._config,
+            tls=any(spec.tls_cert_file for spec in self._plan.processes),
+            pid=os.getpid(),
+            started_ticks=start_ticks(os.getpid()),
+            processes=tuple(
+                ProcessRecord(
+                    name=name,
+                    role=spec.role,
+                    state=states[name],
+                    url=spec.url,
+                    ports=spec.ports,
+                    log=str((self._log_dir / f"{name}.log").absolute()),
+                    pid=child.session if (child := self._children.get(name)) else 0,
+                    started_ticks=self._start_ticks.get(name, 0),
+                    restarts=max(0, self._starts[name] - 1),
+                )
+                for name, spec in self._specs.items()
+            ),
+        )
+        if record == self._record:
+            return
+        self._record = record
+        try:
+            write_record(self._temp_dir, record)
+        except OSError as error:
+            # A full disk ends no topology.
+            problem = f"`epd-launch status` shows this run as it was: {error}"
+            if problem != self._record_problem:
+                self._record_problem = problem
+                self._say(f"warning: {problem}")
 
     def _new_guard(self) -> Guard:
         guard = Guard(

@@ -7,11 +7,12 @@ from pathlib import Path
 
 from epd_portable import envs
 from epd_portable.config.hardware import HardwareProfile, find_profile, load_profile
+from epd_portable.config.shipped import SHIPPED
 from epd_portable.errors import ConfigError
 from epd_portable.platforms.traits import TRAITS, PlatformTraits
 
-PROFILES = Path("configs/hardware")
-"""Where profiles are looked for last, seen from the working directory."""
+PROFILES = (Path("configs/hardware"), SHIPPED / "hardware")
+"""Where profiles are looked for last: seen from the working directory, and in the package."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,11 +64,25 @@ def find_target(platform: str | None, hardware: str | None, config: Path) -> Tar
 
 def find_hardware(name: str, *, beside: Path | None = None) -> Hardware:
     """Read a profile by its name or file; see ``find_profile``."""
-    folders = [beside.parent / "hardware"] if beside else []
-    if all(folder.resolve() != PROFILES.resolve() for folder in folders):
-        folders.append(PROFILES)
-    path = find_profile(name, folders)
+    path = find_profile(name, _folders(beside))
     return Hardware(name=path.stem, profile=load_profile(path))
+
+
+def profile_names(beside: Path | None = None) -> list[str]:
+    """Return the names of the profiles that are found, for shells to complete.
+
+    Args:
+        beside: The topology file, if it is known.
+    """
+    return sorted({path.stem for folder in _folders(beside) for path in folder.glob("*.yaml")})
+
+
+def _folders(beside: Path | None) -> list[Path]:
+    folders = [beside.parent / "hardware"] if beside else []
+    for last in PROFILES:
+        if all(folder.resolve() != last.resolve() for folder in folders):
+            folders.append(last)
+    return folders
 
 
 def require_platform(hardware: Hardware, platform: str | None) -> None:

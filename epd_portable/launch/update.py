@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from epd_portable.config.roles import DUTIES, Duty
 from epd_portable.config.schema import Launch
 from epd_portable.errors import LaunchError
 from epd_portable.launch.lifecycle import Action, Lifecycle, Notice
@@ -22,11 +23,12 @@ T = TypeVar("T")
 Steps = Generator[list[Action], None, T]
 """Yields what to do now, again and again, until there is a result."""
 
-MEANWHILE = {
+MEANWHILE: dict[Duty, str] = {
     "encode": "requests with media fall back to what can encode without it",
-    "prefill-decode": "requests are answered 503",
+    "prefill": "decode instances prefill their requests themselves",
+    "answer": "requests are answered 503",
 }
-"""What happens while the only instance of a role is away."""
+"""What happens while the only instance for something is away."""
 
 
 class RollingUpdate:
@@ -128,14 +130,16 @@ class RollingUpdate:
     def _warn_if_alone(self, spec: ProcessSpec) -> Steps[None]:
         """Say what its absence means, unless others serve too, those that joined among them."""
         seen = yield from self._ask(self._router.instances)
+        assert spec.role != "router"
+        duty = DUTIES[spec.role]
         if not any(
-            (each["role"], each["state"]) == (spec.role, "up") and each["name"] != spec.name
+            (DUTIES[each["role"]], each["state"]) == (duty, "up") and each["name"] != spec.name
             for each in seen
         ):
             yield [
                 Notice(
                     f"warning: {spec.name} is the only {spec.role} instance that is up; while it "
-                    f"is away {MEANWHILE[spec.role]}"
+                    f"is away {MEANWHILE[duty]}"
                 )
             ]
 

@@ -41,7 +41,7 @@ class Turns:
 
         Raises:
             TransportTimeoutError: Other groups of this process took until the deadline.
-            PlatformError: The peer is in this process, so both turns can never be had.
+            PlatformError: The peer is in this process, so both turns can never be obtained.
         """
         own = [self._token, os.getpid()] + [0] * (WORD_LENGTH - 2)
         say(own)

@@ -10,6 +10,7 @@ import ctypes
 import importlib.util
 import os
 import weakref
+from collections.abc import Mapping
 from datetime import timedelta
 from types import ModuleType
 from typing import Any
@@ -82,6 +83,34 @@ class NpuPlatform(AcceleratorPlatform):
         if dtype == torch.bfloat16:
             return bool(self._runtime.is_bf16_supported())
         return dtype in (torch.float32, torch.float16)
+
+    def compute_units(self, index: int) -> Mapping[str, int]:
+        """Ask CANN for the cube (matrix) and vector cores of this process.
+
+        Raises:
+            UnsupportedError: CANN or torch_npu is too old (before 8.2.RC1 and 7.1).
+        """
+        device = self.device(index)
+        if not hasattr(self._runtime, "get_device_limit"):
+            raise UnsupportedError(
+                f"torch_npu {_torch_npu().__version__} does not limit cores: update torch_npu, or "
+                "divide the device beforehand (npu-smi set -t create-vnpu)"
+            )
+        with self._translated(f"read the cores of {device}"), self._runtime.device(device):
+            cores = self._runtime.get_device_limit(index)
+        return {"cube cores": cores["cube_core_num"], "vector cores": cores["vector_core_num"]}
+
+    def limit_compute(self, index: int, percent: int) -> Mapping[str, int]:
+        """Let CANN spread this process's operators over fewer cores.
+
+        Raises:
+            UnsupportedError: As `compute_units`.
+        """
+        whole = self.compute_units(index)
+        cube, vector = (max(1, count * percent // 100) for count in whole.values())
+        with self._translated(f"limit the cores of device {index}"):
+            self._runtime.set_device_limit(index, cube, vector)
+        return self.compute_units(index)
 
     def _register_host(self, address: int, nbytes: int) -> None:
         """Register the range by torch_npu where it can (2.13 on), else by CANN itself.

@@ -9,12 +9,6 @@ from epd_portable.errors import ConfigError, PlatformUnavailableError
 from epd_portable.platforms.base import Availability, Platform
 from epd_portable.platforms.traits import TRAITS
 
-_IMPLEMENTATIONS: dict[str, tuple[str, str]] = {
-    "cuda": ("epd_portable.platforms.cuda", "CudaPlatform"),
-    "npu": ("epd_portable.platforms.npu", "NpuPlatform"),
-    "cpu": ("epd_portable.platforms.cpu", "CpuPlatform"),
-}
-
 
 def names() -> tuple[str, ...]:
     """Return the names of all platforms, the best first; needs no torch."""
@@ -76,6 +70,6 @@ def _torch_problem() -> str:
 
 @functools.cache
 def _load(name: str) -> Platform:
-    module, attribute = _IMPLEMENTATIONS[name]
+    module, _, attribute = TRAITS[name].implementation.partition(":")
     platform: Platform = getattr(importlib.import_module(module), attribute)()
     return platform

@@ -1,13 +1,15 @@
 """Facts about each platform that need neither torch nor a device.
 
-The launcher plans a topology with these on a machine that has neither.
+The launcher plans a topology with these on a machine that has neither. Further platforms come from
+installed packages, by entry point of `epd_portable.config.extensions.PLATFORMS_GROUP`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
+
+from epd_portable.config import extensions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,7 +22,10 @@ class PlatformTraits:
         dist_backend: torch.distributed's word for its collectives.
         visible_devices_env: Variable that limits a process to some devices; ``None`` where a
             process is bound to cores instead.
-        worker_cls: Import path of the vLLM worker class of this platform's instances.
+        implementation: ``module:class`` of its `Platform`; imported when a device is first wanted.
+        worker_cls: Import path of the vLLM worker class of this platform's instances: a name of its
+            own in ``epd_portable.vllm_plugin.worker``, which makes the class.
+        worker_base: ``module:class`` of the engine's own worker, which that class extends.
         single_rank_executor_cls: Import path of the vLLM executor of an instance of one rank;
             ``None`` leaves the choice to vLLM.
         pd_ranks_executor_cls: The same of a prefill+decode instance of several ranks.
@@ -30,8 +35,9 @@ class PlatformTraits:
         env_without_compiler: Names and values of what engines are told where there is none.
         share_env: Variable that limits a process to a percentage of a device's compute; ``None``
             where there is none.
+        share_by: Who keeps the process to it, for people.
         share_service: Where the service without which it limits nothing can be seen: a file, with
-            variables of the environment.
+            variables of the environment; empty where it needs none.
         slot_alignment_bytes: Start of every slot in a receive pool is a multiple of this.
         slab_alignment_bytes: Start and size of device memory that is registered for remote access
             are multiples of this.
@@ -43,31 +49,43 @@ class PlatformTraits:
         encode_together_embeds: Items of so many embeddings together are encoded in one call; more
             is no faster in one call than in several, of which each output can leave at once.
             ``None`` where larger calls always pay.
+        encodes_in_background: Whether a prefill+decode instance of one rank encodes beside its
+            steps, in turns with them.
         one_rank_a_device: Whether the library of collectives refuses groups of which two ranks are
             on one device.
         peers_must_be_visible: Whether a process opens the device memory of another only on a
             device that is visible to it as well.
+        kv_connector: Which of vLLM's KV connectors reads its devices, by its name in topology
+            files.
+        mooncake_protocol: Mooncake's word for how its instances reach each other; ``rdma`` takes
+            TCP where there is no network card for it. The other one was never run.
     """
 
     name: str
     device_type: str
     dist_backend: str
     visible_devices_env: str | None
+    implementation: str
     worker_cls: str
+    worker_base: str
     single_rank_executor_cls: str | None
     pd_ranks_executor_cls: str | None
     engine_plugins: tuple[str, ...]
     compiler: tuple[str, ...]
     env_without_compiler: tuple[tuple[str, str], ...]
     share_env: str | None
+    share_by: str
     share_service: tuple[str, ...]
     slot_alignment_bytes: int
     slab_alignment_bytes: int
     needs_device_copy: bool
     foreign_pages_block: bool
     encode_together_embeds: int | None
+    encodes_in_background: bool
     one_rank_a_device: bool
     peers_must_be_visible: bool
+    kv_connector: str
+    mooncake_protocol: str
 
 
 _CUDA = PlatformTraits(
@@ -75,7 +93,9 @@ _CUDA = PlatformTraits(
     device_type="cuda",
     dist_backend="nccl",
     visible_devices_env="CUDA_VISIBLE_DEVICES",
+    implementation="epd_portable.platforms.cuda:CudaPlatform",
     worker_cls="epd_portable.vllm_plugin.worker.EPDGPUWorker",
+    worker_base="vllm.v1.worker.gpu_worker:Worker",
     single_rank_executor_cls=None,
     pd_ranks_executor_cls=None,
     engine_plugins=(),
@@ -83,6 +103,7 @@ _CUDA = PlatformTraits(
     # FlashInfer compiles its sampler, which is the default (vLLM 0.32); vLLM has another one.
     env_without_compiler=(("VLLM_USE_FLASHINFER_SAMPLER", "0"),),
     share_env="CUDA_MPS_ACTIVE_THREAD_PERCENTAGE",
+    share_by="NVIDIA's MPS",
     # nvidia-cuda-mps-control listens there.
     share_service=("$CUDA_MPS_PIPE_DIRECTORY/control", "/tmp/nvidia-mps/control"),
     slot_alignment_bytes=512,
@@ -90,23 +111,30 @@ _CUDA = PlatformTraits(
     needs_device_copy=True,
     foreign_pages_block=False,
     encode_together_embeds=None,
+    encodes_in_background=False,
     # NCCL: "Duplicate GPU detected".
     one_rank_a_device=True,
     # cudaIpcOpenMemHandle takes an ordinal of the opener for the device that owns the memory.
     peers_must_be_visible=True,
+    kv_connector="nixl",
+    mooncake_protocol="rdma",
 )
 _NPU = PlatformTraits(
     name="npu",
     device_type="npu",
     dist_backend="hccl",
     visible_devices_env="ASCEND_RT_VISIBLE_DEVICES",
+    implementation="epd_portable.platforms.npu:NpuPlatform",
     worker_cls="epd_portable.vllm_plugin.worker.EPDNPUWorker",
+    worker_base="vllm_ascend.worker.worker:NPUWorker",
     single_rank_executor_cls=None,
     pd_ranks_executor_cls=None,
     engine_plugins=("ascend", "ascend_model", "ascend_model_loader"),
     compiler=(),
     env_without_compiler=(),
-    share_env=None,
+    # No variable of CANN's is a percentage; our worker sets its process's limit.
+    share_env="EPD_COMPUTE_SHARE",
+    share_by="CANN's limit of a process's cores, aclrtSetDeviceResLimit",
     share_service=(),
     # aclrtMemcpyAsync demands 64 at both ends; 512 keeps slots apart for the copy engine.
     slot_alignment_bytes=512,
@@ -116,16 +144,22 @@ _NPU = PlatformTraits(
     # torch_npu (2.13) takes for page-locked only what it allocated itself.
     foreign_pages_block=True,
     encode_together_embeds=None,
+    encodes_in_background=False,
     one_rank_a_device=False,
     # Shared memory is opened by its key alone.
     peers_must_be_visible=False,
+    # vllm-ascend's own; NIXL has no backend for these devices.
+    kv_connector="mooncake",
+    mooncake_protocol="ascend",
 )
 _CPU = PlatformTraits(
     name="cpu",
     device_type="cpu",
     dist_backend="gloo",
     visible_devices_env=None,
+    implementation="epd_portable.platforms.cpu:CpuPlatform",
     worker_cls="epd_portable.vllm_plugin.worker.EPDCPUWorker",
+    worker_base="vllm.v1.worker.cpu_worker:CPUWorker",
     # vLLM has one rank in the engine's process everywhere but on the CPU, where nobody could set
     # OpenMP's variables before that process starts; the launcher can.
     single_rank_executor_cls="vllm.v1.executor.uniproc_executor.UniProcExecutor",
@@ -135,6 +169,7 @@ _CPU = PlatformTraits(
     compiler=(),
     env_without_compiler=(),
     share_env=None,
+    share_by="",
     share_service=(),
     slot_alignment_bytes=64,
     slab_alignment_bytes=64,
@@ -143,11 +178,39 @@ _CPU = PlatformTraits(
     # Measured with four pictures on two cores: one by one they take 1.5 to 1.8 times as long at 16
     # embeddings each, and 0.2 to 1.0 times at 64 to 576.
     encode_together_embeds=64,
+    encodes_in_background=True,
     one_rank_a_device=False,
     peers_must_be_visible=False,
+    kv_connector="nixl",
+    mooncake_protocol="rdma",
 )
 
-TRAITS: Mapping[str, PlatformTraits] = MappingProxyType(
-    {traits.name: traits for traits in (_CUDA, _NPU, _CPU)}
-)
-"""Every platform by name, the best first."""
+
+class _Traits(Mapping[str, PlatformTraits]):
+    """Those of this package, and behind them those of installed ones, read when asked for."""
+
+    def __init__(self, *built_in: PlatformTraits) -> None:
+        self._found = {traits.name: traits for traits in built_in}
+
+    def __getitem__(self, name: str) -> PlatformTraits:
+        if name not in self._found:
+            if name not in extensions.installed(extensions.PLATFORMS_GROUP):
+                raise KeyError(name)
+            self._found[name] = extensions.load(extensions.PLATFORMS_GROUP, name, PlatformTraits)
+        return self._found[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(
+            dict.fromkeys([*self._found, *extensions.installed(extensions.PLATFORMS_GROUP)])
+        )
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+
+TRAITS: Mapping[str, PlatformTraits] = _Traits(_CUDA, _NPU, _CPU)
+"""Every platform by name, the best first; those of installed packages last.
+
+Raises:
+    ConfigError: A platform of an installed package is asked for, and cannot be loaded.
+"""

@@ -7,32 +7,37 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 
 import anyio
 import msgspec
 
-from epd_portable.config.schema import MAX_ENCODERS
+from epd_portable.config.routing import MAX_ENCODERS
 from epd_portable.config.secret import Secret
 from epd_portable.log import trace
-from epd_portable.router.body import CHAT_PATH
-from epd_portable.router.control import ControlChannels, Inbox
-from epd_portable.router.cut_text import Segments
+from epd_portable.router.chooser import Choosing
+from epd_portable.router.contents.body import CHAT_PATH, Call, size
+from epd_portable.router.contents.cut_text import Segments
+from epd_portable.router.contents.media import MediaItem
 from epd_portable.router.elastic import EncodeTimes
-from epd_portable.router.instances import Fleet, Instance, WentDownError, while_up
+from epd_portable.router.fleet.control import ControlChannels, Inbox
+from epd_portable.router.fleet.instances import Instance, Use, WentDownError, while_up
+from epd_portable.router.http.upstream import Upstream
+from epd_portable.router.http.upstream_connection import Fault, UpstreamError
 from epd_portable.router.ladder import Point, RetryBudget, Trouble, descend
-from epd_portable.router.media import MediaItem
-from epd_portable.router.metrics import ItemFate, Metrics, Rung
 from epd_portable.router.settings import RouterSettings
-from epd_portable.router.upstream import Upstream
-from epd_portable.router.upstream_connection import Fault, UpstreamError
+from epd_portable.router.store import StoredItem, StoreLookup
+from epd_portable.router.telling.record import ItemFate, JobEnd, JobRecord, RequestRecord, Rung
 from epd_portable.wire.params import EncodedItem, EncodeOutcome, EncodeTransfer, ExpectedTransfer
 
 logger = logging.getLogger(__name__)
 
 FIRST_REPEAT_S = 0.05
 LONGEST_REPEAT_S = 1.0
+JOB_GRACE_S = 2.0
+"""Encode jobs may still be answered for this long after the PD instance has finished."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,16 +47,35 @@ class Delivery:
     Attributes:
         item: The item.
         transfer: Its way to the PD instance, whichever encoder brings it.
-        encoder: Who is asked first.
+        encoder: Who is asked first; ``None`` if the store has it.
         body: Of the job; the same for every encoder.
         bare: Its metadata are waited for, and go to the PD instance in place of its media.
+        stored: Where it is in the store; encoders are asked if that comes to nothing.
     """
 
     item: MediaItem
     transfer: EncodeTransfer
-    encoder: Instance
+    encoder: Instance | None
     body: Segments
     bare: bool
+    stored: StoredItem | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestPlan:
+    """Every choice for one try of a request.
+
+    Attributes:
+        pd: Who answers.
+        deliveries: Of the items that encoders bring; the others it encodes by itself.
+        here_s: How long it will take for those that it encodes by choice.
+        prefill: Who computes the prompt before, and gets the items; ``None`` for nobody else.
+    """
+
+    pd: Instance
+    deliveries: tuple[Delivery, ...] = ()
+    here_s: float = 0.0
+    prefill: RequestPlan | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,11 +85,13 @@ class EncodeFailure:
     Attributes:
         trouble: What went wrong.
         reason: For the log.
+        end: Of the job that was the last.
         full_for_s: The encoder has room again after about this long.
     """
 
     trouble: Trouble
     reason: str
+    end: JobEnd = "error"
     full_for_s: float = 0.0
 
 
@@ -74,7 +100,7 @@ class Attempt:
     """One try of a request, while it runs.
 
     Attributes:
-        pd: Who answers.
+        use: Of who answers.
         deliveries: Of the items that encoders bring; the others it encodes by itself.
         headers: Of the request.
         inbox: What the PD instance refuses.
@@ -84,37 +110,43 @@ class Attempt:
             in which a time ends, may learn of that only; this it sees in any case.
         told: What encoders say of the items that go without their media, by transfer.
         awaited: Items that the PD instance can do nothing without.
-        working: What lasts as long as the try.
+        turn: Held by the encode job that runs, where they run one after the other.
+        choosing: Who gets what of the request.
+        encoded: Is told when no item of it is with an encoder any more; may be told twice.
+        record: Of the request.
     """
 
-    pd: Instance
+    use: Use
     deliveries: tuple[Delivery, ...]
     headers: Mapping[str, str]
     inbox: Inbox
+    choosing: Choosing
+    encoded: Callable[[], None]
+    record: RequestRecord
     held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     over: asyncio.Event = field(default_factory=asyncio.Event)
     told: dict[str, asyncio.Future[EncodedItem | EncodeFailure]] = field(default_factory=dict)
-    working: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     awaited: int = 0
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def pd(self) -> Instance:
+        """Who answers."""
+        return self.use.instance
 
     def begin(self) -> None:
         """Note that the PD instance has begun its answer."""
-        if self.awaited:
-            self.has_all()
+        self.use.compute()
         self.over.set()
         self.held.close()
+        self.encoded()
 
     def has_item(self) -> None:
         """Note that an item was encoded, or that the PD instance is to encode it."""
-        if self.awaited and not self.over.is_set():
-            self.awaited -= 1
-            if not self.awaited:
-                self.has_all()
-
-    def has_all(self) -> None:
-        """Note that nothing keeps the PD instance from computing for the request."""
-        self.awaited = 0
-        self.working.enter_context(self.pd.computing())
+        self.awaited -= 1
+        if not (self.awaited or self.over.is_set()):
+            self.use.compute()
+            self.encoded()
 
     def tell(self, delivery: Delivery, answer: EncodedItem | EncodeFailure) -> bool:
         """Let the PD instance be asked, or not; tell whether that was waited for."""
@@ -130,11 +162,10 @@ class Deliverer:
 
     Args:
         settings: Of the router.
-        instances: Who is there.
-        upstream: Connections to them.
+        upstream: Connections to instances.
         control: Channels to PD instances.
-        metrics: Count what happens.
         retries: How often a job may be given to another encoder.
+        store: Hears which entries encoders write.
 
     Attributes:
         times: How long items take encoders.
@@ -143,18 +174,16 @@ class Deliverer:
     def __init__(
         self,
         settings: RouterSettings,
-        instances: Fleet,
         upstream: Upstream,
         control: ControlChannels,
-        metrics: Metrics,
         retries: RetryBudget,
+        store: StoreLookup,
     ) -> None:
         self._settings = settings
-        self._instances = instances
         self._upstream = upstream
         self._control = control
-        self._metrics = metrics
         self._retries = retries
+        self._store = store
         self.times = EncodeTimes()
 
     async def deliver(self, delivery: Delivery, index: int, one: Attempt) -> None:
@@ -167,17 +196,17 @@ class Deliverer:
         try:
             outcome = await self._try_encoders(delivery, index, one)
         except asyncio.CancelledError:
-            self._metrics.item("cancelled")
+            one.record.end_item(delivery.item, "cancelled")
             raise
         except Exception as error:
             one.tell(delivery, EncodeFailure(trouble=Trouble.ENCODER_FAILED, reason=repr(error)))
             raise
         if not isinstance(outcome, EncodeFailure):
-            self._metrics.item(outcome)
+            one.record.end_item(delivery.item, outcome)
             return
         if one.tell(delivery, outcome):
             return
-        self._metrics.item("local")
+        one.record.end_item(delivery.item, "local")
         one.has_item()
         await self._ask_for_local_encoding(delivery, outcome.reason, one)
 
@@ -191,18 +220,35 @@ class Deliverer:
         """
         deadline = time.monotonic() + self._settings.wait_timeout_s
         encoder = delivery.encoder
+        if delivery.stored is not None:
+            refusal = await _refused_by_store(delivery, delivery.stored, one)
+            if not refusal or one.over.is_set():
+                return "stored"
+            encoder = one.choosing.encoder(delivery.item, ())
+            rungs: tuple[Rung, ...] = ("from_encoder",) if encoder else ()
+            descend(Trouble.NOT_STORED, Point.ENCODING, rungs, one.record)
+            if encoder is None:
+                return EncodeFailure(trouble=Trouble.NO_ENCODER, reason=refusal)
+            one.awaited += 1
+        assert encoder is not None, "a delivery has an encoder, or an entry of the store"
         failed: list[str] = []
         full: dict[str, float] = {}
         while True:
             # Its job may be answered before the item is written: it must not leave before that.
             with encoder.held():
-                failure = await self._encode(delivery, index, encoder, one, deadline)
+                async with self._turn(one, again=bool(failed or full)):
+                    if one.over.is_set():
+                        return "not_needed"
+                    one.choosing.encodes(delivery.item, encoder)
+                    failure = await self._encode(delivery, index, encoder, one, deadline)
                 if failure is None:
                     failure = await _lost_before_answer(delivery, encoder, one)
             if failure is None:
-                return "encoded" if encoder is delivery.encoder else "other_encoder"
+                first = delivery.encoder in (encoder, None)
+                return "encoded" if first else "other_encoder"
             if one.over.is_set():
                 return "not_needed"
+            one.choosing.has_not(delivery.item, encoder)
             is_full = failure.trouble is Trouble.ENCODER_FULL
             logger.log(
                 logging.INFO if is_full else logging.WARNING,
@@ -217,7 +263,7 @@ class Deliverer:
                 failed.append(encoder.name)
             another = None
             if len(failed) < MAX_ENCODERS and time.monotonic() < deadline:
-                another = self._instances.encoder(delivery.item.mm_hash, exclude=[*failed, *full])
+                another = one.choosing.encoder(delivery.item, [*failed, *full])
                 if another is None and full and min(full.values()) < deadline:
                     another = await self._first_with_room(delivery, one, failed, full)
                     if one.over.is_set():
@@ -225,11 +271,17 @@ class Deliverer:
                 if another is not None and not is_full and not self._retries.take():
                     another = None
             next_rungs: tuple[Rung, ...] = ("encoder_full", "other_encoder") if another else ()
-            descend(failure.trouble, Point.ENCODING, next_rungs, self._metrics)
+            descend(failure.trouble, Point.ENCODING, next_rungs, one.record)
             if another is None or failure.trouble is Trouble.ITEM_REFUSED:
                 tried = _tried(failed, full, failure)
                 return EncodeFailure(trouble=failure.trouble, reason=tried)
             encoder = another
+
+    def _turn(self, one: Attempt, *, again: bool) -> AbstractAsyncContextManager[None]:
+        """Return what an encode job runs within: all of them end by the same deadline."""
+        order = self._settings.encode_order
+        in_turn = order == "sequential" or (again and order == "sequential_fallback")
+        return one.turn if in_turn else contextlib.nullcontext()
 
     async def _first_with_room(
         self, delivery: Delivery, one: Attempt, failed: Collection[str], full: dict[str, float]
@@ -238,15 +290,35 @@ class Deliverer:
         with anyio.move_on_after(min(full.values()) - time.monotonic()):
             await one.over.wait()
         full.clear()
-        return self._instances.encoder(delivery.item.mm_hash, exclude=failed)
+        return one.choosing.encoder(delivery.item, failed)
 
     async def _encode(
         self, delivery: Delivery, index: int, encoder: Instance, one: Attempt, deadline: float
     ) -> EncodeFailure | None:
-        """Run one encode job; return why it failed, or ``None``."""
+        """Run one encode job, and note it; return why it failed, or ``None``."""
+        job = one.record.job(delivery.item, encoder.name, size(delivery.body))
+        end: JobEnd = "cancelled"
+        try:
+            failure = await self._run(delivery, index, encoder, one, job, deadline)
+            end = "encoded" if failure is None else failure.end
+            return failure
+        finally:
+            one.record.end_job(delivery.item, job, end)
+
+    async def _run(
+        self,
+        delivery: Delivery,
+        index: int,
+        encoder: Instance,
+        one: Attempt,
+        job: JobRecord,
+        deadline: float,
+    ) -> EncodeFailure | None:
         started = time.monotonic()
         trace("encode_job", transfer_id=delivery.transfer.transfer_id, encoder=encoder.name)
         headers = {**one.headers, "x-request-id": f"{one.headers['x-request-id']}-item{index}"}
+        if job.traceparent:
+            headers["traceparent"] = job.traceparent
         limit_s = min(self._settings.encode_job_s, deadline - started)
         try:
             with while_up(encoder.working()), encoder.encoding(self.times.of(delivery.item)):
@@ -259,20 +331,21 @@ class Deliverer:
                     timeout_s=max(limit_s, 0.001),
                 )
         except WentDownError as error:
-            return EncodeFailure(trouble=Trouble.ENCODER_FAILED, reason=str(error))
+            return EncodeFailure(trouble=Trouble.ENCODER_FAILED, reason=str(error), end="lost")
         except UpstreamError as error:
             if error.fault is not Fault.SILENT or limit_s >= self._settings.encode_job_s:
                 # Who has had less than its time is not to blame.
                 encoder.failed(error.fault)
-            waited = f" within {time.monotonic() - started:.1f} s"
-            reason = f"no answer{waited}" if error.fault is Fault.SILENT else str(error)
-            return EncodeFailure(trouble=Trouble.ENCODER_FAILED, reason=reason)
+            if error.fault is not Fault.SILENT:
+                return EncodeFailure(trouble=Trouble.ENCODER_FAILED, reason=str(error), end="lost")
+            reason = f"no answer within {time.monotonic() - started:.1f} s"
+            return EncodeFailure(trouble=Trouble.ENCODER_FAILED, reason=reason, end="timeout")
         if status < 300:
             now = time.monotonic()
             # Until it had answered the job before, it did not work on this one.
             self.times.observe(delivery.item, now - max(started, encoder.answered_at))
-            self._metrics.encode_s.labels(encoder.name).observe(now - started)
             encoder.answered()
+            self._store.hear(encoder.name, body)
             one.has_item()
             one.tell(delivery, read_item(body))
             return None
@@ -280,13 +353,16 @@ class Deliverer:
         if status == 429:
             encoder.answered()
             return EncodeFailure(
-                trouble=Trouble.ENCODER_FULL, reason=reason, full_for_s=_retry_after_s(given)
+                trouble=Trouble.ENCODER_FULL,
+                reason=reason,
+                end="full",
+                full_for_s=_retry_after_s(given),
             )
         if status >= 500:
             encoder.failed("error")
             return EncodeFailure(trouble=Trouble.ENCODER_FAILED, reason=reason)
         encoder.answered()
-        return EncodeFailure(trouble=Trouble.ITEM_REFUSED, reason=reason)
+        return EncodeFailure(trouble=Trouble.ITEM_REFUSED, reason=reason, end="refused")
 
     async def _ask_for_local_encoding(self, delivery: Delivery, reason: str, one: Attempt) -> None:
         """Repeat the message until the answer begins.
@@ -314,8 +390,28 @@ def new_transfer(item: MediaItem, pd: Instance, secret: Secret) -> EncodeTransfe
     )
 
 
+def from_store(
+    call: Call,
+    stored: Mapping[str, StoredItem],
+    pd: Instance,
+    secret: Secret,
+    goes_bare: Callable[[MediaItem], bool],
+) -> dict[str, Delivery]:
+    """Return how those of a call's items come to an instance that the store has, by their names."""
+    found = {}
+    for item in call.items:
+        one, bare = stored.get(item.mm_hash), goes_bare(item)
+        if one is not None and one.serves(bare=bare):
+            transfer = new_transfer(item, pd, secret)
+            job = call.for_encoder(item, transfer)
+            found[item.mm_hash] = Delivery(
+                item=item, transfer=transfer, encoder=None, body=job, bare=bare, stored=one
+            )
+    return found
+
+
 def expected_transfer(
-    transfer: EncodeTransfer, encoder: Instance, told: EncodedItem | None
+    transfer: EncodeTransfer, encoder: Instance | None, told: EncodedItem | None, store: str = ""
 ) -> ExpectedTransfer:
     """Return what the PD instance may expect.
 
@@ -324,13 +420,15 @@ def expected_transfer(
         encoder: Instance that is asked first.
         told: What it says of the item, which then travels without its media and under the
             engine's own name; ``None`` with media.
+        store: Key of its entry, if the store has it.
     """
     return ExpectedTransfer(
         transfer_id=transfer.transfer_id,
         mm_hash=told.mm_hash if told else transfer.mm_hash,
-        encoder=encoder.name,
+        encoder=encoder.name if encoder else "",
         modality=transfer.modality,
         media=told is None,
+        store=store,
     )
 
 
@@ -351,6 +449,23 @@ def read_item(body: bytes) -> EncodedItem | EncodeFailure:
         reason = "its answer says nothing of the item"
         return EncodeFailure(trouble=Trouble.NO_METADATA, reason=reason)
     return outcome.items[0]
+
+
+async def _refused_by_store(delivery: Delivery, stored: StoredItem, one: Attempt) -> str:
+    """Return why the PD instance cannot load an item; empty when the answer begins."""
+    one.has_item()
+    one.tell(delivery, stored.told)
+    refusal = asyncio.ensure_future(one.inbox.encoder_refused(delivery.transfer.transfer_id))
+    done = asyncio.ensure_future(one.over.wait())
+    try:
+        await asyncio.wait({refusal, done}, return_when=asyncio.FIRST_COMPLETED)
+        if not refusal.done():
+            return ""
+        stored.usable = False
+        return refusal.result().detail or "the store did not bring it"
+    finally:
+        refusal.cancel()
+        done.cancel()
 
 
 async def _lost_before_answer(
@@ -389,3 +504,23 @@ def _retry_after_s(headers: Mapping[str, str]) -> float:
         if text.isdecimal():
             return max(int(text) * unit_s, FIRST_REPEAT_S)
     return LONGEST_REPEAT_S
+
+
+def end_soon(jobs: Iterable[asyncio.Task[None]]) -> None:
+    """Cancel jobs whose encoders do not answer soon, though nobody waits for them."""
+    waiting = [job for job in jobs if not job.done()]
+    if not waiting:
+        return
+    timer = asyncio.get_running_loop().call_later(
+        JOB_GRACE_S, lambda: [job.cancel() for job in waiting]
+    )
+    left = len(waiting)
+
+    def ended(_: asyncio.Task[None]) -> None:
+        nonlocal left
+        left -= 1
+        if not left:
+            timer.cancel()
+
+    for job in waiting:
+        job.add_done_callback(ended)

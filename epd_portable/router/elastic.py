@@ -2,17 +2,16 @@
 
 Encode instances may have a queue while the prefill+decode instance that waits for them has nothing
 to do. Then that one encodes, too: with as many instances, none is idle while items wait. But while
-it encodes it computes no token for anybody, so it does so for others' sake only when the queue is
-much longer.
+it encodes it computes no token for anybody, or fewer (`epd_portable.runners.background`), so it
+does so for others' sake only when the queue is much longer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, Protocol
 
-from epd_portable.router.instances import Instance
-from epd_portable.router.media import MediaItem
+from epd_portable.router.contents.media import MediaItem
 
 Reason = Literal["idle", "queue"]
 """Why an item is encoded by the PD instance by choice.
@@ -49,11 +48,26 @@ class EncodeTimes:
         return self._averages.get(_kind(item), 0.0)
 
 
+class Encoding(Protocol):
+    """Who encodes."""
+
+    @property
+    def owed_s(self) -> float:
+        """Seconds of work that it was given and has not done."""
+
+
+class Computing(Encoding, Protocol):
+    """Who encodes, and computes tokens."""
+
+    @property
+    def computes_for(self) -> int:
+        """Requests whose tokens wait while it encodes; all but 0 are alike."""
+
+
 def sooner_here(
-    items: Sequence[MediaItem],
-    encoders: Sequence[Instance],
-    pd: Instance,
-    times: EncodeTimes,
+    times_s: Sequence[float],
+    encoders: Sequence[Encoding],
+    here: Computing,
     *,
     threshold: float,
 ) -> tuple[int, Reason]:
@@ -64,28 +78,27 @@ def sooner_here(
     with what is left.
 
     Args:
-        items: Of the request, in the order of the prompt.
+        times_s: Seconds of encoding for each item, in the order of the prompt; 0 where they are not
+            known, and no such item is encoded here, nor any behind it.
         encoders: Who would encode each.
-        pd: Who would encode them else; it takes as long for it.
-        times: Of encoding.
+        here: The PD instance, who would encode them else; it takes as long for it.
         threshold: So many times longer must it take encoders if the PD instance computes for other
             requests meanwhile.
     """
-    reason: Reason = "queue" if pd.computes_for else "idle"
-    factor = threshold if pd.computes_for else min(threshold, IDLE_THRESHOLD)
+    reason: Reason = "queue" if here.computes_for else "idle"
+    factor = threshold if here.computes_for else min(threshold, IDLE_THRESHOLD)
     end_s = {encoder: encoder.owed_s for encoder in encoders}
-    for item, encoder in zip(items, encoders, strict=True):
-        end_s[encoder] += times.of(item)
-    here_s = pd.owed_s
-    for count, (item, encoder) in enumerate(zip(items, encoders, strict=True)):
-        time_s = times.of(item)
+    for time_s, encoder in zip(times_s, encoders, strict=True):
+        end_s[encoder] += time_s
+    here_s = here.owed_s
+    for count, (time_s, encoder) in enumerate(zip(times_s, encoders, strict=True)):
         here_s += time_s
         if not time_s or factor * here_s >= max(end_s.values()):
             return count, reason
         end_s[encoder] -= time_s
         if encoder not in encoders[count + 1 :]:
             del end_s[encoder]
-    return len(items), reason
+    return len(times_s), reason
 
 
 def _kind(item: MediaItem) -> tuple[str, int]:

@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from epd_portable.errors import ConfigError
-from epd_portable.router.instances import Fleet, Instance
+from epd_portable.router.fleet.instances import Fleet, Instance
 from epd_portable.router.settings import RouterSettings
 
 logger = logging.getLogger(__name__)
@@ -385,7 +385,8 @@ def _processor(
         mode: What is sent beyond the default, which is headers.
         more: Fields of the filter.
     """
-    longest_s = settings.wait_timeout_s + settings.nack_grace_s + MESSAGE_TIMEOUT_S
+    longest_s = settings.admission.max_wait_s + settings.wait_timeout_s
+    longest_s += settings.nack_grace_s + MESSAGE_TIMEOUT_S
     return {
         "@type": _TYPE + "extensions.filters.http.ext_proc.v3.ExternalProcessor",
         "grpc_service": {

@@ -10,34 +10,49 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 import msgspec
 
+from epd_portable.config.roles import TAKES_ITEMS, TAKES_KV
 from epd_portable.config.secret import Secret
 from epd_portable.errors import RequestError
 from epd_portable.log import say_failure, trace
-from epd_portable.router.body import Call, size
-from epd_portable.router.control import ControlChannels
-from epd_portable.router.cut_text import Segments
+from epd_portable.router.carrier import Carrier, Outgoing
+from epd_portable.router.chooser import Chooser, Choosing
+from epd_portable.router.contents.body import Call, size
+from epd_portable.router.contents.cut_text import Segments
+from epd_portable.router.contents.media import MediaItem
 from epd_portable.router.delivery import (
     Attempt,
     Deliverer,
     Delivery,
     EncodeFailure,
+    RequestPlan,
+    end_soon,
     expected_transfer,
+    from_store,
     new_transfer,
 )
 from epd_portable.router.elastic import sooner_here
-from epd_portable.router.instances import Fleet, Instance, WentDownError, while_up
+from epd_portable.router.fleet.control import ControlChannels
+from epd_portable.router.fleet.instances import Fleet, Instance, WentDownError, while_up
+from epd_portable.router.hops import HopChoosing
+from epd_portable.router.http.events import EVENTS, WholeEvents, failed_stream, first_event
+from epd_portable.router.http.replies import Reply, unavailable
+from epd_portable.router.http.upstream import Upstream
+from epd_portable.router.http.upstream_connection import Fault, InstanceAnswer, UpstreamError
 from epd_portable.router.ladder import Failed, Point, RetryBudget, Trouble, descend
-from epd_portable.router.media import MediaItem
-from epd_portable.router.metrics import Metrics, Rung
-from epd_portable.router.replies import JSON, Reply, unavailable
+from epd_portable.router.prefill import (
+    MAX_PREFILLS,
+    Prefill,
+    as_prefill_failure,
+    for_prefill,
+    where,
+)
 from epd_portable.router.settings import RouterSettings
-from epd_portable.router.upstream import Upstream
-from epd_portable.router.upstream_connection import Fault, InstanceAnswer, UpstreamError
+from epd_portable.router.store import StoredItem, StoreLookup
+from epd_portable.router.telling.metrics import Metrics
+from epd_portable.router.telling.record import RequestRecord, Rung
 from epd_portable.wire.messages import NackCode
 from epd_portable.wire.params import EncodedItem, PrefillOutcome, PrefillParams
 
@@ -46,88 +61,11 @@ _said = say_failure(logger, "delivery of an item failed")
 
 MAX_PD_ATTEMPTS = 2
 """Times that one request is sent: one that kills its instance must not walk over them all."""
-JOB_GRACE_S = 2.0
-"""Encode jobs may still be answered for this long after the PD instance has finished."""
 ANSWER_HEADERS = ("content-type", "retry-after", "endpoint-load-metrics")
 """Headers of an instance's answer that clients get."""
-EVENTS = "text/event-stream"
-"""Content type of answers that come event by event."""
-_ERROR_EVENT = b'data: {"error"'
 _OUTCOME = b'"ec_transfer_params"'
-_EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 _MAX_HELD_BYTES = 1 << 20
-"""The longest part of an event that is held back until the rest of it is there, and of another
-answer."""
-
-
-class Outgoing(Protocol):
-    """Where an answer goes.
-
-    Attributes:
-        begun: Whether its status and headers are sent.
-        gone: Nobody waits for it any more.
-    """
-
-    begun: bool
-    gone: bool
-
-    def whole(self, reply: Reply) -> None:
-        """Send a whole answer."""
-
-    def begin(self, status: int, headers: Mapping[str, str]) -> None:
-        """Send status and headers of an answer that comes in pieces."""
-
-    def write(self, data: bytes) -> bool:
-        """Send a piece; tell whether the client takes more at once."""
-
-    async def writable(self) -> None:
-        """Return when the client takes more."""
-
-    def end(self) -> None:
-        """Send the end."""
-
-
-class Carrier(Protocol):
-    """Brings requests to PD instances and their answers to clients; `Exchange` is one itself."""
-
-    def choose(self, key: str, tried: Collection[str]) -> Instance | None:
-        """Return the PD instance that should answer a request; ``None`` if there is none.
-
-        Args:
-            key: Of the request.
-            tried: Names of instances that must not get it.
-        """
-
-    async def carry(self, call: Call, one: Attempt, body: Segments, out: Outgoing) -> int:
-        """Send a request, pass the answer on to its end, and return the answer's status.
-
-        Calls `Attempt.begin` as soon as the instance has begun to answer.
-
-        Args:
-            call: The request.
-            one: Says who answers, and with which headers the request goes.
-            body: Of the request.
-            out: Takes the answer.
-
-        Raises:
-            Failed: There is no answer, or only a part of it.
-            RequestError: The same, and nothing can be done about it.
-        """
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RequestPlan:
-    """Every choice for one try of a request.
-
-    Attributes:
-        pd: Who answers.
-        deliveries: Of the items that encoders bring; the others it encodes by itself.
-        here_s: How long it will take for those that it encodes by choice.
-    """
-
-    pd: Instance
-    deliveries: tuple[Delivery, ...] = ()
-    here_s: float = 0.0
+"""The longest part of an answer that is buffered until the rest of it is there."""
 
 
 class Exchange:
@@ -136,37 +74,45 @@ class Exchange:
     Args:
         settings: Of the router.
         instances: Who is there.
+        chooser: Says who of them gets what.
         upstream: Connections to them.
         control: Channels to PD instances, for what concerns items.
         metrics: Count what happens.
         secret: Vouches for transfers.
+        store: Is asked for items first.
     """
 
     def __init__(
         self,
         settings: RouterSettings,
         instances: Fleet,
+        chooser: Chooser,
         upstream: Upstream,
         control: ControlChannels,
         metrics: Metrics,
         secret: Secret,
+        store: StoreLookup,
     ) -> None:
         self._settings = settings
         self._instances = instances
+        self._chooser = chooser
         self._upstream = upstream
         self._control = control
         self._metrics = metrics
         self._secret = secret
         self._retries = RetryBudget()
-        self._deliverer = Deliverer(settings, instances, upstream, control, metrics, self._retries)
+        self._store = store
+        self._deliverer = Deliverer(settings, upstream, control, self._retries, store)
         self._jobs: set[asyncio.Task[None]] = set()
         self._without_metadata: set[str] = set()
+        self._without_kv: set[str] = set()
         self._elastic = (
             settings.elastic_encode and settings.local_encode and settings.media == "concurrent"
         )
 
     async def close(self) -> None:
-        """Cancel encode jobs that outlived their requests."""
+        """Cancel encode jobs that outlived their requests; ask the store no more."""
+        self._store.close()
         for job in self._jobs:
             job.cancel()
         await asyncio.gather(*self._jobs, return_exceptions=True)
@@ -189,32 +135,57 @@ class Exchange:
         Raises:
             RequestError: There will be no answer, or no more of one that has begun; says why.
         """
-        for item in call.items:
-            self._metrics.modalities.labels(item.modality).inc()
+        record = out.record
+        record.has(call.items)
         self._retries.request()
         carrier = carrier or self
+        choosing = self._chooser.begin(call, headers, out.explanation)
+        if out.named is not None:
+            choosing = HopChoosing(out.named, call, self._instances, choosing)
         bare = call.takes_metadata and any(self._goes_bare(item) for item in call.items)
         tried: list[str] = []
+        prefills: list[str] = []
+        stored = await self._store.find(call.items)
         asked = ""
         lost = False
         while True:
             try:
-                plan = self._plan(carrier, call, headers, tried, bare=bare, same=lost)
+                plan = self._plan(
+                    carrier, call, choosing, record, tried, prefills, stored, bare=bare, same=lost
+                )
                 asked = plan.pd.name
-                await self._try(carrier, call, plan, headers, out)
+                prefilled = await self._prefilled(call, plan, choosing, headers, out, prefills)
+                if prefilled is not None:
+                    with record.leg("answer", asked) as leg:
+                        sent = leg.headers(headers)
+                        await self._try(carrier, prefilled, plan, choosing, sent, out)
                 return
             except Failed as failed:
                 if out.gone:
                     # Both came at once, and this one was heard of.
                     return
-                possible = self._possible(failed, headers, [*tried, asked], bare=bare)
-                rung = descend(failed.trouble, failed.point, possible, self._metrics)
+                possible = self._possible(
+                    failed, call, choosing, [*tried, asked], prefills, bare=bare
+                )
+                rung = descend(failed.trouble, failed.point, possible, record)
                 logger.warning("request %s: %s (%s)", headers["x-request-id"], failed, rung)
-                if rung == "pd_again":
+                if rung == "local_prefill":
+                    prefills += [""] * MAX_PREFILLS
+                elif rung == "prefill_again":
+                    pass
+                elif rung == "pd_again":
                     tried.append(asked)
                     lost = failed.trouble is Trouble.PD_LOST
                 elif rung == "original_media":
-                    call, bare = call.renamed(), False
+                    renamed = call.renamed()
+                    record.rename(call.items, renamed.items)
+                    call, bare = renamed, False
+                elif rung == "without_items":
+                    for item in call.items:
+                        if item.mm_hash in failed.items:
+                            record.end_item(item, "left_out")
+                    call = call.without(failed.items)
+                    out.left_out += len(failed.items)
                 else:
                     await self._end(failed, rung, out)
                     return
@@ -223,19 +194,25 @@ class Exchange:
         self,
         carrier: Carrier,
         call: Call,
-        headers: Mapping[str, str],
+        choosing: Choosing,
+        record: RequestRecord,
         tried: Collection[str],
+        prefills: Collection[str],
+        stored: Mapping[str, StoredItem],
         *,
         bare: bool,
         same: bool,
     ) -> RequestPlan:
-        """Choose who answers, and an encoder for every item.
+        """Choose who answers, who prefills, and an encoder for every item.
 
         Args:
             carrier: Chooses who answers.
             call: The request.
-            headers: Of the request.
+            choosing: Who gets what of it.
+            record: Of it.
             tried: PD instances that failed it.
+            prefills: Prefill instances that did.
+            stored: Items that need not be encoded.
             bare: Encoders' metadata go in place of media, where the model allows it.
             same: With no other PD instance, one that failed may be asked again: its connection
                 broke, and it may be well.
@@ -243,50 +220,133 @@ class Exchange:
         Raises:
             Failed: There is no PD instance; or ``bare``, and an item has no encoder.
         """
-        key = headers["x-request-id"]
-        pd = carrier.choose(key, tried)
+        pd = carrier.choose(choosing, tried)
         if pd is None and same:
-            pd = carrier.choose(key, ())
+            pd = carrier.choose(choosing, ())
         if pd is None:
             raise Failed(Trouble.NO_PD, Point.ASKED, self._why_no_pd())
-        encoders = self._instances.encoders(item.mm_hash for item in call.items)
-        here, here_s = self._encoded_here(call.items, encoders, pd)
-        deliveries: list[Delivery] = []
-        for item, encoder in zip(call.items[here:], encoders[here:], strict=True):
+        if pd.role not in TAKES_KV or not call.fields:
+            return self._plan_items(call, choosing, record, pd, stored, bare=bare)
+        least = self._settings.prefill_min_bytes
+        chosen, reason = where(
+            call, choosing, pd, prefills, min_bytes=least, without=self._without_kv
+        )
+        self._metrics.prefills.labels(reason).inc()
+        if reason == "none_usable":
+            descend(Trouble.NO_PREFILL, Point.PREFILLING, (), record)
+        if chosen is None:
+            return self._plan_items(call, choosing, record, pd, stored, bare=bare)
+        prefill = self._plan_items(call, choosing, record, chosen, stored, bare=bare)
+        return RequestPlan(pd=pd, prefill=prefill)
+
+    def _plan_items(
+        self,
+        call: Call,
+        choosing: Choosing,
+        record: RequestRecord,
+        pd: Instance,
+        stored: Mapping[str, StoredItem],
+        *,
+        bare: bool,
+    ) -> RequestPlan:
+        """Choose an encoder for every item that the store has not, if an instance takes any.
+
+        Raises:
+            Failed: ``bare``, and an item has no encoder.
+        """
+        if pd.role not in TAKES_ITEMS:
+            for item in call.items:
+                record.end_item(item, "by_role")
+            return RequestPlan(pd=pd)
+        found = from_store(
+            call, stored, pd, self._secret, lambda item: bare and self._goes_bare(item)
+        )
+        others = [item for item in call.items if item.mm_hash not in found]
+        items = choosing.apart(others, pd)
+        encoders = choosing.encoders(items)
+        here, here_s = self._encoded_here(items, encoders, record, pd)
+        for item in others if len(items) < len(others) else ():
+            if item not in items:
+                record.end_item(item, "decided_here")
+                here_s += self._deliverer.times.of(item)
+        for item, encoder in zip(items[here:], encoders[here:], strict=True):
             goes_bare = bare and self._goes_bare(item)
             if encoder is None and goes_bare:
-                raise Failed(Trouble.NO_ENCODER, Point.ASKED, "no encoder is healthy")
+                missing = [item.mm_hash]
+                message = "no encoder is healthy"
+                raise Failed(Trouble.NO_ENCODER, Point.ASKED, message, items=missing)
+            if encoder is None and not self._instances.of_duty("encode"):
+                record.end_item(item, "by_role")
+                continue
             if encoder is None:
-                self._metrics.item("no_encoder")
-                descend(Trouble.NO_ENCODER, Point.ENCODING, (), self._metrics)
+                record.end_item(item, "no_encoder")
+                descend(Trouble.NO_ENCODER, Point.ENCODING, (), record)
                 continue
             transfer = new_transfer(item, pd, self._secret)
             job = call.for_encoder(item, transfer)
-            deliveries.append(
-                Delivery(item=item, transfer=transfer, encoder=encoder, body=job, bare=goes_bare)
+            found[item.mm_hash] = Delivery(
+                item=item, transfer=transfer, encoder=encoder, body=job, bare=goes_bare
             )
-        return RequestPlan(pd=pd, deliveries=tuple(deliveries), here_s=here_s)
+        ordered = [found[item.mm_hash] for item in call.items if item.mm_hash in found]
+        return RequestPlan(pd=pd, deliveries=tuple(ordered), here_s=here_s)
 
     def _encoded_here(
-        self, items: Sequence[MediaItem], encoders: Sequence[Instance | None], pd: Instance
+        self,
+        items: Sequence[MediaItem],
+        encoders: Sequence[Instance | None],
+        record: RequestRecord,
+        pd: Instance,
     ) -> tuple[int, float]:
         """Return how many of the first items the PD instance encodes by choice, and their time."""
         asked = [encoder for encoder in encoders if encoder is not None]
         if not self._elastic or not items or len(asked) < len(items):
             return 0, 0.0
-        times = self._deliverer.times
+        times_s = [self._deliverer.times.of(item) for item in items]
         threshold = self._settings.elastic_threshold
-        count, reason = sooner_here(items, asked, pd, times, threshold=threshold)
-        for _ in range(count):
-            self._metrics.item("sooner_here")
+        count, reason = sooner_here(times_s, asked, pd, threshold=threshold)
+        for item in items[:count]:
+            record.end_item(item, "sooner_here")
             self._metrics.elastic.labels(reason).inc()
-        return count, sum(map(times.of, items[:count]))
+        return count, sum(times_s[:count])
+
+    async def _prefilled(
+        self,
+        call: Call,
+        plan: RequestPlan,
+        choosing: Choosing,
+        headers: Mapping[str, str],
+        out: Outgoing,
+        prefills: list[str],
+    ) -> Call | None:
+        """Have the prompt computed, if the plan says so, and return what then is to be answered.
+
+        Nothing is, if the request was refused. Who fails is added to ``prefills``.
+
+        Raises:
+            Failed: There is no KV.
+        """
+        if plan.prefill is None:
+            return call
+        stage = Prefill(call, self._ask, self.explain, self.without_outcome, self._without_kv)
+        name = plan.prefill.pd.name
+        try:
+            with out.record.leg("prefill", name) as leg:
+                sent = leg.headers(headers)
+                await self._try(stage, for_prefill(call), plan.prefill, choosing, sent, out)
+        except Failed as failed:
+            prefills.append(name)
+            raise as_prefill_failure(failed) from failed
+        if stage.refusal is not None:
+            out.whole(stage.refusal)
+            return None
+        return stage.call
 
     async def _try(
         self,
         carrier: Carrier,
         call: Call,
         plan: RequestPlan,
+        choosing: Choosing,
         headers: Mapping[str, str],
         out: Outgoing,
     ) -> None:
@@ -299,16 +359,30 @@ class Exchange:
         transfers = [each.transfer.transfer_id for each in plan.deliveries]
         try:
             with (
-                while_up(pd.working()),
+                while_up(pd.working()) as use,
                 self._control.expect(transfers) as inbox,
-                contextlib.ExitStack() as working,
                 contextlib.ExitStack() as held,
             ):
-                one = Attempt(pd, plan.deliveries, headers, inbox, held, working=working)
-                held.enter_context(pd.encoding(plan.here_s))
-                one.awaited = len(plan.deliveries)
-                if plan.here_s or not one.awaited:
-                    one.has_all()
+                awaited = len(plan.deliveries)
+                one = Attempt(
+                    use,
+                    plan.deliveries,
+                    headers,
+                    inbox,
+                    choosing,
+                    out.encoded,
+                    out.record,
+                    held,
+                    awaited=awaited,
+                )
+                choosing.asks(pd, () if plan.prefill else call.items)
+                if plan.here_s:
+                    held.enter_context(pd.encoding(plan.here_s))
+                if plan.prefill:
+                    # Its KV is read until the answer begins.
+                    held.enter_context(plan.prefill.pd.held())
+                if plan.here_s or not awaited:
+                    use.compute()
                 jobs = self._start_jobs(one)
                 try:
                     told = await self._told(one)
@@ -325,7 +399,7 @@ class Exchange:
                 except BaseException:
                     self._give_up(one, jobs)
                     raise
-                _end_soon(jobs)
+                end_soon(jobs)
         except WentDownError as error:
             point = Point.ANSWERING if out.begun else Point.ASKED
             raise Failed(Trouble.PD_LOST, point, f"instance {pd.name} {error}") from error
@@ -334,7 +408,8 @@ class Exchange:
         loop = asyncio.get_running_loop()
         jobs = []
         for index, delivery in enumerate(one.deliveries):
-            one.held.enter_context(delivery.encoder.held())
+            if delivery.encoder is not None:
+                one.held.enter_context(delivery.encoder.held())
             if delivery.bare:
                 one.told[delivery.transfer.transfer_id] = loop.create_future()
             job = loop.create_task(self._deliverer.deliver(delivery, index, one))
@@ -359,17 +434,18 @@ class Exchange:
         """Wait until encoders have said what the items are; by the names that these have here.
 
         Raises:
-            Failed: Of some item it cannot be had.
+            Failed: Of some item it cannot be obtained.
         """
         told: dict[str, EncodedItem] = {}
         for delivery in one.deliveries:
             if not delivery.bare:
                 continue
             answer = await one.told[delivery.transfer.transfer_id]
+            missing = [delivery.item.mm_hash]
             if isinstance(answer, EncodeFailure):
                 refused = answer.trouble is Trouble.ITEM_REFUSED
                 trouble = Trouble.ITEM_REFUSED if refused else Trouble.NO_METADATA
-                raise Failed(trouble, Point.ASKED, answer.reason)
+                raise Failed(trouble, Point.ASKED, answer.reason, items=missing)
             if answer.metadata == {} and answer.modality not in self._without_metadata:
                 self._without_metadata.add(answer.modality)
                 logger.warning(
@@ -379,10 +455,9 @@ class Exchange:
                     answer.modality,
                 )
             if not answer.metadata:
-                name = delivery.encoder.name
-                raise Failed(
-                    Trouble.NO_METADATA, Point.ASKED, f"{name} knows no metadata of an item"
-                )
+                name = delivery.encoder.name if delivery.encoder else "the store"
+                message = f"{name} knows no metadata of an item"
+                raise Failed(Trouble.NO_METADATA, Point.ASKED, message, items=missing)
             told[delivery.item.mm_hash] = answer
         return told
 
@@ -391,16 +466,21 @@ class Exchange:
         if not plan.deliveries:
             return None
         transfers = tuple(
-            expected_transfer(each.transfer, each.encoder, told.get(each.item.mm_hash))
+            expected_transfer(
+                each.transfer,
+                each.encoder,
+                told.get(each.item.mm_hash),
+                each.stored.key if each.stored else "",
+            )
             for each in plan.deliveries
         )
         return PrefillParams(transfers=transfers, reply_to=self._control.identity)
 
     # As a carrier.
 
-    def choose(self, key: str, tried: Collection[str]) -> Instance | None:
+    def choose(self, choosing: Choosing, tried: Collection[str]) -> Instance | None:
         """Return the PD instance that should answer a request; see `Carrier`."""
-        return self._instances.prefill_decode(key, exclude=tried)
+        return choosing.pd(tried)
 
     async def carry(self, call: Call, one: Attempt, body: Segments, out: Outgoing) -> int:
         """Send a request and relay the answer; see `Carrier`."""
@@ -441,13 +521,13 @@ class Exchange:
         given = answer.headers
         headers = {name: given[name] for name in ANSWER_HEADERS if name in given}
         succeeded = answer.status < 400
+        events = WholeEvents(out)
         try:
             if succeeded and headers.get("content-type", "").startswith(EVENTS):
-                first = await _first_event(answer)
-                reply = _failed_stream(first)
+                first = await first_event(answer)
+                reply = failed_stream(first)
                 if reply is None:
                     _begin(one, answer.status, headers, out)
-                    events = _WholeEvents(out)
                     if first and not events.take(first):
                         await out.writable()
                     await answer.pass_on(events.take, out.writable)
@@ -466,6 +546,9 @@ class Exchange:
                     return answer.status
                 reply = Reply(answer.status, headers, body)
         except UpstreamError as error:
+            if events.is_complete:  # It was lost after its last word.
+                events.end()
+                return answer.status
             raise _failed(pd, error, Point.ANSWERING) from error
         one.begin()
         if reply.status >= 500:
@@ -493,10 +576,15 @@ class Exchange:
             if nack.code is NackCode.TOO_LARGE:
                 raise Failed(Trouble.PD_TOO_LARGE, Point.ASKED, nack.detail)
         if one.inbox.nacks:
-            raise Failed(Trouble.PD_UNAVAILABLE, Point.ASKED, one.inbox.nacks[0].detail)
+            refused = {nack.transfer_id for nack in one.inbox.nacks}
+            missing = [
+                each.item.mm_hash for each in one.deliveries if each.transfer.transfer_id in refused
+            ]
+            detail = one.inbox.nacks[0].detail
+            raise Failed(Trouble.PD_UNAVAILABLE, Point.ASKED, detail, items=missing)
 
     def without_outcome(self, reply: Reply) -> Reply:
-        """Count how the items were had; clients are told only where the settings say so."""
+        """Count where the items came from; clients are told only where the settings say so."""
         if _OUTCOME not in reply.body:
             return reply
         try:
@@ -507,27 +595,42 @@ class Exchange:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             logger.warning("an answer's ec_transfer_params cannot be read: %r", str(error))
             return reply
-        for item in outcome.items if outcome is not None else ():
-            self._metrics.sources.labels(item.source, item.path).inc()
+        if outcome is not None:
+            self._metrics.had(outcome)
         if self._settings.item_outcomes:
             return reply
         return Reply(reply.status, reply.headers, msgspec.json.encode(fields))
 
     def _possible(
-        self, failed: Failed, headers: Mapping[str, str], tried: Collection[str], *, bare: bool
+        self,
+        failed: Failed,
+        call: Call,
+        choosing: Choosing,
+        tried: Collection[str],
+        prefills: Collection[str],
+        *,
+        bare: bool,
     ) -> tuple[Rung, ...]:
         """Return the rungs that depend on more than what went wrong and when."""
         if bare and self._settings.local_encode:
             media: tuple[Rung, ...] = ("original_media",)
+        elif failed.items and call.takes_metadata and self._settings.partial_results:
+            media = ("without_items",)
         else:
             media = ()
         again: tuple[Rung, ...] = ()
+        if (
+            failed.point is Point.PREFILLING
+            and len(prefills) < MAX_PREFILLS
+            and choosing.prefill(prefills) is not None
+            and self._retries.take()
+        ):
+            again = ("prefill_again",)
         if failed.point is Point.ASKED and len(tried) < MAX_PD_ATTEMPTS:
             lost = failed.trouble is Trouble.PD_LOST
             failing = failed.trouble is Trouble.PD_FAILED
-            key = headers["x-request-id"]
             # An instance's own error says more than that there is no other instance.
-            other = failing and self._instances.prefill_decode(key, exclude=tried) is not None
+            other = failing and choosing.pd(tried) is not None
             if (lost or other) and self._retries.take():
                 again = ("pd_again",)
         return (*media, *again)
@@ -568,7 +671,7 @@ class Exchange:
     def _why_no_pd(self) -> str:
         states = "; ".join(
             f"{each.name}: {each.reason or each.state}"
-            for each in self._instances.of_role("prefill-decode")[:8]
+            for each in self._instances.of_duty("answer")[:8]
         )
         return f"no prefill+decode instance can serve ({states or 'none is there'})"
 
@@ -587,88 +690,8 @@ def _failed(pd: Instance, error: UpstreamError, point: Point) -> Failed:
     return Failed(Trouble.PD_LOST, point, f"instance {pd.name} was lost: {error}")
 
 
-async def _first_event(answer: InstanceAnswer) -> bytes:
-    """Return the beginning of a stream, until it is clear whether it is an error."""
-    first = await answer.piece()
-    while first and first.startswith(_ERROR_EVENT[: len(first)]) and not _whole_events(first):
-        more = await answer.piece()
-        if not more:
-            break
-        first += more
-    return first
-
-
 def _begin(one: Attempt, status: int, headers: Mapping[str, str], out: Outgoing) -> None:
     """Begin an answer that is passed on as it comes."""
     one.begin()
     one.pd.answered()
     out.begin(status, headers)
-
-
-class _WholeEvents:
-    """Passes whole events on as they come: what ends within one is none to the client."""
-
-    def __init__(self, out: Outgoing) -> None:
-        self._out = out
-        self._held = b""
-
-    def take(self, data: bytes) -> bool:
-        """Take a piece of the stream; tell whether the client takes more at once."""
-        if self._held:
-            data = self._held + data
-            self._held = b""
-        if not data.endswith(_EVENT_ENDS) and len(data) < _MAX_HELD_BYTES:
-            end = _whole_events(data)
-            data, self._held = data[:end], data[end:]
-        return not data or self._out.write(data)
-
-    def end(self) -> None:
-        """Send what is left, and the end."""
-        if self._held:
-            self._out.write(self._held)
-        self._out.end()
-
-
-def _whole_events(data: bytes) -> int:
-    """Return how many of these bytes are whole events."""
-    return max(place + len(end) if (place := data.rfind(end)) >= 0 else 0 for end in _EVENT_ENDS)
-
-
-class _EngineError(msgspec.Struct):
-    code: int = 500
-
-
-class _ErrorEvent(msgspec.Struct):
-    error: _EngineError
-
-
-def _failed_stream(first: bytes) -> Reply | None:
-    """Return the answer to a streamed request that failed before its first token."""
-    if not first.startswith(_ERROR_EVENT):
-        return None
-    event = first.partition(b"\n")[0].rstrip().removeprefix(b"data: ")
-    try:
-        status = msgspec.json.decode(event, type=_ErrorEvent).error.code
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        status = 500
-    return Reply(status if 400 <= status <= 599 else 500, JSON, event)
-
-
-def _end_soon(jobs: Iterable[asyncio.Task[None]]) -> None:
-    """Cancel jobs whose encoders do not answer soon, though nobody waits for them."""
-    waiting = [job for job in jobs if not job.done()]
-    if not waiting:
-        return
-    timer = asyncio.get_running_loop().call_later(
-        JOB_GRACE_S, lambda: [job.cancel() for job in waiting]
-    )
-    left = len(waiting)
-
-    def ended(_: asyncio.Task[None]) -> None:
-        nonlocal left
-        left -= 1
-        if not left:
-            timer.cancel()
-
-    for job in waiting:
-        job.add_done_callback(ended)

@@ -30,19 +30,21 @@ import uvloop
 from epd_portable import log
 from epd_portable.errors import ConfigError, EPDError, RequestError
 from epd_portable.router import envoy, ext_proc
-from epd_portable.router.body import Call
-from epd_portable.router.cut_text import Segments
+from epd_portable.router.carrier import Outgoing
+from epd_portable.router.chooser import Choosing
+from epd_portable.router.contents.body import Call
+from epd_portable.router.contents.cut_text import Segments
 from epd_portable.router.delivery import Attempt
-from epd_portable.router.exchange import ANSWER_HEADERS, Outgoing, silent
+from epd_portable.router.exchange import ANSWER_HEADERS, silent
 from epd_portable.router.ext_proc import ProcessingRequest, ProcessingResponse, header_mutation
-from epd_portable.router.incoming import ClientGoneError
-from epd_portable.router.instances import Instance
+from epd_portable.router.fleet.instances import Instance
+from epd_portable.router.http.incoming import ClientGoneError
+from epd_portable.router.http.replies import Reply, error_reply
+from epd_portable.router.http.upstream_connection import Fault
 from epd_portable.router.ladder import Failed, Point, Trouble
-from epd_portable.router.replies import Reply, error_reply
 from epd_portable.router.server import Router
 from epd_portable.router.serving import Stopping
 from epd_portable.router.settings import RouterSettings, load_settings
-from epd_portable.router.upstream_connection import Fault
 
 logger = logging.getLogger("epd_portable.router")
 _said = log.say_failure(logger, "a request failed")
@@ -123,7 +125,6 @@ class Consultation:
         self.again: asyncio.Queue[grpc.aio.ServicerContext[Any, Any]] = asyncio.Queue()
         self._picker = picker
         self._exchange = picker.router.exchange
-        self._instances = picker.router.instances
         self._context = context
         self.port = port
         self._key = uuid.uuid4().hex
@@ -287,20 +288,20 @@ class Consultation:
 
     # A carrier to the exchange.
 
-    def choose(self, key: str, tried: Collection[str]) -> Instance | None:
+    def choose(self, choosing: Choosing, tried: Collection[str]) -> Instance | None:
         """Return the PD instance that should answer; for a second try, the one that Envoy asks."""
         if self._sent:
             return self._next
-        return self._choose(key, tried)
+        return self._choose(choosing, tried)
 
-    def _choose(self, key: str, tried: Collection[str]) -> Instance | None:
+    def _choose(self, choosing: Choosing, tried: Collection[str]) -> Instance | None:
         endpoints = self._picker.endpoints
         unseen = [instance.name for instance in endpoints.unseen]
-        chosen = self._instances.prefill_decode(key, exclude=[*tried, *unseen])
+        chosen = choosing.pd([*tried, *unseen])
         if chosen is None and unseen:
             # Most likely Envoy has seen it by now.
             unlisted = [each.name for each in endpoints.unseen if not endpoints.lists(each)]
-            chosen = self._instances.prefill_decode(key, exclude=[*tried, *unlisted])
+            chosen = choosing.pd([*tried, *unlisted])
         return chosen
 
     async def carry(self, call: Call, one: Attempt, body: Segments, out: Outgoing) -> int:
@@ -309,8 +310,7 @@ class Consultation:
             await self._send_again(one, body)
         else:
             self._sent = True
-            key = one.headers["x-request-id"]
-            self._next = self._choose(key, [one.pd.name]) or one.pd
+            self._next = self._choose(one.choosing, [one.pd.name]) or one.pd
             self._picker.under_way[self._key] = self
             await self._send_first(one, body)
         answer = await self._first_of_answer_and_again(one)

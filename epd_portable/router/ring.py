@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from epd_portable.router.tally import Tally
+from epd_portable.router.fleet.tally import Tally
 
 if TYPE_CHECKING:
-    from epd_portable.router.instances import Instance
+    from epd_portable.router.fleet.instances import Instance
 
 LOAD_BOUND = 1.25
-"""No encoder takes more than this multiple of the average load."""
+"""No encoder takes more than this multiple of its share of the load."""
 FEW = 16
 """Up to so many prefill+decode instances the loads of all are compared, else those of two."""
 PLACES = 21
@@ -32,11 +31,17 @@ class Ring:
     Args:
         tally: Where is counted.
         row: Of the sum of what its instances have in flight.
+
+    Attributes:
+        instances: In the order of their points.
+        row: See above.
+        weight: Of all of them.
     """
 
     def __init__(self, tally: Tally, row: int) -> None:
         self.instances: list[Instance] = []
         self.row = row
+        self.weight = 0.0
         self._tally = tally
         self._points: list[int] = []
 
@@ -48,6 +53,7 @@ class Ring:
         index = bisect_left(self._points, instance.point)
         self._points.insert(index, instance.point)
         self.instances.insert(index, instance)
+        self.weight += instance.weight
         self._tally.work(self.row, instance.in_flight)
 
     def remove(self, instance: Instance) -> None:
@@ -56,6 +62,8 @@ class Ring:
         while self.instances[index] is not instance:
             index += 1
         del self._points[index], self.instances[index]
+        # A sum of what is left, as differences of floats would drift.
+        self.weight = sum(each.weight for each in self.instances)
         self._tally.work(self.row, -instance.in_flight)
 
     def near(self, key: str, exclude: Sequence[Instance]) -> Instance | None:
@@ -64,20 +72,21 @@ class Ring:
         if not count:
             return None
         total = self._tally.load(self.row) - sum(instance.load for instance in exclude)
-        limit = math.ceil(LOAD_BOUND * (total + 1) / count)
+        weight = self.weight - sum(instance.weight for instance in exclude)
+        share = LOAD_BOUND * (total + 1) / weight
         nearest = sorted(self._seen_from(key))
         best = None
         for instance in self._in_order(nearest):
             if instance in exclude:
                 continue
-            if instance.load < limit:
+            if instance.load < share * instance.weight:
                 return instance
             best = best or instance
         # Other processes count meanwhile, so that all may be above what was the limit.
         return best
 
     def lightest(self, key: str, exclude: Sequence[Instance]) -> Instance | None:
-        """Return the instance with the least load of few; of many, the lighter of two."""
+        """Return the instance with the least load for its weight; of many, the lighter of two."""
         count = len(self.instances)
         if count == len(exclude):
             return None
@@ -86,8 +95,12 @@ class Ring:
             one = first % count
             other = (one + 1 + second % (count - 1)) % count
             pair = (self._at(one, exclude), self._at(other, exclude))
-            return min(pair, key=lambda instance: instance.load)
-        loads = [(i.load, _mixed(first ^ i.point), i) for i in self.instances if i not in exclude]
+            return min(pair, key=lambda instance: instance.load / instance.weight)
+        loads = [
+            (i.load / i.weight, _mixed(first ^ i.point), i)
+            for i in self.instances
+            if i not in exclude
+        ]
         return min(loads, key=lambda each: each[:2])[2]
 
     def _at(self, index: int, exclude: Sequence[Instance]) -> Instance:

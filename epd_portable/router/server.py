@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
-import re
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 import anyio
 import msgspec
@@ -17,8 +15,12 @@ from epd_portable.config.secret import INSTANCE_TOKEN_HEADER, Secret
 from epd_portable.connector.curve import CurveKeys
 from epd_portable.errors import RequestError
 from epd_portable.media.limits import MediaLimits
-from epd_portable.router.access import ApiKeys
-from epd_portable.router.body import (
+from epd_portable.router.caller import Caller
+from epd_portable.router.carrier import Carrier
+from epd_portable.router.choice.explanation import HEADER as EXPLAIN
+from epd_portable.router.choice.explanation import Explanation
+from epd_portable.router.chooser import Chooser, PolicyChooser, RingChooser
+from epd_portable.router.contents.body import (
     CHAT_PATH,
     COMPLETION_PATH,
     MESSAGES_PATH,
@@ -27,18 +29,32 @@ from epd_portable.router.body import (
     Rules,
     read_call,
 )
-from epd_portable.router.control import ControlChannels
-from epd_portable.router.cors import Cors
-from epd_portable.router.cut_text import Data
-from epd_portable.router.exchange import EVENTS, Carrier, Exchange
-from epd_portable.router.incoming import Bodies, Body, ClientGoneError, IncomingRequest
-from epd_portable.router.instances import Fleet
-from epd_portable.router.introduction import Introducer
-from epd_portable.router.members import MAX_BODY_BYTES, MemberList, Members
-from epd_portable.router.metrics import Metrics
-from epd_portable.router.replies import Reply, error_event, error_reply, json_reply, unavailable
-from epd_portable.router.settings import RouterSettings
-from epd_portable.router.upstream import Upstream
+from epd_portable.router.contents.cut_text import Data
+from epd_portable.router.door.access import ApiKeys
+from epd_portable.router.door.admission import Doorkeeper
+from epd_portable.router.door.cors import Cors
+from epd_portable.router.door.hop_headers import Hops
+from epd_portable.router.exchange import Exchange
+from epd_portable.router.fleet.control import ControlChannels
+from epd_portable.router.fleet.engine_loads import EngineLoads
+from epd_portable.router.fleet.instances import Fleet
+from epd_portable.router.fleet.introduction import Introducer
+from epd_portable.router.fleet.members import MAX_BODY_BYTES, MemberList, Members
+from epd_portable.router.hops import told
+from epd_portable.router.http.incoming import Bodies, Body, ClientGoneError, IncomingRequest
+from epd_portable.router.http.replies import Reply, error_reply, json_reply, unavailable
+from epd_portable.router.http.upstream import Upstream
+from epd_portable.router.settings import RouterSettings, policy_of, with_policy
+from epd_portable.router.store import StoreLookup
+from epd_portable.router.telling.engine_figures import EngineWatch
+from epd_portable.router.telling.metrics import Metrics
+from epd_portable.router.telling.observers import observers
+from epd_portable.router.telling.record import RecentRequests
+from epd_portable.router.telling.status import PATHS as STATUS_PATHS
+from epd_portable.router.telling.status import StatusPage
+
+if TYPE_CHECKING:
+    from epd_portable.router.contents.media_urls import LinkedItems, MediaFetcher
 
 logger = logging.getLogger(__name__)
 
@@ -130,6 +146,8 @@ NOT_SERVED: Mapping[str, str] = {
 }
 """Paths of vLLM that are refused on purpose, and why; one with a final slash stands for all below
 it."""
+LOOKS = frozenset({"/health", "/ping", "/metrics", *STATUS_PATHS})
+"""Paths whose GETs are not counted: who watches asks them again and again."""
 OTHER = "other"
 """Label of all paths that are not served."""
 
@@ -146,8 +164,6 @@ PASSED_ON = (
 IN_THREAD_BYTES = 256 * 1024
 """Bodies from this size on are read beside the event loop."""
 SWEEP_EVERY_S = 1.0
-
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 class Router:
@@ -167,6 +183,8 @@ class Router:
         exchange: Has requests answered.
         in_flight: Requests that are being answered.
         members: Looks after the instances.
+        requests: What is noted of those that go to instances.
+        status: Shows all this to people.
     """
 
     def __init__(
@@ -177,21 +195,51 @@ class Router:
         members: Callable[[Fleet, ControlChannels], MemberList] | None = None,
         metrics_folder: str = "",
     ) -> None:
-        self.settings = settings
+        self._policy = policy_of(settings)
+        self.settings = settings = with_policy(settings, self._policy)
         self.draining = False
-        self.in_flight: set[_Client] = set()
+        self.in_flight: set[Caller] = set()
         secret = Secret.read(settings.secret_file)
         self._keys = ApiKeys(settings.api_keys_file) if settings.api_keys_file else None
+        self._hops: Hops | None = None
+        if settings.hop_keys_file:
+            self._hops = Hops(ApiKeys(settings.hop_keys_file, "router.hop_keys_file"))
         self._passed_on = PASSED_ON[1:] if self._keys else PASSED_ON
         self.upstream = Upstream({INSTANCE_TOKEN_HEADER: secret.instance_token()})
         self.instances = Fleet() if instances is None else instances
-        self.metrics = Metrics(lambda: self.instances.all, metrics_folder)
+        self.metrics = Metrics(
+            lambda: self.instances.all, metrics_folder, llmd_names=settings.metrics_names == "llmd"
+        )
+        self.requests = RecentRequests([self.metrics, self.metrics.activity, *observers(settings)])
         self._control = ControlChannels(CurveKeys.derive(secret))
+        self._store = StoreLookup(settings.store, secret, self.metrics.store, self.instances)
+        self._loads: EngineLoads | None = None
+        if self._policy is not None and self._policy.wants_loads:
+            self._loads = EngineLoads(self.instances, self._control, self.upstream)
         self.exchange = Exchange(
-            settings, self.instances, self.upstream, self._control, self.metrics, secret
+            settings,
+            self.instances,
+            self._chooser(),
+            self.upstream,
+            self._control,
+            self.metrics,
+            secret,
+            self._store,
         )
         self.members = (
             members(self.instances, self._control) if members else self._own_members(secret)
+        )
+        self._doorkeeper = Doorkeeper(
+            settings.admission, self.instances, self.metrics, processes=settings.workers
+        )
+        self.status = StatusPage(
+            settings.model,
+            self.instances,
+            self.metrics.activity,
+            self.requests,
+            EngineWatch(self.upstream),
+            secret,
+            self._summary,
         )
         self._bodies = Bodies(
             max_bytes=settings.max_body_bytes,
@@ -210,13 +258,36 @@ class Router:
             limits=MediaLimits.among(settings),
             pd_takes_media=settings.local_encode,
         )
+        self._fetcher = self._media_fetcher()
         self._cors = Cors(settings.cors_origins)
         self._sweeping: asyncio.Task[None] | None = None
 
+    def _chooser(self) -> Chooser:
+        settings = self.settings
+        if self._policy is None:
+            return RingChooser(self.instances)
+        for note in self._policy.notes:
+            logger.warning("router.choice: %s", note)
+        takes_media = settings.local_encode and settings.media == "concurrent"
+        return PolicyChooser(self.instances, self._policy, deciders=takes_media, loads=self._loads)
+
     def _own_members(self, secret: Secret) -> MemberList:
         together = (self.settings, self.instances, self.upstream, self._control)
-        introducer = Introducer(*together, secret)
+        introducer = Introducer(*together, secret, self.metrics.activity, self._store.hear)
         return Members(*together, self.metrics, introducer.introduce, secret)
+
+    def _media_fetcher(self) -> MediaFetcher | None:
+        if not self.settings.media_urls.allowed_domains:
+            return None
+        # Its HTTP client is loaded where it is needed.
+        from epd_portable.router.contents.media_urls import MediaFetcher
+
+        return MediaFetcher(
+            self.settings.media_urls,
+            self._bodies,
+            self.metrics,
+            unknown_media=self.settings.unknown_media == "pass",
+        )
 
     async def serve(self, request: IncomingRequest, carrier: Carrier | None = None) -> None:
         """Answer one request.
@@ -226,7 +297,8 @@ class Router:
             carrier: Takes it to a PD instance and the answer to the client, if the server that took
                 it in does that itself.
         """
-        client = _Client(request, carrier, self._passed_on, self._cors.headers(request.headers))
+        for_client = self._cors.headers(request.headers)
+        client = Caller(request, carrier, self._doorkeeper, self._passed_on, for_client)
         path = request.path
         preflight = self._cors.preflight(request.method, request.headers)
         if preflight is not None:
@@ -244,12 +316,20 @@ class Router:
         """
         self._sweeping = asyncio.create_task(self._sweep())
         await self.members.open()
+        if self._loads is not None:
+            self._loads.open()
 
     async def close(self) -> None:
         """End everything."""
         if self._sweeping is not None:
             self._sweeping.cancel()
+        if self._fetcher is not None:
+            await self._fetcher.close()
+        await self.status.close()
+        if self._loads is not None:
+            await self._loads.close()
         await self.exchange.close()
+        await self.requests.close()
         await self.members.close()
         await self._control.close()
         await self.upstream.close()
@@ -266,21 +346,28 @@ class Router:
 
     # Requests that go to instances.
 
-    async def _generate(self, path: str, client: _Client) -> None:
+    async def _generate(self, path: str, client: Caller) -> None:
         """Answer by a PD instance; what a client gives up is given up everywhere."""
-        metrics = self.metrics
         work = asyncio.current_task()
         assert work is not None
-        metrics.in_flight.inc()
+        record = client.record
+        self.requests.begin(record)
         self.in_flight.add(client)
         client.work = work
-        started = time.monotonic()
         try:
             with self._bodies.holding() as body:
                 call = await self._read(path, client, body)
                 client.reading_since = 0.0
-                started = time.monotonic()
+                record.read_at = record.read_at or time.monotonic()
+                record.model, record.stream = call.model, call.stream
                 client.request.on_gone(client.give_up)
+                client.ticket = await self._doorkeeper.enter(
+                    call, client.headers, client.key, body.counted
+                )
+                record.admitted_at = time.monotonic()
+                if client.named is not None:
+                    names = [item.mm_hash for item in call.items]
+                    client.for_hop = lambda: told(record, names, self.instances)
                 await self.exchange.serve(call, client.for_instances, client, client.carrier)
         except RequestError as error:
             client.fail(error)
@@ -288,7 +375,7 @@ class Router:
             client.gone = True
         except asyncio.CancelledError:
             if client.overdue:
-                client.whole(error_reply(self._too_slow()))
+                client.fail(self._too_slow())
             elif not client.gone:
                 # The server stops and waits no longer.
                 client.fail(unavailable("the router is stopping"))
@@ -296,11 +383,12 @@ class Router:
             logger.exception("request %s", client.request_id)
             client.fail(_internal(client.request_id))
         finally:
+            self._doorkeeper.leave(client.ticket)
             self.in_flight.discard(client)
-            metrics.in_flight.dec()
-            metrics.answered(path, client.status, started, client.first_at, gone=client.gone)
+            record.gone = client.gone
+            self.requests.end(record)
 
-    async def _read(self, path: str, client: _Client, body: Body) -> Call:
+    async def _read(self, path: str, client: Caller, body: Body) -> Call:
         """Return what the client asks for.
 
         Raises:
@@ -311,28 +399,52 @@ class Router:
         if client.method != method:
             raise _no_such(client.method, path, 405)
         if self._keys is not None:
-            self._keys.check(client.headers)
+            client.key = self._keys.check(client.headers)
+            client.record.client = client.key.hex()[:8]
+            if client.headers.get(EXPLAIN) == "1":
+                client.explanation = Explanation()
+        if self._hops is not None:
+            client.named = self._hops.read(client.headers)
         if self.draining:
             client.last = True
             raise unavailable("the router is stopping")
         data = await body.read(client.request)
-        call = await self._call(method, path, data, client)
+        client.record.nbytes = len(data)
+        call = await self._call(method, path, data, client, body)
         query = client.request.query
         return msgspec.structs.replace(call, query=query) if query else call
 
-    async def _call(self, method: str, path: str, data: Data, client: _Client) -> Call:
+    async def _call(self, method: str, path: str, data: Data, client: Caller, body: Body) -> Call:
         if method == "GET" or path in NO_JSON:
             if given := client.headers.get("content-type"):
                 client.for_instances["content-type"] = given
             return Call.untouched(method, path, data)
         client.for_instances["content-type"] = "application/json"
-        if len(data) < IN_THREAD_BYTES:
-            return read_call(path, data, self._rules)
-        return await asyncio.to_thread(read_call, path, data, self._rules)
+        rules = self._rules
+        if client.named is not None:
+            rules = msgspec.structs.replace(rules, takes_kv=True)
+        if self._fetcher is None:
+            return await self._parsed(path, data, rules)
+        with self._fetcher.of_request() as linked:
+            call = await self._parsed(path, data, rules, linked)
+            if linked.wanted:
+                client.wait_for_media()
+                await linked.fetch()
+                call = await self._parsed(path, data, rules, linked)
+                body.grow(len(data) + linked.nbytes)
+            return call
+
+    async def _parsed(
+        self, path: str, data: Data, rules: Rules, linked: LinkedItems | None = None
+    ) -> Call:
+        nbytes = len(data) + (linked.held_bytes if linked is not None else 0)
+        if nbytes < IN_THREAD_BYTES:
+            return read_call(path, data, rules, linked)
+        return await asyncio.to_thread(read_call, path, data, rules, linked)
 
     # What the router answers itself.
 
-    async def _answer_itself(self, path: str, client: _Client) -> None:
+    async def _answer_itself(self, path: str, client: Caller) -> None:
         try:
             reply = await self._own_reply(path, client)
         except RequestError as error:
@@ -340,11 +452,11 @@ class Router:
         except ClientGoneError:
             return
         client.whole(reply)
-        if client.method == "GET" and path in ("/health", "/ping", "/metrics"):
+        if client.method == "GET" and path in LOOKS:
             return
         self.metrics.requests.labels(OTHER, str(reply.status)).inc()
 
-    async def _own_reply(self, path: str, client: _Client) -> Reply:
+    async def _own_reply(self, path: str, client: Caller) -> Reply:
         admin = self._on_admin_port(client)
         if path in ("/health", "/ping") and client.method in ("GET", "HEAD", "POST"):
             return await self._health(client)
@@ -353,6 +465,8 @@ class Router:
                 raise _no_such(client.method, path, 405)
             kind = {"content-type": "text/plain; version=0.0.4; charset=utf-8"}
             return Reply(200, kind, self.metrics.exposition())
+        if path in STATUS_PATHS and admin:
+            return await self.status.reply(client.method, path, client.headers)
         if path.startswith("/epd/") and admin:
             data = await self._operators_body(client)
             return await self.members.handle(client.method, client.target, client.headers, data)
@@ -368,7 +482,7 @@ class Router:
                 raise RequestError(problem, status=404, code="not_served")
         raise _no_such(client.method, path, 404)
 
-    async def _operators_body(self, client: _Client) -> bytes:
+    async def _operators_body(self, client: Caller) -> bytes:
         """Return a body for ``/epd/``; that it may be asked for is known only from the whole.
 
         Raises:
@@ -382,23 +496,30 @@ class Router:
         except TimeoutError:
             raise self._too_slow() from None
 
-    async def _health(self, client: _Client) -> Reply:
+    async def _health(self, client: Caller) -> Reply:
         """Answer 200 while a request could be served, else 503.
 
         Names of instances are for holders of the secret.
         """
-        usable = self.instances.any_usable("prefill-decode")
+        answer = self._summary()
+        states = await self.members.states(client.method, client.target, client.headers)
+        if states is not None:
+            answer["instances"] = states
+        return json_reply(answer, 200 if answer["status"] == "ok" else 503)
+
+    def _summary(self) -> dict[str, object]:
+        """Return how the router is, for everybody."""
+        usable = self.instances.any_usable("answer")
+        if self._hops is not None:
+            # For hops that answer elsewhere it prefills.
+            usable = usable or self.instances.any_usable("prefill")
         status = "draining" if self.draining else "ok" if usable else "unavailable"
         counted = dict.fromkeys(("up", "joining", "down", "draining"), 0)
         for instance in self.instances.all:
             counted[instance.state] += 1
-        answer: dict[str, object] = {"status": status, "counts": counted}
-        states = await self.members.states(client.method, client.target, client.headers)
-        if states is not None:
-            answer["instances"] = states
-        return json_reply(answer, 200 if status == "ok" else 503)
+        return {"status": status, "counts": counted}
 
-    def _on_admin_port(self, client: _Client) -> bool:
+    def _on_admin_port(self, client: Caller) -> bool:
         return self.settings.admin_port is None or client.request.port == self.settings.admin_port
 
     # Clients that send nothing, or take nothing.
@@ -429,113 +550,6 @@ class Router:
             status=408,
             code="body_timeout",
         )
-
-
-class _Client:
-    """One request of a client, and its answer.
-
-    Attributes:
-        request: As the server took it in.
-        carrier: Whose server took the request in, if that carries it on, too.
-        method: Of HTTP.
-        headers: Names in lower case; those whose values are not ASCII are left out.
-        request_id: The client's own or a new one.
-        for_instances: Headers that instances get.
-        begun: Whether status and headers are sent.
-        status: Of the answer, 0 before.
-        first_at: When its first byte was sent, 0 before.
-        gone: The client has closed its connection.
-        overdue: Its body did not come in time.
-        work: The task that answers.
-        reading_since: When its body was first waited for, 0 afterwards.
-        last: No other request is taken on its connection.
-        sending_since: When the client took no more, 0 while it does.
-    """
-
-    def __init__(
-        self,
-        request: IncomingRequest,
-        carrier: Carrier | None,
-        passed_on: tuple[str, ...],
-        for_client: Mapping[str, str],
-    ) -> None:
-        self.request = request
-        self.carrier = carrier
-        self.method = request.method
-        self.headers = headers = request.headers
-        given = headers.get("x-request-id", "")
-        named = given and _REQUEST_ID.fullmatch(given)
-        self.request_id = given if named else f"{random.getrandbits(128):032x}"
-        self.for_instances = {name: headers[name] for name in passed_on if name in headers}
-        self.for_instances["x-request-id"] = self.request_id
-        self.begun = False
-        self.status = 0
-        self.first_at = 0.0
-        self.gone = False
-        self.overdue = False
-        self.last = False
-        self.work: asyncio.Task[Any]
-        self.reading_since = time.monotonic()
-        self.sending_since = 0.0
-        self._for_client = for_client
-        self._of_events = False
-        self._within_event = False
-
-    @property
-    def target(self) -> str:
-        """Path and query."""
-        query = self.request.query
-        return f"{self.request.path}?{query}" if query else self.request.path
-
-    def give_up(self) -> None:
-        """Treat the client as gone."""
-        self.gone = True
-        self.work.cancel()
-
-    def whole(self, reply: Reply) -> None:
-        """Send a whole answer."""
-        if reply.status in (408, 413):
-            # Part of the body may still be on its way: this connection serves no other request.
-            self.last = True
-        self.begin(reply.status, {**reply.headers, "content-length": str(len(reply.body))})
-        if reply.body and self.method != "HEAD":
-            self.request.write(reply.body)
-        self.request.end()
-
-    def fail(self, error: RequestError) -> None:
-        """Send an error, within the answer if that has begun; one without events breaks off."""
-        if not self.begun:
-            self.whole(error_reply(error))
-        elif self._of_events:
-            event = error_event(str(error), status=error.status, code=error.code)
-            self.write(b"\n\n" + event if self._within_event else event)
-            self.request.end()
-
-    def begin(self, status: int, headers: Mapping[str, str]) -> None:
-        """Send status and headers."""
-        self.begun = True
-        self.status = status
-        self.first_at = time.monotonic()
-        self._of_events = headers.get("content-type", "").startswith(EVENTS)
-        given = {**headers, **self._for_client, "x-request-id": self.request_id}
-        if self.last:
-            given["connection"] = "close"
-        self.request.begin(status, given)
-
-    def write(self, data: bytes) -> bool:
-        """Send a piece; tell whether the client takes more at once."""
-        self._within_event = not data.endswith((b"\n\n", b"\r\n\r\n"))
-        return self.request.write(data)
-
-    async def writable(self) -> None:
-        """Return when the client takes more."""
-        self.sending_since = time.monotonic()
-        await self.request.writable()
-        self.sending_since = 0.0
-
-    def end(self) -> None:
-        """Send the end."""
-        self.request.end()
 
 
 def _no_such(method: str, path: str, status: int) -> RequestError:

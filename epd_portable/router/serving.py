@@ -15,8 +15,8 @@ from typing import Any
 import anyio
 
 from epd_portable.errors import ConfigError, PortInUseError
+from epd_portable.router.http.server_connection import Clients, ServerConnection
 from epd_portable.router.server import Router
-from epd_portable.router.server_connection import Clients, ServerConnection
 from epd_portable.router.settings import RouterSettings
 
 logger = logging.getLogger(__name__)

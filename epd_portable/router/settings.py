@@ -5,13 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from epd_portable.config.choice import with_file
+from epd_portable.config.groups import Labels, Weight
 from epd_portable.config.problems import in_one_line
-from epd_portable.config.schema import MAX_ENCODERS, RouterSection
+from epd_portable.config.roles import DUTIES, Duty, role_named
+from epd_portable.config.roles import Role as Role
+from epd_portable.config.routing import MAX_ENCODERS, RouterSection
+from epd_portable.config.store import StoreSection
 from epd_portable.errors import ConfigError
+from epd_portable.router.choice.policy import Policy
 
-Role = Literal["encode", "prefill-decode"]
 HttpUrl = Annotated[str, Field(pattern=r"^https?://[^/\s?#@\\]+$")]
 
 
@@ -20,10 +25,12 @@ class InstanceSettings(BaseModel):
 
     Attributes:
         name: Unique; appears in logs, metrics, answers and paths of addresses.
-        role: What it serves.
+        role: What it serves; short names of roles are taken too.
         url: ``http://host:port`` of its OpenAI server, without a path.
-        control: ZMQ address of its control channel; for ``prefill-decode`` only. Encode instances
-            are told this address too, so it must be reachable from where they run.
+        control: ZMQ address of its control channel; for all but ``encode``. Encode instances are
+            told this address too, so it must be reachable from where they run.
+        weight: How much it does of what others of its role do.
+        labels: What its operator says of it, for ``router.choice``.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -32,10 +39,17 @@ class InstanceSettings(BaseModel):
     role: Role
     url: HttpUrl
     control: str = Field(default="", pattern=r"^(tcp://\S+:\d+|ipc://\S+)?$")
+    weight: Weight = 1.0
+    labels: Labels = Field(default_factory=dict)
+
+    @field_validator("role", mode="before")
+    @classmethod
+    def _other_names(cls, name: object) -> object:
+        return (isinstance(name, str) and role_named(name)) or name
 
     @model_validator(mode="after")
-    def _control_belongs_to_pd(self) -> InstanceSettings:
-        if self.role == "prefill-decode" and not self.control:
+    def _control_belongs_to_all_but_encoders(self) -> InstanceSettings:
+        if self.role != "encode" and not self.control:
             raise ValueError(
                 f"instance {self.name!r} has no control address: name the ZMQ address of its "
                 "control channel, for example tcp://127.0.0.1:5600"
@@ -56,13 +70,14 @@ class RouterSettings(RouterSection):
     Attributes:
         port: Port to listen on; 0 takes a free one.
         model: Served name of the model; goes to instances where a client names none.
-        instances: Those that are there from the beginning; without registration at least one of
-            role ``prefill-decode``.
+        instances: Those that are there from the beginning; without registration at least one
+            that answers.
         secret_file: File with the secret of the deployment or of the launcher's run, from which the
             keys of the control channels come; without one the router does not start.
         registration: Whether who holds the secret may register instances while the router runs.
             The launcher allows it for a secret that the topology file names, and not for the one
             that it makes for a run.
+        store: Is asked for items before encoders are chosen; ``None`` for none.
         warm_up: Send every instance its first requests, and an item over every pair of instances,
             before clients' requests.
         media: ``concurrent``: PD instances get the media, at the same time as encoders.
@@ -84,6 +99,7 @@ class RouterSettings(RouterSection):
     instances: tuple[InstanceSettings, ...]
     secret_file: str = ""
     registration: bool = True
+    store: StoreSection | None = None
     warm_up: bool = False
     media: Literal["concurrent", "metadata"] = "concurrent"
     local_encode: bool = True
@@ -99,10 +115,12 @@ class RouterSettings(RouterSection):
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(f"instance names {twice} occur more than once: give each its own")
-        if not self.of_role("prefill-decode") and not self.registration:
+        prefills = self.hop_keys_file is not None and bool(self.of_duty("prefill"))
+        if not self.of_duty("answer") and not self.registration and not prefills:
             raise ValueError(
-                "no instance has role 'prefill-decode': the router needs at least one, or "
-                "registration, by which instances can come later"
+                "no instance answers requests (roles decode, prefill-decode and "
+                "encode-prefill-decode do): the router needs at least one, or registration, by "
+                "which instances can come later"
             )
         return self
 
@@ -112,14 +130,46 @@ class RouterSettings(RouterSection):
             raise ValueError(problem)
         return self
 
-    def of_role(self, role: Role) -> tuple[InstanceSettings, ...]:
-        """Return the instances of one role, in the order given."""
-        return tuple(instance for instance in self.instances if instance.role == role)
+    def of_duty(self, duty: Duty) -> tuple[InstanceSettings, ...]:
+        """Return the instances that do one thing, in the order given."""
+        return tuple(each for each in self.instances if DUTIES[each.role] == duty)
+
+    def as_json(self) -> str:
+        """Return what `load_settings` reads; without a store nothing is said of it.
+
+        Nor of ``join``: where that is set there is no router.
+        """
+        return self.model_dump_json(exclude={"join"} if self.store else {"join", "store"})
 
     @property
     def encode_job_s(self) -> float:
         """Longest time of one encode job: short enough for another encoder afterwards."""
         return self.encode_timeout_s or self.wait_timeout_s / MAX_ENCODERS
+
+
+def policy_of(settings: RouterSettings) -> Policy | None:
+    """Return how instances are chosen, if the settings say it.
+
+    Raises:
+        ConfigError: It cannot be read, or lists what is wrong with it.
+    """
+    if settings.choice is None:
+        return None
+    return Policy(with_file(settings.choice))
+
+
+def with_policy(settings: RouterSettings, policy: Policy | None) -> RouterSettings:
+    """Return settings with what a policy says in place of other keys.
+
+    Raises:
+        ConfigError: An encode job may take longer than fits.
+    """
+    if policy is None or policy.encode_timeout_s is None:
+        return settings
+    changed = settings.model_copy(update={"encode_timeout_s": policy.encode_timeout_s})
+    if problem := changed.deadline_problem(settings.wait_timeout_s):
+        raise ConfigError(f"router.choice, encoderTimeout of multimodal-epd-decider: {problem}")
+    return changed
 
 
 def load_settings(text: str) -> RouterSettings:

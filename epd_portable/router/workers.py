@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import anyio
 import msgspec
@@ -32,15 +32,16 @@ from prometheus_client.multiprocess import mark_process_dead
 
 from epd_portable.config.secret import SIGNATURE_SCHEME
 from epd_portable.errors import LaunchError, RequestError
-from epd_portable.router.control import ControlChannels
-from epd_portable.router.instances import Failure, Fleet, Instance, InstanceView
-from epd_portable.router.members import States
-from epd_portable.router.replies import Reply, error_reply, json_reply, unavailable
+from epd_portable.router.fleet.control import ControlChannels
+from epd_portable.router.fleet.instances import Failure, Fleet, Instance, InstanceView
+from epd_portable.router.fleet.members import States
+from epd_portable.router.fleet.tally import Tally
+from epd_portable.router.http.replies import Reply, error_reply, json_reply, unavailable
+from epd_portable.router.http.upstream_connection import Fault
 from epd_portable.router.server import Router
 from epd_portable.router.serving import Stopping, listen, serve
 from epd_portable.router.settings import RouterSettings
-from epd_portable.router.tally import Tally
-from epd_portable.router.upstream_connection import Fault
+from epd_portable.router.telling.status import Gathered, ProcessStatus, StatusPage
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,8 @@ HUNG_AFTER_S = 30.0
 STARTS_WITHIN_S = 120.0
 """A worker that does nothing for as long, or does not serve by then, is started again."""
 ASK_TIMEOUT_S = 60.0
+STATUS_WITHIN_S = 0.5
+"""A worker that takes longer to tell its part of the status page is left out, and that is said."""
 STOP_SLACK_S = 5.0
 """Beyond ``drain_s``, until workers that have not ended are killed."""
 WRONG_SETTINGS = 2
@@ -89,8 +92,15 @@ class StopAsked(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     at_once: bool = False
 
 
+class StatusWanted(msgspec.Struct, frozen=True, tag=True):
+    """Somebody looks at the status page: what is there to tell?"""
+
+
 class Answered(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The answer to `Asked`; of ``states`` in JSON, ``null`` to who does not hold the secret."""
+    """The answer to `Asked`.
+
+    Of ``states`` it is JSON, ``null`` to who does not hold the secret; of ``status`` a `Gathered`.
+    """
 
     number: int
     reply: Reply
@@ -111,15 +121,21 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Somebody asked a worker what the keeper answers."""
 
     number: int
-    states: bool
-    method: str
-    target: str
-    authorization: str
+    what: Literal["states", "operate", "status"]
+    method: str = ""
+    target: str = ""
+    authorization: str = ""
     body: bytes = b""
 
 
-ToWorker = Begin | Changes | StopAsked | Answered
-ToKeeper = Serving | Seen | Asked
+class StatusTold(msgspec.Struct, frozen=True, tag=True):
+    """The answer to `StatusWanted`."""
+
+    status: ProcessStatus
+
+
+ToWorker = Begin | Changes | StopAsked | Answered | StatusWanted
+ToKeeper = Serving | Seen | Asked | StatusTold
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
 
@@ -185,6 +201,18 @@ class _Worker:
         self.process = process
         self.channel = channel
         self.serves = False
+        self.telling: asyncio.Future[ProcessStatus] | None = None
+
+    def status(self) -> asyncio.Future[ProcessStatus]:
+        """Return what it will tell; who asks while others wait gets what they get."""
+        if self.telling is None or self.telling.done():
+            self.telling = asyncio.get_running_loop().create_future()
+            self.channel.send(StatusWanted())
+        return self.telling
+
+    def told(self, status: ProcessStatus) -> None:
+        if self.telling is not None and not self.telling.done():
+            self.telling.set_result(status)
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):  # It has ended meanwhile.
@@ -213,6 +241,7 @@ class Workers:
         self._changed: set[str] = set()
         self._answering: set[asyncio.Task[None]] = set()
         self._instances.watch(self._note)
+        router.status.gather = self._gather
 
     async def run(self, stop: Stopping) -> None:
         """Keep the workers until told to stop; return when all of them have ended.
@@ -357,6 +386,8 @@ class Workers:
                 worker.serves = True
             elif isinstance(message, Seen):
                 self._see(message)
+            elif isinstance(message, StatusTold):
+                worker.told(message.status)
             else:
                 task = asyncio.create_task(self._answer(worker, message))
                 self._answering.add(task)
@@ -374,13 +405,26 @@ class Workers:
     async def _answer(self, worker: _Worker, asked: Asked) -> None:
         members, headers = self._router.members, {"authorization": asked.authorization}
         try:
-            if asked.states:
+            if asked.what == "status":
+                reply = json_reply(await self._gather())
+            elif asked.what == "states":
                 reply = json_reply(await members.states(asked.method, asked.target, headers))
             else:
                 reply = await members.handle(asked.method, asked.target, headers, asked.body)
         except RequestError as error:
             reply = error_reply(error)
         worker.channel.send(Answered(number=asked.number, reply=reply))
+
+    async def _gather(self) -> Gathered:
+        """Return what the processes know that the status page shows."""
+        own = self._router.status.of_this_process()
+        waiting = [worker.status() for worker in self._running.values() if worker.serves]
+        if waiting:
+            await asyncio.wait(waiting, timeout=STATUS_WITHIN_S)
+        told = [each.result() for each in waiting if each.done()]
+        return Gathered(
+            processes=[own, *told], serving=len(told), silent=self._settings.workers - len(told)
+        )
 
 
 def _command(channel: int, tally: int) -> list[str]:
@@ -472,6 +516,7 @@ class RemoteMembers:
         self._asked: dict[int, asyncio.Future[Reply]] = {}
         self._known = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
+        self._page: StatusPage | None = None
 
     async def open(self) -> None:
         """See `MemberList`."""
@@ -490,9 +535,7 @@ class RemoteMembers:
         authorization = headers.get("authorization", "")
         if not authorization.startswith(SIGNATURE_SCHEME):
             return None
-        reply = await self._ask(
-            states=True, method=method, target=target, authorization=authorization
-        )
+        reply = await self._ask("states", method=method, target=target, authorization=authorization)
         return msgspec.json.decode(reply.body, type=States | None)
 
     async def handle(
@@ -500,15 +543,34 @@ class RemoteMembers:
     ) -> Reply:
         """See `MemberList`."""
         return await self._ask(
-            states=False,
+            "operate",
             method=method,
             target=target,
             authorization=headers.get("authorization", ""),
             body=body,
         )
 
+    def show_by(self, page: StatusPage) -> None:
+        """Let the status page of this process show what all of them know, and theirs what it does.
+
+        Args:
+            page: Of this process.
+        """
+        self._page = page
+        page.gather = self._gather
+
+    async def _gather(self) -> Gathered:
+        reply = await self._ask("status")
+        return msgspec.json.decode(reply.body, type=Gathered)
+
     async def _ask(
-        self, *, states: bool, method: str, target: str, authorization: str, body: bytes = b""
+        self,
+        what: Literal["states", "operate", "status"],
+        *,
+        method: str = "",
+        target: str = "",
+        authorization: str = "",
+        body: bytes = b"",
     ) -> Reply:
         number = next(self._number)
         answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
@@ -516,7 +578,7 @@ class RemoteMembers:
         self._channel.send(
             Asked(
                 number=number,
-                states=states,
+                what=what,
                 method=method,
                 target=target,
                 authorization=authorization,
@@ -543,6 +605,9 @@ class RemoteMembers:
             elif isinstance(message, Answered):
                 if (waiting := self._asked.get(message.number)) and not waiting.done():
                     waiting.set_result(message.reply)
+            elif isinstance(message, StatusWanted):
+                if self._page is not None:
+                    self._channel.send(StatusTold(self._page.of_this_process()))
             elif isinstance(message, StopAsked):
                 self._stop.asked.set()
                 if message.at_once:
@@ -609,6 +674,8 @@ async def work(channel_file: int, tally_file: int) -> None:
         members=lambda instances, control: RemoteMembers(channel, stop, instances, control),
         metrics_folder=start.metrics_folder,
     )
+    assert isinstance(router.members, RemoteMembers)
+    router.members.show_by(router.status)
     listener = listen(settings.host, start.port, shared=True)
     await serve(router, [listener], stop, started=lambda: channel.send(Serving()))
     if stop.abandoned:

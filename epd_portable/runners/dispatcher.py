@@ -46,16 +46,20 @@ class Dispatcher:
         cache: The scheduler's encoder cache.
         secret: Of the deployment: who holds it vouches for transfers.
         instance: Name of this instance, for its answers.
+        namespace: Of what it writes into the store; empty without one.
 
     Attributes:
         kept: What transfers keep of the cache.
     """
 
-    def __init__(self, cache: EncoderCacheManager, secret: Secret, instance: str = "") -> None:
+    def __init__(
+        self, cache: EncoderCacheManager, secret: Secret, instance: str = "", namespace: str = ""
+    ) -> None:
         self.kept = KeptRoom()
         self._cache = cache
         self._secret = secret
         self._instance = instance
+        self._namespace = namespace
         self._items: dict[str, tuple[EncodedItem, ...]] = {}
         self._waiting: dict[str, list[TransferOrder]] = {}
         self._sending: dict[str, str] = {}
@@ -109,6 +113,9 @@ class Dispatcher:
                     tensor=item.tensor,
                     item=transfer.mm_hash,
                     proof=transfer.proof,
+                    kind=transfer.modality,
+                    modality=item.modality,
+                    metadata=item.metadata,
                 )
             )
         if orders:
@@ -122,7 +129,9 @@ class Dispatcher:
         """
         self._waiting.pop(request_id, None)
         items = self._items.pop(request_id, None)
-        return None if items is None else EncodeOutcome(instance=self._instance, items=items)
+        if items is None:
+            return None
+        return EncodeOutcome(instance=self._instance, items=items, namespace=self._namespace)
 
     def consumers(self, request_id: str) -> frozenset[str]:
         """Return whom the items of a request are for that have not got room yet."""

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from epd_portable.runners.traced import TracedRunner
+from epd_portable.runners.traced import TracedRunner, with_report
 
 if TYPE_CHECKING:
     from epd_portable.runners.host import EncodeHooks, RunnerHost, StepOutput
@@ -69,10 +69,4 @@ class EncoderRunnerMixin(TracedRunner, _PartsRunner):
         """Run one step of the engine, with tokens or without."""
         self.epd.submit_orders(scheduler_output.ec_connector_metadata, self.encoder_cache)
         output = super().execute_model(scheduler_output, *args, **kwargs)
-        report = self.epd.report_transfers()
-        if report is None:
-            return output
-        # vLLM shares one empty output between steps.
-        output = copy.copy(output)
-        output.ec_connector_output = report
-        return output
+        return with_report(output, self.epd.report_transfers())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -33,7 +34,20 @@ class StepOutput(Protocol):
         ...
 
 
-class EncodeHooks(Protocol):
+class TraceHook(Protocol):
+    """The worker side of an instance's connector, as far as it tells what a device does when."""
+
+    def trace(self, event: str, **fields: Any) -> None:
+        """Record an event of the trace when the device comes to this point of its work.
+
+        Args:
+            event: Its name.
+            **fields: Its own.
+        """
+        ...
+
+
+class EncodeHooks(TraceHook, Protocol):
     """The worker side of an encode instance's connector, as its runner's mixin calls it.
 
     Attributes:
@@ -42,24 +56,29 @@ class EncodeHooks(Protocol):
 
     encode_together_embeds: int | None
 
-    def submit_orders(self, metadata: Any, encoder_cache: Mapping[str, torch.Tensor]) -> None:
+    def submit_orders(self, metadata: Any, encoder_cache: dict[str, torch.Tensor]) -> None:
         """Begin the transfers that the scheduler side ordered, before the encoder runs.
 
-        In a step that computes nothing because room is short, rests until a transfer has ended, but
-        for some milliseconds at most.
+        In a step that computes nothing because something must end first, rests until something
+        has, but for some milliseconds at most.
 
         Args:
             metadata: ``ec_connector_metadata`` of the step.
-            encoder_cache: Outputs ``(num_tokens, width)`` that are there from before.
+            encoder_cache: Outputs ``(num_tokens, width)`` that are there from before; gets those
+                that are restored.
         """
         ...
 
     def report_transfers(self) -> Any | None:
-        """Return which transfers ended (vLLM's ``ECConnectorOutput``), or ``None``."""
+        """Return what ended (vLLM's ``ECConnectorOutput``), or ``None``.
+
+        Called when all work of the step has been queued; blocks until that of the step before is
+        computed.
+        """
         ...
 
 
-class PDHooks(Protocol):
+class PDHooks(TraceHook, Protocol):
     """The worker side of a PD instance's connector, as its runner's mixin calls it."""
 
     def place_items(self, metadata: Any, encoder_cache: dict[str, torch.Tensor]) -> None:
@@ -72,6 +91,14 @@ class PDHooks(Protocol):
             metadata: ``ec_connector_metadata`` of the step.
             encoder_cache: The runner's outputs by ``mm_hash``; is added to.
         """
+        ...
+
+    def turn(self) -> AbstractContextManager[None]:
+        """Compute while nothing is encoded beside the steps."""
+        ...
+
+    def report_encoded(self) -> Any | None:
+        """Return what was encoded beside the steps (vLLM's ``ECConnectorOutput``), or ``None``."""
         ...
 
 
@@ -95,6 +122,10 @@ class RunnerHost:
 
     def execute_model(self, scheduler_output: StepOutput, *args: Any, **kwargs: Any) -> Any:
         """Run one step (vLLM 0.26 to 0.33)."""
+        raise NotImplementedError
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        """Draw the tokens of the step that was executed last (vLLM 0.26 to 0.33)."""
         raise NotImplementedError
 
     def _execute_mm_encoder(self, scheduler_output: StepOutput) -> Any:

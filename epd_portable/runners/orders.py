@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from epd_portable.connector.pool import ReceivePool
+from epd_portable.runners.background import EncodeOrder
 from epd_portable.runners.placer import Placement, WorkerOrders
 from epd_portable.scheduling.items import Item, State
 from epd_portable.scheduling.preallocator import EncoderCachePreallocator
@@ -30,6 +31,7 @@ class OrderBook:
         self._unread: set[str] = set()
         """Placed in steps without tokens, whose end does not tell that all ranks have read."""
         self._taken_back: list[SlotDescriptor] = []
+        self._encodings: list[EncodeOrder] = []
         self._under_way: deque[tuple[list[SlotDescriptor], list[SlotDescriptor]]] = deque()
 
     def place(self, item: Item, placement: Placement) -> None:
@@ -39,6 +41,10 @@ class OrderBook:
     def take_back(self, slot: SlotDescriptor) -> None:
         """Nobody may write a slot any more that a producer had."""
         self._taken_back.append(slot)
+
+    def encode(self, encoding: EncodeOrder) -> None:
+        """An item has room: workers encode it beside the steps."""
+        self._encodings.append(encoding)
 
     def take(self, freed: Iterable[str], *, computes: bool) -> WorkerOrders:
         """Return what the workers must do in the step that was just scheduled.
@@ -57,9 +63,10 @@ class OrderBook:
             computes: The step has tokens.
         """
         unused = list(freed)
+        encodings, self._encodings = self._encodings, []
         if not (unused or self._placements or self._unread or self._taken_back):
             self._under_way.append(([], []))
-            return WorkerOrders(computes=computes)
+            return WorkerOrders(encodings=encodings, computes=computes)
         placements = self._take_placements(computes=computes)
         taken_back, self._taken_back = self._taken_back, []
         if self._copies:
@@ -73,6 +80,7 @@ class OrderBook:
         return WorkerOrders(
             placements=placements,
             revoked=[slot.generation for slot in taken_back],
+            encodings=encodings,
             computes=computes,
         )
 

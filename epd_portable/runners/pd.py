@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from epd_portable.runners.generators import mark_generators
-from epd_portable.runners.traced import TracedRunner
+from epd_portable.runners.traced import TracedRunner, with_report
 
 if TYPE_CHECKING:
     from epd_portable.runners.host import PDHooks, StepOutput
@@ -26,7 +26,17 @@ class PDRunnerMixin(TracedRunner):
     def execute_model(self, scheduler_output: StepOutput, *args: Any, **kwargs: Any) -> Any:
         """Run one step of the engine, with tokens or without."""
         self.epd.place_items(scheduler_output.ec_connector_metadata, self.encoder_cache)
-        return super().execute_model(scheduler_output, *args, **kwargs)
+        if scheduler_output.total_num_scheduled_tokens:
+            with self.epd.turn():
+                # Within it vLLM asks ``get_finished``.
+                return super().execute_model(scheduler_output, *args, **kwargs)
+        output = super().execute_model(scheduler_output, *args, **kwargs)
+        return with_report(output, self.epd.report_encoded())
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        """Draw the tokens of the step that was executed last."""
+        with self.epd.turn():
+            return super().sample_tokens(*args, **kwargs)
 
     def _update_states(self, scheduler_output: StepOutput) -> Any:
         # Makes the generators of new requests and the batch, before anything is drawn (0.26 to

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 from epd_portable.connector.digest import check_digest
 from epd_portable.errors import CorruptPayloadError
 from epd_portable.log import trace
+from epd_portable.runners.background import EncodeOrder
 from epd_portable.runners.receiver_metrics import PlacerMetrics
+from epd_portable.runners.stream_clock import StreamClock
 from epd_portable.wire.descriptors import SlotDescriptor, TensorSpec
 
 if TYPE_CHECKING:
@@ -49,11 +51,13 @@ class WorkerOrders:
     Attributes:
         placements: Items that have arrived.
         revoked: Generations of grants that were taken back: nothing may be written for them.
+        encodings: Items to encode beside the steps.
         computes: The step has tokens, and may compute with every item that was placed.
     """
 
     placements: list[Placement] = field(default_factory=list)
     revoked: list[int] = field(default_factory=list)
+    encodings: list[EncodeOrder] = field(default_factory=list)
     computes: bool = False
 
 
@@ -80,6 +84,7 @@ class Placer:
         self._metrics = metrics or PlacerMetrics()
         self._copies = copies
         self._endpoint = endpoint
+        self._clock = StreamClock(copies, "epd-placed")
         self._copied: DeviceEvent | None = None
         """Behind all copies that the current stream has not waited for."""
 
@@ -118,8 +123,15 @@ class Placer:
             for item in placements:
                 encoder_cache[item.mm_hash] = _shaped(self._bytes(item), item.tensor)
         for item in placements:
-            trace("item.placed", mm_hash=item.mm_hash, nbytes=item.slot.nbytes)
             self._metrics.placed(item.slot.nbytes)
+        if trace.on:
+            with self._copies.platform.stream(self._copies.index):
+                for item in placements:
+                    self._clock.trace("item.placed", mm_hash=item.mm_hash, nbytes=item.slot.nbytes)
+
+    def close(self) -> None:
+        """Let the copies of the last step be traced."""
+        self._clock.close()
 
     def _check(self, item: Placement) -> None:
         """Compare a slot with what its producer wrote, before anything reads it."""

@@ -1,13 +1,14 @@
-"""A request's items: as the engine names and places them, and how each was had."""
+"""A request's items: as the engine names and places them, and where each came from."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
-from epd_portable.scheduling.items import Claimant
+from epd_portable.connector.registry import STORE
+from epd_portable.scheduling.items import Claimant, Item
 from epd_portable.wire.descriptors import TensorSpec
 from epd_portable.wire.params import ExpectedTransfer, ItemOutcome, PrefillParams
 
@@ -25,6 +26,7 @@ class PromptItem:
         tensor: Shape and dtype of that output.
         modality: The engine's: ``image``, ``video`` or ``audio`` with most models.
         has_media: Whether the request holds the item's media, so that it can be encoded here.
+        media: These (vLLM's ``MultiModalKwargsItem``), if it can be encoded beside the steps.
     """
 
     input_id: int
@@ -35,10 +37,11 @@ class PromptItem:
     tensor: TensorSpec
     modality: str = "image"
     has_media: bool = True
+    media: Any = None
 
 
 @dataclass(slots=True, eq=False)
-class RequestRecord(Claimant):
+class PromptRecord(Claimant):
     """One request with items, in a prefill+decode instance.
 
     Attributes:
@@ -47,9 +50,9 @@ class RequestRecord(Claimant):
         reply_to: ZMQ identity of the router; empty if nobody wants to hear of failures.
         arrived_s: When it was added.
         bare: ``mm_hash`` of items that cannot be encoded here.
-        outcomes: How each item was had, by ``mm_hash``.
+        outcomes: Where each item came from, by ``mm_hash``.
         mm_inputs_done: Items that lie wholly in what is computed, prefix cache included.
-        failed: An item cannot be had; the scheduler ends the request.
+        failed: An item cannot be obtained; the scheduler ends the request.
         last_ends: One past the last token of each distinct item.
     """
 
@@ -91,7 +94,7 @@ class RequestRecord(Claimant):
         return index
 
     def note(self, outcome: ItemOutcome) -> None:
-        """Remember how an item was had: the first way counts, unless it had to be encoded here."""
+        """Remember where an item came from: the first source counts, but for a local encode."""
         if outcome.source == "local" or outcome.mm_hash not in self.outcomes:
             self.outcomes[outcome.mm_hash] = outcome
 
@@ -165,3 +168,35 @@ def engine_names(items: Sequence[Named], transfers: Sequence[Named]) -> dict[str
 def _unnamed(every: Sequence[Named], modality: str, names: dict[str, str]) -> list[str]:
     found = (each.mm_hash for each in every if each.modality == modality)
     return [name for name in dict.fromkeys(found) if name not in names]
+
+
+def is_own(item: Item, record: PromptRecord) -> bool:
+    """Tell whether the request's own transfer brought an item."""
+    own = record.transfers.get(item.mm_hash)
+    return (
+        own is not None and item.origin is not None and own.transfer_id == item.origin.transfer_id
+    )
+
+
+def outcome_of(item: Item, record: PromptRecord, wait_s: float | None = None) -> ItemOutcome:
+    """Return how a request has an item that is here.
+
+    Args:
+        item: The item.
+        record: Of the request.
+        wait_s: How long it has waited for it; ``None`` if the item was here when it came.
+    """
+    origin = item.origin
+    if origin is None or not (is_own(item, record) or wait_s is not None):
+        return ItemOutcome(mm_hash=item.mm_hash, source="encoder_cache")
+    assert item.tensor is not None
+    stored = origin.path == STORE
+    return ItemOutcome(
+        mm_hash=item.mm_hash,
+        source="store" if stored else "transfer",
+        encoder="" if stored else origin.encoder,
+        path="" if stored else origin.path,
+        nbytes=item.tensor.nbytes,
+        wait_ms=round((wait_s or 0.0) * 1000, 3),
+        transfer_ms=round(origin.transfer_s * 1000, 3),
+    )

@@ -17,15 +17,33 @@ from epd_portable.connector.pool import ReceivePool
 from epd_portable.connector.transport import LeaseFence
 from epd_portable.errors import TransportError
 from epd_portable.log import trace
+from epd_portable.platforms.traits import TRAITS, PlatformTraits
+from epd_portable.runners.background import EncodeOrder
+from epd_portable.runners.load_reports import LoadReports
 from epd_portable.runners.orders import OrderBook
 from epd_portable.runners.placer import Placement, WorkerOrders
-from epd_portable.runners.prompt import PromptItem, RequestRecord, bare_items, match_transfers
+from epd_portable.runners.prompt import (
+    PromptItem,
+    PromptRecord,
+    bare_items,
+    is_own,
+    match_transfers,
+    outcome_of,
+)
 from epd_portable.runners.receiver_metrics import ReceiverMetrics
 from epd_portable.scheduling.encoder_cache import MultiModalRequest
-from epd_portable.scheduling.items import Item, Origin, State
+from epd_portable.scheduling.items import Claim, Item, Origin, State
 from epd_portable.scheduling.preallocator import PREALLOCATORS
 from epd_portable.wire.descriptors import SlotDescriptor
-from epd_portable.wire.messages import Announce, AnyMessage, Grant, Nack, NackCode
+from epd_portable.wire.messages import (
+    Announce,
+    AnyMessage,
+    Grant,
+    LoadReport,
+    LoadWanted,
+    Nack,
+    NackCode,
+)
 from epd_portable.wire.params import ItemOutcome, PrefillOutcome, PrefillParams
 
 if TYPE_CHECKING:
@@ -49,14 +67,16 @@ class Receiver:
         config: Of this instance.
         fingerprint: What producers must agree with.
         cache_size: Of the scheduler's encoder cache, in embeddings.
-        alignment_bytes: Of slots, see `PlatformTraits.slot_alignment_bytes`.
-        copies: Whether workers copy items out of their slots (`PlatformTraits.needs_device_copy`).
-            If not, a slot is kept as long as its item is in the encoder cache.
         lookahead: Tokens beyond those it computes whose items the engine wants
             (speculative decoding; vLLM's ``num_prefill_lookahead``).
         encode_together: See `EncoderCachePreallocator`.
+        load: Returns how busy the engine is, see `LoadReports`; ``None`` knows nothing.
         clock: Monotonic seconds.
         metrics: Counts what happens; ``None`` counts where nobody looks.
+        namespace: Of the entries that it may load from a store, see `namespace_of`.
+        traits: Of the platform, if not those of ``config.platform``: they say how slots are
+            aligned, and whether workers copy items out of them. If not, a slot is kept as long as
+            its item is in the encoder cache.
 
     Attributes:
         cache: The scheduler's encoder cache.
@@ -69,27 +89,33 @@ class Receiver:
         *,
         fingerprint: str,
         cache_size: int,
-        alignment_bytes: int,
-        copies: bool,
         lookahead: int = 0,
         encode_together: int = 0,
+        load: Callable[[], LoadReport] | None = None,
         clock: Callable[[], float] = time.monotonic,
         metrics: ReceiverMetrics | None = None,
+        namespace: str = "",
+        traits: PlatformTraits | None = None,
     ) -> None:
+        traits = traits or TRAITS[config.platform]
         self._metrics = metrics or ReceiverMetrics()
         self._config = config
         self._lookahead = lookahead
         self._clock = clock
-        self._requests: dict[str, RequestRecord] = {}
+        self._requests: dict[str, PromptRecord] = {}
         self._arrivals: deque[tuple[float, str]] = deque()
         """Deadlines of requests, and whose they are; those that have ended go in time."""
         self._numbers = itertools.count()
         self._unavailable: set[str] = set()
-        self._sleepers: list[RequestRecord] = []
-        self._pool = ReceivePool(config.pool, config.pool_bytes, alignment_bytes)
+        self._sleepers: list[PromptRecord] = []
+        self._pool = ReceivePool(config.pool, config.pool_bytes, traits.slot_alignment_bytes)
         fence = LeaseFence()
         self._endpoint = ConsumerEndpoint(
-            config, fingerprint=fingerprint, pool_bytes=self._pool.capacity_bytes, fence=fence
+            config,
+            fingerprint=fingerprint,
+            pool_bytes=self._pool.capacity_bytes,
+            fence=fence,
+            namespace=namespace,
         )
         self._session = ConsumerSession(
             send=self._send,
@@ -104,9 +130,14 @@ class Receiver:
             lease_s=config.lease_s,
         )
         self.cache = PREALLOCATORS[config.preallocation](
-            cache_size, self._pool, self._session, encode_together=encode_together
+            cache_size,
+            self._pool,
+            self._session,
+            encode_together=encode_together,
+            encode=self._encode,
         )
-        self._orders = OrderBook(self._pool, self.cache, copies=copies)
+        self._orders = OrderBook(self._pool, self.cache, copies=traits.needs_device_copy)
+        self._loads = LoadReports(load or LoadReport, self._send)
         self.lock = threading.RLock()
         self._has_news = threading.Event()
         self._closing = False
@@ -129,7 +160,7 @@ class Receiver:
         """
         now = self._clock()
         transfers = match_transfers(items, params)
-        record = RequestRecord(
+        record = PromptRecord(
             request.request_id,
             next(self._numbers),
             items=items,
@@ -153,8 +184,8 @@ class Receiver:
         trace("request.arrived", request=request.request_id, awaited=awaited)
         self._advance()
         for claim in record.claims.values():
-            if claim.item.is_here and (claim.served or _is_own(claim.item, record)):
-                record.note(_outcome(claim.item, record))
+            if claim.item.is_here and (claim.served or is_own(claim.item, record)):
+                record.note(outcome_of(claim.item, record))
 
     def may_schedule(
         self, request_id: str, num_computed_tokens: int, *, running: bool = True
@@ -206,6 +237,16 @@ class Receiver:
             record.note(ItemOutcome(mm_hash=mm_hash, source="local"))
             trace("item.local", request=request_id, mm_hash=mm_hash)
 
+    def encoded(self, mm_hashes: Iterable[str]) -> None:
+        """Items that were encoded beside the steps are in the workers' encoder caches."""
+        for mm_hash in mm_hashes:
+            self.cache.encoded(mm_hash)
+
+    def not_encoded(self, mm_hashes: Iterable[str]) -> None:
+        """Items could not be encoded beside the steps: one of these has to, as vLLM does it."""
+        for mm_hash in mm_hashes:
+            self.cache.not_encoded(mm_hash)
+
     def request_finished(
         self, request_id: str, num_computed_tokens: int = 0
     ) -> PrefillOutcome | None:
@@ -216,7 +257,7 @@ class Receiver:
             num_computed_tokens: Tokens whose KV was there in the end, prefix cache included.
 
         Returns:
-            How each of its items was had; ``None`` for a request without items.
+            Where each of its items came from; ``None`` for a request without items.
         """
         record = self._requests.pop(request_id, None)
         if record is None:
@@ -296,8 +337,12 @@ class Receiver:
         now = self._clock()
         received = self._endpoint.receive()
         for identity, message in received:
-            self._session.receive(identity, message, now)
+            if isinstance(message, LoadWanted):
+                self._loads.wanted(identity, now)
+            else:
+                self._session.receive(identity, message, now)
         self._session.tick(now)
+        self._loads.tick(now)
         self._expire(now)
         self._advance()
         if received:
@@ -363,7 +408,7 @@ class Receiver:
         for request_id in (*item.holders, *item.wanted):
             record = self._requests[request_id]
             wait_s = now - record.arrived_s
-            record.note(_outcome(item, record, wait_s=wait_s))
+            record.note(outcome_of(item, record, wait_s=wait_s))
             self._metrics.waited(wait_s)
         self._metrics.landed(grant, item.tensor.nbytes, transfer_s)
 
@@ -403,7 +448,7 @@ class Receiver:
 
     # --------------------------------------------------------------------------------------------
 
-    def _claim(self, record: RequestRecord, prompt_item: PromptItem, now: float) -> bool:
+    def _claim(self, record: PromptRecord, prompt_item: PromptItem, now: float) -> bool:
         """Let a request that has just come claim one of its items; fail it if that cannot be."""
         mm_hash = prompt_item.mm_hash
         transfer = record.transfers.get(mm_hash)
@@ -437,9 +482,28 @@ class Receiver:
         )
         if transfer is not None and not again:
             self._session.expect(transfer_id, item, now, encoder=transfer.encoder)
+            if transfer.store:
+                loading = self._endpoint.load(transfer, mm_hash, prompt_item.tensor)
+                self._session.receive(*loading, now)
         return True
 
-    def _refuse_crowd(self, record: RequestRecord) -> bool:
+    def _encode(self, claim: Claim) -> bool:
+        """Let workers encode an item beside the steps, if they can."""
+        record = self._requests[claim.who.request_id]
+        prompt_item = record.items[claim.place]
+        if prompt_item.media is None:
+            return False
+        self._orders.encode(
+            EncodeOrder(
+                mm_hash=prompt_item.mm_hash,
+                modality=prompt_item.modality,
+                media=prompt_item.media,
+            )
+        )
+        self.encoding_here(record.request_id, prompt_item.mm_hash)
+        return True
+
+    def _refuse_crowd(self, record: PromptRecord) -> bool:
         """Fail a request whose items a drafter would want at once, more than the cache holds."""
         if not self._lookahead:
             return False
@@ -461,7 +525,7 @@ class Receiver:
                 return True
         return False
 
-    def _may_schedule(self, record: RequestRecord, num_computed_tokens: int) -> bool:
+    def _may_schedule(self, record: PromptRecord, num_computed_tokens: int) -> bool:
         first = record.next_item(num_computed_tokens)
         if first == len(record.items):
             if record.running:
@@ -491,7 +555,7 @@ class Receiver:
                 return False
         return True
 
-    def _claim_again(self, record: RequestRecord, first: int) -> None:
+    def _claim_again(self, record: PromptRecord, first: int) -> None:
         """Claim items from an index on that the request had passed, and must compute again."""
         for prompt_item in record.items[first:]:
             mm_hash = prompt_item.mm_hash
@@ -533,7 +597,7 @@ class Receiver:
         if not item.transfers:
             self.cache.lost_transfer(item, reason)
 
-    def _note_arrival(self, record: RequestRecord) -> None:
+    def _note_arrival(self, record: PromptRecord) -> None:
         if len(self._arrivals) > 4 * len(self._requests) + 64:
             self._arrivals = deque(each for each in self._arrivals if each[1] in self._requests)
         deadline_s = record.arrived_s + self._config.wait_timeout_s
@@ -548,7 +612,8 @@ class Receiver:
                 continue  # It has ended; another of that name has a deadline of its own.
             for claim in list(record.claims.values()):
                 item = claim.item
-                if not item.transfers or item.is_here or item.state is State.LOCAL:
+                here = item.is_here or item.state in (State.LOCAL, State.ENCODING)
+                if here or not item.transfers:
                     continue
                 reason = f"not delivered within {wait_s} s (transfer.wait_timeout_s)"
                 logger.warning("item %s: %s", item.mm_hash, reason)
@@ -556,12 +621,12 @@ class Receiver:
                 self._session.not_wanted(item)
                 self._lost(item, slot, reason)
 
-    def _refuse(self, record: RequestRecord, mm_hash: str, code: NackCode, detail: str) -> None:
+    def _refuse(self, record: PromptRecord, mm_hash: str, code: NackCode, detail: str) -> None:
         """Let the scheduler end a request, and tell the router by one of its own transfers.
 
         Args:
             record: Of the request, which has not failed yet.
-            mm_hash: The item that cannot be had.
+            mm_hash: The item that cannot be obtained.
             code: Why, for the router.
             detail: Why, for people: value, limit and remedy.
         """
@@ -575,7 +640,7 @@ class Receiver:
             own = record.transfers.get(mm_hash) or next(iter(record.transfers.values()))
             self._tell(record, own.transfer_id, code, detail)
 
-    def _fail_lost(self, record: RequestRecord, mm_hash: str) -> None:
+    def _fail_lost(self, record: PromptRecord, mm_hash: str) -> None:
         detail = (
             f"item {mm_hash}: {record.lost[mm_hash]}; it cannot be encoded here, where the request "
             "holds no media or the instance no encoder: send the request again"
@@ -583,12 +648,12 @@ class Receiver:
         logger.warning("request %s: %s", record.request_id, detail)
         self._refuse(record, mm_hash, NackCode.UNAVAILABLE, detail)
 
-    def _tell(self, record: RequestRecord, transfer_id: str, code: NackCode, detail: str) -> None:
+    def _tell(self, record: PromptRecord, transfer_id: str, code: NackCode, detail: str) -> None:
         if record.reply_to:
             nack = Nack(transfer_id=transfer_id, code=code, detail=detail)
             self._endpoint.send(record.reply_to, nack)
 
-    def _note_progress(self, record: RequestRecord, num_computed_tokens: int) -> None:
+    def _note_progress(self, record: PromptRecord, num_computed_tokens: int) -> None:
         """Count the items that are computed, and stop awaiting them.
 
         Asked in every step of a request that waits, so nothing is looked at again that did not
@@ -611,34 +676,3 @@ class Receiver:
         for mm_hash in record.lost:
             if record.last_ends[mm_hash] <= num_computed_tokens:
                 record.note(ItemOutcome(mm_hash=mm_hash, source="prefix_cache"))
-
-
-def _is_own(item: Item, record: RequestRecord) -> bool:
-    """Tell whether the request's own transfer brought an item."""
-    own = record.transfers.get(item.mm_hash)
-    return (
-        own is not None and item.origin is not None and own.transfer_id == item.origin.transfer_id
-    )
-
-
-def _outcome(item: Item, record: RequestRecord, wait_s: float | None = None) -> ItemOutcome:
-    """Return how a request has an item that is here.
-
-    Args:
-        item: The item.
-        record: Of the request.
-        wait_s: How long it has waited for it; ``None`` if the item was here when it came.
-    """
-    origin = item.origin
-    if origin is None or not (_is_own(item, record) or wait_s is not None):
-        return ItemOutcome(mm_hash=item.mm_hash, source="encoder_cache")
-    assert item.tensor is not None
-    return ItemOutcome(
-        mm_hash=item.mm_hash,
-        source="transfer",
-        encoder=origin.encoder,
-        path=origin.path,
-        nbytes=item.tensor.nbytes,
-        wait_ms=round((wait_s or 0.0) * 1000, 3),
-        transfer_ms=round(origin.transfer_s * 1000, 3),
-    )

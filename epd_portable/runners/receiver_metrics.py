@@ -29,7 +29,7 @@ class ReceiverMetrics(Instruments):
         self._room: tuple[int, int, int] | None = None
         self._items = counter(
             "epd_pd_items",
-            "Items of requests that have ended, by how they were had.",
+            "Items of requests that have ended, by where they came from.",
             "source",
             get_args(Source),
         )
@@ -79,7 +79,7 @@ class ReceiverMetrics(Instruments):
         )
         self._cache_held = gauge(
             "epd_pd_encoder_cache_held_embeddings",
-            "Room in it that cannot be had: requests hold the entry, or an item is awaited.",
+            "Room in it that is not available: requests hold the entry, or an item is awaited.",
         )
 
     def sent(self, message: AnyMessage) -> None:
@@ -132,7 +132,7 @@ class ReceiverMetrics(Instruments):
         """A request ended, well or not.
 
         Args:
-            items: How its items were had.
+            items: Where its items came from.
             expected: Those that a transfer was to bring, by ``mm_hash``.
         """
         for item in items:

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from epd_portable.log import trace
-
 if TYPE_CHECKING:
-    from epd_portable.runners.host import EncodeHooks, SecondRunnerHost, StepOutput
+    from epd_portable.runners.host import EncodeHooks, SecondRunnerHost, StepOutput, TraceHook
 
     _Base = SecondRunnerHost
 else:
@@ -23,11 +21,13 @@ else:
 class SecondRunnerMixin(_Base):
     """Traces the tokens of every step and the items that the encoder computes in it."""
 
+    epd: TraceHook
+
     def execute_model(self, scheduler_output: StepOutput, *args: Any, **kwargs: Any) -> Any:
         """Run one step of the engine, or of a profile, which has no metadata of ours."""
         real = scheduler_output.ec_connector_metadata is not None
         if real and scheduler_output.total_num_scheduled_tokens:
-            trace("step", tokens=dict(scheduler_output.num_scheduled_tokens))
+            self.epd.trace("step", tokens=dict(scheduler_output.num_scheduled_tokens))
         return super().execute_model(scheduler_output, *args, **kwargs)
 
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
@@ -44,9 +44,9 @@ class SecondRunnerMixin(_Base):
                 for request_id, input_ids in inputs.items()
                 for input_id in input_ids
             ]
-            trace("encode.begin", items=items)
+            self.epd.trace("encode.begin", items=items)
             outputs = encode(inputs)
-            trace("encode.end", items=items)
+            self.epd.trace("encode.end", items=items)
             return outputs
 
         state.execute_mm_encoder = traced

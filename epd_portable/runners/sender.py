@@ -7,6 +7,8 @@ turn
 - a copy that a device makes by itself is queued behind the computation. One thread waits for the
   ends of these, which come in the order in which they were queued, and says *written*;
 - whatever else may have to be waited for is left to a thread of a pool, which hands its end back.
+
+What was queued is not computed yet: `StreamClock` tells when it is.
 """
 
 from __future__ import annotations
@@ -18,9 +20,10 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from epd_portable.connector import registry
 from epd_portable.connector.control import ControlClients, host_identity, new_session
@@ -28,13 +31,15 @@ from epd_portable.connector.copies import CHUNK_BYTES, QueuedCopy
 from epd_portable.connector.curve import read_keys
 from epd_portable.connector.digest import digest_of
 from epd_portable.connector.producer import Actions, Finished, ProducerSession, TransferOrder, Write
+from epd_portable.connector.stores.writer import Output, StoreWriter
 from epd_portable.connector.transport import Transport
 from epd_portable.envs import EPD_PAYLOAD_DIGEST
 from epd_portable.errors import EPDError, TransportError, UnsupportedError
 from epd_portable.log import trace
 from epd_portable.runners.cores import on_all_cores
 from epd_portable.runners.sender_metrics import SenderMetrics
-from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor
+from epd_portable.runners.stream_clock import Moment, StreamClock
+from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor, TensorSpec
 
 if TYPE_CHECKING:
     import torch
@@ -51,6 +56,26 @@ _IDLE_POLL_S = 1.0
 _BACK_OFF_S = 0.01
 _STUCK_AFTER_S = 30.0
 """A write that goes on for so long after its lease is told of; when closing, it is left alone."""
+_STEPS_AHEAD = 1
+"""A step is queued while so many before it are not computed: the device never waits for the next,
+and what is encoded next is decided as late as can be."""
+_HEARD_S = 1.0
+"""Longest time from the end of a copy until the computation before it is heard to have ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Output:
+    """What the encoder put out.
+
+    Attributes:
+        tensor: ``(num_tokens, width)``, contiguous.
+        computed: Event behind it.
+        computed_at: When that passed.
+    """
+
+    tensor: torch.Tensor
+    computed: DeviceEvent
+    computed_at: Moment
 
 
 class Sender:
@@ -64,6 +89,7 @@ class Sender:
         fingerprint: What consumers must agree with.
         copies: Of the worker's device.
         metrics: Counts what happens; ``None`` counts where nobody looks.
+        store: Gets each output when its transfers have ended; ``None`` for nobody.
     """
 
     def __init__(
@@ -72,6 +98,7 @@ class Sender:
         fingerprint: str,
         copies: DeviceCopies,
         metrics: SenderMetrics | None = None,
+        store: StoreWriter | None = None,
     ) -> None:
         self._metrics = metrics or SenderMetrics()
         session = new_session()
@@ -87,6 +114,7 @@ class Sender:
             paths=tuple(PathEndpoint(path=path.name) for path in paths),
         )
         self._copies = copies
+        self._store = store
         self._digests = EPD_PAYLOAD_DIGEST.get()
         self._session = ProducerSession(peer, wait_timeout_s=config.wait_timeout_s)
         self._transports: dict[str, Transport] = {}
@@ -97,19 +125,25 @@ class Sender:
             path.name for path in paths if registry.queues_copies(path.name, platform.name)
         )
         self._writes: SimpleQueue[Write | None] = SimpleQueue()
-        self._queued: SimpleQueue[tuple[Write, QueuedCopy, float] | None] = SimpleQueue()
-        """Copies that the device makes, each with the time at which it was asked to."""
+        self._queued: SimpleQueue[tuple[Write, QueuedCopy, Moment, float] | None] = SimpleQueue()
+        """Copies that the device makes, each with the times at which its output was computed, and
+        at which it was asked to."""
         self._writing: dict[str, Write] = {}
         """What is being written, those that are told to be stuck left out."""
         self._orders: dict[str, TransferOrder] = {}
         self._users: Counter[str] = Counter()
-        self._outputs: dict[str, tuple[torch.Tensor, DeviceEvent]] = {}
+        self._outputs: dict[str, _Output] = {}
         self._lock = threading.Lock()
         self._turns = threading.Lock()
         """Whoever has it exchanges messages and moves the session on."""
         self._inbox: deque[Callable[[float], None]] = deque()
         self._ended: set[str] = set()
-        self._has_ended = threading.Event()
+        self._computed_step = self._told_step = 0
+        self._news = threading.Condition(self._lock)
+        """A transfer has ended, or a step is computed."""
+        self._clock = StreamClock(copies, "epd-computed")
+        self._copied_s = 0.0
+        """When the copy stream ended the last copy that was heard of."""
         self._told: set[tuple[type[Exception], int | None]] = set()
         self._wait_timeout_s = config.wait_timeout_s
         self._stop_s: float | None = None
@@ -131,13 +165,16 @@ class Sender:
 
     # -- the model runner's thread ---------------------------------------------------------------
 
-    def submit(self, order: TransferOrder, output: torch.Tensor | None) -> None:
+    def submit(
+        self, order: TransferOrder, output: torch.Tensor | None, *, restored: bool = False
+    ) -> None:
         """Begin a transfer; one of that id that has not ended stays as it is.
 
         Args:
             order: What and where to.
             output: The item, if the engine has it from before: ``(num_tokens, width)`` on the
                 worker's device.
+            restored: It comes from its copy in host memory.
 
         Raises:
             TransportError: The sender's thread has ended: nothing leaves this instance any more.
@@ -155,9 +192,9 @@ class Sender:
             self._orders[order.transfer_id] = order
             self._users[order.mm_hash] += 1
             if output is not None:
-                self._keep(order.mm_hash, output)
+                self._keep(order.mm_hash, output, lambda at_s: None)
             ready = order.mm_hash in self._outputs
-        self._metrics.submitted(cached=ready)
+        self._metrics.submitted("host" if restored else "cache" if ready else "encoder")
         self._post(partial(self._submit, order, ready))
 
     def output_ready(self, mm_hash: str, output: torch.Tensor) -> None:
@@ -165,8 +202,8 @@ class Sender:
         with self._lock:
             if not self._users[mm_hash]:
                 return
-            self._keep(mm_hash, output)
-        trace("output.ready", mm_hash=mm_hash)
+            ready = partial(_trace_ready, mm_hash)
+            self._keep(mm_hash, output, ready)
         self._inbox.append(lambda now: self._session.output_ready(mm_hash))
         # What can be written at once leaves at once: the thread would have to be woken, and then
         # wait for Python's lock, which this one keeps.
@@ -177,12 +214,46 @@ class Sender:
         """Return the ids of transfers that ended since the last call."""
         with self._lock:
             ended, self._ended = self._ended, set()
-            self._has_ended.clear()
         return ended
 
+    def step_queued(self, step: int) -> None:
+        """All work of a step has been queued; blocks while too many are not computed.
+
+        Args:
+            step: Its number; they grow by one, from 1.
+
+        Raises:
+            PlatformError: The device has failed.
+        """
+        self._clock.mark(partial(self._step_computed, step))
+        with self._news:
+            while self._computed_step < step - _STEPS_AHEAD:
+                self._clock.check()
+                self._news.wait(_BUSY_POLL_S)
+
+    def take_computed(self) -> int | None:
+        """Return the last step that is computed, if there is a new one since the last call.
+
+        Raises:
+            PlatformError: The device has failed.
+        """
+        self._clock.check()
+        with self._lock:
+            if self._told_step == self._computed_step:
+                return None
+            self._told_step = self._computed_step
+            return self._told_step
+
+    def trace(self, event: str, **fields: Any) -> None:
+        """Record an event of the trace when what was queued before is computed."""
+        self._clock.trace(event, **fields)
+
     def rest(self, timeout_s: float) -> None:
-        """Block until a transfer has ended since `take_ended`, but no longer than this."""
-        self._has_ended.wait(timeout_s)
+        """Block until there is something to take, but no longer than this."""
+        with self._news:
+            self._news.wait_for(
+                lambda: self._ended or self._told_step != self._computed_step, timeout_s
+            )
 
     def close(self, linger_s: float = 0.0) -> None:
         """Stop; writes that are under way end first.
@@ -194,6 +265,8 @@ class Sender:
             self._stop_s = time.monotonic() + linger_s
         self._control.wake()
         self._thread.join()
+        if self._store is not None:
+            self._store.close(linger_s)
 
     # -- the sender's thread ---------------------------------------------------------------------
 
@@ -230,6 +303,7 @@ class Sender:
             if not any(thread.is_alive() for thread in others):
                 for transport in self._transports.values():
                     transport.close()
+            self._clock.close()
             with self._turns:
                 self._control.close()
 
@@ -293,16 +367,39 @@ class Sender:
         if finished.problem:
             logger.warning("transfer %s ended: %s", finished.transfer_id, finished.problem)
         with self._lock:
-            del self._orders[finished.transfer_id]
+            order = self._orders.pop(finished.transfer_id)
             self._users[finished.mm_hash] -= 1
             if not self._users[finished.mm_hash]:
                 del self._users[finished.mm_hash]
                 output = self._outputs.pop(finished.mm_hash, None)
                 if output is not None:
-                    self._metrics.kept(-output[0].nbytes)
+                    self._metrics.kept(-output.tensor.nbytes)
+                    self._store_output(order, output)
             self._ended.add(finished.transfer_id)
-            self._has_ended.set()
+            self._news.notify_all()
         self._metrics.finished(finished)
+
+    def _store_output(self, order: TransferOrder, output: _Output) -> None:
+        """Let an output be written into the store, now that nobody waits for it any more."""
+        if self._store is None or not order.item or not _is_of(order.tensor, output.tensor):
+            return
+        self._store.save_caches(
+            Output(
+                item=order.item,
+                kind=order.kind,
+                mm_hash=order.mm_hash,
+                modality=order.modality,
+                metadata=order.metadata,
+                tensor=order.tensor,
+                nbytes=output.tensor.nbytes,
+                to_host=partial(self._to_host, output),
+            )
+        )
+
+    def _to_host(self, output: _Output) -> torch.Tensor:
+        self._copies.platform.set_device(self._copies.index)
+        deadline_s = time.monotonic() + self._wait_timeout_s
+        return self._copies.to_host(output.tensor, after=output.computed, deadline_s=deadline_s)
 
     def _begin(self, write: Write) -> None:
         """Write here what takes about a millisecond at most, have the rest written elsewhere."""
@@ -319,11 +416,11 @@ class Sender:
         """Let the device copy an item; do nothing if this thread would have to wait for it."""
         begin_s = time.monotonic()
         try:
-            output, computed = self._output_of(write)
+            output = self._output_of(write)
             copy = self._transport(write.path).queue(
-                output,
+                output.tensor,
                 write.slot,
-                computed=computed,
+                computed=output.computed,
                 address=write.address,
                 deadline_s=write.deadline_s,
             )
@@ -335,7 +432,7 @@ class Sender:
         try:
             _trace_begun(write)
         finally:  # Whatever happens: the end of it must be heard.
-            self._queued.put((write, copy, begin_s))
+            self._queued.put((write, copy, output.computed_at, begin_s))
         return True
 
     def _submit(self, order: TransferOrder, ready: bool, now: float) -> None:
@@ -378,12 +475,28 @@ class Sender:
         self._inbox.append(work)
         self._control.wake()
 
-    def _keep(self, mm_hash: str, output: torch.Tensor) -> None:
-        if mm_hash not in self._outputs:
-            # Behind the computation, and behind the copy if that is not in one piece.
-            whole = output.detach().contiguous()
-            self._outputs[mm_hash] = (whole, self._copies.platform.record_event())
-            self._metrics.kept(whole.nbytes)
+    def _keep(self, mm_hash: str, output: torch.Tensor, ready: Callable[[float], None]) -> None:
+        """Keep an output for its transfers; tell when it is computed."""
+        if mm_hash in self._outputs:
+            ready(time.monotonic())
+            return
+        # Behind the computation, and behind the copy if that is not in one piece.
+        whole = output.detach().contiguous()
+        computed = self._copies.platform.record_event()
+        computed_at = Moment()
+        self._outputs[mm_hash] = _Output(whole, computed, computed_at)
+        self._metrics.kept(whole.nbytes)
+
+        def reached(at_s: float) -> None:
+            computed_at.set(at_s)
+            ready(at_s)
+
+        self._clock.mark(reached, computed)
+
+    def _step_computed(self, step: int, at_s: float) -> None:
+        with self._news:
+            self._computed_step = step
+            self._news.notify_all()
 
     # -- the watcher's thread --------------------------------------------------------------------
 
@@ -401,12 +514,15 @@ class Sender:
             self._died(error)
             raise
 
-    def _end_of(self, write: Write, copy: QueuedCopy, begin_s: float) -> Callable[[float], None]:
+    def _end_of(
+        self, write: Write, copy: QueuedCopy, computed_at: Moment, begin_s: float
+    ) -> Callable[[float], None]:
         """Wait until a copy has ended; return the report of it."""
         try:
             copy.finish()
-            write_s = time.monotonic() - begin_s
-            _trace_written(write, write_s)
+            # It was queued behind the computation, and behind the copies before it.
+            write_s, self._copied_s = _times(computed_at, max(begin_s, self._copied_s))
+            _trace_written(write, write_s, self._copied_s)
         except Exception as error:
             return partial(self._write_failed, write, error)
         return partial(self._write_done, write, "", write_s)
@@ -449,40 +565,43 @@ class Sender:
     def _carry_out(self, write: Write) -> tuple[str, float]:
         """Write an item; return its digest, if that is asked for, and the seconds that it took."""
         self._copies.platform.set_device(self._copies.index)
-        output, computed = self._output_of(write)
+        output = self._output_of(write)
         digest = ""
         if self._digests:
-            deadline_s = write.deadline_s
-            digest = digest_of(self._copies.to_host(output, after=computed, deadline_s=deadline_s))
+            host = self._copies.to_host(
+                output.tensor, after=output.computed, deadline_s=write.deadline_s
+            )
+            digest = digest_of(host)
         _trace_begun(write)
         begin_s = time.monotonic()
         self._transport(write.path).write(
-            output,
+            output.tensor,
             write.slot,
-            computed=computed,
+            computed=output.computed,
             address=write.address,
             deadline_s=write.deadline_s,
         )
-        write_s = time.monotonic() - begin_s
-        _trace_written(write, write_s)
+        write_s, end_s = _times(output.computed_at, begin_s)
+        _trace_written(write, write_s, end_s)
         return digest, write_s
 
-    def _output_of(self, write: Write) -> tuple[torch.Tensor, DeviceEvent]:
-        """Return what the encoder put out, and the event behind its computation.
+    def _output_of(self, write: Write) -> _Output:
+        """Return what the encoder put out.
 
         Raises:
             TransportError: It is not what was announced.
         """
         with self._lock:
             order = self._orders[write.transfer_id]
-            output, computed = self._outputs[write.mm_hash]
-        shape, dtype = tuple(output.shape), str(output.dtype).removeprefix("torch.")
-        if (shape, dtype) != (order.tensor.shape, order.tensor.dtype):
+            output = self._outputs[write.mm_hash]
+        tensor = output.tensor
+        if not _is_of(order.tensor, tensor):
+            shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
             raise TransportError(
                 f"encoder put out {shape} {dtype}, announced was {order.tensor.shape} "
                 f"{order.tensor.dtype}"
             )
-        return output, computed
+        return output
 
     def _transport(self, path: str) -> Transport:
         with self._lock:
@@ -491,17 +610,40 @@ class Sender:
             return self._transports[path]
 
 
+def _is_of(spec: TensorSpec, tensor: torch.Tensor) -> bool:
+    return (tuple(tensor.shape), str(tensor.dtype)) == (spec.shape, f"torch.{spec.dtype}")
+
+
 def _is_stuck(write: Write, now: float) -> bool:
     return now > write.deadline_s + _STUCK_AFTER_S
+
+
+def _times(computed_at: Moment, asked_s: float) -> tuple[float, float]:
+    """Return how long a write took that has ended just now, and when that was.
+
+    Args:
+        computed_at: When what was written was there; another thread hears it, perhaps a little
+            later than this one heard of the end.
+        asked_s: When the write could have begun otherwise.
+    """
+    end_s = time.monotonic()
+    begin_s = max(asked_s, computed_at.wait(_HEARD_S) or asked_s)
+    end_s = max(begin_s, end_s)
+    return end_s - begin_s, end_s
+
+
+def _trace_ready(mm_hash: str, at_s: float) -> None:
+    trace("output.ready", at_s=at_s, mm_hash=mm_hash)
 
 
 def _trace_begun(write: Write) -> None:
     trace("transfer.begun", transfer=write.transfer_id, mm_hash=write.mm_hash, path=write.path)
 
 
-def _trace_written(write: Write, write_s: float) -> None:
+def _trace_written(write: Write, write_s: float, end_s: float) -> None:
     trace(
         "transfer.written",
+        at_s=end_s,
         transfer=write.transfer_id,
         mm_hash=write.mm_hash,
         path=write.path,

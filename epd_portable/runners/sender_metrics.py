@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from prometheus_client import CollectorRegistry
 
 from epd_portable.connector.producer import Finished, Write
 from epd_portable.runners.instruments import Instruments
 from epd_portable.wire.messages import Announce, AnyMessage, Written
+
+OutputSource = Literal["encoder", "cache", "host"]
+"""Where an output comes from: it is computed now, it is in the encoder cache, or its copy in host
+memory was restored."""
 
 
 class SenderMetrics(Instruments):
@@ -20,7 +26,7 @@ class SenderMetrics(Instruments):
             "epd_encode_transfers",
             "Transfers begun, by where the output comes from.",
             "source",
-            ("encoder", "cache"),
+            ("encoder", "cache", "host"),
         )
         self._ended = counter(
             "epd_encode_transfers_ended",
@@ -48,9 +54,9 @@ class SenderMetrics(Instruments):
             "epd_encode_kept_bytes", "Bytes of encoder outputs kept for transfers."
         )
 
-    def submitted(self, *, cached: bool) -> None:
-        """A transfer began; if ``cached``, of an output that was there already."""
-        self._transfers.labels("cache" if cached else "encoder").inc()
+    def submitted(self, source: OutputSource) -> None:
+        """A transfer began of an output that is encoded now, or was there already."""
+        self._transfers.labels(source).inc()
         self._in_flight.inc()
 
     def sent(self, message: AnyMessage) -> None:

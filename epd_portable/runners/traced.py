@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
-from epd_portable.log import trace
-
 if TYPE_CHECKING:
-    from epd_portable.runners.host import RunnerHost, StepOutput
+    from epd_portable.runners.host import RunnerHost, StepOutput, TraceHook
 
     _Base = RunnerHost
 else:
@@ -17,10 +16,12 @@ else:
 class TracedRunner(_Base):
     """Traces the tokens of every step and the items that the encoder computes in it."""
 
+    epd: TraceHook
+
     def execute_model(self, scheduler_output: StepOutput, *args: Any, **kwargs: Any) -> Any:
         """Run one step of the engine."""
         if scheduler_output.total_num_scheduled_tokens:
-            trace("step", tokens=dict(scheduler_output.num_scheduled_tokens))
+            self.epd.trace("step", tokens=dict(scheduler_output.num_scheduled_tokens))
         return super().execute_model(scheduler_output, *args, **kwargs)
 
     def _execute_mm_encoder(self, scheduler_output: StepOutput) -> Any:
@@ -32,7 +33,21 @@ class TracedRunner(_Base):
             for request_id, input_ids in inputs.items()
             for input_id in input_ids
         ]
-        trace("encode.begin", items=items)
+        self.epd.trace("encode.begin", items=items)
         outputs = super()._execute_mm_encoder(scheduler_output)
-        trace("encode.end", items=items)
+        self.epd.trace("encode.end", items=items)
         return outputs
+
+
+def with_report(output: Any, report: Any | None) -> Any:
+    """Return what a step put out, with what the connector's worker side reports by it.
+
+    Args:
+        output: vLLM's ``ModelRunnerOutput``; one that is empty is shared between steps.
+        report: vLLM's ``ECConnectorOutput``, or nothing.
+    """
+    if report is None:
+        return output
+    output = copy.copy(output)
+    output.ec_connector_output = report
+    return output

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-WINDOW_S = 10.0
-"""Busy time over which the rate of answers is observed; what is older fades."""
+from epd_portable.scheduling.pace import Pace
 
 SHORTEST_WAIT_S = 0.05
 LONGEST_WAIT_S = 30.0
@@ -54,10 +53,12 @@ class Visit:
     Attributes:
         items: Of it that were taken.
         nbytes: Of it that were taken.
+        pixels: Of its items.
     """
 
     items: int = 0
     nbytes: int = 0
+    pixels: int = 0
 
 
 class Admission:
@@ -69,6 +70,7 @@ class Admission:
     Attributes:
         items: Queued at the moment.
         nbytes: Queued at the moment.
+        pixels: Queued at the moment, as far as they are known.
         requests: Queued at the moment.
     """
 
@@ -76,10 +78,9 @@ class Admission:
         self._limits = limits
         self.items = 0
         self.nbytes = 0
+        self.pixels = 0
         self.requests = 0
-        self._answered = 0.0
-        self._busy_s = 0.0
-        self._seen_s = 0.0
+        self._pace = Pace()
 
     def take(
         self, visit: Visit, *, items: int = 0, nbytes: int = 0, now_s: float
@@ -92,7 +93,7 @@ class Admission:
             nbytes: More of them.
             now_s: Monotonic time.
         """
-        self._pass_time(now_s)
+        self._pace.see(now_s, busy=self.requests > 0)
         for what, wanted, own, queued, limit in (
             ("items", items, visit.items, self.items, self._limits.items),
             ("bytes", nbytes, visit.nbytes, self.nbytes, self._limits.nbytes),
@@ -115,28 +116,24 @@ class Admission:
         visit.nbytes += nbytes
         return None
 
+    def found(self, visit: Visit, pixels: int) -> None:
+        """Note how many pixels the items of a request have that was taken on."""
+        self.pixels += pixels
+        visit.pixels += pixels
+
     def leave(self, visit: Visit, *, now_s: float) -> None:
         """The request was answered, refused or given up: give back all that it occupies."""
         if visit == Visit():
             return
-        self._pass_time(now_s)
-        self._answered += 1
+        self._pace.see(now_s, busy=self.requests > 0)
+        self._pace.end()
         self.requests -= 1
         self.items -= visit.items
         self.nbytes -= visit.nbytes
-        visit.items = visit.nbytes = 0
-        if self._busy_s > WINDOW_S:
-            self._answered *= WINDOW_S / self._busy_s
-            self._busy_s = WINDOW_S
-
-    def _pass_time(self, now_s: float) -> None:
-        # Idle time says nothing of how fast requests are answered.
-        if self.requests:
-            self._busy_s += now_s - self._seen_s
-        self._seen_s = now_s
+        self.pixels -= visit.pixels
+        visit.items = visit.nbytes = visit.pixels = 0
 
     def _wait_s(self, share: float) -> float:
         """Return how long that share of all requests takes to be answered, at the observed rate."""
-        # The request under way counts as answered now: a stalled instance tells longer times.
-        seconds_each = self._busy_s / (self._answered + 1)
-        return min(max(share * self.requests * seconds_each, SHORTEST_WAIT_S), LONGEST_WAIT_S)
+        wait_s = share * self.requests * self._pace.seconds_each
+        return min(max(wait_s, SHORTEST_WAIT_S), LONGEST_WAIT_S)

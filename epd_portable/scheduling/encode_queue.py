@@ -353,7 +353,7 @@ class EncodeQueue:
         return {
             feature.identifier
             for index, feature in enumerate(request.mm_features)
-            if self._cache.check_and_update_cache(request, index)
+            if self._cache.hold_entry(request, index)
         }
 
     def _tell_parts(self, request: EncodeRequest) -> None:

@@ -17,6 +17,9 @@ from typing import Protocol
 
 from epd_portable.scheduling.items import Item, State
 
+_WITH_ROOM = (State.RESERVED, State.GRANTED, State.LOCAL, State.ENCODING)
+"""Of items that are no entries yet."""
+
 
 class MultiModalFeature(Protocol):
     """One item of a request, as vLLM describes it."""
@@ -74,7 +77,7 @@ class EncoderCacheManager:
     # -- two-step allocation ---------------------------------------------------------------------
 
     def can_preallocate(self, num_embeds: int) -> bool:
-        """Tell whether room for ``num_embeds`` can be had now, evicting idle entries if need be."""
+        """Tell whether ``num_embeds`` fit now, evicting idle entries if need be."""
         return num_embeds <= self.num_freeable_slots
 
     def preallocate(self, mm_hash: str, num_embeds: int) -> Item:
@@ -98,7 +101,7 @@ class EncoderCacheManager:
     def depreallocate(self, mm_hash: str) -> None:
         """Give back preallocated room; does nothing if there is none."""
         item = self.items.get(mm_hash)
-        if item is not None and item.state in (State.RESERVED, State.GRANTED, State.LOCAL):
+        if item is not None and item.state in _WITH_ROOM:
             item.state = State.WAITING
             self.num_free_slots += item.num_embeds
             self.num_freeable_slots += item.num_embeds
@@ -163,6 +166,10 @@ class EncoderCacheManager:
 
     def check_and_update_cache(self, request: MultiModalRequest, input_id: int) -> bool:
         """Return whether the item has an entry; if so the request holds it from now on."""
+        return self.hold_entry(request, input_id)
+
+    def hold_entry(self, request: MultiModalRequest, input_id: int) -> bool:
+        """Do the same for requests that vLLM does not schedule yet."""
         item = self.items.get(request.mm_features[input_id].identifier)
         if item is None or not item.is_here:
             return False

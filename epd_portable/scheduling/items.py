@@ -6,7 +6,8 @@ when the request has computed past the item, has ended, or cannot have it::
 
     WAITING ──room──▶ RESERVED ──▶ GRANTED ──▶ LANDED ──▶ PRESENT      by a transfer
        ▲  │               │           │           │          │
-       │  └────room──▶ LOCAL ─────────────────────────▶ PRESENT        encoded here
+       │  └────room──▶ LOCAL ─────────────────────────▶ PRESENT        encoded in a step
+       │  └────room──▶ ENCODING ──────────────────────▶ PRESENT        encoded beside steps
        └──────────────────┴───────────┴───────────┴──────────┘
               transfer lost, room given up, entry evicted
 
@@ -29,7 +30,9 @@ class State(enum.Enum):
     WAITING = enum.auto()
     """It has no room."""
     LOCAL = enum.auto()
-    """It has room, and is to be encoded here."""
+    """It has room, and is to be encoded here, in a step."""
+    ENCODING = enum.auto()
+    """It has room, and is encoded here beside the steps; nothing stops that before its end."""
     RESERVED = enum.auto()
     """It has room and a slot, and nobody writes yet."""
     GRANTED = enum.auto()

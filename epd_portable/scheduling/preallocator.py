@@ -9,6 +9,7 @@ What holds after every call:
 
 - An item that is not `State.WAITING` has its room; only idle entries can lose theirs.
 - `State.LOCAL` and `State.RESERVED` items are held by somebody; who leaves last gives room back.
+  What is written by an encoder, or encoded beside the steps, keeps its room until that has ended.
 - A claim that waits is in the queue; all served claims of its request keep their room meanwhile.
 - A request is started only when all its claims are served, or when the first that waits is its own
   and nobody has room who was not started (`may_start`). So whoever computes can go on without room
@@ -19,7 +20,7 @@ What holds after every call:
   The last of those gives its room back (`_make_way`).
 
 Together: whenever the first claim waits, a request that came before computes, a transfer with a
-deadline is under way, or somebody gives way; so every claim is served.
+deadline or an encoder is under way, or somebody gives way; so every claim is served.
 """
 
 from __future__ import annotations
@@ -27,12 +28,15 @@ from __future__ import annotations
 import heapq
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import ClassVar, Protocol
 
 from epd_portable.scheduling.encoder_cache import EncoderCacheManager, MultiModalRequest
 from epd_portable.scheduling.items import Claim, Claimant, Item, State
 from epd_portable.wire.descriptors import SlotDescriptor, TensorSpec
+
+_UNDER_WAY = (State.GRANTED, State.ENCODING)
+"""Of items whose room cannot be given to others before something has ended."""
 
 Entry = tuple[tuple[bool, int], int, int, Claim]
 """A claim's place in the queue: its request's, its own, and the entry's number."""
@@ -82,6 +86,8 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
         deliveries: Is told what becomes of items.
         encode_together: One request has no more embeddings encoded in one step than this, but for a
             single item: in between others get their tokens. 0 for no limit.
+        encode: Begins to encode an item beside the steps, by whose claim it got room, and says
+            whether it does; a step encodes what it does not.
 
     Attributes:
         accepts_early: Whether it ever accepts an item that no request has asked for.
@@ -98,9 +104,11 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
         deliveries: Deliveries,
         *,
         encode_together: int = 0,
+        encode: Callable[[Claim], bool] = lambda claim: False,
     ) -> None:
         super().__init__(cache_size)
         self._encode_together = encode_together
+        self._encode = encode
         self.unsettled: set[str] = set()
         self._slots = slots
         self._deliveries = deliveries
@@ -147,7 +155,7 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
         """
         item = self.items.get(mm_hash)
         if item is not None and item.tensor != tensor:
-            if item.holders or item.wanted:
+            if item.holders or item.wanted or item.state is State.ENCODING:
                 return None
             self._drop(item)
             item = None
@@ -270,6 +278,25 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
         item.slot = None
         self._is_here(item)
         self._stirred = True  # While it was written, its room could not be given to others.
+
+    def encoded(self, mm_hash: str) -> None:
+        """An item that was encoded beside the steps is in the workers' encoder caches."""
+        item = self.items[mm_hash]
+        item.state = State.PRESENT
+        item.origin = None
+        if not item.holders:
+            self._rest(item)
+        self._is_here(item)
+        self._stirred = True  # Meanwhile its room could not be given to others.
+
+    def not_encoded(self, mm_hash: str) -> None:
+        """An item could not be encoded beside the steps: one of them has to."""
+        item = self.items[mm_hash]
+        item.state = State.LOCAL
+        for request_id in item.holders:
+            self._wake(self._claimants[request_id])
+        self._settle(item)
+        self._stirred = True
 
     def lost_slot(self, item: Item) -> None:
         """A transfer failed and its slot is not the item's any more: its claims queue again."""
@@ -422,7 +449,7 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
                 self._lose(claim, "it is not here any more")
                 return True
             elif self._make_room(item.num_embeds):
-                self._occupy(item, State.LOCAL)
+                self._occupy(item, State.ENCODING if self._encode(claim) else State.LOCAL)
             else:
                 return False
         who = claim.who
@@ -480,7 +507,7 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
             for claim in sorted(who.claims.values(), key=lambda each: each.place, reverse=True):
                 if (who.rank, claim.place) <= (first.who.rank, first.place):
                     break
-                if claim.served and claim.item.state is not State.GRANTED:
+                if claim.served and claim.item.state not in _UNDER_WAY:
                     self._unserve(claim)
                     self._settle(claim.item)
                     return True
@@ -519,6 +546,8 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
             return
         if not item.wanted:
             self._deliveries.not_wanted(item)
+        if item.state is State.ENCODING:
+            return
         if item.state is not State.GRANTED or not item.wanted:
             self._give_room_back(item)
 

@@ -7,6 +7,7 @@ environment; those of media, which the router has checked already, with the inst
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import re
@@ -32,10 +33,11 @@ from epd_portable.media.limits import (
     check_processor_settings,
     check_request,
 )
-from epd_portable.router.incoming import DRAIN_TIMEOUT_S
-from epd_portable.router.replies import error_body
+from epd_portable.router.http.incoming import DRAIN_TIMEOUT_S
+from epd_portable.router.http.replies import error_body
 from epd_portable.scheduling.admission import Admission, AdmissionLimits, Refusal, Visit
 from epd_portable.vllm_plugin.instance_token import instance_of
+from epd_portable.wire.messages import LOAD_HEARTBEAT_S, LOAD_PATH, LoadReport
 
 logger = logging.getLogger(__name__)
 
@@ -128,10 +130,14 @@ class AdmissionMiddleware(Collector):
         )
         self._media_limits = media_limits
         self._refused = dict.fromkeys((*KEYS, "media"), 0)
+        self._news = asyncio.Event()
         registry.register(self)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection's request (ASGI)."""
+        if _is_question(scope):
+            await (await self._load(Request(scope, receive)))(scope, receive, send)
+            return
         if not _is_counted(scope):
             await self._app(scope, receive, send)
             return
@@ -147,6 +153,7 @@ class AdmissionMiddleware(Collector):
             logger.debug("a client left before its request was complete")
         finally:
             self._admission.leave(visit, now_s=time.monotonic())
+            self._changed()
 
     async def _admit(self, visit: Visit, request: Request) -> bytes | Response:
         """Return the whole body, or why the request is refused."""
@@ -169,10 +176,12 @@ class AdmissionMiddleware(Collector):
             refusal = self._take(visit, items=max(count_items(outline), 1) - 1)
             if refusal is None:
                 try:
-                    check_media(self._limits_of_media(request.scope), outline)
+                    pixels = check_media(self._limits_of_media(request.scope), outline)
                 except RequestError as error:
                     self._refused["media"] += 1
                     return _refused(error)
+                self._admission.found(visit, pixels)
+                self._changed()
                 return body
         elif request.headers.get("expect", "").lower() != "100-continue":
             pieces.clear()
@@ -181,6 +190,20 @@ class AdmissionMiddleware(Collector):
                     pass
         self._refused[refusal.what] += 1
         return _response(refusal)
+
+    async def _load(self, request: Request) -> Response:
+        """Answer how busy the instance is, as soon as that is not what the router knows."""
+        asked = request.query_params
+        told = (asked.get("items", ""), asked.get("pixels", ""))
+        with anyio.move_on_after(LOAD_HEARTBEAT_S):
+            while told == (str(self._admission.items), str(self._admission.pixels)):
+                await self._news.wait()
+        load = LoadReport(items=self._admission.items, pixels=self._admission.pixels)
+        return Response(msgspec.json.encode(load), headers={"content-type": "application/json"})
+
+    def _changed(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
 
     def _limits_of_media(self, scope: Scope) -> MediaLimits:
         if self._media_limits is None:
@@ -221,8 +244,8 @@ def count_items(outline: Outline) -> int:
     return sum(any(name in part.type for name in MEDIA) for _, part in outline.parts())
 
 
-def check_media(limits: MediaLimits, outline: Outline) -> None:
-    """Check what the media of a body become when they are decoded.
+def check_media(limits: MediaLimits, outline: Outline) -> int:
+    """Check what the media of a body become when they are decoded; return their pixels.
 
     URLs that hold no data are left to vLLM: nothing of theirs is here yet.
 
@@ -239,6 +262,7 @@ def check_media(limits: MediaLimits, outline: Outline) -> None:
             place = f"{where}.{field}"
             pixels += check_item(limits, modality, media_type, text, place, processing)
     check_request(limits, pixels)
+    return pixels
 
 
 def _items(part: _Part) -> Iterator[tuple[Modality, str, tuple[str, memoryview]]]:
@@ -297,6 +321,11 @@ def _is_counted(scope: Scope) -> bool:
         return False
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", "")) in COUNTED_PATHS
+
+
+def _is_question(scope: Scope) -> bool:
+    asked = (scope["type"], scope.get("method"), scope.get("path"))
+    return asked == ("http", "GET", LOAD_PATH)
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

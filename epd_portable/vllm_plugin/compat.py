@@ -4,27 +4,36 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import vllm
 
-from epd_portable.errors import EngineError
+from epd_portable.errors import ConfigError, EngineError
+from epd_portable.platforms.traits import TRAITS
+from epd_portable.vllm_plugin.params_bridge import FIELD
+from epd_portable.vllm_plugin.weights import identity
 
 if TYPE_CHECKING:
+    import torch
     from vllm.config import VllmConfig
 
+    from epd_portable.config.instance import InstanceConfig
     from epd_portable.platforms.base import Platform
 
 Version = tuple[int, int]
 
-OLDEST: Version = (0, 26)
+OLDEST: Version = (0, 23)
 NEWEST: Version = (0, 33)
 
 OUR_MODULES = "epd_portable.vllm_plugin."
 """Where the scheduler that an engine was started with must be from."""
+CARRIES_PARAMS: Version = (0, 26)
+"""From here on ``ec_transfer_params`` reach the connector, and what it answers the client."""
 SECOND_RUNNER: Version = (0, 28)
 """From here on the second model runner (``VLLM_USE_V2_MODEL_RUNNER=1``) has the hooks."""
 FEEDS_CONNECTOR_OUTPUT: Version = (0, 28)
@@ -267,6 +276,77 @@ def fingerprint(vllm_config: VllmConfig) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def stored_as(vllm_config: VllmConfig) -> str:
+    """Return a digest of everything that entries of a store depend on: also which weights.
+
+    Raises:
+        ConfigError: It cannot be told which weights these are.
+    """
+    model = vllm_config.model_config
+    load_format = str(vllm_config.load_config.load_format)
+    commit = getattr(model.hf_config, "_commit_hash", None)
+    if load_format == "dummy":
+        weights = f"dummy {model.seed}"
+    elif os.path.isdir(model.model):
+        weights = identity(Path(model.model))
+    elif commit:
+        weights = f"commit {commit}"
+    else:
+        raise ConfigError(
+            f"store: which weights {model.model!r} has cannot be told, for it is no folder and no "
+            "commit of a hub; name a folder as model, or leave store out of the configuration"
+        )
+    text = json.dumps([fingerprint(vllm_config), weights, str(model.quantization)])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def encodes_in_background(vllm_config: VllmConfig, instance: InstanceConfig) -> bool:
+    """Tell whether a prefill+decode instance encodes beside its steps.
+
+    It does where its one rank computes on the engine's own cores, which the two take in turns.
+    Ranks of several would have to agree on the order of their collectives, and of vLLM's second
+    runner the connector hears nothing in steps without tokens.
+    """
+    parallel = vllm_config.parallel_config
+    return (
+        TRAITS[instance.platform].encodes_in_background
+        and instance.can_encode
+        and not vllm_config.ec_transfer_config.is_ec_producer
+        and parallel.world_size == 1
+        and not vllm_config.use_v2_model_runner
+        and vllm_config.lora_config is None
+    )
+
+
+def encode(model: Any, modality: str, media: Any, device: torch.device) -> torch.Tensor:
+    """Return the encoder's output ``(num_embeds, width)`` of one item.
+
+    As vLLM's runner computes it (``_execute_mm_encoder``, 0.26 to 0.33).
+
+    Args:
+        model: The loaded model.
+        modality: Of the item.
+        media: ``MultiModalKwargsItem``.
+        device: That the model is on.
+    """
+    from vllm.multimodal import utils
+
+    batches = utils.group_and_batch_mm_kwargs([(modality, media)], device=device)
+    ((_, _, arguments),) = batches
+    output: torch.Tensor
+    (output,) = model.embed_multimodal(**arguments)
+    return output
+
+
+def encoder_modules(model: Any) -> list[torch.nn.Module]:
+    """Return the modules that compute a model's encoder outputs, inner ones as well.
+
+    vLLM calls some around torch's hooks (``support_torch_compile``), but never all of them.
+    """
+    language = set(model.get_language_model().modules())
+    return [each for each in model.modules() if each not in language and each is not model]
+
+
 def metadata_resolver(vllm_config: VllmConfig) -> Any:
     """Return vLLM's ``PlaceholderMetadataResolver``, or ``None`` where it has none."""
     if version() < HAS_METADATA:
@@ -310,5 +390,17 @@ def item_metadata(feature: Any, resolver: Any) -> dict[str, list[Any]]:
 
 def transfer_params(request: Any) -> dict[str, Any] | None:
     """Return the ``ec_transfer_params`` that came with a request."""
-    params = request.ec_transfer_params
+    if version() < CARRIES_PARAMS:
+        # As `ParamsMiddleware` sends them.
+        extra = getattr(request.sampling_params, "extra_args", None) or {}
+        params = _object(extra.get(FIELD))
+    else:
+        params = request.ec_transfer_params
     return params if isinstance(params, dict) else None
+
+
+def _object(text: object) -> object:
+    try:
+        return json.loads(text) if isinstance(text, str) else None
+    except ValueError:
+        return None

@@ -6,7 +6,7 @@ Hooks by version are listed in `epd_portable.vllm_plugin.compat`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,21 +22,31 @@ from vllm.v1.request import RequestStatus
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.config.secret import Secret
 from epd_portable.connector.producer import TransferOrder
+from epd_portable.connector.stores.entry import namespace_of
+from epd_portable.connector.stores.writer import open_writer
 from epd_portable.connector.worker_endpoint import WorkerEndpoint
-from epd_portable.errors import ProtocolError
+from epd_portable.envs import EPD_COMPUTE_SHARE
+from epd_portable.errors import ProtocolError, UnsupportedError
+from epd_portable.platforms.shares import LimitsCompute
 from epd_portable.platforms.traits import TRAITS
+from epd_portable.runners.background import BackgroundEncoder
 from epd_portable.runners.dispatcher import Dispatcher, EncodeItem
+from epd_portable.runners.host_copies import HostCopies
 from epd_portable.runners.placer import Placer, WorkerOrders
 from epd_portable.runners.prompt import PromptItem
 from epd_portable.runners.receiver import Receiver
 from epd_portable.runners.receiver_metrics import PlacerMetrics, ReceiverMetrics
 from epd_portable.runners.sender import Sender
 from epd_portable.runners.sender_metrics import SenderMetrics
+from epd_portable.runners.stream_clock import StreamClock
+from epd_portable.scheduling.answers import WithheldAnswers
 from epd_portable.scheduling.encode_queue import EncodeQueue, StepLimits
 from epd_portable.scheduling.encoder_cache import EncoderCacheManager
+from epd_portable.scheduling.two_levels import HostOrders, TwoLevelCache
 from epd_portable.vllm_plugin import compat, exposition
 from epd_portable.vllm_plugin.metadata import ItemMetadata
 from epd_portable.wire.descriptors import TensorSpec
+from epd_portable.wire.messages import LoadReport
 from epd_portable.wire.params import encode_params, prefill_params, to_params
 
 if TYPE_CHECKING:
@@ -45,6 +55,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
+    from epd_portable.platforms.base import Platform
 
 logger = logging.getLogger(__name__)
 
@@ -62,12 +73,17 @@ class StepMetadata(ECConnectorMetadata):
 
     Attributes:
         orders: Encode instance: transfers whose items got room in this step.
-        short_of_room: Encode instance: nothing is computed until a transfer has ended.
+        step: Encode instance on a device: the number of a step that computes, from 1; 0 otherwise.
+        rests: Encode instance: there is nothing to do until a transfer has ended, or a step is
+            computed.
+        copies: Encode instance: what becomes of the copies in host memory.
         receipts: PD instance: items that have arrived, grants that were taken back.
     """
 
     orders: list[TransferOrder] = field(default_factory=list)
-    short_of_room: bool = False
+    step: int = 0
+    rests: bool = False
+    copies: HostOrders = field(default_factory=HostOrders)
     receipts: WorkerOrders = field(default_factory=WorkerOrders)
 
 
@@ -88,13 +104,21 @@ class EPDConnector(ECConnectorBase):
         if not self._config.can_encode:
             compat.check_metadata()
         self._fingerprint = compat.fingerprint(vllm_config)
+        self._namespace = namespace_of(self._config, lambda: compat.stored_as(vllm_config))
         exposition.publish()
         self._dispatcher: Dispatcher | None = None
+        self._levels: TwoLevelCache | None = None
         self._queue: EncodeQueue | None = None
+        self.answers: WithheldAnswers[Any] = WithheldAnswers()
+        self._scheduled_step = self._queued_step = 0
         self._receiver: Receiver | None = None
         self._sender: Sender | None = None
+        self._copies: HostCopies | None = None
         self._placer: Placer | None = None
+        self._background: BackgroundEncoder | None = None
+        self._in_background = compat.encodes_in_background(vllm_config, self._config)
         self._end: WorkerEndpoint | None = None
+        self._clock: StreamClock | None = None
         self._metadata: ItemMetadata | None = None
         self._by_hooks: bool = vllm_config.use_v2_model_runner
         """vLLM's second runner calls its hooks in every step; beside the first mixins call ours."""
@@ -103,36 +127,52 @@ class EPDConnector(ECConnectorBase):
 
     # -- scheduler half, called by our scheduler subclass ----------------------------------------
 
-    def attach(self, cache_size: int, *, lookahead: int) -> EncoderCacheManager:
+    def attach(
+        self, cache_size: int, *, lookahead: int, load: Callable[[], LoadReport]
+    ) -> EncoderCacheManager:
         """Return the encoder cache that the scheduler works with from now on.
 
         Args:
             cache_size: In embeddings.
             lookahead: Tokens beyond those that a step computes whose items it wants.
+            load: Returns how busy the engine is.
         """
         self._metadata = ItemMetadata(self._vllm_config)
         if self.is_producer:
-            cache = EncoderCacheManager(cache_size)
+            cache = self._encoder_cache(cache_size)
             self._dispatcher = Dispatcher(
-                cache, Secret.read(self._config.secret_file), self._config.instance
+                cache,
+                Secret.read(self._config.secret_file),
+                self._config.instance,
+                self._namespace,
             )
             return cache
-        traits = TRAITS[self._config.platform]
         receiver = Receiver(
             self._config,
             fingerprint=self._fingerprint,
             cache_size=cache_size,
-            alignment_bytes=traits.slot_alignment_bytes,
-            copies=traits.needs_device_copy,
             lookahead=lookahead,
-            encode_together=traits.encode_together_embeds or 0,
+            encode_together=TRAITS[self._config.platform].encode_together_embeds or 0,
+            load=load,
             metrics=ReceiverMetrics(),
+            namespace=self._namespace,
         )
         self._receiver = receiver
         self._unsettled = receiver.cache.unsettled
         self._lock = receiver.lock
         receiver.listen()
         return receiver.cache
+
+    def _encoder_cache(self, cache_size: int) -> EncoderCacheManager:
+        """Return the encoder cache of an encode instance, with a second level if it has one."""
+        if not self._config.host_cache_bytes:
+            return EncoderCacheManager(cache_size)
+        self._levels = TwoLevelCache(
+            cache_size,
+            self._config.host_cache_bytes,
+            lambda request, index: self._tensor(request.mm_features[index]).nbytes,
+        )
+        return self._levels
 
     def exclusive(self) -> AbstractContextManager[Any]:
         """Keep messages out while the scheduler works on requests or its encoder cache."""
@@ -211,12 +251,13 @@ class EPDConnector(ECConnectorBase):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         """Return what the worker half must do in this step."""
         if self._dispatcher is not None:
+            computes = scheduler_output.total_num_scheduled_tokens > 0
+            waiting = self._queue is not None and not self._queue.is_empty
             return StepMetadata(
                 orders=self._dispatcher.take_orders(scheduler_output.num_scheduled_tokens),
-                short_of_room=not scheduler_output.total_num_scheduled_tokens
-                and self._dispatcher.busy
-                and self._queue is not None
-                and not self._queue.is_empty,
+                copies=HostOrders() if self._levels is None else self._levels.take_orders(),
+                step=self._next_step() if computes else 0,
+                rests=not computes and (bool(self.answers) or (self._dispatcher.busy and waiting)),
             )
         assert self._receiver is not None, "the scheduler did not attach its encoder cache"
         receipts = self._receiver.take_orders(
@@ -226,12 +267,17 @@ class EPDConnector(ECConnectorBase):
         return StepMetadata(receipts=receipts)
 
     def update_connector_output(self, connector_output: ECConnectorOutput) -> None:
-        """Take in the ids of transfers that ended."""
+        """Take in the ids of transfers that ended, and which steps have been computed."""
         if self._dispatcher is not None:
             self._dispatcher.transfers_ended(connector_output.finished_sending or ())
+            for step in connector_output.finished_recving or ():
+                self.answers.computed(int(step))
+        elif self._receiver is not None:
+            self._receiver.encoded(connector_output.finished_recving or ())
+            self._receiver.not_encoded(connector_output.finished_sending or ())
 
     def take_unavailable_requests(self) -> set[str]:
-        """Return requests whose items cannot be had."""
+        """Return requests whose items cannot be obtained."""
         if self._queue is not None:
             return self._queue.take_hopeless()
         return self._receiver.take_unavailable() if self._receiver is not None else set()
@@ -269,39 +315,84 @@ class EPDConnector(ECConnectorBase):
 
         Raises:
             EngineError: The device does not compute in the model's dtype.
+            UnsupportedError: The process cannot be kept to its share of the device.
         """
         from epd_portable.connector.copies import DeviceCopies
         from epd_portable.platforms import registry
 
         platform = registry.get(self._config.platform)
         compat.check_dtype(self._vllm_config, platform)
+        _limit_compute(platform, device.index or 0)
         copies = DeviceCopies(platform, device.index or 0)
         if self.is_producer:
-            self._sender = Sender(self._config, self._fingerprint, copies, SenderMetrics())
+            store = open_writer(self._config, self._namespace) if rank == 0 else None
+            self._sender = Sender(self._config, self._fingerprint, copies, SenderMetrics(), store)
+            if self._config.host_cache_bytes:
+                self._copies = HostCopies(copies)
             return 0
+        self._clock = StreamClock(copies, "epd-computed")
         self._end = WorkerEndpoint(self._config, copies, rank)
         self._placer = Placer(copies, self._end, PlacerMetrics())
         return self._end.slab_bytes
 
-    def submit_orders(
-        self, metadata: StepMetadata, encoder_cache: Mapping[str, torch.Tensor]
-    ) -> None:
+    def encode_in_background(self, model: Any, device: torch.device) -> None:
+        """Encode items of a PD instance beside its steps, where that is possible.
+
+        Args:
+            model: vLLM's, loaded.
+            device: Of the worker.
+        """
+        if self._in_background:
+            self._background = BackgroundEncoder(
+                lambda item: compat.encode(model, item.modality, item.media, device),
+                compat.encoder_modules(model),
+            )
+
+    def submit_orders(self, metadata: StepMetadata, encoder_cache: dict[str, torch.Tensor]) -> None:
         """See `epd_portable.runners.host.EncodeHooks`."""
         assert self._sender is not None, "the worker did not open its end"
+        if self._copies is not None:
+            self._copies.carry_out(metadata.copies, encoder_cache)
         for order in metadata.orders:
-            self._sender.submit(order, encoder_cache.get(order.mm_hash))
-        if metadata.short_of_room:
+            restored = order.mm_hash in metadata.copies.restored
+            output = encoder_cache.get(order.mm_hash)
+            self._sender.submit(order, output, restored=restored)
+        self._queued_step = metadata.step
+        if metadata.rests:
             self._sender.rest(_REST_S)
 
     def report_transfers(self) -> ECConnectorOutput | None:
         """See `epd_portable.runners.host.EncodeHooks`."""
-        ended = self._ended()
-        return ECConnectorOutput(finished_sending=ended) if ended else None
+        ended, computed = self._ended()
+        if not ended and not computed:
+            return None
+        return ECConnectorOutput(finished_sending=ended, finished_recving=computed)
+
+    def trace(self, event: str, **fields: Any) -> None:
+        """See `epd_portable.runners.host.TraceHook`."""
+        clock = self._sender or self._clock
+        assert clock is not None, "the worker did not open its end"
+        clock.trace(event, **fields)
 
     def place_items(self, metadata: StepMetadata, encoder_cache: dict[str, torch.Tensor]) -> None:
         """See `epd_portable.runners.host.PDHooks`."""
         assert self._placer is not None, "the worker did not open its end"
         self._placer.carry_out(metadata.receipts, encoder_cache)
+        if self._background is not None:
+            for encoding in metadata.receipts.encodings:
+                self._background.submit(encoding)
+            self._background.place(encoder_cache)
+
+    def turn(self) -> AbstractContextManager[None]:
+        """See `epd_portable.runners.host.PDHooks`."""
+        return nullcontext() if self._background is None else self._background.turns.step()
+
+    def report_encoded(self) -> ECConnectorOutput | None:
+        """See `epd_portable.runners.host.PDHooks`."""
+        failed, placed = self._take_encoded()
+        if not (failed or placed):
+            return None
+        return ECConnectorOutput(finished_sending=failed, finished_recving=placed)
 
     # -- worker half, called by vLLM -------------------------------------------------------------
 
@@ -324,22 +415,30 @@ class EPDConnector(ECConnectorBase):
         """An encoder output was computed."""
         if self._sender is not None:
             self._sender.output_ready(mm_hash, encoder_cache[mm_hash])
+        if self._copies is not None:
+            self._copies.output_ready(mm_hash, encoder_cache[mm_hash])
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, None]:
-        """Return the ids of transfers that ended, at the end of a step."""
-        return (self._ended() or None) if self._by_hooks else None, None
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Return what ended by the end of a step.
+
+        Of an encode instance the ids of transfers, and the last step that is computed. Of a PD
+        instance items that were to be encoded in the background: those that could not be, and those
+        that were.
+        """
+        if not self.is_producer:
+            return self._take_encoded()
+        return self._ended() if self._by_hooks else (None, None)
 
     def shutdown(self) -> None:
         """Stop threads, close sockets, remove the pool."""
-        sender, self._sender = self._sender, None
-        if sender is not None:
-            sender.close(linger_s=_LINGER_S)
-        receiver, self._receiver = self._receiver, None
-        if receiver is not None:
-            receiver.close()
-        end, self._end = self._end, None
-        if end is not None:
-            end.close()
+        if self._sender is not None:
+            self._sender.close(linger_s=_LINGER_S)
+        receiving = (self._receiver, self._background, self._placer, self._clock, self._end)
+        for part in (self._copies, *receiving):
+            if part is not None:
+                part.close()
+        self._sender = self._copies = self._receiver = None
+        self._background = self._placer = self._clock = self._end = None
 
     # --------------------------------------------------------------------------------------------
 
@@ -348,8 +447,31 @@ class EPDConnector(ECConnectorBase):
         assert isinstance(metadata, StepMetadata)
         return metadata
 
-    def _ended(self) -> set[str]:
-        return self._sender.take_ended() if self._sender is not None else set()
+    def _take_encoded(self) -> tuple[set[str] | None, set[str] | None]:
+        if self._background is None:
+            return None, None
+        failed, placed = self._background.take_ended()
+        return failed or None, placed or None
+
+    def _next_step(self) -> int:
+        """Return the number of a step that is computed later than it is queued; 0 elsewhere."""
+        if TRAITS[self._config.platform].needs_device_copy:
+            self._scheduled_step += 1
+        return self._scheduled_step
+
+    def _ended(self) -> tuple[set[str] | None, set[str] | None]:
+        """Return transfers that ended, and the number of the last step that is computed.
+
+        vLLM has no field for the latter. Its field for what was received is free: nothing comes to
+        an encode instance.
+        """
+        if self._sender is None:
+            return None, None
+        step, self._queued_step = self._queued_step, 0
+        if step:
+            self._sender.step_queued(step)
+        computed = self._sender.take_computed()
+        return self._sender.take_ended() or None, None if computed is None else {str(computed)}
 
     def _tensor(self, feature: Any) -> TensorSpec:
         width = compat.encoder_output_width(self._vllm_config, feature.modality)
@@ -396,6 +518,22 @@ class EPDConnector(ECConnectorBase):
                 tensor=self._tensor(feature),
                 modality=feature.modality,
                 has_media=self._metadata.has_media(feature),
+                media=feature.data if self._in_background and feature.data else None,
             )
             for index, feature in enumerate(request.mm_features)
         ]
+
+
+def _limit_compute(platform: Platform, index: int) -> None:
+    """Keep this process to its share of its device, where it must do that itself."""
+    share = EPD_COMPUTE_SHARE.get()
+    if share is None:
+        return
+    if not isinstance(platform, LimitsCompute):
+        raise UnsupportedError(
+            f"EPD_COMPUTE_SHARE={share}: processes do not limit themselves on platform "
+            f"{platform.name}; remove it"
+        )
+    units = platform.limit_compute(index, share)
+    left = ", ".join(f"{count} {unit}" for unit, count in units.items())
+    logger.info("this process computes with %s", left)

@@ -1,4 +1,4 @@
-"""The scheduler of an encode instance: all items of a request in one step.
+"""The scheduler of an encode instance: all items of a request in one step, answered when computed.
 
 vLLM's ``schedule`` stays as it is; it asks the connector (``ensure_cache_available``, 0.26 to 0.33)
 whether a waiting request may start, and the answer is `EncodeQueue`'s.
@@ -10,6 +10,7 @@ import time
 from functools import cache
 from typing import Any
 
+from epd_portable.log import trace
 from epd_portable.scheduling.encode_queue import StepLimits
 from epd_portable.vllm_plugin import compat
 
@@ -21,6 +22,7 @@ def encoder_scheduler(base: type) -> type:
     Args:
         base: ``EPDScheduler`` over vLLM's synchronous scheduler.
     """
+    from vllm.v1.engine import EngineCoreOutputs
 
     class EncoderScheduler(base):
         """See the module."""
@@ -51,7 +53,28 @@ def encoder_scheduler(base: type) -> type:
         def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
             if compat.version() < compat.ENDS_ENCODED:
                 self._drop_early_tokens(model_runner_output)
-            return super().update_from_output(scheduler_output, model_runner_output)
+            outputs = super().update_from_output(scheduler_output, model_runner_output)
+            return self._withhold(scheduler_output.ec_connector_metadata.step, outputs)
+
+        def _withhold(self, step: int, outputs: dict[int, Any]) -> dict[int, Any]:
+            """Keep answers until what they are about is computed; on devices it is only queued.
+
+            All else that vLLM says of its requests goes out at once: it is done with them.
+            """
+            answers = self.ec_connector.answers
+            if step or answers:
+                given = {client: each.outputs for client, each in outputs.items()}
+                ready = answers.pass_on(step, given)
+                for client in outputs.keys() | ready.keys():
+                    outputs.setdefault(client, EngineCoreOutputs()).outputs = ready.get(client, [])
+            if trace.on:
+                for each in outputs.values():
+                    for answer in each.outputs:
+                        trace("encode.answered", request=answer.request_id)
+            return outputs
+
+        def has_requests(self) -> bool:
+            return super().has_requests() or bool(self.ec_connector.answers)
 
         def _drop_early_tokens(self, model_runner_output: Any) -> None:
             """Keep requests that are encoded in parts from ending with the first part."""

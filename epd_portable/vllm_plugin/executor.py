@@ -18,9 +18,10 @@ from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
 from epd_portable.runners.placer import WorkerOrders
+from epd_portable.scheduling.two_levels import HostOrders
 from epd_portable.vllm_plugin.ec_connector import StepMetadata
 
-_LISTS = (SchedulerOutput, CachedRequestData, StepMetadata, WorkerOrders)
+_LISTS = (SchedulerOutput, CachedRequestData, StepMetadata, HostOrders, WorkerOrders)
 _HINTS = frozenset({"num_common_prefix_blocks", "num_spec_tokens_to_schedule"})
 """How tokens are best computed; some versions of vLLM say it of steps without any too."""
 

@@ -4,7 +4,7 @@ Requests that wait for their items are kept outside its queue.
 
 ``--scheduler-cls epd_portable.vllm_plugin.scheduler.make_scheduler``. A factory, because Ascend
 replaces the base class when its plug-in loads, and because synchronous and asynchronous scheduling
-have different bases; vLLM only calls what it is given (0.26 to 0.33).
+have different bases; vLLM only calls what it is given (0.23 to 0.33).
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import Any
 from epd_portable.errors import EngineError
 from epd_portable.vllm_plugin import compat
 from epd_portable.vllm_plugin.encoder_scheduler import encoder_scheduler
+from epd_portable.vllm_plugin.oldest import completed
+from epd_portable.wire.messages import LoadReport
 
 _SLEEP_S = 0.001
 """For which vLLM's engine sleeps after a step that computed nothing (0.26 to 0.33)."""
@@ -44,6 +46,8 @@ def _scheduler_class(asynchronous: bool) -> type:
         from vllm.v1.core.sched import scheduler
 
         base = scheduler.Scheduler
+    if compat.version() < compat.CARRIES_PARAMS:
+        base = completed(base)
 
     from vllm.v1.core.sched.interface import PauseState
 
@@ -65,6 +69,7 @@ def _scheduler_class(asynchronous: bool) -> type:
                 self.encoder_cache_manager.cache_size,
                 # What a drafter reads ahead (0.30 on; before, only EAGLE did, one token).
                 lookahead=getattr(self, "num_prefill_lookahead", int(self.use_eagle)),
+                load=self._load,
             )
 
         def add_request(self, request: Any) -> None:
@@ -117,6 +122,12 @@ def _scheduler_class(asynchronous: bool) -> type:
         def get_request_counts(self) -> tuple[int, int]:
             running, waiting = super().get_request_counts()
             return running, waiting + len(self._asleep)
+
+        def _load(self) -> LoadReport:
+            running, waiting = self.get_request_counts()
+            # Hundredths: each step that decodes takes a little more.
+            kv_used = round(self.kv_cache_manager.usage, 2)
+            return LoadReport(waiting=waiting, running=running, kv_used=kv_used)
 
         def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
             with self.ec_connector.exclusive():

@@ -1,7 +1,8 @@
 """Workers: the platform's own, whose model runner gets our mixin.
 
-``--worker-cls epd_portable.vllm_plugin.worker.EPDCPUWorker``, ``EPDGPUWorker`` or ``EPDNPUWorker``.
-The classes are made when they are asked for, so that only the platform's own base is imported.
+``--worker-cls epd_portable.vllm_plugin.worker.EPDCPUWorker``, ``EPDGPUWorker``, ``EPDNPUWorker``,
+or that of a platform of an installed package: `PlatformTraits.worker_cls` and ``worker_base``. The
+classes are made when they are asked for, so that only the platform's own base is imported.
 EPDGPUWorker and EPDNPUWorker have not been run on hardware.
 """
 
@@ -14,16 +15,12 @@ from typing import Any
 from vllm.distributed.ec_transfer import get_ec_transfer
 
 from epd_portable.log import trace
+from epd_portable.platforms.traits import TRAITS
+from epd_portable.runners.cores import cores_kept
 from epd_portable.runners.encoder import EncoderRunnerMixin
 from epd_portable.runners.pd import PDRunnerMixin
 from epd_portable.runners.second import OrderingSecondRunnerMixin, SecondRunnerMixin
 from epd_portable.vllm_plugin import compat
-
-_BASES = {
-    "EPDCPUWorker": ("vllm.v1.worker.cpu_worker", "CPUWorker"),
-    "EPDGPUWorker": ("vllm.v1.worker.gpu_worker", "Worker"),
-    "EPDNPUWorker": ("vllm_ascend.worker.worker", "NPUWorker"),
-}
 
 
 class _WorkerMixin:
@@ -60,8 +57,12 @@ class _WorkerMixin:
             for name, child in model.named_children()
         }
         second = self.vllm_config.use_v2_model_runner  # type: ignore[attr-defined]
-        trace("model.loaded", parameters=loaded, runner=2 if second else 1)
-        if get_ec_transfer().is_producer:
+        ahead = self.vllm_config.scheduler_config.async_scheduling  # type: ignore[attr-defined]
+        trace("model.loaded", parameters=loaded, runner=2 if second else 1, ahead=bool(ahead))
+        connector = get_ec_transfer()
+        if not connector.is_producer:
+            connector.encode_in_background(model, self.model_runner.device)  # type: ignore[attr-defined]
+        else:
             self._measured = compat.small_dummies(self.vllm_config)  # type: ignore[attr-defined]
 
     def get_kv_cache_spec(self) -> Any:
@@ -70,7 +71,8 @@ class _WorkerMixin:
         return super().get_kv_cache_spec()  # type: ignore[misc]
 
     def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
-        super().initialize_from_config(*args, **kwargs)  # type: ignore[misc]
+        with cores_kept():
+            super().initialize_from_config(*args, **kwargs)  # type: ignore[misc]
         trace("kv_cache.ready", layers=len(self.model_runner.kv_caches))  # type: ignore[attr-defined]
 
     def shutdown(self) -> None:
@@ -95,9 +97,13 @@ def _second_mixins(runner: Any, *, encodes: bool) -> tuple[type, ...]:
 
 
 def __getattr__(name: str) -> type:
-    if name not in _BASES:
+    path = f"{__name__}.{name}"
+    # Those of this package come first: what others installed is not imported for them.
+    found = (TRAITS[each] for each in ([] if name.startswith("_") else TRAITS))
+    traits = next((each for each in found if each.worker_cls == path), None)
+    if traits is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, base = _BASES[name]
+    module, _, base = traits.worker_base.partition(":")
     bases = (_WorkerMixin, getattr(importlib.import_module(module), base))
     worker = type(name, bases, {"__module__": __name__})
     globals()[name] = worker

@@ -6,12 +6,13 @@ and every way in which that can fail is a `ProtocolError`.
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
-from epd_portable.errors import IncompatiblePeerError, ProtocolError
+from epd_portable.errors import IncompatiblePeerError, ProtocolError, TransportError
 from epd_portable.wire.descriptors import Name
 from epd_portable.wire.messages import PROTOCOL_VERSION, AnyMessage
 
@@ -48,6 +49,29 @@ def reader(expected: Any, what: str) -> Callable[[bytes | memoryview], Any]:
         # RecursionError: arrays within arrays, in a field that nobody reads.
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise ProtocolError(f"not {what}: {error}") from error
+
+    return read
+
+
+def as_address(fields: msgspec.Struct) -> str:
+    """Return what a path tells producers of a consumer, as the text of an address."""
+    return base64.b85encode(msgspec.msgpack.encode(fields)).decode()
+
+
+def address_reader(expected: Any, path: str) -> Callable[[str], Any]:
+    """Return a function that reads what `as_address` wrote.
+
+    Args:
+        expected: Type of what it returns.
+        path: For errors; the function raises `TransportError` for all other texts.
+    """
+    read_fields = reader(expected, f"an address of {path}")
+
+    def read(address: str) -> Any:
+        try:
+            return read_fields(base64.b85decode(address.encode()))
+        except (ProtocolError, ValueError) as error:
+            raise TransportError(f"no address of {path}: {error}") from error
 
     return read
 

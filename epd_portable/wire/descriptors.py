@@ -13,7 +13,8 @@ Word = Annotated[str, Meta(max_length=64)]
 Name = Annotated[str, Meta(max_length=512, pattern="^[^\ud800-\udfff]*$")]
 """A transfer, an item, an instance, a session, a host. Limits hold for what is received; halves of
 surrogate pairs, which JSON can hold, could not be sent on in UTF-8."""
-Address = Annotated[str, Meta(max_length=4096)]
+MAX_ADDRESS = 4096
+Address = Annotated[str, Meta(max_length=MAX_ADDRESS)]
 """Where something is reached; that of device memory holds its handle."""
 MAX_PATHS = 16
 MAX_DIMS = 8

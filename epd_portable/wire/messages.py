@@ -11,10 +11,12 @@
       │ Abort ◀─────────────────▶ │ ◀──────────── EncodeFailed │
       │                           │ ◀─────────────── NotWanted │
       │                           │ Nack ────────────────────▶ │
+      │                           │ ◀────────────── LoadWanted │
+      │                           │ LoadReport ──────────────▶ │
 
-Every message names its transfer and the producer's attempt at it, may arrive twice or out of
-order, and changes nothing then. Text that explains is cut to `MAX_REASON` characters; a message
-with a name that is longer than its limit is refused.
+Every message but the last two names its transfer and the producer's attempt at it, may arrive twice
+or out of order, and changes nothing then. Text that explains is cut to `MAX_REASON` characters; a
+message with a name that is longer than its limit is refused.
 """
 
 from __future__ import annotations
@@ -38,6 +40,15 @@ PROTOCOL_VERSION = 3
 MAX_REASON = 1000
 """Characters of an explanation; what is longer is cut."""
 MAX_LEASE_S = 24 * 3600.0
+LOAD_LEASE_S = 15.0
+"""An instance tells a router its load for so long after it was asked to."""
+LOAD_EVERY_S = 0.05
+"""At most so often, and only if it has changed."""
+LOAD_HEARTBEAT_S = 1.0
+"""So often though nothing has changed."""
+LOAD_PATH = "/epd/load"
+"""Of an encode instance's HTTP server: ``GET`` answers as soon as its load differs from what the
+query says was told, at the latest after `LOAD_HEARTBEAT_S`."""
 
 
 class NackCode(str, enum.Enum):
@@ -53,6 +64,8 @@ class NackCode(str, enum.Enum):
     """The announced item is not the one that the request expects."""
     UNAVAILABLE = "unavailable"
     """Nobody delivered the item in time and the instance cannot encode it itself."""
+    NOT_STORED = "not_stored"
+    """The store did not bring the item; an encoder has to."""
     RELEASED = "released"
     """Answer to `Abort`: the slot will not be written any more."""
 
@@ -174,6 +187,40 @@ class EncodeFailed(Message, frozen=True, kw_only=True, tag="encode_failed"):
         _cut(self, "reason")
 
 
+class LoadWanted(Message, frozen=True, kw_only=True, omit_defaults=True, tag="load_wanted"):
+    """Router → PD: tell me from now on how busy you are; to be said again before `LOAD_LEASE_S`.
+
+    An instance that does not know the message drops it, and its load stays unknown.
+
+    Attributes:
+        transfer_id: Of none.
+    """
+
+    transfer_id: Name = ""
+
+
+class LoadReport(Message, frozen=True, kw_only=True, omit_defaults=True, tag="load"):
+    """PD → router: how busy the engine is; ``None`` for what it does not know of itself.
+
+    Encode instances, which have no control channel, tell the same as JSON at `LOAD_PATH`.
+
+    Attributes:
+        transfer_id: Of none.
+        waiting: Requests in the engine's queue, those that wait for items included.
+        running: Requests that it computes for.
+        kv_used: Used part of its KV cache, 0 to 1.
+        items: Media items that an encode instance has taken on and not answered.
+        pixels: Of these items; nothing for each whose size nobody knows.
+    """
+
+    transfer_id: Name = ""
+    waiting: int | None = None
+    running: int | None = None
+    kv_used: float | None = None
+    items: int | None = None
+    pixels: int | None = None
+
+
 class NotWanted(Message, frozen=True, kw_only=True, tag="not_wanted"):
     """Router → PD: nobody asks, or goes on asking, for the item by this transfer.
 
@@ -194,6 +241,8 @@ AnyMessage = (
     | Nack
     | EncodeFailed
     | NotWanted
+    | LoadWanted
+    | LoadReport
 )
 
 

@@ -61,10 +61,17 @@ class EncodedItem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EncodeOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What the response of an encode instance carries in ``ec_transfer_params``."""
+    """What the response of an encode instance carries in ``ec_transfer_params``.
+
+    Attributes:
+        instance: Who answered.
+        items: Of the request.
+        namespace: Of the entries that it writes into the store; empty without one.
+    """
 
     instance: Name
     items: Annotated[tuple[EncodedItem, ...], Meta(max_length=MAX_TRANSFERS)]
+    namespace: Word = ""
 
 
 class ExpectedTransfer(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,6 +83,8 @@ class ExpectedTransfer(msgspec.Struct, frozen=True, kw_only=True):
         encoder: Name of the instance that was asked first, for the log when nothing comes.
         modality: As in `EncodeTransfer`.
         media: Whether the request holds the item's media; if not, it must never be encoded here.
+        store: Key of its entry in the store, from which the PD instance loads it by itself; empty
+            if an encode instance brings it.
     """
 
     transfer_id: Name
@@ -83,6 +92,7 @@ class ExpectedTransfer(msgspec.Struct, frozen=True, kw_only=True):
     encoder: Name = ""
     modality: Word = "image"
     media: bool = True
+    store: Name = ""
 
 
 class PrefillParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,19 +108,20 @@ class PrefillParams(msgspec.Struct, frozen=True, kw_only=True):
     reply_to: Name = ""
 
 
-Source = Literal["transfer", "encoder_cache", "prefix_cache", "local"]
+Source = Literal["transfer", "encoder_cache", "prefix_cache", "local", "store"]
 
 
 class ItemOutcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """PD instance → router and client: how one item was had.
+    """PD instance → router and client: where one item came from.
 
     Attributes:
         mm_hash: The engine's identifier.
         source: ``transfer`` (written by an encode instance), ``encoder_cache`` (already there),
-            ``prefix_cache`` (covered by cached KV) or ``local`` (encoded by the PD instance).
+            ``prefix_cache`` (covered by cached KV), ``local`` (encoded by the PD instance) or
+            ``store`` (loaded from the store).
         encoder: Instance that encoded it, if it was transferred.
         path: Transfer path used.
-        nbytes: Bytes transferred.
+        nbytes: Bytes transferred or loaded.
         wait_ms: From the arrival of the request to the item's presence.
         transfer_ms: From the grant to *written*.
     """
@@ -129,7 +140,7 @@ class PrefillOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         instance: Who answered.
-        items: How each distinct item was had, in the order of the prompt.
+        items: Where each distinct item came from, in the order of the prompt.
         mm_inputs_done: Items whose tokens were all computed when the request ended.
         mm_inputs_total: Items of the prompt, one that comes twice counted twice.
     """

@@ -20,7 +20,7 @@ from tests.keyring import keys
 
 FINGERPRINT = "same"
 PLATFORMS = [name for name in registry.names() if registry.availability(name).ok]
-PATHS = [entry.name for entry in paths.PATHS]
+PATHS = [entry.name for entry in paths.paths() if not paths._missing(entry)]
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,15 @@ class Pair:
 
     def refusal(self, path: str) -> str:
         """What the registry must say against a path; empty if the pair can take it."""
-        if path == "ipc" and "cpu" in (self.encode, self.prefill):
-            return "ipc: cpu has no device memory"
-        if path in ("ipc", "collective") and self.encode != self.prefill:
+        can = paths.entry(path).capabilities
+        hosts = [each for each in (self.encode, self.prefill) if not TRAITS[each].needs_device_copy]
+        if can.devices_only and hosts:
+            return f"{path}: {hosts[0]} has no device memory"
+        if can.same_platform and self.encode != self.prefill:
             return f"{path}: encode-0 is on {self.encode}, prefill_decode-0 on {self.prefill}"
+        ways = [TRAITS[end].mooncake_protocol for end in (self.encode, self.prefill)]
+        if path == "mooncake" and ways[0] != ways[1]:
+            return f"mooncake: {self.encode} sends by Mooncake's protocol {ways[0]}"
         return ""
 
 
@@ -74,6 +79,20 @@ class Route:
         return paths.entry(self.path).capabilities.fenced
 
     @property
+    def needs_nobody(self) -> bool:
+        """Whether a write to a pool succeeds whose owner was killed: nobody reads it."""
+        entry = paths.entry(self.path)
+        return not entry.receiver and not entry.capabilities.device_memory
+
+    @property
+    def in_one_piece(self) -> bool:
+        """Whether a write looks at the clock only before and after it."""
+        return paths.queues_copies(self.path, self.pair.encode) or self.path in (
+            "nixl",
+            "mooncake",
+        )
+
+    @property
     def queues(self) -> bool:
         """Whether the producer's device makes the whole write by itself."""
         passes_host = not paths.entry(self.path).capabilities.device_memory
@@ -105,7 +124,7 @@ def parameters(routes: Iterable[Route]) -> list[Any]:
             id=str(route),
             marks=[
                 getattr(pytest.mark, f"needs_{name}")
-                for name in sorted({route.pair.encode, route.pair.prefill} - {"cpu"})
+                for name in sorted({route.pair.encode, route.pair.prefill} & {"cuda", "npu"})
             ],
         )
         for route in routes

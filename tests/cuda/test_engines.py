@@ -6,8 +6,12 @@ second one. Their twins on Ascend are in tests/npu_sim/e2e.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import subprocess
+import time
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +19,14 @@ import pytest
 
 from epd_portable.bench import servers
 from epd_portable.config.load import load_topology
+from epd_portable.launch.machine import has_shares
 from epd_portable.platforms import registry
+from epd_portable.platforms.traits import TRAITS
 from tests.e2e.asking import ask, ask_all, assert_equal, picture
 from tests.e2e.cases import ASK
-from tests.e2e.conftest import CONFIG, Pair, running, serving
-from tests.e2e.equality import TOLERANCE, FloatEquality
+from tests.e2e.conftest import CONFIG, Pair, Split, running, serving
+from tests.e2e.engines import instance
+from tests.e2e.equality import TOLERANCE, FloatEquality, FloatSmoke
 from tests.e2e.ranks import TWO_RANKS, TwoRanks
 
 pytestmark = [
@@ -39,7 +46,29 @@ SHARED = (
     "instances.prefill_decode.engine_args.gpu_memory_utilization=0.3",
     f"instances.prefill_decode.engine_args.kv_cache_memory_bytes={GIB}",
 )
+ENCODE_BYTES = 2 * GIB
+"""Context, workspaces of kernels and the demo model's tower; its share is a fifth of a device."""
 GRAPHS = "instances.prefill_decode.engine_args.compilation_config.cudagraph_mode"
+
+
+def assert_many_equal(pair: Pair, seeds: Iterable[int]) -> None:
+    """Ask for many pictures at once, and one process for each of them."""
+    contents = [[picture(seed), ASK] for seed in seeds]
+    for content, split in zip(contents, ask_all(pair.split.url, contents), strict=True):
+        assert_equal(split, ask(pair.reference_url, content), tolerance=TOLERANCE)
+
+
+def memory_by_process() -> dict[int, int]:
+    """Return the device memory of each process that the driver tells of, in bytes."""
+    asked = subprocess.run(
+        ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
+    ).stdout
+    rows = [line.split(",") for line in asked.splitlines() if line.strip()]
+    return {int(pid): int(mib) << 20 for pid, mib in rows if mib.strip().isdigit()}
 
 
 @contextmanager
@@ -57,49 +86,152 @@ def split_and_whole(folder: Path, *settings: str) -> Iterator[Pair]:
         yield Pair(split=split, reference_url=reference.url)
 
 
+def told(split: Split, instance: str) -> dict[str, Any]:
+    """Return what an instance says of itself."""
+    loaded = split.events("model.loaded", since_s=0)
+    return next(event for event in loaded if event["instance"] == instance)
+
+
+@dataclass(frozen=True)
+class Way:
+    """How items travel, and how the PD instance computes.
+
+    Attributes:
+        path: Of the items.
+        graphs: Which of its steps are graphs.
+        runner: Of both instances; ``None`` is vLLM's choice, the second.
+        ahead: Whether it schedules steps ahead, as it does by itself.
+    """
+
+    path: str
+    graphs: str = "FULL_AND_PIECEWISE"
+    runner: int | None = None
+    ahead: bool = True
+
+    def __str__(self) -> str:
+        runner = f"-runner{self.runner}" if self.runner else ""
+        return f"{self.path}-{self.graphs}{runner}{'' if self.ahead else '-synchronous'}"
+
+    @property
+    def settings(self) -> list[str]:
+        chosen = [f"transfer.path={self.path}", f"{GRAPHS}={self.graphs}"]
+        if self.runner:
+            chosen.append(f'env.VLLM_USE_V2_MODEL_RUNNER="{self.runner - 1}"')
+        if not self.ahead:
+            chosen.append("instances.prefill_decode.engine_args.async_scheduling=false")
+        return chosen
+
+
+WAYS = (
+    Way("ipc"),
+    Way("ipc", graphs="PIECEWISE"),
+    Way("ipc", runner=1),
+    Way("ipc", ahead=False),
+    Way("shm"),
+    Way("tcp"),
+)
+
+
 class TestByEveryPath(FloatEquality):
-    """One device, both kinds of graphs, and every path that it has; scheduling is asynchronous."""
+    """One device, both kinds of graphs, both runners, and every path that it has."""
 
     @pytest.fixture(
         scope="class",
-        params=[
-            ("ipc", "FULL_AND_PIECEWISE"),
-            ("ipc", "PIECEWISE"),
-            ("shm", "FULL_AND_PIECEWISE"),
-            ("tcp", "FULL_AND_PIECEWISE"),
-        ],
-        ids="-".join,
+        params=WAYS,
+        ids=str,
     )
-    def way(self, request: pytest.FixtureRequest) -> tuple[str, str]:
-        path, graphs = request.param
-        return path, graphs
+    def way(self, request: pytest.FixtureRequest) -> Way:
+        way: Way = request.param
+        return way
 
     @pytest.fixture(scope="class")
-    def pair(
-        self, way: tuple[str, str], tmp_path_factory: pytest.TempPathFactory
-    ) -> Iterator[Pair]:
-        path, graphs = way
+    def pair(self, way: Way, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         with split_and_whole(
-            tmp_path_factory.mktemp("cuda"),
-            "instances.prefill_decode.devices=[0]",
-            f"transfer.path={path}",
-            f"{GRAPHS}={graphs}",
+            tmp_path_factory.mktemp("cuda"), "instances.prefill_decode.devices=[0]", *way.settings
         ) as made:
             yield made
 
-    def test_items_travel_by_the_path_that_was_asked_for(
-        self, pair: Pair, way: tuple[str, str]
-    ) -> None:
+    def test_items_travel_by_the_path_that_was_asked_for(self, pair: Pair, way: Way) -> None:
         answer = ask(pair.split.url, [picture(40), picture(41), ASK])
-        assert [item["path"] for item in answer.items] == [way[0], way[0]]
+        assert [item["path"] for item in answer.items] == [way.path, way.path]
+
+    def test_it_computes_as_it_was_asked_to(self, pair: Pair, way: Way) -> None:
+        encode, decode = (told(pair.split, f"{role}-0") for role in ("encode", "prefill_decode"))
+        assert (encode["runner"], decode["runner"]) == (way.runner or 2, way.runner or 2)
+        assert (encode["ahead"], decode["ahead"]) == (False, way.ahead)
 
     def test_items_that_change_from_step_to_step_are_those_of_their_requests(
         self, pair: Pair
     ) -> None:
         """A graph that had recorded an address would replay another request's picture."""
-        contents = [[picture(seed), ASK] for seed in range(60, 92)]
-        for content, split in zip(contents, ask_all(pair.split.url, contents), strict=True):
-            assert_equal(split, ask(pair.reference_url, content), tolerance=TOLERANCE)
+        assert_many_equal(pair, range(60, 92))
+
+    def test_an_encode_job_is_answered_behind_its_computation(self, pair: Pair) -> None:
+        begin_s = time.monotonic()
+        ask(pair.split.url, [picture(42), ASK])
+        (begun,), (ended,), (ready,), (answered,) = (
+            [event["t_s"] for event in pair.split.events(name, since_s=begin_s)]
+            for name in ("encode.begin", "encode.end", "output.ready", "encode.answered")
+        )
+        assert begun < ended <= ready <= answered
+
+    def test_an_encode_instance_takes_the_memory_of_its_tower_and_no_more(self, pair: Pair) -> None:
+        """Nothing is profiled there, so nothing may be taken for a KV cache or activations."""
+        used = memory_by_process()
+        server = instance(pair.split.pid, "ec_producer")
+        pids = {server.pid, *(child.pid for child in server.children(recursive=True))}
+        if not pids & used.keys():
+            pytest.skip("nvidia-smi does not tell memory by process here (another pid namespace)")
+        assert sum(used.get(pid, 0) for pid in pids) < ENCODE_BYTES
+
+
+class TestGraphsOfTheEncoder(FloatSmoke):
+    """The encoder's graphs write where they wrote before; what is sent must be a copy."""
+
+    @pytest.fixture(scope="class")
+    def pair(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+        args = "instances.encode.engine_args"
+        with split_and_whole(
+            tmp_path_factory.mktemp("graphs"),
+            "instances.prefill_decode.devices=[0]",
+            "transfer.path=ipc",
+            f"{args}.enforce_eager=false",
+            f"{args}.compilation_config.cudagraph_mm_encoder=true",
+        ) as made:
+            yield made
+
+    def test_items_that_are_encoded_one_after_the_other_stay_what_they_were(
+        self, pair: Pair
+    ) -> None:
+        assert_many_equal(pair, range(160, 192))
+
+
+@pytest.mark.skipif(
+    not has_shares(TRAITS["cuda"], os.environ), reason="NVIDIA's MPS does not run here"
+)
+class TestShares(FloatSmoke):
+    """Both instances compute at the same moment, each with its part of one device."""
+
+    @pytest.fixture(scope="class", params=["ipc", "shm"])
+    def pair(
+        self, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    ) -> Iterator[Pair]:
+        with split_and_whole(
+            tmp_path_factory.mktemp("shares"),
+            "instances.prefill_decode.devices=[0]",
+            f"transfer.path={request.param}",
+            "instances.encode.share=30",
+            "instances.prefill_decode.share=70",
+        ) as made:
+            yield made
+
+    def test_each_instance_is_told_its_part(self, pair: Pair) -> None:
+        variable = str(TRAITS["cuda"].share_env)
+        both = [instance(pair.split.pid, role) for role in ("ec_producer", "ec_consumer")]
+        assert [server.environ().get(variable) for server in both] == ["30", "70"]
+
+    def test_many_at_once_are_answered_as_by_one_process(self, pair: Pair) -> None:
+        assert_many_equal(pair, range(260, 292))
 
 
 class TestTwoRanks(TwoRanks):

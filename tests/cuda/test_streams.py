@@ -5,14 +5,12 @@ Their twins on Ascend are in tests/npu_sim/platform, where copies are slowed dow
 
 from __future__ import annotations
 
-import threading
-import time
-
 import pytest
 import torch
 
 from epd_portable.platforms import registry
 from epd_portable.platforms.base import Platform
+from tests.devices.blocking import block_aside
 
 pytestmark = pytest.mark.needs_cuda
 
@@ -70,25 +68,9 @@ def test_work_that_waits_for_an_event_comes_after_it_and_its_caller_does_not_wai
 def test_a_thread_that_blocks_until_an_event_has_passed_holds_up_no_other(cuda: Platform) -> None:
     sleep()
     event = cuda.record_event()
-    passed: list[bool] = []
-    spent_s: list[float] = []
-
-    def block() -> None:
-        cuda.set_device(0)
-        begin_s = time.thread_time()
-        event.block()
-        spent_s.append(time.thread_time() - begin_s)
-        passed.append(event.done())
-
-    thread = threading.Thread(target=block)
-    thread.start()
-    turns = 0
-    while thread.is_alive():
-        turns += 1
-        thread.join(0.001)
-    assert passed == [True]
+    turns, spent_s = block_aside(cuda, event)
     assert turns > 20, "the thread kept Python's lock while it waited"
-    assert spent_s[0] < 0.1, "the thread asked again and again"
+    assert spent_s < 0.1, "the thread asked again and again"
 
 
 def reused_while_read(cuda: Platform, *, adopt: bool) -> bool:

@@ -298,7 +298,20 @@ def encoders_held(split: Split) -> Iterator[float]:
 @contextmanager
 def slow_steps(split: Split, seconds: float) -> Iterator[None]:
     """Let each step of a slow PD instance take that much longer."""
-    flag = split.flags / flags.SLOW_STEPS
+    with _raised(split, flags.SLOW_STEPS, seconds):
+        yield
+
+
+@contextmanager
+def slow_encoder(split: Split, seconds: float) -> Iterator[None]:
+    """Let each module of a slow PD instance's encoder take that much longer."""
+    with _raised(split, flags.SLOW_MODULES, seconds):
+        yield
+
+
+@contextmanager
+def _raised(split: Split, name: str, seconds: float) -> Iterator[None]:
+    flag = split.flags / name
     flag.write_text(str(seconds))
     try:
         yield

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import httpx
 import pytest
 
+from epd_portable.launch import installed
 from tests.e2e.asking import ask, ask_all, ask_streamed, assert_equal, picture, text
 from tests.e2e.cases import ASK, REPEATED, SINGLE, mixed_32
 from tests.e2e.conftest import Pair
 from tests.e2e.engines import metric
 
 TOLERANCE = 1e-3
+_LATE = re.compile("not written within|not delivered within")
+MOST_LATE = 4
+COUNTS_NOTHING = (0, 28)
+"""First vLLM that counts no token for what is only encoded; before, it is one a request."""
 
 
 SMOKE = ("one picture", "one picture twice", "text, picture, text, picture")
@@ -110,6 +116,24 @@ class FloatEquality:
     ) -> None:
         """Runs last: it looks back at everything above."""
         assert len(pair.split.encoded_by("encode")) >= 30
-        assert pair.split.encoded_by("prefill_decode") == []
-        assert metric(pair.split.pid, "ec_producer", "vllm:generation_tokens_total") == 0
+        counted = httpx.get(f"{pair.split.url}/metrics", timeout=60, trust_env=False).text
+        why = [
+            line
+            for line in counted.splitlines()
+            if line.startswith(("epd_router_items", "epd_router_ladder"))
+        ]
+        failed = pair.split.events("item.failed")
+        # On a machine that is too busy an item may miss its lease; and the pool of four, which 32
+        # requests share, may take the room of an item that landed back for an older request.
+        late = {event["mm_hash"] for event in failed if _LATE.search(event["reason"])}
+        landed = {event["mm_hash"] for event in pair.split.events("item.landed")}
+        local = set(pair.split.encoded_by("prefill_decode"))
+        assert local <= late | landed, (local, failed, pair.split.events("item.local"), why)
+        assert len(local) <= MOST_LATE, (local, failed)
+        made_up = metric(pair.split.pid, "ec_producer", "vllm:generation_tokens_total")
+        if (installed.vllm_version() or COUNTS_NOTHING) < COUNTS_NOTHING:
+            jobs = metric(pair.split.pid, "ec_producer", "vllm:request_success_total")
+            assert made_up <= jobs
+        else:
+            assert made_up == 0
         assert metric(pair.split.pid, "ec_consumer", "vllm:generation_tokens_total") > 100

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from epd_portable.vllm_plugin import worker
+from epd_portable.vllm_plugin import compat, worker
 from tests.e2e import flags
 
 FLAGS = Path(os.environ["EPD_TEST_FLAGS"])
@@ -46,6 +46,9 @@ class _SpoiledItems:
             for placement in metadata.receipts.placements:
                 encoder_cache[placement.mm_hash] = encoder_cache[placement.mm_hash].roll(1, 1)
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
 
 class SlowEncodeWorker(worker.EPDCPUWorker):  # type: ignore[misc,name-defined]
     """An encode worker whose encoder takes as long as a file says."""
@@ -58,11 +61,19 @@ class SlowEncodeWorker(worker.EPDCPUWorker):  # type: ignore[misc,name-defined]
 
 
 class SteeredPDWorker(worker.EPDCPUWorker):  # type: ignore[misc,name-defined]
-    """A PD worker that spoils what arrives, or whose steps take longer, while a file says so."""
+    """A PD worker that spoils what arrives, or whose steps or encoder take longer.
+
+    While a file says so.
+    """
 
     def init_device(self) -> None:
         super().init_device()
         self.model_runner.epd = _SpoiledItems(self.model_runner.epd)
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        for module in compat.encoder_modules(self.model_runner.get_model()):
+            module.register_forward_hook(lambda *_: _delay(flags.SLOW_MODULES))
 
     def execute_model(self, scheduler_output: Any) -> Any:
         if scheduler_output.total_num_scheduled_tokens:

@@ -76,8 +76,6 @@ class Consumer:
             config,
             fingerprint=FINGERPRINT,
             cache_size=100_000,
-            alignment_bytes=64,
-            copies=False,
             clock=clock,
         )
         self.cache = self.receiver.cache

@@ -21,7 +21,11 @@ REQUESTS = 8
 WALL_CLOCK = {"time", "time_ns", "now", "utcnow"}
 ASKS_THE_WALL_CLOCK = {
     "config/secret.py": "a signed request is good for half a minute",
-    "router/server_connection.py": "answers to clients have a date",
+    "router/http/server_connection.py": "answers to clients have a date",
+    "router/telling/record.py": "logs and traces say when a request came",
+    "connector/stores/file.py": "files of a folder are as old as their change times say",
+    "connector/stores/redis.py": "entries expire by a clock that all writers share",
+    "launch/members.py": "a key of the page is good for hours",
     "launch/supervisor.py": "files older than the run are not its own, by their change times",
 }
 
@@ -70,7 +74,16 @@ def test_a_topology_whose_wall_clocks_jump_serves_restarts_and_goes_with_its_lau
         topology.close()
 
 
-@pytest.mark.parametrize("path", ["shm", "tcp", "collective"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "shm",
+        "tcp",
+        "collective",
+        "nixl",
+        pytest.param("mooncake", marks=pytest.mark.needs_mooncake),
+    ],
+)
 def test_a_monotonic_clock_that_leaps_ends_leases_and_waits_and_loses_nothing(
     tmp_path: Path, path: str
 ) -> None:

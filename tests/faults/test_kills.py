@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from epd_portable.connector import registry
 from tests.faults.conftest import Served
 from tests.faults.points import (
     ENCODER_SCHEDULER,
@@ -23,6 +24,11 @@ from tests.faults.topology import Topology
 from tests.faults.traffic import check, requests, send, send_until_struck
 
 REQUESTS = 8
+PATHS = [
+    path
+    for path in ("shm", "tcp", "collective", "nixl", "mooncake")
+    if not registry._missing(registry.entry(path))
+]
 ALWAYS = {
     (ENCODER_WORKER, "transfer.begun"),
     (ENCODER_SCHEDULER, "encode_job"),
@@ -85,7 +91,7 @@ def test_a_killed_launcher_leaves_nothing_whatever_is_under_way(
     tmp_path_factory: pytest.TempPathFactory, point: str, seed: int
 ) -> None:
     """`test_clock` kills one every time, at the end of a topology that it has anyhow."""
-    path = random.Random(f"{point}/{seed}").choice(("shm", "tcp", "collective"))
+    path = random.Random(f"{point}/{seed}").choice(PATHS)
     folder = tmp_path_factory.mktemp("launcher") / "run"
     topology = Topology(folder, encoders=(path,), prefills=(path,))
     try:

@@ -26,7 +26,8 @@ from tests.faults.meddler import (
 from tests.faults.seeds import SEEDS
 from tests.faults.small.pictures import TOKEN_BYTES, Picture
 
-PATHS = ("shm", "tcp", "collective")
+PATHS = ("shm", "tcp", "collective", "nixl", "mooncake")
+NEEDS = {"mooncake": [pytest.mark.needs_mooncake]}
 ALWAYS = {(everything, path) for path in PATHS} | {
     (dropped, "shm"),
     (duplicated, "tcp"),
@@ -39,7 +40,7 @@ CASES = [
         fault,
         path,
         id=f"{fault.__name__}-{path}",
-        marks=() if (fault, path) in ALWAYS else pytest.mark.full,
+        marks=[*NEEDS.get(path, ()), *(() if (fault, path) in ALWAYS else [pytest.mark.full])],
     )
     for fault in FAULTS
     for path in PATHS
@@ -92,7 +93,7 @@ def test_every_request_is_served_with_its_own_item_and_nothing_is_kept(
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", [pytest.param(path, marks=NEEDS.get(path, ())) for path in PATHS])
 def test_messages_of_a_former_life_change_nothing(
     tmp_path: Path,
     pool: str,

@@ -46,7 +46,16 @@ def kept_files() -> Counter[str]:
 
 
 @pytest.mark.parametrize("lives", [4, pytest.param(6, marks=pytest.mark.full)])
-@pytest.mark.parametrize("path", ["shm", "tcp", "collective"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "shm",
+        "tcp",
+        "collective",
+        "nixl",
+        pytest.param("mooncake", marks=pytest.mark.needs_mooncake),
+    ],
+)
 def test_a_producer_has_as_many_files_after_many_restarts_as_after_one(
     tmp_path: Path, path: str, lives: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

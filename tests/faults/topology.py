@@ -21,6 +21,7 @@ from typing import Any
 import httpx
 
 from epd_portable.config.instance import InstanceConfig
+from epd_portable.config.store import StoreSection
 from epd_portable.launch import sessions
 from epd_portable.launch.plan import shm_prefix
 from epd_portable.launch.ports import is_free, port_source
@@ -73,6 +74,7 @@ class Topology:
         lease_s: See `InstanceConfig`.
         wait_s: See `InstanceConfig`.
         env: Variables for every process.
+        store: Of all of them.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class Topology:
         lease_s: float = LEASE_S,
         wait_s: float = WAIT_S,
         env: Mapping[str, str] | None = None,
+        store: StoreSection | None = None,
     ) -> None:
         self.run_id = secrets.token_hex(4)
         self.folder = folder
@@ -116,6 +119,7 @@ class Topology:
                 wait_timeout_s=wait_s,
                 lease_s=lease_s,
                 secret_file=secret_file(),
+                store=store,
                 # Both kinds, in turn.
                 preallocation="async" if name.endswith("-1") else "sync",
             )
@@ -140,6 +144,7 @@ class Topology:
             model="small",
             instances=tuple(backends),
             secret_file=secret_file(),
+            store=store,
             registration=False,
             item_outcomes=True,
             elastic_encode=False,
@@ -195,7 +200,7 @@ class Topology:
         self._reader.start()
         self.faults.know("launcher", self.process.pid)
         try:
-            self._wait_for("ready:")
+            self.wait_for("ready:")
         except BaseException:
             self.close()
             raise
@@ -216,7 +221,7 @@ class Topology:
         for line in self.process.stdout:
             self._lines.put(line.rstrip("\n"))
 
-    def _wait_for(self, text: str) -> None:
+    def wait_for(self, text: str) -> None:
         end_s, seen = time.monotonic() + START_S, []
         while True:
             try:

@@ -21,7 +21,8 @@ from epd_portable.platforms import registry
 from epd_portable.platforms.base import DeviceEvent
 from epd_portable.platforms.cpu import CpuPlatform
 from epd_portable.platforms.traits import TRAITS
-from epd_portable.runners import placer
+from epd_portable.runners import placer, stream_clock
+from epd_portable.runners.receiver_metrics import PlacerMetrics
 from tests.keyring import secret_file
 
 LATE_S = 0.05
@@ -56,10 +57,17 @@ def test_the_way_of_an_item_and_its_peer_end_when_the_device_has_completed_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: dict[str, float] = {}
-    for module in (ends, placer):
-        monkeypatch.setattr(
-            module, "trace", lambda event, **fields: seen.setdefault(event, time.monotonic())
-        )
+    queued: list[float] = []
+
+    class Trace:
+        on = True
+
+        def __call__(self, event: str, *, at_s: float | None = None, **fields: object) -> None:
+            seen.setdefault(event, at_s or time.monotonic())
+
+    for module in (ends, placer, stream_clock):
+        monkeypatch.setattr(module, "trace", Trace())
+    monkeypatch.setattr(PlacerMetrics, "placed", lambda _, nbytes: queued.append(time.monotonic()))
     control = f"tcp://127.0.0.1:{free_port()}"
     common = {
         "platform": "cpu",
@@ -89,7 +97,8 @@ def test_the_way_of_an_item_and_its_peer_end_when_the_device_has_completed_them(
         producer.close()
         consumer.close()
     assert sent.memcpy_s >= LATE_S
-    assert seen["item.complete"] - seen["item.placed"] >= LATE_S * 0.9
+    for event in ("item.placed", "item.complete"):
+        assert seen[event] - queued[0] >= LATE_S * 0.9
 
 
 def test_a_consumer_whose_address_is_taken_leaves_nothing() -> None:

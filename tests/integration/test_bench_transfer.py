@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.contract.pairs import PATHS
+
 
 def test_a_transfer_is_measured_on_every_path_of_the_platform_and_reported(tmp_path: Path) -> None:
     report = tmp_path / "transfer.json"
@@ -19,7 +21,7 @@ def test_a_transfer_is_measured_on_every_path_of_the_platform_and_reported(tmp_p
     assert written["command"].startswith("epd-bench transfer")
     measured = [(row["platform"], row["path"], row["encode_s"]) for row in written["summary"]]
     assert measured == [
-        ("cpu", path, encode_s) for path in ("shm", "collective", "tcp") for encode_s in (0.02, 0.0)
+        ("cpu", path, encode_s) for path in PATHS if path != "ipc" for encode_s in (0.02, 0.0)
     ]
     for row in written["summary"]:
         assert f"{row['path']}, 64 KiB, {row['granted']}" in result.stdout

@@ -39,6 +39,22 @@ def test_it_holds_the_package_once_and_nothing_else(wheel: zipfile.ZipFile) -> N
     assert "epd_portable/py.typed" in wheel.namelist()
 
 
+def test_it_holds_the_files_of_the_status_page(wheel: zipfile.ZipFile) -> None:
+    folder = "epd_portable/router/telling/page/"
+    there = {name for name in wheel.namelist() if name.startswith(folder)}
+    assert there == {f"{folder}{name}" for name in ("index.html", "status.css", "status.js")}
+
+
+def test_it_holds_the_topologies_and_profiles_of_the_repository(wheel: zipfile.ZipFile) -> None:
+    folder = "epd_portable/configs/"
+    there = {name for name in wheel.namelist() if name.startswith(folder)}
+    files = {path.relative_to(ROOT / "configs") for path in (ROOT / "configs").rglob("*.yaml")}
+    assert there == {f"{folder}{path.as_posix()}" for path in files}
+    for path in files:
+        name = f"{folder}{path.as_posix()}"
+        assert wheel.read(name) == (ROOT / "configs" / path).read_bytes()
+
+
 def test_it_holds_the_demo_model(wheel: zipfile.ZipFile) -> None:
     model = {
         name: wheel.getinfo(name).file_size

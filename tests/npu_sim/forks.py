@@ -12,7 +12,6 @@ import os
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from tests import warm
 
@@ -42,15 +41,6 @@ class Nursery(warm.Nursery):
     def finish(self, code: str, env: Mapping[str, str], timeout_s: float) -> warm.Ended:
         """Run a script to its end; killed at the timeout."""
         return self.run("-c", code, env=env, timeout=timeout_s)
-
-
-def remove_counters(pid: int) -> None:
-    """Remove the files in which torch counts the openers of memory that a process shared.
-
-    Only a process that takes itself down removes its own.
-    """
-    for left in Path("/dev/shm").glob(f"torch_{pid}_*"):
-        left.unlink()
 
 
 def serve(number: int) -> None:

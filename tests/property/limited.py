@@ -11,7 +11,7 @@ from pathlib import Path
 
 from epd_portable.config.load import parse_topology
 from epd_portable.errors import ConfigError, RequestError
-from epd_portable.router.body import CHAT_PATH, Rules, read_call
+from epd_portable.router.contents.body import CHAT_PATH, Rules, read_call
 
 LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n"

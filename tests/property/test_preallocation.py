@@ -61,11 +61,12 @@ prompts = st.lists(animals, min_size=1, max_size=3)
 class Preallocation(RuleBasedStateMachine):
     kind = "sync"
     copies = False
+    background = False
     seen: ClassVar[Counter[str]]
 
     def __init__(self) -> None:
         super().__init__()
-        self.desk = Desk(self.kind, CACHE_EMBEDS, POOL_BYTES)
+        self.desk = Desk(self.kind, CACHE_EMBEDS, POOL_BYTES, background=self.background)
         self.cache = self.desk.cache
         self.count = 0
         self.prompts: dict[str, dict[int, Wish]] = {}
@@ -110,7 +111,7 @@ class Preallocation(RuleBasedStateMachine):
     def _claim(self, name: str, place: int, wish: Wish, *, again: bool = False) -> None:
         known = self.cache.items.get(wish.name)
         if known is not None and known.tensor != tensor(wish.size):
-            if known.holders or known.wanted:
+            if known.holders or known.wanted or known.state is State.ENCODING:
                 assert self.cache.open(wish.name, tensor(wish.size)) is None
                 return
             self.accepted.discard(wish.name)
@@ -247,7 +248,7 @@ class Preallocation(RuleBasedStateMachine):
         return slot is not None and has_room and item.mm_hash not in read
 
     def _could_make_way(self, claim: Claim, first: Claim) -> bool:
-        if not claim.served or claim.item.state is State.GRANTED:
+        if not claim.served or claim.item.state in (State.GRANTED, State.ENCODING):
             return False
         if (claim.who.rank, claim.place) <= (first.who.rank, first.place):
             return False
@@ -272,6 +273,17 @@ class Preallocation(RuleBasedStateMachine):
         self.resident[mm_hash] = slot
         self.accepted.discard(mm_hash)
         self.seen["landed"] += 1
+
+    @precondition(lambda self: self.items(State.ENCODING))
+    @rule(data=st.data(), well=st.integers(0, 4).map(bool))
+    def end_in_the_background(self, data: st.DataObject, well: bool) -> None:
+        mm_hash = data.draw(st.sampled_from(self.items(State.ENCODING)))
+        if well:
+            self.cache.encoded(mm_hash)
+            self.seen["encoded here"] += 1
+        else:
+            self.cache.not_encoded(mm_hash)
+            self.seen["not encoded"] += 1
 
     @precondition(lambda self: self.items(State.GRANTED))
     @rule(data=st.data())
@@ -306,6 +318,8 @@ class Preallocation(RuleBasedStateMachine):
             self.reserve()
             for mm_hash in self.items(State.RESERVED, State.GRANTED):
                 self._land(mm_hash)
+            for mm_hash in self.items(State.ENCODING):
+                self.cache.encoded(mm_hash)
             for name in [name for name in self.prompts if self.prompts[name]]:
                 self._compute(name)
 
@@ -401,6 +415,8 @@ class Preallocation(RuleBasedStateMachine):
     def _is_wanted(self, item: Item) -> bool:
         if item.state is State.LOCAL:
             return bool(item.holders)
+        if item.state is State.ENCODING:
+            return True  # Nobody may want it any more, but it cannot be stopped.
         return bool(item.holders or item.wanted)
 
     @invariant()
@@ -435,16 +451,23 @@ class Preallocation(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize(
-    ("number", "kind", "copies"),
-    [(11, "sync", False), (12, "sync", True), (13, "async", False), (14, "async", True)],
+    ("number", "kind", "copies", "background"),
+    [
+        (11, "sync", False, False),
+        (12, "sync", True, False),
+        (13, "async", False, True),
+        (14, "async", True, False),
+    ],
 )
 def test_whatever_is_asked_room_is_never_lost_given_twice_or_given_out_of_turn(
-    number: int, kind: str, copies: bool
+    number: int, kind: str, copies: bool, background: bool
 ) -> None:
     seen: Counter[str] = Counter()
-    machine = type("Machine", (Preallocation,), {"kind": kind, "copies": copies, "seen": seen})
+    how = {"kind": kind, "copies": copies, "background": background, "seen": seen}
+    machine = type("Machine", (Preallocation,), how)
     run_state_machine_as_test(seeded(number, machine), settings=budget(EXAMPLES, steps=STEPS))
     assert seen["steps"] > EXAMPLES * STEPS / 2, seen
     usual = {"reserved", "waited", "landed", "encoded here", "started", "lost", "replaced"}
     assert usual <= set(+seen), seen
     assert bool(seen["accepted"]) == (kind == "async"), seen
+    assert bool(seen["not encoded"]) == background, seen

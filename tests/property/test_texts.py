@@ -16,7 +16,7 @@ from hypothesis import given
 from epd_portable.config.load import parse_topology
 from epd_portable.config.problems import MAX_FILE_BYTES, MAX_PROBLEMS, read_text
 from epd_portable.errors import ConfigError, RequestError
-from epd_portable.router.body import (
+from epd_portable.router.contents.body import (
     BATCH_PATH,
     CHAT_PATH,
     COMPLETION_PATH,
@@ -161,7 +161,7 @@ def test_any_body_is_a_request_or_a_request_error(
 @pytest.fixture(scope="module")
 def readers() -> Iterator[Nursery]:
     """Of children that can read both, and have nothing else in their memory."""
-    nursery = Nursery("epd_portable.config.load", "epd_portable.router.body", "resource")
+    nursery = Nursery("epd_portable.config.load", "epd_portable.router.contents.body", "resource")
     yield nursery
     nursery.close()
 

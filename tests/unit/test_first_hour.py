@@ -66,11 +66,12 @@ def runs(process: str) -> bool:
     return state.rpartition(")")[2].split()[0] != "Z"
 
 
+@pytest.mark.parametrize("how", ["", "setsid"], ids=["child", "session-of-its-own"])
 def test_a_stage_that_takes_too_long_is_ended_with_its_children_and_its_figures_stay(
-    tmp_path: Path,
+    tmp_path: Path, how: str
 ) -> None:
     line = '{"figure": "half", "value": 1}'
-    script = f"echo '{line}'; sleep 300 & echo $! > \"$1/child\"; wait"
+    script = f"echo '{line}'; {how} sleep 300 & echo $! > \"$1/child\"; wait"
     good, said = run(tmp_path, stage("long", script, limit_s=1.0))
     assert not good
     assert "long: was ended" in said
@@ -133,5 +134,21 @@ def test_every_stage_calls_what_is_there() -> None:
 
 def test_what_takes_no_engine_fits_into_a_borrowed_twenty_minutes() -> None:
     names = [each.name for each in STAGES]
-    early = STAGES[1 : names.index("engines")]
+    early = STAGES[1 : names.index("paths")]
     assert sum(each.limit_s for each in early) <= 20 * 60
+
+
+def test_the_tests_of_engines_are_shared_out_between_two_stages() -> None:
+    """What users get by themselves comes first; nothing is left out or run twice."""
+    from tests.cuda.test_engines import WAYS
+
+    expressions = [each.argv[-1] for each in STAGES if "tests/cuda/test_engines.py" in each.argv]
+    otherwise = first_hour.OTHERWISE
+    assert expressions == [
+        f"TestByEveryPath and not ({otherwise})",
+        f"not TestByEveryPath or {otherwise}",
+    ]
+    # As `-k` takes words: parts of names.
+    early = [way for way in WAYS if not any(word in str(way) for word in otherwise.split(" or "))]
+    assert [way.path for way in early] == ["ipc", "shm", "tcp"]
+    assert all(way.runner is None and way.ahead for way in early)

@@ -89,11 +89,21 @@ def test_events_are_lines_with_time_process_and_fields(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "new").iterdir()] == [f"pd-0-{os.getpid()}.jsonl"]
 
 
+def test_an_event_may_have_been_before_it_is_written(tmp_path: Path) -> None:
+    with tracing(tmp_path, "pd-0") as trace:
+        assert trace.on
+        trace("first", at_s=12.5, mm_hash="x")
+    (first,) = read(tmp_path)
+    assert (first["t_s"], "at_s" in first) == (12.5, False)
+
+
 def test_without_a_folder_nothing_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    log.EventTrace("", "pd-0")("event")
+    trace = log.EventTrace("", "pd-0")
+    trace("event")
+    assert not trace.on
     assert list(tmp_path.iterdir()) == []
 
 

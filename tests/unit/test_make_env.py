@@ -508,7 +508,13 @@ def test_a_machine_without_gcc_is_told_so(npu_env: Venv, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    "missing", ["torch-npu==2.13.0", "vllm-ascend==0.30.0rc2", "vllm-ascend==0.26.0rc1"]
+    "missing",
+    [
+        "torch-npu==2.13.0",
+        "vllm-ascend==0.30.0rc2",
+        "vllm-ascend==0.26.0rc1",
+        "vllm-ascend==0.23.0",
+    ],
 )
 def test_what_is_missing_is_named(
     npu_env: Venv, monkeypatch: pytest.MonkeyPatch, missing: str
@@ -529,7 +535,7 @@ def test_only_what_is_published_as_source_may_be_built(
     assert built == [npu_sim_env.VLLM_ASCEND]
 
 
-@pytest.mark.parametrize("constant", ["VLLM", "BESIDE", "OLDER_PAIR"])
+@pytest.mark.parametrize("constant", ["VLLM", "BESIDE", "OLDER_PAIRS"])
 def test_other_versions_make_the_npu_side_anew(
     npu_env: Venv, monkeypatch: pytest.MonkeyPatch, constant: str
 ) -> None:

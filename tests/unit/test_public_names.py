@@ -19,6 +19,9 @@ LIST = Path(__file__).with_name("public_names.txt")
 
 # What users extend, and what crosses process borders.
 SOURCES = (
+    "epd_portable/config/choice.py",
+    "epd_portable/config/groups.py",
+    "epd_portable/config/routing.py",
     "epd_portable/config/schema.py",
     "epd_portable/connector/registry.py",
     "epd_portable/connector/transport.py",
@@ -27,6 +30,8 @@ SOURCES = (
     "epd_portable/platforms/base.py",
     "epd_portable/platforms/registry.py",
     "epd_portable/platforms/traits.py",
+    "epd_portable/router/choice/plugin.py",
+    "epd_portable/router/choice/situation.py",
     "epd_portable/scheduling/*.py",
     "epd_portable/wire/*.py",
 )

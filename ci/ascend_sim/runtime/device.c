@@ -19,6 +19,11 @@ static bool used[SIM_MAX_DEVICES]; /* by aclrtSetDevice; in this process's numbe
 static bool initialised;
 static _Thread_local int current = SIM_NO_DEVICE;
 
+/* Of an Ascend 910B3, by aclrtDevResLimitType. */
+static const uint32_t cores[] = {20, 40};
+enum { KINDS_OF_CORES = sizeof cores / sizeof *cores };
+static uint32_t limits[SIM_MAX_DEVICES][KINDS_OF_CORES]; /* 0: none */
+
 /* As CANN reads ASCEND_RT_VISIBLE_DEVICES: numbers between commas; the list ends at the first bad one. */
 static struct visible read_visible(void) {
     struct visible seen = {0};
@@ -155,6 +160,38 @@ SIM_API aclError aclrtGetPrimaryCtxState(int32_t device, uint32_t *flags, int32_
     }
     aclError status = check_device(device);
     *active = status == ACL_SUCCESS && used[device];
+    return status;
+}
+
+static aclError check_cores(int device, unsigned type) {
+    aclError status = check_device(device);
+    if (status == ACL_SUCCESS && type >= KINDS_OF_CORES) {
+        return sim_fail(ACL_ERROR_RT_PARAM_INVALID, "cores of type %u", type);
+    }
+    return status;
+}
+
+/* Kept and told; operators take as long with fewer cores. */
+SIM_API aclError aclrtSetDeviceResLimit(int32_t device, aclrtDevResLimitType type, uint32_t value) {
+    aclError status = check_cores(device, type);
+    if (status == ACL_SUCCESS && (value == 0 || value > cores[type])) {
+        return sim_fail(ACL_ERROR_RT_PARAM_INVALID, "%u of %u cores of type %d", value, cores[type], type);
+    }
+    if (status == ACL_SUCCESS) {
+        pthread_mutex_lock(&lock);
+        limits[device][type] = value;
+        pthread_mutex_unlock(&lock);
+    }
+    return status;
+}
+
+SIM_API aclError aclrtGetDeviceResLimit(int32_t device, aclrtDevResLimitType type, uint32_t *value) {
+    aclError status = check_cores(device, type);
+    if (status == ACL_SUCCESS) {
+        pthread_mutex_lock(&lock);
+        *value = limits[device][type] > 0 ? limits[device][type] : cores[type];
+        pthread_mutex_unlock(&lock);
+    }
     return status;
 }
 

@@ -10,19 +10,21 @@ import msgspec
 
 from epd_portable.bench.load.record import SideTurn
 from epd_portable.errors import ConfigError
+from epd_portable.launch.command_line import tells_an_error
 
 
 def read_turns(path: Path, fingerprint: str) -> tuple[list[SideTurn], float | None]:
     """Return the turns of a file, and the words per token with which they were asked.
 
     Args:
-        path: Written by `epd_portable.bench.report.write`; nothing if it is not there.
+        path: Written by `epd_portable.bench.report.write`; nothing if it is not there, or tells
+            why there are no results.
         fingerprint: Of the measurement that wants to go on.
 
     Raises:
         ConfigError: The file is none of this command, or its requests were others.
     """
-    if not path.exists():
+    if not path.exists() or tells_an_error(path):
         return [], None
     whole = read_page(path)
     found = whole["summary"].get("fingerprint")

@@ -9,6 +9,7 @@ import random
 
 from epd_portable.bench import pictures
 from epd_portable.bench.load.commands import Ask, PictureSpec
+from epd_portable.bench.load.schedule import seed_of
 
 WORDS = ("red", "green", "blue", "circle", "square", "star", "above", "below", "left", "right")
 CHAT_PATH = "/v1/chat/completions"
@@ -42,9 +43,16 @@ def body_of(ask: Ask) -> bytes:
     content: list[dict[str, object]] = [
         {"type": "image_url", "image_url": {"url": picture_url(each)}} for each in ask.pictures
     ]
-    content.append({"type": "text", "text": text_of(ask.seed, ask.words)})
+    messages: list[dict[str, object]] = []
+    for seed in (*ask.history, ask.seed):
+        content.append({"type": "text", "text": text_of(seed, ask.words)})
+        messages.append({"role": "user", "content": content})
+        # What a side had answered would differ between sides.
+        answer = text_of(seed_of(seed, "answer"), ask.output_tokens)
+        messages.append({"role": "assistant", "content": answer})
+        content = []
     body = {
-        "messages": [{"role": "user", "content": content}],
+        "messages": messages[:-1],
         "temperature": 0,
         "max_tokens": ask.output_tokens,
         # Answers of one length, and every token with a text by which it is seen to arrive.

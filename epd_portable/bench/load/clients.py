@@ -9,20 +9,17 @@ clients that are the bottleneck show.
 from __future__ import annotations
 
 import asyncio
-import gc
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
-import msgspec
-
+from epd_portable.bench.fast_loop import carry_out_commands
 from epd_portable.bench.load.answers import gaps, read
 from epd_portable.bench.load.bodies import body_of, request_parts
 from epd_portable.bench.load.commands import Ask, ClientsDone, Command, Prepare, Send, TimedAnswer
 from epd_portable.bench.load.stages import request_id
-from epd_portable.bench.router.raw_http import MessageProtocol, install_fast_loop
+from epd_portable.bench.router.raw_http import MessageProtocol
 
 _CONNECT_TIMEOUT_S = 20.0
 _SPIN_S = 0.002
@@ -233,17 +230,7 @@ class _Clients:
 
 def main() -> None:
     """Carry out commands until standard input ends."""
-    install_fast_loop()
-    loop = asyncio.new_event_loop()
-    clients = _Clients()
-    gc.freeze()
-    gc.disable()
-    for line in sys.stdin.buffer:
-        command = msgspec.json.decode(line, type=Command)
-        done = loop.run_until_complete(clients.carry_out(command))
-        sys.stdout.buffer.write(msgspec.json.encode(done) + b"\n")
-        sys.stdout.buffer.flush()
-        gc.collect()
+    carry_out_commands(Command, _Clients().carry_out)
 
 
 if __name__ == "__main__":

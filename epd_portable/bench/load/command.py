@@ -20,8 +20,8 @@ from epd_portable.bench.load.requests import read_trace
 from epd_portable.bench.load.sides import read_sides
 from epd_portable.bench.load.stand import Ground
 from epd_portable.bench.options import output_options
-from epd_portable.config.load import PLATFORMS
 from epd_portable.errors import ConfigError, MeasurementError
+from epd_portable.launch.options import PlatformType
 
 HELP = """Ask sides in turns under an open load: a topology, replicas, upstream's example.
 
@@ -60,7 +60,7 @@ input.
 
 @click.command("load", help=HELP)
 @click.option("--side", "side_texts", multiple=True, required=True, metavar="[NAME=]WHAT")
-@click.option("--platform", type=click.Choice(PLATFORMS), default="cpu", show_default=True)
+@click.option("--platform", type=PlatformType(), default="cpu", show_default=True)
 @click.option(
     "--set",
     "overrides",
@@ -82,6 +82,11 @@ input.
     type=click.IntRange(min=1),
     show_default="one for each instance of the largest side",
     help="Cores (or devices) of each side, divided equally among its instances.",
+)
+@click.option(
+    "--crowded",
+    is_flag=True,
+    help="Let all instances of a side share all cores: for what is counted, not for times.",
 )
 @click.option(
     "--up",
@@ -119,7 +124,7 @@ input.
     multiple=True,
     metavar="KEY=VALUE[,...]",
     help="A load that differs from the options in rate, concurrency, cv, share, pictures (1/2), "
-    "size (112/448), text, output, repeat; may be repeated.",
+    "size (112/448), text, output, repeat, turns; may be repeated.",
 )
 @click.option("--share", default=0.1, show_default=True, help="Of requests that have pictures.")
 @click.option(
@@ -139,6 +144,13 @@ input.
     help="Share of the pictures that come from a set of eight.",
 )
 @click.option(
+    "--turns",
+    default=1,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Of conversations: each turn is sent with all before it, and adds --text tokens.",
+)
+@click.option(
     "--picture-format",
     type=click.Choice(["png", "jpeg"]),
     default="jpeg",
@@ -155,7 +167,13 @@ input.
     help="Recorded traffic, a JSON object a line: time_s, text_tokens, output_tokens, and for "
     "pictures sizes and perhaps seeds.",
 )
-@click.option("--speed", default=1.0, show_default=True, help="So many times as fast as recorded.")
+@click.option(
+    "--speed",
+    default=1.0,
+    show_default=True,
+    type=click.FloatRange(min=0, min_open=True, max=1000),
+    help="So many times as fast as recorded.",
+)
 @click.option(
     "--seconds",
     default=60.0,
@@ -232,7 +250,7 @@ input.
 @click.pass_context
 def load_command(context: click.Context, /, **options: Any) -> None:
     """Measure sides under load; users read `HELP`."""
-    with console.messages():
+    with console.stopping_at_sigterm():
         _run(_with_preset(context, options))
 
 
@@ -279,6 +297,7 @@ def _run(options: dict[str, Any]) -> None:
             options["model"], options["shape"], progress.say, make=not options["plan_only"]
         ),
         units=options["units"],
+        crowded=options["crowded"],
     )
     found = settings.topologies(asked)
     allotment = settings.allot(asked, found)
@@ -368,6 +387,7 @@ def _plan(options: dict[str, Any]) -> LoadPlan:
         text=options["text"],
         output=options["output"],
         repeat=options["repeat"],
+        turns=options["turns"],
         format=options["picture_format"],
         cv=options["cv"],
     )

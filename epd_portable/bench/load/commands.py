@@ -30,7 +30,9 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
         seed: Decides the text.
         words: Words of the text.
         output_tokens: Length of the answer.
-        pictures: In front of the text.
+        pictures: In front of the text; of a conversation, of its first one.
+        history: Seeds of the texts of earlier turns of a conversation, which are sent again, each
+            with an answer.
     """
 
     at_s: float
@@ -38,6 +40,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     words: int
     output_tokens: int
     pictures: tuple[PictureSpec, ...] = ()
+    history: tuple[int, ...] = ()
 
     @property
     def kind(self) -> str:

@@ -281,6 +281,9 @@ class Measurement:
             memory=watch.memory(up.parts),
             counted=watch.counted(up.parts).since(counted),
             client_cpu_s=done.cpu_s,
+            distinct_pictures=len(
+                {(each.seed, each.size) for ask in asks for each in ask.pictures}
+            ),
             traced=_traced(up, asks, done, name),
             refused=refusal(
                 found,

@@ -113,7 +113,7 @@ def example_engine(
         units=units,
         folder=folder,
         extra={
-            **ROLE_ARGS[group],
+            **ROLE_ARGS.get(group, {}),
             **getattr(topology.instances, group).engine_args,
             "ec_transfer_config": transfer,
         },

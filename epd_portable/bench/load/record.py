@@ -76,6 +76,7 @@ class SideTurn(msgspec.Struct, frozen=True, kw_only=True):
         memory: By part of the side, right after.
         counted: What the side's own metrics say of the turn.
         client_cpu_s: CPU time of the clients.
+        distinct_pictures: How many different ones were asked about.
         traced: What its event traces say; ``None`` without.
         refused: Why the round does not count; empty if it does.
     """
@@ -89,6 +90,7 @@ class SideTurn(msgspec.Struct, frozen=True, kw_only=True):
     memory: dict[str, Memory]
     counted: Counted
     client_cpu_s: float
+    distinct_pictures: int = 0
     traced: TracedTurn | None = None
     refused: str = ""
 

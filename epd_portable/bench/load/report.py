@@ -30,8 +30,8 @@ _RATIOS = (
     ("E2E", "p99"),
 )
 _MILLISECONDS = 1000.0
-_AS_MEANT = ("encoded", "sooner_here", "cancelled")
-"""Fates of pictures with which nothing went wrong; see `epd_portable.router.metrics.ItemFate`."""
+_AS_MEANT = ("encoded", "stored", "sooner_here", "cancelled")
+"""Of `epd_portable.router.telling.record.ItemFate`: pictures with which nothing went wrong."""
 Rounds = dict[LoadPoint, dict[str, list[SideTurn]]]
 """Turns of the rounds that count, by point and side."""
 
@@ -76,6 +76,7 @@ def make_report(results: LoadResults, setting: Setting) -> Report:
             _memory_table(rounds),
             _startup_table(results, setting),
             _fates_table(rounds),
+            _caches_table(rounds),
             *stage_tables(rounds),
             _clients_table(rounds),
         ]
@@ -406,6 +407,48 @@ def _fates_table(rounds: Rounds) -> Table:
     return Table(
         title="What became of the pictures, as the router counts them",
         columns=("load: side", "items"),
+        rows=tuple(rows),
+    )
+
+
+def _caches_table(rounds: Rounds) -> Table:
+    """What caches saved: pictures that were not encoded again, text that was not computed again."""
+    rows = []
+    for point, by_side in rounds.items():
+        for side, turns in by_side.items():
+            asked = sum(each.pictures for turn in turns for each in turn.requests)
+            encoded: dict[str, float] = {}
+            for turn in turns:
+                for source, count in turn.counted.encoded.items():
+                    encoded[source] = encoded.get(source, 0.0) + count
+            queries = sum(turn.counted.prefix_queries for turn in turns)
+            hits = sum(turn.counted.prefix_hits for turn in turns)
+            rows.append(
+                (
+                    f"{point.key}: {side}",
+                    *(
+                        (
+                            str(asked),
+                            str(sum(turn.distinct_pictures for turn in turns)),
+                            f"{encoded.get('encoder', 0.0) + encoded.get('local', 0.0):g}",
+                        )
+                        if encoded
+                        else (str(asked) if asked else "–", "–", "–")
+                    ),
+                    f"{queries:g}" if queries else "–",
+                    f"{hits / queries:.1%}" if queries else "–",
+                )
+            )
+    return Table(
+        title="What caches saved: encoder runs, and prompt tokens in engines' prefix caches",
+        columns=(
+            "load: side",
+            "pictures",
+            "of these different in their round",
+            "encoder runs",
+            "prompt tokens",
+            "found in a prefix cache",
+        ),
         rows=tuple(rows),
     )
 

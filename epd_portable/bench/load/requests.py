@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from epd_portable.errors import ConfigError
 PictureFormat = Literal["png", "jpeg"]
 REPEATED = 8
 """Size of the small set that repeated pictures come from."""
+AT_ONCE = 16
+"""Conversations whose turns are asked in rotation: a turn comes so many requests after the last."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +34,8 @@ class Mix:
         output_tokens: Length of an answer, exactly.
         repeat: Share of the pictures that come from a set of `REPEATED`.
         format: Of the pictures.
+        turns: Of a conversation, each sent with all before it; 1 for requests that have nothing to
+            do with each other.
     """
 
     share: float = 0.1
@@ -40,16 +45,18 @@ class Mix:
     output_tokens: int = 150
     repeat: float = 0.0
     format: PictureFormat = "jpeg"
+    turns: int = 1
 
     @property
     def about(self) -> str:
         """The pictures, for tables."""
+        turns = f", {self.turns} turns" if self.turns > 1 else ""
         if not self.share:
-            return "text only"
+            return f"text only{turns}"
         numbers = "/".join(map(str, self.pictures))
         sides = "/".join(map(str, self.sizes))
         again = f", {self.repeat:.0%} repeated" if self.repeat else ""
-        return f"{self.share:.0%} × {numbers} × {sides} px{again}"
+        return f"{self.share:.0%} × {numbers} × {sides} px{again}{turns}"
 
 
 class Recorded(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -104,6 +111,9 @@ def asks_of_mix(
 ) -> tuple[Ask, ...]:
     """Return a request for each time; all texts differ, and all pictures but the repeated ones.
 
+    Of conversations `AT_ONCE` go on at a time, each with a turn in every so many requests: the
+    answer to the turn before has most likely come. The last ones may be without their end.
+
     Args:
         mix: What is asked.
         times: When, see `epd_portable.bench.load.schedule.arrivals`.
@@ -111,6 +121,10 @@ def asks_of_mix(
         set_seed: Decides the set of the repeated pictures.
         words_per_token: Words of `epd_portable.bench.load.bodies.WORDS` that make a token.
     """
+    if mix.turns > 1:
+        return _conversations(
+            mix, times, seed=seed, set_seed=set_seed, words_per_token=words_per_token
+        )
     draw = random.Random(seed)
     # Exactly the share: a count that is left to chance would differ between rounds.
     with_pictures = set(draw.sample(range(len(times)), round(mix.share * len(times))))
@@ -134,6 +148,29 @@ def asks_of_mix(
                 pictures=tuple(pictures),
             )
         )
+    return tuple(found)
+
+
+def _conversations(
+    mix: Mix, times: Sequence[float], *, seed: int, set_seed: int, words_per_token: float
+) -> tuple[Ask, ...]:
+    """Return the turns of conversations; a conversation begins as a request of its own does."""
+    together = AT_ONCE * mix.turns
+    count = AT_ONCE * -(-len(times) // together)
+    begun = asks_of_mix(
+        dataclasses.replace(mix, turns=1),
+        (0.0,) * count,
+        seed=seed,
+        set_seed=set_seed,
+        words_per_token=words_per_token,
+    )
+    found = []
+    for index, at_s in enumerate(times):
+        group, place = divmod(index, together)
+        turn, number = divmod(place, AT_ONCE)
+        first = begun[group * AT_ONCE + number]
+        texts = (first.seed, *(seed_of(first.seed, "turn", later) for later in range(1, turn + 1)))
+        found.append(msgspec.structs.replace(first, at_s=at_s, seed=texts[-1], history=texts[:-1]))
     return tuple(found)
 
 

@@ -18,6 +18,7 @@ from epd_portable.config.instance import PlatformName
 from epd_portable.config.load import load_topology, parse_topology
 from epd_portable.config.schema import Topology
 from epd_portable.errors import ConfigError
+from epd_portable.launch.file_checks import usual_checks
 from epd_portable.launch.machine import allowed_cores, assumed_machine
 from epd_portable.platforms.traits import TRAITS
 
@@ -91,6 +92,7 @@ _MIX_KEYS: dict[str, Callable[[str], dict[str, Any]]] = {
     "text": lambda text: {"text_tokens": int(text)},
     "output": lambda text: {"output_tokens": int(text)},
     "repeat": lambda text: {"repeat": float(text)},
+    "turns": lambda text: {"turns": int(text)},
 }
 
 
@@ -134,8 +136,10 @@ def check_points(points: Sequence[LoadPoint], *, sought: bool) -> None:
             )
         if not (0 <= mix.share <= 1 and 0 <= mix.repeat <= 1 and 0 <= point.cv <= 20):
             raise ConfigError(f"{point.key}: shares are 0 to 1, a CV is 0 to 20")
-        if min(*mix.pictures, mix.text_tokens) < 1 or mix.output_tokens < 2:
-            raise ConfigError(f"{point.key}: pictures and tokens are 1 or more, of an answer 2")
+        if min(*mix.pictures, mix.text_tokens, mix.turns) < 1 or mix.output_tokens < 2:
+            raise ConfigError(
+                f"{point.key}: pictures, tokens and turns are 1 or more, of an answer 2"
+            )
         if min(mix.sizes) < 28 or max(mix.sizes) > 4096:
             raise ConfigError(f"{point.key}: sides of pictures are 28 to 4096 pixels")
 
@@ -148,6 +152,7 @@ def usual_point(
     text: int,
     output: int,
     repeat: float,
+    turns: int,
     format: Any,
     cv: float,
 ) -> LoadPoint:
@@ -159,6 +164,7 @@ def usual_point(
         text_tokens=text,
         output_tokens=output,
         repeat=repeat,
+        turns=turns,
         format=format,
     )
     return LoadPoint(mix=mix, cv=cv)
@@ -174,6 +180,7 @@ class SidesAsked:
         settings: As ``--set`` takes them.
         model: Replaces that of the topology files; ``None`` keeps it.
         units: Cores or devices of a side; ``None`` for one for each instance.
+        crowded: Instances share all cores, for what is counted and not timed.
     """
 
     sides: tuple[LoadSide, ...]
@@ -181,6 +188,7 @@ class SidesAsked:
     settings: tuple[str, ...]
     model: str | None
     units: int | None
+    crowded: bool = False
 
 
 def find_model(
@@ -210,12 +218,20 @@ def topologies(asked: SidesAsked) -> dict[str, Topology]:
     for side in asked.sides:
         if side.file is not None:
             loaded = load_topology(
-                side.file, asked.platform, overrides=(*asked.settings, *side.settings)
+                side.file,
+                asked.platform,
+                overrides=(*asked.settings, *side.settings),
+                checks=usual_checks(TRAITS[asked.platform]),
             )
             found[side.name] = _with_model(loaded, asked.model)
     first = next(iter(found.values()), None)
     if first is None:
-        plain = parse_topology(_PLAIN, asked.platform, overrides=asked.settings)
+        plain = parse_topology(
+            _PLAIN,
+            asked.platform,
+            overrides=asked.settings,
+            checks=usual_checks(TRAITS[asked.platform]),
+        )
         first = _with_model(plain, asked.model)
     return {side.name: found.get(side.name, first) for side in asked.sides}
 
@@ -233,13 +249,26 @@ def allot(asked: SidesAsked, found: dict[str, Topology]) -> Allotment:
         machine = assumed_machine(traits, os.environ)
         most = asked.units or max(counts.values())
         devices = machine.devices or tuple(map(str, range(most)))
-    return share_out(counts, cores=allowed_cores(), devices=devices, wanted=asked.units)
+    if asked.crowded and devices is not None:
+        raise ConfigError("--crowded is for instances on cores: they share no devices here")
+    return share_out(
+        counts,
+        cores=allowed_cores(),
+        devices=devices,
+        wanted=asked.units,
+        crowded=asked.crowded,
+    )
 
 
 def equal_words(asked: SidesAsked, allotment: Allotment) -> str:
     """Say who gets what."""
     if not allotment.units:
         return "All sides ran already; who has which cores is not known here."
+    if allotment.crowded:
+        return (
+            f"All instances of a side, clients and router share {allotment.total} cores: what is "
+            "counted can be compared, times cannot."
+        )
     noun = "device" if TRAITS[asked.platform].visible_devices_env is not None else "core"
     parts = [
         f"{name}: " + ", ".join("+".join(units) for units in instances)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from epd_portable.config.schema import Instances, Topology
+from epd_portable.config.groups import Instances
+from epd_portable.config.schema import Topology
 from epd_portable.errors import ConfigError
 from epd_portable.launch.assign import seats
 
@@ -53,12 +54,14 @@ class Allotment:
         total: Cores or devices of a whole side.
         rest: Cores of what is no instance: the clients, the router, the proxy.
         shared: Whether these are cores of instances too, because none is left.
+        crowded: Whether all instances of a side share all cores.
     """
 
     units: dict[str, list[tuple[str, ...]]]
     total: int
     rest: tuple[int, ...]
     shared: bool
+    crowded: bool = False
 
 
 def read_side(text: str) -> LoadSide:
@@ -113,11 +116,16 @@ def read_sides(texts: Sequence[str]) -> tuple[LoadSide, ...]:
 
 
 def instance_count(side: LoadSide, topology: Topology | None) -> int:
-    """Return how many seats a side has: ranks of instances; none for servers that run already."""
-    if side.kind == "topology":
-        assert topology is not None
-        return sum(seats(getattr(topology.instances, name)) for name in Instances.model_fields)
-    return {"replicas": side.count, "upstream": 2, "url": 0}[side.kind]
+    """Return how many seats a side has: ranks of instances; none for servers that run already.
+
+    A device that a topology lists for several ranks is one seat.
+    """
+    if side.kind != "topology":
+        return {"replicas": side.count, "upstream": 2, "url": 0}[side.kind]
+    assert topology is not None
+    groups = [getattr(topology.instances, name) for name in Instances.model_fields]
+    listed = {device for group in groups for device in group.devices or ()}
+    return len(listed) + sum(seats(group) for group in groups if not group.devices)
 
 
 def share_out(
@@ -126,6 +134,7 @@ def share_out(
     cores: Sequence[int],
     devices: Sequence[str] | None,
     wanted: int | None,
+    crowded: bool = False,
 ) -> Allotment:
     """Give every side the same cores or devices, and divide them among its instances.
 
@@ -134,10 +143,20 @@ def share_out(
         cores: That this process may use.
         devices: Those of the platform; ``None`` where instances are bound to cores.
         wanted: Cores or devices of a side; by default one for each seat of the largest.
+        crowded: All instances of a side share all cores.
 
     Raises:
         ConfigError: They cannot be divided equally, or there are too few.
     """
+    if crowded:
+        everything = tuple(map(str, cores))
+        return Allotment(
+            units={name: [everything] * count for name, count in counts.items() if count},
+            total=len(cores),
+            rest=tuple(cores),
+            shared=True,
+            crowded=True,
+        )
     supply = list(map(str, cores)) if devices is None else list(devices)
     noun = "cores" if devices is None else "devices"
     started = {name: count for name, count in counts.items() if count}

@@ -22,8 +22,9 @@ from epd_portable.bench.load.peers import example_engine, example_proxy, plain_e
 from epd_portable.bench.load.sides import Allotment, LoadSide
 from epd_portable.bench.load.watch import Part
 from epd_portable.bench.servers import model_name
+from epd_portable.config.groups import Instances
 from epd_portable.config.instance import PlatformName
-from epd_portable.config.schema import Instances, Topology
+from epd_portable.config.schema import Topology
 from epd_portable.errors import MeasurementError
 from epd_portable.launch.assign import seats
 from epd_portable.launch.sessions import SHM
@@ -63,7 +64,9 @@ class Ground:
 
     @property
     def binds(self) -> bool:
-        """Whether instances are bound to cores, not devices."""
+        """Whether instances are bound to cores of their own, and not to devices."""
+        if self.allotment.crowded:
+            return False
         return TRAITS[self.platform].visible_devices_env is None
 
 
@@ -173,7 +176,7 @@ def _topology(side: LoadSide, ground: Ground) -> Iterator[StandingSide]:
     folder = ground.folder / side.name
     trace_dir = folder / "trace" if ground.stages else None
     cores = _group_cores(ground, side) if ground.binds else {}
-    bound = [f"instances.{name}.cores={list(own)}" for name, own in cores.items()]
+    bound = [f"instances.{name}.cores={list(own)}" for name, own in cores.items() if own]
     server = servers.topology(
         side.file,
         platform=ground.platform,
@@ -239,7 +242,7 @@ def _upstream(side: LoadSide, ground: Ground) -> Iterator[StandingSide]:
                 report=lambda line: ground.report(f"{side.name}: {line}"),
             )
             for group, units in zip(
-                Instances.model_fields, ground.allotment.units[side.name], strict=True
+                ("encode", "prefill_decode"), ground.allotment.units[side.name], strict=True
             )
         ]
         ground.starting.extend(engines)
@@ -319,6 +322,7 @@ def _parts_of_topology(server: servers.Server, side: LoadSide, ground: Ground) -
             name=instance,
             pid=child.pid,
             cores=frozenset(cores.get(group, ())),
+            api_cores=frozenset(core for each in cores.values() for core in each),
             metrics_url=f"http://127.0.0.1:{_port_of(child)}/metrics",
         )
     yield Part(name="launcher", pid=server.pid, below=False)

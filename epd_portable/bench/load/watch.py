@@ -16,6 +16,16 @@ from epd_portable.bench.cpu_time import own_s
 from epd_portable.errors import MeasurementError
 
 _TIMEOUT_S = 20.0
+_SUMS = {
+    "epd_pd_fallbacks_total": "fallbacks",
+    "vllm:prefix_cache_queries_total": "prefix_queries",
+    "vllm:prefix_cache_hits_total": "prefix_hits",
+}
+_ENCODED = {
+    ("epd_encode_transfers_total", "encoder"),
+    ("epd_encode_transfers_total", "cache"),
+    ("epd_pd_items_total", "local"),
+}
 _TITLES = {"VLLM::EngineCore": "engine core", "VLLM::Worker": "worker"}
 
 
@@ -27,6 +37,7 @@ class Part:
         name: For example ``encode-0``, ``router``.
         pid: Of its first process.
         cores: Where all of it must run; empty where that is not held to.
+        api_cores: Where its first process may run as well.
         below: Whether processes that it started belong to it.
         metrics_url: Where it tells what it counts; empty for nowhere.
     """
@@ -34,6 +45,7 @@ class Part:
     name: str
     pid: int
     cores: frozenset[int] = frozenset()
+    api_cores: frozenset[int] = frozenset()
     below: bool = True
     metrics_url: str = ""
 
@@ -57,11 +69,18 @@ class Counted(msgspec.Struct, frozen=True, kw_only=True):
         fates: Items by what became of them, as the router counts them.
         ladder: Steps down the failure ladder.
         fallbacks: Items that a prefill+decode instance encoded although a transfer was expected.
+        encoded: Items of encode jobs by where their output came from (``encoder``, ``cache``), and
+            those that other instances encoded (``local``).
+        prefix_queries: Prompt tokens that engines looked for in their KV prefix caches.
+        prefix_hits: Those that they found.
     """
 
     fates: dict[str, float] = {}
     ladder: dict[str, float] = {}
     fallbacks: float = 0.0
+    encoded: dict[str, float] = {}
+    prefix_queries: float = 0.0
+    prefix_hits: float = 0.0
 
     def since(self, earlier: Counted) -> Counted:
         """Return what was counted since an earlier reading; what did not happen is left out."""
@@ -69,6 +88,9 @@ class Counted(msgspec.Struct, frozen=True, kw_only=True):
             fates=_risen(self.fates, earlier.fates),
             ladder=_risen(self.ladder, earlier.ladder),
             fallbacks=self.fallbacks - earlier.fallbacks,
+            encoded=_risen(self.encoded, earlier.encoded),
+            prefix_queries=self.prefix_queries - earlier.prefix_queries,
+            prefix_hits=self.prefix_hits - earlier.prefix_hits,
         )
 
 
@@ -116,6 +138,7 @@ def counted(parts: Sequence[Part]) -> Counted:
         MeasurementError: A part that tells what it counts does not answer.
     """
     found = Counted()
+    sums = dict.fromkeys(_SUMS.values(), 0.0)
     for part in parts:
         if not part.metrics_url:
             continue
@@ -130,9 +153,13 @@ def counted(parts: Sequence[Part]) -> Counted:
                     found.fates[sample.labels["fate"]] = sample.value
                 elif sample.name == "epd_router_ladder_total":
                     found.ladder[sample.labels["rung"]] = sample.value
-                elif sample.name == "epd_pd_fallbacks_total":
-                    found = msgspec.structs.replace(found, fallbacks=found.fallbacks + sample.value)
-    return found
+                elif sample.name in _SUMS:
+                    sums[_SUMS[sample.name]] += sample.value
+                else:
+                    source = sample.labels.get("source", "")
+                    if (sample.name, source) in _ENCODED:
+                        found.encoded[source] = found.encoded.get(source, 0.0) + sample.value
+    return msgspec.structs.replace(found, **sums)
 
 
 def check_cores(parts: Sequence[Part]) -> None:
@@ -147,11 +174,14 @@ def check_cores(parts: Sequence[Part]) -> None:
         for process, _ in _processes(part):
             for thread in _threads(process.pid):
                 with contextlib.suppress(ProcessLookupError):
-                    outside = os.sched_getaffinity(thread) - part.cores
+                    allowed = part.cores
+                    if process.pid == part.pid:
+                        allowed = allowed | part.api_cores
+                    outside = os.sched_getaffinity(thread) - allowed
                     if outside:
                         raise MeasurementError(
                             f"{part.name}: a thread of process {process.pid} may run on core "
-                            f"{min(outside)}, outside its cores {sorted(part.cores)}: the sides "
+                            f"{min(outside)}, outside its cores {sorted(allowed)}: the sides "
                             "would not be equal"
                         )
 

@@ -11,7 +11,7 @@ import json
 import sys
 import time
 
-from epd_portable.router.instances import Fleet
+from epd_portable.router.fleet.instances import Fleet
 from epd_portable.router.settings import InstanceSettings, Role
 
 WARM_UP = 2

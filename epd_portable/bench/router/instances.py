@@ -22,6 +22,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from epd_portable.bench.fast_loop import install_fast_loop
 from epd_portable.bench.router.commands import Cast, Counts, InstanceAddress
 from epd_portable.bench.router.questions import (
     LAST_EVENT,
@@ -32,7 +33,7 @@ from epd_portable.bench.router.questions import (
     find_question,
     whole_answer,
 )
-from epd_portable.bench.router.raw_http import MessageProtocol, install_fast_loop
+from epd_portable.bench.router.raw_http import MessageProtocol
 from epd_portable.connector.curve import CurveGate, CurveKeys, read_keys
 from epd_portable.wire.codec import MAX_MESSAGE_BYTES
 from epd_portable.wire.params import (

@@ -9,7 +9,6 @@ shows.
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import sys
 import time
@@ -18,6 +17,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from epd_portable.bench.fast_loop import carry_out_commands
 from epd_portable.bench.router.commands import (
     AnswerRecord,
     Command,
@@ -28,7 +28,7 @@ from epd_portable.bench.router.commands import (
     Watch,
 )
 from epd_portable.bench.router.questions import NoisePicture, Question, judge, request
-from epd_portable.bench.router.raw_http import MessageProtocol, install_fast_loop
+from epd_portable.bench.router.raw_http import MessageProtocol
 
 HOST = "127.0.0.1"
 _CONNECT_TIMEOUT_S = 20.0
@@ -317,17 +317,7 @@ class Load:
 def main() -> None:
     """Carry out commands until standard input ends."""
     os.nice(int(sys.argv[1]))
-    install_fast_loop()
-    loop = asyncio.new_event_loop()
-    load = Load()
-    gc.freeze()
-    gc.disable()
-    for line in sys.stdin.buffer:
-        command = msgspec.json.decode(line, type=Command)
-        done = loop.run_until_complete(load.carry_out(command))
-        sys.stdout.buffer.write(msgspec.json.encode(done) + b"\n")
-        sys.stdout.buffer.flush()
-        gc.collect()
+    carry_out_commands(Command, Load().carry_out)
 
 
 if __name__ == "__main__":

@@ -139,12 +139,3 @@ class MessageProtocol(asyncio.Protocol):
     def _end_message(self) -> None:
         self._state = _HEAD
         self.message_ended()
-
-
-def install_fast_loop() -> None:
-    """Use the event loop that servers with vLLM have, where it is installed."""
-    try:
-        import uvloop
-    except ImportError:
-        return
-    asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())

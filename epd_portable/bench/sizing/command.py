@@ -18,6 +18,7 @@ from epd_portable.bench.sizing import scaling, search, stages
 from epd_portable.bench.sizing.measure import MeasuredStages, Probe, analyse
 from epd_portable.bench.sizing.simulate import EncoderChoice, RoutingRules
 from epd_portable.errors import ConfigError, MeasurementError
+from epd_portable.launch.command_line import http_url
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -125,6 +126,7 @@ def _stage_options(command: F) -> F:
             "--measure",
             "url",
             metavar="URL",
+            callback=http_url,
             help="Measure the stage times of this server, one process or a topology, in place of "
             "--stages. It must have nothing else to do.",
         ),
@@ -256,7 +258,7 @@ def plan_command(
     png_file: Path | None,
 ) -> None:
     """Say how many instances of what kind; users read `HELP`."""
-    with console.messages():
+    with console.stopping_at_sigterm():
         if png_file is not None:
             chart.require()
         load_before = reports.load_average()

@@ -27,7 +27,7 @@ class _Sequence:
         of_item: Tokens of that picture that are computed.
         text_left: Text tokens that are not.
         started: It holds one of the engine's places.
-        asleep: It waits for a picture outside the queue.
+        turns: Pictures that are encoded here are missing until they are encoded: beside the steps.
     """
 
     request: SimulatedRequest
@@ -35,15 +35,15 @@ class _Sequence:
     of_item: float = 0.0
     text_left: int
     started: bool = False
-    asleep: bool = False
+    turns: bool = False
 
     @property
     def missing(self) -> PictureItem | None:
-        """The picture without which nothing more can be computed, if it comes from elsewhere."""
+        """The picture without which nothing more can be computed, if no step encodes it."""
         items = self.request.items
-        if self.item < len(items) and not items[self.item].encoded and not items[self.item].here:
-            return items[self.item]
-        return None
+        if self.item == len(items) or items[self.item].encoded:
+            return None
+        return items[self.item] if self.turns or not items[self.item].here else None
 
 
 class SimulatedEngine:
@@ -53,6 +53,9 @@ class SimulatedEngine:
     arrival up to the limit of tokens. Pictures are encoded in the step that computes their first
     token, before it, and everybody waits. Steps in which nothing but decoding happens are counted
     many at a time, so a simulation takes time by the request and not by the token.
+
+    With turns it encodes beside its steps: a step waits for at most one turn of the encoder, which
+    has all of the time between steps.
 
     Attributes:
         encode_s: Time of its steps that went into encoding.
@@ -64,6 +67,7 @@ class SimulatedEngine:
     Args:
         timeline: The clock.
         times: Of the stages.
+        turn_s: Of the encoder beside the steps; ``None`` if steps encode.
         on_first: Called when a request's first token is computed.
         on_last: Called when its last one is.
     """
@@ -73,11 +77,13 @@ class SimulatedEngine:
         timeline: EngineTimeline,
         times: StageTimes,
         *,
+        turn_s: float | None = None,
         on_first: Callable[[SimulatedRequest], None],
         on_last: Callable[[SimulatedRequest], None],
     ) -> None:
         self._timeline = timeline
         self._times = times
+        self._turn_s = turn_s
         self._on_first = on_first
         self._on_last = on_last
         self.front_end = FifoServer(timeline)
@@ -98,14 +104,20 @@ class SimulatedEngine:
         self._busy = False
         self._only_decode = False
         self._since_s = 0.0
-        self._step_s = 0.0
+        self._step_s = self._compute_step_s = 0.0
         self._planned = 0
         self._prefilled: list[SimulatedRequest] = []
         self._late_s = 0.0
+        self._encoding: deque[tuple[PictureItem, SimulatedRequest]] = deque()
+        """Beside the steps, one after the other."""
+        self._encode_left_s = 0.0
+        self._alone_since_s: float | None = None
+        """The encoder computes, and no step waits; since then."""
+        self._alone = 0
 
     @property
-    def computing(self) -> bool:
-        """Whether a step is under way."""
+    def computes_for(self) -> bool:
+        """Whether it computes for anybody: a step is under way."""
         return self._busy
 
     def submit(self, request: SimulatedRequest) -> None:
@@ -141,17 +153,23 @@ class SimulatedEngine:
         return 2 * work_s
 
     def _arrived(self, request: SimulatedRequest) -> None:
-        sequence = _Sequence(request=request, text_left=request.text_tokens)
+        turns = self._turn_s is not None
+        sequence = _Sequence(request=request, text_left=request.text_tokens, turns=turns)
+        if turns:
+            self._encode_beside(request)
         if sequence.missing:
             self._asleep[request] = sequence
         else:
             self._ready(sequence)
 
-    def _ready(self, sequence: _Sequence) -> None:
+    def _place(self, sequence: _Sequence) -> None:
         if sequence.started:
             self._queue.appendleft(sequence)
         else:
             self._queue.append(sequence)
+
+    def _ready(self, sequence: _Sequence) -> None:
+        self._place(sequence)
         if not self._busy:
             self._begin()
         elif self._only_decode:
@@ -160,18 +178,22 @@ class SimulatedEngine:
     def _begin(self) -> None:
         """Begin the next step, or those up to the next that is of another kind."""
         decoding = len(self._ends)
+        turn_s = self._take_turn() if decoding or self._queue else 0.0
         self._prefilled = []
         tokens, encode_s = self._take_prompts(decoding)
         if not tokens and not decoding:
             self._busy = False
+            self._encode_alone()
             return
+        encode_s += turn_s
+        self._busy = True
         prefill, decode = self._times.prefill, self._times.decode
         # The weights are read once, whatever the step computes with them.
         base_s = max(prefill.base_s if tokens else 0.0, decode.base_s if decoding else 0.0)
         compute_s = base_s + prefill.per_token_s * tokens + decode.per_sequence_s * decoding
-        self._busy = True
         self._only_decode = not tokens
-        self._planned = 1 if tokens else self._ends[0][0] - self.steps
+        self._planned = 1 if tokens or self._encoding else self._ends[0][0] - self.steps
+        self._compute_step_s = compute_s
         self._step_s = compute_s + encode_s
         self._since_s = self._timeline.now
         self.encode_s += encode_s
@@ -203,7 +225,7 @@ class SimulatedEngine:
             return
         self.steps += self._planned
         if self._only_decode:
-            self.compute_s += self._planned * self._step_s
+            self.compute_s += self._planned * self._compute_step_s
         while self._ends and self._ends[0][0] <= self.steps:
             _, _, request = heapq.heappop(self._ends)
             self._places += 1
@@ -218,6 +240,72 @@ class SimulatedEngine:
                 self._places += 1
                 self._on_last(request)
         self._begin()
+
+    def _encode_beside(self, request: SimulatedRequest) -> None:
+        """Begin to encode a request's pictures beside the steps, behind those that there are."""
+        first = not self._encoding
+        self._encoding.extend((item, request) for item in request.items if item.here)
+        if first and self._encoding:
+            self._next_encode()
+            if not self._busy:
+                self._encode_alone()
+            elif self._only_decode:
+                self._cut()
+
+    def _next_encode(self) -> None:
+        if self._encoding:
+            embeddings = self._encoding[0][0].embeddings
+            self._encode_left_s = self._times.encode.seconds(embeddings)
+
+    def _encode_alone(self) -> None:
+        """Encode until a step begins, or the picture is encoded."""
+        if not self._encoding:
+            return
+        self._alone += 1
+        self._alone_since_s = self._timeline.now
+        self._timeline.at(
+            self._timeline.now + self._encode_left_s, self._encoded_alone, self._alone
+        )
+
+    def _encoded_alone(self, alone: int) -> None:
+        if alone != self._alone or self._alone_since_s is None:
+            return
+        self._encoded_for(self._timeline.now - self._alone_since_s)
+        self._alone_since_s = None
+        request = self._encoded()
+        if self._encoding:
+            self._encode_alone()
+        self.landed(request)
+
+    def _take_turn(self) -> float:
+        """Let the encoder have its turn before a step; return how long the step waits."""
+        if self._alone_since_s is not None:
+            self._encoded_for(self._timeline.now - self._alone_since_s)
+            self._alone_since_s = None
+        if not self._encoding:
+            return 0.0
+        assert self._turn_s is not None
+        turn_s = min(self._turn_s, self._encode_left_s)
+        self._encode_left_s -= turn_s
+        if not self._encode_left_s:
+            request = self._encoded()
+            sequence = self._asleep.get(request)
+            if sequence is not None and sequence.missing is None:
+                del self._asleep[request]
+                self._place(sequence)
+        return turn_s
+
+    def _encoded_for(self, seconds: float) -> None:
+        self.encode_s += seconds
+        self.owed_s = max(0.0, self.owed_s - seconds)
+        self._encode_left_s = max(0.0, self._encode_left_s - seconds)
+
+    def _encoded(self) -> SimulatedRequest:
+        """Take the encoded picture out, and begin the next one; return whose it is."""
+        item, request = self._encoding.popleft()
+        item.encoded = True
+        self._next_encode()
+        return request
 
     def _take_prompts(self, decoding: int) -> tuple[float, float]:
         """Choose the prompt tokens of a step; return how many, and the time of its encodes."""
@@ -236,7 +324,7 @@ class SimulatedEngine:
             while left > 0 and sequence.item < len(items):
                 item = items[sequence.item]
                 if not item.encoded:
-                    if not item.here:
+                    if sequence.turns or not item.here:
                         break
                     if encoded and encoded + item.embeddings > limits.max_encoder_tokens:
                         full = True

@@ -11,9 +11,9 @@ from epd_portable.bench.sizing.capacity import router_s
 from epd_portable.bench.sizing.search import LatencyLimits, SizingQuestion
 from epd_portable.bench.sizing.simulate import Deployment, Outcome
 from epd_portable.connector.connections import MAX_CONSUMERS
-from epd_portable.router.members import PROBES_PER_S
+from epd_portable.router.fleet.members import PROBES_PER_S
+from epd_portable.router.fleet.tally import MAX_INSTANCES
 from epd_portable.router.settings import RouterSettings
-from epd_portable.router.tally import MAX_INSTANCES
 
 REQUESTS_A_DEVICE = 60
 MOST_REQUESTS = 300_000

@@ -13,6 +13,7 @@ from epd_portable.bench.sizing.requests import PictureItem, SimulatedRequest
 from epd_portable.bench.sizing.stages import StageTimes
 from epd_portable.bench.sizing.timeline import EngineTimeline, FifoServer
 from epd_portable.bench.stats import quantile
+from epd_portable.router.elastic import sooner_here
 from epd_portable.router.ring import FEW, LOAD_BOUND
 
 WARM_UP_SHARE = 0.1
@@ -60,8 +61,8 @@ class RoutingRules:
         encoder_choice: ``hash`` is the router's: an item's encoder by consistent hashing under a
             load bound. ``least-of-two``: the less loaded of two random ones.
         elastic_threshold: As in the topology file: a prefill+decode instance encodes the first
-            pictures of a request while that ends before encoders would have ended with the rest,
-            so many times before if it computes for others meanwhile; ``None``: never.
+            pictures of a request while encoders would need so many times longer for the rest, or
+            at most `IDLE_THRESHOLD` times if it computes for nobody; ``None``: never.
     """
 
     router_workers: int = 1
@@ -168,7 +169,13 @@ class Simulation:
         self._encoders = [_Encoder(self._timeline, times) for _ in range(deployment.encoders)]
         self._encoding = 0
         self._engines = [
-            SimulatedEngine(self._timeline, times, on_first=self._first, on_last=self._last)
+            SimulatedEngine(
+                self._timeline,
+                times,
+                turn_s=times.engine.encode_turn_s if deployment.encoders else None,
+                on_first=self._first,
+                on_last=self._last,
+            )
             for _ in range(deployment.engines)
         ]
         self._loads = [0] * deployment.engines
@@ -252,22 +259,14 @@ class Simulation:
     ) -> int:
         """Return how many of a request's first pictures its engine encodes; see `RoutingRules`.
 
-        The router's own rule (``router/elastic.py``), with times that are known.
+        The router's own rule, with times that are known.
         """
         threshold = self._rules.elastic_threshold
         if threshold is None:
             return 0
-        factor = threshold if engine.computing else 1.0
-        works_s = [self._times.encode.seconds(item.embeddings) for item in items]
-        here_s = engine.owed_s
-        for count, work_s in enumerate(works_s):
-            here_s += work_s
-            ends_s = {encoder: encoder.owed_s for encoder in encoders[count:]}
-            for encoder, rest_s in zip(encoders[count:], works_s[count:], strict=True):
-                ends_s[encoder] += rest_s
-            if factor * here_s >= max(ends_s.values()):
-                return count
-        return len(items)
+        times_s = [self._times.encode.seconds(item.embeddings) for item in items]
+        count, _ = sooner_here(times_s, encoders, engine, threshold=threshold)
+        return count
 
     def _send(self, job: _Job) -> None:
         self._transferred += 1

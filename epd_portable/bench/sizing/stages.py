@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Annotated
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from epd_portable.config.document import KeyPath, read_yaml
-from epd_portable.config.problems import all_problems, explain, read_text
-from epd_portable.errors import ConfigError
+from epd_portable.config.document import KeyPath
+from epd_portable.config.problems import checked, read_text
 
 Duration = Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)]
 Positive = Annotated[int, Field(ge=1)]
@@ -143,11 +142,15 @@ class EngineLimits(_Times):
         max_num_batched_tokens: Tokens of a step.
         max_num_seqs: Requests that compute or generate.
         max_encoder_tokens: Embeddings that are encoded in a step; one picture always is.
+        encode_turn_s: A prefill+decode instance on a CPU encodes beside its steps, in turns with
+            them of this length (`epd_portable.runners.background.TURN_S`); without, in its steps,
+            as on devices, and as replicas do everywhere.
     """
 
     max_num_batched_tokens: Positive = 2048
     max_num_seqs: Positive = 256
     max_encoder_tokens: Positive = 2048
+    encode_turn_s: Annotated[float, Field(gt=0, le=10)] | None = None
 
 
 class StageTimes(_Times):
@@ -193,15 +196,7 @@ def load_stages(path: Path) -> StageTimes:
 
 def parse_stages(text: str, *, source: str = "stage times") -> StageTimes:
     """Check the text of such a file; see `load_stages`."""
-    try:
-        document = read_yaml(text)
-    except ConfigError as error:
-        raise ConfigError(f"{source}: {error}") from error
-    try:
-        return StageTimes.model_validate(document.data)
-    except ValidationError as error:
-        problems = explain(error, document, StageTimes, missing=MISSING)
-        raise all_problems(source, problems) from error
+    return checked(text, StageTimes, source=source, missing=MISSING)
 
 
 def to_yaml(times: StageTimes) -> str:

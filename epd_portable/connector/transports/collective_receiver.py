@@ -8,12 +8,17 @@ import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from epd_portable.connector.copies import DeviceCopies
-from epd_portable.connector.transport import PathReceiver, RevokedFence
+from epd_portable.connector.transport import (
+    PathReceiver,
+    ReceiveMemory,
+    ReceivingEnd,
+    RevokedFence,
+)
 from epd_portable.connector.transports.collective import (
     CONSUMER_RANK,
     MAX_FRAME_BYTES,
@@ -35,6 +40,9 @@ from epd_portable.errors import (
 from epd_portable.platforms.collectives import CollectiveGroup, Rendezvous
 from epd_portable.platforms.collectives_torch import RendezvousHost
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 logger = logging.getLogger(__name__)
 
 JOIN_TIMEOUT_S = 10.0
@@ -42,14 +50,6 @@ MAX_WRITE_S = 3600.0
 """An item is waited for so long at most, whatever its lease."""
 _POLL_S = 0.1
 _STOP_GRACE_S = 5.0
-
-
-class PoolMemory(Protocol):
-    """What a receiver fills: the pool's file, or the slab."""
-
-    def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
-        """Return ``(nbytes,)`` uint8 that is the memory from ``offset`` on."""
-        ...
 
 
 class CollectiveReceiver(PathReceiver):
@@ -67,7 +67,7 @@ class CollectiveReceiver(PathReceiver):
 
     def __init__(
         self,
-        memory: Callable[[], PoolMemory],
+        memory: Callable[[], ReceiveMemory],
         copies: DeviceCopies,
         *,
         host: str,
@@ -87,6 +87,12 @@ class CollectiveReceiver(PathReceiver):
         self._pairs: list[threading.Thread] = []
         self._thread = threading.Thread(target=self._listen, name="epd-collective", daemon=True)
         self._thread.start()
+
+    @classmethod
+    def open(cls, end: ReceivingEnd) -> Self:
+        """See `PathReceiver.open`."""
+        assert end.copies is not None and isinstance(end.fence, RevokedFence), "in a worker"
+        return cls(end.memory, end.copies, host=end.host, fence=end.fence)
 
     @property
     def address(self) -> str:

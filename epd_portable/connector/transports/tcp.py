@@ -17,8 +17,14 @@ import zmq
 from epd_portable.connector.connections import Connections
 from epd_portable.connector.copies import DeviceCopies
 from epd_portable.connector.curve import CurveGate, CurveKeys, connect_client
-from epd_portable.connector.pool import SharedMemory
-from epd_portable.connector.transport import LeaseFence, PathReceiver, Transport, check_source
+from epd_portable.connector.transport import (
+    LeaseFence,
+    PathReceiver,
+    ReceiveMemory,
+    ReceivingEnd,
+    Transport,
+    check_source,
+)
 from epd_portable.errors import (
     LeaseExpiredError,
     ProtocolError,
@@ -31,6 +37,7 @@ from epd_portable.wire.descriptors import SlotDescriptor
 
 if TYPE_CHECKING:
     import torch
+    from typing_extensions import Self
 
     from epd_portable.platforms.base import DeviceEvent
 
@@ -181,7 +188,7 @@ class TcpReceiver(PathReceiver):
 
     def __init__(
         self,
-        memory: SharedMemory,
+        memory: ReceiveMemory,
         bind: str,
         fence: LeaseFence,
         keys: CurveKeys,
@@ -203,6 +210,12 @@ class TcpReceiver(PathReceiver):
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="epd-tcp-receiver", daemon=True)
         self._thread.start()
+
+    @classmethod
+    def open(cls, end: ReceivingEnd) -> Self:
+        """See `PathReceiver.open`."""
+        assert isinstance(end.fence, LeaseFence) and end.keys is not None, "not in a worker"
+        return cls(end.memory(), end.data_address, end.fence, end.keys)
 
     @property
     def address(self) -> str:

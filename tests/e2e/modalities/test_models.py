@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
-from epd_portable.router.body import CHAT_PATH, Rules, read_call
+from epd_portable.router.contents.body import CHAT_PATH, Rules, read_call
 from tests.checkpoints import NAMES
 from tests.e2e.asking import Answer, ask, assert_equal, body, text
 from tests.e2e.conftest import Split, running

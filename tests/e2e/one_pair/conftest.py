@@ -24,9 +24,13 @@ from tests.forked import Popen
 
 
 @pytest.fixture(scope="package")
-def engines(start: Start) -> Split:
+def engines(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Split:
     return start(
         [
+            # Routers ask it in one module only.
+            "store.kind=file",
+            f"store.path={tmp_path_factory.mktemp('store')}",
+            "store.timeout_ms=10000",
             "engine_args.dtype=float32",
             f"transfer.pool_bytes={POOL_ITEMS * ITEM_BYTES}",
             # Beside other work; a test waits for the lease to end.
@@ -62,5 +66,5 @@ def pair(
     wait_until(lambda: every_instance_is_up(engines), "the router uses both", within_s=RESTART_S)
     forget_items(engines.pid)
     log = tmp_path_factory.mktemp("router") / f"{Path(str(request.path)).stem}.log"
-    with router_of(engines, log, fork, **router) as split:
+    with router_of(engines, log, fork, **{"store": None, **router}) as split:
         yield Pair(split=split, reference_url=reference_url)

@@ -11,19 +11,22 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
+import msgspec
 import pytest
 import zmq
 
+from epd_portable.config.secret import INSTANCE_TOKEN_HEADER, Secret
 from epd_portable.connector.control import ControlClients
 from epd_portable.connector.curve import read_keys
 from epd_portable.connector.transports import tcp
-from epd_portable.router.body import CHAT_PATH, Rules, read_call
+from epd_portable.router.contents.body import CHAT_PATH, Rules, read_call
 from epd_portable.wire.codec import encode
 from epd_portable.wire.descriptors import PeerDescriptor, TensorSpec
-from epd_portable.wire.messages import Announce, NotNeeded
-from tests.e2e.asking import Answer, ask, body, picture, text
+from epd_portable.wire.messages import LOAD_PATH, Announce, LoadReport, NotNeeded
+from tests.e2e.asking import Answer, ask, body, picture, post, text
 from tests.e2e.cases import ASK
-from tests.e2e.conftest import encoders_held
+from tests.e2e.conftest import encoders_held, router_of
 from tests.e2e.engines import config_of, named, url_of, wait_until
 from tests.e2e.two_encoders.deployment import (
     ENCODERS,
@@ -34,6 +37,7 @@ from tests.e2e.two_encoders.deployment import (
     epd_launch,
     port_of,
 )
+from tests.forked import Popen
 
 pytestmark = [pytest.mark.e2e, pytest.mark.needs_vllm, pytest.mark.timeout(900)]
 
@@ -90,6 +94,39 @@ def test_items_of_a_request_are_encoded_by_both_encoders_at_once_and_keep_their_
     assert [item["mm_hash"] for item in answer.items] == [item.mm_hash for item in call.items]
     swapped = ask(deployment.pair.reference_url, [*content[:1], *content[3:6], content[1], ASK])
     assert swapped.tokens != answer.tokens, "the order of these pictures makes no difference"
+
+
+def test_instances_say_how_busy_they_are(
+    deployment: Deployment, tmp_path: Path, fork: Popen
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("k" * 20)
+    keys.chmod(0o600)
+    scorer = {"pluginRef": "kv-cache-utilization-scorer"}
+    choice = {
+        "plugins": [{"type": "kv-cache-utilization-scorer"}],
+        "schedulingProfiles": [{"name": "decode", "plugins": [scorer]}],
+    }
+    changed = {"choice": choice, "api_keys_file": str(keys), "registration": False}
+    # Its first requests would have the prefill+decode instance encode a picture.
+    changed["warm_up"] = False
+    shown = {"authorization": "Bearer " + "k" * 20, "x-epd-explain": "1"}
+    with router_of(deployment.split, tmp_path / "loads.log", fork, **changed) as split:
+
+        def told() -> bool:
+            answer = post(split.url, body("Hello", max_tokens=1), headers=shown)
+            (decision, *_) = json.loads(answer.headers["x-epd-explain"])
+            score = decision["scores"][PD]["kv-cache-utilization-scorer"]
+            # Of an instance that has told nothing it is 0, and nothing is in use of its KV cache.
+            return bool(score > 0.5)
+
+        wait_until(told, "the prefill+decode instance has told")
+    server = named(deployment.split.pid, "encode-0")
+    url = url_of(server) + LOAD_PATH
+    assert httpx.get(url, timeout=30, trust_env=False).status_code == 401
+    token = {INSTANCE_TOKEN_HEADER: Secret.read(str(deployment.secret_file)).instance_token()}
+    answer = httpx.get(url, headers=token, timeout=30, trust_env=False)
+    assert msgspec.json.decode(answer.content, type=LoadReport) == LoadReport(items=0, pixels=0)
 
 
 def test_only_holders_of_the_secret_are_heard(deployment: Deployment) -> None:

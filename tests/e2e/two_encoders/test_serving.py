@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import socket
+import contextlib
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import psutil
@@ -70,11 +72,20 @@ def test_a_killed_launcher_leaves_no_process_no_port_and_no_shared_memory(
     assert len(family) >= 7
     assert len(ports) >= 5
     launcher.kill()
+    killed_s = time.time()
     wait_until(lambda: not any(map(alive, family)), "every process has ended")
     wait_until(lambda: not any(path.exists() for path in shared), "shared memory is removed")
+    # Processes of other tests that have begun since may be given the same ports.
     for port in ports:
-        with socket.socket() as probe:
-            assert probe.connect_ex(("127.0.0.1", port)) != 0
+        assert [each for each in listeners(port) if each.create_time() < killed_s] == []
+
+
+def listeners(port: int) -> Iterator[psutil.Process]:
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            for connection in process.net_connections("tcp"):
+                if (connection.status, connection.laddr.port) == (psutil.CONN_LISTEN, port):
+                    yield process
 
 
 def alive(process: psutil.Process) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 from epd_portable import log
 from epd_portable.config.instance import InstanceConfig
-from epd_portable.platforms.traits import TRAITS
+from epd_portable.connector.stores.entry import namespace_of
 from epd_portable.runners.dispatcher import Dispatcher, EncodeItem
 from epd_portable.runners.prompt import PromptItem
 from epd_portable.runners.receiver import Receiver
@@ -18,7 +18,7 @@ from epd_portable.wire.descriptors import TensorSpec
 from epd_portable.wire.params import encode_params, prefill_params, to_params
 from tests.faults.small.pictures import WIDTH
 from tests.faults.small.steps import Abort, Answer, Done, Item, Question, Request, Step
-from tests.faults.small.workers import FINGERPRINT
+from tests.faults.small.workers import fingerprint
 from tests.keyring import secret
 
 CACHE_EMBEDS = 40_000
@@ -124,9 +124,10 @@ class Scheduler(ABC):
 class EncodeScheduler(Scheduler):
     """Gives items room, encodes them, and answers when that is done."""
 
-    def __init__(self, front: Connection, worker: Connection) -> None:
+    def __init__(self, config: InstanceConfig, front: Connection, worker: Connection) -> None:
         super().__init__(front, worker, EncoderCacheManager(CACHE_EMBEDS))
-        self._dispatcher = Dispatcher(self.cache, secret())
+        namespace = namespace_of(config, fingerprint)
+        self._dispatcher = Dispatcher(self.cache, secret(), config.instance, namespace)
         self._scheduled: list[str] = []
 
     @property
@@ -140,8 +141,9 @@ class EncodeScheduler(Scheduler):
         assert request.params is not None, "an encode job names its transfers"
         self._dispatcher.request_arrived(request.request_id, items, encode_params(request.params))
 
-    def ended(self, request: Request) -> None:
-        self._dispatcher.request_finished(request.request_id)
+    def ended(self, request: Request) -> dict[str, object] | None:
+        outcome = self._dispatcher.request_finished(request.request_id)
+        return to_params(outcome) if outcome is not None else None
 
     def schedule(self) -> Step:
         encode: list[Item] = []
@@ -172,13 +174,11 @@ class PDScheduler(Scheduler):
     """Computes the text and the pictures of each request in order."""
 
     def __init__(self, config: InstanceConfig, front: Connection, worker: Connection) -> None:
-        traits = TRAITS[config.platform]
         self._receiver = Receiver(
             config,
-            fingerprint=FINGERPRINT,
+            fingerprint=fingerprint(),
             cache_size=CACHE_EMBEDS,
-            alignment_bytes=traits.slot_alignment_bytes,
-            copies=traits.needs_device_copy,
+            namespace=namespace_of(config, fingerprint),
         )
         super().__init__(front, worker, self._receiver.cache, self._receiver.lock)
         self._running: set[str] = set()
@@ -270,9 +270,8 @@ def serve(config: InstanceConfig, front: Connection, worker: Connection) -> None
     """Run the scheduler of one instance, once its worker is there."""
     log.configure()
     assert worker.recv() == "ready"
-    scheduler = (
-        PDScheduler(config, front, worker) if config.pool else EncodeScheduler(front, worker)
-    )
+    make = PDScheduler if config.pool else EncodeScheduler
+    scheduler: Scheduler = make(config, front, worker)
     front.send("ready")
     scheduler.serve()
 

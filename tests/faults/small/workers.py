@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from multiprocessing.connection import Connection
 from typing import Protocol
@@ -10,6 +11,8 @@ import torch
 
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.connector.copies import DeviceCopies
+from epd_portable.connector.stores.entry import namespace_of
+from epd_portable.connector.stores.writer import open_writer
 from epd_portable.connector.worker_endpoint import WorkerEndpoint
 from epd_portable.log import trace
 from epd_portable.platforms import registry
@@ -19,6 +22,13 @@ from tests.faults.small.pictures import digest
 from tests.faults.small.steps import Done, Step
 
 FINGERPRINT = "small"
+WEIGHTS = "EPD_TEST_WEIGHTS"
+"""Another value is another model."""
+
+
+def fingerprint() -> str:
+    """Return what a small engine serves."""
+    return FINGERPRINT + os.environ.get(WEIGHTS, "")
 
 
 class Worker(Protocol):
@@ -41,7 +51,8 @@ class EncodeWorker:
     """Encodes pictures and hands them to a `Sender`."""
 
     def __init__(self, config: InstanceConfig, copies: DeviceCopies) -> None:
-        self._sender = Sender(config, FINGERPRINT, copies)
+        store = open_writer(config, namespace_of(config, fingerprint))
+        self._sender = Sender(config, fingerprint(), copies, store=store)
         self._cache: dict[str, torch.Tensor] = {}
 
     def step(self, step: Step) -> Done:

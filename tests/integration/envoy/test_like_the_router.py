@@ -10,6 +10,17 @@ from tests.integration.router.test_access import (
     test_pages_of_other_origins_ask_where_that_is_allowed,
     test_what_became_of_items_is_told_to_those_who_may_know,
 )
+from tests.integration.router.test_admission import (
+    test_a_client_that_leaves_frees_its_place_in_the_queue,
+    test_beyond_the_queue_is_429_with_retry_after_and_the_key,
+    test_priority_overtakes_by_header_and_by_field,
+)
+from tests.integration.router.test_choice import (
+    test_a_repeated_picture_meets_the_encoder_that_has_it,
+    test_small_pictures_stay_where_they_are_needed,
+    test_the_turns_of_conversations_stay_on_their_instances,
+    test_who_holds_a_key_is_told_why,
+)
 from tests.integration.router.test_failures import (
     test_a_broken_connection_to_the_only_pd_instance_is_tried_again,
     test_a_client_that_goes_away_ends_the_work_on_both_sides,
@@ -24,6 +35,9 @@ from tests.integration.router.test_faults import (
     test_a_500_of_the_only_instance_is_passed_on,
     test_a_body_that_does_not_come_is_refused_in_time,
     test_what_is_no_request_gets_no_500_and_hangs_nobody,
+)
+from tests.integration.router.test_items_of_a_request import (
+    test_a_request_is_answered_without_an_item_that_cannot_be_had_and_says_so,
 )
 from tests.integration.router.test_membership import (
     auth,

@@ -40,6 +40,7 @@ class Run:
         servers: dict[str, Options],
         launch: dict[str, Any],
         popen: dict[str, Any],
+        specs: dict[str, dict[str, Any]],
         **settings: Any,
     ) -> None:
         self.run_id = secrets.token_hex(4)
@@ -57,6 +58,7 @@ class Run:
                 "env": {},
                 "url": f"http://127.0.0.1:{self.ports[name]}",
                 "ports": {},
+                **specs.get(name, {}),
             }
             for name, options in servers.items()
         ]
@@ -234,14 +236,18 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Run]]:
         servers: dict[str, Options],
         *,
         popen: dict[str, Any] | None = None,
+        specs: dict[str, dict[str, Any]] | None = None,
         drain_s: float = 30.0,
         secret: str = "0" * 64,
         **launch: Any,
     ) -> Run:
-        """Start a topology; what is named beside it are keys of ``launch``."""
+        """Start a topology; what is named beside it are keys of ``launch``.
+
+        ``specs`` are further fields of processes, by their names.
+        """
         launch = {"stop_grace_s": 2.0, **launch}
         settings = {"drain_s": drain_s, "secret": secret}
-        runs.append(Run(tmp_path, servers, launch, popen or {}, **settings))
+        runs.append(Run(tmp_path, servers, launch, popen or {}, specs or {}, **settings))
         return runs[-1]
 
     yield start

@@ -6,7 +6,8 @@ import json
 import sys
 from pathlib import Path
 
-from epd_portable.config.schema import Launch, RouterSection
+from epd_portable.config.routing import RouterSection
+from epd_portable.config.schema import Launch
 from epd_portable.config.secret import Secret
 from epd_portable.errors import LaunchError
 from epd_portable.launch.plan import Plan, ProcessSpec

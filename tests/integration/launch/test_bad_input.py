@@ -115,7 +115,8 @@ def test_a_profile_of_another_platform_is_refused(refuse: Refuse, words: list[ob
 
 def test_a_path_that_the_platform_cannot_have_is_refused(refuse: Refuse) -> None:
     arguments = ["--platform", "cpu", "--config", CONFIG, "--set", "transfer.path=ipc"]
-    assert "transfer.path: ipc writes into the memory of a device" in refuse("plan", *arguments)
+    message = refuse("plan", *arguments)
+    assert "(--set transfer.path=ipc): ipc writes into the memory of a device" in message
 
 
 def test_pools_larger_than_shared_memory_are_refused(refuse: Refuse) -> None:
@@ -167,7 +168,7 @@ def test_a_plan_for_a_machine_that_is_not_here_says_which(command: Command) -> N
 def test_check_says_how_this_machine_differs_from_a_profile(command: Command) -> None:
     pytest.importorskip("torch")
     result = command("check", "--hardware", "h200", "--json")
-    findings = {item["kind"]: item for item in json.loads(result.stdout)}
+    findings = {item["kind"]: item for item in json.loads(result.stdout)["findings"]}
     # Only a server with eight of them is one; elsewhere the platform or the comparison says why.
     judge = findings.get("hardware", findings["platform"])
     assert result.returncode == (0 if judge["usable"] else 1)
@@ -184,7 +185,7 @@ def test_help_teaches_by_example() -> None:
 def test_check_says_what_is_usable_and_why_the_rest_is_not(command: Command) -> None:
     pytest.importorskip("torch")
     result = command("check", "--json")
-    findings = {item["name"]: item for item in json.loads(result.stdout)}
+    findings = {item["name"]: item for item in json.loads(result.stdout)["findings"]}
     assert {"cuda", "npu", "cpu", "cpu/shm", "cpu/tcp"} <= findings.keys()
     assert findings["cpu"]["usable"]
     assert all(item["reason"] for item in findings.values())

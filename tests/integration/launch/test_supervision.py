@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from epd_portable import envs
@@ -36,6 +37,33 @@ def test_no_process_has_the_folder_in_which_another_counts(
     run.wait_for("ready:")
     for name in ("encode-0", "router"):
         assert b"/of/another" not in Path(f"/proc/{run.pid_of(name)}/environ").read_bytes()
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core only")
+def test_an_api_server_gets_further_cores_when_it_is_up_and_again_when_it_is_up_again(
+    launch: Launch,
+) -> None:
+    own, more, *_ = sorted(os.sched_getaffinity(0))
+    places = {"cores": [[own]], "api_cores": [more]}
+    run = launch(
+        {"pd-0": ["--late-start=0.3"], "pd-1": ["--child"], "router": []},
+        specs={"pd-0": places, "pd-1": places},
+        restart=FAST_RESTART,
+    )
+
+    def cores(name: str) -> set[int]:
+        return os.sched_getaffinity(run.pid_of(name))
+
+    run.wait_for("pd-0: loading the model")
+    assert cores("pd-0") == {own}
+    run.wait_for("ready:")
+    run.until(lambda: cores("pd-0") == cores("pd-1") == {own, more}, "both cores for both")
+    (child,) = psutil.Process(run.pid_of("pd-1")).children()
+    assert os.sched_getaffinity(child.pid) == {own}
+    os.kill(run.pid_of("pd-1"), signal.SIGKILL)
+    run.wait_for("restarting it")
+    run.wait_for("pd-1 is back")
+    run.until(lambda: cores("pd-1") == {own, more}, "both cores after a restart")
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])

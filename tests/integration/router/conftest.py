@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,26 +104,32 @@ async def build(front: Front) -> AsyncIterator[Build]:
 
     async def make(
         encoders: int = 1,
-        pds: int = 1,
+        pds: int | Sequence[str] = 1,
         behaviour: Behaviour = answer,
         encoding: Behaviour = answer,
+        in_zones: Sequence[str] = (),
         **settings: Any,
     ) -> Topology:
         e = [StandIn(f"encode-{n}", "encode", encoding) for n in range(encoders)]
-        pd = [StandIn(f"pd-{n}", "prefill-decode", behaviour) for n in range(pds)]
+        roles = ["prefill-decode"] * pds if isinstance(pds, int) else pds
+        pd = [StandIn(f"pd-{n}", role, behaviour) for n, role in enumerate(roles)]
         await asyncio.gather(*(instance.serving.start() for instance in e + pd))
         settings = {"secret_file": secret_file(), "registration": False, **settings}
         controls = [ControlEnd(read_keys(settings["secret_file"])) for _ in pd]
         addresses = [""] * encoders + [control.address for control in controls]
-        instances = [
+        instances: list[dict[str, Any]] = [
             {"name": i.name, "role": i.role, "url": i.serving.url, "control": address}
             for i, address in zip(e + pd, addresses, strict=True)
         ]
+        for instance, zone in zip(instances[encoders:], in_zones, strict=False):
+            instance["labels"] = {"zone": zone}
         options = {
             "port": 0,
             "model": "demo",
             "instances": instances,
             "probe_interval_s": 0.1,
+            # Everybody shares one event loop, beside other tests.
+            "connect_timeout_s": 20.0,
             "nack_grace_s": 0.3,
             "item_outcomes": True,
             # Media of the tests are a few bytes that stand for some.

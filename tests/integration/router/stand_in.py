@@ -15,21 +15,22 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import uvicorn
 import zmq
 import zmq.asyncio
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from epd_portable.connector.curve import CurveKeys
+from epd_portable.router.http.server_connection import Clients, ServerConnection
 from epd_portable.router.server import Router
-from epd_portable.router.server_connection import Clients, ServerConnection
 from epd_portable.router.serving import listen
 from epd_portable.wire import codec
-from epd_portable.wire.messages import AnyMessage, Nack, NackCode
+from epd_portable.wire.messages import LOAD_PATH, AnyMessage, LoadReport, LoadWanted, Nack, NackCode
 
 DEADLINE_S = 10.0
 
@@ -175,11 +176,17 @@ class StandIn:
     health: Callable[[], Awaitable[Response]] = well
     received: list[Received] = field(default_factory=list)
     aborted: int = 0
+    metrics: str = ""
+    metrics_asked: int = 0
+    load: LoadReport | None = None
+    """What an encode instance says of itself, if anything."""
     serving: Serving = field(init=False)
 
     def __post_init__(self) -> None:
         routes = [
             Route("/health", self._answer_probe),
+            Route("/metrics", self._expose),
+            Route(LOAD_PATH, self._tell_load),
             Route("/v1/models", lambda _: JSONResponse({"data": [{"id": "demo"}]})),
             Route("/{path:path}", self._generate, methods=["GET", "POST"]),
         ]
@@ -188,6 +195,15 @@ class StandIn:
 
     async def _answer_probe(self, request: Request) -> Response:
         return await self.health()
+
+    async def _tell_load(self, request: Request) -> Response:
+        if self.load is None:
+            return Response(status_code=404)
+        return Response(msgspec.json.encode(self.load), media_type="application/json")
+
+    async def _expose(self, request: Request) -> Response:
+        self.metrics_asked += 1
+        return PlainTextResponse(self.metrics)
 
     async def _generate(self, request: Request) -> Response:
         received = Received(
@@ -269,6 +285,13 @@ class ControlEnd:
                 await asyncio.sleep(0.01)
 
         await asyncio.wait_for(sent(), DEADLINE_S)
+
+    async def tell(self, load: LoadReport) -> None:
+        """Wait until a router wants to know how busy the instance is, and tell it."""
+        while True:
+            identity, message = await self.receive()
+            if isinstance(message, LoadWanted):
+                return await self.send(identity, codec.encode(load, session="stand-in"))
 
     async def refuse(self, params: Any, code: NackCode, detail: str) -> None:
         """Refuse every transfer of a request."""

@@ -492,6 +492,33 @@ async def test_a_pd_instance_lost_within_a_stream_ends_it_with_an_error(build: B
     assert rest == ""
 
 
+LAST_WORDS = {
+    "chat": b"data: [DONE]\n\n",
+    "messages": b'event: message_stop\ndata: {"type": "message_stop"}\n\n',
+    "responses": b'event: response.completed\ndata: {"type": "response.completed"}\n\n',
+}
+
+
+@pytest.mark.parametrize("last", LAST_WORDS.values(), ids=LAST_WORDS)
+@pytest.mark.parametrize("together", [True, False])
+async def test_a_pd_instance_lost_after_its_last_word_was_not_lost_within_the_stream(
+    build: Build, last: bytes, together: bool
+) -> None:
+    t = await build()
+    first = b'data: {"n": 1}\n\n'
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for piece in [first + last] if together else [first, last]:
+            yield piece
+            await asyncio.sleep(0.05)
+        t.pd.serving.drop_connections()
+        await asyncio.Event().wait()
+
+    t.pd.behaviour = stream(pieces)
+    response = await t.chat(TEXT, stream=True)
+    assert response.content == first + last
+
+
 async def test_a_silent_pd_instance_does_not_hang_the_client(build: Build) -> None:
     t = await build(wait_timeout_s=0.1, idle_timeout_s=0.2)
     t.pd.behaviour = forever
@@ -503,7 +530,7 @@ async def test_a_silent_pd_instance_does_not_hang_the_client(build: Build) -> No
 async def test_a_late_encode_job_is_ended_after_the_answer(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("epd_portable.router.exchange.JOB_GRACE_S", 0.1)
+    monkeypatch.setattr("epd_portable.router.delivery.JOB_GRACE_S", 0.1)
     t = await build()
     t.encoders[0].behaviour = forever
 
@@ -568,3 +595,79 @@ async def test_what_peers_say_stays_within_its_line_of_the_log(
     lines = [record.getMessage() for record in caplog.records]
     assert sum("all is well" in line for line in lines) >= 3
     assert all(line.isprintable() for line in lines if "all is well" in line)
+
+
+RESPONSES = b'event: response.created\ndata: {"type": "response.created", "sequence_number": 4}\n\n'
+MESSAGES = b'event: message_start\ndata: {"type": "message_start"}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("path", "begin"), [("/v1/responses", RESPONSES), ("/v1/messages", MESSAGES)]
+)
+async def test_a_cut_stream_ends_with_the_error_event_of_its_interface(
+    build: Build, path: str, begin: bytes
+) -> None:
+    t = await build()
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield begin
+        await asyncio.sleep(0)
+        t.pd.serving.drop_connections()
+        await asyncio.Event().wait()
+
+    t.pd.behaviour = stream(pieces)
+    prompt = [{"role": "user", "content": "Hello"}]
+    body = {"input": prompt, "messages": prompt, "max_tokens": 9, "stream": True}
+    response = await t.client.post(path, json=body)
+    first, name, data = response.content.partition(b"event: error\n")
+    assert first == begin and name
+    error = json.loads(data.removeprefix(b"data: "))
+    assert error["type"] == "error"
+    if path == "/v1/responses":
+        assert error["sequence_number"] == 5
+        assert (error["code"], error["param"]) == ("instance_lost", None)
+        assert "incomplete" in error["message"]
+    else:
+        assert error["error"]["type"] == "api_error"
+        assert "incomplete" in error["error"]["message"]
+
+
+async def test_errors_of_the_router_have_the_form_of_the_interface_that_was_asked(
+    build: Build,
+) -> None:
+    t = await build()
+    refused = await t.client.post("/v1/messages", json={"max_tokens": 1})
+    assert refused.status_code == 400
+    assert refused.json()["type"] == "error"
+    assert refused.json()["error"].keys() == {"type", "message"}
+    assert refused.json()["error"]["type"] == "invalid_request_error"
+    refused = await t.client.post("/v1/responses", json={})
+    assert refused.json()["error"]["code"] == "missing_field"
+
+
+async def test_a_stream_of_anthropics_that_fails_before_its_first_token_is_tried_elsewhere(
+    build: Build,
+) -> None:
+    t = await build(pds=2)
+    asked: list[str] = []
+
+    async def fail(received: Received) -> Response:
+        asked.append(received.path)
+        if len(asked) > 1:
+            return await answer(received)
+
+        async def pieces() -> AsyncIterator[bytes]:
+            yield b"event: "
+            yield b'error\ndata: {"type":"error","error":{"type":"internal_error","message":"x"}}'
+            yield b"\n\n"
+
+        return await stream(pieces)(received)
+
+    for pd in t.pds:
+        pd.behaviour = fail
+    prompt = [{"role": "user", "content": "Hello"}]
+    body = {"messages": prompt, "max_tokens": 9, "stream": True}
+    response = await t.client.post("/v1/messages", json=body)
+    assert response.status_code == 200
+    assert b"internal_error" not in response.content
+    assert len(asked) == 2

@@ -43,7 +43,7 @@ async def opened(t: Topology) -> tuple[asyncio.StreamReader, asyncio.StreamWrite
 
 
 async def test_a_hung_encoder_leads_to_another_one_in_time(build: Build) -> None:
-    t = await build(encoders=2, wait_timeout_s=3.0)
+    t = await build(encoders=2, wait_timeout_s=8.0)
     encoded = asyncio.Event()
 
     async def encode(received: Received) -> Response:
@@ -61,7 +61,7 @@ async def test_a_hung_encoder_leads_to_another_one_in_time(build: Build) -> None
     t.pd.behaviour = generate
     started = time.monotonic()
     assert (await t.chat(RED)).status_code == 200
-    assert time.monotonic() - started < 3.0
+    assert time.monotonic() - started < 8.0
     await t.until_metric('epd_router_items_total{fate="other_encoder"}', 1)
 
 

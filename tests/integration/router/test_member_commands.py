@@ -1,4 +1,4 @@
-"""``epd-launch join``, ``leave`` and ``instances`` against a real router."""
+"""``epd-launch join``, ``leave``, ``instances`` and ``page`` against a real router."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 from epd_portable.config.secret import make_secret_file
 from epd_portable.launch.cli import main
 from tests.integration.router.conftest import Build, Topology
-from tests.integration.router.stand_in import DEADLINE_S, StandIn
+from tests.integration.router.stand_in import DEADLINE_S, RouterServing, StandIn
 from tests.integration.router.test_introduction import transferring
 
 
@@ -33,7 +33,8 @@ async def test_the_commands_let_an_instance_join_and_leave(build: Build, tmp_pat
     where = ("--router", t.router.url + "/v1", "--secret-file", secret)
 
     url = newcomer.serving.url
-    joined = await run("join", "encode-7", *where, "--role", "encode", "--url", url)
+    more = ("--weight", "2", "--label", "zone=east", "--label", "a=b=c")
+    joined = await run("join", "encode-7", *where, "--role", "encode", "--url", url, *more)
     assert (joined.exit_code, joined.output) == (0, f"encode-7 has joined {where[1]}\n")
     listed = (await run("instances", *where)).output.splitlines()
     assert [line.split()[:3] for line in listed] == [
@@ -41,12 +42,31 @@ async def test_the_commands_let_an_instance_join_and_leave(build: Build, tmp_pat
         ["pd-0", "prefill-decode", "up"],
         ["encode-7", "encode", "up"],
     ]
+    assert isinstance(t.router, RouterServing)
+    known = t.router.router.instances.get("encode-7")
+    assert known is not None
+    assert (known.weight, known.settings.labels) == (2.0, {"zone": "east", "a": "b=c"})
+    wrong = await run("join", "e", *where, "--role", "encode", "--url", url, "--label", "east")
+    assert wrong.exit_code == 2 and "write it as key=value" in wrong.output
     left = await run("leave", "encode-7", *where)
     assert (left.exit_code, left.output) == (0, f"encode-7 has left {where[1]}\n")
     again = await run("leave", "encode-7", *where)
     assert again.exit_code == 1
     assert "there is no instance 'encode-7'" in again.output
     await newcomer.serving.stop()
+
+
+async def test_a_link_to_the_page_holds_a_key_that_shows_it(build: Build, tmp_path: Path) -> None:
+    secret = str(tmp_path / "secret")
+    assert (await run("secret", secret)).exit_code == 0
+    t = await build(secret_file=secret)
+    made = await run("page", "--router", f"{t.router.url}/v1", "--secret-file", secret)
+    address, _, key = made.output.strip().partition("#key=")
+    assert (made.exit_code, address) == (0, f"{t.router.url}/")
+    shown = await t.client.get("/status.json", headers={"authorization": f"Bearer {key}"})
+    assert len(shown.json()["instances"]) == 2
+    refused = await run("page", "--router", t.router.url, "--secret-file", secret, "--hours", "0")
+    assert refused.exit_code == 2
 
 
 @dataclass(frozen=True)

@@ -204,7 +204,7 @@ async def test_one_that_drains_stays_known_and_gets_nothing_until_it_resumes(
     resumed = await t.client.post(f"{INSTANCES}/pd-0/resume", auth=auth)
     assert (resumed.status_code, resumed.json()["state"]) == (200, "up")
     for _ in range(8):
-        await t.chat(TEXT)
+        await asyncio.gather(t.chat(TEXT), t.chat(TEXT))
     assert len(t.pds[0].received) > 1
 
 
@@ -317,7 +317,8 @@ async def test_too_long_a_registration_is_refused(build: Build, auth: keyring.Si
     [
         ("{", "JSON"),
         ('{"name": "a/b", "role": "encode", "url": "http://h:1"}', "name"),
-        ('{"name": "a", "role": "decode", "url": "http://h:1"}', "role"),
+        ('{"name": "a", "role": "decoder", "url": "http://h:1"}', "role"),
+        ('{"name": "a", "role": "decode", "url": "http://h:1"}', "control"),
         ('{"name": "a", "role": "encode", "url": "h:1"}', "url"),
         ('{"name": "a", "role": "encode", "url": "http://h:1", "x": 1}', "x"),
         ('{"name": "a", "role": "prefill-decode", "url": "http://h:1"}', "control"),

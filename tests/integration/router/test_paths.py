@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from epd_portable.demo.pictures import draw
-from epd_portable.router.body import DECISION_PATH
+from epd_portable.router.contents.body import DECISION_PATH
 from epd_portable.router.server import NO_JSON, NOT_SERVED, TO_ANY_INSTANCE, WITH_MEDIA
 from tests.integration.router.conftest import Build, Topology
 

@@ -273,6 +273,7 @@ async def test_models_health_and_metrics_are_served(build: Build) -> None:
     health = await t.health()
     assert health.status_code == 200
     assert health.json()["instances"]["encode-0"]["healthy"] is True
+    assert health.json()["instances"]["encode-0"]["url"] == t.encoders[0].serving.url
     await t.until_metric('epd_router_items_total{fate="encoded"}', 1)
     requests = 'epd_router_requests_total{endpoint="/v1/chat/completions",status="200"}'
     assert await t.metric(requests) == 1

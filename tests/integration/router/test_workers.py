@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -34,7 +35,7 @@ from tests.integration.router.stand_in import (
     refuse,
 )
 from tests.integration.router.test_requests import RED, TEXT
-from tests.keyring import Signed, keys, secret_file
+from tests.keyring import Signed, keys, secret, secret_file
 
 TIMEOUT_S = 60.0
 INSTANCES = "/epd/instances"
@@ -590,3 +591,49 @@ async def test_a_worker_that_hangs_is_replaced(make: Make, monkeypatch: pytest.M
         finally:
             stop.ask()
             await asyncio.wait_for(keeping, TIMEOUT_S)
+
+
+async def test_all_workers_lead_a_session_to_the_same_instance(make: Make) -> None:
+    scorers = [("session-affinity-scorer", 4), ("queue-scorer", 1)]
+    choice = {
+        "plugins": [{"type": name} for name, _ in scorers],
+        "schedulingProfiles": [
+            {
+                "name": "decode",
+                "plugins": [{"pluginRef": name, "weight": weight} for name, weight in scorers],
+            }
+        ],
+    }
+    t = await make(pds=3, choice=choice)
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+
+    async def ask(**headers: str) -> None:
+        response = await t.client.post("/v1/chat/completions", json=body, headers=headers)
+        assert response.status_code == 200
+
+    for _ in range(24):
+        await ask(**{"x-session-id": "s"})
+    assert sorted(len(pd.received) for pd in t.pds) == [0, 0, 24]
+    for _ in range(24):
+        await ask()
+    assert min(len(pd.received) for pd in t.pds) > 0
+
+
+@pytest.mark.parametrize("admin", [False, True])
+async def test_the_status_page_shows_what_all_processes_know(make: Make, admin: bool) -> None:
+    with reserve("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    together = await make(encoders=1, **({"admin_port": port} if admin else {}))
+    url = f"http://127.0.0.1:{port}" if admin else together.url
+    key = secret().page_key(until=time.time() + 3600)
+
+    async def told() -> Any:
+        headers = {"authorization": f"Bearer {key}"}
+        answer = await together.client.get(f"{url}/status.json", headers=headers)
+        return answer.json()
+
+    for _ in range(8):
+        await together.chat(TEXT, RED)
+    found = await told()
+    assert found["processes"] == {"shown": 2, "silent": 0}
+    assert sum(pair["count"] for pair in found["pairs"]) == 8

@@ -66,8 +66,6 @@ class PrefillSide:
             config,
             fingerprint=FINGERPRINT,
             cache_size=10_000,
-            alignment_bytes=platform.traits.slot_alignment_bytes,
-            copies=platform.traits.needs_device_copy,
             metrics=ReceiverMetrics(self.registry),
         )
         self.cache = self.receiver.cache

@@ -11,17 +11,31 @@ from collections.abc import Callable, Iterator
 import pytest
 import zmq
 
+from epd_portable.config.instance import InstanceConfig
+from epd_portable.connector.copies import DeviceCopies
 from epd_portable.connector.transport import Transport
-from epd_portable.errors import TransportError
+from epd_portable.errors import PlatformError, TransportError
 from epd_portable.runners import sender as sender_module
 from epd_portable.runners.sender import _BUSY_POLL_S, _IDLE_POLL_S, Sender
+from epd_portable.runners.sender_metrics import SenderMetrics
 from tests.contract.pairs import Pair, Route
+from tests.held_device import HeldPlatform
 from tests.integration.transfer.conftest import DEADLINE_S, PrefillSide
-from tests.integration.transfer.encode_side import LEASE_S, make_sender, order, output
+from tests.integration.transfer.encode_side import (
+    FINGERPRINT,
+    LEASE_S,
+    make_sender,
+    order,
+    output,
+)
+from tests.keyring import secret_file
 
 pytestmark = pytest.mark.parametrize(
     "route", [Route("shm", Pair("cpu", "cpu"))], ids=str, indirect=True
 )
+
+
+LATE_S = 0.4
 
 
 @pytest.fixture
@@ -198,6 +212,93 @@ def test_a_rest_ends_with_a_transfer_and_is_no_longer_than_asked_for(
     begin_s = time.monotonic()
     sender.rest(0.01)
     assert time.monotonic() - begin_s >= 0.01, "that end was told already"
+
+
+def of_device(path: str) -> tuple[HeldPlatform, Sender]:
+    """A sender whose device computes when it is let."""
+    config = InstanceConfig(
+        instance="encode-0", platform="cpu", path=path, lease_s=LEASE_S, secret_file=secret_file()
+    )
+    device = HeldPlatform()
+    return device, Sender(config, FINGERPRINT, DeviceCopies(device))
+
+
+def test_a_step_is_told_of_when_it_is_computed_and_the_next_but_one_is_queued_then(
+    path: str,
+) -> None:
+    device, sender = of_device(path)
+    sender.step_queued(1)
+    assert sender.take_computed() is None
+    queueing = threading.Thread(target=sender.step_queued, args=(2,))
+    queueing.start()
+    queueing.join(0.1)
+    assert queueing.is_alive(), "the device would get one step after the other"
+    resting = threading.Thread(target=sender.rest, args=(DEADLINE_S,))
+    resting.start()
+    device.let(1)
+    for thread in (queueing, resting):
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive()
+    assert (sender.take_computed(), sender.take_computed()) == (1, None)
+    device.let()
+    sender.rest(DEADLINE_S)
+    assert sender.take_computed() == 2
+    sender.close()
+
+
+def test_on_a_platform_that_computes_at_once_no_step_waits(sender: Sender) -> None:
+    for step in (1, 2, 3):
+        sender.step_queued(step)
+        assert sender.take_computed() == step
+
+
+def test_a_device_that_fails_ends_whoever_waits_for_its_steps(path: str) -> None:
+    device, sender = of_device(path)
+    sender.step_queued(1)
+    waiting: list[BaseException] = []
+
+    def queue() -> None:
+        try:
+            sender.step_queued(2)
+        except BaseException as error:
+            waiting.append(error)
+
+    queueing = threading.Thread(target=queue)
+    queueing.start()
+    device.fail()
+    queueing.join(DEADLINE_S)
+    assert [type(error) for error in waiting] == [PlatformError]
+    with pytest.raises(PlatformError, match="it is broken"):
+        sender.take_computed()
+    sender.close()
+
+
+def test_a_write_takes_no_time_before_its_output_is_computed(
+    path: str, make_pd: Callable[..., PrefillSide], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    took_s: list[float] = []
+    monkeypatch.setattr(SenderMetrics, "written", lambda _, write, write_s: took_s.append(write_s))
+    pd = make_pd()
+    device, sender = of_device(path)
+    pd.arrive("r", "cat", 10)
+    sender.submit(order("t-r", "cat", pd.address, 10), None)
+    pd.step_until(lambda: pd.granted("t-r"))
+    letting = threading.Event()
+
+    def let() -> None:
+        time.sleep(LATE_S)
+        while not letting.wait(0.01):
+            device.let()
+
+    thread = threading.Thread(target=let)
+    thread.start()
+    sender.output_ready("cat", output("cat", 10))
+    ended(sender, pd, "t-r")
+    letting.set()
+    thread.join()
+    sender.close()
+    assert len(took_s) == 1
+    assert took_s[0] < LATE_S / 2
 
 
 def test_a_sender_that_stops_at_once_can_still_be_woken(

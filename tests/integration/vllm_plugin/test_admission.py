@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 from starlette.responses import Response, StreamingResponse
@@ -17,6 +19,7 @@ from starlette.responses import Response, StreamingResponse
 from epd_portable.media.limits import MediaLimits
 from epd_portable.scheduling.admission import AdmissionLimits
 from epd_portable.vllm_plugin.admission import AdmissionMiddleware, count_items, outline_of
+from epd_portable.wire.messages import LOAD_HEARTBEAT_S, LOAD_PATH, LoadReport
 from tests.integration.router.stand_in import DEADLINE_S, Received, Serving, StandIn
 from tests.unit.media.samples import mp4, png_header
 
@@ -293,3 +296,33 @@ async def test_media_that_become_too_large_are_refused_before_anything_is_decode
         )
         assert counted == (2 if code else 0)
         await e.until_empty()
+
+
+async def test_how_busy_it_is_is_told_when_it_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    heartbeat = "epd_portable.vllm_plugin.admission.LOAD_HEARTBEAT_S"
+    async with instance(media=MediaLimits()) as e:
+        picture = {"type": "image_url", "image_url": {"url": url_of(png_header(30, 20))}}
+        body = json.dumps({"messages": [{"role": "user", "content": [picture, picture]}]})
+
+        async def load(**known: int) -> LoadReport:
+            response = await e.client.get(e.serving.url + LOAD_PATH, params=known)
+            assert response.status_code == 200
+            return msgspec.json.decode(response.content, type=LoadReport)
+
+        assert await load() == LoadReport(items=0, pixels=0)
+        began = time.monotonic()
+        assert await load(items=0, pixels=0) == LoadReport(items=0, pixels=0)
+        assert time.monotonic() - began >= LOAD_HEARTBEAT_S / 2
+        # From now on only news is told.
+        monkeypatch.setattr(heartbeat, 10 * DEADLINE_S)
+        news = asyncio.create_task(load(items=0, pixels=0))
+        asked = e.begin(body.encode())
+        assert await news in (LoadReport(items=1, pixels=0), LoadReport(items=2, pixels=1200))
+        await e.arrived(1)
+        assert await load(items=1, pixels=0) == LoadReport(items=2, pixels=1200)
+        news = asyncio.create_task(load(items=2, pixels=1200))
+        # It is open when there is news; if not, the answer is the same.
+        await asyncio.sleep(0.1)
+        e.go_on.set()
+        await asked
+        assert await news == LoadReport(items=0, pixels=0)

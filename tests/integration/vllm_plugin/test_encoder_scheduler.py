@@ -23,6 +23,11 @@ LIMIT = 1024
 
 @pytest.fixture(scope="module")
 def vllm_config() -> Any:
+    return config_on("cpu")
+
+
+def config_on(platform: str, **instance: Any) -> Any:
+    """Return the configuration of an encode instance there."""
     from vllm.engine.arg_utils import EngineArgs
 
     config = EngineArgs(
@@ -37,7 +42,10 @@ def vllm_config() -> Any:
             **CONNECTOR,
             "ec_role": "ec_producer",
             "ec_connector_extra_config": InstanceConfig(
-                instance="encode-0", platform="cpu", secret_file=secret_file()
+                instance="encode-0",
+                platform=platform,  # type: ignore[arg-type]
+                secret_file=secret_file(),
+                **instance,
             ).model_dump(),
         },
         **ROLE_ARGS["encode"],
@@ -67,6 +75,8 @@ class Engine:
         self.cache = self.scheduler.encoder_cache_manager
         self.sending: list[str] = []
         self.rests = False
+        self.number = 0
+        self.copies: Any = None
         self.ended: dict[str, str] = {}
 
     def arrive(
@@ -108,16 +118,19 @@ class Engine:
             )
         )
 
-    def step(self, *transferred: str) -> dict[str, list[str]]:
+    def step(self, *transferred: str, computed: int | None = None) -> dict[str, list[str]]:
         """Run one step; return the items that each request has encoded in it.
 
         Args:
             transferred: Transfers whose end the worker reports with it.
+            computed: The last step that is, as the worker reports with it.
         """
         from vllm.v1.outputs import ECConnectorOutput, make_empty_encoder_model_runner_output
 
         planned = self.scheduler.schedule()
-        self.rests = planned.ec_connector_metadata.short_of_room
+        self.rests = planned.ec_connector_metadata.rests
+        self.number = planned.ec_connector_metadata.step
+        self.copies = planned.ec_connector_metadata.copies
         self.sending += [order.transfer_id for order in planned.ec_connector_metadata.orders]
         encoded = {
             request_id: [
@@ -130,7 +143,10 @@ class Engine:
         if not planned.num_scheduled_tokens:
             # The empty output is one object for everybody.
             output = type(output)(req_ids=[], req_id_to_index={})
-        output.ec_connector_output = ECConnectorOutput(finished_sending=set(transferred))
+        output.ec_connector_output = ECConnectorOutput(
+            finished_sending=set(transferred),
+            finished_recving=None if computed is None else {str(computed)},
+        )
         for outputs in self.scheduler.update_from_output(planned, output).values():
             for each in outputs.outputs:
                 if each.finish_reason is not None:
@@ -165,6 +181,26 @@ def test_requests_are_encoded_whole_in_order_as_transfers_give_room_back(engine:
     assert not engine.empty()
     engine.step(*(transfer for transfer in engine.sending if transfer != "cat to a"))
     assert engine.empty()
+
+
+def test_an_item_whose_room_was_taken_comes_back_from_host_memory() -> None:
+    engine = Engine(config_on("cpu", host_cache_bytes=1 << 30))
+    engine.arrive("a", ("cat", 600))
+    assert engine.step() == {"a": ["cat"]}
+    assert engine.copies.kept == ["cat"]
+    engine.arrive("b", ("dog", 600))
+    assert engine.step("cat to a") == {}
+    assert engine.step() == {"b": ["dog"]}
+    assert "cat" not in engine.cache
+    engine.arrive("c", ("cat", 600))
+    assert engine.step("dog to b") == {}
+    assert engine.step() == {}, "no encoder runs"
+    assert engine.copies.restored == ["cat"]
+    assert engine.sending[-1] == "cat to c"
+    assert set(engine.ended) == {"a", "b", "c"}
+    engine.step("cat to c")
+    assert engine.empty()
+    engine.scheduler.shutdown()
 
 
 def test_an_engine_without_requests_rests_and_takes_ended_transfers_in_with_the_next(
@@ -273,3 +309,59 @@ def test_requests_aborted_while_they_wait_or_go_in_parts_leave_nothing(engine: E
     assert engine.step() == {"c": ["dog"]}
     engine.step("item-1 to a", "dog to c")
     assert engine.empty()
+
+
+@pytest.fixture
+def on_device() -> Iterator[Engine]:
+    """An engine whose steps are computed later than they are queued."""
+    made = Engine(config_on("npu"))
+    yield made
+    made.scheduler.shutdown()
+
+
+def test_on_a_device_requests_are_answered_when_their_step_is_computed(on_device: Engine) -> None:
+    engine = on_device
+    engine.arrive("a", ("cat", 600))
+    assert engine.step() == {"a": ["cat"]}
+    assert (engine.number, engine.ended) == (1, {})
+    engine.arrive("b", ("dog", 400))
+    assert engine.step() == {"b": ["dog"]}, "it is queued while the other is computed"
+    assert (engine.number, engine.ended) == (2, {})
+    assert engine.step("cat to a", computed=1) == {}
+    assert set(engine.ended) == {"a"}
+    assert (engine.number, engine.rests) == (0, True)
+    engine.step("dog to b")
+    assert set(engine.ended) == {"a"}, "it is transferred, but its step is not known to be computed"
+    assert engine.scheduler.has_requests(), "nobody would hear of the end"
+    engine.step(computed=2)
+    assert set(engine.ended) == {"a", "b"}
+    engine.step()
+    assert not engine.rests
+    assert engine.empty()
+
+
+def test_a_request_whose_items_are_still_computed_for_another_waits_for_them_too(
+    on_device: Engine,
+) -> None:
+    engine = on_device
+    engine.arrive("a", ("cat", 100))
+    engine.step()
+    engine.arrive("b", ("cat", 100))
+    assert engine.step() == {}
+    assert (engine.number, engine.ended) == (2, {})
+    engine.step(computed=2)
+    assert set(engine.ended) == {"a", "b"}
+
+
+def test_an_answer_whose_step_is_computed_when_it_ends_goes_out_at_once(on_device: Engine) -> None:
+    on_device.arrive("a", ("cat", 100))
+    on_device.step(computed=1)
+    assert set(on_device.ended) == {"a"}
+    assert not on_device.scheduler.ec_connector.answers
+
+
+def test_where_what_is_queued_is_computed_no_step_has_a_number(engine: Engine) -> None:
+    engine.arrive("a", ("cat", 100))
+    engine.step()
+    assert (engine.number, set(engine.ended)) == (0, {"a"})
+    engine.step("cat to a")

@@ -22,7 +22,7 @@ from epd_portable.connector.control import ControlClients
 from epd_portable.demo import MODEL_DIR
 from epd_portable.launch.engine import CONNECTOR, SCHEDULER_CLS
 from epd_portable.platforms.traits import TRAITS
-from epd_portable.wire.messages import EncodeFailed
+from epd_portable.wire.messages import EncodeFailed, LoadReport, LoadWanted
 from epd_portable.wire.params import ExpectedTransfer, PrefillParams, to_params
 from tests.keyring import keys, secret_file
 
@@ -63,6 +63,8 @@ def vllm_config() -> Any:
         },
     ).create_engine_config()
     config.cache_config.num_gpu_blocks = 64
+    # With several ranks items are encoded in steps, as on devices, and not beside them.
+    config.parallel_config.world_size = 2
     return config
 
 
@@ -92,6 +94,10 @@ class Engine:
         self.now_s = 1000.0
         self.scheduler.ec_connector._receiver._clock = lambda: self.now_s
         self.encoded: list[tuple[str, int]] = []
+        """Requests and their items that steps encoded."""
+        self.encoded_beside: list[str] = []
+        self.fails: set[str] = set()
+        """Items that cannot be encoded beside a step."""
         self.ended: dict[str, str] = {}
 
     def arrive(
@@ -148,11 +154,13 @@ class Engine:
 
     def step(self) -> dict[str, int]:
         """Run one step; return the number of tokens that each request computed."""
-        from vllm.v1.outputs import ModelRunnerOutput
+        from vllm.v1.outputs import ECConnectorOutput, ModelRunnerOutput
 
         planned = self.scheduler.schedule()
         for request_id, indices in planned.scheduled_encoder_inputs.items():
             self.encoded += [(request_id, index) for index in indices]
+        beside = {each.mm_hash for each in planned.ec_connector_metadata.receipts.encodings}
+        self.encoded_beside += sorted(beside - self.fails)
         computed: dict[str, int] = dict(planned.num_scheduled_tokens)
         requests = list(computed)
         output = ModelRunnerOutput(
@@ -165,6 +173,9 @@ class Engine:
                 else []
                 for each in requests
             ],
+            ec_connector_output=ECConnectorOutput(
+                finished_sending=beside & self.fails, finished_recving=beside - self.fails
+            ),
         )
         for outputs in self.scheduler.update_from_output(planned, output).values():
             for each in outputs.outputs:
@@ -189,6 +200,15 @@ class Engine:
 
 @pytest.fixture
 def engine(vllm_config: Any) -> Iterator[Engine]:
+    made = Engine(vllm_config)
+    yield made
+    made.scheduler.shutdown()
+
+
+@pytest.fixture
+def engine_beside(vllm_config: Any) -> Iterator[Engine]:
+    """Of one rank on a CPU: an item that a step lets be encoded is there after that step."""
+    vllm_config.parallel_config.world_size = 1
     made = Engine(vllm_config)
     yield made
     made.scheduler.shutdown()
@@ -221,6 +241,39 @@ def test_tokens_of_others_come_between_items_that_are_encoded_here(engine: Engin
     assert engine.step() == {"many": most * ITEM}
     assert engine.step() == {"many": ITEM + TEXT}
     assert engine.ended == {"many": "length", "other": "length"}
+
+
+def test_beside_the_steps_an_item_is_encoded_while_text_is_computed(engine_beside: Engine) -> None:
+    engine = engine_beside
+    engine.arrive("r", pixels=True)
+    assert engine.step() == {"r": TEXT}
+    assert engine.encoded_beside == ["item of r"]
+    assert engine.step() == {"r": ITEM + TEXT}
+    assert engine.encoded == []
+    assert engine.ended == {"r": "length"}
+
+
+def test_what_cannot_be_encoded_beside_the_steps_is_encoded_in_one(engine_beside: Engine) -> None:
+    engine = engine_beside
+    engine.fails.add("item of r")
+    engine.arrive("r", pixels=True)
+    engine.arrive("other", pixels=True)
+    assert engine.step() == {"r": TEXT, "other": TEXT}
+    assert engine.step() == {"r": ITEM + TEXT, "other": ITEM + TEXT}
+    assert (engine.encoded, engine.encoded_beside) == ([("r", 0)], ["item of other"])
+    assert engine.ended == {"r": "length", "other": "length"}
+
+
+def test_beside_the_steps_the_deadline_of_a_transfer_makes_it_be_encoded(
+    engine_beside: Engine,
+) -> None:
+    engine = engine_beside
+    engine.arrive("r", pixels=True, transfer=True)
+    assert engine.step() == {"r": TEXT}
+    engine.now_s += WAIT_S
+    assert engine.step_until(lambda: bool(engine.ended)) == [{"r": ITEM + TEXT}]
+    assert (engine.encoded, engine.encoded_beside) == ([], ["item of r"])
+    assert engine.ended == {"r": "length"}
 
 
 @pytest.mark.usefixtures("takes_bare_items")
@@ -412,4 +465,24 @@ def test_a_rest_ends_with_a_message_and_the_next_turn_computes(
         assert engine.encoded == [("r", 0)]
     finally:
         timer.join()
+        router.close()
+
+
+def test_a_router_that_wants_to_know_is_told_how_busy_the_engine_is(engine: Engine) -> None:
+    address = engine.scheduler.ec_connector._config.control_address
+    router = ControlClients("router-1", keys())
+    try:
+        engine.arrive("begun", pixels=True, transfer=True)
+        engine.arrive("asleep", pixels=True, transfer=True, text=0)
+        assert engine.step() == {"begun": TEXT}
+        router.send(address, LoadWanted())
+        found: list[LoadReport] = []
+        end_s = time.monotonic() + DEADLINE_S
+        while not found:
+            assert time.monotonic() < end_s, "it told nothing"
+            router.wait(0.1)
+            found = [each for _, each in router.receive() if isinstance(each, LoadReport)]
+        # Of its 63 usable blocks the text takes two.
+        assert found == [LoadReport(running=1, waiting=1, kv_used=0.03)]
+    finally:
         router.close()

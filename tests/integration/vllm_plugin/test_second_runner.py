@@ -173,16 +173,26 @@ class Host:
         assert encoder_cache is self.cache
         self.calls.append(("place", orders.computes))
 
-    def submit(self, order: TransferOrder, output: torch.Tensor | None) -> None:
+    def submit(self, order: TransferOrder, output: torch.Tensor | None, *, restored: bool) -> None:
+        assert not restored
         self.calls.append(("submit", order, output))
 
     def output_ready(self, mm_hash: str, output: torch.Tensor) -> None:
         assert output is self.cache[mm_hash]
         self.calls.append(("ready", mm_hash))
 
+    def step_queued(self, step: int) -> None:
+        self.calls.append(("queued", step))
+
+    def take_computed(self) -> int | None:
+        return 3
+
     def take_ended(self) -> set[str]:
         self.calls.append("ended")
         return {"transfer"}
+
+    def rest(self, timeout_s: float) -> None:
+        self.calls.append("rest")
 
 
 @pytest.fixture
@@ -213,6 +223,8 @@ def hooking(
     connector._is_producer, connector._is_consumer = encodes, not encodes
     connector._connector_metadata = None
     connector._by_hooks = second
+    connector._queued_step = 0
+    connector._background = connector._copies = None
     collaborator: Any = host
     connector._sender = collaborator if encodes else None
     connector._placer = None if encodes else collaborator
@@ -237,7 +249,10 @@ def test_a_step_of_the_second_runner_does_what_mixins_do_beside_the_first(
     order: Any = SimpleNamespace(mm_hash="kept")
     host.cache["kept"] = torch.ones(2, 3)
     metadata = StepMetadata(
-        orders=[order] if encodes else [], receipts=WorkerOrders(computes=tokens > 0)
+        orders=[order] if encodes else [],
+        step=4 if tokens else 0,
+        rests=not tokens,
+        receipts=WorkerOrders(computes=tokens > 0),
     )
     scheduled = step(metadata, tokens)
     if tokens:
@@ -253,11 +268,15 @@ def test_a_step_of_the_second_runner_does_what_mixins_do_beside_the_first(
         assert host.calls == [*model, *saved], "the mixins of the first do the rest"
         assert report is None or report.is_empty()
     elif encodes:
-        submitted = [("submit", order, host.cache["kept"])]
+        submitted: list[Any] = [("submit", order, host.cache["kept"])]
+        if not tokens:
+            submitted.append("rest")
+        queued = [("queued", 4)] if tokens else []
         if compat.version() < compat.STARTS_SAVES:
-            submitted = []  # `OrderingSecondRunnerMixin` does.
-        assert host.calls == [*submitted, *model, *saved, "ended"]
+            submitted, queued = [], []  # `OrderingSecondRunnerMixin` does.
+        assert host.calls == [*submitted, *model, *saved, *queued, "ended"]
         assert report.finished_sending == {"transfer"}
+        assert report.finished_recving == {"3"}
     else:
         assert host.calls == [("place", tokens > 0), *model]
         assert report is None or not report.finished_sending

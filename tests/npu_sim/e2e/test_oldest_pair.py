@@ -1,4 +1,4 @@
-"""Smoke by `tcp`: the oldest supported pair, vllm-ascend 0.26.0rc1 with vLLM 0.26.0, serves too."""
+"""Smoke by `tcp`: older pairs of vLLM and vllm-ascend serve too, above all 0.23.0 with 0.23.0."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ from tests.npu_sim.e2e.conftest import DEVICES, simulated
 
 pytestmark = [pytest.mark.e2e, pytest.mark.needs_vllm, pytest.mark.timeout(900)]
 
-OLDEST = Path(sys.prefix) / "pairs" / "0.26"
+PAIRS = Path(sys.prefix) / "pairs"
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory, reference_url: str) -> Iterator[Pair]:
-    assert (OLDEST / "vllm").is_dir(), f"{OLDEST} is not there: make npu-sim"
-    folder = tmp_path_factory.mktemp("oldest")
-    env = {"PYTHONPATH": os.pathsep.join((str(OLDEST), str(ROOT)))}
+@pytest.fixture(scope="module", params=["0.23", pytest.param("0.26", marks=pytest.mark.full)])
+def pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, reference_url: str
+) -> Iterator[Pair]:
+    older = PAIRS / request.param
+    assert (older / "vllm").is_dir(), f"{older} is not there: make npu-sim"
+    folder = tmp_path_factory.mktemp("older")
+    env = {"PYTHONPATH": os.pathsep.join((str(older), str(ROOT)))}
     with (
         forking(env={**DEVICES, **env}) as popen,
         simulated(folder, ["transfer.path=tcp"], env=env, popen=popen) as split,

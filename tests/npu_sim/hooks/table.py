@@ -428,7 +428,7 @@ CONNECTING: list[Hook] = [
     Calls(
         caller="ec_connector.py: EPDConnector.report_transfers",
         target="vllm.v1.outputs:ECConnectorOutput",
-        keywords=("finished_sending",),
+        keywords=("finished_sending", "finished_recving"),
     ),
     Calls(
         caller="encoder_cache.py: MultiModalRequest",

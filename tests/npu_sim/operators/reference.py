@@ -103,3 +103,16 @@ def slots(
             block, offset = divmod(positions[token], block_size)
             found[token] = table[row][block] * block_size + offset
     return found
+
+
+def likeliest(logits: list[float], k: int, p: float) -> set[int]:
+    """Return the ``k`` likeliest tokens, of these as many as reach the probability ``p``."""
+    order = sorted(range(len(logits)), key=lambda token: -logits[token])[:k]
+    weights = [math.exp(logits[token]) for token in order]
+    left, reached = set(), 0.0
+    for token, weight in zip(order, weights, strict=True):
+        if left and reached >= p:
+            break
+        left.add(token)
+        reached += weight / sum(weights)
+    return left

@@ -7,12 +7,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from types import TracebackType
 
 from tests import warm
-from tests.npu_sim.forks import Nursery, remove_counters
+from tests.line_child import ANSWER_LINES, DEADLINE_S, LineChild
+from tests.npu_sim.forks import Nursery
 
-DEADLINE_S = 180.0
 IMPORTS = """
 import torch
 from epd_portable.config import instance
@@ -71,68 +70,22 @@ def run_afresh(code: str, **settings: str | None) -> str:
     )
 
 
-class Child:
-    """A process that runs one line of Python at a time, and answers each with one line."""
+class Child(LineChild):
+    """A process with torch_npu, which has our platform as ``npu``; see `LineChild`."""
 
-    MARK = "@@"
-    LOOP = """
-import msgspec, sys, torch
+    BEGIN = """
+import msgspec, torch
 from epd_portable.platforms import registry
 from epd_portable.platforms.base import ShareHandle
 npu = registry.get("npu")
-for line in sys.stdin:
-    code = bytes.fromhex(line).decode()
-    try:
-        try:
-            answer = repr(eval(code))
-        except SyntaxError:
-            exec(code)
-            answer = "done"
-    except Exception as error:
-        answer = f"{type(error).__name__}: {error}".replace(chr(10), " ")
-    print("@@" + answer, flush=True)
 """
 
     def __init__(self, **settings: str | None) -> None:
-        self.process = nursery().popen(
-            *("-c", self.LOOP),
-            env=environment(settings),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+        super().__init__(
+            nursery().popen(
+                *("-c", self.BEGIN + ANSWER_LINES),
+                env=environment(settings),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            )
         )
-
-    def tell(self, code: str) -> str:
-        """Return the value of an expression, ``done`` after a statement, or the error."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(code.encode().hex() + "\n")
-        self.process.stdin.flush()
-        for line in self.process.stdout:
-            if line.startswith(self.MARK):
-                return line.removeprefix(self.MARK).rstrip("\n")
-        raise AssertionError(f"the child ended with {self.process.wait(DEADLINE_S)} on {code!r}")
-
-    def kill(self) -> None:
-        """End it as a crash would."""
-        self.process.kill()
-        self.process.wait(DEADLINE_S)
-        remove_counters(self.process.pid)
-
-    def __enter__(self) -> Child:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        try:
-            self.process.stdin.close()
-            self.process.wait(DEADLINE_S)
-        except (BrokenPipeError, subprocess.TimeoutExpired):
-            self.kill()
-        remove_counters(self.process.pid)
-        self.process.stdout.close()

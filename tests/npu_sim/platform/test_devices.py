@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from epd_portable.errors import PlatformUnavailableError
+from epd_portable.errors import PlatformUnavailableError, UnsupportedError
 from epd_portable.platforms.base import Platform
 from epd_portable.platforms.traits import TRAITS
 from tests.npu_sim.platform.children import run
@@ -127,3 +127,34 @@ print("@@", *(registry.availability(name).ok for name in ("npu", "cuda")))
 """
     )
     assert "@@ True False" in printed
+
+
+def test_a_process_keeps_itself_to_a_part_of_a_device_and_no_other_process() -> None:
+    code = """
+from epd_portable.platforms import registry
+npu = registry.get("npu")
+npu.set_device(0)
+print(*npu.compute_units(0).values(), end=" ")
+print(*npu.limit_compute(0, 30).values(), end=" ")
+print(*npu.compute_units(1).values(), end=" ")
+"""
+    for _ in range(2):
+        assert run(code).split()[-6:] == ["20", "40", "6", "12", "20", "40"]
+
+
+def test_the_smallest_part_has_a_core_of_each_kind() -> None:
+    code = """
+from epd_portable.platforms import registry
+npu = registry.get("npu")
+npu.set_device(0)
+print(*npu.limit_compute(0, 1).values())
+"""
+    assert run(code).split()[-2:] == ["1", "1"]
+
+
+def test_a_runtime_that_cannot_limit_cores_says_so(
+    npu: Platform, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(torch.npu, "get_device_limit")
+    with pytest.raises(UnsupportedError, match="npu-smi set -t create-vnpu"):
+        npu.limit_compute(0, 50)

@@ -39,7 +39,7 @@ def exporter(allocator: str) -> Iterator[Child]:
 def share(exporter: Child, name: str, make: str) -> ShareHandle:
     assert exporter.tell(f"{name} = {make}; torch.npu.synchronize('npu:1')") == "done"
     text = exporter.tell(f"msgspec.msgpack.encode(npu.share_tensor({name})).hex()")
-    return msgspec.msgpack.decode(bytes.fromhex(text.strip("'")), type=ShareHandle)
+    return msgspec.msgpack.decode(bytes.fromhex(text), type=ShareHandle)
 
 
 def test_both_ends_see_what_the_other_writes(npu: Platform, exporter: Child) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,14 +27,6 @@ TOKENS = 30
 def route(request: pytest.FixtureRequest) -> Route:
     found: Route = request.param
     return found
-
-
-@pytest.fixture
-def pd(route: Route, tmp_path: Path) -> Iterator[PrefillSide]:
-    made = PrefillSide(route, tmp_path)
-    yield made
-    made.receiver.close()
-    made.endpoint.close()
 
 
 @pytest.fixture

@@ -41,7 +41,10 @@ def test_the_help_of_a_command_tells_its_exit_statuses_and_defaults(command: str
         (["transfer", "--bytes", "many"], "'many' is not a size"),
         (["transfer", "--path", "pigeon"], "'pigeon' is not one of"),
         (["transfer", "--repeat", "0"], "0 is not in the range"),
-        (["transfer", "--platform", "abacus"], "'abacus' is not one of"),
+        (
+            ["transfer", "--platform", "abacus"],
+            "'abacus' is not one of 'cuda', 'npu', 'cpu'",
+        ),
         (["transfer", "--path", "shm", "--path", "ipc"], "--path ipc: cpu has no device memory"),
         ([*LOAD, "x.yaml", "--size", "large"], "--size large: expected numbers, as in 1,2,4"),
         ([*LOAD, "x.yaml", "--size", "112,7"], "sides of pictures are 28 to 4096 pixels"),

@@ -3,24 +3,32 @@ from __future__ import annotations
 import pytest
 
 from epd_portable.bench.options import choose_paths
+from epd_portable.connector import registry
 from epd_portable.connector.registry import AUTO, offered
 from epd_portable.errors import ConfigError
 
 
+@pytest.fixture(autouse=True)
+def every_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paths are those of an environment that has everything, whatever this one has."""
+    monkeypatch.setattr(registry, "_missing", lambda path: "")
+
+
 def names(platform: str) -> list[str]:
-    return [entry.name for entry in offered(AUTO, platform)]
+    return [entry.name for entry in offered(AUTO, platform, off_host=True)]
 
 
 @pytest.mark.parametrize("platform", ["cuda", "npu"])
 def test_two_devices_are_measured_by_every_path(platform: str) -> None:
-    assert choose_paths([], platform, devices=2) == (names(platform), {})
+    everything = [entry.name for entry in registry.PATHS]
+    assert choose_paths([], platform, devices=2) == (everything, {})
 
 
 def test_the_cpu_is_measured_by_the_paths_that_it_has_and_the_rest_is_named_with_its_reason() -> (
     None
 ):
     paths, left_out = choose_paths([], "cpu", devices=1)
-    assert paths == ["shm", "collective", "tcp"]
+    assert paths == ["shm", "nixl", "mooncake", "collective", "tcp"]
     assert left_out == {"ipc": "cpu has no device memory"}
 
 
@@ -30,15 +38,23 @@ def test_paths_that_were_asked_for_are_measured_once_each_and_nothing_else() -> 
 
 def test_a_group_is_left_out_where_its_two_ends_would_share_a_device() -> None:
     paths, left_out = choose_paths([], "cuda", devices=1)
-    assert paths == ["ipc", "shm", "tcp"]
+    assert paths == ["ipc", "shm", "nixl", "mooncake", "tcp"]
     assert "a device of its own" in left_out["collective"]
 
 
 @pytest.mark.parametrize(
     ("path", "platform", "words"),
     [
-        ("ipc", "cpu", "cpu has no device memory; on cpu there are shm, collective, tcp here"),
-        ("collective", "npu", "a device of its own; on npu there are ipc, shm, tcp here"),
+        (
+            "ipc",
+            "cpu",
+            "cpu has no device memory; on cpu there are shm, nixl, mooncake, collective, tcp here",
+        ),
+        (
+            "collective",
+            "npu",
+            "a device of its own; on npu there are ipc, shm, nixl, mooncake, tcp here",
+        ),
     ],
 )
 def test_a_path_that_cannot_be_measured_is_refused_with_its_reason(

@@ -102,10 +102,21 @@ def test_a_number_without_quality_or_source_is_refused() -> None:
 
 def test_every_problem_is_reported_at_once_with_its_line() -> None:
     lines = problems("platform: tpu\ndevice: X\nhbm: 3\nnotes: {}\n")
-    assert "platform (line 1): input should be 'cuda', 'npu' or 'cpu', got 'tpu'" in lines
+    assert "platform (line 1): unknown platform 'tpu'; known are cuda, npu, cpu" in lines
     assert any(line.startswith("hbm (line 3): unknown key; known are platform") for line in lines)
     assert any(line.startswith("notes (line 4): ") for line in lines)
     assert "memory_bytes: is missing" in lines
+
+
+def test_a_key_that_is_written_twice_is_told_with_all_else() -> None:
+    lines = problems("device: 1\ndevice: 2\nhbm: 3\n")
+    assert "line 2: device is written twice; keep one" in lines
+    assert any(line.startswith("hbm (line 3): unknown key") for line in lines)
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "a: ["])
+def test_a_file_that_is_no_mapping_of_keys_is_named(text: str) -> None:
+    assert problems(text) == []
 
 
 def test_a_misspelt_key_of_a_number_is_named_with_the_right_one() -> None:

@@ -15,6 +15,8 @@ from epd_portable.config.secret import (
 )
 from epd_portable.errors import ConfigError, RequestError
 
+HELD = Secret("s" * 40)
+
 
 def write(path: Path, text: str | bytes, mode: int = 0o600) -> str:
     path.write_bytes(text.encode() if isinstance(text, str) else text)
@@ -235,3 +237,25 @@ def test_what_is_no_signature_is_refused_with_what_to_do(header: str) -> None:
 def test_a_signature_tells_nothing_of_the_secret() -> None:
     _, _, signature = signed_check()
     assert signature.partition("mac=")[2] not in Secret("s" * 40).derive("signatures").hex()
+
+
+def test_a_key_of_the_page_is_good_until_its_time_is_over() -> None:
+    key = HELD.page_key(until=1000.0)
+    HELD.check_page_key(key, clock=lambda: 1000.0)
+    with pytest.raises(RequestError, match="time of this key") as caught:
+        HELD.check_page_key(key, clock=lambda: 1001.0)
+    assert caught.value.status == 401
+
+
+@pytest.mark.parametrize(
+    "key", ["", "-", "1000", "9999-" + "0" * 32, "-" + "0" * 32, "é-ü", "\udc80-\udc80", "9" * 5000]
+)
+def test_what_is_no_key_of_the_page_opens_nothing(key: str) -> None:
+    with pytest.raises(RequestError, match="key of the status page is wrong"):
+        HELD.check_page_key(key)
+
+
+def test_nobody_makes_a_key_of_the_page_last_longer() -> None:
+    _, _, mac = HELD.page_key(until=1000.0).partition("-")
+    with pytest.raises(RequestError, match="is wrong"):
+        HELD.check_page_key(f"2000-{mac}", clock=lambda: 1500.0)

@@ -18,12 +18,24 @@ from tests.unit.builders import peer
 EVERY_PATH = tuple(
     PathEndpoint(path=entry.name, address=f"{entry.name}-address") for entry in registry.PATHS
 )
+WAYS = "Mooncake's protocol rdma"
 NO_DEVICES = Refused(path="ipc", reason="cpu has no device memory")
 
 
-def on(platform: str, instance: str, **changes: object) -> PeerDescriptor:
+really_missing = registry._missing
+
+
+@pytest.fixture(autouse=True)
+def every_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paths are those of an environment that has everything, whatever this one has."""
+    monkeypatch.setattr(registry, "_missing", lambda path: "")
+
+
+def on(
+    platform: str, instance: str, *, off_host: bool = False, **changes: object
+) -> PeerDescriptor:
     """An end that offers what its platform has under ``auto``."""
-    names = {entry.name for entry in registry.offered("auto", platform)}
+    names = {entry.name for entry in registry.offered("auto", platform, off_host=off_host)}
     paths = tuple(endpoint for endpoint in EVERY_PATH if endpoint.path in names)
     return peer(instance, **{"device": f"{platform}:0", "paths": paths, **changes})
 
@@ -57,6 +69,8 @@ def test_every_better_path_that_is_not_taken_is_named_with_its_reason() -> None:
     assert choice.refused == (
         NO_DEVICES,
         Refused(path="shm", reason="encode-0 and pd-0 do not share /dev/shm"),
+        Refused(path="nixl", reason="not offered by encode-0"),
+        Refused(path="mooncake", reason=f"cpu sends by {WAYS}, npu receives by ascend"),
         Refused(path="collective", reason="encode-0 is on cpu, pd-0 on npu"),
     )
 
@@ -64,13 +78,15 @@ def test_every_better_path_that_is_not_taken_is_named_with_its_reason() -> None:
 @pytest.mark.parametrize("missing_at", ["encode-0", "pd-0"])
 def test_without_a_common_path_the_error_holds_every_reason(missing_at: str) -> None:
     ends = [
-        on("npu", name, **({"paths": ()} if name == missing_at else {}))
+        on("npu", name, off_host=True, **({"paths": ()} if name == missing_at else {}))
         for name in ("encode-0", "pd-0")
     ]
     with pytest.raises(NoCommonPathError) as caught:
         registry.choose(*ends)
     for entry in registry.PATHS:
-        assert f"{entry.name}: not offered by {missing_at}" in str(caught.value)
+        untried = entry.name == "mooncake" and "on npu only when asked for"
+        reason = untried or f"not offered by {missing_at}"
+        assert f"{entry.name}: {reason}" in str(caught.value)
 
 
 def test_a_path_that_was_asked_for_is_the_only_one_offered() -> None:
@@ -81,6 +97,8 @@ def test_a_path_that_was_asked_for_is_the_only_one_offered() -> None:
     assert names("auto", "cpu") == ["shm", "tcp"]
     assert names("collective", "cpu") == ["collective"]
     assert names("auto", "npu") == names("auto", "cuda") == ["ipc", "shm", "collective", "tcp"]
+    assert names("nixl", "cpu") == ["nixl"]
+    assert names("mooncake", "npu") == ["mooncake"]
     with pytest.raises(ConfigError, match=r"transfer\.path 'rdma': expected auto or one of ipc,"):
         registry.offered("rdma", "cpu")
     with pytest.raises(ConfigError, match=r"transfer\.path 'ipc': cpu has no device memory"):
@@ -89,13 +107,14 @@ def test_a_path_that_was_asked_for_is_the_only_one_offered() -> None:
 
 @pytest.mark.parametrize("entry", registry.PATHS, ids=lambda entry: entry.name)
 def test_every_entry_loads_what_it_names(entry: registry.PathEntry) -> None:
+    if missing := really_missing(entry):
+        pytest.skip(missing)
     copies = DeviceCopies(platforms.get("cpu"))
     transport = registry.load_transport(entry.name, copies, keys())
     assert isinstance(transport, Transport)
     transport.close()
-    receiver = registry.load_receiver(entry.name)
-    assert (receiver is None) == (not entry.receiver)
-    assert receiver is None or issubclass(receiver, PathReceiver)  # type: ignore[arg-type]
+    if entry.receiver:
+        assert issubclass(registry._load(entry.receiver), PathReceiver)
 
 
 def test_choosing_loads_no_transport() -> None:
@@ -152,11 +171,16 @@ def test_every_path_is_described_and_what_cannot_be_used_has_its_reason(platform
     assert all(reason for _, reason in described.values())
     usable = [path for path, (usable, _) in described.items() if usable]
     if platform == "cpu":
-        assert usable == ["shm", "collective", "tcp"]
+        assert usable == ["shm", "nixl", "mooncake", "collective", "tcp"]
         assert described["ipc"] == [False, NO_DEVICES.reason]
         assert "only when asked for" in described["collective"][1]
     else:
-        assert usable == [entry.name for entry in registry.offered("auto", platform)]
+        offered = registry.offered("auto", platform, off_host=True)
+        asked = {"mooncake"} - {entry.name for entry in offered}
+        assert [path for path in usable if path not in asked] == [each.name for each in offered]
+        assert asked == ({"mooncake"} if platform == "npu" else set())
+        assert all("only when asked for" in described[path][1] for path in asked)
+    assert "between hosts, or when asked for" in described["nixl"][1]
 
 
 def test_between_platforms_a_path_says_why_it_cannot_be_used_or_where_it_copies() -> None:
@@ -176,3 +200,59 @@ def test_a_path_that_does_not_encrypt_is_left_out_where_bytes_must_not_be_plain(
     assert left == {"ipc", "shm", "tcp"}
     with pytest.raises(ConfigError, match="trusted_network"):
         registry.offered("collective", "cpu", plain=False)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "npu"])
+def test_between_hosts_nixl_comes_before_what_copies_through_sockets(platform: str) -> None:
+    ends = [
+        on(platform, name, off_host=True, host=host)
+        for name, host in (("encode-0", "one"), ("pd-0", "another"))
+    ]
+    assert registry.choose(*ends).endpoint.path == "nixl"
+    same = [on(platform, name, off_host=True) for name in ("encode-0", "pd-0")]
+    assert registry.choose(*same).endpoint.path == ("shm" if platform == "cpu" else "ipc")
+    encrypted = registry.offered("auto", platform, plain=False, off_host=True)
+    assert not {"nixl", "mooncake"} & {entry.name for entry in encrypted}
+
+
+@pytest.mark.parametrize("without", ["encode-0", "pd-0"])
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_between_hosts_mooncake_comes_next_where_an_end_has_no_nixl(
+    platform: str, without: str
+) -> None:
+    ends = []
+    for name, host in (("encode-0", "one"), ("pd-0", "another")):
+        made = on(platform, name, off_host=True, host=host)
+        paths = tuple(each for each in made.paths if name != without or each.path != "nixl")
+        ends.append(on(platform, name, off_host=True, host=host, paths=paths))
+    choice = registry.choose(*ends)
+    assert choice.endpoint.path == "mooncake"
+    assert choice.refused[-1] == Refused(path="nixl", reason=f"not offered by {without}")
+
+
+def test_a_path_whose_library_is_missing_is_left_out_or_refused_with_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(registry.importlib.util, "find_spec", lambda name: None)
+    assert "nixl" not in {entry.name for entry in registry.offered("auto", "cpu", off_host=True)}
+    with pytest.raises(ConfigError, match=r"nixl is not installed: install epd-portable\[kv\]"):
+        registry.offered("nixl", "cpu")
+    described = {path: found for path, *found in registry.describe("cpu", "cpu")}
+    assert described["nixl"] == [False, "nixl is not installed: install epd-portable[kv]"]
+
+
+def test_a_library_without_what_it_needs_of_the_system_is_left_out_with_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(registry.importlib.util, "find_spec", lambda name: object())
+
+    def missing(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(registry.ctypes, "CDLL", missing)
+    offered = {entry.name for entry in registry.offered("auto", "cpu", off_host=True)}
+    assert "nixl" in offered and "mooncake" not in offered
+    with pytest.raises(ConfigError, match=r"needs libibverbs\.so\.1: install libibverbs1"):
+        registry.offered("mooncake", "cpu")

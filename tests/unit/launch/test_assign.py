@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd_portable.config.schema import InstanceGroup
+from epd_portable.config.groups import InstanceGroup
 from epd_portable.errors import ConfigError
 from epd_portable.launch.assign import assign_cores, assign_devices, core_warnings
 

@@ -50,6 +50,7 @@ def pinned() -> Iterator[None]:
     with (
         mock.patch.object(cli, "new_run_id", lambda: RUN_ID),
         mock.patch.object(cli, "port_source", every_port_is_free),
+        mock.patch.object(cli, "_refusals", lambda *_: []),
         mock.patch.object(machine, "allowed_cores", lambda: tuple(range(16))),
         mock.patch.object(machine, "has_compiler", lambda *_: True),
         mock.patch.object(machine, "has_shares", lambda *_: True),
@@ -128,6 +129,12 @@ MAY_DIFFER = {
         "the variable's name; its value, where instances must see each other's devices"
     ),
 }
+KV_MAY_DIFFER = {
+    r"\.kv\.(name|connector|reason)": "each platform has its connector of KV",
+    r"\.processes\[\d+\]\.argv\.--kv-transfer-config\..*": "which is told so",
+    r"\.processes\[\d+\]\.env\.VLLM_NIXL_SIDE_CHANNEL_(HOST|PORT)": "in words of its own",
+}
+"""The same, of files with decode instances."""
 MISSING = object()
 
 
@@ -184,10 +191,11 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
 def test_plans_for_npu_and_cuda_differ_only_where_they_must(topology: Path) -> None:
     npu, cuda = plan(topology, "--platform", "npu"), plan(topology, "--platform", "cuda")
     found = differences(npu, cuda)
-    allowed = MAY_DIFFER.keys() | written_by_overlays(topology)
+    may = MAY_DIFFER | (KV_MAY_DIFFER if cuda["kv"] else {})
+    allowed = may.keys() | written_by_overlays(topology)
     unexpected = {p for p in found if not any(re.fullmatch(pattern, p) for pattern in allowed)}
     assert not unexpected
-    unused = {p for p in MAY_DIFFER if not any(re.fullmatch(p, place) for place in found)}
+    unused = {p for p in may if not any(re.fullmatch(p, place) for place in found)}
     assert not unused, "these places are alike: remove them from MAY_DIFFER"
 
 
@@ -196,15 +204,15 @@ def test_plans_for_the_cpu_differ_from_those_for_devices_only_where_they_must(
     topology: Path,
 ) -> None:
     found = differences(plan(topology, "--platform", "cpu"), plan(topology, "--platform", "npu"))
-    allowed = MAY_DIFFER.keys() | written_by_overlays(topology)
+    allowed = (MAY_DIFFER | KV_MAY_DIFFER).keys() | written_by_overlays(topology)
     # Instances are bound to cores there, not to devices.
     allowed |= {
-        r"\.processes\[\d+\]\.(cores|devices).*",
+        r"\.processes\[\d+\]\.((api_)?cores|devices).*",
         r"\.processes\[\d+\]\.env\.VLLM_CPU_(OMP_THREADS_BIND|KVCACHE_SPACE)",
         r"\.processes\[\d+\]\.env\.(OMP_NUM_THREADS|TORCH_COMPILE_DISABLE)",
         # Devices may be shared, cores are not.
         r"\.processes\[\d+\]\.after.*",
-        r"\.shared.*",
+        r"\.devices.*",
         # vLLM has one rank in the engine's process by itself on devices, and not on the CPU.
         r"\.processes\[\d+\]\.argv\.--distributed-executor-backend",
     }

@@ -86,4 +86,5 @@ def test_the_service_of_shares_is_seen_where_it_listens(tmp_path: Path) -> None:
     (tmp_path / "control").touch()
     assert has_shares(traits, environ)
     assert not has_shares(traits, {})
-    assert not has_shares(TRAITS["npu"], environ)
+    assert has_shares(TRAITS["npu"], {}), "it needs no service"
+    assert not has_shares(TRAITS["cpu"], environ)

@@ -1,31 +1,21 @@
-"""What the launcher knows of transfer paths without torch is what the table of paths says."""
+"""What the launcher asks of the table of paths."""
 
 from __future__ import annotations
 
-import typing
-
-from epd_portable.config.schema import TransferSection
+from epd_portable.config import extensions
 from epd_portable.connector import registry
-from epd_portable.launch.fit import DEVICE_POOL_PATHS
-from epd_portable.launch.seats import DEVICE_MEMORY_PATHS
-
-
-def names(**capabilities: bool) -> set[str]:
-    return {
-        path.name
-        for path in registry.PATHS
-        if all(getattr(path.capabilities, key) == value for key, value in capabilities.items())
-    }
 
 
 def test_every_path_can_be_asked_for_and_nothing_else() -> None:
-    allowed = typing.get_args(TransferSection.model_fields["path"].annotation)
-    assert set(allowed) == {registry.AUTO, *names()}
+    assert tuple(path.name for path in registry.PATHS) == extensions.BUILT_IN_PATHS
 
 
-def test_the_paths_refused_without_device_memory_are_those_of_the_table() -> None:
-    assert names(devices_only=True) == DEVICE_MEMORY_PATHS
+def test_a_path_into_device_memory_is_refused_where_there_is_none_and_auto_is_not() -> None:
+    asked = [registry.AUTO, *extensions.BUILT_IN_PATHS]
+    assert [path for path in asked if registry.needs_devices(path)] == ["ipc"]
 
 
-def test_the_paths_that_take_device_memory_are_those_of_the_table() -> None:
-    assert names(device_memory=True) | {registry.AUTO} == DEVICE_POOL_PATHS
+def test_the_pools_of_auto_ipc_and_collective_take_device_memory() -> None:
+    asked = [registry.AUTO, *extensions.BUILT_IN_PATHS]
+    found = [path for path in asked if registry.may_use_device_memory(path)]
+    assert found == ["auto", "ipc", "collective"]

@@ -16,6 +16,7 @@ from epd_portable.errors import ConfigError
 from epd_portable.launch.engine import render_arguments
 from epd_portable.launch.model import ModelSource
 from epd_portable.launch.plan import Machine, Plan, ProcessSpec, make_plan
+from epd_portable.launch.show import plan_table
 from epd_portable.media.limits import MediaLimits
 from epd_portable.platforms.traits import TRAITS
 from epd_portable.router.settings import load_settings
@@ -137,7 +138,10 @@ def test_the_connector_of_each_instance_gets_settings_that_it_can_read() -> None
         module = connector(spec)["ec_connector_module_path"]
         assert module == "epd_portable.vllm_plugin.ec_connector"
     assert InstanceConfig.parse(connector(encode)["ec_connector_extra_config"]) == InstanceConfig(
-        instance="encode-0", platform="cpu", secret_file="/tmp/epd-00c0ffee/secret"
+        instance="encode-0",
+        platform="cpu",
+        secret_file="/tmp/epd-00c0ffee/secret",
+        host_cache_bytes=256 << 20,
     )
     assert InstanceConfig.parse(connector(pd)["ec_connector_extra_config"]) == InstanceConfig(
         instance="prefill_decode-0",
@@ -292,6 +296,22 @@ def test_every_instance_asks_for_the_token_before_all_other_middleware() -> None
     assert named == [["a.b", admission, TOKEN], ["a.b", TOKEN], []]
 
 
+@pytest.mark.parametrize(("version", "bridged"), [((0, 23), True), ((0, 26), False), (None, False)])
+def test_servers_that_do_not_know_the_transfer_parameters_get_a_bridge(
+    monkeypatch: pytest.MonkeyPatch, version: tuple[int, int] | None, bridged: bool
+) -> None:
+    monkeypatch.setattr("epd_portable.launch.installed.vllm_version", lambda: version)
+    bridge = "epd_portable.vllm_plugin.params_bridge.ParamsMiddleware"
+    encode, pd, _ = plan_of(TEXT, "cpu").processes
+    assert [bridge in encode.argv, bridge in pd.argv] == [bridged, bridged]
+
+
+def test_only_encode_instances_keep_copies_and_none_if_the_file_says_so() -> None:
+    text = TEXT + "instances: {encode: {host_cache_bytes: 0}}"
+    for spec in plan_of(text, "cpu").processes[:2]:
+        assert "host_cache_bytes" not in connector(spec)["ec_connector_extra_config"]
+
+
 def test_limits_of_media_reach_the_router_and_the_instances() -> None:
     limits = {
         "max_item_pixels": 1,
@@ -306,6 +326,21 @@ def test_limits_of_media_reach_the_router_and_the_instances() -> None:
         assert told["media_limits"] == limits
         assert InstanceConfig.parse(told).media_limits == MediaLimits(**limits)
     assert limits.items() <= json.loads(options(router)["--settings"]).items()
+
+
+def test_weights_labels_and_the_choice_reach_the_router() -> None:
+    groups = "instances: {encode: {weight: 2.5, labels: {zone: east}}}\n"
+    profile = "schedulingProfiles: [{name: decode, plugins: []}]"
+    choice = f"router: {{choice: {{plugins: [{{type: decode-filter}}], {profile}}}}}"
+    router = plan_of(TEXT + groups + choice, "cpu").processes[-1]
+    told = json.loads(options(router)["--settings"])
+    assert [(each["weight"], each["labels"]) for each in told["instances"]] == [
+        (2.5, {"zone": "east"}),
+        (1.0, {}),
+    ]
+    assert told["choice"]["plugins"][0]["type"] == "decode-filter"
+    with pytest.raises(ConfigError, match="did you mean decode-filter"):
+        plan_of(TEXT + choice.replace("decode-filter", "decode-filtr"), "cpu")
 
 
 def test_a_queue_that_holds_no_body_of_the_router_is_refused() -> None:
@@ -376,3 +411,77 @@ def test_engines_that_cannot_compile_are_told_to_do_without_unless_the_file_says
     assert told("", has_compiler=True) == {None}
     assert told("", has_compiler=False) == {"0"}
     assert told(f'env: {{{name}: "1"}}', has_compiler=False) == {"1"}
+
+
+def test_engines_send_their_spans_where_the_router_does_unless_told_otherwise() -> None:
+    traced = TEXT + "router: {tracing: {endpoint: 'http://otel:4318/'}}\n"
+    plan = plan_of(traced, "cpu")
+    for spec in plan.processes:
+        if spec.role == "router":
+            settings = load_settings(spec.argv[-1])
+            assert settings.tracing.endpoint == "http://otel:4318/"
+            continue
+        assert options(spec)["--otlp-traces-endpoint"] == "http://otel:4318/v1/traces"
+        assert spec.env["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"] == "http/protobuf"
+        assert spec.env["OTEL_SERVICE_NAME"] == spec.name
+    silent = TEXT + "router: {tracing: {endpoint: 'http://otel:4318', engines: false}}\n"
+    for text in (TEXT, silent):
+        for spec in plan_of(text, "cpu").processes:
+            assert "--otlp-traces-endpoint" not in spec.argv
+            assert "OTEL_SERVICE_NAME" not in spec.env
+
+
+STORE = "\nstore: {kind: redis, url: 'redis://me@cache:6379', password_file: /s/word}"
+
+
+def test_a_store_reaches_every_instance_and_the_router_and_is_told() -> None:
+    plan = plan_of(TEXT + "secret_file: /s/secret" + STORE, "cpu")
+    *instances, router = plan.processes
+    for spec in instances:
+        told = json.loads(options(spec)["--ec-transfer-config"])["ec_connector_extra_config"]
+        assert InstanceConfig.parse(told).store is not None
+    settings = load_settings(options(router)["--settings"])
+    assert settings.store is not None and settings.store.url == "redis://me@cache:6379"
+    assert plan.as_json()["store"] == "redis at redis://me@cache:6379, at most 8192 MiB"
+    assert "encoder outputs are kept by redis at redis://me@cache:6379" in plan_table(plan)
+    assert not any("store" in warning for warning in plan.warnings)
+
+
+def test_a_store_without_a_secret_that_outlives_the_run_is_warned_of() -> None:
+    [warning] = [each for each in plan_of(TEXT + STORE, "cpu").warnings if "store" in each]
+    assert "epd-launch secret" in warning
+
+
+def test_without_a_store_nothing_is_said_of_one() -> None:
+    plan = plan_of(TEXT, "cpu")
+    assert "store" not in plan.as_json()
+    assert all('"store"' not in word for spec in plan.processes for word in spec.argv)
+
+
+JOINING = """
+model: demo
+secret_file: /etc/epd.secret
+instances: {encode: {count: 2}, prefill_decode: {count: 0}}
+router: {join: "http://10.0.0.1:8000"}
+launch: {host: 10.0.0.2}
+"""
+
+
+def test_instances_that_join_have_names_of_their_host_and_a_registrar_for_a_router() -> None:
+    plan = plan_of(JOINING, "cuda", devices=("0", "1"))
+    names = ["encode-0@10.0.0.2", "encode-1@10.0.0.2"]
+    assert [process.name for process in plan.processes] == [*names, "registrar"]
+    assert plan.url == "http://10.0.0.1:8000/v1"
+    encode, _, registrar = plan.processes
+    assert connector(encode)["ec_connector_extra_config"]["instance"] == names[0]
+    settings = json.loads(registrar.argv[-1])
+    told = [(each["name"], each["role"], each["url"]) for each in settings["instances"]]
+    assert told[0] == (names[0], "encode", encode.url) and encode.url.startswith("http://10.0.0.2:")
+    assert (settings["router"], registrar.router_url) == (2 * ("http://10.0.0.1:8000",))
+    assert registrar.url.startswith("http://127.0.0.1:")
+
+
+def test_a_launcher_that_others_cannot_reach_does_not_join_a_router_elsewhere() -> None:
+    text = JOINING.replace("launch: {host: 10.0.0.2}", "")
+    with pytest.raises(ConfigError, match=r"does not reach launch\.host 127\.0\.0\.1"):
+        plan_of(text, "cuda", devices=("0", "1"))

@@ -10,7 +10,14 @@ import sys
 import pytest
 
 from epd_portable.errors import ConfigError, LaunchError, PortInUseError
-from epd_portable.launch.ports import FIRST_PORT, LAST_PORT, is_free, port_source, require_free
+from epd_portable.launch.ports import (
+    FIRST_PORT,
+    LAST_PORT,
+    PortsInOrder,
+    is_free,
+    port_source,
+    require_free,
+)
 
 
 def test_ports_follow_from_the_run_and_skip_what_is_taken_or_reserved() -> None:
@@ -52,3 +59,30 @@ def test_a_port_in_use_is_named_with_one_that_is_free() -> None:
 def test_an_address_of_another_machine_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"host 192\.0\.2\.1, port"):
         require_free(8000, "192.0.2.1")
+
+
+def in_order(first: int, *taken: int, reserved: frozenset[int] = frozenset()) -> PortsInOrder:
+    return PortsInOrder(first, reserved=reserved, free=lambda port, host: port not in taken)
+
+
+def test_ports_that_are_fixed_are_the_same_every_time_but_for_those_to_be_avoided() -> None:
+    ports = in_order(21000, reserved=frozenset({21001}))
+    assert [ports() for _ in range(3)] == [21000, 21002, 21003]
+    assert ports.complain({21000: "http of encode-0"}, {"router.port": 8000}) == ""
+
+
+def test_a_fixed_port_that_is_taken_is_not_replaced_but_told() -> None:
+    ports = in_order(21000, 21001)
+    assert [ports(), ports()] == [21000, 21001]
+    uses = {21000: "http of encode-0", 21001: "http of pd-0"}
+    said = ports.complain(uses, {"router.port": 21000})
+    assert said.startswith("launch.first_port 21000: instances take 21000 to 21001, and ")
+    assert "21000 (http of encode-0) is router.port as well" in said
+    assert "21001 (http of pd-0) is in use by another process or run" in said
+
+
+def test_fixed_ports_end_with_the_highest() -> None:
+    ports = in_order(65535)
+    assert ports() == 65535
+    with pytest.raises(ConfigError, match=r"launch\.first_port 65535 leaves too few ports"):
+        ports()

@@ -10,7 +10,7 @@ from epd_portable.config.load import parse_topology
 from epd_portable.errors import ConfigError
 from epd_portable.launch.model import ModelSource
 from epd_portable.launch.plan import Machine, Plan, make_plan
-from epd_portable.launch.sharing import SharedDevice, Tenant
+from epd_portable.launch.sharing import Tenant, UsedDevice
 from epd_portable.launch.show import plan_table
 from epd_portable.platforms.traits import TRAITS
 
@@ -48,13 +48,20 @@ def test_on_a_shared_device_who_measures_its_memory_starts_first(platform: str) 
         name="prefill_decode-0", utilization=0.6, kv_cache_bytes=1024, measures=False, share=None
     )
     then = Tenant(name="encode-0", utilization=0.2, kv_cache_bytes=None, measures=False, share=None)
-    assert made.shared == (SharedDevice(device="0", tenants=(first, then)),)
+    assert made.shared == (UsedDevice(device="0", tenants=(first, then)),)
     assert made.warnings == ()
 
 
 def test_instances_on_devices_of_their_own_start_at_once() -> None:
     made = plan("")
     assert (after(made), made.shared, made.warnings) == ({}, (), ())
+    text = plan_table(made)
+    assert "nobody measures beside another, so they start at once:" in text
+    assert "  device 0  encode-0          92% of its memory  no KV cache\n" in text
+    assert (
+        "  device 1  prefill_decode-0  92% of its memory  the KV cache takes what is left" in text
+    )
+    assert "start at once:" not in plan_table(plan("", "cpu"))
 
 
 def test_on_several_shared_devices_each_waits_for_all_that_are_on_one_with_it() -> None:
@@ -101,6 +108,7 @@ def test_a_plan_for_people_shows_order_memory_and_reason() -> None:
     assert "device 0 is shared; engines measure its memory while they start" in text
     assert "  prefill_decode-0  60% of its memory  1024 bytes of KV cache  takes turns" in text
     assert "  encode-0          20% of its memory  no KV cache             takes turns" in text
+    assert "start at once:" not in text
     starts = [line.split()[-2:] for line in text.splitlines() if line.startswith("encode-0 ")]
     assert starts == [["after", "prefill_decode-0"]]
     assert "is shared" not in plan_table(plan(""))
@@ -117,8 +125,20 @@ def test_instances_are_kept_to_their_share_of_the_compute_of_a_device() -> None:
     assert [spec.env.get(PERCENTAGE) for spec in made.processes] == ["30", "70", None]
     assert [tenant.share for tenant in made.shared[0].tenants] == [70, 30]
     assert made.warnings == ()
-    assert "no KV cache             30% of its compute" in plan_table(made)
+    text = plan_table(made)
+    assert "no KV cache             30% of its compute" in text
+    assert "kept to their compute by NVIDIA's MPS; not run on hardware" in text
+    assert "kept to their compute" not in plan_table(plan(ONE_DEVICE))
     assert all(PERCENTAGE not in spec.env for spec in plan(ONE_DEVICE).processes)
+
+
+def test_on_ascend_each_worker_is_told_its_share_and_sets_its_limit() -> None:
+    made = plan(SHARES, "npu")
+    assert [spec.env.get("EPD_COMPUTE_SHARE") for spec in made.processes] == ["30", "70", None]
+    assert all(PERCENTAGE not in spec.env for spec in made.processes)
+    assert "by CANN's limit of a process's cores" in plan_table(made)
+    with pytest.raises(ConfigError, match=r"EPD_COMPUTE_SHARE of .* write share beside count"):
+        plan(f'{SHARES}\nenv: {{EPD_COMPUTE_SHARE: "10"}}', "npu")
 
 
 def test_shares_that_nothing_keeps_instances_to_are_warned_of() -> None:
@@ -128,8 +148,9 @@ def test_shares_that_nothing_keeps_instances_to_are_warned_of() -> None:
 
 
 def test_shares_are_refused_where_there_are_none_and_their_variable_in_env() -> None:
-    with pytest.raises(ConfigError, match=r"instances\.prefill_decode\.share: on platform npu"):
-        plan(SHARES, "npu")
+    on_cores = SHARES.replace("devices", "cores")
+    with pytest.raises(ConfigError, match=r"instances\.prefill_decode\.share: on platform cpu"):
+        plan(on_cores, "cpu")
     with pytest.raises(ConfigError, match=rf"{PERCENTAGE} of .* write share beside count"):
         plan(f'{SHARES}\nenv: {{{PERCENTAGE}: "10"}}')
 

@@ -42,7 +42,7 @@ def test_without_a_profile_the_platform_is_all() -> None:
     assert (target.traits.name, target.hardware) == ("cpu", None)
 
 
-def test_a_profile_is_found_beside_the_topology_file_then_in_the_working_directory(
+def test_a_profile_is_found_beside_the_topology_file_then_here_then_in_the_package(
     tmp_path: Path,
 ) -> None:
     mine = tmp_path / "configs" / "hardware" / "mine.yaml"
@@ -53,8 +53,9 @@ def test_a_profile_is_found_beside_the_topology_file_then_in_the_working_directo
         assert found is not None
         assert found.name == name
     assert find_hardware("mine").name == "mine"
+    assert find_hardware("h200").name == "h200", "the package has it"
     with pytest.raises(ConfigError, match="no such profile"):
-        find_hardware("h200")
+        find_hardware("h2000")
 
 
 def test_a_profile_may_be_any_file() -> None:

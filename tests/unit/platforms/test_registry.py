@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
 import inspect
 import os
 import subprocess
@@ -12,15 +14,14 @@ import pytest
 from epd_portable.errors import ConfigError, PlatformUnavailableError
 from epd_portable.platforms import registry
 from epd_portable.platforms.base import Platform
-
-CPU = ("epd_portable.platforms.cpu", "CpuPlatform")
+from epd_portable.platforms.traits import TRAITS, PlatformTraits
 
 
 @pytest.fixture
-def implementations(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, tuple[str, str]]]:
+def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, PlatformTraits]]:
     """A table of its own for one test, with no platform loaded yet."""
-    table = dict(registry._IMPLEMENTATIONS)
-    monkeypatch.setattr(registry, "_IMPLEMENTATIONS", table)
+    table = dict(TRAITS)
+    monkeypatch.setattr(registry, "TRAITS", table)
     registry._load.cache_clear()
     yield table
     registry._load.cache_clear()
@@ -31,7 +32,9 @@ def test_names_are_ordered_from_best_to_last_resort() -> None:
 
 
 def test_every_named_platform_has_an_implementation() -> None:
-    assert tuple(registry._IMPLEMENTATIONS) == registry.names()
+    modules = [TRAITS[name].implementation.partition(":")[0] for name in registry.names()]
+    assert modules == [f"epd_portable.platforms.{name}" for name in registry.names()]
+    assert all(importlib.util.find_spec(module) for module in modules)
 
 
 def test_a_platform_is_the_same_object_each_time() -> None:
@@ -44,9 +47,10 @@ def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
 
 
 def test_a_runtime_that_cannot_be_imported_is_a_reason_and_not_an_error(
-    implementations: dict[str, tuple[str, str]],
+    table: dict[str, PlatformTraits],
 ) -> None:
-    implementations["cuda"] = ("epd_portable.platforms.absent", "AbsentPlatform")
+    absent = "epd_portable.platforms.absent:AbsentPlatform"
+    table["cuda"] = dataclasses.replace(table["cuda"], implementation=absent)
     state = registry.availability("cuda")
     assert not state.ok
     assert state.reason == (
@@ -55,9 +59,10 @@ def test_a_runtime_that_cannot_be_imported_is_a_reason_and_not_an_error(
 
 
 def test_a_platform_that_cannot_be_used_here_is_not_handed_out_and_the_error_says_why(
-    implementations: dict[str, tuple[str, str]],
+    table: dict[str, PlatformTraits],
 ) -> None:
-    implementations["cuda"] = ("epd_portable.platforms.absent", "AbsentPlatform")
+    absent = "epd_portable.platforms.absent:AbsentPlatform"
+    table["cuda"] = dataclasses.replace(table["cuda"], implementation=absent)
     with pytest.raises(PlatformUnavailableError, match="platform 'cuda': its module cannot be"):
         registry.get("cuda")
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from epd_portable.errors import RequestError
-from epd_portable.router.body import (
+from epd_portable.router.contents.body import (
     BATCH_PATH,
     CHAT_ENGINE_FIELDS,
     CHAT_PATH,
@@ -28,8 +28,8 @@ from epd_portable.router.body import (
     read_call,
     size,
 )
-from epd_portable.router.cut_text import Segments
-from epd_portable.router.media import MEDIA_SUFFIX, content_key
+from epd_portable.router.contents.cut_text import Segments
+from epd_portable.router.contents.media import MEDIA_SUFFIX, content_key
 from epd_portable.wire.params import (
     EncodedItem,
     EncodeTransfer,
@@ -725,8 +725,8 @@ def test_no_large_body_keeps_other_threads_waiting(
     found = []
     for _ in range(3):
         holds = Holds()
-        monkeypatch.setattr("epd_portable.router.cut_text.time", holds)
-        monkeypatch.setattr("epd_portable.router.media.hashlib", holds)
+        monkeypatch.setattr("epd_portable.router.contents.cut_text.time", holds)
+        monkeypatch.setattr("epd_portable.router.contents.media.hashlib", holds)
         holds.begin()
         try:
             call = read_call(CHAT_PATH, data, RULES)

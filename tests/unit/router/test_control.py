@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from epd_portable.router.control import ControlChannels
+from epd_portable.router.fleet.control import ControlChannels
 from tests.keyring import keys
 
 MANY = 1100

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epd_portable.errors import RequestError
-from epd_portable.router.cut_text import LONG_BYTES, CutText
+from epd_portable.router.contents.cut_text import LONG_BYTES, CutText
 
 LONG = "iVBORw0KGgo" * 1000
 _object = msgspec.json.Decoder(dict[str, msgspec.Raw])

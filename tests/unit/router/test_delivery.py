@@ -7,16 +7,20 @@ from typing import Any, cast
 
 import pytest
 
-from epd_portable.router.control import ControlChannels, Inbox
+from epd_portable.connector.stores.metrics import StoreMetrics
+from epd_portable.router.chooser import RingChooser
+from epd_portable.router.contents.body import Call
+from epd_portable.router.contents.media import MediaItem
 from epd_portable.router.delivery import Attempt, Deliverer, Delivery
-from epd_portable.router.instances import Fleet
+from epd_portable.router.fleet.control import ControlChannels, Inbox
+from epd_portable.router.fleet.instances import Fleet
+from epd_portable.router.http.upstream import Upstream
 from epd_portable.router.ladder import LADDER, Point, RetryBudget, Trouble
-from epd_portable.router.media import MediaItem
-from epd_portable.router.metrics import Metrics
 from epd_portable.router.settings import InstanceSettings, RouterSettings
-from epd_portable.router.upstream import Upstream
+from epd_portable.router.store import StoreLookup
+from epd_portable.router.telling.record import RequestRecord
 from epd_portable.wire.params import EncodeTransfer
-from tests.keyring import keys
+from tests.keyring import keys, secret
 
 DEADLINE_S = 5.0
 ENCODER = InstanceSettings(name="encode-0", role="encode", url="http://encode")
@@ -50,10 +54,14 @@ async def test_a_job_that_is_cancelled_as_its_answer_comes_ends(turns: int) -> N
         body=[b"{}"],
         bare=False,
     )
-    deliverer = Deliverer(
-        settings, instances, cast(Upstream, upstream), control, Metrics(), RetryBudget()
-    )
-    one = Attempt(pd, (delivery,), {"x-request-id": "r"}, Inbox())
+    store = StoreLookup(None, secret(), StoreMetrics("router"), instances)
+    deliverer = Deliverer(settings, cast(Upstream, upstream), control, RetryBudget(), store)
+    headers = {"x-request-id": "r"}
+    call = Call.untouched("POST", "/v1/chat/completions", b"{}")
+    choosing = RingChooser(instances).begin(call, headers, None)
+    record = RequestRecord("r", call.path)
+    record.has([delivery.item])
+    one = Attempt(pd.working(), (delivery,), headers, Inbox(), choosing, lambda: None, record)
     job = asyncio.create_task(deliverer.deliver(delivery, 0, one))
     await upstream.asked.wait()
     upstream.answer.set()
@@ -62,13 +70,17 @@ async def test_a_job_that_is_cancelled_as_its_answer_comes_ends(turns: int) -> N
     job.cancel()
     await asyncio.wait({job}, timeout=DEADLINE_S)
     assert job.cancelled()
+    assert record.items[0].fate in ("cancelled", "local")
+    (noted,) = record.items[0].jobs
+    assert noted.end in ("cancelled", "encoded", "lost")
     await control.close()
 
 
 def test_every_trouble_has_its_rungs_wherever_it_can_be_met() -> None:
     met = {trouble for trouble, _ in LADDER}
     assert met == set(Trouble)
-    final = {"local_encode", "unavailable", "refused", "passed_on", "timeout", "broken_off"}
+    final = {"unavailable", "refused", "passed_on", "timeout", "broken_off"}
+    final |= {"local_encode", "local_prefill"}
     for (_, point), rungs in LADDER.items():
         # What is always possible stands last, and nowhere else.
         assert [rung in final for rung in rungs] == [False] * (len(rungs) - 1) + [True]

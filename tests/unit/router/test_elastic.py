@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from epd_portable.router.contents.media import MediaItem
 from epd_portable.router.elastic import EncodeTimes, sooner_here
-from epd_portable.router.instances import Fleet, Instance
-from epd_portable.router.media import MediaItem
+from epd_portable.router.fleet.instances import Fleet, Instance
 from epd_portable.router.settings import InstanceSettings
 
 PIXELS = 448 * 448
@@ -44,11 +44,12 @@ class Scene:
             self._running.enter_context(instance.encoding(TIME_S))
 
     def computes(self) -> None:
-        self._running.enter_context(self.pd.computing())
+        self._running.enter_context(self.pd.working()).compute()
 
     def asked(self, items: list[MediaItem], threshold: float = 4.0) -> tuple[int, str]:
         encoders = [self.encoders[n % len(self.encoders)] for n in range(len(items))]
-        return sooner_here(items, encoders, self.pd, self.times, threshold=threshold)
+        times_s = [self.times.of(item) for item in items]
+        return sooner_here(times_s, encoders, self.pd, threshold=threshold)
 
 
 def test_one_picture_goes_to_an_encoder_that_has_nothing_to_do() -> None:

@@ -8,8 +8,8 @@ from typing import Any, cast
 import pytest
 
 from epd_portable.errors import RequestError
-from epd_portable.router import incoming
-from epd_portable.router.incoming import SMALL_BYTES, Bodies, ClientGoneError
+from epd_portable.router.http import incoming
+from epd_portable.router.http.incoming import SMALL_BYTES, Bodies, ClientGoneError
 
 MEBIBYTE = 1 << 20
 CHUNKED = {"transfer-encoding": "chunked"}

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from epd_portable.router.instances import (
+from epd_portable.router.fleet.instances import (
     FAILURES_UNTIL_EJECTED,
     FIRST_EJECTION_S,
     LONGEST_EJECTION_S,
@@ -19,10 +19,10 @@ from epd_portable.router.instances import (
     Fleet,
     Instance,
 )
+from epd_portable.router.fleet.tally import Tally
+from epd_portable.router.http.upstream_connection import Fault
 from epd_portable.router.ring import FEW, LOAD_BOUND
 from epd_portable.router.settings import InstanceSettings, Role
-from epd_portable.router.tally import Tally
-from epd_portable.router.upstream_connection import Fault
 
 FAILURES: list[Failure] = [*Fault, "error"]
 
@@ -221,7 +221,7 @@ async def test_ejection_ends_and_grows_with_each_failure_after_it() -> None:
 
 
 async def test_an_ejected_one_comes_back_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("epd_portable.router.instances.FIRST_EJECTION_S", 0.01)
+    monkeypatch.setattr("epd_portable.router.fleet.instances.FIRST_EJECTION_S", 0.01)
     instances = of(2)
     instance = found(instances, "i-0")
     for event in EJECTED:
@@ -310,8 +310,8 @@ class Lives(RuleBasedStateMachine):
 
     @invariant()
     def at_most_half_of_the_usable_are_ejected(self) -> None:
-        for role in ("encode", "prefill-decode"):
-            usable = [i for i in self.instances.of_role(role) if i.usable]
+        for duty in ("encode", "answer"):
+            usable = [i for i in self.instances.of_duty(duty) if i.usable]
             assert 2 * sum(i.ejected for i in usable) <= len(usable)
 
     @invariant()
@@ -417,7 +417,7 @@ def test_of_many_the_lighter_of_two_has_a_request() -> None:
 def test_without_instances_nothing_is_chosen() -> None:
     assert Fleet().encoder("item") is None
     assert Fleet().prefill_decode("request") is None
-    assert not of(1).any_usable("prefill-decode")
+    assert not of(1).any_usable("answer")
     assert of(1).any_usable("encode")
 
 
@@ -442,6 +442,18 @@ async def test_it_is_idle_when_nothing_of_it_is_needed() -> None:
         assert not instance.idle
         assert not waiting.done()
     await asyncio.wait_for(waiting, 10)
+
+
+def test_a_request_counts_as_computed_for_once_until_it_ends() -> None:
+    instance = found(of(1), "i-0")
+    with instance.working() as waits, instance.working() as computes:
+        assert instance.computes_for == 0
+        computes.compute()
+        computes.compute()
+        assert instance.computes_for == 1
+        waits.compute()
+        assert instance.computes_for == 2
+    assert instance.computes_for == 0
 
 
 def test_who_works_hears_that_the_instance_went_down() -> None:
@@ -594,8 +606,8 @@ async def test_one_leaves_only_when_every_process_knows_and_needs_nothing_of_it(
 def test_the_place_of_one_that_left_is_not_taken_while_it_is_needed_elsewhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("epd_portable.router.tally.ROWS", 6)
-    monkeypatch.setattr("epd_portable.router.instances.ROWS", 6)
+    monkeypatch.setattr("epd_portable.router.fleet.tally.ROWS", 8)
+    monkeypatch.setattr("epd_portable.router.fleet.instances.ROWS", 8)
     memory = memoryview(bytearray(Tally.nbytes(2)))
     deciding = Fleet(Tally(memory, columns=2, column=0))
     other = Fleet(Tally(memory, columns=2, column=1), report=lambda *_: None)
@@ -611,6 +623,16 @@ def test_the_place_of_one_that_left_is_not_taken_while_it_is_needed_elsewhere(
     deciding.remove("b")
     third = deciding.add(named("a"))
     assert (third.row, third.load, third.answered_at) == (first.row, 0, 0)
+
+
+def test_labels_and_weight_are_known_everywhere(two: Two) -> None:
+    deciding, other, _ = two
+    given = InstanceSettings(
+        name="a", role="encode", url="http://a:1", weight=2.0, labels={"zone": "east"}
+    )
+    other.take(well(deciding.add(given)).view)
+    assert found(other, "a").settings == given
+    assert found(other, "a").weight == 2.0
 
 
 def test_another_one_of_the_same_name_takes_over_nothing(two: Two) -> None:

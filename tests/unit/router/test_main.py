@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from epd_portable.errors import ConfigError, PortInUseError
-from epd_portable.router.server_connection import KEEP_ALIVE_S
+from epd_portable.router.http.server_connection import KEEP_ALIVE_S
 from epd_portable.router.serving import listen
 
 

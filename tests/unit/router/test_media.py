@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epd_portable.errors import RequestError
-from epd_portable.router.cut_text import Bytes, CutText
-from epd_portable.router.media import (
+from epd_portable.router.contents.cut_text import Bytes, CutText
+from epd_portable.router.contents.media import (
     AUDIO,
     IMAGE,
     VIDEO,

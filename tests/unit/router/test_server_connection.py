@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epd_portable.errors import RequestError
-from epd_portable.router import server_connection
-from epd_portable.router.incoming import ClientGoneError
-from epd_portable.router.server_connection import (
+from epd_portable.router.http import server_connection
+from epd_portable.router.http.incoming import ClientGoneError
+from epd_portable.router.http.server_connection import (
     CLEARED_BYTES,
     HEADERS_WITHIN_S,
     KEEP_ALIVE_S,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from epd_portable.errors import ConfigError
-from epd_portable.router.settings import load_settings
+from epd_portable.router.settings import load_settings, policy_of, with_policy
 
 ENCODE = {"name": "e", "role": "encode", "url": "http://127.0.0.1:1"}
 PD = {
@@ -40,7 +40,8 @@ def test_settings_come_as_json_or_from_a_file(tmp_path: Path) -> None:
         (text(instances=[PD, {**ENCODE, "control": "tcp://x:1"}]), ["'e'", "remove"]),
         (text(instances=[{**PD, "control": "tcp://nowhere"}]), ["instances.0.control"]),
         (text(instances=[{**PD, "url": "http://h:1/v1"}]), ["instances.0.url"]),
-        (text(instances=[{**PD, "role": "decode"}]), ["instances.0.role"]),
+        (text(instances=[{**PD, "role": "decoder"}]), ["instances.0.role"]),
+        (text(instances=[{**PD, "role": "p"}], registration=False), ["no instance answers"]),
         ("@/does/not/exist", ["/does/not/exist", "cannot be read"]),
     ],
 )
@@ -51,6 +52,55 @@ def test_wrong_settings_are_refused_by_key_and_value(settings: str, words: list[
         assert word in str(caught.value)
 
 
+@pytest.mark.parametrize(("name", "role"), [("d", "decode"), ("all", "encode-prefill-decode")])
+def test_a_role_may_have_a_short_name(name: str, role: str) -> None:
+    (instance,) = load_settings(text(instances=[{**PD, "role": name}])).of_duty("answer")
+    assert instance.role == role
+
+
 def test_every_problem_is_reported_at_once() -> None:
     with pytest.raises(ConfigError, match=r"port.*model|model.*port"):
         load_settings(text(port=-1, model=""))
+
+
+DECIDED = {
+    "plugins": [
+        {"type": "multimodal-epd-decider", "parameters": {"encoderTimeout": 5000}},
+        {
+            "type": "epd-profile-handler",
+            "parameters": {"deciderPluginName": "multimodal-epd-decider"},
+        },
+    ],
+    "schedulingProfiles": [{"name": "encode", "plugins": []}, {"name": "decode", "plugins": []}],
+}
+
+
+def test_a_decider_may_say_how_long_an_encode_job_takes() -> None:
+    settings = load_settings(text(choice=DECIDED))
+    policy = policy_of(settings)
+    assert (settings.encode_job_s, with_policy(settings, policy).encode_job_s) == (15.0, 5.0)
+    with pytest.raises(ConfigError, match=r"encoderTimeout.*no time for another encoder"):
+        with_policy(load_settings(text(choice=DECIDED, wait_timeout_s=9)), policy)
+    # Settings go from process to process as they were.
+    assert load_settings(settings.model_dump_json()) == settings
+    assert policy_of(load_settings(text())) is None
+
+
+def test_labels_and_weights_are_kept_within_bounds() -> None:
+    given = {**PD, "weight": 2, "labels": {"zone": "east"}}
+    settings = load_settings(text(instances=[given]))
+    assert (settings.instances[0].weight, settings.instances[0].labels) == (2.0, {"zone": "east"})
+    for wrong in (
+        {"weight": 0},
+        {"weight": 1001},
+        {"labels": {"": "x"}},
+        {"labels": {"a": "b" * 257}},
+    ):
+        with pytest.raises(ConfigError, match=f"instances.0.{next(iter(wrong))}"):
+            load_settings(text(instances=[{**PD, **wrong}]))
+
+
+def test_each_worker_gets_a_part_of_every_limit_in_all() -> None:
+    with pytest.raises(ConfigError, match=r"admission.max_items of 3 is less than workers of 4"):
+        load_settings(text(workers=4, admission={"max_requests": 4, "max_items": 3}))
+    assert load_settings(text(workers=4, admission={"max_requests": 4})).workers == 4

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from epd_portable.router import upstream
-from epd_portable.router.upstream import Upstream
-from epd_portable.router.upstream_connection import (
+from epd_portable.router.http import upstream
+from epd_portable.router.http.upstream import Upstream
+from epd_portable.router.http.upstream_connection import (
     LARGE_BYTES,
     MAX_HEAD_BYTES,
     MAX_WAITING_BYTES,

@@ -6,6 +6,7 @@ memory, `PrefillSide` makes the calls that vLLM's scheduler makes, and writes ar
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -15,6 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.connector.producer import ProducerSession, TransferOrder, Write
+from epd_portable.platforms.traits import TRAITS
 from epd_portable.runners import receiver as receiver_module
 from epd_portable.runners.placer import Placement
 from epd_portable.runners.prompt import PromptItem
@@ -89,6 +91,8 @@ class Item:
     transfer_id: str = ""
     has_media: bool = True
     sent_with_media: bool = True
+    background: bool = False
+    """Whether the instance can encode it beside its steps."""
 
 
 CAT = Item("cat", transfer_id="t-cat")
@@ -102,6 +106,7 @@ class PrefillSide:
         preallocation: Of sides that are not told.
         computed: Tokens that requests have computed, where the engine asks in every step whether
             they may be scheduled.
+        encodings: Items that workers were told to encode beside the steps.
     """
 
     preallocation: Literal["sync", "async"] = "sync"
@@ -137,11 +142,12 @@ class PrefillSide:
                 config,
                 fingerprint=FINGERPRINT,
                 cache_size=cache_tokens,
-                alignment_bytes=ALIGNMENT,
-                copies=copies,
                 lookahead=lookahead,
                 clock=self.clock,
                 metrics=ReceiverMetrics(self.registry),
+                traits=dataclasses.replace(
+                    TRAITS["cpu"], slot_alignment_bytes=ALIGNMENT, needs_device_copy=copies
+                ),
             )
         self.cache = self.receiver.cache
         self.pool = self.receiver._pool
@@ -150,6 +156,7 @@ class PrefillSide:
         self.failed: set[str] = set()
         self.placements: list[Placement] = []
         self.computed: dict[str, int] = {}
+        self.encodings: list[str] = []
 
     def arrive(
         self, request_id: str, *items: Item, reply_to: str = "router", lead: int = 1
@@ -172,6 +179,7 @@ class PrefillSide:
                     num_embeds=item.num_tokens,
                     tensor=spec(item.num_tokens),
                     has_media=item.has_media,
+                    media=f"media of {item.mm_hash}" if item.background else None,
                 )
             )
             begin = end
@@ -195,6 +203,7 @@ class PrefillSide:
         for request_id in self.requests:
             self.receiver.may_schedule(request_id, self.computed.get(request_id, 0))
         orders = self.receiver.take_orders(self.cache.get_freed_mm_hashes(), computes=computes)
+        self.encodings += [encoding.mm_hash for encoding in orders.encodings]
         self.failed |= self.receiver.take_unavailable()
         self.receiver.step_done()
         return orders.placements

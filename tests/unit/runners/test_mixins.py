@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,10 +36,14 @@ class Runner:
         self.epd = self
         self.encode_together_embeds: int | None = None
         self.report: object = None
+        self.traced: list[tuple[str, dict[str, object]]] = []
 
     def submit_orders(self, metadata: object, encoder_cache: dict[str, Any]) -> None:
         assert encoder_cache is self.encoder_cache
         self.calls.append(("orders", metadata))
+
+    def trace(self, event: str, **fields: object) -> None:
+        self.traced.append((event, fields))
 
     def report_transfers(self) -> object:
         self.calls.append("report")
@@ -46,6 +52,20 @@ class Runner:
     def place_items(self, metadata: object, encoder_cache: dict[str, Any]) -> None:
         assert encoder_cache is self.encoder_cache
         self.calls.append(("place", metadata))
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        self.calls.append("turn")
+        yield
+        self.calls.append("over")
+
+    def sample_tokens(self, structure: object) -> object:
+        self.calls.append(structure)
+        return "tokens"
+
+    def report_encoded(self) -> object:
+        self.calls.append("report")
+        return self.report
 
     def execute_model(self, scheduler_output: Step, extra: object = None) -> Output:
         self.calls.append(("model", extra))
@@ -103,12 +123,29 @@ def test_a_report_is_attached_to_a_copy_of_the_output() -> None:
     assert Runner.shared.ec_connector_output is None
 
 
-@pytest.mark.parametrize("tokens", [0, 3])
-def test_items_are_placed_before_every_step(tokens: int) -> None:
+def test_items_are_placed_before_every_step() -> None:
     runner = mixed(PDRunnerMixin)
-    output = runner.execute_model(Step(total_num_scheduled_tokens=tokens), extra="kept")
-    assert output is Runner.shared
-    assert runner.calls == [("place", "metadata"), ("model", "kept")]
+    assert runner.execute_model(Step(), extra="kept") is Runner.shared
+    assert runner.calls == [("place", "metadata"), ("model", "kept"), "report"]
+
+
+def test_a_step_that_computes_takes_its_turn_and_draws_in_another() -> None:
+    runner = mixed(PDRunnerMixin)
+    step = Step(total_num_scheduled_tokens=3)
+    assert runner.execute_model(step, extra="kept") is Runner.shared
+    assert runner.calls == [("place", "metadata"), "turn", ("model", "kept"), "over"]
+    runner.calls.clear()
+    assert runner.sample_tokens("grammar") == "tokens"
+    assert runner.calls == ["turn", "grammar", "over"]
+
+
+def test_what_was_encoded_beside_steps_is_reported_with_a_step_without_tokens() -> None:
+    # With one that has tokens vLLM asks ``get_finished``.
+    runner = mixed(PDRunnerMixin)
+    runner.report = "encoded"
+    assert runner.execute_model(Step()).ec_connector_output == "encoded"
+    assert runner.execute_model(Step(total_num_scheduled_tokens=3)) is Runner.shared
+    assert Runner.shared.ec_connector_output is None
 
 
 @pytest.mark.parametrize("mixin", [EncoderRunnerMixin, PDRunnerMixin])
@@ -118,6 +155,8 @@ def test_the_encoder_runs_as_it_would_without_us(mixin: type) -> None:
     assert runner._execute_mm_encoder(Step()) == []
     assert runner._execute_mm_encoder(Step(scheduled_encoder_inputs={"a": [0, 1]})) == ["a0", "a1"]
     assert runner.calls == [{}, {"a": [0, 1]}]
+    items = {"items": ["", ""]}
+    assert runner.traced == [("encode.begin", items), ("encode.end", items)]
 
 
 def test_items_are_encoded_a_few_at_a_time_where_more_are_no_faster() -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from epd_portable.runners.prompt import PromptItem, RequestRecord, bare_items, match_transfers
+from epd_portable.runners.prompt import PromptItem, PromptRecord, bare_items, match_transfers
 from epd_portable.wire.params import ExpectedTransfer, ItemOutcome, PrefillParams, Source
 from tests.unit.runners.harness import spec
 
@@ -93,9 +93,9 @@ def test_bare_is_what_has_no_media_by_the_engine_or_by_the_router(
 # -- how far a request is ------------------------------------------------------------------------
 
 
-def record(*ends: tuple[str, int]) -> RequestRecord:
+def record(*ends: tuple[str, int]) -> PromptRecord:
     """Return a request of items of one token each, by the end of each."""
-    return RequestRecord(
+    return PromptRecord(
         "r",
         0,
         items=[

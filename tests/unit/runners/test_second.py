@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from epd_portable.runners import second
 from epd_portable.runners.second import OrderingSecondRunnerMixin, SecondRunnerMixin
 
 
@@ -20,10 +19,14 @@ class Runner:
             mm_features={"a": [SimpleNamespace(identifier="x"), SimpleNamespace(identifier="y")]},
         )
         self.model_state: Any = None
+        self.traced: list[tuple[str, dict[str, Any]]] = []
 
     def submit_orders(self, metadata: object, encoder_cache: dict[str, Any]) -> None:
         assert encoder_cache is self.encoder_cache.encoder_outputs
         self.calls.append(("orders", metadata))
+
+    def trace(self, event: str, **fields: object) -> None:
+        self.traced.append((event, fields))
 
     def load_model(self, *args: object) -> str:
         self.model_state = SimpleNamespace(execute_mm_encoder=self._encode)
@@ -50,34 +53,24 @@ def step(metadata: object, tokens: int = 0) -> Any:
     )
 
 
-@pytest.fixture
-def traced(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
-    """Events, in their order."""
-    events: list[tuple[str, dict[str, Any]]] = []
-    monkeypatch.setattr(second, "trace", lambda name, **what: events.append((name, what)))
-    return events
-
-
 @pytest.mark.parametrize("mixin", [SecondRunnerMixin, OrderingSecondRunnerMixin])
-def test_the_tokens_of_a_step_are_traced_but_not_those_of_a_profile(
-    mixin: type, traced: list[Any]
-) -> None:
+def test_the_tokens_of_a_step_are_traced_but_not_those_of_a_profile(mixin: type) -> None:
     runner = mixed(mixin)
     assert runner.execute_model(step("metadata", 3), "kept", flag=True) == "output"
     runner.execute_model(step("metadata", 0))
     runner.execute_model(step(None, 7))
-    assert traced == [("step", {"tokens": {"a": 3}})]
+    assert runner.traced == [("step", {"tokens": {"a": 3}})]
     assert ("model", ("kept",), {"flag": True}) in runner.calls
 
 
-def test_the_items_that_its_encoder_computes_are_traced(traced: list[Any]) -> None:
+def test_the_items_that_its_encoder_computes_are_traced() -> None:
     runner = mixed(SecondRunnerMixin)
     assert runner.load_model() == "loaded"
     assert runner.model_state.execute_mm_encoder({}) == "encoded"
-    assert traced == []
+    assert runner.traced == []
     assert runner.model_state.execute_mm_encoder({"a": [1, 0]}) == "encoded"
     items = {"items": ["y", "x"]}
-    assert traced == [("encode.begin", items), ("encode.end", items)]
+    assert runner.traced == [("encode.begin", items), ("encode.end", items)]
     assert runner.calls == [{}, {"a": [1, 0]}]
 
 

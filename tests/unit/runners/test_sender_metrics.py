@@ -17,16 +17,16 @@ WRITTEN = Written(transfer_id="t", generation=1)
 def test_the_first_of_each_message_is_no_repeat_and_a_new_transfer_begins_anew() -> None:
     registry = CollectorRegistry()
     metrics = SenderMetrics(registry)
-    metrics.submitted(cached=False)
+    metrics.submitted("encoder")
     for message in (ANNOUNCE, ANNOUNCE, WRITTEN, ANNOUNCE, WRITTEN):
         metrics.sent(message)
     metrics.sent(Abort(transfer_id="t", reason=""))
     metrics.finished(Finished(transfer_id="t", mm_hash="cat"))
-    metrics.submitted(cached=True)
+    metrics.submitted("host")
     metrics.sent(ANNOUNCE)
     assert counted(registry) == {
         "epd_encode_transfers_total{source=encoder}": 1,
-        "epd_encode_transfers_total{source=cache}": 1,
+        "epd_encode_transfers_total{source=host}": 1,
         "epd_encode_announcements_total": 2,
         "epd_encode_repeats_total{message=announce}": 2,
         "epd_encode_repeats_total{message=written}": 1,

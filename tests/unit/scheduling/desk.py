@@ -25,13 +25,19 @@ class Desk:
         cache: The preallocator.
         given: Items that were given a slot, since `reserve` was called last.
         ended: Transfers that nobody wants any more.
+        background: Whether items are encoded beside the steps.
         writing: Slots that were granted and taken back; a producer may still write them.
     """
 
-    def __init__(self, kind: str, cache_embeds: int = 10, pool_bytes: int = 10) -> None:
+    def __init__(
+        self, kind: str, cache_embeds: int = 10, pool_bytes: int = 10, *, background: bool = False
+    ) -> None:
         self.kind = kind
         self.pool = ReceivePool("pool", pool_bytes, 1)
-        self.cache = PREALLOCATORS[kind](cache_embeds, self.pool, self)
+        self.background = background
+        self.cache = PREALLOCATORS[kind](
+            cache_embeds, self.pool, self, encode=lambda claim: self.background
+        )
         self.given: list[str] = []
         self.ended: list[str] = []
         self.writing: list[SlotDescriptor] = []

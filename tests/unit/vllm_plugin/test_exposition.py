@@ -19,7 +19,7 @@ from prometheus_client import Counter, Gauge
 from epd_portable.runners.receiver_metrics import PlacerMetrics
 from epd_portable.runners.sender_metrics import SenderMetrics
 PlacerMetrics().placed(100)
-SenderMetrics().submitted(cached=True)
+SenderMetrics().submitted("cache")
 Counter("vllm:something", "of the engine").inc()
 """
 SERVER = f"""

@@ -17,6 +17,8 @@ from epd_portable.wire.messages import (
     Grant,
     Injected,
     Later,
+    LoadReport,
+    LoadWanted,
     Nack,
     NackCode,
     NotNeeded,
@@ -38,6 +40,8 @@ MESSAGES: list[AnyMessage] = [
     Nack(transfer_id="t", code=NackCode.TOO_LARGE, detail="d"),
     EncodeFailed(transfer_id="t", reason="r"),
     NotWanted(transfer_id="t"),
+    LoadWanted(),
+    LoadReport(waiting=1, running=2, kv_used=0.25, items=3, pixels=1 << 40),
 ]
 
 

@@ -30,6 +30,8 @@ AFTER = {
 KERNELS = {
     "vllm_ascend.ops.register_custom_ops": "ascend_sim.vendor.qkv:register",
     "vllm_ascend.ops.triton.compute_slot_mapping": "ascend_sim.vendor.slot_mapping:replace",
+    # Whence vllm-ascend 0.23 takes it.
+    "vllm.v1.worker.block_table": "ascend_sim.vendor.slot_mapping:replace",
 }
 INTERPRETED = {"vllm.triton_utils.importing": "ascend_sim.interpreter:install"}
 """Triton kernels: doubles of two, without Triton, or the interpreter, which runs all of them."""

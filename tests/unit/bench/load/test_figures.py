@@ -260,12 +260,28 @@ def test_charts_have_one_value_for_each_place_and_stages_where_there_are_traces(
     assert len(make_charts(TWO_ROUNDS, setting())) == len(charts)
 
 
+def test_what_caches_saved_is_told_of_each_side() -> None:
+    counted = Counted(
+        encoded={"encoder": 3.0, "cache": 4.0, "local": 1.0}, prefix_queries=200.0, prefix_hits=50.0
+    )
+    asked = request(kind="pictures", pictures=8)
+    found = results(
+        turn("ours", asked, counted=counted, distinct_pictures=5), turn("replicas", asked)
+    )
+    page = load_report.make_report(found, setting())
+    (table,) = (each for each in page.tables if each.title.startswith("What caches saved"))
+    assert [row[1:] for row in table.rows] == [
+        ("8", "5", "4", "200", "25.0%"),
+        ("8", "–", "–", "–", "–"),
+    ]
+
+
 def test_what_fell_back_is_told_with_its_side() -> None:
     lost = Counted(fates={"encoded": 3.0, "local": 2.0}, fallbacks=1.0)
     found = results(turn("ours", request(), counted=lost), turn("replicas", request()))
     assert load_report.fell_back(found, setting()).startswith("ours: 2 pictures were not encoded")
     assert load_report.fell_back(TWO_ROUNDS, setting()) == ""
-    chosen = Counted(fates={"encoded": 3.0, "sooner_here": 2.0})
+    chosen = Counted(fates={"encoded": 3.0, "sooner_here": 2.0, "stored": 4.0})
     found = results(turn("ours", request(), counted=chosen), turn("replicas", request()))
     assert load_report.fell_back(found, setting()) == ""
 

@@ -111,3 +111,27 @@ def test_the_proxy_asks_both_instances(tmp_path: Path) -> None:
     assert value(proxy.argv, "--encode") == "http://e"
     assert value(proxy.argv, "--prefill-decode") == "http://pd"
     assert proxy.url.endswith(value(proxy.argv, "--port"))
+
+
+def test_on_cuda_without_a_compiler_plain_vllm_is_told_what_the_launchers_instances_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (name, told), *_ = TRAITS["cuda"].env_without_compiler
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    nvcc = tmp_path / "bin" / "nvcc"
+    absent = not any(Path(place).exists() for place in TRAITS["cuda"].compiler)
+    assert (plain("cuda", ["0"], tmp_path).env.get(name) == told) == absent
+    nvcc.parent.mkdir()
+    nvcc.touch(mode=0o755)
+    assert name not in plain("cuda", ["0"], tmp_path).env
+    assert name not in plain("cpu", ["0"], tmp_path).env
+
+
+def test_what_the_topology_says_of_the_sampler_wins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    peer = plain("cuda", ["0"], tmp_path, 'env.VLLM_USE_FLASHINFER_SAMPLER="1"')
+    assert peer.env["VLLM_USE_FLASHINFER_SAMPLER"] == "1"

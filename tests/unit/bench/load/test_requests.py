@@ -14,6 +14,7 @@ from epd_portable.bench.load.answers import read
 from epd_portable.bench.load.bodies import body_of, request_parts
 from epd_portable.bench.load.commands import Ask, PictureSpec
 from epd_portable.bench.load.requests import (
+    AT_ONCE,
     REPEATED,
     Mix,
     asks_of_mix,
@@ -199,3 +200,27 @@ def test_an_event_counts_when_its_last_byte_has_come() -> None:
 )
 def test_an_answer_that_is_not_as_asked_for_has_a_problem(data: bytes, words: str) -> None:
     assert re.search(words, read([(1.0, data)], output_tokens=2).problem)
+
+
+def test_turns_of_a_conversation_are_sent_with_all_before_them() -> None:
+    asks = mixed(Mix(turns=3, share=0.5, text_tokens=10))
+    assert [ask.at_s for ask in asks] == list(TIMES)
+    first, second, third = asks[0], asks[AT_ONCE], asks[2 * AT_ONCE]
+    assert first.history == ()
+    assert second.history == (first.seed,)
+    assert third.history == (first.seed, second.seed)
+    assert first.pictures == third.pictures
+    assert asks[3 * AT_ONCE].history == ()
+    assert len({ask.seed for ask in asks}) == len(asks)
+
+
+def test_a_conversation_grows_by_what_it_began_with() -> None:
+    asks = mixed(Mix(turns=3, share=0.0, text_tokens=10))
+    bodies = [json.loads(b"{" + body_of(asks[turn * AT_ONCE]))["messages"] for turn in range(3)]
+    assert [[each["role"] for each in messages] for messages in bodies] == [
+        ["user"],
+        ["user", "assistant", "user"],
+        ["user", "assistant", "user", "assistant", "user"],
+    ]
+    for earlier, later in pairwise(bodies):
+        assert later[: len(earlier)] == earlier

@@ -11,9 +11,10 @@ from epd_portable.bench.load import checkpoint, settings, watch
 from epd_portable.bench.load.commands import Ask, PictureSpec, TimedAnswer
 from epd_portable.bench.load.plan import LoadPoint
 from epd_portable.bench.load.requests import Mix
-from epd_portable.bench.load.sides import read_side, read_sides, share_out
+from epd_portable.bench.load.sides import instance_count, read_side, read_sides, share_out
 from epd_portable.bench.load.stages import request_stages
 from epd_portable.bench.traces import Event
+from epd_portable.config.load import load_topology
 from epd_portable.errors import ConfigError, MeasurementError
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -79,10 +80,28 @@ def test_with_no_core_left_the_clients_share_those_of_the_instances() -> None:
     assert (found.units, found.rest, found.shared) == ({"ours": [("0",), ("1",)]}, (0, 1), True)
 
 
+def test_where_only_counts_matter_all_instances_share_all_cores() -> None:
+    counts = {"ours": 4, "one": 1, "url": 0}
+    found = share_out(counts, cores=(0, 1), devices=None, wanted=None, crowded=True)
+    assert found.units == {"ours": [("0", "1")] * 4, "one": [("0", "1")]}
+    assert found.crowded and found.rest == (0, 1)
+
+
 def test_devices_are_shared_out_in_the_same_way_and_cores_stay_free() -> None:
     found = share_out({"ours": 2, "one": 1}, cores=(0,), devices=("4", "5"), wanted=None)
     assert found.units == {"ours": [("4",), ("5",)], "one": [("4", "5")]}
     assert found.rest == (0,)
+
+
+def test_instances_that_share_a_device_have_one_seat_and_peers_get_as_many_devices() -> None:
+    (shared, peer) = read_sides(["shared=configs/1e1pd-one-device.yaml", "replicas:1"])
+    whole = load_topology(ROOT / "configs/1e1pd-one-device.yaml", "cuda")
+    apart = load_topology(ROOT / "configs/1e1pd.yaml", "cuda")
+    counts = {"shared": instance_count(shared, whole), "replicas": instance_count(peer, whole)}
+    assert counts == {"shared": 1, "replicas": 1}
+    assert instance_count(shared, apart) == 2
+    found = share_out(counts, cores=(0,), devices=("0",), wanted=None)
+    assert found.units == {"shared": [("0",)], "replicas": [("0",)]}
 
 
 @pytest.mark.parametrize(
@@ -214,6 +233,11 @@ def test_what_was_counted_since_is_told_without_what_did_not_happen() -> None:
     after = watch.Counted(fates={"encoded": 6, "local": 1}, ladder={"local": 2}, fallbacks=1)
     assert after.since(before) == watch.Counted(
         fates={"encoded": 2}, ladder={"local": 2}, fallbacks=0
+    )
+    before = watch.Counted(encoded={"encoder": 2, "cache": 1}, prefix_queries=10, prefix_hits=4)
+    after = watch.Counted(encoded={"encoder": 5, "cache": 1}, prefix_queries=30, prefix_hits=9)
+    assert after.since(before) == watch.Counted(
+        encoded={"encoder": 3}, prefix_queries=20, prefix_hits=5
     )
 
 

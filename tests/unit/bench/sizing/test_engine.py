@@ -17,9 +17,11 @@ from tests.unit.bench.sizing.samples import stage_times
 class Run:
     """An engine without anything before it; times are those at which it computes tokens."""
 
-    def __init__(self, times: StageTimes) -> None:
+    def __init__(self, times: StageTimes, turn_s: float | None = None) -> None:
         self.timeline = EngineTimeline()
-        self.engine = SimulatedEngine(self.timeline, times, on_first=self.first, on_last=self.last)
+        self.engine = SimulatedEngine(
+            self.timeline, times, turn_s=turn_s, on_first=self.first, on_last=self.last
+        )
 
     def first(self, request: SimulatedRequest) -> None:
         request.first_token_s = self.timeline.now
@@ -92,6 +94,33 @@ def test_an_encode_in_a_step_stalls_everybodys_tokens() -> None:
     assert run.engine.longest_stall_s == pytest.approx(longest_s)
     assert text.tpot_s == pytest.approx((49 * 0.02 + longest_s) / 50)
     assert run.engine.encode_s == pytest.approx(0.5)
+
+
+def test_an_encode_beside_the_steps_costs_each_a_turn_and_has_the_time_between_them() -> None:
+    run = Run(stage_times(), turn_s=0.01)
+    text = run.text(0.0, 100, output=51)
+    request = run.request(0.5, 44, 1, [picture()])
+    run.timeline.run()
+    # 15 of the 50 steps come before it. Of the encoder's 0.5 s it has 0.35 beside the others.
+    assert text.end_s == pytest.approx(0.2 + 15 * 0.02 + 35 * 0.03)
+    assert run.engine.longest_stall_s == pytest.approx(0.03)
+    assert request.first_token_s == pytest.approx(text.end_s + 0.15 + 0.1 + 0.3)
+    assert run.engine.encode_s == pytest.approx(0.5)
+    assert run.engine.compute_s == pytest.approx(request.end_s - 0.5), "it never rested"
+
+
+def test_pictures_beside_the_steps_are_encoded_one_after_the_other_and_text_overtakes() -> None:
+    run = Run(stage_times(), turn_s=0.01)
+    two = run.request(0.0, 0, 1, [picture(), picture()])
+    text = run.text(0.2, 100)
+    run.timeline.run()
+    # The text's step waits for a turn; the encoder has its place back after it.
+    assert text.ttft_s == pytest.approx(0.01 + 0.2)
+    # The first picture's tokens are computed while the second is encoded, after one turn of that.
+    encoded_s = 0.2 + 0.01 + 0.2 + 0.29
+    assert two.first_token_s == pytest.approx(encoded_s + 0.01 + 0.1 + 0.256 + 0.49 + 0.1 + 0.256)
+    assert run.engine.encode_s == pytest.approx(1.0)
+    assert run.engine.owed_s == pytest.approx(0.0), "it was asked for nothing more"
 
 
 def test_a_picture_that_is_encoded_elsewhere_stalls_nobody_and_is_waited_for() -> None:

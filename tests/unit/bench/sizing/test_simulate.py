@@ -130,7 +130,9 @@ def test_two_pictures_are_encoded_at_once_when_the_engine_may_encode_one() -> No
         return request.ttft_s
 
     assert ttft_s(RoutingRules()) == pytest.approx(1.0 + 0.1 + 0.3)
-    assert ttft_s(RoutingRules(elastic_threshold=2.0)) == pytest.approx(0.5 + 0.1 + 0.256 + 0.4)
+    assert ttft_s(RoutingRules(elastic_threshold=1.0)) == pytest.approx(0.5 + 0.1 + 0.256 + 0.4)
+    # Half the time is what an idle engine's encoding must be worth.
+    assert ttft_s(RoutingRules(elastic_threshold=4.0)) == ttft_s(RoutingRules())
 
 
 def test_an_engine_that_computes_for_others_encodes_only_what_would_take_so_much_longer() -> None:

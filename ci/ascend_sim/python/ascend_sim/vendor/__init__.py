@@ -13,6 +13,7 @@ from .attention import fused_infer_attention_score
 from .cache import scatter_pa_kv_cache
 from .norm import add_rms_norm, rms_norm
 from .rotary import mrope, rotary_mul
+from .sampling import top_k_top_p
 
 COMPUTED: dict[str, Callable[..., Any]] = {
     "npu_add_rms_norm": add_rms_norm,
@@ -23,5 +24,6 @@ COMPUTED: dict[str, Callable[..., Any]] = {
     "npu_rotary_mul": rotary_mul,
     "npu_scatter_pa_kv_cache": scatter_pa_kv_cache,
     "npu_swiglu": swiglu,
+    "npu_top_k_top_p": top_k_top_p,
 }
 """Operators of ``torch.ops.npu`` by name, with the arguments of their schemas."""

@@ -28,6 +28,19 @@ def matmul_add_fp32(x: torch.Tensor, weight: torch.Tensor, total: torch.Tensor) 
     return total.add_((x.t() @ weight).float())
 
 
+def reshape_and_cache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_indices: torch.Tensor,
+) -> None:
+    """Write the keys and values of tokens into their slots, as `scatter_pa_kv_cache` does."""
+    torch.ops.npu.npu_scatter_pa_kv_cache(
+        key, value, key_cache, value_cache, slot_indices, cache_mode="Norm"
+    )
+
+
 def _refusal(name: str) -> Callable[..., NoReturn]:
     def call(*_: Any, **__: Any) -> NoReturn:
         refuse(f"torch_npu.{name}", "any arguments (ATB)")
@@ -35,4 +48,7 @@ def _refusal(name: str) -> Callable[..., NoReturn]:
     return call
 
 
-_COMPUTED: dict[str, Callable[..., torch.Tensor]] = {"_npu_matmul_add_fp32": matmul_add_fp32}
+_COMPUTED: dict[str, Callable[..., torch.Tensor | None]] = {
+    "_npu_matmul_add_fp32": matmul_add_fp32,
+    "_npu_reshape_and_cache": reshape_and_cache,
+}

@@ -22,6 +22,9 @@ _SCHEMAS = (
     "int slice_size) -> Tensor",
     "sgmv_expand(Tensor! x, Tensor! weight, Tensor! lora_indices, Tensor! seq_len, Tensor! y, "
     "int slice_offset, int slice_size) -> Tensor",
+    "get_masked_input_and_mask(Tensor input, int org_vocab_start_index, int org_vocab_end_index, "
+    "int num_org_vocab_padding, int added_vocab_start_index, int added_vocab_end_index) "
+    "-> (Tensor masked_input, Tensor mask)",
 )
 _ANY_DEVICE = "CompositeExplicitAutograd"
 

@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Installs the programs and libraries that tests use beside Python packages, where that is possible:
+# as root, with apt-get. Without one of them its tests are skipped, and say so.
+set -euo pipefail
+LIMIT_S=300
+
+declare -A packages=(
+    [redis-server]="stores are tested in files only"
+    [chromium]="the status page is not tested in a browser"
+    [libibverbs1]="the path mooncake is not tested"
+)
+is_here() {
+    case $1 in
+    lib*) [[ $(PATH=$PATH:/sbin ldconfig -p) == *"${1%[0-9]}.so.${1##*[!0-9]}"* ]] ;;
+    *) command -v "$1" >/dev/null ;;
+    esac
+}
+missing=()
+for package in "${!packages[@]}"; do
+    is_here "$package" || missing+=("$package")
+done
+[ ${#missing[@]} -gt 0 ] || exit 0
+if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    echo "system: installing ${missing[*]}"
+    export DEBIAN_FRONTEND=noninteractive
+    timeout "$LIMIT_S" bash -c \
+        'apt-get update -qq && apt-get install -y -qq --no-install-recommends "$@"' _ "${missing[@]}" \
+        </dev/null >/dev/null 2>&1 || true
+fi
+for package in "${missing[@]}"; do
+    is_here "$package" ||
+        echo "system: no $package here: ${packages[$package]} (apt-get install $package)" >&2
+done

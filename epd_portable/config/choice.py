@@ -1,0 +1,168 @@
+"""How instances are chosen, as a file says it: llm-d's ``EndpointPickerConfig``.
+
+Which types of plug-ins there are and what their parameters mean is not known here: see
+`epd_portable.router.choice.catalogue`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    field_validator,
+    model_validator,
+)
+
+from epd_portable.config.problems import checked, read_text
+from epd_portable.errors import ConfigError
+
+KIND = "EndpointPickerConfig"
+VERSIONS = ("llm-d.ai/", "inference.networking.x-k8s.io/")
+"""Beginnings of the ``apiVersion`` of files of this shape."""
+ELSEWHERE = (
+    "featureGates",
+    "dataLayer",
+    "data",
+    "saturationDetector",
+    "flowControl",
+    "requestHandler",
+    "parser",
+)
+"""Sections of such files about what this router has other keys for, or needs none for."""
+MAX_PLUGINS = 64
+
+Name = Annotated[str, Field(min_length=1, max_length=128)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class PluginSection(_Part):
+    """One plug-in.
+
+    Attributes:
+        type: What it is.
+        name: By which profiles name it; by default its type.
+        parameters: Of its type.
+    """
+
+    type: Name
+    name: Name | None = None
+    parameters: dict[str, JsonValue] | None = None
+
+    @property
+    def known_as(self) -> str:
+        """The name by which it is referred to."""
+        return self.name or self.type
+
+
+class PluginUse(_Part):
+    """A plug-in's part in a profile.
+
+    Attributes:
+        pluginRef: Its name.
+        weight: Of a scorer; 1 by default.
+    """
+
+    pluginRef: Name
+    weight: Annotated[float, Field(ge=0, le=1e6, strict=False)] | None = None
+
+
+class ProfileSection(_Part):
+    """How one stage is chosen for.
+
+    Attributes:
+        name: Of the profile.
+        plugins: Filters in their order, scorers, and at most one picker.
+    """
+
+    name: Name
+    plugins: Annotated[list[PluginUse], Field(max_length=MAX_PLUGINS)]
+
+
+class ChoiceSection(_Part):
+    """A whole configuration, or the file that has it.
+
+    Attributes:
+        file: That has the rest; relative to where the program was started.
+        apiVersion: As llm-d writes it.
+        kind: ``EndpointPickerConfig``.
+        metadata: Name and labels; not looked at.
+        plugins: All of them, of every kind.
+        schedulingProfiles: Which plug-ins choose for which stage.
+    """
+
+    file: Name | None = None
+    apiVersion: Name | None = None
+    kind: Name | None = None
+    metadata: JsonValue = None
+    plugins: Annotated[list[PluginSection], Field(max_length=MAX_PLUGINS)] = []
+    schedulingProfiles: Annotated[list[ProfileSection], Field(max_length=MAX_PLUGINS)] = []
+    featureGates: JsonValue = None
+    dataLayer: JsonValue = None
+    data: JsonValue = None
+    saturationDetector: JsonValue = None
+    flowControl: JsonValue = None
+    requestHandler: JsonValue = None
+    parser: JsonValue = None
+
+    @field_validator("apiVersion")
+    @classmethod
+    def _has_this_shape(cls, version: str | None) -> str | None:
+        if version is not None and not version.startswith(VERSIONS):
+            raise ValueError(f"{version!r} is not known; write llm-d.ai/v1alpha1, or leave it out")
+        return version
+
+    @field_validator("kind")
+    @classmethod
+    def _is_of_this_kind(cls, kind: str | None) -> str | None:
+        if kind not in (None, KIND):
+            raise ValueError(f"{kind!r} is another kind of file; expected {KIND}")
+        return kind
+
+    @model_validator(mode="after")
+    def _says_something_once(self) -> ChoiceSection:
+        more = [name for name, value in self if name != "file" and value not in (None, [])]
+        if self.file is not None and more:
+            raise ValueError(f"file and {more[0]} are both given: the file says all, or none is")
+        if self.file is None and not self.schedulingProfiles:
+            raise ValueError("give schedulingProfiles and plugins, or a file that has them")
+        _each_once("plug-ins", [each.known_as for each in self.plugins])
+        _each_once("profiles", [each.name for each in self.schedulingProfiles])
+        return self
+
+
+def _each_once(what: str, names: list[str]) -> None:
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"{what} {twice} occur more than once: give each a name of its own")
+
+
+def with_file(section: ChoiceSection) -> ChoiceSection:
+    """Return what a section says, its file read.
+
+    Raises:
+        ConfigError: The file cannot be read, or it lists every problem of its content.
+    """
+    if section.file is None:
+        return section
+    path = Path(section.file).expanduser()
+    return parse_choice(read_text(path), source=f"router.choice.file {path}")
+
+
+def parse_choice(text: str, *, source: str = "configuration") -> ChoiceSection:
+    """Check the text of a configuration.
+
+    Raises:
+        ConfigError: Lists every problem.
+    """
+    section = checked(text, ChoiceSection, source=source)
+    if section.file is not None:
+        raise ConfigError(f"{source}: names another file, {section.file}; write it out")
+    return section

@@ -1,0 +1,229 @@
+"""The instances of the topology file, by role, and what their engines may be told."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    JsonValue,
+    field_validator,
+    model_validator,
+)
+
+from epd_portable.config.quantities import Size
+from epd_portable.config.roles import (
+    ROLES,
+    Role,
+    group_of,
+)
+from epd_portable.config.section import Section
+from epd_portable.envs import EPD_MAX_QUEUED_BYTES, EPD_MAX_QUEUED_ITEMS
+
+LAUNCHER_OWNED_ARGS = {
+    "host": "write launch.host, the address of this machine that instances listen on",
+    "port": "ports of instances are chosen by the launcher; the public one is router.port",
+    "model": "write the model at the top of the file",
+    "served_model_name": "write served_model_name at the top of the file",
+    "tensor_parallel_size": "write tensor_parallel_size beside count in instances",
+    "ec_transfer_config": "the launcher writes it; its settings are under transfer",
+    "pipeline_parallel_size": "this version does not support pipeline parallelism",
+    "prefill_context_parallel_size": "this version does not support it",
+    "data_parallel_size": "raise count in instances instead",
+    "config": "write the arguments into this file, where they are checked",
+}
+"""Engine arguments that the launcher writes itself or keeps out, and what to do instead.
+
+vLLM takes any unambiguous beginning of a name for the name, so these are refused too.
+"""
+
+SHORT_ARGS = {
+    "tp": "tensor_parallel_size",
+    "pp": "pipeline_parallel_size",
+    "pcp": "prefill_context_parallel_size",
+}
+"""vLLM's one-dash names of such arguments; those of data parallelism all begin with ``dp``."""
+
+
+def _owned(name: str) -> str | None:
+    """Return the name in `LAUNCHER_OWNED_ARGS` that an argument means, however it is written."""
+    plain = re.split(r"[.=\s]", name.strip(" -").lower().replace("-", "_"), maxsplit=1)[0]
+    if plain.startswith(("data_parallel_", "dp")):
+        return "data_parallel_size"
+    plain = SHORT_ARGS.get(plain, plain)
+    return next((owned for owned in LAUNCHER_OWNED_ARGS if plain and owned.startswith(plain)), None)
+
+
+def engine_argument_problem(name: str) -> str:
+    """Return why a name cannot be that of an engine argument here; empty if it can."""
+    if owned := _owned(name):
+        return f"{name} cannot be set here: {LAUNCHER_OWNED_ARGS[owned]}"
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+        wanted = re.sub(r"[^a-z0-9]+", "_", name.lower().strip("-"))
+        return f"write {wanted}: names of engine arguments have underscores, no dashes"
+    return ""
+
+
+def _check_engine_arg_name(name: str) -> str:
+    if problem := engine_argument_problem(name):
+        raise ValueError(problem)
+    return name
+
+
+def _device(value: Any) -> Any:
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+EngineArgs = dict[Annotated[str, AfterValidator(_check_engine_arg_name)], JsonValue]
+Device = Annotated[str, BeforeValidator(_device), Field(pattern=r"^[A-Za-z0-9_./:-]+$")]
+Weight = Annotated[float, Field(gt=0, le=1000)]
+Labels = Annotated[
+    dict[
+        Annotated[str, Field(min_length=1, max_length=128)], Annotated[str, Field(max_length=256)]
+    ],
+    Field(max_length=64),
+]
+Environment = dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], str]
+
+
+class InstanceGroup(Section):
+    """All instances of one role.
+
+    Attributes:
+        count: How many; 0 is as if the role were not named.
+        tensor_parallel_size: Devices (on CPU: groups of cores) of each instance.
+        engine_args: vLLM arguments of this role, laid over the common ones.
+        env: Environment variables of this role.
+        cores: CPU cores of the whole group, divided among its instances; only where instances
+            are bound to cores. Left out, the launcher divides those that are allowed.
+        devices: Device indices or UUIDs of the whole group, ``tensor_parallel_size`` for each
+            instance in turn. Left out, the launcher gives every instance devices of its own; a
+            list may name a device that another group has too.
+        share: Percent of the compute of each of its devices that each instance may take, where
+            the platform has a service for that and it runs; left out, all take turns.
+        weight: How much each instance does of what one of weight 1 of its role does, because its
+            hardware is another: so much more of the load the router gives to it.
+        labels: What ``router.choice`` can tell them by, as ``llm-d.ai/encoder-type: vision``.
+    """
+
+    count: Annotated[int, Field(ge=0, le=1024)] = 1
+    tensor_parallel_size: Annotated[int, Field(ge=1, le=1024)] = 1
+    engine_args: EngineArgs = Field(default_factory=dict)
+    env: Environment = Field(default_factory=dict)
+    cores: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = None
+    devices: Annotated[list[Device], Field(min_length=1)] | None = None
+    share: Annotated[int, Field(ge=1, le=100)] | None = None
+    weight: Weight = 1.0
+    labels: Labels = Field(default_factory=dict)
+
+
+class EncodeGroup(InstanceGroup):
+    """All encode instances.
+
+    Attributes:
+        max_queued_items: Items that one instance has queued or in work; more are answered 429.
+            The default is what an encoder of ten items a second works off within
+            ``transfer.wait_timeout_s``: what waits longer is encoded elsewhere anyway.
+        max_queued_bytes: The same for the bytes of their requests. The default holds eight of the
+            largest bodies that the router passes on.
+        host_cache_bytes: Host memory of one instance for copies of encoder outputs: a picture that
+            has left the encoder cache and is asked for again is not encoded again. 0 for none.
+    """
+
+    max_queued_items: Annotated[int, Field(ge=1)] = EPD_MAX_QUEUED_ITEMS.default
+    max_queued_bytes: Annotated[Size, Field(ge=1024)] = EPD_MAX_QUEUED_BYTES.default
+    host_cache_bytes: Annotated[Size, Field(ge=0)] = 256 << 20
+
+
+class PrefillDecodeGroup(InstanceGroup):
+    """All prefill-decode instances.
+
+    Attributes:
+        encoder: Whether they hold the encoder, too, for items that nobody else encodes.
+    """
+
+    encoder: bool = True
+
+
+class PrefillGroup(InstanceGroup):
+    """All instances that only prefill: decode instances get the KV of prompts from them."""
+
+
+class DecodeGroup(InstanceGroup):
+    """All decode instances: they hold the whole model, and prefill where nobody else does."""
+
+
+class EncodePrefillGroup(InstanceGroup):
+    """All instances that encode the items of their requests themselves, and prefill."""
+
+
+class WholeGroup(InstanceGroup):
+    """All instances that do everything themselves: one-process replicas."""
+
+
+class Instances(Section):
+    """The instances of the topology, by role.
+
+    Without any it is one encode and one prefill-decode instance; with one of these two named the
+    other is one instance, unless a third role is named.
+
+    Attributes:
+        encode: They hold the encoder only; the items go to prefill and prefill-decode instances.
+        prefill: They hold the whole model, and compute prompts for decode instances.
+        decode: They get the KV of prompts, and answer.
+        encode_prefill: As prefill, and they encode the items by themselves.
+        prefill_decode: They get items, and answer.
+        encode_prefill_decode: They encode, prefill and answer by themselves.
+    """
+
+    encode: EncodeGroup = EncodeGroup()
+    prefill: PrefillGroup = PrefillGroup(count=0)
+    decode: DecodeGroup = DecodeGroup(count=0)
+    encode_prefill: EncodePrefillGroup = EncodePrefillGroup(count=0)
+    prefill_decode: PrefillDecodeGroup = PrefillDecodeGroup()
+    encode_prefill_decode: WholeGroup = WholeGroup(count=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _others_are_named(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.keys() & BEYOND_DEFAULT:
+            return {"encode": {"count": 0}, "prefill_decode": {"count": 0}, **data}
+        return data
+
+    @field_validator("encode")
+    @classmethod
+    def _encoders_are_not_split(cls, group: EncodeGroup) -> EncodeGroup:
+        if group.tensor_parallel_size > 1:
+            raise ValueError(
+                f"tensor_parallel_size of an encode instance must be 1, got "
+                f"{group.tensor_parallel_size}: raise its count instead"
+            )
+        return group
+
+    @model_validator(mode="after")
+    def _roles_go_together(self) -> Instances:
+        split = self.prefill.count + self.decode.count
+        others = split + self.encode_prefill.count + self.encode_prefill_decode.count
+        if not self.prefill_decode.encoder and (others or not self.encode.count):
+            raise ValueError(
+                "prefill_decode.encoder is false: that goes with encode and prefill_decode "
+                "instances alone, all others encode by themselves"
+            )
+        return self
+
+    def of(self, role: Role) -> InstanceGroup:
+        """Return the instances of a role."""
+        group: InstanceGroup = getattr(self, group_of(role))
+        return group
+
+    @property
+    def counts(self) -> dict[Role, int]:
+        """How many instances there are of each role."""
+        return {role: self.of(role).count for role in ROLES}
+
+
+BEYOND_DEFAULT = frozenset(map(group_of, ROLES)) - {"encode", "prefill_decode"}
+"""Groups that a topology has only if its file names one."""

@@ -1,0 +1,103 @@
+"""What an instance does of a request: six roles, the names that they may be written by."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Literal
+
+Role = Literal[
+    "encode",
+    "prefill",
+    "decode",
+    "encode-prefill",
+    "prefill-decode",
+    "encode-prefill-decode",
+]
+"""The stages that an instance is there for, in llm-d's words for them."""
+
+ROLES: tuple[Role, ...] = typing.get_args(Role)
+
+SHORT_ROLES: Mapping[str, Role] = MappingProxyType(
+    {
+        "e": "encode",
+        "p": "prefill",
+        "d": "decode",
+        "ep": "encode-prefill",
+        "pd": "prefill-decode",
+        "epd": "encode-prefill-decode",
+        "both": "prefill-decode",
+        "all": "encode-prefill-decode",
+    }
+)
+"""Other names of roles."""
+
+Duty = Literal["encode", "prefill", "answer"]
+"""What the router asks of an instance: an item, the KV of a prompt, or the answer."""
+
+DUTIES: Mapping[Role, Duty] = MappingProxyType(
+    {
+        "encode": "encode",
+        "prefill": "prefill",
+        "decode": "answer",
+        "encode-prefill": "prefill",
+        "prefill-decode": "answer",
+        "encode-prefill-decode": "answer",
+    }
+)
+
+TAKES_ITEMS: frozenset[Role] = frozenset({"prefill", "prefill-decode"})
+"""Whoever gets items from encode instances."""
+
+SENDS_KV: frozenset[Role] = frozenset({"prefill", "encode-prefill"})
+TAKES_KV: frozenset[Role] = frozenset({"decode"})
+
+
+def role_named(name: str) -> Role | None:
+    """Return the role that a name means, hyphens or underscores; ``None`` for none."""
+    plain = name.replace("_", "-")
+    return next((role for role in ROLES if role == plain), SHORT_ROLES.get(plain))
+
+
+def group_of(role: Role) -> str:
+    """Return the key of a role in topology files."""
+    return role.replace("-", "_")
+
+
+def encode_problem(counts: Mapping[Role, int]) -> str:
+    """Return why encode instances are of no use; empty if they are, or if there are none.
+
+    Args:
+        counts: How many instances there are of each role.
+    """
+    if not counts["encode"] or any(counts[role] for role in TAKES_ITEMS):
+        return ""
+    nobody = "encode instances have nobody to encode for: name prefill or prefill_decode"
+    return f"{nobody}, leave encode out, or set router.join"
+
+
+def answer_problem(counts: Mapping[Role, int]) -> str:
+    """Return why nobody answers; empty if somebody does."""
+    if any(counts[role] for role in ROLES if DUTIES[role] == "answer"):
+        return ""
+    return (
+        "no instance answers requests: name decode, prefill_decode or encode_prefill_decode, "
+        "with a count of 1 or more"
+    )
+
+
+def split_problem(counts: Mapping[Role, int]) -> str:
+    """Return why prefill and decode instances do not go together; empty if they do."""
+    prefill = sum(counts[role] for role in SENDS_KV)
+    if prefill and not counts["decode"]:
+        return (
+            "prefill and encode_prefill instances compute for decode instances, and there are "
+            "none: name decode, or prefill_decode or encode_prefill_decode in their place"
+        )
+    if counts["decode"] and not prefill:
+        return (
+            "decode instances have nobody to prefill for them: name prefill or encode_prefill, "
+            "or prefill_decode in place of decode"
+        )
+    return ""

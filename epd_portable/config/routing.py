@@ -1,0 +1,299 @@
+"""The router's section of the topology file."""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import Annotated, Literal
+
+from pydantic import (
+    AfterValidator,
+    Field,
+    model_validator,
+)
+
+from epd_portable.config.choice import ChoiceSection
+from epd_portable.config.quantities import Port, RouterUrl, Seconds, Size, url_problem
+from epd_portable.config.section import Section
+from epd_portable.media.addresses import Domains
+from epd_portable.media.limits import MediaLimits
+
+_MEDIA_LIMITS = MediaLimits()
+
+
+def _check_network(network: str) -> str:
+    if network not in ("loopback", "private"):
+        try:
+            ipaddress.ip_network(network)
+        except ValueError as error:
+            raise ValueError(
+                f"{network!r} is no network ({error}); write for example 10.1.0.0/16, loopback or "
+                "private"
+            ) from None
+    return network
+
+
+def _check_plain_network(network: str) -> str:
+    if network in ("loopback", "private"):
+        raise ValueError(
+            f"{network!r} is many networks; write those that are meant, as 10.1.0.0/16"
+        )
+    return _check_network(network)
+
+
+def _check_domain(domain: str) -> str:
+    Domains([domain])
+    return domain
+
+
+def _check_url(url: str) -> str:
+    if problem := url_problem(url):
+        raise ValueError(problem)
+    return url
+
+
+Network = Annotated[str, AfterValidator(_check_network)]
+MAX_ENCODERS = 2
+"""Encoders tried for one item before the PD instance encodes it itself."""
+
+
+class MediaUrls(Section):
+    """Images, videos and audio clips that requests name by URL; the router fetches them.
+
+    Attributes:
+        allowed_domains: Hosts to fetch from, as ``media.example.com``, ``*.example.com`` for names
+            below it, ``*`` for any name, with another port than 80 and 443 after a colon; by
+            default none, and such URLs are refused with 400.
+        allowed_networks: Networks whose addresses may be connected to although they are not public,
+            as ``10.1.0.0/16``. Where clouds tell a machine's secrets no network of these opens.
+        max_bytes: Larger files are refused with 413.
+        timeout_s: Longest time of fetching one, redirects included, and longest wait for a turn.
+        max_redirects: That are followed, each to an allowed host again.
+        max_fetches: At a time.
+        max_fetches_per_host: The same, from one host.
+        cache_bytes: Of files that are kept, as base64; 0 keeps none.
+        cache_s: How long a file is kept; its server can ask for less.
+    """
+
+    allowed_domains: list[Annotated[str, AfterValidator(_check_domain)]] = Field(default=[])
+    allowed_networks: list[Annotated[str, AfterValidator(_check_plain_network)]] = Field(default=[])
+    max_bytes: Annotated[Size, Field(ge=1024)] = 32 << 20
+    timeout_s: Seconds = 10.0
+    max_redirects: Annotated[int, Field(ge=0, le=20)] = 3
+    max_fetches: Annotated[int, Field(ge=1)] = 64
+    max_fetches_per_host: Annotated[int, Field(ge=1)] = 8
+    cache_bytes: Annotated[Size, Field(ge=0)] = 256 << 20
+    cache_s: Annotated[float, Field(ge=0)] = 300.0
+
+
+class EncodeAdmission(Section):
+    """What may be in flight for each usable encode instance, by its weight.
+
+    Attributes:
+        max_items: Items that are not encoded yet.
+        max_pixels: Their pixels.
+    """
+
+    max_items: Annotated[int, Field(ge=1)] | None = None
+    max_pixels: Annotated[int, Field(ge=1)] | None = None
+
+
+class AnswerAdmission(Section):
+    """What may be in flight for each usable instance that answers, by its weight.
+
+    Attributes:
+        max_requests: Requests that are not answered yet.
+    """
+
+    max_requests: Annotated[int, Field(ge=1)] | None = None
+
+
+class AdmissionSection(Section):
+    """What the router lets in to the instances, and who waits; ``None`` limits nothing.
+
+    Attributes:
+        max_requests: Requests in flight.
+        max_items: Their images, videos and audio clips.
+        max_pixels: The pixels of these.
+        max_bytes: Their bodies, as far as ``router.max_bodies_bytes`` counts them.
+        encode: The same for each instance that encodes.
+        answer: The same for each instance that answers.
+        max_waiting: Requests that wait; beyond them 429.
+        max_wait_s: Longest wait of one, then 429.
+        heed_priority: Let who asks for it go before others, or behind them.
+    """
+
+    max_requests: Annotated[int, Field(ge=1)] | None = None
+    max_items: Annotated[int, Field(ge=1)] | None = None
+    max_pixels: Annotated[int, Field(ge=1)] | None = None
+    max_bytes: Annotated[Size, Field(ge=1024)] | None = None
+    encode: EncodeAdmission = EncodeAdmission()
+    answer: AnswerAdmission = AnswerAdmission()
+    max_waiting: Annotated[int, Field(ge=0)] = 1024
+    max_wait_s: Seconds = 60.0
+    heed_priority: bool = True
+
+    def fewest(self, workers: int) -> str:
+        """Return the key of a limit of which some of the workers would get nothing; or empty."""
+        limits = {name: getattr(self, name) for name in ("max_requests", "max_items", "max_pixels")}
+        return next((name for name, limit in limits.items() if limit and limit < workers), "")
+
+
+class TracingSection(Section):
+    """Spans of OpenTelemetry.
+
+    Attributes:
+        endpoint: Of a collector that takes OTLP by HTTP; without it there are no spans, unless
+            variables of OpenTelemetry name one.
+        engines: Let the engines that the launcher starts send theirs there, too.
+    """
+
+    endpoint: Annotated[str, AfterValidator(_check_url)] | None = None
+    engines: bool = True
+
+
+class RouterSection(Section):
+    """The public HTTP address and its limits.
+
+    Attributes:
+        host: Address to listen on.
+        port: Port to listen on.
+        join: Address of another host's router, which instances join; none is started here.
+        envoy: Start Envoy in front: it carries requests and answers, and is told where to.
+        admin_port: Port of the same host for ``/epd/``, ``/metrics``, ``/health`` and the status
+            page; by default they are on `port`.
+        workers: Processes that serve on `port`.
+        tls_cert_file: Certificate chain in PEM; with it the router speaks HTTPS.
+        tls_key_file: Its private key in PEM.
+        api_keys_file: File with one key of clients a line; asked for as bearer token. Read again
+            when it changes.
+        hop_keys_file: The same for hops in front that are trusted, such as another picker: who
+            shows one in ``x-epd-hop-key`` may say which instances get a request.
+        cors_origins: Origins of web pages that may ask; ``*`` is any.
+        unknown_fields: What becomes of fields of a request body that no version of vLLM knows:
+            ``pass`` them on, ``drop`` them, or ``refuse`` the request with the nearest known name.
+        item_outcomes: Tell clients where each item of theirs came from (``ec_transfer_params`` in
+            answers that are not streamed). Who sees it learns which pictures others have sent.
+        max_body_bytes: Larger request bodies are refused with 413.
+        max_bodies_bytes: Bytes of all request bodies that are held at a time; beyond them requests
+            are refused with 503.
+        body_timeout_s: Longest time in which a request's body must have come.
+        send_timeout_s: A client that takes nothing of its answer for this long is given up.
+        max_media_items: Requests with more images, videos and audio clips are refused with 400.
+        max_item_pixels: Larger images, and videos of larger frames, are refused with 413.
+        max_request_pixels: The same for all media of a request together: of an image its own
+            pixels, of a video those of the frames that are sampled.
+        max_video_frames: Videos with more frames in their file are refused with 413.
+        max_media_seconds: Videos and audio clips that play longer are refused with 413.
+        unknown_media: Whether files of which all that cannot be told are refused with 400.
+        media_urls: Media that come by URL.
+        encode_timeout_s: Longest time one encode job may take, before another encoder is tried; by
+            default what lets all tries end within ``transfer.wait_timeout_s``.
+        encode_order: When encoders get the items of one request: all at once (``concurrent``), one
+            after the other (``sequential``), or those for which another encoder must be asked one
+            after the other (``sequential_fallback``).
+        partial_results: Answer a chat request without items that no instance can encode, and say so
+            in their places and in the answer's headers, instead of refusing it with 503.
+        elastic_encode: Let a prefill-decode instance encode items of its requests itself when that
+            ends sooner than the encode instances would; not with ``transfer.media: metadata`` or
+            ``encoder: false``.
+        elastic_threshold: While such an instance computes for other requests, encode instances must
+            need so many times longer.
+        prefill_min_bytes: Prompts without media in bodies shorter than this are prefilled by the
+            decode instance that answers them, and not by a prefill instance.
+        choice: Filters, scorers and pickers that choose instances, as llm-d's
+            ``EndpointPickerConfig`` has them, or ``file``, which has them; left out, items go by
+            hash within a load bound, and requests to who has least to do.
+        access_log: Where each request that ended gets a line of JSON: ``stderr``, or a file.
+        metrics_names: ``llmd`` shows some metrics under the names of llm-d's proposal, too.
+        tracing: Spans of requests.
+        admission: What is let in to the instances at a time, and who waits.
+        idle_timeout_s: Longest silence of a prefill-decode instance before a request is given up.
+        drain_s: How long answers that have begun may go on when the router is stopped, and those
+            of an instance when it is updated.
+        forget_after_s: An instance that joined and is not healthy for this long is forgotten.
+        instance_networks: Networks in which instances may be that join, as ``10.0.0.0/8``; by
+            default this machine and private ones.
+    """
+
+    host: str = "127.0.0.1"
+    port: Port = 8000
+    join: RouterUrl | None = None
+    envoy: bool = False
+    admin_port: Port | None = None
+    workers: Annotated[int, Field(ge=1, le=64)] = 1
+    tls_cert_file: str | None = None
+    tls_key_file: str | None = None
+    api_keys_file: str | None = None
+    hop_keys_file: str | None = None
+    cors_origins: list[str] = Field(default=[])
+    unknown_fields: Literal["pass", "drop", "refuse"] = "pass"
+    item_outcomes: bool = False
+    max_body_bytes: Annotated[Size, Field(ge=1024)] = 64 << 20
+    max_bodies_bytes: Annotated[Size, Field(ge=1024)] = 1 << 30
+    body_timeout_s: Seconds = 60.0
+    send_timeout_s: Seconds = 60.0
+    max_media_items: Annotated[int, Field(ge=1)] = 64
+    max_item_pixels: Annotated[int, Field(ge=1)] = _MEDIA_LIMITS.max_item_pixels
+    max_request_pixels: Annotated[int, Field(ge=1)] = _MEDIA_LIMITS.max_request_pixels
+    max_video_frames: Annotated[int, Field(ge=1)] = _MEDIA_LIMITS.max_video_frames
+    max_media_seconds: Seconds = _MEDIA_LIMITS.max_media_seconds
+    unknown_media: Literal["refuse", "pass"] = _MEDIA_LIMITS.unknown_media
+    media_urls: MediaUrls = MediaUrls()
+    encode_timeout_s: Seconds | None = None
+    encode_order: Literal["concurrent", "sequential_fallback", "sequential"] = "concurrent"
+    partial_results: bool = False
+    elastic_encode: bool = True
+    elastic_threshold: Annotated[float, Field(ge=1)] = 4.0
+    prefill_min_bytes: Annotated[Size, Field(ge=0)] = 0
+    choice: ChoiceSection | None = None
+    access_log: Annotated[str, Field(min_length=1)] | None = None
+    metrics_names: Literal["epd", "llmd"] = "epd"
+    tracing: TracingSection = TracingSection()
+    admission: AdmissionSection = AdmissionSection()
+    idle_timeout_s: Seconds = 600.0
+    drain_s: Seconds = 30.0
+    forget_after_s: Seconds = 600.0
+    instance_networks: list[Network] = Field(default=["loopback", "private"])
+
+    @model_validator(mode="after")
+    def _files_and_sizes_fit(self) -> RouterSection:
+        if (self.tls_cert_file is None) != (self.tls_key_file is None):
+            raise ValueError("tls_cert_file and tls_key_file belong together: set both or neither")
+        if self.envoy and self.workers > 1:
+            raise ValueError(
+                f"workers is {self.workers}, and envoy true: with Envoy one process decides, and "
+                "Envoy has a thread for each core; leave one of the keys out"
+            )
+        if self.max_bodies_bytes < self.max_body_bytes:
+            raise ValueError(
+                f"max_bodies_bytes of {self.max_bodies_bytes} is less than max_body_bytes of "
+                f"{self.max_body_bytes}: one request must fit"
+            )
+        if key := self.admission.fewest(self.workers):
+            raise ValueError(
+                f"admission.{key} of {getattr(self.admission, key)} is less than workers of "
+                f"{self.workers}: each of them gets its part of it; raise it, or lower workers"
+            )
+        return self
+
+    def deadline_problem(self, wait_timeout_s: float) -> str:
+        """Return why the deadlines of an item do not fit into each other; empty if they do.
+
+        Args:
+            wait_timeout_s: How long a PD instance waits for an item.
+        """
+        encode_s = self.encode_timeout_s
+        if encode_s is not None and encode_s * MAX_ENCODERS > wait_timeout_s:
+            return (
+                f"router.encode_timeout_s of {encode_s:g} s leaves no time for another encoder: "
+                f"{MAX_ENCODERS} of them are tried within transfer.wait_timeout_s of "
+                f"{wait_timeout_s:g} s; set at most {wait_timeout_s / MAX_ENCODERS:g}, or leave "
+                "it out"
+            )
+        if wait_timeout_s >= self.idle_timeout_s:
+            return (
+                f"transfer.wait_timeout_s of {wait_timeout_s:g} s is not less than "
+                f"router.idle_timeout_s of {self.idle_timeout_s:g} s: requests would be given up "
+                "while their items are waited for; raise the latter"
+            )
+        return ""

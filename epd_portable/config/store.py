@@ -1,0 +1,111 @@
+"""Where encoder outputs are kept beyond the instances that made them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from epd_portable.config.quantities import Seconds, Size
+from epd_portable.envs import EPD_STORE_PASSWORD
+from epd_portable.errors import ConfigError
+
+SCHEMES = ("redis", "rediss")
+_MAX_PASSWORD_BYTES = 4096
+_OF_ONE_KIND = {"redis": ("url", "password_file", "tls_ca_file"), "file": ("path", "layout")}
+"""Keys that the other kind has no use for."""
+
+
+def _check_url(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme not in SCHEMES or not parts.hostname:
+        raise ValueError(f"expected {' or '.join(f'{each}://host:port' for each in SCHEMES)}")
+    if parts.password is not None:
+        # It would be in plans, on command lines and in logs. Nor is it repeated here.
+        raise ValueError(
+            "a password does not belong into a URL, which others can read: write it into a file "
+            "for store.password_file, or set EPD_STORE_PASSWORD"
+        )
+    if parts.query or parts.fragment:
+        raise ValueError("options of clients are not read: leave out what follows the ? or #")
+    return url
+
+
+class StoreSection(BaseModel):
+    """A store of encoder outputs that all instances and the router reach.
+
+    Attributes:
+        kind: ``redis`` for a Redis or Valkey server, ``file`` for a folder that all share.
+        url: Of the server; ``rediss`` is with TLS.
+        password_file: File with the password of the server; `EPD_STORE_PASSWORD` goes before it.
+        tls_ca_file: Certificates in PEM that sign the server's; by default the system's.
+        path: The folder.
+        layout: ``vllm``: each entry can be read by vLLM's ``ECExampleConnector`` as well, and what
+            that wrote there is taken, though nobody vouches for it.
+        max_bytes: Of all entries; those that were not used for the longest time go first.
+        ttl_s: An entry that was not used for this long goes.
+        timeout_ms: Longest time of one question or load; then the store is left alone for a while.
+        queue_bytes: Outputs that an encode instance holds until they are written; more are dropped.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, hide_input_in_errors=True)
+
+    kind: Literal["redis", "file"]
+    url: Annotated[str, AfterValidator(_check_url)] | None = None
+    password_file: Annotated[str, Field(min_length=1)] | None = None
+    tls_ca_file: Annotated[str, Field(min_length=1)] | None = None
+    path: Annotated[str, Field(min_length=1)] | None = None
+    layout: Literal["epd", "vllm"] = "epd"
+    max_bytes: Annotated[Size, Field(ge=1 << 20)] = 8 << 30
+    ttl_s: Seconds = 86400.0
+    timeout_ms: Annotated[float, Field(ge=1, le=60_000)] = 500.0
+    queue_bytes: Annotated[Size, Field(ge=1 << 20)] = 256 << 20
+
+    @model_validator(mode="after")
+    def _keys_fit_the_kind(self) -> StoreSection:
+        needed = _OF_ONE_KIND[self.kind][0]
+        if getattr(self, needed) is None:
+            raise ValueError(f"kind is {self.kind}, and {needed} is missing")
+        for kind, keys in _OF_ONE_KIND.items():
+            vain = [key for key in keys if key in self.model_fields_set and kind != self.kind]
+            if vain and any(getattr(self, key) is not None for key in vain if key != "layout"):
+                raise ValueError(f"kind is {self.kind}, and {', '.join(vain)} belongs to {kind}")
+        if self.kind == "redis" and self.layout == "vllm":
+            raise ValueError("layout vllm is of kind file: vLLM's example knows folders only")
+        return self
+
+    @property
+    def timeout_s(self) -> float:
+        """`timeout_ms` in seconds."""
+        return self.timeout_ms / 1000
+
+    @property
+    def where(self) -> str:
+        """The store in a few words, without anything secret."""
+        return f"redis at {self.url}" if self.kind == "redis" else f"files in {self.path}"
+
+    def password(self) -> str | None:
+        """Return the password of the server; ``None`` for none.
+
+        Raises:
+            ConfigError: The file cannot be used, or others may read it.
+        """
+        if given := EPD_STORE_PASSWORD.get():
+            return given
+        if self.password_file is None:
+            return None
+        try:
+            with Path(self.password_file).expanduser().open("rb") as opened:
+                if (mode := os.fstat(opened.fileno()).st_mode & 0o777) & 0o077:
+                    raise ConfigError(
+                        f"store.password_file {self.password_file} has mode {mode:04o}: others can "
+                        f"read it; chmod 600 {self.password_file}"
+                    )
+                return opened.read(_MAX_PASSWORD_BYTES).decode("utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"store.password_file {self.password_file} cannot be read: {error}"
+            ) from error

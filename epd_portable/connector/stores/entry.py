@@ -1,0 +1,192 @@
+"""What an entry of a store is, under which key it lies, and how it is told from a forged one.
+
+An entry is a *head*, which says what it is and seals the bytes, and a *payload*, the contiguous
+encoder output. Both are plain data; nothing here executes what it reads. The router reads heads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from epd_portable.config.secret import Secret
+from epd_portable.errors import ConfigError, CorruptEntryError
+from epd_portable.wire.descriptors import Name, TensorSpec, Word
+
+if TYPE_CHECKING:
+    from epd_portable.config.instance import InstanceConfig
+
+FORMAT = 1
+MAX_HEAD_BYTES = 1 << 16
+MAX_PAYLOAD_BYTES = (1 << 31) - 1
+_MAC_CHARACTERS = 32
+_NONCE_BYTES = 16
+_KEY_BYTES = 16
+
+
+class Head(msgspec.Struct, frozen=True, kw_only=True):
+    """What an entry is.
+
+    Attributes:
+        format: Of the entry.
+        key: Under which it was written; copied elsewhere it is another's.
+        mm_hash: The engine's identifier of the item.
+        modality: As in `epd_portable.wire.params.EncodedItem`.
+        metadata: As there.
+        tensor: What the payload is.
+        nonce: Makes the key of this entry's `tag`, in hexadecimal digits.
+        tag: Of the payload, in hexadecimal digits.
+    """
+
+    format: int = FORMAT
+    key: Name
+    mm_hash: Name
+    modality: Word
+    metadata: dict[Word, list[Any]] | None
+    tensor: TensorSpec
+    nonce: Word
+    tag: Word
+
+
+_heads = msgspec.json.Decoder(Head)
+
+
+def namespace_of(config: InstanceConfig, stored_as: Callable[[], str]) -> str:
+    """Return the namespace of an engine's entries; empty where it has no store.
+
+    Args:
+        config: Of the instance.
+        stored_as: Returns a digest of everything that its entries depend on.
+
+    Raises:
+        ConfigError: Of `Seal`, or the secret cannot be read.
+    """
+    if config.store is None:
+        return ""
+    return Seal(Secret.read(config.secret_file)).namespace(stored_as())
+
+
+class Seal:
+    """Makes keys and heads, and knows its own again.
+
+    Keys differ by deployment and by what its engines serve, so that entries of others are not even
+    seen; heads and payloads carry authentication codes that only holders of the secret can make.
+
+    Args:
+        secret: Of the deployment.
+
+    Raises:
+        ConfigError: The library that seals is not installed.
+    """
+
+    def __init__(self, secret: Secret) -> None:
+        try:
+            from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+        except ImportError as error:
+            raise ConfigError(
+                "store: the package cryptography is not installed, which seals entries: "
+                "pip install 'epd-portable[store]'"
+            ) from error
+        self._cipher = AESGCM
+        self._key = secret.derive("store")
+
+    def namespace(self, fingerprint: str) -> str:
+        """Return what begins the keys of all engines with one fingerprint, 16 digits."""
+        return hashlib.blake2b(
+            b"namespace" + fingerprint.encode(), key=self._key, digest_size=8
+        ).hexdigest()
+
+    def key(self, namespace: str, item: str, modality: str) -> str:
+        """Return the key of an item: of letters, digits and one dash.
+
+        Args:
+            namespace: Of the engines.
+            item: The router's name: a digest of content, processor settings and salt.
+            modality: What the router takes it for.
+        """
+        digest = hashlib.blake2b(key=self._key, digest_size=_KEY_BYTES)
+        for field in (namespace, modality, item):
+            data = field.encode("utf-8", "surrogatepass")
+            digest.update(len(data).to_bytes(8, "big") + data)
+        return f"{namespace}-{digest.hexdigest()}"
+
+    def head(
+        self,
+        payload: memoryview,
+        *,
+        key: str,
+        mm_hash: str,
+        modality: str,
+        metadata: dict[str, list[Any]] | None,
+        tensor: TensorSpec,
+    ) -> bytes:
+        """Return the sealed head of an entry; the arguments are those of `Head`.
+
+        Raises:
+            ValueError: The payload is not ``tensor``, or larger than `MAX_PAYLOAD_BYTES`.
+        """
+        if payload.nbytes != tensor.nbytes or payload.nbytes > MAX_PAYLOAD_BYTES:
+            raise ValueError(
+                f"a payload of {payload.nbytes} bytes for {tensor} of {tensor.nbytes}: they must "
+                f"be equal, and at most {MAX_PAYLOAD_BYTES}"
+            )
+        nonce = secrets.token_hex(_NONCE_BYTES)
+        head = Head(
+            key=key,
+            mm_hash=mm_hash,
+            modality=modality,
+            metadata=metadata,
+            tensor=tensor,
+            nonce=nonce,
+            tag=self._tag(nonce, payload),
+        )
+        text = msgspec.json.encode(head)
+        return self._mac(text).encode() + text
+
+    def open(self, raw: bytes, key: str) -> Head:
+        """Return a head that lay under a key.
+
+        Raises:
+            CorruptEntryError: It is not one that this deployment made for this key.
+        """
+        mac, text = raw[:_MAC_CHARACTERS], raw[_MAC_CHARACTERS:]
+        if not hmac.compare_digest(mac, self._mac(text).encode()):
+            raise CorruptEntryError(f"entry {key}: its head is not sealed by this deployment")
+        try:
+            head = _heads.decode(text)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise CorruptEntryError(f"entry {key}: its head cannot be read: {error}") from error
+        if head.format != FORMAT or head.key != key:
+            raise CorruptEntryError(
+                f"entry {key}: its head is that of {head.key} in format {head.format}"
+            )
+        return head
+
+    def check(self, head: Head, payload: memoryview) -> None:
+        """Return if a payload is the one that a head was made for.
+
+        Raises:
+            CorruptEntryError: It is not.
+        """
+        if payload.nbytes != head.tensor.nbytes:
+            raise CorruptEntryError(
+                f"entry {head.key}: {payload.nbytes} bytes, its head says {head.tensor.nbytes}"
+            )
+        if not hmac.compare_digest(self._tag(head.nonce, payload), head.tag):
+            raise CorruptEntryError(f"entry {head.key}: its bytes are not those that were written")
+
+    def _mac(self, text: bytes) -> str:
+        # The length is that of the field at the front, so no other text has these bytes.
+        return hashlib.blake2b(
+            b"head" + text, key=self._key, digest_size=_MAC_CHARACTERS // 2
+        ).hexdigest()
+
+    def _tag(self, nonce: str, payload: memoryview) -> str:
+        """Return an authentication code of bytes: GMAC, several GB/s, with a key of its own."""
+        once = hashlib.blake2b(b"tag" + nonce.encode(), key=self._key, digest_size=32).digest()
+        return self._cipher(once).encrypt(bytes(12), b"", payload).hex()

@@ -1,0 +1,395 @@
+"""A store in a folder that all hosts share: a safetensors file for each entry.
+
+Files appear whole, by rename, and are used by whoever finds them; the seal in each says whether it
+is what it should be. What all writers share is one small file, locked while they count bytes and
+remove what was not used for the longest time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import re
+import secrets
+import stat
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from epd_portable.config.store import StoreSection
+from epd_portable.connector.stores.base import Entry, Store
+from epd_portable.connector.stores.entry import MAX_HEAD_BYTES
+from epd_portable.errors import CorruptEntryError, StoreError, StoreFullError
+from epd_portable.wire.descriptors import TensorSpec
+
+FOLDER = "epd-store-1"
+TENSOR = "ec_cache"
+"""As vLLM's ``ECExampleConnector`` names it."""
+EXAMPLE_FILE = "encoder_cache.safetensors"
+_HEAD = "epd_head"
+_DTYPES = {
+    "float64": "F64",
+    "float32": "F32",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+}
+_NAMES = {name: dtype for dtype, name in _DTYPES.items()}
+_KEY = re.compile(r"[0-9a-f]{16}-[0-9a-f]{32}", re.ASCII)
+_ALIAS = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:@-]{0,199}", re.ASCII)
+_MAX_HEADER_BYTES = 2 * MAX_HEAD_BYTES
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_LEFT_AFTER_S = 600.0
+"""Unfinished files of writers that have died are removed when they are this old."""
+_SPARE = 0.05
+"""Part of the capacity that is made free at once, so that not every write looks at every file."""
+_LOOK_EVERY_S = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    used_s: float
+    nbytes: int
+    path: Path
+
+
+class FileStore(Store):
+    """See `Store`.
+
+    Args:
+        section: Of the configuration.
+
+    Attributes:
+        takes_examples: What vLLM's ``ECExampleConnector`` wrote is to be taken, see `example`.
+    """
+
+    def __init__(self, section: StoreSection) -> None:
+        assert section.path is not None
+        self._root = Path(section.path).expanduser()
+        self._folder = self._root / FOLDER
+        self._max_bytes = section.max_bytes
+        self._ttl_s = section.ttl_s
+        self._timeout_s = section.timeout_s
+        self._aliases = self.takes_examples = section.layout == "vllm"
+
+    def has_caches(self, keys: Sequence[str]) -> list[bytes | None]:
+        """See `Store`."""
+        return [self._head(key) for key in keys]
+
+    def save_caches(self, entries: Sequence[Entry]) -> int:
+        """See `Store`."""
+        return sum(map(self._save, entries))
+
+    def load_cache(self, key: str, into: memoryview) -> bytes | None:
+        """See `Store`."""
+        with _translated(f"entry {key} cannot be read"), self._opened(key) as file:
+            if file is None:
+                return None
+            begin, header = _read_header(file, key)
+            nbytes = os.fstat(file).st_size - begin
+            if nbytes != into.nbytes:
+                raise CorruptEntryError(f"entry {key}: {nbytes} bytes, expected {into.nbytes}")
+            done = 0
+            while done < into.nbytes:
+                count = os.preadv(file, [into[done:]], begin + done)
+                if not count:
+                    raise CorruptEntryError(f"entry {key} ends after {done} bytes")
+                done += count
+            return _head_in(header)
+
+    def discard(self, key: str) -> None:
+        """See `Store`."""
+        with _translated(f"entry {key} cannot be removed"):
+            self._remove(self._path(key))
+
+    def check(self) -> str:
+        """See `Store`."""
+        with _translated(f"store.path {self._root} cannot be used"):
+            with self._counting() as usage:
+                total = usage.read()
+            return f"{total >> 20} MiB of at most {self._max_bytes >> 20} MiB are used"
+
+    def close(self) -> None:
+        """See `Store`; nothing is open between calls."""
+
+    def example(self, name: str) -> tuple[TensorSpec, bytes] | None:
+        """Return what vLLM's ``ECExampleConnector`` has written of an item; ``None`` for nothing.
+
+        Raises:
+            StoreError: There is something that cannot be read.
+        """
+        if not self._aliases or not _ALIAS.fullmatch(name):
+            return None
+        path = self._root / name / EXAMPLE_FILE
+        with _translated(f"{path} cannot be read"), _regular(path) as file:
+            if file is None:
+                return None
+            begin, header = _read_header(file, name)
+            if _head_in(header):
+                return None  # Ours, by its other name.
+            try:
+                found = header[TENSOR]
+                spec = TensorSpec(
+                    shape=tuple(int(size) for size in found["shape"]), dtype=_NAMES[found["dtype"]]
+                )
+                first, end = found["data_offsets"]
+            except (KeyError, TypeError, ValueError) as error:
+                raise CorruptEntryError(f"{path} holds no {TENSOR} as vLLM writes it") from error
+            data = os.pread(file, spec.nbytes, begin + int(first))
+            if end - first != spec.nbytes or len(data) != spec.nbytes:
+                raise CorruptEntryError(f"{path} holds {len(data)} bytes of {spec}")
+            return spec, data
+
+    # --------------------------------------------------------------------------------------------
+
+    def _path(self, key: str) -> Path:
+        if not _KEY.fullmatch(key):
+            raise StoreError(f"{key!r} is no key of an entry")
+        return self._folder / key[:16] / key[17:19] / f"{key}.safetensors"
+
+    @contextlib.contextmanager
+    def _opened(self, key: str) -> Iterator[int | None]:
+        path = self._path(key)
+        with _regular(path) as file:
+            if file is not None:
+                if time.time() - os.fstat(file).st_mtime > self._ttl_s:
+                    yield None
+                    return
+                with contextlib.suppress(PermissionError):
+                    os.utime(file)
+            yield file
+
+    def _head(self, key: str) -> bytes | None:
+        with _translated(f"entry {key} cannot be read"), self._opened(key) as file:
+            if file is None:
+                return None
+            try:
+                return _head_in(_read_header(file, key)[1])
+            except CorruptEntryError:
+                return b""  # No seal fits it, and whoever asked has it removed.
+
+    def _save(self, entry: Entry) -> int:
+        path = self._path(entry.key)
+        with _translated(f"entry {entry.key} cannot be written"):
+            header = _header(entry)
+            nbytes = len(header) + entry.payload.nbytes
+            if nbytes > self._max_bytes:
+                raise StoreFullError(
+                    f"an entry of {nbytes} bytes: store.max_bytes is {self._max_bytes}"
+                )
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                nbytes -= path.stat().st_size  # It takes this one's place.
+            gone = self._make_room(nbytes)
+            try:
+                self._write(path, header, entry)
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
+                # The disk is smaller than store.max_bytes, or others use it, too.
+                gone += self._make_room(nbytes, free_bytes=2 * (len(header) + entry.payload.nbytes))
+                self._write(path, header, entry)
+            return gone
+
+    def _write(self, path: Path, header: bytes, entry: Entry) -> None:
+        draft = self._folder / "drafts" / f"{secrets.token_hex(12)}"
+        draft.parent.mkdir(exist_ok=True)
+        file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            try:
+                _write_all(file, memoryview(header))
+                _write_all(file, entry.payload)
+            finally:
+                os.close(file)
+            if self._aliases and _ALIAS.fullmatch(entry.mm_hash):
+                self._make_alias(draft, entry.mm_hash)
+            draft.replace(path)
+        except BaseException:
+            draft.unlink(missing_ok=True)
+            raise
+
+    def _make_alias(self, draft: Path, name: str) -> None:
+        alias = self._root / name / EXAMPLE_FILE
+        alias.parent.mkdir(exist_ok=True)
+        link = draft.with_suffix(".link")
+        os.link(draft, link)
+        link.replace(alias)
+
+    def _make_room(self, nbytes: int, *, free_bytes: int = 0) -> int:
+        """Count bytes that will be written; remove entries until they fit, and return how many.
+
+        Args:
+            nbytes: To be written.
+            free_bytes: The disk is full, although the count is not: remove so many.
+        """
+        with self._counting() as usage:
+            total = usage.read()
+            if not free_bytes and total + nbytes <= self._max_bytes:
+                usage.write(total + nbytes)
+                return 0
+            entries = sorted(self._scan(), key=lambda each: each.used_s)
+            total = sum(each.nbytes for each in entries)
+            limit = min(self._max_bytes * (1 - _SPARE), total - free_bytes + nbytes)
+            now, gone = time.time(), 0
+            for each in entries:
+                if total + nbytes <= limit and now - each.used_s <= self._ttl_s:
+                    break
+                self._remove(each.path)
+                total -= each.nbytes
+                gone += 1
+            usage.write(total + nbytes)
+            return gone
+
+    def _scan(self) -> Iterator[_Found]:
+        """Return all entries; remove what writers have left unfinished."""
+        for folder, _, names in os.walk(self._folder):
+            for name in names:
+                path = Path(folder, name)
+                try:
+                    found = path.stat()
+                except FileNotFoundError:
+                    continue
+                if path.parent.name == "drafts":
+                    if time.time() - found.st_mtime > _LEFT_AFTER_S:
+                        path.unlink(missing_ok=True)
+                elif name.endswith(".safetensors"):
+                    yield _Found(found.st_mtime, found.st_size, path)
+
+    def _remove(self, path: Path) -> None:
+        if self._aliases:
+            self._remove_alias(path)
+        path.unlink(missing_ok=True)
+
+    def _remove_alias(self, path: Path) -> None:
+        """Remove an entry's other name, if that is still its own."""
+        with contextlib.suppress(OSError, CorruptEntryError, ValueError), _regular(path) as file:
+            if file is None:
+                return
+            head = _head_in(_read_header(file, path.name)[1])
+            name = json.loads(head[head.index(b"{") :])["mm_hash"]
+            alias = self._root / name / EXAMPLE_FILE
+            if _ALIAS.fullmatch(name) and alias.samefile(path):
+                alias.unlink()
+                alias.parent.rmdir()
+
+    @contextlib.contextmanager
+    def _counting(self) -> Iterator[_Usage]:
+        """Keep other writers from counting.
+
+        Raises:
+            StoreError: One of them has not ended within the time limit.
+        """
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = self._folder / "usage"
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            end_s = time.monotonic() + self._timeout_s
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > end_s:
+                        raise StoreError(
+                            f"{path} is locked by another process for more than "
+                            f"{self._timeout_s:g} s (store.timeout_ms)"
+                        ) from None
+                    time.sleep(_LOOK_EVERY_S)
+            yield _Usage(file)
+        finally:
+            os.close(file)
+
+
+@dataclass(frozen=True, slots=True)
+class _Usage:
+    """The bytes of all entries, as far as they have been counted."""
+
+    file: int
+
+    def read(self) -> int:
+        text = os.pread(self.file, 32, 0)
+        return int(text) if text.strip().isdigit() else 0
+
+    def write(self, total: int) -> None:
+        os.pwrite(self.file, f"{max(0, total):<32d}".encode(), 0)
+
+
+def _header(entry: Entry) -> bytes:
+    """Return what stands before the payload in a safetensors file."""
+    text = json.dumps(
+        {
+            "__metadata__": {_HEAD: entry.head.decode()},
+            TENSOR: {
+                "dtype": _DTYPES[entry.dtype],
+                "shape": list(entry.shape),
+                "data_offsets": [0, entry.payload.nbytes],
+            },
+        }
+    ).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _read_header(file: int, name: str) -> tuple[int, dict[str, Any]]:
+    """Return where the payload begins, and the header.
+
+    Raises:
+        CorruptEntryError: It is no safetensors file, or its header is too long.
+    """
+    size = int.from_bytes(os.pread(file, 8, 0), "little")
+    if not 2 <= size <= _MAX_HEADER_BYTES:
+        raise CorruptEntryError(f"entry {name}: its header has {size} bytes")
+    text = os.pread(file, size, 8)
+    try:
+        header = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CorruptEntryError(f"entry {name}: its header cannot be read") from error
+    if len(text) != size or not isinstance(header, dict):
+        raise CorruptEntryError(f"entry {name}: its header is incomplete")
+    return 8 + size, header
+
+
+def _head_in(header: dict[str, Any]) -> bytes:
+    metadata = header.get("__metadata__")
+    head = metadata.get(_HEAD, "") if isinstance(metadata, dict) else ""
+    return head.encode("utf-8", "replace") if isinstance(head, str) else b""
+
+
+def _write_all(file: int, data: memoryview) -> None:
+    done = 0
+    while done < data.nbytes:
+        done += os.write(file, data[done:])
+
+
+@contextlib.contextmanager
+def _regular(path: Path) -> Iterator[int | None]:
+    """Open a file to read; ``None`` if there is none. Links and devices are no entries."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        yield None
+        return
+    try:
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            raise CorruptEntryError(f"{path} is no regular file")
+        yield file
+    finally:
+        os.close(file)
+
+
+@contextlib.contextmanager
+def _translated(what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL:
+            raise StoreFullError(
+                f"{what}: {error.strerror}; enlarge the disk, or lower store.max_bytes"
+            ) from error
+        raise StoreError(f"{what}: {error}") from error

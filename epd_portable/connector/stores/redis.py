@@ -1,0 +1,250 @@
+"""A store in a Redis or Valkey server: a hash for each entry, its head and parts, which expires.
+
+A sorted set of all entries by the time at which they expire, and a hash of their sizes, let writers
+keep the sum below ``store.max_bytes`` whatever else the server holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ssl
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from epd_portable.config.store import StoreSection
+from epd_portable.connector.stores.base import Entry, Store
+from epd_portable.connector.stores.entry import MAX_HEAD_BYTES
+from epd_portable.connector.stores.resp import RawReply, ReplyError
+from epd_portable.errors import ConfigError, CorruptEntryError, StoreError, StoreFullError
+
+PREFIX = "epd:1:"
+_ENTRY = PREFIX + "entry:"
+_INDEX, _SIZES, _BYTES = (PREFIX + name for name in ("index", "sizes", "bytes"))
+_HEAD, _PART = "h", "d"
+PART_BYTES = 4 << 20
+"""A payload lies in parts of this size: a server makes a reply in memory of its own."""
+_READ_BYTES = 1 << 20
+"""Asked of a socket at once."""
+_MAX_CONNECTIONS = 8
+_CUTOFF_BYTES = 6000
+"""Longer arguments are sent as they are, not copied together."""
+
+_RESERVE = """
+local index, sizes, bytes = KEYS[1], KEYS[2], KEYS[3]
+local entry, now, expires = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
+local need, most = tonumber(ARGV[4]), tonumber(ARGV[5])
+local gone = 0
+local function forget(name)
+  local size = tonumber(redis.call('HGET', sizes, name) or '0')
+  redis.call('ZREM', index, name)
+  redis.call('HDEL', sizes, name)
+  redis.call('DECRBY', bytes, size)
+end
+for _, name in ipairs(redis.call('ZRANGEBYSCORE', index, '-inf', now, 'LIMIT', 0, 1000)) do
+  forget(name)
+end
+forget(entry)
+while tonumber(redis.call('GET', bytes) or '0') + need > most do
+  local oldest = redis.call('ZRANGE', index, 0, 0)[1]
+  if not oldest then
+    redis.call('SET', bytes, 0)
+    break
+  end
+  redis.call('UNLINK', oldest)
+  forget(oldest)
+  gone = gone + 1
+end
+redis.call('ZADD', index, expires, entry)
+redis.call('HSET', sizes, entry, need)
+redis.call('INCRBY', bytes, need)
+return gone
+"""
+"""Counts an entry that is about to be written, and removes as many others as that needs."""
+
+
+class RedisStore(Store):
+    """See `Store`.
+
+    Args:
+        section: Of the configuration.
+
+    Raises:
+        ConfigError: The library is not installed, or a file that is named cannot be read.
+    """
+
+    def __init__(self, section: StoreSection) -> None:
+        try:
+            import redis
+            from redis.backoff import NoBackoff
+            from redis.connection import PythonRespSerializer
+            from redis.retry import Retry
+        except ImportError as error:
+            raise ConfigError(
+                "store.kind is redis, and the package redis is not installed: "
+                "pip install 'epd-portable[store]'"
+            ) from error
+        assert section.url is not None
+        options: dict[str, Any] = {}
+        if section.url.startswith("rediss:") and section.tls_ca_file:
+            options["ssl_ca_certs"] = section.tls_ca_file
+        if section.url.startswith("rediss:"):
+            options["ssl_cert_reqs"] = ssl.CERT_REQUIRED
+            options["ssl_check_hostname"] = True
+        if password := section.password():
+            options["password"] = password
+        self._errors = redis.exceptions
+        self._where = section.where
+        self._max_bytes = section.max_bytes
+        self._ttl_ms = int(section.ttl_s * 1000)
+        pool = redis.BlockingConnectionPool.from_url(
+            section.url,
+            max_connections=_MAX_CONNECTIONS,
+            timeout=section.timeout_s,
+            socket_timeout=section.timeout_s,
+            socket_connect_timeout=section.timeout_s,
+            socket_read_size=_READ_BYTES,
+            retry=Retry(NoBackoff(), 0),
+            # That of hiredis copies what is sent.
+            command_packer=PythonRespSerializer(_CUTOFF_BYTES, _encoded),
+            **options,
+        )
+        self._client: Any = redis.Redis(connection_pool=pool)
+        self._reserve = self._client.register_script(_RESERVE)
+
+    def has_caches(self, keys: Sequence[str]) -> list[bytes | None]:
+        """See `Store`."""
+        if not keys:
+            return []
+        expires = _now_ms() + self._ttl_ms
+        with self._translated("asking"), self._client.pipeline(transaction=False) as pipe:
+            for key in keys:
+                pipe.hget(_ENTRY + key, _HEAD)
+                pipe.pexpire(_ENTRY + key, self._ttl_ms)
+                pipe.zadd(_INDEX, {_ENTRY + key: expires}, xx=True)
+            # A server without memory tells what it has, and takes no note that it was used.
+            heads: list[bytes | None] = pipe.execute(raise_on_error=False)[::3]
+            for head in heads:
+                if isinstance(head, Exception):
+                    raise head
+            return heads
+
+    def save_caches(self, entries: Sequence[Entry]) -> int:
+        """See `Store`."""
+        now = _now_ms()
+        largest = max((each.payload.nbytes for each in entries), default=0)
+        if largest > self._max_bytes:
+            raise StoreFullError(
+                f"an entry of {largest} bytes: store.max_bytes is {self._max_bytes}"
+            )
+        with self._translated("writing"), self._client.pipeline(transaction=False) as pipe:
+            for entry in entries:
+                name = _ENTRY + entry.key
+                size = len(entry.head) + entry.payload.nbytes
+                self._reserve(
+                    [_INDEX, _SIZES, _BYTES],
+                    [name, now, now + self._ttl_ms, size, self._max_bytes],
+                    client=pipe,
+                )
+                fields: dict[str, bytes | memoryview] = {_HEAD: entry.head}
+                fields |= {
+                    f"{_PART}{number}": part for number, part in enumerate(_parts(entry.payload))
+                }
+                pipe.hset(name, mapping=fields)
+                pipe.pexpire(name, self._ttl_ms)
+            return sum(pipe.execute()[::3])
+
+    def load_cache(self, key: str, into: memoryview) -> bytes | None:
+        """See `Store`."""
+        head: bytes | None = None
+        with self._translated("loading"), self._connection() as connection:
+            for number, part in enumerate(_parts(into)):
+                wanted = [f"{_PART}{number}"] if number else [_HEAD, f"{_PART}0"]
+                connection.send_command("HMGET", _ENTRY + key, *wanted)
+                reply = RawReply(connection._sock.recv_into)
+                reply.begin(len(wanted))
+                if not number:
+                    head = _small_value(reply)
+                found = reply.length()
+                if head is None and found is None:
+                    return None
+                if head is None or found != part.nbytes:
+                    raise CorruptEntryError(
+                        f"entry {key}: {found or 0} bytes in part {number}, expected {part.nbytes}"
+                    )
+                reply.value(part)
+        return head
+
+    def discard(self, key: str) -> None:
+        """See `Store`."""
+        with self._translated("removing"):
+            self._client.unlink(_ENTRY + key)
+
+    def check(self) -> str:
+        """See `Store`."""
+        with self._translated("looking"):
+            info = self._client.info("server")
+            used = int(self._client.get(_BYTES) or 0)
+        version = info.get("valkey_version") or info.get("redis_version")
+        return f"version {version}; {used >> 20} MiB of at most {self._max_bytes >> 20} MiB used"
+
+    def close(self) -> None:
+        """See `Store`."""
+        self._client.close()
+        self._client.connection_pool.disconnect()
+
+    @contextlib.contextmanager
+    def _connection(self) -> Iterator[Any]:
+        """Lend a connection; one whose reply was not read to its end is closed."""
+        pool = self._client.connection_pool
+        connection = pool.get_connection()
+        try:
+            yield connection
+        except BaseException:
+            connection.disconnect()
+            raise
+        finally:
+            pool.release(connection)
+
+    @contextlib.contextmanager
+    def _translated(self, doing: str) -> Iterator[None]:
+        errors = self._errors
+        try:
+            yield
+        except errors.OutOfMemoryError as error:
+            raise StoreFullError(
+                f"{doing}, {self._where}: {error}; lower store.max_bytes below its maxmemory"
+            ) from error
+        except (errors.RedisError, ReplyError) as error:
+            if "OOM" in str(error):
+                raise StoreFullError(
+                    f"{doing}, {self._where}: {error}; lower store.max_bytes below its maxmemory"
+                ) from error
+            raise StoreError(f"{doing}, {self._where}: {error}") from error
+        except OSError as error:
+            raise StoreError(f"{doing}, {self._where}: {error}") from error
+
+
+def _encoded(value: bytes | memoryview | str | float) -> bytes | memoryview:
+    """Return an argument of a command as it is sent."""
+    return value if isinstance(value, bytes | memoryview) else str(value).encode()
+
+
+def _small_value(reply: RawReply) -> bytes | None:
+    length = reply.length()
+    if length is None:
+        return None
+    value = bytearray(min(length, MAX_HEAD_BYTES))
+    if length > MAX_HEAD_BYTES:
+        raise CorruptEntryError(f"a head of {length} bytes, at most {MAX_HEAD_BYTES} are read")
+    reply.value(memoryview(value))
+    return bytes(value)
+
+
+def _parts(payload: memoryview) -> Iterator[memoryview]:
+    for begin in range(0, payload.nbytes, PART_BYTES):
+        yield payload[begin : begin + PART_BYTES]
+
+
+def _now_ms() -> int:
+    return int(time.time() * 1000)

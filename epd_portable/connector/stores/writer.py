@@ -1,0 +1,231 @@
+"""An encode instance's side of a store: writes outputs behind everything else."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from epd_portable.config.secret import Secret
+from epd_portable.connector.stores.base import Entry, Store, make_store
+from epd_portable.connector.stores.breaker import Breaker
+from epd_portable.connector.stores.entry import MAX_PAYLOAD_BYTES, Seal
+from epd_portable.connector.stores.metrics import StoreMetrics
+from epd_portable.errors import CorruptEntryError, EPDError, StoreError, StoreFullError
+from epd_portable.log import trace
+from epd_portable.wire.descriptors import TensorSpec
+
+if TYPE_CHECKING:
+    import torch
+
+    from epd_portable.config.instance import InstanceConfig
+
+logger = logging.getLogger(__name__)
+
+_BATCH_BYTES = 8 << 20
+"""Entries are written together up to this size."""
+_NICENESS = 10
+"""The thread gives way to whatever else computes on its cores."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Output:
+    """An encoder output that is to be kept.
+
+    Attributes:
+        item: The router's name of the item.
+        kind: What the router takes the item for; with `item` it makes the key.
+        mm_hash: The engine's identifier.
+        modality: As the engine calls it.
+        metadata: As in `epd_portable.wire.params.EncodedItem`.
+        tensor: What it is.
+        nbytes: That it holds until it is written.
+        to_host: Returns its bytes, ``(nbytes,)`` uint8 on CPU; blocks, and may raise an `EPDError`.
+    """
+
+    item: str
+    kind: str
+    mm_hash: str
+    modality: str
+    metadata: dict[str, list[Any]] | None
+    tensor: TensorSpec
+    nbytes: int
+    to_host: Callable[[], torch.Tensor]
+
+
+def open_writer(config: InstanceConfig, namespace: str) -> StoreWriter | None:
+    """Return what writes an encode instance's outputs; ``None`` where it has no store.
+
+    Raises:
+        ConfigError: A library is not installed, or a secret cannot be read.
+    """
+    if config.store is None:
+        return None
+    return StoreWriter(
+        make_store(config.store),
+        Seal(Secret.read(config.secret_file)),
+        namespace,
+        queue_bytes=config.store.queue_bytes,
+    )
+
+
+class StoreWriter:
+    """Writes outputs by a thread of its own; never blocks who hands them over.
+
+    Args:
+        store: Where to.
+        seal: Of the deployment.
+        namespace: Of the engine, see `Seal.namespace`.
+        queue_bytes: That wait at most; what would be more is dropped.
+        breaker: Opens when the store does not take anything.
+        metrics: Counts what happens; ``None`` counts where nobody looks.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        seal: Seal,
+        namespace: str,
+        *,
+        queue_bytes: int,
+        breaker: Breaker | None = None,
+        metrics: StoreMetrics | None = None,
+    ) -> None:
+        self._store = store
+        self._seal = seal
+        self._namespace = namespace
+        self._queue_bytes = queue_bytes
+        self._breaker = breaker or Breaker()
+        self._metrics = metrics or StoreMetrics("encode", asks=False, writes=True)
+        self._queue: deque[Output] = deque()
+        self._waiting_bytes = 0
+        self._news = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="epd-store-writer", daemon=True)
+        self._thread.start()
+
+    def save_caches(self, output: Output) -> None:
+        """Have an output written some time, unless too many wait or the store is left alone."""
+        if self._breaker.state == "open":
+            self._metrics.dropped("skipped")
+            return
+        with self._news:
+            if self._waiting_bytes + output.nbytes > self._queue_bytes:
+                self._metrics.dropped("queue_full")
+                return
+            self._queue.append(output)
+            self._count(output.nbytes)
+            self._news.notify()
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Stop; what waits is written within ``linger_s``, or never."""
+        with self._news:
+            self._closing = True
+            self._news.notify()
+        self._thread.join(linger_s)
+        self._store.close()
+
+    # -- the thread ------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        while batch := self._next():
+            try:
+                if self._breaker.allows():
+                    self._write(batch)
+                else:
+                    self._metrics.dropped("skipped", len(batch))
+            except StoreError as error:
+                full = isinstance(error, StoreFullError)
+                self._metrics.dropped("store_full" if full else "failed", len(batch))
+                if self._breaker.failed():
+                    logger.warning("outputs are not stored for a while: %s", error)
+            except Exception:
+                self._metrics.dropped("failed", len(batch))
+                self._breaker.failed()
+                logger.exception("an output could not be stored; report it with this trace")
+            finally:
+                self._metrics.breaker(self._breaker)
+                with self._news:
+                    self._count(-sum(each.nbytes for each in batch))
+
+    def _next(self) -> list[Output]:
+        """Wait for outputs; return some of the oldest, none at the end."""
+        with self._news:
+            self._news.wait_for(lambda: self._queue or self._closing)
+            batch: list[Output] = []
+            size = 0
+            while self._queue and (not batch or size + self._queue[0].nbytes <= _BATCH_BYTES):
+                batch.append(self._queue.popleft())
+                size += batch[-1].nbytes
+            return batch
+
+    def _count(self, nbytes: int) -> None:
+        self._waiting_bytes += nbytes
+        self._metrics.queued(self._waiting_bytes)
+
+    def _write(self, batch: list[Output]) -> None:
+        """Write what is not there.
+
+        Raises:
+            StoreError: The store does not take it.
+        """
+        wanted = {self._seal.key(self._namespace, each.item, each.kind): each for each in batch}
+        found = self._store.has_caches(list(wanted))
+        entries = []
+        for (key, output), head in zip(wanted.items(), found, strict=True):
+            if head is not None and self._is_of(output, key, head):
+                self._metrics.known()
+            elif (entry := self._entry(key, output)) is not None:
+                entries.append(entry)
+        evicted = self._store.save_caches(entries) if entries else 0
+        if self._breaker.succeeded():
+            logger.info("outputs are stored again")
+        nbytes = sum(each.payload.nbytes for each in entries)
+        self._metrics.wrote(len(entries), nbytes, evicted)
+        for entry in entries:
+            trace("store.written", mm_hash=entry.mm_hash, nbytes=entry.payload.nbytes)
+
+    def _is_of(self, output: Output, key: str, raw: bytes) -> bool:
+        """Tell whether an entry that is there says of an item what would be written."""
+        try:
+            head = self._seal.open(raw, key)
+        except CorruptEntryError:
+            return False
+        known = output.metadata is None or head.metadata == output.metadata
+        return known and (head.mm_hash, head.tensor) == (output.mm_hash, output.tensor)
+
+    def _entry(self, key: str, output: Output) -> Entry | None:
+        tensor = output.tensor
+        if tensor.nbytes > MAX_PAYLOAD_BYTES:
+            self._metrics.dropped("failed")
+            return None
+        try:
+            host = output.to_host()
+        except EPDError as error:
+            logger.warning("item %s is not stored: %s", output.mm_hash, error)
+            self._metrics.dropped("failed")
+            return None
+        payload = host.numpy().data
+        head = self._seal.head(
+            payload,
+            key=key,
+            mm_hash=output.mm_hash,
+            modality=output.modality,
+            metadata=output.metadata,
+            tensor=tensor,
+        )
+        return Entry(
+            key=key,
+            head=head,
+            payload=payload,
+            mm_hash=output.mm_hash,
+            dtype=tensor.dtype,
+            shape=tensor.shape,
+        )

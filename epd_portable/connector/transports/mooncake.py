@@ -1,0 +1,458 @@
+"""``mooncake``: Mooncake's transfer engine writes into the consumer's registered memory.
+
+The engine takes RDMA where the machine has a network card for it, else TCP. Ends find each other
+without a metadata server: a producer asks the consumer's engine itself. Slots are in the consumer's
+pool in host memory, outputs pass through a registered buffer of the producer. Nothing is encrypted,
+and nobody is asked who they are: the path is for a trusted network, or for within a host.
+
+A transfer cannot be called back, but an engine can be dropped with all that it sends. So a producer
+has an engine for each consumer, and what is late or has failed takes that one engine with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from epd_portable.connector.connections import Connections
+from epd_portable.connector.copies import DeviceCopies
+from epd_portable.connector.curve import is_off_host
+from epd_portable.connector.sockets import (
+    has_hung_up,
+    hasten_accepts,
+    keep_on_host,
+    local_host_towards,
+    open_ports,
+    reset_on_close,
+)
+from epd_portable.connector.transport import (
+    PathReceiver,
+    ReceiveMemory,
+    ReceivingEnd,
+    Transport,
+    check_source,
+)
+from epd_portable.errors import (
+    ConfigError,
+    LeaseExpiredError,
+    PeerLostError,
+    TransportError,
+    TransportTimeoutError,
+    UnsupportedError,
+)
+from epd_portable.log import trace
+from epd_portable.platforms.traits import TRAITS
+from epd_portable.wire.codec import address_reader, as_address
+from epd_portable.wire.descriptors import SlotDescriptor
+
+if TYPE_CHECKING:
+    import torch
+    from typing_extensions import Self
+
+    from epd_portable.connector.curve import CurveKeys
+    from epd_portable.platforms.base import DeviceEvent
+
+logger = logging.getLogger(__name__)
+
+BUFFERS = 2
+"""Registered buffers that are kept for each consumer; writes beyond have one for once."""
+SMALLEST_BUFFER = 1 << 20
+_POLL_S = 0.0002
+_LOOK_S = 0.01
+_DROP_S = 4.0
+"""A write that failed waits so long for the engine to be gone; others leave it within a poll."""
+_METADATA = "P2PHANDSHAKE"
+_ANYWHERE = "*"
+_RDMA, _TCP = "rdma", "tcp"
+_RDMA_DEVICES = Path("/sys/class/infiniband")
+_DONE, _UNDER_WAY = 1, 0
+_SETTINGS = {
+    # It tells every transfer otherwise.
+    "MC_LOG_LEVEL": "ERROR",
+    # The lease says when a write is late, and then no byte of it is sent any more.
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": "86400",
+}
+
+
+_Port = Annotated[int, Meta(ge=1, le=65535)]
+
+
+class _Address(msgspec.Struct, frozen=True, array_like=True):
+    protocol: str
+    host: Annotated[str, Meta(pattern=r"^\d{1,3}(\.\d{1,3}){3}$")]
+    port: _Port
+    data_ports: tuple[_Port, ...]
+    base: Annotated[int, Meta(ge=0, le=1 << 56)]
+    nbytes: Annotated[int, Meta(ge=0, le=1 << 56)]
+
+    @property
+    def name(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+_parse: Callable[[str], _Address] = address_reader(_Address, "mooncake")
+
+
+def protocol_of(platform: str) -> str:
+    """Return Mooncake's word for how an instance of a platform moves bytes on this machine."""
+    wanted = TRAITS[platform].mooncake_protocol
+    if wanted != _RDMA:
+        return wanted
+    found = _RDMA_DEVICES.is_dir() and any(_RDMA_DEVICES.iterdir())
+    return _RDMA if found and "MC_FORCE_TCP" not in os.environ else _TCP
+
+
+class _Engine:
+    """A transfer engine of Mooncake.
+
+    It listens on all interfaces, whatever it is told, and whoever connects may read and write what
+    is registered.
+
+    Args:
+        host: Address at which the other end reaches this one.
+        protocol: See `protocol_of`.
+        reached: Other hosts connect to it; otherwise they cannot.
+
+    Raises:
+        ConfigError: Mooncake is not installed, or a library of the system that it needs is not.
+        TransportError: It does not start.
+    """
+
+    def __init__(self, host: str, protocol: str, *, reached: bool) -> None:
+        # It reads them when it is loaded.
+        for name, value in _SETTINGS.items():
+            os.environ.setdefault(name, value)
+        try:
+            from mooncake.engine import TransferEngine
+        except ImportError as error:
+            raise ConfigError(
+                f"transfer.path mooncake: {error}; install epd-portable[mooncake] and libibverbs1, "
+                "or write auto"
+            ) from error
+        before = open_ports()
+        self._engine: Any = TransferEngine()
+        if self._engine.initialize(host, _METADATA, protocol, "") != 0:
+            raise TransportError(
+                f"mooncake does not start on {host} with protocol {protocol}: look for its reason "
+                "in the log of this instance"
+            )
+        self.port = int(self._engine.get_rpc_port())
+        opened = open_ports() - before
+        self.data_ports = tuple(sorted(opened - {self.port}))
+        if not reached:
+            try:
+                keep_on_host(opened)
+            except OSError as error:
+                self.drop()
+                raise TransportError(
+                    f"mooncake would listen to other hosts: {error}; write another transfer.path"
+                ) from error
+
+    def register(self, memory: torch.Tensor) -> None:
+        """Let transfers use a piece of memory.
+
+        Raises:
+            TransportError: The engine refuses it.
+        """
+        address, nbytes = memory.data_ptr(), memory.numel()
+        if self._engine.batch_register_memory([address], [nbytes], _ANYWHERE) != 0:
+            raise TransportError(
+                f"mooncake cannot register {nbytes} bytes of memory: raise `ulimit -l`"
+            )
+
+    def deregister(self, memory: torch.Tensor) -> None:
+        self._engine.batch_unregister_memory([memory.data_ptr()])
+
+    def open(self, consumer: str) -> bool:
+        """Ask a consumer's engine what must be known of it; blocks for as long as that takes."""
+        # A batch of nothing: the one call that asks, and leaves other threads alone meanwhile.
+        engine = self._engine  # Which may be dropped meanwhile, and ends with this call then.
+        batch = engine.batch_transfer_async_write(consumer, [], [], [])
+        return _is_batch(batch) and engine.get_batch_transfer_status([batch]) == 0
+
+    def begin(self, consumer: str, source: int, target: int, nbytes: int) -> int | None:
+        """Begin a write, and return what to ask for its end by; ``None`` if it was refused."""
+        batch = self._engine.transfer_submit_write(consumer, source, target, nbytes)
+        return int(batch) if _is_batch(batch) else None
+
+    def status(self, batch: int) -> int:
+        """Return `_DONE` or another number at the end of a write, `_UNDER_WAY` before."""
+        return int(self._engine.transfer_check_status(batch))
+
+    def drop(self) -> None:
+        """Stop; nothing is sent or received any more."""
+        # Its end waits, with Python's lock, for its thread that accepts connections.
+        hasten_accepts(self.port)
+        self._engine = None
+
+
+def _is_batch(number: int) -> bool:
+    return 0 < number < (1 << 64) - 1
+
+
+class _Line:
+    """What a producer has opened to one consumer."""
+
+    def __init__(self, address: str, peer: _Address) -> None:
+        self.address = address
+        self.peer = peer
+        self.users = 0
+        self.over = False
+        self.broken = False
+        self.free: list[torch.Tensor] = []
+        self.dropped = threading.Event()
+        # By TCP nobody asks this end for anything.
+        reached = peer.protocol != _TCP
+        self.engine = _Engine(local_host_towards(peer.host), peer.protocol, reached=reached)
+        self._asked = threading.Event()
+        self._answered = False
+        threading.Thread(
+            target=self._open, args=(self.engine,), name="epd-mooncake-open", daemon=True
+        ).start()
+
+    def _open(self, engine: _Engine) -> None:
+        try:
+            self._answered = engine.open(self.peer.name)
+        finally:
+            self._asked.set()
+
+    def wait_open(self, timeout_s: float) -> bool:
+        """Return whether the consumer has answered; wait for that, but no longer.
+
+        Raises:
+            PeerLostError: It cannot be reached.
+        """
+        if not self._asked.wait(timeout_s):
+            return False
+        if not self._answered:
+            raise PeerLostError(f"mooncake cannot reach the consumer at {self.peer.name}")
+        return True
+
+    def take_buffer(self, nbytes: int) -> torch.Tensor | None:
+        """Return a free buffer of so many bytes at least; the caller has the transport's lock."""
+        fitting = [each for each in self.free if each.numel() >= nbytes]
+        smallest = min(fitting, key=lambda each: each.numel(), default=None)
+        # By identity: tensors compare their elements.
+        self.free = [each for each in self.free if each is not smallest]
+        return smallest
+
+    def has_ended(self) -> bool:
+        """Tell whether the consumer has certainly ended; by RDMA nobody hears of that."""
+        return not self.users and has_hung_up(self.peer.host, self.peer.data_ports)
+
+    def drop(self) -> None:
+        """Let go of the engine, with what it sends; nobody uses it."""
+        # What is in the kernel's buffers would still arrive.
+        reset_on_close(self.peer.host, self.peer.data_ports)
+        self.engine.drop()
+        self.free.clear()
+        self.dropped.set()
+
+
+class MooncakeTransport(Transport):
+    """Writes encoder outputs into pools of consumers, by an engine for each."""
+
+    def __init__(self, copies: DeviceCopies, keys: CurveKeys) -> None:
+        super().__init__(copies, keys)
+        self._protocol = protocol_of(copies.platform.name)
+        self._lock = threading.Lock()
+        self._lines = Connections(self._make_line, self._retire)
+
+    def write(
+        self,
+        src: torch.Tensor,
+        slot: SlotDescriptor,
+        *,
+        computed: DeviceEvent,
+        address: str,
+        deadline_s: float,
+    ) -> None:
+        """See `Transport.write`; the address says where the consumer's engine and memory are."""
+        import torch
+
+        check_source(src, slot, self._copies.device)
+        self._check_lease(slot, deadline_s)
+        peer = _parse(address)
+        if peer.protocol != self._protocol:
+            raise UnsupportedError(
+                f"mooncake moves bytes by {self._protocol} here and by {peer.protocol} at the "
+                "consumer: another path is taken"
+            )
+        if slot.offset < 0 or slot.offset + slot.nbytes > peer.nbytes:
+            raise TransportError(
+                f"slot of {slot.nbytes} bytes at {slot.offset} is outside the consumer's memory "
+                f"of {peer.nbytes} bytes"
+            )
+        host = self._copies.to_host(src, after=computed, deadline_s=deadline_s)
+        line = self._enter(address)
+        try:
+            self._open(line, slot, deadline_s)
+            buffer = self._take_buffer(line, slot.nbytes)
+            buffer[: slot.nbytes].copy_(host.reshape(-1).view(torch.uint8))
+            self._check_lease(slot, deadline_s)
+            self._send(line, buffer, slot, deadline_s)
+            self._give_back(line, buffer)
+        except BaseException:
+            # The engine may still read the buffer, or write where it was told.
+            self._leave(line, sound=False)
+            raise
+        self._leave(line, sound=True)
+
+    def close(self) -> None:
+        """Let go of all engines."""
+        with self._lock:
+            self._lines.close()
+
+    def _check_lease(self, slot: SlotDescriptor, deadline_s: float) -> None:
+        if self._copies.clock() >= deadline_s:
+            raise LeaseExpiredError(f"lease of slot {slot.generation} ended before the write")
+
+    # -- lines -----------------------------------------------------------------------------------
+
+    def _make_line(self, address: str) -> _Line:
+        peer = _parse(address)
+        try:
+            line = _Line(address, peer)
+        except OSError as error:
+            raise PeerLostError(f"no way leads to the consumer at {peer.name}: {error}") from error
+        trace("path.opened", path="mooncake", address=line.peer.name)
+        return line
+
+    def _enter(self, address: str) -> _Line:
+        with self._lock:
+            if self._lines.get(address) is None:
+                # Who was restarted has another address, and would not be written to again.
+                self._lines.close_where(_Line.has_ended)
+            line = self._lines.use(address)
+            line.users += 1
+            return line
+
+    def _leave(self, line: _Line, *, sound: bool) -> None:
+        """End a write by a line, and wait for the line's end where the write did not end well."""
+        with self._lock:
+            line.users -= 1
+            if not sound:
+                line.over = line.broken = True
+                if self._lines.get(line.address) is line:
+                    self._lines.drop(line.address)
+            last = line.over and not line.users
+        if last:
+            line.drop()
+        elif not sound and not line.dropped.wait(_DROP_S):
+            logger.error("mooncake's engine for %s does not end", line.peer.name)
+
+    def _retire(self, line: _Line) -> None:
+        """Let a line end with its last write; the caller has the lock."""
+        line.over = True
+        if not line.users:
+            line.drop()
+
+    # -- a write ---------------------------------------------------------------------------------
+
+    def _open(self, line: _Line, slot: SlotDescriptor, deadline_s: float) -> None:
+        while not line.wait_open(_LOOK_S):
+            if self._copies.clock() >= deadline_s:
+                raise TransportTimeoutError(
+                    f"slot {slot.generation}: the consumer's engine at {line.peer.name} did not "
+                    "answer before the lease ended; the instance is gone or overloaded"
+                )
+            self._check_whole(line)
+
+    def _check_whole(self, line: _Line) -> None:
+        if line.broken:
+            raise PeerLostError(
+                f"another write to the consumer at {line.peer.name} failed meanwhile"
+            )
+
+    def _take_buffer(self, line: _Line, nbytes: int) -> torch.Tensor:
+        import torch
+
+        with self._lock:
+            buffer = line.take_buffer(nbytes)
+        if buffer is None:
+            rounded = max(SMALLEST_BUFFER, 1 << (nbytes - 1).bit_length())
+            buffer = torch.empty(rounded, dtype=torch.uint8)
+            line.engine.register(buffer)
+        return buffer
+
+    def _give_back(self, line: _Line, buffer: torch.Tensor) -> None:
+        with self._lock:
+            line.free.append(buffer)
+            line.free.sort(key=lambda each: each.numel())
+            too_many = line.free.pop(0) if len(line.free) > BUFFERS else None
+        if too_many is not None:
+            line.engine.deregister(too_many)
+
+    def _send(
+        self, line: _Line, buffer: torch.Tensor, slot: SlotDescriptor, deadline_s: float
+    ) -> None:
+        target = line.peer.base + slot.offset
+        batch = line.engine.begin(line.peer.name, buffer.data_ptr(), target, slot.nbytes)
+        if batch is None:
+            raise PeerLostError(f"mooncake cannot write to the consumer at {line.peer.name}")
+        while (status := line.engine.status(batch)) == _UNDER_WAY:
+            if self._copies.clock() >= deadline_s:
+                raise TransportTimeoutError(
+                    f"slot {slot.generation} was not written by mooncake before its lease ended; "
+                    "the instance is gone or overloaded, or transfer.lease_s is too short"
+                )
+            self._check_whole(line)
+            time.sleep(_POLL_S)
+        if status != _DONE:
+            raise PeerLostError(f"mooncake's transfer failed: {line.peer.name} is gone")
+
+
+class MooncakeReceiver(PathReceiver):
+    """Registers the pool for producers; the engine's own threads do the rest.
+
+    Args:
+        memory: The pool's memory.
+        host: Address that producers reach this machine at.
+        platform: Of the instance.
+
+    Raises:
+        ConfigError: Mooncake is not installed.
+        TransportError: The engine does not start, or refuses the pool.
+    """
+
+    def __init__(self, memory: ReceiveMemory, host: str, platform: str) -> None:
+        protocol = protocol_of(platform)
+        self._engine = _Engine(host, protocol, reached=is_off_host(host))
+        self._memory = memory.tensor(0, memory.nbytes)
+        try:
+            self._engine.register(self._memory)
+        except BaseException:
+            self._engine.drop()
+            raise
+        self._address = as_address(
+            _Address(
+                protocol,
+                host,
+                self._engine.port,
+                self._engine.data_ports,
+                self._memory.data_ptr(),
+                memory.nbytes,
+            )
+        )
+
+    @classmethod
+    def open(cls, end: ReceivingEnd) -> Self:
+        """See `PathReceiver.open`; the engine writes by itself, and asks neither fence nor keys."""
+        return cls(end.memory(), end.host, end.platform)
+
+    @property
+    def address(self) -> str:
+        """See `PathReceiver.address`."""
+        return self._address
+
+    def close(self) -> None:
+        """See `PathReceiver.close`."""
+        self._engine.drop()

@@ -1,0 +1,298 @@
+"""``nixl``: the producer writes into the consumer's registered memory, by RDMA where there is any.
+
+NIXL moves the bytes by UCX, which takes the fastest way that both ends have: InfiniBand or RoCE,
+else TCP. Slots are in the consumer's pool in host memory, outputs pass through a registered buffer
+of the producer. Nothing is encrypted: the path is offered within a host or in a trusted network.
+
+NIXL's own progress thread takes a sixth of a core from an instance that waits. So there is none:
+a producer makes progress while it writes, a consumer while any slot is leased.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from epd_portable.connector.connections import Connections
+from epd_portable.connector.copies import DeviceCopies
+from epd_portable.connector.transport import (
+    LeaseFence,
+    PathReceiver,
+    ReceiveMemory,
+    ReceivingEnd,
+    Transport,
+    check_source,
+)
+from epd_portable.errors import (
+    ConfigError,
+    LeaseExpiredError,
+    PeerLostError,
+    TransportError,
+    TransportTimeoutError,
+)
+from epd_portable.log import trace
+from epd_portable.wire.codec import address_reader, as_address
+from epd_portable.wire.descriptors import MAX_ADDRESS, SlotDescriptor
+
+if TYPE_CHECKING:
+    import torch
+    from typing_extensions import Self
+
+    from epd_portable.connector.curve import CurveKeys
+    from epd_portable.platforms.base import DeviceEvent
+
+BUFFERS = 4
+"""Registered buffers that are kept, as many as an encode worker has writers."""
+SMALLEST_BUFFER = 1 << 20
+_PROGRESS_S = 0.0002
+_LOOK_S = 0.1
+_HOST_MEMORY = "DRAM"
+
+
+class _Address(msgspec.Struct, frozen=True, array_like=True):
+    metadata: bytes
+    base: int
+    nbytes: int
+
+
+_parse: Callable[[str], _Address] = address_reader(_Address, "nixl")
+
+
+class _Agent:
+    """A NIXL agent with UCX, one call at a time: without its own threads it wants that."""
+
+    def __init__(self, purpose: str) -> None:
+        try:
+            from nixl._api import nixl_agent, nixl_agent_config
+        except ImportError as error:
+            raise ConfigError(
+                f"transfer.path nixl: {error}; install epd-portable[kv], or write auto"
+            ) from error
+        logging.getLogger("nixl").setLevel(logging.WARNING)
+        settings = nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
+        try:
+            self.nixl: Any = nixl_agent(f"epd-{purpose}-{uuid.uuid4().hex}", settings)
+        except Exception as error:  # Its errors have no common base.
+            raise TransportError(f"nixl cannot use UCX on this machine: {error!r}") from error
+        self.lock = threading.Lock()
+
+    def register(self, memory: torch.Tensor) -> Any:
+        """Let transfers use a piece of memory."""
+        with self.lock:
+            return self.nixl.register_memory(memory)
+
+    def deregister(self, registered: Any) -> None:
+        with self.lock:
+            self.nixl.deregister_memory(registered)
+
+
+class _Buffer:
+    """Registered host memory of a producer."""
+
+    def __init__(self, agent: _Agent, nbytes: int) -> None:
+        import torch
+
+        self.memory = torch.empty(nbytes, dtype=torch.uint8)
+        self.registered = agent.register(self.memory)
+
+
+class NixlTransport(Transport):
+    """Writes encoder outputs into pools of consumers; each write has a buffer of its own."""
+
+    def __init__(self, copies: DeviceCopies, keys: CurveKeys) -> None:
+        super().__init__(copies, keys)
+        self._agent = _Agent("encode")
+        self._lock = threading.Lock()
+        self._peers = Connections(self._connect, self._disconnect)
+        self._free: list[_Buffer] = []
+
+    def write(
+        self,
+        src: torch.Tensor,
+        slot: SlotDescriptor,
+        *,
+        computed: DeviceEvent,
+        address: str,
+        deadline_s: float,
+    ) -> None:
+        """See `Transport.write`; the address holds what NIXL must know of the consumer."""
+        import torch
+
+        check_source(src, slot, self._copies.device)
+        self._check_lease(slot, deadline_s)
+        peer = _parse(address)
+        if slot.offset < 0 or slot.offset + slot.nbytes > peer.nbytes:
+            raise TransportError(
+                f"slot of {slot.nbytes} bytes at {slot.offset} is outside the consumer's memory "
+                f"of {peer.nbytes} bytes"
+            )
+        host = self._copies.to_host(src, after=computed, deadline_s=deadline_s)
+        buffer = self._take_buffer(slot.nbytes)
+        buffer.memory[: slot.nbytes].copy_(host.reshape(-1).view(torch.uint8))
+        try:
+            self._check_lease(slot, deadline_s)
+            self._send(buffer, peer, slot, address, deadline_s)
+        except BaseException:
+            # The card may still read it, or write to where it was told.
+            self._forget(address)
+            self._agent.deregister(buffer.registered)
+            raise
+        with self._lock:
+            if len(self._free) < BUFFERS:
+                self._free.append(buffer)
+                return
+        self._agent.deregister(buffer.registered)
+
+    def close(self) -> None:
+        """Disconnect from all consumers, and let go of the buffers."""
+        with self._lock:
+            self._peers.close()
+            for buffer in self._free:
+                self._agent.deregister(buffer.registered)
+            self._free.clear()
+
+    def _check_lease(self, slot: SlotDescriptor, deadline_s: float) -> None:
+        if self._copies.clock() >= deadline_s:
+            raise LeaseExpiredError(f"lease of slot {slot.generation} ended before the write")
+
+    def _take_buffer(self, nbytes: int) -> _Buffer:
+        with self._lock:
+            fitting = [each for each in self._free if each.memory.numel() >= nbytes]
+            if fitting:
+                smallest = min(fitting, key=lambda each: each.memory.numel())
+                self._free.remove(smallest)
+                return smallest
+            too_small = self._free.pop() if len(self._free) == BUFFERS else None
+        if too_small is not None:
+            self._agent.deregister(too_small.registered)
+        return _Buffer(self._agent, max(SMALLEST_BUFFER, 1 << (nbytes - 1).bit_length()))
+
+    def _send(
+        self,
+        buffer: _Buffer,
+        peer: _Address,
+        slot: SlotDescriptor,
+        address: str,
+        deadline_s: float,
+    ) -> None:
+        try:
+            with self._lock:
+                name = self._peers.use(address)
+            handle = self._begin(buffer, peer, slot, name)
+            try:
+                done = False
+                while not done:
+                    done = self._is_done(handle)
+                    if self._copies.clock() >= deadline_s:
+                        raise TransportTimeoutError(
+                            f"slot {slot.generation} was not written by nixl before its lease "
+                            "ended; the instance is gone or overloaded, or transfer.lease_s is "
+                            "too short"
+                        )
+                    if not done:
+                        time.sleep(_PROGRESS_S)
+            finally:
+                with self._agent.lock:
+                    self._agent.nixl.release_xfer_handle(handle)
+        except TransportError:
+            raise
+        except Exception as error:  # NIXL's have no common base.
+            raise PeerLostError(f"nixl cannot reach the consumer: {error!r}") from error
+
+    def _begin(self, buffer: _Buffer, peer: _Address, slot: SlotDescriptor, name: str) -> Any:
+        nixl = self._agent.nixl
+        here = [(buffer.memory.data_ptr(), slot.nbytes, 0)]
+        there = [(peer.base + slot.offset, slot.nbytes, 0)]
+        with self._agent.lock:
+            handle = nixl.initialize_xfer(
+                "WRITE",
+                nixl.get_xfer_descs(here, _HOST_MEMORY),
+                nixl.get_xfer_descs(there, _HOST_MEMORY),
+                name,
+            )
+            nixl.transfer(handle)
+        return handle
+
+    def _is_done(self, handle: Any) -> bool:
+        with self._agent.lock:
+            state = self._agent.nixl.check_xfer_state(handle)
+        if state == "ERR":
+            raise PeerLostError("nixl's transfer failed: the consumer is gone")
+        return bool(state == "DONE")
+
+    def _connect(self, address: str) -> str:
+        with self._agent.lock:
+            name = self._agent.nixl.add_remote_agent(_parse(address).metadata)
+        trace("path.opened", path="nixl", address=address[:64])
+        return name.decode() if isinstance(name, bytes) else str(name)
+
+    def _disconnect(self, name: str) -> None:
+        with self._agent.lock:
+            self._agent.nixl.remove_remote_agent(name)
+
+    def _forget(self, address: str) -> None:
+        with self._lock:
+            name = self._peers.drop(address)
+        if name is not None:
+            self._disconnect(name)
+
+
+class NixlReceiver(PathReceiver):
+    """Registers the pool for producers, and makes progress while any slot is leased.
+
+    Args:
+        memory: The pool's memory.
+        fence: Tells whether any slot is leased.
+
+    Raises:
+        ConfigError: NIXL is not installed.
+        TransportError: UCX cannot be used here, or has more interfaces than an address can tell.
+    """
+
+    def __init__(self, memory: ReceiveMemory, fence: LeaseFence) -> None:
+        self._fence = fence
+        self._agent = _Agent("consumer")
+        self._memory = memory.tensor(0, memory.nbytes)
+        self._registered = self._agent.register(self._memory)
+        self._address = as_address(
+            _Address(self._agent.nixl.get_agent_metadata(), self._memory.data_ptr(), memory.nbytes)
+        )
+        if len(self._address) > MAX_ADDRESS:
+            self._agent.deregister(self._registered)
+            raise TransportError(
+                f"nixl's address has {len(self._address)} bytes, at most {MAX_ADDRESS}: name the "
+                "network cards to use in UCX_NET_DEVICES"
+            )
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="epd-nixl-receiver", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def open(cls, end: ReceivingEnd) -> Self:
+        """See `PathReceiver.open`; UCX listens where ``UCX_NET_DEVICES`` says, and asks no keys."""
+        assert isinstance(end.fence, LeaseFence), "not in a worker"
+        return cls(end.memory(), end.fence)
+
+    @property
+    def address(self) -> str:
+        """See `PathReceiver.address`."""
+        return self._address
+
+    def close(self) -> None:
+        """See `PathReceiver.close`."""
+        self._stop.set()
+        self._thread.join()
+        self._agent.deregister(self._registered)
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            if self._fence.wait_leased(_LOOK_S):
+                with self._agent.lock:
+                    self._agent.nixl.get_new_notifs()
+                time.sleep(_PROGRESS_S)

@@ -1,0 +1,263 @@
+"""What ``epd-launch`` and ``epd-bench`` have in common: how they are asked, fail and end."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib.metadata
+import json
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from epd_portable.config.quantities import url_problem
+from epd_portable.errors import ConfigError, EPDError, PlatformUnavailableError, PortInUseError
+from epd_portable.launch.installed import installed_engines
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+SCHEMA_VERSION = 1
+"""Of all that commands print as JSON, errors included; grows when a field changes or goes."""
+
+FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+"""Exit statuses beside 0."""
+_BAD_INPUT = (ConfigError, PlatformUnavailableError, PortInUseError)
+
+EXIT_STATUSES = """Exit status: 0 done; 1 it could not be done, or the answer is no; 2 bad input: an
+option, a file, a variable, or a machine that cannot do what they ask for; 130 Ctrl-C; 143 SIGTERM,
+but 0 where that is how it is told to stop."""
+"""The same for all commands; the end of both pages of ``--help``."""
+
+_MOST_OF_AN_ERROR = 256 << 10
+_DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class CommandLine(click.Group):
+    """A command of several words: its errors in one line or as JSON, the same exit statuses.
+
+    Args:
+        meant: What to say of words that are no commands, but that others have for ours.
+        default: The command that is meant where options come first; empty for none.
+        **settings: Of `click.Group`.
+    """
+
+    def __init__(
+        self, *, meant: Mapping[str, str] | None = None, default: str = "", **settings: Any
+    ) -> None:
+        settings["context_settings"] = {
+            "max_content_width": 100,
+            "help_option_names": ["-h", "--help"],
+        }
+        settings.setdefault("no_args_is_help", True)
+        settings.setdefault("epilog", EXIT_STATUSES)
+        super().__init__(**settings)
+        self._meant = meant or {}
+        self._default = default
+        self.params.append(_version_option())
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Put the default command before options that come without one."""
+        own = ("-h", "--help", "--version")
+        if self._default and args and args[0].startswith("-") and args[0] not in own:
+            args = [self._default, *args]
+        return super().parse_args(ctx, args)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command; say of a word from elsewhere what it is called here."""
+        if args and args[0] in self._meant and args[0] not in self.commands:
+            raise click.UsageError(f"No such command {args[0]!r}: {self._meant[args[0]]}", ctx)
+        return super().resolve_command(ctx, args)
+
+    def shell_complete(
+        self, ctx: click.Context, incomplete: str
+    ) -> list[click.shell_completion.CompletionItem]:
+        """Complete options of the default command, too."""
+        found = super().shell_complete(ctx, incomplete)
+        if self._default and incomplete.startswith("-"):
+            found += self.commands[self._default].shell_complete(ctx, incomplete)
+        return found
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """Run the command and exit; without ``standalone_mode`` errors are raised."""
+        if not standalone_mode:
+            return super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
+        given = list(sys.argv[1:] if args is None else args)
+        status = self._run(given, prog_name, complete_var, extra)
+        sys.exit(status)
+
+    def _run(
+        self,
+        given: list[str],
+        prog_name: str | None,
+        complete_var: str | None,
+        extra: dict[str, Any],
+    ) -> int:
+        try:
+            status = super().main(given, prog_name, complete_var, standalone_mode=False, **extra)
+            sys.stdout.flush()
+            return status if isinstance(status, int) else 0
+        except click.ClickException as error:
+            if not self._tell_programs(given, error, error.format_message(), error.exit_code):
+                error.show()
+            return error.exit_code
+        except EPDError as error:
+            code = BAD_INPUT if isinstance(error, _BAD_INPUT) else FAILED
+            if not self._tell_programs(given, error, str(error), code):
+                click.echo(f"{self.name}: {error}", err=True)
+            return code
+        except click.Abort:
+            click.echo("stopped by Ctrl-C", err=True)
+            return INTERRUPTED
+        except OSError as error:
+            return self._say_what_is_not_written(error)
+
+    def _tell_programs(self, given: Sequence[str], error: Exception, said: str, code: int) -> bool:
+        """Say what is wrong in JSON, where JSON was asked for; tell whether it was."""
+        content = {
+            "schema_version": SCHEMA_VERSION,
+            "error": {"type": type(error).__name__, "message": said, "exit_status": code},
+        }
+        return self.tell_programs(given, json.dumps(content, indent=2, ensure_ascii=False))
+
+    def tell_programs(self, given: Sequence[str], content: str) -> bool:
+        """Put an error where JSON was asked for; false where it was not.
+
+        Args:
+            given: The words of the command line.
+            content: A text of JSON.
+        """
+        if "--json" not in given:
+            return False
+        click.echo(content)
+        return True
+
+    def _say_what_is_not_written(self, error: OSError) -> int:
+        what = f"read or write {error.filename}" if error.filename else "write what it has to say"
+        remedy = "; make room" if error.errno in _DISK_IS_FULL else ""
+        with contextlib.suppress(OSError):
+            reason = error.strerror or str(error)
+            click.echo(f"{self.name}: cannot {what}: {reason}{remedy}", err=True)
+        return FAILED
+
+
+class JsonFileCommandLine(CommandLine):
+    """One whose ``--json`` names a file: errors go there, too, but never in place of results."""
+
+    def tell_programs(self, given: Sequence[str], content: str) -> bool:
+        """Write an error into the file, and let it be said to people as well."""
+        words = [word.partition("=") for word in given]
+        for (word, equals, value), after in zip(words, [*given[1:], ""], strict=True):
+            if word == "--json" and (name := value if equals else after):
+                file = Path(name)
+                # What is wrong may be this very file.
+                with contextlib.suppress(OSError):
+                    if not file.exists() or tells_an_error(file):
+                        file.write_text(f"{content}\n", "utf-8")
+        return False
+
+
+def tells_an_error(file: Path) -> bool:
+    """Tell whether a file holds what went wrong, and no results.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    with file.open("rb") as opened:
+        begin = opened.read(_MOST_OF_AN_ERROR)
+    try:
+        return set(json.loads(begin)) == {"schema_version", "error"}
+    except (ValueError, TypeError):
+        return False
+
+
+class DefaultCommand(click.Command):
+    """The command that may be left out; knows when another one was meant."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse; a command that stands behind the options should stand before them."""
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError as error:
+            group = ctx.parent.command if ctx.parent else None
+            extra = "unexpected extra argument" in error.message
+            if not isinstance(group, click.Group) or not (
+                extra or isinstance(error, click.NoSuchOption)
+            ):
+                raise
+            word = next((word for word in given if word in group.commands), None)
+            if word is None:
+                raise
+            rest = [word, *(each for each in given if each != word)]
+            raise click.UsageError(
+                f"the command comes first: {group.name} {shlex.join(rest)}", ctx
+            ) from error
+
+
+def http_url(context: click.Context, option: click.Parameter, url: str | None) -> str | None:
+    """Check the address of an HTTP server before anybody is asked; a callback of click.
+
+    Raises:
+        click.BadParameter: It is none.
+    """
+    if url is not None and (problem := url_problem(url)):
+        raise click.BadParameter(problem, context, option)
+    return url
+
+
+def json_option(command: F) -> F:
+    """Add ``--json``: what a command found, and what is wrong, for programs."""
+    return click.option(
+        "--json", "as_json", is_flag=True, help="For programs; errors are JSON, too."
+    )(command)
+
+
+def print_json(**content: Any) -> None:
+    """Print fields as one object, with the version of its form."""
+    click.echo(json.dumps({"schema_version": SCHEMA_VERSION, **content}, indent=2))
+
+
+class _Seconds(click.FloatRange):
+    name = "number of seconds"
+
+
+class _Port(click.IntRange):
+    name = "port"
+
+
+PORT = _Port(1, 65535)
+SECONDS = _Seconds(min=0, min_open=True, max=86400 * 365)
+"""A duration in seconds, more than none and less than for ever."""
+
+
+def _version_option() -> click.Option:
+    def show(context: click.Context, option: click.Parameter, wanted: bool) -> None:
+        if not wanted or context.resilient_parsing:
+            return
+        engines = [f"{name} {version}" for name, version in installed_engines().items()]
+        version = importlib.metadata.version("epd-portable")
+        found = ", ".join(engines) or "no vLLM is installed"
+        click.echo(f"{context.info_name}, version {version} ({found})")
+        context.exit()
+
+    return click.Option(
+        ["--version"],
+        is_flag=True,
+        expose_value=False,
+        is_eager=True,
+        callback=show,
+        help="Show the version, and that of the engine here, and exit.",
+    )

@@ -1,0 +1,122 @@
+"""What is wrong with a topology file beside its schema: told together with what that finds.
+
+Each check takes what the file says for the chosen platform, which may be wrong in other ways too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from epd_portable import envs
+from epd_portable.config.document import KeyPath
+from epd_portable.config.groups import engine_argument_problem
+from epd_portable.config.load import GROUPS, Check
+from epd_portable.config.roles import ROLES, group_of
+from epd_portable.config.secret import Secret
+from epd_portable.config.store import StoreSection
+from epd_portable.errors import ConfigError
+from epd_portable.launch.engine import owned_variables
+from epd_portable.launch.engine_arguments import EngineArguments, installed_arguments
+from epd_portable.platforms.traits import PlatformTraits
+from epd_portable.router.door.access import ApiKeys
+
+Found = Iterator[tuple[KeyPath, str]]
+_FILES = ("tls_cert_file", "tls_key_file")
+_KEY_FILES = ("api_keys_file", "hop_keys_file")
+
+
+def usual_checks(traits: PlatformTraits) -> tuple[Check, ...]:
+    """Return what is checked of every file that is planned or started here."""
+    return (variables_check(traits), engine_arguments_check(installed_arguments()))
+
+
+def variables_check(traits: PlatformTraits) -> Check:
+    """Return the check of variables: the launcher's are not set, the package's are right."""
+    variables = {variable.name: variable for variable in envs.TABLE}
+
+    def check(data: Mapping[str, Any]) -> Found:
+        for group, path, section in _sections(data, "env"):
+            groups = [group] if group else [group_of(role) for role in ROLES]
+            for name in section:
+                remedies = {
+                    remedy
+                    for each in groups
+                    if (remedy := owned_variables(each, _shares(data, each), traits).get(name))
+                }
+                if remedies:
+                    yield (*path, name), f"{name} is set by the launcher; {min(remedies)}"
+                elif name in variables:
+                    try:
+                        variables[name].get({name: str(section[name])})
+                    except ConfigError as error:
+                        yield (*path, name), str(error)
+
+    return check
+
+
+def engine_arguments_check(known: EngineArguments | None) -> Check:
+    """Return the check that the installed engine has the arguments; nothing without an engine."""
+
+    def check(data: Mapping[str, Any]) -> Found:
+        for _, path, section in _sections(data, "engine_args"):
+            for name, value in section.items():
+                # What the schema refuses is told already.
+                told = bool(engine_argument_problem(name))
+                if known and not told and (problem := known.problem(name, value)):
+                    yield (*path, name), problem
+
+    return check
+
+
+def named_files(data: Mapping[str, Any]) -> Found:
+    """Check that the files can be read which the launcher, the router and instances need."""
+    secret_file = data.get("secret_file")
+    if isinstance(secret_file, str) and secret_file:
+        try:
+            Secret.read(secret_file)
+        except ConfigError as error:
+            yield ("secret_file",), str(error).removeprefix(f"secret_file {secret_file} ")
+    router = data.get("router")
+    for key in (*_FILES, *_KEY_FILES):
+        path = router.get(key) if isinstance(router, dict) else None
+        if not isinstance(path, str):
+            continue
+        try:
+            if key in _KEY_FILES:
+                ApiKeys(path, f"router.{key}")
+            else:
+                Path(path).read_bytes()
+        except ConfigError as error:
+            yield ("router", key), str(error).removeprefix(f"router.{key} ")
+        except OSError as error:
+            yield ("router", key), f"{path} cannot be read: {error.strerror}"
+    store = data.get("store")
+    if isinstance(store, dict) and isinstance(store.get("password_file"), str):
+        try:
+            StoreSection.model_construct(
+                kind="redis", password_file=store["password_file"]
+            ).password()
+        except ConfigError as error:
+            yield ("store", "password_file"), str(error).removeprefix("store.password_file ")
+
+
+def _sections(
+    data: Mapping[str, Any], key: str
+) -> Iterator[tuple[str, KeyPath, Mapping[str, Any]]]:
+    """Yield the group, the path and the content of ``key`` at the top and of every group."""
+    instances = data.get(GROUPS)
+    groups = instances if isinstance(instances, dict) else {}
+    for group, holder in (("", data), *groups.items()):
+        section = holder.get(key) if isinstance(holder, dict) else None
+        if isinstance(section, dict):
+            yield group, (GROUPS, group, key) if group else (key,), section
+
+
+def _shares(data: Mapping[str, Any], group: str) -> bool:
+    """Tell whether a group is kept to a share of its devices."""
+    try:
+        return data[GROUPS][group]["share"] is not None
+    except (KeyError, TypeError):
+        return False

@@ -1,0 +1,192 @@
+"""Which of vLLM's KV connectors brings prompts from prefill to decode instances, and why. Pure.
+
+They are released with vLLM (NIXL) and vllm-ascend (Mooncake), and speak one way of
+``kv_transfer_params``: what the prefill instance answers is handed to the decode instance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pydantic import JsonValue
+
+from epd_portable.config.groups import InstanceGroup
+from epd_portable.config.roles import ROLES, SENDS_KV, TAKES_KV, Role
+from epd_portable.config.schema import Topology
+from epd_portable.connector.curve import is_off_host
+from epd_portable.errors import ConfigError
+from epd_portable.platforms.traits import PlatformTraits
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KVConnector:
+    """One of vLLM's KV connectors.
+
+    Attributes:
+        name: In ``transfer.kv_connector``.
+        cls: vLLM's name of it.
+        module: What must be importable where instances run.
+        install: How to get that.
+        port_each_rank: Whether each rank listens on a port of its own, one after the other;
+            otherwise the instance on one.
+    """
+
+    name: str
+    cls: str
+    module: str
+    install: str
+    port_each_rank: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KVChoice:
+    """The connector of a topology.
+
+    Attributes:
+        name: In `KV_CONNECTORS`.
+        connector: vLLM's name of it.
+        reason: Why this one.
+    """
+
+    name: str
+    connector: str
+    reason: str
+
+
+KV_CONNECTORS = {
+    connector.name: connector
+    for connector in (
+        KVConnector(
+            name="nixl",
+            cls="NixlConnector",
+            module="nixl",
+            install="pip install epd-portable[kv]",
+            port_each_rank=False,
+        ),
+        KVConnector(
+            name="mooncake",
+            cls="MooncakeConnectorV1",
+            module="mooncake",
+            install="pip install mooncake-transfer-engine-npu",
+            port_each_rank=True,
+        ),
+    )
+}
+
+
+def kv_connector(topology: Topology, traits: PlatformTraits) -> tuple[KVConnector, str] | None:
+    """Return the connector of a topology, and why it is that one; ``None`` where none is needed.
+
+    Raises:
+        ConfigError: The one that is asked for does not run there, or the instances do not fit.
+    """
+    if not any(topology.instances.of(role).count for role in SENDS_KV | TAKES_KV):
+        return None
+    asked = topology.transfer.kv_connector
+    name = traits.kv_connector
+    if asked not in ("auto", name):
+        raise ConfigError(
+            f"transfer.kv_connector: {asked} has nothing to read devices of platform {traits.name} "
+            f"with; write auto or {name}"
+        )
+    connector = KV_CONNECTORS[name]
+    if connector.port_each_rank:
+        _check_ranks(topology, connector)
+    host = topology.launch.host
+    if is_off_host(host) and not topology.transfer.trusted_network:
+        raise ConfigError(
+            f"launch.host {host} is not the loopback address, and {connector.cls} neither encrypts "
+            "nor asks who reads: set transfer.trusted_network if nobody else is on that network"
+        )
+    reason = f"it is the one for {traits.name}" if asked == "auto" else "transfer.kv_connector"
+    return connector, reason
+
+
+def _check_ranks(topology: Topology, connector: KVConnector) -> None:
+    """Refuse ranks that a connector does not bring together which reads rank by rank."""
+    ranks = [group.tensor_parallel_size for group in _senders(topology)]
+    wanted = topology.instances.decode.tensor_parallel_size
+    if len(set(ranks)) > 1 or any(each < wanted for each in ranks):
+        found = " and ".join(map(str, ranks))
+        raise ConfigError(
+            f"instances: tensor_parallel_size of those that prefill is {found}, and of decode "
+            f"{wanted}: {connector.cls} needs one and the same of all that prefill, as large as "
+            "that of decode or larger"
+        )
+
+
+def _senders(topology: Topology) -> list[InstanceGroup]:
+    groups = (topology.instances.of(role) for role in ROLES if role in SENDS_KV)
+    return [group for group in groups if group.count]
+
+
+def kv_ports(
+    role: Role, ranks: int, connector: KVConnector, free_port: Callable[[], int]
+) -> dict[str, int]:
+    """Return the ports that an instance needs for a connector, the first of a row by name ``kv``.
+
+    Args:
+        role: Of the instance.
+        ranks: Of the instance.
+        connector: See `kv_connector`.
+        free_port: Hands out one free port after another.
+    """
+    if role not in SENDS_KV | TAKES_KV:
+        return {}
+    wanted = ranks if connector.port_each_rank else 1
+    row = [free_port()]
+    while len(row) < wanted:
+        port = free_port()
+        row = [*row, port] if port == row[-1] + 1 else [port]
+    return {"kv" if index == 0 else f"kv{index}": port for index, port in enumerate(row)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KVEnd:
+    """The connector of one instance.
+
+    Attributes:
+        connector: See `kv_connector`.
+        role: Of the instance; it sends KV or takes it.
+        port: The first of its ports.
+    """
+
+    connector: KVConnector
+    role: Role
+    port: int
+
+    def arguments(self, topology: Topology) -> dict[str, JsonValue]:
+        """Return vLLM's arguments for it.
+
+        Blocks that cannot be read are computed again by the decode instance, which has the whole
+        request and the whole model.
+        """
+        config: dict[str, JsonValue] = {
+            "kv_connector": self.connector.cls,
+            "kv_role": "kv_producer" if self.role in SENDS_KV else "kv_consumer",
+            "kv_load_failure_policy": "recompute",
+        }
+        if self.connector.port_each_rank:
+            decode = topology.instances.decode.tensor_parallel_size
+            # Of instances on other hosts nothing is known here.
+            sends = next((group.tensor_parallel_size for group in _senders(topology)), decode)
+            config["kv_port"] = self.port
+            config["kv_connector_extra_config"] = {
+                "prefill": {"dp_size": 1, "tp_size": sends},
+                "decode": {"dp_size": 1, "tp_size": decode},
+            }
+        return {"kv_transfer_config": config}
+
+    def env(self, host: str) -> dict[str, str]:
+        """Return the variables that it reads.
+
+        Args:
+            host: Address of this machine at which others reach the instance.
+        """
+        if self.connector.port_each_rank:
+            return {"VLLM_HOST_IP": host}
+        return {
+            "VLLM_NIXL_SIDE_CHANNEL_HOST": host,
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.port),
+        }

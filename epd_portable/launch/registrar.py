@@ -1,0 +1,178 @@
+"""``python -m epd_portable.launch.registrar``: takes a router's place where instances join another.
+
+The launcher starts it in place of a router when `RouterSection.join` names one. It registers each
+instance there once that is healthy, keeps it registered, and lets all leave at SIGTERM, before the
+launcher ends them. Its ``GET /health`` answers 200 when every instance has joined and is up; it
+says so in the form in which a router does.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import signal
+import sys
+import threading
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import httpx
+
+from epd_portable.config.secret import Secret
+from epd_portable.errors import LaunchError
+from epd_portable.launch.router_client import RouterAwayError, RouterClient
+
+_PROBE_TIMEOUT_S = 5.0
+_TRY_EVERY_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RegistrarSettings:
+    """What the launcher tells it.
+
+    Attributes:
+        router: Base address of the router.
+        secret_file: Of the deployment.
+        port: On the loopback address, for ``/health``.
+        instances: What the router is told of each: ``name``, ``role``, ``url``, ``control``,
+            ``weight`` and ``labels``.
+        join_timeout_s: Longest time that the router may take to warm an instance up.
+        leave_timeout_s: Longest wait for what an instance works on when it leaves.
+    """
+
+    router: str
+    secret_file: str
+    port: int
+    instances: tuple[Mapping[str, Any], ...]
+    join_timeout_s: float
+    leave_timeout_s: float
+
+    def as_json(self) -> str:
+        """Return the argument ``--settings``."""
+        return json.dumps(asdict(self))
+
+
+class Registrar:
+    """Keeps the instances of one launcher registered at one router.
+
+    Args:
+        settings: See there.
+    """
+
+    def __init__(self, settings: RegistrarSettings) -> None:
+        self._settings = settings
+        self._secret = Secret.read(settings.secret_file)
+        self._stop = threading.Event()
+        self._states = {
+            each["name"]: {"state": "starting", "problem": ""} for each in settings.instances
+        }
+
+    def run(self) -> None:
+        """Serve until `stop`; then let every instance leave."""
+        handler = functools.partial(_Health, self)
+        server = ThreadingHTTPServer(("127.0.0.1", self._settings.port), handler)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with ThreadPoolExecutor(len(self._settings.instances)) as pool:
+            list(pool.map(self._look_after, self._settings.instances))
+        server.shutdown()
+
+    def stop(self) -> None:
+        """Let every instance leave, and end."""
+        self._stop.set()
+
+    def health(self) -> tuple[HTTPStatus, bytes]:
+        """Return what ``GET /health`` answers."""
+        all_up = all(each["state"] == "up" for each in self._states.values())
+        status = HTTPStatus.OK if all_up else HTTPStatus.SERVICE_UNAVAILABLE
+        return status, json.dumps({"instances": self._states}).encode()
+
+    def _look_after(self, instance: Mapping[str, Any]) -> None:
+        name, settings = instance["name"], self._settings
+        client = RouterClient(settings.router, self._secret)
+        told = ""
+        while not self._stop.is_set():
+            try:
+                self._join(client, instance)
+            except LaunchError as error:
+                if str(error) != told:
+                    print(f"{name}: {error}", flush=True)
+                    told = str(error)
+                self._stop.wait(_TRY_EVERY_S)
+                continue
+            told = ""
+            if not self._stop.is_set():
+                self._keep(client, instance)
+        if self._states[name]["state"] == "starting":
+            return
+        try:
+            client.leave(name, timeout_s=settings.leave_timeout_s)
+            print(f"{name} has left {settings.router}", flush=True)
+        except LaunchError as error:
+            print(f"{name}: {error}", flush=True)
+
+    def _join(self, client: RouterClient, instance: Mapping[str, Any]) -> None:
+        """Register an instance once it is healthy: a router forgets who is not for long."""
+        name, settings = instance["name"], self._settings
+        while not _is_healthy(instance["url"]):
+            if self._stop.wait(_TRY_EVERY_S):
+                return
+        seen = client.join(dict(instance), timeout_s=settings.join_timeout_s, until=self._stop)
+        self._states[name] = {"state": "up", "problem": seen["problem"]}
+        print(f"{name} has joined {settings.router}", flush=True)
+
+    def _keep(self, client: RouterClient, instance: Mapping[str, Any]) -> None:
+        """Return when the router has let an instance go that was away for too long, or at a stop.
+
+        One that is well was let go by somebody: it stays away.
+        """
+        try:
+            client.keep(dict(instance), until=self._stop, say=functools.partial(print, flush=True))
+        except RouterAwayError:
+            raise
+        except LaunchError as error:
+            print(error, flush=True)
+            if _is_healthy(instance["url"]):
+                print(f"{instance['name']} joins again when it is started again", flush=True)
+                self._stop.wait()
+
+
+class _Health(BaseHTTPRequestHandler):
+    def __init__(self, registrar: Registrar, *args: Any) -> None:
+        self._registrar = registrar
+        super().__init__(*args)
+
+    def do_GET(self) -> None:
+        status, body = self._registrar.health()
+        self.send_response(status if self.path == "/health" else HTTPStatus.NOT_FOUND)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing: it is asked every few seconds."""
+
+
+def _is_healthy(url: str) -> bool:
+    try:
+        answer = httpx.get(f"{url}/health", timeout=_PROBE_TIMEOUT_S, trust_env=False)
+    except httpx.HTTPError:
+        return False
+    return answer.status_code == HTTPStatus.OK
+
+
+def main() -> None:
+    """Run until SIGTERM or SIGINT."""
+    given = json.loads(sys.argv[sys.argv.index("--settings") + 1])
+    registrar = Registrar(RegistrarSettings(**given))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: registrar.stop())
+    registrar.run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,299 @@
+"""``epd-launch status`` and ``logs``: what runs on this machine, and what it says."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import yaml
+from click.shell_completion import CompletionItem
+
+from epd_portable.errors import ConfigError, LaunchError
+from epd_portable.launch.command_line import json_option, print_json
+from epd_portable.launch.running import (
+    RUN_FOLDER,
+    SeenRun,
+    SeenRuns,
+    find_runs,
+    kept_logs,
+    runs_as_json,
+)
+from epd_portable.launch.show import columns, ports_text
+
+_LOOK_EVERY_S = 0.3
+_TAIL_BYTES = 256 << 10
+
+STATUS_HELP = """Show the topologies of yours that run on this machine.
+
+Each launcher writes down in the folder of its run whom it started; this command asks Linux who of
+them lives. Folders of runs are looked for where launchers make them, in the temporary folder
+(TMPDIR).
+
+\b
+For Prometheus, what to ask (again whenever ports change; with launch.first_port they stay):
+  epd-launch status --prometheus > epd.scrape.yaml
+
+Exit status: 0 when one runs, 1 when none does.
+"""
+
+LOGS_HELP = """Show the end of the logs of what runs, of all its processes or of INSTANCE.
+
+Where none runs, those are shown that the last failed one has left in the temporary folder.
+
+\b
+  epd-launch logs -f encode-0
+  epd-launch logs -n 100 router
+"""
+
+
+def _complete_instance(
+    context: click.Context, option: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    names = {process.name for run in _found().running for process in run.record.processes}
+    return [CompletionItem(name) for name in sorted(names) if name.startswith(incomplete)]
+
+
+@click.command(help=STATUS_HELP)
+@json_option
+@click.option("--prometheus", is_flag=True, help="Print a scrape configuration for Prometheus.")
+def status(as_json: bool, prometheus: bool) -> None:
+    """Show what runs on this machine."""
+    if as_json and prometheus:
+        raise ConfigError("--json and --prometheus: choose one of them")
+    found = _found()
+    if as_json:
+        print_json(
+            runs=runs_as_json(found.running),
+            left=[str(folder) for folder in found.left],
+            of_other_users=found.strangers,
+        )
+    elif prometheus:
+        click.echo(yaml.safe_dump(scrape_configuration(found.running), sort_keys=False), nl=False)
+    else:
+        click.echo("\n\n".join(map(run_table, found.running)) or "no topology of yours runs here")
+    for line in _remarks(found):
+        click.echo(line, err=True)
+    if not found.running:
+        raise SystemExit(1)
+
+
+@click.command(help=LOGS_HELP)
+@click.argument("instance", required=False, shell_complete=_complete_instance)
+@click.option("-f", "--follow", is_flag=True, help="Go on with what is written, until Ctrl-C.")
+@click.option(
+    "-n",
+    "--lines",
+    default=20,
+    show_default=True,
+    type=click.IntRange(min=0, max=100_000),
+    help="Of each log, from its end.",
+)
+@click.option("--run", "run_id", metavar="RUN", help="Which topology, where several run.")
+def logs(instance: str | None, follow: bool, lines: int, run_id: str | None) -> None:
+    """Show logs."""
+    found = _found()
+    run = choose_run(found, run_id)
+    chosen = logs_of(run, instance) if run else kept_logs_of(run_id, instance)
+    tails = [Tail(path, name if len(chosen) > 1 else "") for name, path in chosen.items()]
+    for tail in tails:
+        for line in tail.last(lines):
+            click.echo(line)
+    while follow and run is not None:
+        # Seen before the last look: what is written until it ended is shown.
+        over = run.record.run_id not in {each.record.run_id for each in _found().running}
+        for tail in tails:
+            for line in tail.new():
+                click.echo(line)
+        if over:
+            click.echo(f"run {run.record.run_id} has ended", err=True)
+            return
+        time.sleep(_LOOK_EVERY_S)
+
+
+def choose_run(found: SeenRuns, run_id: str | None) -> SeenRun | None:
+    """Return the run that is meant; ``None`` if it does not run, or none does.
+
+    Raises:
+        ConfigError: Several run, and nobody says which is meant.
+    """
+    runs = {run.record.run_id: run for run in found.running}
+    if run_id is not None:
+        return runs.get(run_id)
+    if len(runs) > 1:
+        raise ConfigError(f"several topologies run: choose one with --run, of {', '.join(runs)}")
+    return next(iter(runs.values()), None)
+
+
+def logs_of(run: SeenRun, instance: str | None) -> dict[str, Path]:
+    """Return the logs of a run that are there, or that of one of its processes, by their names.
+
+    Raises:
+        ConfigError: There is no such process.
+    """
+    return _chosen(
+        {each.name: Path(each.log) for each in run.record.processes},
+        instance,
+        f"run {run.record.run_id}",
+    )
+
+
+def kept_logs_of(run_id: str | None, instance: str | None) -> dict[str, Path]:
+    """Return the logs that a failed run has left, as `logs_of`.
+
+    Raises:
+        LaunchError: There are none.
+        ConfigError: There is no such process.
+    """
+    temp_dir = Path(tempfile.gettempdir())
+    name = f"{RUN_FOLDER}{run_id}-logs"
+    kept = [each for each in kept_logs(temp_dir) if run_id is None or each.name == name]
+    if not kept:
+        which = "no topology of yours runs here" if run_id is None else f"there is no run {run_id}"
+        raise LaunchError(
+            f"{which}, and no failed one has left logs in {temp_dir}; those of --log-dir are where "
+            "that says"
+        )
+    click.echo(f"it does not run; logs that were left: {kept[0]}", err=True)
+    found = {path.stem: path for path in sorted(kept[0].glob("*.log"))}
+    return _chosen(found, instance, str(kept[0]))
+
+
+def _chosen(logs: dict[str, Path], instance: str | None, whose: str) -> dict[str, Path]:
+    if instance is None:
+        return {name: path for name, path in logs.items() if path.exists()}
+    if instance not in logs:
+        raise ConfigError(f"{whose} has no process {instance}; there are {', '.join(logs)}")
+    return {instance: logs[instance]}
+
+
+class Tail:
+    """Reads the end of a log that others append to, and that is cut when it is full.
+
+    Args:
+        path: Of the log; it need not be there.
+        name: Put before each line; empty for none.
+    """
+
+    def __init__(self, path: Path, name: str) -> None:
+        self._path = path
+        self._prefix = f"{name}: " if name else ""
+        self._place = 0
+        self._rest = b""
+
+    def last(self, count: int) -> Iterator[str]:
+        """Return the last lines."""
+        data = self._read(max(0, self._size() - _TAIL_BYTES))
+        lines = data.decode("utf-8", "replace").splitlines()
+        return self._shown(lines[len(lines) - count :] if count < len(lines) else lines)
+
+    def new(self) -> Iterator[str]:
+        """Return the lines that were completed since the last look."""
+        # Cut meanwhile: its older part is in another file, and it begins anew.
+        begin = self._place if self._size() >= self._place else 0
+        *whole, self._rest = (self._rest + self._read(begin)).split(b"\n")
+        return self._shown([line.decode("utf-8", "replace") for line in whole])
+
+    def _shown(self, lines: Sequence[str]) -> Iterator[str]:
+        return (f"{self._prefix}{line}" for line in lines)
+
+    def _size(self) -> int:
+        try:
+            return self._path.stat().st_size
+        except FileNotFoundError:
+            return 0
+
+    def _read(self, begin: int) -> bytes:
+        try:
+            with self._path.open("rb") as file:
+                file.seek(begin)
+                data = file.read(_TAIL_BYTES)
+                self._place = file.tell()
+        except FileNotFoundError:
+            return b""
+        return data
+
+
+def run_table(run: SeenRun) -> str:
+    """Return one line about a run, and one for each of its processes."""
+    record = run.record
+    phase = record.phase if run.lives else "its launcher is gone, what is left of it is being ended"
+    head = f"run {record.run_id}: {phase}, {record.url}, model {record.model}, {record.platform}"
+    if record.config:
+        head += f", {record.config}"
+    launcher = f"launcher pid {record.pid}" + (
+        f", up {duration(run.uptime_s)}" if run.uptime_s is not None else ""
+    )
+    rows = [("process", "role", "state", "pid", "up", "restarts", "url", "ports", "log")]
+    for each in record.processes:
+        uptime_s = run.process_uptime_s.get(each.name)
+        rows.append(
+            (
+                each.name,
+                each.role,
+                run.state_of(each),
+                "-" if uptime_s is None else str(each.pid),
+                "-" if uptime_s is None else duration(uptime_s),
+                str(each.restarts),
+                each.url,
+                ports_text(each.ports, but="http") or "-",
+                each.log,
+            )
+        )
+    return "\n".join([head, launcher, *columns(rows)])
+
+
+def duration(seconds: float) -> str:
+    """Return a time in its two largest units, as ``3 h 12 min``."""
+    whole = int(seconds)
+    units = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
+    for (name, size), (smaller, part) in itertools.pairwise(units):
+        if whole >= size:
+            return f"{whole // size} {name} {whole % size // part} {smaller}"
+    return f"{whole} s"
+
+
+def scrape_configuration(runs: Sequence[SeenRun]) -> dict[str, Any]:
+    """Return what Prometheus reads to ask routers and instances.
+
+    The router's metrics have a label ``instance`` of their own, which names instances as people do:
+    ``honor_labels`` keeps it.
+    """
+    routers: list[dict[str, Any]] = []
+    instances: list[dict[str, Any]] = []
+    tls = False
+    for run in runs:
+        for each in run.record.processes:
+            targets = [each.url.partition("://")[2]]
+            labels = {"model": run.record.model}
+            if each.role == "router":
+                routers.append({"targets": targets, "labels": labels})
+                tls = tls or each.url.startswith("https")
+            else:
+                labels |= {"instance": each.name, "role": each.role}
+                instances.append({"targets": targets, "labels": labels})
+    router_job: dict[str, Any] = {"job_name": "epd-router", "honor_labels": True}
+    if tls:
+        # On this machine, by an address that its certificate need not name.
+        router_job |= {"scheme": "https", "tls_config": {"insecure_skip_verify": True}}
+    return {
+        "scrape_configs": [
+            {**router_job, "static_configs": routers},
+            {"job_name": "epd-instances", "static_configs": instances},
+        ]
+    }
+
+
+def _found() -> SeenRuns:
+    return find_runs(Path(tempfile.gettempdir()))
+
+
+def _remarks(found: SeenRuns) -> Iterator[str]:
+    if found.strangers:
+        yield f"other users have {found.strangers} more; they see them with this command"
+    for folder in found.left:
+        yield f"{folder} is left of a run that was killed together with its guard; remove it"

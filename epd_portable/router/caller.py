@@ -1,0 +1,178 @@
+"""One request of a client as the router works on it, and its answer on the way out."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from epd_portable.errors import RequestError
+from epd_portable.router.carrier import Carrier
+from epd_portable.router.choice.explanation import HEADER as EXPLAIN
+from epd_portable.router.choice.explanation import Explanation
+from epd_portable.router.door.admission import Doorkeeper
+from epd_portable.router.door.gate import Ticket
+from epd_portable.router.door.hop_headers import HopWish
+from epd_portable.router.http.events import EVENTS, USAGE_BYTES, tokens_told
+from epd_portable.router.http.incoming import IncomingRequest
+from epd_portable.router.http.replies import Reply, error_event, error_reply
+from epd_portable.router.telling.record import RequestRecord
+
+LEFT_OUT = "x-epd-items-left-out"
+"""Header of an answer that says how many items it was made without."""
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+class Caller:
+    """One request of a client, and its answer.
+
+    Attributes:
+        request: As the server took it in.
+        carrier: Whose server took the request in, if that carries it on, too.
+        method: Of HTTP.
+        headers: Names in lower case; those whose values are not ASCII are left out.
+        request_id: The client's own or a new one.
+        for_instances: Headers that instances get.
+        explanation: Why it went where it went, if the client asked and may know.
+        left_out: Items that it is answered without.
+        named: What a trusted hop says of it.
+        for_hop: Returns what such a hop is told with the answer.
+        begun: Whether status and headers are sent.
+        record: What is noted of it.
+        gone: The client has closed its connection.
+        overdue: Its body did not come in time.
+        work: The task that answers.
+        reading_since: When its body was first waited for, 0 afterwards.
+        last: No other request is taken on its connection.
+        sending_since: When the client took no more, 0 while it does.
+        key: Digest of the client's key; empty if none is asked for.
+        ticket: Of the request, since it was let in, where that is limited.
+    """
+
+    def __init__(
+        self,
+        request: IncomingRequest,
+        carrier: Carrier | None,
+        doorkeeper: Doorkeeper,
+        passed_on: tuple[str, ...],
+        for_client: Mapping[str, str],
+    ) -> None:
+        self.request = request
+        self.carrier = carrier
+        self.method = request.method
+        self.headers = headers = request.headers
+        given = headers.get("x-request-id", "")
+        named = given and _REQUEST_ID.fullmatch(given)
+        self.request_id = given if named else f"{random.getrandbits(128):032x}"
+        self.for_instances = {name: headers[name] for name in passed_on if name in headers}
+        self.for_instances["x-request-id"] = self.request_id
+        self.explanation: Explanation | None = None
+        self.left_out = 0
+        self.named: HopWish | None = None
+        self.for_hop: Callable[[], Mapping[str, str]] = dict
+        self.begun = False
+        self.record = RequestRecord(self.request_id, request.path)
+        self.record.traceparent = self.for_instances.get("traceparent", "")
+        self.gone = False
+        self.overdue = False
+        self.last = False
+        self.work: asyncio.Task[Any]
+        self.reading_since = time.monotonic()
+        self.sending_since = 0.0
+        self.key = b""
+        self.ticket: Ticket | None = None
+        self._doorkeeper = doorkeeper
+        self._for_client = for_client
+        self._of_events = False
+        self._last = self._before = b""
+
+    @property
+    def target(self) -> str:
+        """Path and query."""
+        query = self.request.query
+        return f"{self.request.path}?{query}" if query else self.request.path
+
+    def wait_for_media(self) -> None:
+        """Note that its body is there, and cannot go on yet."""
+        self.reading_since = 0.0
+        self.record.read_at = time.monotonic()
+        self.request.on_gone(self.give_up)
+
+    def give_up(self) -> None:
+        """Treat the client as gone."""
+        self.gone = True
+        self.work.cancel()
+
+    def encoded(self) -> None:
+        """Note that no item is with an encoder any more; see `Outgoing`."""
+        self._doorkeeper.encoded(self.ticket)
+
+    def whole(self, reply: Reply) -> None:
+        """Send a whole answer."""
+        if reply.status in (408, 413):
+            # Part of the body may still be on its way: this connection serves no other request.
+            self.last = True
+        self.begin(reply.status, {**reply.headers, "content-length": str(len(reply.body))})
+        if reply.body and self.method != "HEAD":
+            self.record.nbytes_out = len(reply.body)
+            self._last = reply.body[-USAGE_BYTES:]
+            self.request.write(reply.body)
+        self.end()
+
+    def fail(self, error: RequestError) -> None:
+        """Send an error, within the answer if that has begun; one without events breaks off."""
+        if not self.begun:
+            self.whole(error_reply(error, self.request.path))
+        elif self._of_events:
+            event = error_event(
+                str(error),
+                status=error.status,
+                code=error.code,
+                path=self.request.path,
+                after=self._before[-USAGE_BYTES:] + self._last[-USAGE_BYTES:],
+            )
+            within = self._last and not self._last.endswith((b"\n\n", b"\r\n\r\n"))
+            self.write(b"\n\n" + event if within else event)
+            self.request.end()
+
+    def begin(self, status: int, headers: Mapping[str, str]) -> None:
+        """Send status and headers."""
+        self.begun = True
+        self.record.status = status
+        self.record.first_at = time.monotonic()
+        self._of_events = headers.get("content-type", "").startswith(EVENTS)
+        given = {**headers, **self.for_hop(), **self._for_client}
+        given["x-request-id"] = self.request_id
+        if self.explanation is not None:
+            given[EXPLAIN] = self.explanation.text()
+        if self.left_out:
+            given[LEFT_OUT] = str(self.left_out)
+        if self.last:
+            given["connection"] = "close"
+        self.request.begin(status, given)
+
+    def write(self, data: bytes) -> bool:
+        """Send a piece; tell whether the client takes more at once."""
+        record = self.record
+        record.nbytes_out += len(data)
+        if self._of_events:
+            record.events += data.count(b"\n\n")
+        self._before, self._last = self._last, data
+        return self.request.write(data)
+
+    async def writable(self) -> None:
+        """Return when the client takes more."""
+        self.sending_since = time.monotonic()
+        await self.request.writable()
+        self.sending_since = 0.0
+
+    def end(self) -> None:
+        """Send the end."""
+        self.record.tokens_told = tokens_told(
+            self._before[-USAGE_BYTES:] + self._last[-USAGE_BYTES:]
+        )
+        self.request.end()

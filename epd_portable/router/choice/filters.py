@@ -1,0 +1,160 @@
+"""Filters: who can have it at all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from epd_portable.router.choice.plugin import Parameters, read_parameters
+from epd_portable.router.choice.situation import (
+    ENCODER_TYPE_LABEL,
+    ENCODER_TYPES,
+    MODEL_LABEL,
+    ROLE_LABEL,
+    Contender,
+    Need,
+    Stage,
+    label,
+    stages,
+)
+
+
+class StageFilter:
+    """``encode-filter``, ``prefill-filter``, ``decode-filter``: those whose role has the stage.
+
+    Args:
+        stage: Of the type.
+    """
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+
+    def keep(self, need: Need, contenders: Sequence[Contender]) -> Sequence[Contender]:
+        """See `Filter`."""
+        wanted = self._stage
+        return [each for each in contenders if wanted in stages(label(each, ROLE_LABEL) or "")]
+
+
+class ByLabel(Parameters):
+    """Of ``by-label``.
+
+    Attributes:
+        label: Whose value is looked at.
+        validValues: That are kept.
+        allowsNoLabel: Whether those without the label are kept, too.
+    """
+
+    label: Annotated[str, Field(min_length=1)]
+    validValues: tuple[str, ...] = ()
+    allowsNoLabel: bool = False
+
+
+class LabelFilter:
+    """``by-label``: those whose label has one of some values."""
+
+    def __init__(self, name: str, given: Mapping[str, Any]) -> None:
+        self._wanted = read_parameters(ByLabel, name, given)
+        self._values = frozenset(self._wanted.validValues)
+
+    def keep(self, need: Need, contenders: Sequence[Contender]) -> Sequence[Contender]:
+        """See `Filter`."""
+        wanted, kept = self._wanted, []
+        for each in contenders:
+            value = label(each, wanted.label)
+            if wanted.allowsNoLabel if value is None else value in self._values:
+                kept.append(each)
+        return kept
+
+
+class Expression(Parameters):
+    """One condition of ``label-selector-filter``, as Kubernetes has it."""
+
+    key: Annotated[str, Field(min_length=1)]
+    operator: Literal["In", "NotIn", "Exists", "DoesNotExist"]
+    values: tuple[str, ...] = ()
+
+    def holds(self, contender: Contender) -> bool:
+        """Tell whether a contender fulfils it."""
+        value = label(contender, self.key)
+        if self.operator == "In":
+            return value in self.values
+        if self.operator == "NotIn":
+            return value not in self.values
+        return (value is not None) == (self.operator == "Exists")
+
+
+class LabelSelector(Parameters):
+    """Of ``label-selector-filter``: all of it must hold."""
+
+    matchLabels: Mapping[str, str] = Field(default_factory=dict)
+    matchExpressions: tuple[Expression, ...] = ()
+
+
+class LabelSelectorFilter:
+    """``label-selector-filter``: those whose labels fulfil all conditions."""
+
+    def __init__(self, name: str, given: Mapping[str, Any]) -> None:
+        self._wanted = read_parameters(LabelSelector, name, given)
+
+    def keep(self, need: Need, contenders: Sequence[Contender]) -> Sequence[Contender]:
+        """See `Filter`."""
+        return [
+            each
+            for each in contenders
+            if all(label(each, key) == value for key, value in self._wanted.matchLabels.items())
+            and all(expression.holds(each) for expression in self._wanted.matchExpressions)
+        ]
+
+
+class EncoderTypeFilter:
+    """``encoder-type-filter``: those whose encoder takes the item, by ``llm-d.ai/encoder-type``.
+
+    Who has no such label takes everything.
+    """
+
+    def keep(self, need: Need, contenders: Sequence[Contender]) -> Sequence[Contender]:
+        """See `Filter`."""
+        if need.item is None:
+            return contenders
+        wanted = ENCODER_TYPES[need.item.modality]
+        return [each for each in contenders if takes_type(each, wanted)]
+
+
+def takes_type(contender: Contender, wanted: frozenset[str]) -> bool:
+    """Tell whether a contender has one of some types of encoders, or does not say."""
+    value = contender.labels.get(ENCODER_TYPE_LABEL)
+    return value is None or not wanted.isdisjoint(map(str.strip, value.split(",")))
+
+
+class OfModel(Parameters):
+    """Of ``model-filter``.
+
+    Attributes:
+        label: That names an instance's models, with commas between them.
+    """
+
+    label: Annotated[str, Field(min_length=1)] = MODEL_LABEL
+
+
+class ModelFilter:
+    """``model-filter``: those that serve the model that the client names.
+
+    Who has no such label serves every model; a client that names none can have every instance.
+    """
+
+    def __init__(self, name: str, given: Mapping[str, Any]) -> None:
+        self._label = read_parameters(OfModel, name, given).label
+
+    def keep(self, need: Need, contenders: Sequence[Contender]) -> Sequence[Contender]:
+        """See `Filter`."""
+        model = need.model
+        if not model:
+            return contenders
+        kept = []
+        for each in contenders:
+            value = each.labels.get(self._label)
+            if value is None or model in map(str.strip, value.split(",")):
+                kept.append(each)
+        return kept

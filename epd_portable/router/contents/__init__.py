@@ -1,0 +1,1 @@
+"""What bodies hold: texts, media, and media by URL."""

@@ -1,0 +1,576 @@
+"""A client's request body: read once, checked, and written for the instances. Pure.
+
+What a client sent goes on as its own bytes wherever nothing had to be changed, and no image, video
+or audio clip is decoded, copied or encoded on its way.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Literal, cast
+
+import msgspec
+
+from epd_portable.errors import RequestError
+from epd_portable.media.formats import Modality
+from epd_portable.media.limits import (
+    MediaLimits,
+    Processing,
+    check_item,
+    check_processor_settings,
+    check_request,
+)
+from epd_portable.router.contents import media
+from epd_portable.router.contents.cut_text import Bytes, CutText, Data, Segments, decode, opens
+from epd_portable.router.contents.media import LinkedMedia, MediaItem, MediaReader
+from epd_portable.wire.params import EncodedItem, EncodeParams, EncodeTransfer, PrefillParams
+
+CHAT_PATH = "/v1/chat/completions"
+COMPLETION_PATH = "/v1/completions"
+RESPONSES_PATH = "/v1/responses"
+MESSAGES_PATH = "/v1/messages"
+"""Of Anthropic's interface."""
+COUNT_PATH = "/v1/messages/count_tokens"
+RENDER = "/render"
+"""What such a path ends with shows what would be computed: items are named, and nothing encoded."""
+DECISION_PATH = "/v1/systemone"
+BATCH_PATH = "/v1/chat/completions/batch"
+
+MAX_JSON_BYTES = 8 << 20
+"""Of one body, its long strings not counted: it is read at once, and nobody else is served in these
+milliseconds. No model reads a text as long."""
+MAX_COMMAS = 1_000_000
+MAX_MESSAGES_COMMAS = 300_000
+MAX_STRINGS = 100_000
+"""In them, in those of a chat request, and how many strings. Every value of a list or object takes
+some 60 bytes and 50 ns while the body is read, even one of 2 bytes in it. There are no more values
+than commas, and no more names than strings; a prompt of tokens has many values, but is not taken
+apart."""
+MAX_NAMED = 10
+"""Unknown fields that one answer names."""
+
+UnknownFields = Literal["refuse", "drop", "pass"]
+
+_ENCODER_SETTINGS = ("mm_processor_kwargs", "media_io_kwargs")
+"""Fields that change what the encoder computes."""
+_SALT = "cache_salt"
+"""Field that an item's key depends on, too: who sets it shares nothing with others."""
+_STREWN = frozenset(
+    {
+        "data_1",
+        "data_2",
+        "documents",
+        "inputs",
+        "items",
+        "queries",
+        "query",
+        "text_1",
+        "text_2",
+    }
+)
+"""Fields of requests for scores and embeddings in which parts may stand as in messages."""
+_IMAGES = "images"
+"""Field of requests for embeddings with images' URLs."""
+_WITH_SOUND = frozenset({"video", "audio"})
+"""Modalities of which an item can be two to the engine, if a video's sound is taken too; those are
+encoded where the whole prompt is."""
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+KV = "kv_transfer_params"
+STRIPPED = frozenset({"ec_transfer_params", KV})
+"""Fields that travel between the router and its instances; what a client puts there is dropped.
+The second one goes on if it comes from a hop that is trusted (`epd_portable.router.hops`)."""
+
+_SHARED_FIELDS = _names(
+    """
+    add_special_tokens allowed_token_ids bad_words cache_salt echo frequency_penalty ignore_eos
+    include_stop_str_in_output length_penalty logit_bias logprob_token_ids logprobs max_tokens
+    min_p min_tokens mm_payload model n presence_penalty priority prompt_logprobs
+    repetition_detection repetition_penalty request_id response_format return_mm_kwargs
+    return_token_ids return_token_offsets return_tokens_as_token_ids routed_experts_prompt_start
+    seed session_id skip_special_tokens spaces_between_special_tokens stop stop_token_ids stream
+    stream_interval stream_options structured_outputs temperature thinking_token_budget top_k top_p
+    truncate_prompt_tokens truncation_side use_beam_search user vllm_xargs watermarking
+    """
+)
+CHAT_ENGINE_FIELDS = _SHARED_FIELDS | _names(
+    """
+    add_generation_prompt chat_template chat_template_kwargs continue_final_message documents
+    include_reasoning max_completion_tokens media_io_kwargs messages mm_processor_kwargs
+    parallel_tool_calls reasoning_effort return_prompt_text tool_choice tools top_logprobs
+    """
+)
+COMPLETION_ENGINE_FIELDS = _SHARED_FIELDS | _names("prompt prompt_embeds suffix")
+WITHOUT_EFFECT = _names(
+    """
+    audio best_of enable_thinking function_call functions guided_choice guided_decoding_backend
+    guided_grammar guided_json guided_regex guided_whitespace_pattern metadata modalities
+    prediction prompt_cache_key prompt_cache_retention reasoning safety_identifier service_tier
+    store thinking verbosity web_search_options
+    """
+)
+"""Fields that clients send for other services, or for other versions of the engine."""
+KNOWN_FIELDS: Mapping[str, frozenset[str]] = {
+    CHAT_PATH: CHAT_ENGINE_FIELDS | WITHOUT_EFFECT,
+    COMPLETION_PATH: COMPLETION_ENGINE_FIELDS | WITHOUT_EFFECT,
+}
+"""By the path of the endpoint."""
+
+_object = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+class Rules(msgspec.Struct, frozen=True, kw_only=True):
+    """What requests may ask for.
+
+    Attributes:
+        models: Names that may be asked for; ``None`` leaves that to the instances, which know
+            their adapters.
+        max_items: Most images, videos and audio clips in one request.
+        unknown_fields: What becomes of a field whose name is not known. Engines ignore what they do
+            not know, so a misspelt one would be answered as if it had not been sent.
+        limits: What media may become when they are decoded; ``None`` for no limits.
+        pd_takes_media: Whether prefill+decode instances hold an encoder, or whether metadata go to
+            them in place of media, which only chat requests have a place for.
+        takes_kv: Whether it comes from a hop that may say where the KV of its prompt is.
+    """
+
+    models: frozenset[str] | None = None
+    max_items: int = 64
+    unknown_fields: UnknownFields = "pass"
+    limits: MediaLimits | None = None
+    pd_takes_media: bool = True
+    takes_kv: bool = False
+
+
+class Call(msgspec.Struct, frozen=True, kw_only=True):
+    """A client's request, ready to be sent.
+
+    Attributes:
+        method: Of HTTP.
+        path: Of the endpoint, at the router and at the instance.
+        query: As the client sent it.
+        cut: The client's body.
+        changed: Whether it goes on as `fields`, rather than as it came.
+        fields: Of the body's top level, rewritten.
+        model: That was asked for; empty for whichever is served.
+        settings: Fields that change what an encoder makes of an item.
+        items: Distinct images, videos and audio clips that are encoded elsewhere.
+        stream: Whether the answer comes in pieces.
+        takes_metadata: Whether metadata of its items can go in place of their media.
+    """
+
+    method: str = "POST"
+    path: str
+    query: str = ""
+    cut: CutText
+    changed: bool = False
+    fields: Mapping[str, object] = {}
+    model: str = ""
+    settings: Mapping[str, object] = {}
+    items: tuple[MediaItem, ...] = ()
+    stream: bool = False
+    takes_metadata: bool = False
+
+    @classmethod
+    def untouched(cls, method: str, path: str, data: Data) -> Call:
+        """Return a call whose body nobody looks at."""
+        return cls(method=method, path=path, cut=CutText(data, whole=True))
+
+    def for_pd(
+        self, params: PrefillParams | None, told: Mapping[str, EncodedItem] | None = None
+    ) -> Segments:
+        """Return the body for a prefill+decode instance.
+
+        Args:
+            params: ``None`` if it expects no transfer.
+            told: What encoders said of the items, by the items' names here: goes in place of their
+                media.
+        """
+        fields = self.fields
+        if told is not None:
+            fields = {**fields, "messages": media.with_metadata(self._messages, told)}
+        if params is not None:
+            fields = {**fields, "ec_transfer_params": params}
+        elif told is None and not self.changed:
+            return [self.cut.original()]
+        return self.cut.segments(msgspec.json.encode(fields))
+
+    def for_encoder(self, item: MediaItem, transfer: EncodeTransfer) -> Segments:
+        """Return the body of the encode job for one item: nothing of the text is in it.
+
+        It names no model: an encode instance has one, by whatever names others serve it.
+        """
+        job = {
+            "messages": [{"role": "user", "content": [item.part]}],
+            "max_tokens": 1,
+            "temperature": 0,
+            "stream": False,
+            **self.settings,
+            "ec_transfer_params": EncodeParams(transfers=(transfer,)),
+        }
+        return self.cut.segments(msgspec.json.encode(job))
+
+    def renamed(self) -> Call:
+        """Return this call with names for its items that were never sent without media."""
+        messages, items = media.renamed(self._messages, self.items)
+        fields = {**self.fields, "messages": messages}
+        return msgspec.structs.replace(self, changed=True, fields=fields, items=items)
+
+    def without(self, names: Collection[str]) -> Call:
+        """Return this call with texts in place of some of its items."""
+        missing = {each.mm_hash: each.modality for each in self.items if each.mm_hash in names}
+        fields = {**self.fields, "messages": media.without(self._messages, missing)}
+        items = tuple(each for each in self.items if each.mm_hash not in missing)
+        return msgspec.structs.replace(self, changed=True, fields=fields, items=items)
+
+    @property
+    def _messages(self) -> list[object]:
+        return cast("list[object]", self.fields["messages"])
+
+
+class _ProcessorSettings(msgspec.Struct):
+    """What is read of ``mm_processor_kwargs``."""
+
+    use_audio_in_video: object = False
+
+
+_processor_settings = msgspec.json.Decoder(_ProcessorSettings | None)
+
+
+def size(segments: Segments) -> int:
+    """Return how many bytes a body has."""
+    return sum(map(len, segments))
+
+
+def read_call(path: str, data: Data, rules: Rules, linked: LinkedMedia | None = None) -> Call:
+    """Read the body of a request.
+
+    Of bodies for which there is no reader, only what could harm others is looked at.
+
+    Args:
+        path: Of the endpoint.
+        data: As the client sent it; must not change afterwards.
+        rules: What it may ask for.
+        linked: What it names by URL. If something of that has to be fetched first, the call cannot
+            be sent, and the body is to be read once more.
+
+    Raises:
+        RequestError: 4xx; names the place, the value and the remedy.
+    """
+    cut, fields, changed = _read_object(path, data, rules)
+    call = Call(
+        path=path,
+        cut=cut,
+        changed=changed,
+        fields=fields,
+        model=_model(cut, fields, rules),
+        stream=_is_true(fields, "stream"),
+    )
+    return _READERS.get(path, _read_other)(call, fields, rules, linked)
+
+
+_Fields = dict[str, msgspec.Raw]
+
+
+def _read_chat(call: Call, fields: _Fields, rules: Rules, linked: LinkedMedia | None) -> Call:
+    if "messages" not in fields:
+        raise _missing("messages", 'a list of messages, [{"role": "user", "content": "..."}]')
+    settings = _settings(fields)
+    reader = _reader(call, fields, settings, rules, linked)
+    conversation = reader.conversation(fields["messages"])
+    return msgspec.structs.replace(
+        call,
+        changed=call.changed or conversation.changed,
+        fields={**fields, "messages": conversation.messages},
+        settings=settings,
+        items=_encoded_apart(reader, settings),
+        takes_metadata=True,
+    )
+
+
+def _read_completion(call: Call, fields: _Fields, rules: Rules, linked: LinkedMedia | None) -> Call:
+    if not {"prompt", "prompt_embeds"} & fields.keys():
+        raise _missing("prompt", "the text to complete")
+    return call
+
+
+def _read_responses(call: Call, fields: _Fields, rules: Rules, linked: LinkedMedia | None) -> Call:
+    if "input" not in fields:
+        raise _missing("input", 'a text, or a list like [{"role": "user", "content": "..."}]')
+    if not opens(fields["input"], b"["):
+        return call
+    settings = _settings(fields)
+    reader = _reader(call, fields, settings, rules, linked)
+    found = reader.conversation(fields["input"], "input", ("content", "output"))
+    _check_media_are_taken(reader, rules)
+    return msgspec.structs.replace(
+        call,
+        changed=call.changed or found.changed,
+        fields={**fields, "input": found.messages},
+        settings=settings,
+        items=_encoded_apart(reader, settings) if call.path == RESPONSES_PATH else (),
+    )
+
+
+def _read_messages(call: Call, fields: _Fields, rules: Rules, linked: LinkedMedia | None) -> Call:
+    if "messages" not in fields:
+        raise _missing("messages", 'a list of messages, [{"role": "user", "content": "..."}]')
+    reader = _reader(call, fields, {}, rules, linked)
+    found = reader.anthropic(fields["messages"])
+    _check_media_are_taken(reader, rules)
+    return msgspec.structs.replace(
+        call,
+        changed=call.changed or found.changed,
+        fields={**fields, "messages": found.messages},
+        items=reader.items if call.path == MESSAGES_PATH else (),
+    )
+
+
+def _read_decision(call: Call, fields: _Fields, rules: Rules, linked: LinkedMedia | None) -> Call:
+    for name in ("images", "audio", "videos"):
+        if (raw := _given(fields, name)) is not None and bytes(raw) != b"[]":
+            raise RequestError(
+                f"{name}: images, videos and audio clips are not taken at {DECISION_PATH}; send "
+                f"them to {CHAT_PATH}",
+                status=400,
+                code="unsupported_part",
+            )
+    return call
+
+
+def _read_other(call: Call, fields: _Fields, rules: Rules, linked: LinkedMedia | None) -> Call:
+    """Name the items of whatever has some; a prefill+decode instance encodes them itself."""
+    given = {name: fields[name] for name in _STREWN & fields.keys() if b"{" in bytes(fields[name])}
+    for name in ("messages", _IMAGES):
+        raw = fields.get(name)
+        if raw is not None and opens(raw, b"["):
+            given[name] = raw
+    if not given:
+        return call
+    reader = _reader(call, fields, _settings(fields), rules, linked)
+    read: dict[str, object] = {}
+    for name, raw in given.items():
+        if name == _IMAGES:
+            read[name] = reader.urls(raw, name)
+        elif name == "messages":
+            batch = call.path == BATCH_PATH
+            found = reader.batch(raw) if batch else reader.conversation(raw)
+            read[name] = found.messages if found.changed else raw
+        else:
+            read[name] = reader.strewn(raw, name)
+    _check_media_are_taken(reader, rules)
+    changed = any(value is not given[name] for name, value in read.items())
+    return msgspec.structs.replace(call, changed=call.changed or changed, fields={**fields, **read})
+
+
+_READERS: Mapping[str, Callable[[Call, _Fields, Rules, LinkedMedia | None], Call]] = {
+    CHAT_PATH: _read_chat,
+    COMPLETION_PATH: _read_completion,
+    RESPONSES_PATH: _read_responses,
+    MESSAGES_PATH: _read_messages,
+    COUNT_PATH: _read_messages,
+    MESSAGES_PATH + RENDER: _read_messages,
+    RESPONSES_PATH + RENDER: _read_responses,
+    DECISION_PATH: _read_decision,
+}
+"""By the path of the endpoint."""
+
+
+def _settings(fields: _Fields) -> _Fields:
+    return {name: fields[name] for name in _ENCODER_SETTINGS if name in fields}
+
+
+def _reader(
+    call: Call,
+    fields: _Fields,
+    settings: _Fields,
+    rules: Rules,
+    linked: LinkedMedia | None,
+) -> MediaReader:
+    """Return what finds the items of a call, and keys them by all that they depend on."""
+    _check_commas(call.cut, MAX_MESSAGES_COMMAS)
+    salt = b"".join(
+        call.cut.whole(bytes(_given(given, name) or b"")) + b"\0"
+        for given, name in [*((settings, name) for name in _ENCODER_SETTINGS), (fields, _SALT)]
+    )
+    check = None
+    if rules.limits is not None:
+        wished = (_given(settings, name) for name in _ENCODER_SETTINGS)
+        check = _Scales(rules.limits, check_processor_settings(rules.limits, *wished))
+    return MediaReader(call.cut, salt=salt, max_items=rules.max_items, check=check, linked=linked)
+
+
+class _Scales:
+    """Weighs the items of one request by what they become when they are decoded."""
+
+    def __init__(self, limits: MediaLimits, processing: Processing) -> None:
+        self._limits = limits
+        self._processing = processing
+        self._pixels = 0
+
+    def __call__(self, modality: Modality, media_type: str, data: Bytes, place: str) -> int:
+        pixels = check_item(self._limits, modality, media_type, data, place, self._processing)
+        self._pixels += pixels
+        check_request(self._limits, self._pixels)
+        return pixels
+
+
+def _encoded_apart(reader: MediaReader, settings: _Fields) -> tuple[MediaItem, ...]:
+    items = reader.items
+    if items and _uses_sound_of_videos(settings):
+        items = tuple(item for item in items if item.modality not in _WITH_SOUND)
+    return items
+
+
+def _check_media_are_taken(reader: MediaReader, rules: Rules) -> None:
+    if reader.count and not rules.pd_takes_media:
+        raise RequestError(
+            "images, videos and audio clips are taken in chat requests only: the prefill+decode "
+            f"instances hold no encoder; send them to {CHAT_PATH}",
+            status=400,
+            code="unsupported_part",
+        )
+
+
+def _read_object(
+    path: str, data: Data, rules: Rules
+) -> tuple[CutText, dict[str, msgspec.Raw], bool]:
+    """Return the cut text, its checked top level, and whether something was dropped from it."""
+    cut = CutText(data)
+    _check_size(cut)
+    try:
+        fields = _object.decode(cut.small)
+    except msgspec.ValidationError as error:
+        raise RequestError(
+            f"request body: {error}; send one JSON object", status=400, code="invalid_body"
+        ) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(
+            f"request body of {len(data)} bytes, beginning with "
+            f"{data[:32].decode('utf-8', 'replace')!r}, is not JSON in UTF-8: {error}",
+            status=400,
+            code="invalid_json",
+        ) from error
+    dropped = STRIPPED & fields.keys()
+    if rules.takes_kv:
+        dropped -= {KV}
+    if rules.unknown_fields != "pass" and path in KNOWN_FIELDS:
+        unknown = fields.keys() - KNOWN_FIELDS[path] - STRIPPED
+        if unknown and rules.unknown_fields == "refuse":
+            raise _unknown_fields(map(cut.restored, unknown), KNOWN_FIELDS[path])
+        dropped |= unknown
+    for name in dropped:
+        del fields[name]
+    _check_extra_arguments(fields)
+    return cut, fields, bool(dropped)
+
+
+def _check_size(cut: CutText) -> None:
+    """Refuse a text that would hold up others while it is read, or take much memory."""
+    nbytes = len(cut.small)
+    if nbytes > MAX_JSON_BYTES:
+        raise _too_much(f"{nbytes} bytes beside its media and other long strings", MAX_JSON_BYTES)
+    _check_commas(cut, MAX_COMMAS)
+    if nbytes > 2 * MAX_STRINGS and (quotes := cut.count(b'"')) > 2 * MAX_STRINGS:
+        strings = (quotes - cut.count(b'\\"')) // 2
+        if strings > MAX_STRINGS:
+            raise _too_much(f"{strings} strings", MAX_STRINGS)
+
+
+def _check_commas(cut: CutText, most: int) -> None:
+    if len(cut.small) > most and (commas := cut.count(b",")) > most:
+        raise _too_much(f"{commas} commas", most)
+
+
+def _too_much(found: str, most: int) -> RequestError:
+    return RequestError(
+        f"request body holds {found}: at most {most} are allowed; send fewer values, or less text",
+        status=413,
+        code="too_many_values",
+    )
+
+
+def _unknown_fields(names: Iterable[str], known: frozenset[str]) -> RequestError:
+    unknown = sorted(names)
+    described = []
+    for name in unknown[:MAX_NAMED]:
+        near = difflib.get_close_matches(name[:64], known, n=1)
+        described.append(f"{name[:64]!r}" + (f" (did you mean {near[0]!r}?)" if near else ""))
+    if len(unknown) > MAX_NAMED:
+        described.append(f"and {len(unknown) - MAX_NAMED} more")
+    return RequestError(
+        f"unknown field{'s' if len(unknown) > 1 else ''} {', '.join(described)} in the request "
+        "body: correct the name or remove it",
+        status=400,
+        code="unknown_field",
+    )
+
+
+def _check_extra_arguments(fields: Mapping[str, msgspec.Raw]) -> None:
+    """Refuse ``vllm_xargs`` that would pose as the router's own parameters inside the engine."""
+    raw = _given(fields, "vllm_xargs")
+    if raw is None:
+        return
+    given = decode(_object, raw, "vllm_xargs: expected an object of strings and numbers")
+    forged = sorted(STRIPPED & given.keys())
+    if forged:
+        raise RequestError(
+            f"vllm_xargs may not hold {forged}: these names are the router's own; remove them",
+            status=400,
+            code="invalid_field",
+        )
+
+
+def _uses_sound_of_videos(fields: Mapping[str, msgspec.Raw]) -> bool:
+    raw = fields.get("mm_processor_kwargs")
+    if raw is None:
+        return False
+    try:
+        settings = _processor_settings.decode(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(
+            f"mm_processor_kwargs: {error}; give an object of the processor's settings",
+            status=400,
+            code="invalid_field",
+        ) from error
+    return settings is not None and bool(settings.use_audio_in_video)
+
+
+def _model(cut: CutText, fields: Mapping[str, msgspec.Raw], rules: Rules) -> str:
+    raw = _given(fields, "model")
+    if raw is None:
+        return ""
+    name = cut.text(raw, "model")
+    if rules.models is not None and name not in rules.models:
+        served = " or ".join(repr(each) for each in sorted(rules.models))
+        raise RequestError(
+            f"model {name[:128]!r} is not served here: this router serves {served}; correct the "
+            "field or leave it out",
+            status=404,
+            code="model_not_found",
+        )
+    return name
+
+
+def _given(fields: Mapping[str, msgspec.Raw], name: str) -> msgspec.Raw | None:
+    """Return a field's value; ``None`` if it is missing or null."""
+    raw = fields.get(name)
+    return None if raw is None or bytes(raw) == b"null" else raw
+
+
+def _is_true(fields: Mapping[str, msgspec.Raw], name: str) -> bool:
+    raw = fields.get(name)
+    return raw is not None and bytes(raw) == b"true"
+
+
+def _missing(name: str, expected: str) -> RequestError:
+    return RequestError(
+        f"field {name!r} is missing in the request body: give {expected}",
+        status=400,
+        code="missing_field",
+    )

@@ -1,0 +1,372 @@
+"""Media that requests name by URL: fetched once for all who ask, kept for a while.
+
+`LinkedItems` stands between the reader of a request, which may run in a thread, and the fetching of
+what it finds, which begins at once. `MediaFetcher` has one fetch of a URL under way, however many
+wait for it, and gives up what nobody waits for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import logging
+import re
+import time
+from collections.abc import Callable, Iterator
+
+from epd_portable.config.routing import MediaUrls
+from epd_portable.errors import RequestError
+from epd_portable.media.addresses import FetchResult, MediaUrlError, WebTarget, read_url
+from epd_portable.media.formats import READERS, Modality
+from epd_portable.router.contents.cut_text import Bytes
+from epd_portable.router.contents.web_files import FetchedFile, Resolve, WebFiles
+from epd_portable.router.http.incoming import Bodies
+from epd_portable.router.http.replies import unavailable
+from epd_portable.router.telling.metrics import Metrics
+
+logger = logging.getLogger(__name__)
+
+OVERHEAD_BYTES = 512
+"""Of a file that is kept, beside its text and its URL."""
+
+MEDIA_TYPES = {
+    "PNG": "image/png",
+    "JPEG": "image/jpeg",
+    "GIF": "image/gif",
+    "WebP": "image/webp",
+    "BMP": "image/bmp",
+    "TIFF": "image/tiff",
+    "AVIF/HEIF": "image/avif",
+    "JPEG 2000": "image/jp2",
+    "JPEG 2000 code stream": "image/j2c",
+    "PNM": "image/x-portable-anymap",
+    "ICO": "image/x-icon",
+    "MP4/MOV": "video/mp4",
+    "WebM/Matroska": "video/webm",
+    "AVI": "video/x-msvideo",
+    "WAV": "audio/wav",
+    "FLAC": "audio/flac",
+    "OGG": "audio/ogg",
+    "MP3": "audio/mpeg",
+}
+"""What is written into a data URL, by what a file was found to be."""
+
+
+class _Flight:
+    """A file on its way, and how many requests wait for it."""
+
+    def __init__(self, key: str, task: asyncio.Task[FetchedFile]) -> None:
+        self.key = key
+        self.task = task
+        self.waiting = 0
+
+
+class MediaFetcher:
+    """Fetches files for all requests.
+
+    Args:
+        settings: What may be fetched, and how much.
+        bodies: Counts the memory of what is on its way.
+        metrics: Count what happens.
+        unknown_media: Whether a file of no known format is let in.
+        resolve: Looks names up; the system unless given.
+    """
+
+    def __init__(
+        self,
+        settings: MediaUrls,
+        bodies: Bodies,
+        metrics: Metrics,
+        *,
+        unknown_media: bool = False,
+        resolve: Resolve | None = None,
+    ) -> None:
+        self._metrics = metrics
+        self.unknown_media = unknown_media
+        self._files = WebFiles(settings, bodies, resolve)
+        self._flights: dict[str, _Flight] = {}
+        self._kept = _Kept(settings.cache_bytes, settings.cache_s)
+
+    async def close(self) -> None:
+        """End what is on its way."""
+        tasks = [flight.task for flight in self._flights.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._files.close()
+
+    @contextlib.contextmanager
+    def of_request(self) -> Iterator[LinkedItems]:
+        """Yield what one request names; what it alone waits for at the end is given up."""
+        linked = LinkedItems(self)
+        try:
+            yield linked
+        finally:
+            linked.close()
+
+    def target(self, url: str) -> WebTarget:
+        """Return what a URL of a client asks for.
+
+        Raises:
+            MediaUrlError: It is not fetched.
+        """
+        try:
+            target = read_url(url)
+            self._files.check(target)
+        except MediaUrlError:
+            self._metrics.fetches.labels("refused").inc()
+            raise
+        return target
+
+    def join(self, target: WebTarget) -> FetchedFile | _Flight:
+        """Return a file that is kept, or wait with others for the one that is on its way."""
+        key = target.url
+        kept = self._kept.get(key)
+        if kept is not None:
+            self._metrics.media_urls.labels("cache").inc()
+            return kept
+        flight = self._flights.get(key)
+        if flight is None:
+            self._metrics.media_urls.labels("fetch").inc()
+            flight = _Flight(key, asyncio.get_running_loop().create_task(self._fetch(target)))
+            self._flights[key] = flight
+            flight.task.add_done_callback(lambda task: self._landed(key, task))
+        else:
+            self._metrics.media_urls.labels("joined").inc()
+        flight.waiting += 1
+        return flight
+
+    def leave(self, flight: _Flight) -> None:
+        """Wait no longer; what nobody waits for is not fetched to its end."""
+        flight.waiting -= 1
+        if not flight.waiting and not flight.task.done():
+            flight.task.cancel()
+            # Who comes in this moment must not join what ends.
+            self._flights.pop(flight.key, None)
+
+    def _landed(self, key: str, task: asyncio.Task[FetchedFile]) -> None:
+        flight = self._flights.get(key)
+        if flight is not None and flight.task is task:
+            del self._flights[key]
+        if not task.cancelled() and task.exception() is None:
+            self._kept.put(key, task.result())
+
+    async def _fetch(self, target: WebTarget) -> FetchedFile:
+        """Fetch a file, and count how that ended.
+
+        Raises:
+            MediaUrlError: It cannot be obtained.
+            RequestError: There is no memory for it.
+        """
+        started = time.monotonic()
+        result: FetchResult = "failed"
+        try:
+            file = await self._files.fetch(target)
+            result = "ok"
+            self._metrics.fetched_bytes.inc(file.nbytes)
+            self._metrics.fetch_s.observe(time.monotonic() - started)
+            return file
+        except MediaUrlError as error:
+            result = error.result
+            level = logging.INFO if error.status < 500 else logging.WARNING
+            logger.log(level, "%s: %s (%s)", target.shown, error, error.__cause__ or result)
+            raise
+        except asyncio.CancelledError:
+            result = "cancelled"
+            raise
+        except RequestError as error:
+            result = "too_large" if error.status == 413 else "busy"
+            raise
+        finally:
+            self._metrics.fetches.labels(result).inc()
+
+
+class LinkedItems:
+    """What one request names by URL: the `LinkedMedia` of its reader, and what fetches it.
+
+    The reader may run in another thread; what it finds is on its way at once, while it goes on.
+
+    Args:
+        fetcher: Fetches.
+
+    Attributes:
+        held_bytes: Of what was fetched.
+        nbytes: The same, as often as it is in the request.
+    """
+
+    def __init__(self, fetcher: MediaFetcher) -> None:
+        self._fetcher = fetcher
+        self._loop = asyncio.get_running_loop()
+        self._places: dict[WebTarget, str] = {}
+        self._files: dict[WebTarget, FetchedFile] = {}
+        self._flights: dict[WebTarget, _Flight] = {}
+        self._keys: dict[str, str] = {}
+        self._closed = False
+        self.held_bytes = 0
+        self.nbytes = 0
+
+    @property
+    def wanted(self) -> bool:
+        """Whether something is not there yet."""
+        return len(self._files) < len(self._places)
+
+    def find(self, url: Bytes, modality: Modality, where: str) -> tuple[str, Bytes] | None:
+        """Return media type and base64 text; see `LinkedMedia`."""
+        try:
+            target = self._fetcher.target(bytes(url).decode())
+        except (MediaUrlError, UnicodeDecodeError) as error:
+            shown = _shown(bytes(url[:200]))
+            refused = error if isinstance(error, MediaUrlError) else MediaUrlError("it is no text")
+            raise _refusal(refused, where, shown) from error
+        file = self._files.get(target)
+        if file is not None:
+            self.nbytes += len(file.text)
+            return self._media_type(file, modality, where, target), file.text
+        if target not in self._places:
+            self._places[target] = where
+            self._loop.call_soon_threadsafe(self._begin, target)
+        return None
+
+    def key(self, where: str, make: Callable[[], str]) -> str:
+        """Return what names the item at a place; see `LinkedMedia`."""
+        made = self._keys.get(where)
+        if made is None:
+            made = self._keys[where] = make()
+        return made
+
+    async def fetch(self) -> None:
+        """Return when everything is there.
+
+        Raises:
+            RequestError: Something cannot be obtained; the first of it in the request, of what is
+                known by then.
+        """
+        for target in self._places:
+            self._begin(target)
+        waits = {flight.task for flight in self._flights.values()}
+        if waits:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_EXCEPTION)
+        for target, where in self._places.items():
+            flight = self._flights.get(target)
+            if flight is None or not flight.task.done():
+                continue
+            try:
+                self._files[target] = flight.task.result()
+            except MediaUrlError as error:
+                raise _refusal(error, where, target.shown) from error
+            except RequestError as error:
+                raise RequestError(
+                    f"{where}: {target.shown}: {error}",
+                    status=error.status,
+                    code=error.code,
+                    retry_after_s=error.retry_after_s,
+                ) from error
+            except asyncio.CancelledError:
+                # The fetcher was closed; had this request been given up, nobody would be here.
+                raise unavailable("the router is stopping") from None
+        self.held_bytes = sum(len(file.text) for file in self._files.values())
+
+    def close(self) -> None:
+        """Wait for nothing any more."""
+        self._closed = True
+        for flight in self._flights.values():
+            self._fetcher.leave(flight)
+        self._flights.clear()
+
+    def _begin(self, target: WebTarget) -> None:
+        if self._closed or target in self._flights or target in self._files:
+            return
+        found = self._fetcher.join(target)
+        if isinstance(found, FetchedFile):
+            self._files[target] = found
+        else:
+            self._flights[target] = found
+
+    def _media_type(
+        self, file: FetchedFile, modality: Modality, where: str, target: WebTarget
+    ) -> str:
+        if file.kind in READERS[modality]:
+            assert file.kind is not None
+            family, _, subtype = MEDIA_TYPES[file.kind].partition("/")
+            return f"video/{subtype}" if modality == "video" else f"{family}/{subtype}"
+        if self._fetcher.unknown_media:
+            return f"{modality}/octet-stream"
+        what = "what is there has no known format" if file.kind is None else f"it is {file.kind}"
+        known = ", ".join(READERS[modality])
+        raise _refusal(
+            MediaUrlError(
+                f"{what}, and none of those that are understood of {modality}: {known}",
+                code="unknown_media",
+            ),
+            where,
+            target.shown,
+        )
+
+
+class _Kept:
+    """Files that were fetched, for a while; the one longest not asked for goes first."""
+
+    def __init__(self, most_bytes: int, most_s: float) -> None:
+        self._most_bytes = most_bytes
+        self._most_s = most_s
+        self._files: collections.OrderedDict[str, tuple[FetchedFile, float]] = (
+            collections.OrderedDict()
+        )
+        self._nbytes = 0
+        self._sweep_at = 0.0
+
+    def get(self, key: str) -> FetchedFile | None:
+        """Return a file that is there and not too old."""
+        found = self._files.get(key)
+        if found is None:
+            return None
+        if found[1] < time.monotonic():
+            self._drop(key)
+            return None
+        self._files.move_to_end(key)
+        return found[0]
+
+    def put(self, key: str, file: FetchedFile) -> None:
+        """Keep a file, if it may be and there is room."""
+        keep_s = min(self._most_s, file.keep_s)
+        nbytes = _size(key, file)
+        if keep_s <= 0 or nbytes > self._most_bytes:
+            return
+        now = time.monotonic()
+        if now > self._sweep_at:
+            self._sweep_at = now + self._most_s / 4
+            for old in [each for each, (_, until) in self._files.items() if until < now]:
+                self._drop(old)
+        if key in self._files:
+            self._drop(key)
+        self._files[key] = file, now + keep_s
+        self._nbytes += nbytes
+        while self._nbytes > self._most_bytes:
+            self._drop(next(iter(self._files)))
+
+    def _drop(self, key: str) -> None:
+        file, _ = self._files.pop(key)
+        self._nbytes -= _size(key, file)
+
+
+def _size(key: str, file: FetchedFile) -> int:
+    return len(file.text) + len(key) + OVERHEAD_BYTES
+
+
+def _shown(url: bytes) -> str:
+    """Return the beginning of a URL that cannot be taken apart; never what signs or opens it."""
+    if b"@" in url:
+        return repr(url[: url.find(b":") + 1].decode("latin-1")) + "…"
+    head = re.split(rb"[?#]", url, maxsplit=1)[0]
+    shown = repr(head[:80].decode("utf-8", "replace"))
+    return shown + ("…" if len(head) > 80 or len(head) < len(url) else "")
+
+
+def _refusal(error: MediaUrlError, where: str, shown: str) -> RequestError:
+    return RequestError(
+        f"{where}: {shown}: {error}",
+        status=error.status,
+        code=error.code,
+        retry_after_s=error.retry_after_s,
+    )

@@ -1,0 +1,487 @@
+"""Files of the web: asked for by HTTP, from where that is allowed, and bounded in every way.
+
+The addresses of a name are looked up once, all of them are checked, and one of these is connected
+to: a name that is another machine's a moment later leads nowhere. Each redirect goes the same way.
+Whatever a server says of a file is not believed: its format is told by content, and its length
+counted. What comes is made base64 piece by piece, so that nobody waits for a large file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import binascii
+import contextlib
+import mmap
+import re
+import socket
+import ssl
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import anyio
+import httpcore
+import httpx
+import msgspec
+
+from epd_portable.config.routing import MediaUrls
+from epd_portable.errors import MediaError
+from epd_portable.media.addresses import (
+    AddressPolicy,
+    Domains,
+    MediaUrlError,
+    WebTarget,
+    redirected,
+)
+from epd_portable.media.base64_view import Base64View
+from epd_portable.media.formats import kind_of
+from epd_portable.router.contents.cut_text import Bytes
+from epd_portable.router.http.incoming import Bodies, Body
+from epd_portable.router.http.replies import RETRY_AFTER_S
+
+Resolve = Callable[[str, int], list[str]]
+"""Returns the addresses of a name; blocks, and raises `OSError`."""
+
+MAX_ADDRESSES = 4
+"""Of one name, that are tried one after the other."""
+CONNECT_S = 3.0
+"""Longest time of connecting to one of them."""
+LOOKUPS = 8
+"""Names that are looked up at a time."""
+MAX_HEAD_BYTES = 64 * 1024
+"""Of an answer's headers, with all that comes before them."""
+HEAD_PIECE_BYTES = 4096
+PIECES_ANYWAY = 2048
+SMALLEST_PIECES = 128
+"""So many pieces of a file may be of any size; of more, each must have so many bytes on average."""
+PIECES_AT_ONCE = 8
+"""Others are served after so many pieces at the latest."""
+IN_MEMORY_BYTES = 1 << 20
+"""Memory from this size on is a map, of which only what is written to is there."""
+
+_REDIRECTS = frozenset({301, 302, 303, 307, 308})
+_LATER = frozenset({408, 425, 429})
+_MAX_AGE = re.compile(r"(?:^|[,\s])max-age=\"?(\d{1,9})")
+_NOT_KEPT = re.compile(r"(?:^|[,\s])(?:no-store|no-cache|private)(?:$|[,\s=])")
+
+
+class FetchedFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A file that was fetched.
+
+    Attributes:
+        text: Of base64.
+        nbytes: Of the file.
+        kind: Its format, one of `MEDIA_TYPES`; ``None`` if it is none of these.
+        keep_s: How long its server lets others have it.
+    """
+
+    text: Bytes
+    nbytes: int
+    kind: str | None
+    keep_s: float = float("inf")
+
+
+class WebFiles:
+    """Fetches files, one call for each.
+
+    Args:
+        settings: What may be fetched, and how much.
+        bodies: Counts the memory of what is on its way.
+        resolve: Looks names up; the system unless given.
+    """
+
+    def __init__(self, settings: MediaUrls, bodies: Bodies, resolve: Resolve | None = None) -> None:
+        self._settings = settings
+        self._bodies = bodies
+        self._domains = Domains(settings.allowed_domains)
+        self._names = ThreadPoolExecutor(LOOKUPS, "epd-names")
+        network = _CheckedNetwork(
+            AddressPolicy(settings.allowed_networks), resolve or _resolve, self._names
+        )
+        self._pool = httpcore.AsyncConnectionPool(
+            ssl_context=httpx.create_ssl_context(trust_env=True),
+            max_connections=None,
+            # What a server sends beyond its answer must not answer the next request.
+            max_keepalive_connections=0,
+            network_backend=network,
+        )
+        self._turns = _Turns(settings.max_fetches, settings.max_fetches_per_host)
+
+    async def close(self) -> None:
+        """Close connections."""
+        await self._pool.aclose()
+        self._names.shutdown(wait=False, cancel_futures=True)
+
+    def check(self, target: WebTarget) -> None:
+        """Check that something is fetched from a host.
+
+        Raises:
+            MediaUrlError: It is not.
+        """
+        self._domains.check(target)
+
+    async def fetch(self, target: WebTarget) -> FetchedFile:
+        """Fetch a file from where redirects lead.
+
+        Args:
+            target: That was checked.
+
+        Raises:
+            MediaUrlError: It cannot be obtained.
+            RequestError: 503; there is no memory for it.
+        """
+        with self._bodies.holding() as held:
+            return await self._follow(target, held)
+
+    async def _follow(self, target: WebTarget, held: Body) -> FetchedFile:
+        """A turn at a host is given back before the next host's is waited for."""
+        seen = {target}
+        left_s = self._settings.timeout_s
+        while True:
+            async with self._turns.at(target.host, self._settings.timeout_s):
+                begun = time.monotonic()
+                try:
+                    with anyio.fail_after(left_s):
+                        answer = await self._ask(target, held)
+                except TimeoutError as error:
+                    raise _too_slow(self._settings.timeout_s) from error
+            left_s = max(left_s - (time.monotonic() - begun), 0.0)
+            if isinstance(answer, FetchedFile):
+                return answer
+            target = redirected(target, answer)
+            if target in seen:
+                raise MediaUrlError("its redirects go round in a circle")
+            seen.add(target)
+            if len(seen) > self._settings.max_redirects + 1:
+                raise MediaUrlError(
+                    f"more than {self._settings.max_redirects} redirects are not followed "
+                    "(router.media_urls.max_redirects)"
+                )
+            try:
+                self._domains.check(target)
+            except MediaUrlError as error:
+                raise MediaUrlError(f"it redirects to where nothing is fetched: {error}") from None
+
+    async def _ask(self, target: WebTarget, held: Body) -> FetchedFile | str:
+        """Return what a server gives, or where it says that it is."""
+        request = httpcore.Request(
+            b"GET",
+            httpcore.URL(
+                scheme=target.scheme.encode(),
+                host=target.host.encode(),
+                port=target.port,
+                target=target.path.encode(),
+            ),
+            headers=[
+                (b"Host", target.authority.encode()),
+                (b"Accept", b"image/*, video/*, audio/*, */*;q=0.5"),
+                (b"Accept-Encoding", b"identity"),
+                (b"User-Agent", b"epd-portable"),
+                (b"Connection", b"close"),
+            ],
+            extensions={"timeout": {"connect": CONNECT_S}},
+        )
+        try:
+            response = await self._pool.handle_async_request(request)
+            stream = response.extensions["network_stream"]
+            assert isinstance(stream, _Stream)
+            stream.in_head = False
+            try:
+                return await self._taken(response, held)
+            finally:
+                await response.aclose()
+        except httpcore.TimeoutException as error:
+            raise _too_slow(CONNECT_S) from error
+        except httpcore.ConnectError as error:
+            raise _failed("no connection could be made to its host") from error
+        except (httpcore.NetworkError, httpcore.ProtocolError) as error:
+            raise _failed("its server broke off, or what it answered is no HTTP") from error
+
+    async def _taken(self, response: httpcore.Response, held: Body) -> FetchedFile | str:
+        headers: dict[bytes, list[bytes]] = {}
+        for name, value in response.headers:
+            headers.setdefault(name.lower(), []).append(value)
+        status = response.status
+        if status in _REDIRECTS:
+            there = headers.get(b"location", [])
+            if len(there) != 1:
+                raise _failed(f"its server answered {status} without one place to go to")
+            try:
+                return there[0].decode()
+            except UnicodeDecodeError:
+                raise MediaUrlError("it redirects to what is no URL") from None
+        if status != 200:
+            theirs = 400 <= status < 500 and status not in _LATER
+            raise _failed(f"its server answered {status}", status=400 if theirs else 502)
+        encoding = b",".join(headers.get(b"content-encoding", [])).strip().lower()
+        if encoding not in (b"", b"identity"):
+            raise _failed("its server sent it compressed, which it was not asked for")
+        announced = None
+        if b"transfer-encoding" not in headers and b"content-length" in headers:
+            announced = int(headers[b"content-length"][0])
+        written = await self._text(response, announced, held)
+        text = written.end()
+        kind = None
+        with contextlib.suppress(MediaError):
+            kind = kind_of(Base64View(text))
+        keep_s = _keep_s(b",".join(headers.get(b"cache-control", [])).decode("latin-1").lower())
+        return FetchedFile(text=text, nbytes=written.nbytes, kind=kind, keep_s=keep_s)
+
+    async def _text(
+        self, response: httpcore.Response, announced: int | None, held: Body
+    ) -> _Base64Text:
+        """Return base64 of an answer's body."""
+        most = self._settings.max_bytes
+        if announced is not None and announced > most:
+            raise self._too_large(f"it has {announced} bytes")
+        text = _Base64Text(most if announced is None else announced)
+        pieces = 0
+        async for piece in _pieces_of(response):
+            if text.nbytes + len(piece) > most:
+                raise self._too_large("it does not end there")
+            text.add(piece)
+            self._bodies.count(held, text.size)
+            pieces += 1
+            if pieces > PIECES_ANYWAY and text.nbytes < pieces * SMALLEST_PIECES:
+                raise _failed("it comes in too many too small pieces")
+            if pieces % PIECES_AT_ONCE == 0:
+                await asyncio.sleep(0)
+        if not text.nbytes:
+            raise _failed("its server sent nothing", status=400)
+        return text
+
+    def _too_large(self, what: str) -> MediaUrlError:
+        return MediaUrlError(
+            f"{what}: at most {self._settings.max_bytes} bytes are fetched; send a smaller one, or "
+            "raise router.media_urls.max_bytes",
+            status=413,
+            code="media_too_large",
+            result="too_large",
+        )
+
+
+class _CheckedNetwork(httpcore.AsyncNetworkBackend):
+    """Connects to addresses that were checked, and to no other of a name."""
+
+    def __init__(self, policy: AddressPolicy, resolve: Resolve, names: ThreadPoolExecutor) -> None:
+        self._policy = policy
+        self._resolve = resolve
+        self._names = names
+        self._network = httpcore.AnyIOBackend()
+
+    async def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
+    ) -> httpcore.AsyncNetworkStream:
+        """Connect to one of a name's addresses.
+
+        Raises:
+            MediaUrlError: One of them is not to be connected to, or there is none.
+        """
+        last: Exception | None = None
+        for address in (await self._addresses(host, port))[:MAX_ADDRESSES]:
+            try:
+                stream = await self._network.connect_tcp(
+                    address, port, timeout, local_address, socket_options
+                )
+            except (httpcore.ConnectError, httpcore.ConnectTimeout) as error:
+                last = error
+                continue
+            peer = stream.get_extra_info("server_addr")
+            if not self._policy.allows(peer[0]):
+                await stream.aclose()
+                raise _not_public()
+            return _Stream(stream)
+        assert last is not None
+        raise last
+
+    async def connect_unix_socket(
+        self,
+        path: str,
+        timeout: float | None = None,
+        socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
+    ) -> httpcore.AsyncNetworkStream:
+        """Refuse: no URL means a socket of this machine."""
+        raise _not_public()
+
+    async def sleep(self, seconds: float) -> None:
+        """Wait."""
+        await anyio.sleep(seconds)
+
+    async def _addresses(self, host: str, port: int) -> list[str]:
+        loop = asyncio.get_running_loop()
+        try:
+            found = await loop.run_in_executor(self._names, self._resolve, host, port)
+        except (OSError, UnicodeError) as error:
+            raise _failed("its host is not known") from error
+        if not found:
+            raise _failed("its host is not known")
+        if not all(self._policy.allows(address) for address in found):
+            raise _not_public()
+        return found
+
+
+class _Stream(httpcore.AsyncNetworkStream):
+    """A connection of which little is read at a time until the headers are there.
+
+    What comes in one piece is parsed in one go, and may be a thousand answers without an end.
+    """
+
+    def __init__(self, stream: httpcore.AsyncNetworkStream) -> None:
+        self.in_head = True
+        self._stream = stream
+        self._nbytes = 0
+
+    async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        """Return what has come."""
+        if not self.in_head:
+            return await self._stream.read(max_bytes, timeout)
+        data = await self._stream.read(min(max_bytes, HEAD_PIECE_BYTES), timeout)
+        self._nbytes += len(data)
+        if self._nbytes > MAX_HEAD_BYTES:
+            raise httpcore.RemoteProtocolError(f"more than {MAX_HEAD_BYTES} bytes of headers")
+        return data
+
+    async def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        """Send."""
+        await self._stream.write(buffer, timeout)
+
+    async def aclose(self) -> None:
+        """Close."""
+        await self._stream.aclose()
+
+    async def start_tls(
+        self,
+        ssl_context: ssl.SSLContext,
+        server_hostname: str | None = None,
+        timeout: float | None = None,
+    ) -> httpcore.AsyncNetworkStream:
+        """Return the connection, secured."""
+        return _Stream(await self._stream.start_tls(ssl_context, server_hostname, timeout))
+
+    def get_extra_info(self, info: str) -> Any:
+        """Return what is known of the connection."""
+        return self._stream.get_extra_info(info)
+
+
+class _Turns:
+    """So many at a time, in all and at each host; first come, first served at a host."""
+
+    def __init__(self, most: int, most_of_host: int) -> None:
+        self._all = asyncio.Semaphore(most)
+        self._most_of_host = most_of_host
+        self._hosts: dict[str, tuple[asyncio.Semaphore, int]] = {}
+
+    @contextlib.asynccontextmanager
+    async def at(self, host: str, wait_s: float) -> AsyncIterator[None]:
+        """Hold a turn; that of the host first, so that those of a slow one take nobody else's.
+
+        Raises:
+            MediaUrlError: None came in time.
+        """
+        turns, users = self._hosts.get(host) or (asyncio.Semaphore(self._most_of_host), 0)
+        self._hosts[host] = (turns, users + 1)
+        try:
+            async with contextlib.AsyncExitStack() as held:
+                try:
+                    with anyio.fail_after(wait_s):
+                        await held.enter_async_context(turns)
+                        await held.enter_async_context(self._all)
+                except TimeoutError as error:
+                    raise MediaUrlError(
+                        f"others were fetched for {wait_s:g} s; try again later, or raise "
+                        "router.media_urls.max_fetches and max_fetches_per_host",
+                        status=503,
+                        code="too_many_fetches",
+                        result="busy",
+                        retry_after_s=RETRY_AFTER_S,
+                    ) from error
+                yield
+        finally:
+            turns, users = self._hosts.pop(host)
+            if users > 1:
+                self._hosts[host] = (turns, users - 1)
+
+
+class _Base64Text:
+    """Base64 of what comes in pieces.
+
+    Args:
+        most: Bytes that may come.
+
+    Attributes:
+        nbytes: That have come.
+        size: Characters that are written.
+    """
+
+    def __init__(self, most: int) -> None:
+        room = (most + 2) // 3 * 4
+        memory = bytearray(room) if room <= IN_MEMORY_BYTES else mmap.mmap(-1, room)
+        self._memory = memoryview(memory)
+        self._rest = b""
+        self.nbytes = 0
+        self.size = 0
+
+    def add(self, piece: bytes) -> None:
+        """Write a piece; one or two bytes wait for the next."""
+        self.nbytes += len(piece)
+        if self._rest:
+            piece = self._rest + piece
+        whole = len(piece) - len(piece) % 3
+        self._rest = piece[whole:]
+        self._write(memoryview(piece)[:whole])
+
+    def end(self) -> Bytes:
+        """Return the text."""
+        self._write(memoryview(self._rest))
+        text = self._memory[: self.size]
+        return bytes(text) if self.size <= IN_MEMORY_BYTES else text
+
+    def _write(self, data: memoryview) -> None:
+        text = binascii.b2a_base64(data, newline=False)
+        self._memory[self.size : self.size + len(text)] = text
+        self.size += len(text)
+
+
+async def _pieces_of(response: httpcore.Response) -> AsyncIterator[bytes]:
+    async for piece in response.aiter_stream():
+        if piece:
+            yield piece
+
+
+def _resolve(host: str, port: int) -> list[str]:
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(address[0]) for *_, address in found))
+
+
+def _keep_s(cache_control: str) -> float:
+    if _NOT_KEPT.search(cache_control):
+        return 0.0
+    age = _MAX_AGE.search(cache_control)
+    return float(age[1]) if age else float("inf")
+
+
+def _failed(problem: str, *, status: int = 502) -> MediaUrlError:
+    return MediaUrlError(problem, status=status, code="media_url_failed", result="failed")
+
+
+def _too_slow(within_s: float) -> MediaUrlError:
+    return MediaUrlError(
+        f"it did not come within {within_s:g} s",
+        status=504,
+        code="media_url_timeout",
+        result="timeout",
+    )
+
+
+def _not_public() -> MediaUrlError:
+    """Return the same for all of them: no address of a network is told to whoever asks."""
+    return MediaUrlError(
+        "its host has an address that is not public, and of none of "
+        "router.media_urls.allowed_networks"
+    )

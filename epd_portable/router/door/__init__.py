@@ -1,0 +1,1 @@
+"""Who comes in: keys, origins, trusted hops, limits and who waits."""

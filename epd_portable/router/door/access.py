@@ -1,0 +1,107 @@
+"""Who may ask: keys of clients, from a file that may change."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from epd_portable.errors import ConfigError, RequestError
+
+logger = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 2.0
+MIN_CHARACTERS = 16
+
+
+class ApiKeys:
+    """The keys of one file, one a line; empty lines and those that begin with ``#`` are none.
+
+    Args:
+        path: Of the file.
+        key: Of the settings that names it.
+
+    Raises:
+        ConfigError: It cannot be read, others may read it, or it holds no usable key.
+    """
+
+    def __init__(self, path: str, key: str = "router.api_keys_file") -> None:
+        self._path = path
+        self._key = key
+        self._stamp, self._digests = _read(path, key)
+        self._next_look = time.monotonic() + LOOK_EVERY_S
+
+    def check(self, headers: Mapping[str, str]) -> bytes:
+        """Look for a key in ``authorization`` (bearer) or ``x-api-key``.
+
+        Returns:
+            The digest of it.
+
+        Raises:
+            RequestError: 401; there is none, or it is not one of these.
+        """
+        scheme, _, shown = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            shown = headers.get("x-api-key", "")
+        if not self.holds(shown):
+            raise RequestError(
+                "the API key is missing or wrong: send one of this router's keys as "
+                "'Authorization: Bearer KEY'",
+                status=401,
+                code="invalid_api_key",
+            )
+        return _digest(shown)
+
+    def holds(self, shown: str) -> bool:
+        """Tell whether this is one of the keys."""
+        self._look_again()
+        digest = _digest(shown)
+        # All are compared, so that the time tells nothing of which one was near.
+        return any([hmac.compare_digest(digest, known) for known in self._digests])
+
+    def _look_again(self) -> None:
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + LOOK_EVERY_S
+        try:
+            if _stamp(self._path) == self._stamp:
+                return
+            self._stamp, self._digests = _read(self._path, self._key)
+        except (OSError, ConfigError) as error:
+            # The keys that are known go on being good: a file is not always written at once.
+            logger.warning("keys stay as they are: %s", error)
+        else:
+            logger.info("keys of %s were read again: there are %d", self._key, len(self._digests))
+
+
+def _digest(shown: str) -> bytes:
+    return hashlib.sha256(shown.strip().encode()).digest()
+
+
+def _stamp(path: str) -> tuple[int, int, int]:
+    found = os.stat(Path(path).expanduser())
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _read(path: str, key: str) -> tuple[tuple[int, int, int], list[bytes]]:
+    try:
+        stamp = _stamp(path)
+        if (mode := os.stat(Path(path).expanduser()).st_mode & 0o777) & 0o077:
+            raise ConfigError(
+                f"{key} {path} has mode {mode:04o}: others can read or change it; chmod 600 {path}"
+            )
+        lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{key} {path} cannot be read: {error}") from error
+    keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    if not keys or min(map(len, keys)) < MIN_CHARACTERS:
+        raise ConfigError(
+            f"{key} {path} holds {len(keys)} keys: at least one is needed, and each "
+            f"of at least {MIN_CHARACTERS} characters, one a line"
+        )
+    return stamp, [_digest(each) for each in keys]

@@ -1,0 +1,285 @@
+"""Requests at the router's door: those that may not go to instances yet wait, bounded in every way.
+
+The order is the `Gate`'s. Here are what requests take of its limits, the limits themselves, which
+follow the instances that are usable, and what is told to those that wait in vain.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from epd_portable.config.roles import Duty
+from epd_portable.config.routing import AdmissionSection
+from epd_portable.errors import RequestError
+from epd_portable.router.contents.body import Call
+from epd_portable.router.door.gate import Gate, Limit, Ticket
+from epd_portable.router.fleet.instances import Fleet, Instance
+from epd_portable.router.telling.metrics import Metrics
+from epd_portable.scheduling.pace import Pace
+
+PRIORITY_HEADER = "x-vllm-priority"
+"""Tells a request's priority in place of its field ``priority``, as at vLLM."""
+MAX_WAIT_HEADER = "x-epd-max-wait-s"
+"""Tells how long a request waits at most, less than ``router.admission.max_wait_s``."""
+LONGEST_RETRY_S = 60
+
+Kind = Literal["requests", "items", "pixels", "bytes"]
+Reason = Literal["full", "displaced", "late"]
+"""Why a request is refused: no place to wait, somebody with more claim to that one's, or no turn in
+time."""
+
+_WORDS: Mapping[Reason, str] = {
+    "full": "as many others wait as router.admission.max_waiting allows",
+    "displaced": "others came for whom router.admission.max_waiting leaves the place",
+    "late": "its turn did not come within {waited:g} s",
+}
+_OF_INSTANCES: tuple[tuple[Duty, Kind], ...] = (
+    ("encode", "items"),
+    ("encode", "pixels"),
+    ("answer", "requests"),
+)
+_AMOUNTS: Mapping[Kind, Callable[[Call, int], int]] = {
+    "requests": lambda call, nbytes: 1,
+    "items": lambda call, nbytes: len(call.items),
+    "pixels": lambda call, nbytes: sum(item.pixels for item in call.items),
+    "bytes": lambda call, nbytes: nbytes,
+}
+"""What a request takes, by the bytes of its body."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Bound:
+    """One limit that is set.
+
+    Attributes:
+        key: Of the topology file.
+        kind: What is counted.
+        duty: Of the instances for each of which it is; ``None`` for all together.
+        limit: As the file has it.
+    """
+
+    key: str
+    kind: Kind
+    duty: Duty | None
+    limit: int
+
+
+class Doorkeeper:
+    """Lets requests in, one after the other.
+
+    Args:
+        settings: The limits.
+        instances: Who is there.
+        metrics: Count who waits, and who is refused.
+        processes: Of the router; each has its part of every limit.
+        clock: Like ``time.monotonic``.
+    """
+
+    def __init__(
+        self,
+        settings: AdmissionSection,
+        instances: Fleet,
+        metrics: Metrics,
+        *,
+        processes: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._settings = settings
+        self._processes = processes
+        self._instances = instances
+        self._metrics = metrics
+        self._clock = clock
+        self._bounds = _bounds(settings)
+        self._gate = Gate(
+            [self._limit(bound) for bound in self._bounds],
+            max_waiting=math.ceil(settings.max_waiting / processes),
+        )
+        self._encode_kinds = [n for n, bound in enumerate(self._bounds) if bound.duty == "encode"]
+        self._pace = Pace()
+        self._waiters: dict[Ticket, asyncio.Future[RequestError | None]] = {}
+        if any(bound.duty for bound in self._bounds):
+            instances.watch(self._rescale)
+
+    async def enter(
+        self, call: Call, headers: Mapping[str, str], key: bytes, nbytes: int
+    ) -> Ticket | None:
+        """Return when a request may go on; to cancel it gives its place up.
+
+        Args:
+            call: The request.
+            headers: Of the client.
+            key: Whose it is.
+            nbytes: Of its body, as they are counted.
+
+        Returns:
+            For `encoded` and `leave`; ``None`` where nothing is limited.
+
+        Raises:
+            RequestError: 429 with ``Retry-After``, or 400 for headers that cannot be read.
+        """
+        if not self._bounds or call.method == "GET":
+            return None
+        longest_s = self._longest_wait_s(headers)
+        priority = priority_of(call, headers) if self._settings.heed_priority else 0
+        ticket = Ticket(self._amounts(call, nbytes), key=key, priority=priority)
+        self._pace.see(self._clock(), busy=self._gate.going > 0)
+        self._gate.enter(ticket)
+        if ticket.where == "waiting":
+            await self._wait(ticket, longest_s)
+        return ticket
+
+    def encoded(self, ticket: Ticket | None) -> None:
+        """Note that no item of a request is with an encoder any more."""
+        if ticket is not None and self._encode_kinds:
+            self._gate.give_back(ticket, self._encode_kinds)
+            self._admit()
+
+    def leave(self, ticket: Ticket | None) -> None:
+        """Note that a request has ended."""
+        if ticket is None:
+            return
+        self._pace.see(self._clock(), busy=True)
+        self._pace.end()
+        self._gate.leave(ticket)
+        self._admit()
+
+    async def _wait(self, ticket: Ticket, longest_s: float) -> None:
+        """Return when a request may go.
+
+        Raises:
+            RequestError: 429.
+        """
+        loop = asyncio.get_running_loop()
+        waiter = self._waiters[ticket] = loop.create_future()
+        timer = loop.call_later(longest_s, self._refuse, ticket, "late", longest_s)
+        started = self._clock()
+        name = _class(ticket.priority)
+        self._metrics.admission_waiting.labels(name).inc()
+        try:
+            self._admit()
+            if (other := self._gate.turn_away()) is not None:
+                self._refuse(other, "full" if other is ticket else "displaced")
+            if (refusal := await waiter) is not None:
+                raise refusal
+        except BaseException:
+            # Who goes away may have been let in the moment before.
+            self._gate.leave(ticket)
+            self._admit()
+            raise
+        finally:
+            timer.cancel()
+            del self._waiters[ticket]
+            self._metrics.admission_waiting.labels(name).dec()
+            self._metrics.admission_wait_s.labels(name).observe(self._clock() - started)
+
+    def _admit(self) -> None:
+        if not self._gate.waiting:
+            return
+        for ticket in self._gate.admit():
+            waiter = self._waiters[ticket]
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def _refuse(self, ticket: Ticket, reason: Reason, waited_s: float = 0.0) -> None:
+        """Let a request wait no longer."""
+        waiter = self._waiters[ticket]
+        if waiter.done():
+            return
+        bound = self._bounds[self._gate.lacks(ticket)]
+        self._metrics.admission_refused.labels(reason, bound.key).inc()
+        for_each = f" for each usable instance of {bound.duty}" if bound.duty else ""
+        retry_s = self._retry_after_s()
+        waiter.set_result(
+            RequestError(
+                f"{bound.key} of {bound.limit}{for_each} is reached, and "
+                f"{_WORDS[reason].format(waited=waited_s)}; try again in {retry_s} s, or raise "
+                f"{bound.key}",
+                status=429,
+                code="router_busy",
+                retry_after_s=retry_s,
+            )
+        )
+
+    def _retry_after_s(self) -> int:
+        """Return when those that wait now have gone, at the pace that was observed."""
+        self._pace.see(self._clock(), busy=self._gate.going > 0)
+        wait_s = (self._gate.waiting + 1) * self._pace.seconds_each
+        return max(1, math.ceil(min(wait_s, LONGEST_RETRY_S)))
+
+    def _longest_wait_s(self, headers: Mapping[str, str]) -> float:
+        """Return how long a request waits at most.
+
+        Raises:
+            RequestError: 400; it says so itself, and no number.
+        """
+        longest_s: float = self._settings.max_wait_s
+        given = headers.get(MAX_WAIT_HEADER)
+        if given is None:
+            return longest_s
+        try:
+            own_s = float(given)
+        except ValueError:
+            own_s = math.nan
+        if not 0 <= own_s < math.inf:
+            raise RequestError(
+                f"{MAX_WAIT_HEADER} is {given[:64]!r}: send seconds, 0 or more",
+                status=400,
+                code="invalid_header",
+            )
+        return min(own_s, longest_s)
+
+    # What is taken, and what there is.
+
+    def _amounts(self, call: Call, nbytes: int) -> list[int]:
+        return [_AMOUNTS[bound.kind](call, nbytes) for bound in self._bounds]
+
+    def _rescale(self, _: Instance) -> None:
+        for kind, bound in enumerate(self._bounds):
+            if bound.duty is not None:
+                self._gate.limit(kind, self._limit(bound))
+        self._admit()
+
+    def _limit(self, bound: _Bound) -> Limit:
+        """Return this process's part of a limit; none where nobody is whom it is for.
+
+        A request then is answered 503, or its items are encoded where it is answered.
+        """
+        limit: float = bound.limit
+        if bound.duty is not None:
+            tiers = self._instances.tiers(bound.duty)
+            limit *= sum(each.weight for tier in tiers for each in tier)
+        return max(int(limit / self._processes), 1) if limit else None
+
+
+def priority_of(call: Call, headers: Mapping[str, str]) -> int:
+    """Return a request's priority as vLLM reads it: by the header, else by the field, else 0."""
+    with contextlib.suppress(ValueError):
+        return int(headers.get(PRIORITY_HEADER, "none"))
+    given = call.fields.get("priority")
+    if isinstance(given, msgspec.Raw):
+        # Who answers says what is wrong with one that is no number.
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+            return msgspec.json.decode(given, type=int)
+    return 0
+
+
+def _class(priority: int) -> str:
+    return "normal" if not priority else "first" if priority < 0 else "last"
+
+
+def _bounds(settings: AdmissionSection) -> list[_Bound]:
+    bounds = []
+    for duty, kind in (*((None, kind) for kind in _AMOUNTS), *_OF_INSTANCES):
+        limit = getattr(getattr(settings, duty) if duty else settings, f"max_{kind}")
+        if limit is not None:
+            key = f"router.admission.{duty}.max_{kind}" if duty else f"router.admission.max_{kind}"
+            bounds.append(_Bound(key=key, kind=kind, duty=duty, limit=limit))
+    return bounds

@@ -1,0 +1,66 @@
+"""Which web pages of other origins may ask, and what browsers are told of it (CORS)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from epd_portable.router.http.replies import Reply
+
+METHODS = "GET, POST"
+EXPOSED = "x-request-id, retry-after"
+MAX_AGE_S = 600
+"""How long a browser may keep what it was told before a request."""
+
+
+class Cors:
+    """The rules of one router.
+
+    Source: Fetch standard, section "HTTP-network-or-cache fetch" and "CORS protocol".
+
+    Args:
+        origins: Origins that may ask; ``*`` is any, and with none nobody is told anything.
+    """
+
+    def __init__(self, origins: list[str]) -> None:
+        self._any = "*" in origins
+        self._origins = frozenset(origins)
+
+    def headers(self, request: Mapping[str, str]) -> Mapping[str, str]:
+        """Return what every answer to a request says.
+
+        Args:
+            request: Its headers; names in lower case.
+        """
+        if not self._origins:
+            return {}
+        allowed = self._allowed(request.get("origin"))
+        return {"vary": "Origin", "access-control-expose-headers": EXPOSED, **allowed}
+
+    def preflight(self, method: str, request: Mapping[str, str]) -> Reply | None:
+        """Return the answer if a browser only asks whether it may ask; 400 if it may not.
+
+        Args:
+            method: Of the request.
+            request: Its headers; names in lower case.
+        """
+        wished = request.get("access-control-request-method")
+        if not self._origins or method != "OPTIONS" or wished is None or "origin" not in request:
+            return None
+        allowed = self._allowed(request["origin"])
+        headers = {
+            "vary": "Origin, Access-Control-Request-Method, Access-Control-Request-Headers",
+            "content-type": "text/plain; charset=utf-8",
+            "access-control-allow-methods": METHODS,
+            "access-control-max-age": str(MAX_AGE_S),
+            **allowed,
+        }
+        if "access-control-request-headers" in request:
+            headers["access-control-allow-headers"] = request["access-control-request-headers"]
+        if allowed and wished in METHODS.split(", "):
+            return Reply(200, headers, b"OK")
+        return Reply(400, headers, b"This origin or method is not allowed")
+
+    def _allowed(self, origin: str | None) -> dict[str, str]:
+        if origin is None or not (self._any or origin in self._origins):
+            return {}
+        return {"access-control-allow-origin": "*" if self._any else origin}

@@ -1,0 +1,209 @@
+"""The router's end of the control channels of the prefill+decode instances."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import uuid
+from collections.abc import Callable, Collection, Iterable, Iterator
+
+import anyio
+import zmq
+import zmq.asyncio
+
+from epd_portable.connector.control import new_session
+from epd_portable.connector.curve import CurveKeys, secure_client
+from epd_portable.errors import ConfigError, EPDError
+from epd_portable.router.fleet.tally import MAX_INSTANCES
+from epd_portable.wire import codec
+from epd_portable.wire.messages import (
+    AnyMessage,
+    EncodeFailed,
+    LoadReport,
+    LoadWanted,
+    Nack,
+    NackCode,
+    NotWanted,
+)
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_MS = 5000
+
+DECISIVE = frozenset({NackCode.TOO_LARGE, NackCode.UNAVAILABLE})
+"""Refusals that end a request; the others are of one encoder, and the instance awaits another."""
+
+
+class Inbox:
+    """What was refused of one request's transfers.
+
+    Attributes:
+        nacks: Refusals that end the request.
+    """
+
+    def __init__(self) -> None:
+        self.nacks: list[Nack] = []
+        self._arrived = asyncio.Event()
+        self._encoders: dict[str, asyncio.Queue[Nack]] = {}
+
+    def put(self, nack: Nack) -> None:
+        """Add a refusal."""
+        if nack.code in DECISIVE:
+            self.nacks.append(nack)
+            self._arrived.set()
+        else:
+            self._refused(nack.transfer_id).put_nowait(nack)
+
+    async def encoder_refused(self, transfer_id: str) -> Nack:
+        """Return when an encoder was refused for a transfer; each refusal is returned once."""
+        return await self._refused(transfer_id).get()
+
+    async def wait(self, timeout_s: float) -> None:
+        """Return when there is a refusal, at the latest after ``timeout_s``."""
+        with anyio.move_on_after(timeout_s):
+            await self._arrived.wait()
+
+    def _refused(self, transfer_id: str) -> asyncio.Queue[Nack]:
+        return self._encoders.setdefault(transfer_id, asyncio.Queue())
+
+
+class ControlChannels:
+    """One connection to each prefill+decode instance.
+
+    Args:
+        keys: Of the deployment.
+
+    Attributes:
+        identity: The name under which the instances can send to this router.
+        on_load: Is told which instance has said how busy it is, see `want_load`.
+    """
+
+    def __init__(self, keys: CurveKeys) -> None:
+        self._keys = keys
+        self.identity = f"router-{uuid.uuid4().hex}"
+        self.on_load: Callable[[str, LoadReport], None] | None = None
+        self._session = new_session()
+        self._context = zmq.asyncio.Context()
+        # By default a process has 1,023, and there is one for each instance.
+        self._context.set(zmq.MAX_SOCKETS, min(MAX_INSTANCES, self._context.get(zmq.SOCKET_LIMIT)))
+        self._sockets: dict[str, zmq.asyncio.Socket] = {}
+        self._readers: dict[str, asyncio.Task[None]] = {}
+        self._inboxes: dict[str, Inbox] = {}
+
+    def connect(self, name: str, address: str) -> None:
+        """Connect to an instance, present or not, and listen; from within the event loop.
+
+        Raises:
+            ConfigError: The address is not one that ZMQ can use.
+        """
+        assert name not in self._sockets
+        socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.IDENTITY, self.identity.encode())
+        socket.setsockopt(zmq.LINGER, 0)
+        # A message for an instance that is away would reach its next life: refuse it instead.
+        socket.setsockopt(zmq.IMMEDIATE, 1)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        socket.setsockopt(zmq.MAXMSGSIZE, codec.MAX_MESSAGE_BYTES)
+        secure_client(socket, self._keys)
+        try:
+            socket.connect(address)
+        except zmq.ZMQError as error:
+            socket.close()
+            raise ConfigError(
+                f"instance {name!r}: control address {address!r} cannot be used: {error}"
+            ) from error
+        self._sockets[name] = socket
+        self._readers[name] = asyncio.create_task(self._read(name, socket))
+
+    async def disconnect(self, name: str) -> None:
+        """Close the connection to an instance."""
+        reader = self._readers.pop(name)
+        reader.cancel()
+        await asyncio.gather(reader, return_exceptions=True)
+        self._sockets.pop(name).close()
+
+    async def close(self) -> None:
+        """Stop listening and close every connection."""
+        for name in list(self._sockets):
+            await self.disconnect(name)
+        self._context.destroy(linger=0)
+
+    def encode_failed(self, instance: str, transfer_id: str, reason: str) -> None:
+        """Tell an instance that no encoder will deliver an item; never waits.
+
+        If the instance cannot be reached, this is logged: its own deadline decides then.
+        """
+        self._tell(instance, EncodeFailed(transfer_id=transfer_id, reason=reason))
+
+    def not_wanted(self, instance: str, transfer_ids: Iterable[str]) -> None:
+        """Tell an instance that nobody asks for some transfers any more; never waits.
+
+        If the instance cannot be reached, this is logged: its own deadlines decide then.
+        """
+        for transfer_id in transfer_ids:
+            self._tell(instance, NotWanted(transfer_id=transfer_id))
+
+    def want_load(self, instance: str) -> None:
+        """Tell an instance that `on_load` wants to know how busy it is; never waits.
+
+        Lost, without a word, if the instance cannot be reached: it is to be said again anyway.
+        """
+        socket = self._sockets.get(instance)
+        if socket is not None:
+            data = codec.encode(LoadWanted(), session=self._session)
+            # Without waiting it is done at once; its error is looked at, or asyncio logs it.
+            asyncio.ensure_future(socket.send(data, flags=zmq.NOBLOCK)).exception()
+
+    def _tell(self, instance: str, message: AnyMessage) -> None:
+        data = codec.encode(message, session=self._session)
+        socket = self._sockets.get(instance)
+        if socket is None:
+            logger.warning("%s has left: it learns nothing of %r", instance, message)
+            return
+        # Without waiting it is done at once.
+        sent = asyncio.ensure_future(socket.send(data, flags=zmq.NOBLOCK))
+        if error := sent.exception():
+            logger.warning(
+                "control channel of %s is away (%s): it learns nothing of %r",
+                instance,
+                error,
+                message,
+            )
+
+    @contextlib.contextmanager
+    def expect(self, transfer_ids: Collection[str]) -> Iterator[Inbox]:
+        """Collect what is refused of these transfers."""
+        inbox = Inbox()
+        self._inboxes.update(dict.fromkeys(transfer_ids, inbox))
+        try:
+            yield inbox
+        finally:
+            for transfer_id in transfer_ids:
+                del self._inboxes[transfer_id]
+
+    async def _read(self, name: str, socket: zmq.asyncio.Socket) -> None:
+        while True:
+            frames = await socket.recv_multipart()
+            try:
+                message, _ = codec.decode_parts(frames)
+            except EPDError as error:
+                logger.warning("control channel of %s: %r", name, str(error))
+                continue
+            if isinstance(message, LoadReport):
+                if self.on_load is not None:
+                    self.on_load(name, message)
+                continue
+            if not isinstance(message, Nack):
+                logger.warning("control channel of %s: unexpected %r", name, message)
+                continue
+            logger.warning(
+                "%s refused %r (%s): %r",
+                name,
+                message.transfer_id,
+                message.code.value,
+                message.detail,
+            )
+            inbox = self._inboxes.get(message.transfer_id)
+            if inbox is not None:
+                inbox.put(message)

@@ -1,0 +1,389 @@
+"""The first requests of an instance, and the first item of every pair, before clients' requests.
+
+The first step of an engine compiles and allocates; the first item of a pair connects the two and
+opens the path between them. No client pays for either, unless a partner stays silent: one that
+does holds up nobody for longer than `PATIENCE_S`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import io
+import logging
+import secrets
+import struct
+import uuid
+import wave
+import zlib
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+import msgspec
+
+from epd_portable.config.roles import SENDS_KV, TAKES_ITEMS, TAKES_KV
+from epd_portable.config.secret import Secret
+from epd_portable.log import trace
+from epd_portable.router.contents.body import CHAT_PATH, Call, Rules, read_call
+from epd_portable.router.contents.cut_text import Segments
+from epd_portable.router.delivery import (
+    EncodeFailure,
+    expected_transfer,
+    new_transfer,
+    read_item,
+)
+from epd_portable.router.fleet.control import ControlChannels
+from epd_portable.router.fleet.instances import Fleet, Instance, WentDownError, while_up
+from epd_portable.router.http.upstream import Upstream
+from epd_portable.router.http.upstream_connection import Fault, UpstreamError
+from epd_portable.router.prefill import for_prefill, read_kv, with_kv
+from epd_portable.router.settings import RouterSettings
+from epd_portable.router.telling.activity import Activity
+from epd_portable.wire.params import (
+    EncodedItem,
+    EncodeTransfer,
+    ItemOutcome,
+    PrefillOutcome,
+    PrefillParams,
+)
+
+logger = logging.getLogger(__name__)
+
+FIRST_STEP_TIMEOUT_S = 300.0
+PATIENCE_S = 30.0
+"""How long a newcomer that has answered its own first requests waits until every pair has met."""
+MEETINGS = 2
+"""Items that a pair is tried with: the first steps of an engine may outlast every deadline."""
+MEETINGS_AT_ONCE = 16
+"""Of one newcomer."""
+_TEXT = {"type": "text", "text": "What is this?"}
+
+
+class _Answer(msgspec.Struct):
+    ec_transfer_params: PrefillOutcome | None = None
+
+
+class _RefusedError(Exception):
+    """An instance did not answer as it should; says which and how.
+
+    Attributes:
+        by_engine: The engine itself would not have the request (400).
+        lost: The connection to it was.
+    """
+
+    def __init__(self, message: str, *, by_engine: bool = False, lost: bool = False) -> None:
+        super().__init__(message)
+        self.by_engine = by_engine
+        self.lost = lost
+
+
+MakeItem = Callable[[], dict[str, Any]]
+
+
+class Introducer:
+    """Lets a newcomer meet those that are there, by requests like those of clients.
+
+    They show a picture or, to a model that takes none, a clip of sound.
+
+    Args:
+        settings: Of the router.
+        instances: Who is there.
+        upstream: Connections to them.
+        control: Told of items that nobody will ask for.
+        secret: Vouches for transfers.
+        activity: Told which items went over which path.
+        hear: Is told what encode instances answer: who, and the answer.
+    """
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        instances: Fleet,
+        upstream: Upstream,
+        control: ControlChannels,
+        secret: Secret,
+        activity: Activity,
+        hear: Callable[[str, bytes], None] = lambda encoder, answer: None,
+    ) -> None:
+        self._settings = settings
+        self._instances = instances
+        self._upstream = upstream
+        self._control = control
+        self._secret = secret
+        self._activity = activity
+        self._hear = hear
+        self._rules = Rules(max_items=1)
+        self._taken: MakeItem = picture
+        self._ready: set[Instance] = set()
+
+    async def introduce(self, newcomer: Instance) -> None:
+        """Send an instance its first requests, and an item over each of its pairs.
+
+        It gets clients' requests (`Instance.introduced`) when its first ones are answered and it
+        has met those that answer in time; the other pairs meet afterwards, and then this returns.
+        What goes wrong is logged and noted in `Instance.problem`: an instance may refuse a small
+        picture and still be well. One that goes down meanwhile, or whose connection breaks over its
+        first requests, is not let in.
+        """
+        with contextlib.suppress(WentDownError), while_up(newcomer.held()):
+            newcomer.note("")
+            logger.info("warming up %s", newcomer.name)
+            try:
+                await self._first_requests(newcomer)
+            except _RefusedError as error:
+                _note(newcomer, [str(error)])
+                if error.lost:
+                    return
+            self._ready.add(newcomer)
+            try:
+                await self._meet_all(newcomer)
+            finally:
+                self._ready.discard(newcomer)
+
+    async def _first_requests(self, instance: Instance) -> None:
+        if instance.role != "encode" and not self._settings.local_encode:
+            await self._ask(instance, self._body([_TEXT], max_tokens=2, logprobs=True))
+            return
+        try:
+            await self._show(instance, picture)
+        except _RefusedError as error:
+            if not error.by_engine:
+                raise
+            try:
+                await self._show(instance, clip)
+            except _RefusedError:
+                raise error from None
+            self._taken = clip
+
+    async def _show(self, instance: Instance, make: MakeItem) -> None:
+        if instance.role == "encode":
+            await self._ask(instance, self._body([make()], max_tokens=1))
+            return
+        for content in ([_TEXT], [make(), _TEXT]):
+            # The kernel of log-probabilities is compiled when they are first asked for.
+            await self._ask(instance, self._body(content, max_tokens=2, logprobs=True))
+
+    async def _meet_all(self, newcomer: Instance) -> None:
+        """Meet everybody who has answered first requests of their own, and be let in.
+
+        Of two newcomers the second meets the first, so every pair meets.
+        """
+        problem = newcomer.problem
+        partners = [
+            other
+            for other in self._instances.all
+            if _pair(newcomer, other) and (other.usable or other in self._ready)
+        ]
+        some = asyncio.Semaphore(MEETINGS_AT_ONCE)
+        waiting = {
+            asyncio.create_task(self._met(newcomer, partner, some)): partner.name
+            for partner in partners
+            if not problem
+        }
+        try:
+            late: set[asyncio.Task[str]] = set()
+            if waiting:
+                _, late = await asyncio.wait(waiting, timeout=PATIENCE_S)
+            if late:
+                names = ", ".join(sorted(waiting[task] for task in late))
+                logger.warning("%s gets requests, and has not met %s yet", newcomer.name, names)
+                newcomer.note(f"has not met {names} yet")
+            newcomer.introduced()
+            if waiting:
+                await asyncio.wait(waiting)
+                _note(newcomer, (task.result() for task in waiting))
+        finally:
+            for task in waiting:
+                task.cancel()
+
+    async def _met(self, one: Instance, other: Instance, some: asyncio.Semaphore) -> str:
+        """Have a pair meet; return what went wrong."""
+        pair = _pair(one, other)
+        assert pair is not None
+        first, second = pair
+        async with some:
+            try:
+                if first.role == "encode":
+                    await self._meet(first, second)
+                else:
+                    await self._prefill(first, second)
+            except _RefusedError as error:
+                return str(error)
+        return ""
+
+    async def _meet(self, encoder: Instance, pd: Instance) -> None:
+        for _ in range(MEETINGS):
+            body = self._body([self._taken(), _TEXT], max_tokens=1)
+            call = read_call(CHAT_PATH, body, self._rules)
+            item = await self._send_item(call, encoder, pd)
+            if item is not None and (item.source, item.encoder) == ("transfer", encoder.name):
+                self._activity.delivered(encoder.name, pd.name)
+                self._activity.had(pd.name, item)
+                trace("pair.met", encoder=encoder.name, instance=pd.name, path=item.path)
+                logger.info("%s and %s have met, by %r", encoder.name, pd.name, item.path)
+                return
+        how = "did not say how" if item is None else f"had it by {item.source}"
+        raise _RefusedError(
+            f"the first item from {encoder.name} to {pd.name} was not transferred, nor the "
+            f"second: {pd.name} {how}; the logs of both say why"
+        )
+
+    async def _prefill(self, prefill: Instance, decode: Instance) -> None:
+        """Have a text computed there and answered here."""
+        text = {"type": "text", "text": f"What is {uuid.uuid4().hex}?"}
+        call = read_call(CHAT_PATH, self._body([text], max_tokens=2), self._rules)
+        params = read_kv(await self._ask(prefill, for_prefill(call).for_pd(None)))
+        if params is None:
+            raise _RefusedError(f"{prefill.name} says nothing of the KV of its first prompt")
+        await self._ask(decode, with_kv(call, params).for_pd(None))
+        self._activity.prefilled(prefill.name, decode.name)
+        trace("kv.met", prefill=prefill.name, instance=decode.name)
+        logger.info("%s and %s have met", prefill.name, decode.name)
+
+    async def _send_item(self, call: Call, encoder: Instance, pd: Instance) -> ItemOutcome | None:
+        """Have a call's only item encoded there and used here."""
+        (item,) = call.items
+        transfer = new_transfer(item, pd, self._secret)
+        try:
+            return await self._transfer(call, encoder, pd, transfer)
+        except BaseException:
+            self._control.not_wanted(pd.name, [transfer.transfer_id])
+            raise
+
+    async def _transfer(
+        self, call: Call, encoder: Instance, pd: Instance, transfer: EncodeTransfer
+    ) -> ItemOutcome | None:
+        (item,) = call.items
+        job = call.for_encoder(item, transfer)
+        told = None if self._settings.local_encode else await self._described(encoder, job)
+        expected = expected_transfer(transfer, encoder, told)
+        request = call.for_pd(
+            PrefillParams(transfers=(expected,)), {item.mm_hash: told} if told else None
+        )
+        if told is None:
+            answer = await _second_of(self._ask(encoder, job), self._ask(pd, request))
+        else:
+            answer = await self._ask(pd, request)
+        try:
+            outcome = msgspec.json.decode(answer, type=_Answer).ec_transfer_params
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise _RefusedError(
+                f"{pd.name} answered its first item with no answer: {error}"
+            ) from error
+        items = outcome.items if outcome else ()
+        return next((each for each in items if each.mm_hash == expected.mm_hash), None)
+
+    async def _described(self, encoder: Instance, job: Segments) -> EncodedItem:
+        """Have an item encoded for an instance that takes no media; return what it is."""
+        item = read_item(await self._ask(encoder, job))
+        if isinstance(item, EncodeFailure):
+            raise _RefusedError(f"{encoder.name}: {item.reason}")
+        if not item.metadata:
+            raise _RefusedError(f"{encoder.name} knows no metadata of its first item")
+        return item
+
+    async def _ask(self, instance: Instance, body: Segments | bytes) -> bytes:
+        """Return the answer to a request.
+
+        Raises:
+            _RefusedError: There is none, or it says no.
+        """
+        headers = {
+            "content-type": "application/json",
+            "x-request-id": f"warm-up-{uuid.uuid4().hex}",
+        }
+        try:
+            with while_up(instance.working()):
+                status, _, answer = await self._upstream.ask(
+                    "POST",
+                    instance.url + CHAT_PATH,
+                    body=body,
+                    headers=headers,
+                    connect_s=self._settings.connect_timeout_s,
+                    timeout_s=FIRST_STEP_TIMEOUT_S,
+                )
+        except WentDownError as error:
+            raise _RefusedError(f"{instance.name} {error}", lost=True) from error
+        except UpstreamError as error:
+            instance.failed(error.fault)
+            if error.fault is Fault.SILENT:
+                raise _RefusedError(
+                    f"{instance.name} did not answer a first request within "
+                    f"{FIRST_STEP_TIMEOUT_S:g} s"
+                ) from error
+            raise _RefusedError(f"{instance.name}: first request: {error}", lost=True) from error
+        if not 200 <= status < 300:
+            raise _RefusedError(
+                f"{instance.name} answered a first request {status}: "
+                f"{answer[:500].decode('utf-8', 'replace')!r}",
+                by_engine=status == 400,
+            )
+        instance.answered()
+        if instance.role == "encode":
+            self._hear(instance.name, answer)
+        return answer
+
+    def _body(self, content: list[dict[str, Any]], **fields: Any) -> bytes:
+        messages = [{"role": "user", "content": content}]
+        return msgspec.json.encode({"model": self._settings.model, "messages": messages, **fields})
+
+
+def _pair(one: Instance, other: Instance) -> tuple[Instance, Instance] | None:
+    """Return two instances in the order in which they work on a request; ``None`` if not both."""
+    for first, second in ((one, other), (other, one)):
+        items = first.role == "encode" and second.role in TAKES_ITEMS
+        if items or (first.role in SENDS_KV and second.role in TAKES_KV):
+            return first, second
+    return None
+
+
+def _note(newcomer: Instance, problems: Iterable[str]) -> None:
+    """Log what went wrong, and note it of the newcomer."""
+    problem = "; ".join(filter(None, problems))
+    newcomer.note(problem)
+    if problem:
+        logger.warning("warm-up: %s", problem)
+
+
+async def _second_of(one: Awaitable[bytes], other: Awaitable[bytes]) -> bytes:
+    """Return what the second of two requests is answered; when one fails, the other is ended."""
+    tasks = [asyncio.ensure_future(one), asyncio.ensure_future(other)]
+    try:
+        _, answer = await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return answer
+
+
+# Small items, each different from all others: no cache knows them.
+
+_SIDE = 112
+_SAMPLES = 16_000
+
+
+def picture() -> dict[str, Any]:
+    """Return a square of a random colour, 112 × 112 pixels, as a part of a message."""
+    rows = (b"\0" + secrets.token_bytes(3) * _SIDE) * _SIDE
+    header = struct.pack(">IIBBBBB", _SIDE, _SIDE, 8, 2, 0, 0, 0)
+    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b""))
+    png = b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in chunks
+    )
+    url = f"data:image/png;base64,{base64.b64encode(png).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def clip() -> dict[str, Any]:
+    """Return half a second of noise, 16,000 samples a second, as a part of a message."""
+    file = io.BytesIO()
+    with wave.open(file, "wb") as opened:
+        opened.setnchannels(1)
+        opened.setsampwidth(2)
+        opened.setframerate(_SAMPLES)
+        opened.writeframes(secrets.token_bytes(_SAMPLES))
+    data = base64.b64encode(file.getvalue()).decode()
+    return {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}

@@ -1,0 +1,266 @@
+"""A trusted hop's choices for a request, made the router's, and what that hop is told of it."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from epd_portable.errors import RequestError
+from epd_portable.router.chooser import Choosing
+from epd_portable.router.contents.body import Call
+from epd_portable.router.contents.media import MediaItem
+from epd_portable.router.door.hop_headers import (
+    CACHE_KEY,
+    ENCODER_MODEL_LABEL,
+    ENCODERS,
+    MAPPING,
+    MODEL,
+    PREFILLER,
+    REFS,
+    EmbeddingRef,
+    HopWish,
+    wrong_header,
+)
+from epd_portable.router.fleet.instances import Fleet, Instance
+from epd_portable.router.prefill import asks_for_kv, brings_kv
+from epd_portable.router.telling.record import RequestRecord
+
+LOAD_BOUND = 1.25
+"""No named encoder gets more than this multiple of its share, while another one has room."""
+
+
+class HopChoosing(Choosing):
+    """The choices of a hop for one request; another's where it says nothing.
+
+    Who it names and who fails is replaced as any instance is: first by others that it names.
+
+    Args:
+        named: By the hop.
+        call: The request.
+        instances: Who is there.
+        inner: Chooses otherwise.
+
+    Raises:
+        RequestError: An address is no instance's, or its role is another one.
+    """
+
+    __slots__ = (
+        "_by_item",
+        "_call",
+        "_encoders",
+        "_inner",
+        "_instances",
+        "_named",
+        "_places",
+        "_prefiller",
+    )
+
+    def __init__(self, named: HopWish, call: Call, instances: Fleet, inner: Choosing) -> None:
+        self._named = named
+        self._call = call
+        self._instances = instances
+        self._inner = inner
+        places = _Addresses(instances)
+        self._prefiller: Instance | None = None
+        if named.prefiller:
+            self._prefiller = found = places.of(PREFILLER, named.prefiller)
+            if found.duty == "encode":
+                raise _role(PREFILLER, found)
+        # An item may be given another name on its way.
+        self._places = {item.mm_hash: place for place, item in enumerate(call.items)}
+        self._encoders = [places.encoder(ENCODERS, each) for each in named.encoders]
+        self._by_item = {
+            call.items[index].mm_hash: places.encoder(MAPPING, address)
+            for index, address in named.mapping.items()
+            if _is_place(MAPPING, index, call)
+        }
+        for place, ref in enumerate(named.refs):
+            index = place if ref.image_index is None else ref.image_index
+            name = ref.tensor_id
+            if name not in self._places and _is_place(REFS, index, call):
+                name = call.items[index].mm_hash
+            if ref.encoder_host:
+                self._by_item.setdefault(name, places.encoder(REFS, ref.encoder_host))
+        for each in (*self._encoders, *self._by_item.values()):
+            self._check_model(each)
+
+    def pd(self, tried: Collection[str]) -> Instance | None:
+        """See `Choosing`."""
+        first = self._prefiller
+        if asks_for_kv(self._call):
+            if first is not None:
+                return first if _fits(first, tried) else None
+            return self._inner.prefill(tried)
+        if first is not None and first.duty == "answer" and _fits(first, tried):
+            return first
+        return self._inner.pd(tried)
+
+    def prefills(self, decode: Instance) -> bool:
+        """See `Choosing`."""
+        if brings_kv(self._call):
+            return False
+        first = self._prefiller
+        named = first is not None and first.duty == "prefill"
+        return named or self._inner.prefills(decode)
+
+    def prefill(self, tried: Collection[str]) -> Instance | None:
+        """See `Choosing`."""
+        first = self._prefiller
+        if first is not None and first.duty == "prefill" and _fits(first, tried):
+            return first
+        return self._inner.prefill(tried)
+
+    def apart(self, items: Sequence[MediaItem], pd: Instance) -> Sequence[MediaItem]:
+        """See `Choosing`."""
+        if brings_kv(self._call):
+            return ()
+        if self._encoders or self._by_item:
+            return items
+        return self._inner.apart(items, pd)
+
+    def encoder(self, item: MediaItem, exclude: Collection[str]) -> Instance | None:
+        """See `Choosing`."""
+        first = self._by_item.get(item.mm_hash)
+        if first is not None and _fits(first, exclude):
+            return first
+        key = item.mm_hash
+        if self._named.cache_key:
+            key = f"{self._named.cache_key}/{self._places.get(item.mm_hash, item.mm_hash)}"
+        chosen = _near(key, self._encoders, exclude)
+        if chosen is None and self._named.model:
+            # No other one makes of an item what the language model was trained with.
+            return _near(key, self._of_model(), exclude)
+        if chosen is None and self._named.cache_key:
+            chosen = _near(key, self._instances.of_duty("encode"), exclude)
+        return chosen or self._inner.encoder(item, exclude)
+
+    def asks(self, pd: Instance, items: Iterable[MediaItem]) -> None:
+        """See `Choosing`."""
+        self._inner.asks(pd, items)
+
+    def encodes(self, item: MediaItem, encoder: Instance) -> None:
+        """See `Choosing`."""
+        self._inner.encodes(item, encoder)
+
+    def has_not(self, item: MediaItem, encoder: Instance) -> None:
+        """See `Choosing`."""
+        self._inner.has_not(item, encoder)
+
+    def _of_model(self) -> list[Instance]:
+        """Return encoders that have the model, or may: they have no label.
+
+        Raises:
+            RequestError: There is none.
+        """
+        everybody = self._instances.of_duty("encode")
+        found = [each for each in everybody if _has_model(each, self._named.model)]
+        if everybody and not found:
+            message = f"no encode instance has the model {self._named.model!r} in its label "
+            raise wrong_header(MODEL, message + ENCODER_MODEL_LABEL)
+        return found
+
+    def _check_model(self, encoder: Instance) -> None:
+        if self._named.model and not _has_model(encoder, self._named.model):
+            label = encoder.settings.labels[ENCODER_MODEL_LABEL]
+            message = f"{encoder.name} has the encoder model {label!r}, not {self._named.model!r}"
+            raise wrong_header(MODEL, message)
+
+
+class _Addresses:
+    """Instances by the addresses of their servers."""
+
+    def __init__(self, instances: Fleet) -> None:
+        self._by_address = {_address(each): each for each in instances.all}
+
+    def of(self, header: str, address: str) -> Instance:
+        found = self._by_address.get(address)
+        if found is None:
+            raise RequestError(
+                f"{header}: {address[:256]!r} is no instance of this router: register it there, or "
+                "name the host:port of one that is",
+                status=403,
+                code="not_an_instance",
+            )
+        return found
+
+    def encoder(self, header: str, address: str) -> Instance:
+        """See `Choosing`."""
+        found = self.of(header, address)
+        if found.duty != "encode":
+            raise _role(header, found)
+        return found
+
+
+def told(record: RequestRecord, call_items: Sequence[str], instances: Fleet) -> dict[str, str]:
+    """Return the headers of an answer that tell a hop who did what.
+
+    Args:
+        record: Of the request, whose answer begins.
+        call_items: Names of its items.
+        instances: Who is there.
+    """
+    headers = {}
+    by_name = {each.name: each for each in instances.all}
+    for leg in record.legs:
+        instance = by_name.get(leg.instance)
+        # Who only prefills answers the hop that asked for that.
+        if instance is not None and instance.duty == "prefill" and not leg.failed:
+            headers[PREFILLER] = _address(instance)
+    mapping, models = {}, set()
+    for index, item in enumerate(record.items):
+        encoder = by_name.get(item.jobs[-1].encoder) if item.jobs else None
+        if encoder is not None and item.fate in ("", "encoded", "other_encoder"):
+            mapping[index] = _address(encoder)
+            models.add(encoder.settings.labels.get(ENCODER_MODEL_LABEL, ""))
+    if mapping:
+        headers[ENCODERS] = ",".join(dict.fromkeys(mapping.values()))
+        headers[MAPPING] = _json({str(index): address for index, address in mapping.items()})
+        refs = [
+            EmbeddingRef(image_index=index, encoder_host=address, tensor_id=call_items[index])
+            for index, address in mapping.items()
+        ]
+        headers[REFS] = _json(refs)
+        headers[CACHE_KEY] = hashlib.blake2b("".join(call_items).encode()).hexdigest()[:32]
+        if len(models) == 1 and (model := models.pop()):
+            headers[MODEL] = model
+    return headers
+
+
+def _json(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def _address(instance: Instance) -> str:
+    return instance.url.partition("://")[2]
+
+
+def _fits(instance: Instance, exclude: Collection[str]) -> bool:
+    return instance.usable and instance.name not in exclude
+
+
+def _has_model(encoder: Instance, model: str) -> bool:
+    return encoder.settings.labels.get(ENCODER_MODEL_LABEL, model) == model
+
+
+def _near(key: str, candidates: Iterable[Instance], exclude: Collection[str]) -> Instance | None:
+    """Return the instance that a key leads to among those with room; any if none has."""
+    left = [each for each in candidates if _fits(each, exclude)]
+    if not left:
+        return None
+    share = LOAD_BOUND * (sum(each.load for each in left) + 1) / sum(each.weight for each in left)
+    left.sort(key=lambda each: hashlib.blake2b(f"{key}\0{each.name}".encode()).digest())
+    return next((each for each in left if each.load < math.ceil(share * each.weight)), left[0])
+
+
+def _is_place(header: str, index: int, call: Call) -> bool:
+    if not 0 <= index < len(call.items):
+        raise wrong_header(header, f"there is no item {index}: the request has {len(call.items)}")
+    return True
+
+
+def _role(header: str, instance: Instance) -> RequestError:
+    return wrong_header(header, f"{_address(instance)} has the role {instance.role!r}")

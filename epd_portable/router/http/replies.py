@@ -1,0 +1,117 @@
+"""Answers of the router's own, and errors in the form of the interface that was asked."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import msgspec
+
+from epd_portable.errors import RequestError
+
+RETRY_AFTER_S = 2
+"""What clients are told to wait when no instance can serve them at the moment."""
+JSON = {"content-type": "application/json"}
+
+_INVALID = "invalid_request_error"
+_ERROR_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+}
+
+
+_ANTHROPICS = "/v1/messages"
+_RESPONSES = "/v1/responses"
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+_SEQUENCE = re.compile(rb'"sequence_number": ?(\d+)')
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """A whole answer.
+
+    Attributes:
+        status: HTTP status.
+        headers: To be sent; names in lower case.
+        body: As it is sent.
+    """
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+
+def error_body(message: str, *, status: int, code: str, path: str = "") -> bytes:
+    """Return an error as clients of an interface expect it.
+
+    Args:
+        message: For people.
+        status: Of HTTP.
+        code: For programs; Anthropic's form has no place for it.
+        path: That was asked: below ``/v1/messages`` it is Anthropic's form, else OpenAI's.
+    """
+    if path.startswith(_ANTHROPICS):
+        kind = _ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else _INVALID)
+        return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": message}})
+    kind = _ERROR_TYPES.get(status, "server_error" if status >= 500 else _INVALID)
+    return msgspec.json.encode(
+        {"error": {"message": message, "type": kind, "param": None, "code": code}}
+    )
+
+
+def error_reply(error: RequestError, path: str = "") -> Reply:
+    """Return a refused request's answer, see `error_body`."""
+    headers = dict(JSON)
+    if error.retry_after_s is not None:
+        headers["retry-after"] = str(error.retry_after_s)
+    if error.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return Reply(
+        error.status,
+        headers,
+        error_body(str(error), status=error.status, code=error.code, path=path),
+    )
+
+
+def error_event(
+    message: str, *, status: int, code: str, path: str = "", after: bytes = b""
+) -> bytes:
+    """Return an error as the last server-sent event of a broken stream.
+
+    Args:
+        message: For people.
+        status: That the answer would have, had it not begun.
+        code: For programs.
+        path: That was asked; see `error_body`. Streams of ``/v1/responses`` have an event of their
+            own.
+        after: The end of the stream so far: events of ``/v1/responses`` are numbered.
+    """
+    if path == _RESPONSES:
+        seen = _SEQUENCE.findall(after)
+        number = int(seen[-1]) + 1 if seen else 0
+        fields = {"code": code, "message": message, "param": None, "sequence_number": number}
+        body = msgspec.json.encode({"type": "error", **fields})
+    else:
+        body = error_body(message, status=status, code=code, path=path)
+    name = b"event: error\n" if path == _RESPONSES or path.startswith(_ANTHROPICS) else b""
+    return name + b"data: " + body + b"\n\n"
+
+
+def json_reply(value: object, status: int = 200) -> Reply:
+    """Return a value as JSON."""
+    return Reply(status, JSON, msgspec.json.encode(value))
+
+
+def unavailable(message: str) -> RequestError:
+    """Return the error for a request that may succeed later."""
+    return RequestError(
+        message, status=503, code="service_unavailable", retry_after_s=RETRY_AFTER_S
+    )

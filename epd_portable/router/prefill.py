@@ -1,0 +1,289 @@
+"""Prompts that one instance computes for another, which answers them (roles prefill and decode).
+
+A prefill instance is asked for one token, and says in ``kv_transfer_params`` where the KV of the
+prompt is; a decode instance that is told so reads it, and computes only the prompt's last token.
+Whatever goes wrong, it has the whole request, with its media, and can prefill by itself.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from epd_portable.router.chooser import Choosing
+from epd_portable.router.contents.body import (
+    CHAT_PATH,
+    COMPLETION_PATH,
+    MESSAGES_PATH,
+    RESPONSES_PATH,
+    Call,
+    size,
+)
+from epd_portable.router.contents.cut_text import Segments, opens
+from epd_portable.router.delivery import Attempt
+from epd_portable.router.fleet.instances import Instance
+from epd_portable.router.http.replies import Reply
+from epd_portable.router.http.upstream_connection import InstanceAnswer, UpstreamError
+from epd_portable.router.ladder import Failed, Point, Trouble
+
+logger = logging.getLogger(__name__)
+
+Ask: TypeAlias = Callable[[Instance, Call, Segments, Mapping[str, str]], Awaitable[InstanceAnswer]]
+
+Prefilled = Literal["apart", "short", "decided", "unsuited", "none_usable", "failed"]
+"""Where the prompt of a request to a decode instance is computed.
+
+``apart``: by a prefill instance. By the decode instance itself: ``short``, below
+``router.prefill_min_bytes``; ``decided``, as a decider of ``router.choice`` says; ``unsuited``, not
+one prompt with one answer, or of an endpoint at which engines say nothing of KV; ``none_usable``,
+no prefill instance; ``failed``, those that were asked.
+"""
+
+MAX_PREFILLS = 2
+"""Prefill instances asked for one request, before the decode instance prefills itself."""
+
+ASKED_FOR_KV: Mapping[str, object] = {"do_remote_decode": True, "do_remote_prefill": False}
+"""What a prefill instance is told, in vLLM's words: another one decodes."""
+
+_LONGEST: Mapping[str, str] = {
+    CHAT_PATH: "max_tokens",
+    COMPLETION_PATH: "max_tokens",
+    RESPONSES_PATH: "max_output_tokens",
+    MESSAGES_PATH: "max_tokens",
+}
+"""Endpoints whose prompts may be computed apart, and the field that bounds what is generated. In
+the last two only later versions of vLLM tell of KV (0.32 does)."""
+_KEPT_AT_ONE: Mapping[str, Mapping[str, object]] = {
+    RESPONSES_PATH: {"store": False, "background": False},
+}
+"""Fields of what a prefill instance is asked, by endpoint: nobody fetches its answer later."""
+_LATER = frozenset({RESPONSES_PATH, MESSAGES_PATH})
+_ONE = (b"1", b"null")
+_OTHER_ANSWERS = (
+    *("prompt_logprobs", "echo", "use_beam_search", "prompt_embeds"),
+    *("previous_response_id", "conversation", "background"),
+)
+"""Fields of requests whose answers need more than the KV of a prompt that is all here."""
+_OF_ANSWERS = frozenset(
+    (
+        *("max_completion_tokens", "min_tokens", "stop", "stop_token_ids"),
+        *("logprobs", "top_logprobs", "stream_options", "stop_sequences", "include"),
+    )
+)
+"""Fields that say how much is generated and how it is told: a prefill instance generates one token,
+which nobody sees."""
+_CONVERTED = (Trouble.PD_LOST, Trouble.PD_FAILED, Trouble.PD_SILENT)
+
+
+class _KvParams(msgspec.Struct):
+    do_remote_decode: bool = False
+    do_remote_prefill: bool = False
+
+
+_kv_params = msgspec.json.Decoder(_KvParams)
+
+
+class _Answer(msgspec.Struct):
+    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
+
+
+def asks_for_kv(call: Call) -> bool:
+    """Tell whether a hop wants the KV of a prompt computed, and answers elsewhere."""
+    return _given_kv(call).do_remote_decode
+
+
+def brings_kv(call: Call) -> bool:
+    """Tell whether a hop says where the KV of a prompt is."""
+    return _given_kv(call).do_remote_prefill
+
+
+def _given_kv(call: Call) -> _KvParams:
+    raw = call.fields.get("kv_transfer_params")
+    if not isinstance(raw, msgspec.Raw) or not opens(raw, b"{"):
+        return _KvParams()
+    try:
+        return _kv_params.decode(raw)
+    except msgspec.MsgspecError:
+        return _KvParams()
+
+
+def suits(call: Call) -> bool:
+    """Tell whether one prefill instance can compute all of a call's prompt."""
+    fields = call.fields
+    if call.path not in _LONGEST or bytes(fields.get("n", b"1")) not in _ONE:  # type: ignore[call-overload]
+        return False
+    if any(_is_given(fields.get(name)) for name in _OTHER_ANSWERS):
+        return False
+    if call.path == RESPONSES_PATH:
+        return _calls_no_tools_itself(fields.get("tools"))
+    prompt = fields.get("prompt")
+    if call.path != COMPLETION_PATH or prompt is None:
+        return call.path != COMPLETION_PATH
+    assert isinstance(prompt, msgspec.Raw)
+    inner = bytes(prompt).lstrip()[1:].lstrip()
+    # One text, or the tokens of one.
+    return opens(prompt, b'"') or (opens(prompt, b"[") and inner[:1].isdigit())
+
+
+class _Tool(msgspec.Struct):
+    type: str = "function"
+
+
+_tools = msgspec.json.Decoder(list[_Tool])
+
+
+def _calls_no_tools_itself(tools: object) -> bool:
+    """Tell whether the engine leaves tools to the client: else it has several prompts."""
+    if not isinstance(tools, msgspec.Raw) or not opens(tools, b"["):
+        return True
+    try:
+        return all(tool.type == "function" for tool in _tools.decode(tools))
+    except msgspec.MsgspecError:
+        return False
+
+
+def where(
+    call: Call,
+    choosing: Choosing,
+    decode: Instance,
+    tried: Collection[str],
+    *,
+    min_bytes: int,
+    without: Collection[str] = (),
+) -> tuple[Instance | None, Prefilled]:
+    """Return who computes the prompt of a call for a decode instance, or why nobody does.
+
+    Args:
+        call: The request.
+        choosing: Who gets what of it.
+        decode: Who answers.
+        tried: Names of prefill instances that failed it.
+        min_bytes: Shorter bodies without media are not worth it.
+        without: Endpoints at which the engines say nothing of KV.
+    """
+    if not suits(call) or call.path in without:
+        return None, "unsuited"
+    if not call.items and size([call.cut.original()]) < min_bytes:
+        return None, "short"
+    if len(tried) >= MAX_PREFILLS:
+        return None, "failed"
+    if not choosing.prefills(decode):
+        return None, "decided"
+    chosen = choosing.prefill(tried)
+    if chosen is None:
+        return None, "failed" if tried else "none_usable"
+    return chosen, "apart"
+
+
+def for_prefill(call: Call) -> Call:
+    """Return a call for one token, and for what tells where the KV of its prompt is."""
+    kept = {name: value for name, value in call.fields.items() if name not in _OF_ANSWERS}
+    fields = {
+        **kept,
+        **_KEPT_AT_ONE.get(call.path, {}),
+        _LONGEST[call.path]: 1,
+        "stream": False,
+        "kv_transfer_params": ASKED_FOR_KV,
+    }
+    return msgspec.structs.replace(call, changed=True, stream=False, fields=fields)
+
+
+def with_kv(call: Call, params: msgspec.Raw) -> Call:
+    """Return a call that says where the KV of its prompt is."""
+    fields = {**call.fields, "kv_transfer_params": params}
+    return msgspec.structs.replace(call, changed=True, fields=fields)
+
+
+def read_kv(body: bytes) -> msgspec.Raw | None:
+    """Return what a prefill instance says of the KV; ``None`` if it says nothing."""
+    try:
+        found = msgspec.json.decode(body, type=_Answer).kv_transfer_params
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    return found.copy() if opens(found, b"{") else None
+
+
+class Prefill:
+    """Brings one call to a prefill instance: a `Carrier` of it.
+
+    Args:
+        ask: Sends a request.
+        explain: Raises the reason of a failure that comes over the control channel.
+        count: Takes in where items came from.
+        without: Endpoints at which the engines say nothing of KV; more are added.
+
+    Attributes:
+        call: As it is to go on to the decode instance.
+        refusal: What the prefill instance answered in place of KV, a 4xx; ``None`` if it did not.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        ask: Ask,
+        explain: Callable[[Attempt], Awaitable[None]],
+        count: Callable[[Reply], Reply],
+        without: set[str],
+    ) -> None:
+        self.call = call
+        self.refusal: Reply | None = None
+        self._ask = ask
+        self._explain = explain
+        self._count = count
+        self._without = without
+
+    def choose(self, choosing: Choosing, tried: Collection[str]) -> Instance | None:
+        """Return nobody: who is asked is in the plan."""
+        return None
+
+    async def carry(self, call: Call, one: Attempt, body: Segments, out: object) -> int:
+        """Send the call and keep its answer; the client gets nothing of it. See `Carrier`."""
+        pd = one.pd
+        answer = await self._ask(pd, call, body, one.headers)
+        try:
+            whole = await answer.read(None)
+        except UpstreamError as error:
+            pd.failed(error.fault)
+            message = f"instance {pd.name} was lost: {error}"
+            raise Failed(Trouble.PD_LOST, Point.ASKED, message) from error
+        finally:
+            answer.close()
+        one.begin()
+        if answer.status >= 500:
+            pd.failed("error")
+            await self._explain(one)
+            message = f"instance {pd.name} answered {answer.status}: {whole[:200]!r}"
+            raise Failed(Trouble.PD_FAILED, Point.ASKED, message)
+        pd.answered()
+        if answer.status >= 400:
+            headers = {"content-type": answer.headers.get("content-type", "application/json")}
+            self.refusal = Reply(answer.status, headers, whole)
+            return answer.status
+        self._count(Reply(answer.status, {}, whole))
+        if (params := read_kv(whole)) is None:
+            message = f"instance {pd.name} says nothing of the KV of its prompt"
+            if call.path in _LATER:
+                self._without.add(call.path)
+                logger.warning(
+                    "%s at %s: prompts of this endpoint are computed where they are answered from "
+                    "now on; later versions of vLLM say it",
+                    message,
+                    call.path,
+                )
+            raise Failed(Trouble.PD_FAILED, Point.ASKED, message)
+        self.call = with_kv(self.call, params)
+        return answer.status
+
+
+def as_prefill_failure(failed: Failed) -> Failed:
+    """Return what a failure at a prefill instance is to the request."""
+    if failed.trouble in _CONVERTED:
+        return Failed(Trouble.PREFILL_FAILED, Point.PREFILLING, str(failed))
+    return failed
+
+
+def _is_given(value: object) -> bool:
+    return value is not None and bytes(value) not in (b"null", b"false")  # type: ignore[call-overload]

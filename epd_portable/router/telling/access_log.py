@@ -1,0 +1,126 @@
+"""One line of JSON for each request that ended: who was asked, how long it took, how it ended.
+
+Nothing of what a request or its answer says is in it, nor keys, addresses of media or names of
+items. ``model`` is what the client asked for, cut.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from datetime import datetime, timezone
+from logging.handlers import WatchedFileHandler
+from typing import Any
+
+import msgspec
+
+from epd_portable.errors import ConfigError
+from epd_portable.router.telling.record import ItemRecord, Listener, RequestRecord
+
+STDERR = "stderr"
+"""Setting by which lines go to standard error."""
+_MAX_MODEL = 128
+
+
+class AccessLog(Listener):
+    """Writes the lines.
+
+    Args:
+        where: `STDERR`, or the path of a file, which is opened again when somebody has moved it.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+
+    def __init__(self, where: str) -> None:
+        self._handler: logging.StreamHandler[Any] = (
+            logging.StreamHandler() if where == STDERR else _file(where)
+        )
+        # Of its own: the levels and handlers of others are not for these lines.
+        self._logger = logging.Logger("epd_portable.access")
+        self._logger.addHandler(self._handler)
+
+    def ended(self, record: RequestRecord) -> None:
+        """Write a line."""
+        self._logger.info(msgspec.json.encode(line_of(record)).decode())
+
+    async def close(self) -> None:
+        """Close the file."""
+        self._handler.close()
+
+
+def line_of(record: RequestRecord) -> dict[str, object]:
+    """Return what is written of a request; what is empty, zero or false is left out.
+
+    Times in milliseconds are since its headers had come.
+    """
+    line: dict[str, object] = {
+        "time": datetime.fromtimestamp(record.began_s, timezone.utc).isoformat(),
+        "request_id": record.id,
+        "trace_id": record.traceparent[3:35],
+        "client": record.client,
+        "endpoint": record.endpoint,
+        "model": record.model[:_MAX_MODEL],
+        "stream": record.stream,
+        "status": record.status,
+        "gone": record.gone,
+        "topology": record.topology if record.legs else "",
+        "bytes_in": record.nbytes,
+        "bytes_out": record.nbytes_out,
+        "tokens": record.tokens_told,
+        "events": record.events,
+        "read_ms": _ms(record, record.read_at),
+        "admitted_ms": _ms(record, record.admitted_at),
+        "first_byte_ms": _ms(record, record.first_at),
+        "ended_ms": _ms(record, record.ended_at),
+        "instances": [
+            {
+                "stage": leg.stage,
+                "name": leg.instance,
+                "began_ms": _ms(record, leg.began_at),
+                "ended_ms": _ms(record, leg.ended_at),
+                "failed": leg.failed,
+            }
+            for leg in record.legs
+        ],
+        "items": [_item(record, item) for item in record.items],
+        "trouble": [
+            {"at_ms": _ms(record, step.at), "what": step.trouble, "rung": step.rung}
+            for step in record.steps
+        ],
+    }
+    return {name: value for name, value in line.items() if value}
+
+
+def _item(record: RequestRecord, item: ItemRecord) -> dict[str, object]:
+    return {
+        "modality": item.modality,
+        "pixels": item.pixels,
+        "bytes": item.nbytes,
+        "fate": item.fate or ("encoded" if item.brought else "open"),
+        "jobs": [
+            {
+                "encoder": job.encoder,
+                "began_ms": _ms(record, job.began_at),
+                "ended_ms": _ms(record, job.ended_at),
+                "end": job.end or "open",
+            }
+            for job in item.jobs
+        ],
+    }
+
+
+def _ms(record: RequestRecord, at: float) -> float | None:
+    return round((at - record.began_at) * 1000, 3) if at else None
+
+
+def _file(path: str) -> WatchedFileHandler:
+    try:
+        # Others need not know who asked when.
+        os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600))
+        return WatchedFileHandler(path, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"router.access_log {path} cannot be written: {error}; name a file in a folder that "
+            f"exists, or {STDERR}"
+        ) from error

@@ -1,0 +1,148 @@
+"""What has gone between instances, and which rungs of the ladder were used: for who looks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import msgspec
+
+from epd_portable.router.telling.record import ItemRecord, Listener, RequestRecord, Step
+from epd_portable.wire.params import ItemOutcome
+
+MAX_PAIRS = 4096
+"""Of one process; beyond them the one is forgotten that was used longest ago."""
+
+Cargo = Literal["items", "kv"]
+
+
+class Traffic(msgspec.Struct, kw_only=True):
+    """What went from one instance to another since the router started.
+
+    Attributes:
+        source: Who encoded, or prefilled.
+        target: Who used that.
+        cargo: What it was.
+        path: Transfer path of the last item of which that is known; empty for none.
+        count: Items that were encoded for it, or prompts.
+        told: Items of which an answer said how many bytes came.
+        nbytes: Bytes of those.
+    """
+
+    source: str
+    target: str
+    cargo: Cargo
+    path: str = ""
+    count: int = 0
+    told: int = 0
+    nbytes: int = 0
+
+
+class RungUse(msgspec.Struct, kw_only=True):
+    """How often a rung of the ladder was used.
+
+    Attributes:
+        rung: Its name, see `epd_portable.router.ladder.LADDER`.
+        count: Since the router started.
+        at: When last, by ``time.monotonic``, which is one clock for all processes of a machine.
+    """
+
+    rung: str
+    count: int = 0
+    at: float = 0.0
+
+
+class Activity(Listener):
+    """Counts for one process of a router, from what it hears of requests."""
+
+    def __init__(self) -> None:
+        self._pairs: dict[tuple[str, str, Cargo], Traffic] = {}
+        self._rungs: dict[str, RungUse] = {}
+
+    @property
+    def pairs(self) -> tuple[Traffic, ...]:
+        """Pairs of instances between which something went, the one used last at the end."""
+        return tuple(self._pairs.values())
+
+    @property
+    def rungs(self) -> tuple[RungUse, ...]:
+        """Rungs that were used."""
+        return tuple(self._rungs.values())
+
+    def item_ended(self, record: RequestRecord, item: ItemRecord) -> None:
+        """Count an item that was encoded for another instance; see `Listener`."""
+        if item.fate in ("encoded", "other_encoder"):
+            job = item.jobs[-1]
+            # That in which the job began: the next one may have begun meanwhile.
+            leg = next(leg for leg in reversed(record.legs) if leg.began_at <= job.began_at)
+            self.delivered(job.encoder, leg.instance)
+
+    def stepped(self, record: RequestRecord, step: Step) -> None:
+        """Count a rung of the ladder; see `Listener`."""
+        use = self._rungs.setdefault(step.rung, RungUse(rung=step.rung))
+        use.count += 1
+        use.at = step.at
+
+    def ended(self, record: RequestRecord) -> None:
+        """Count prompts that were computed for another instance; see `Listener`."""
+        for leg, after in itertools.pairwise(record.legs):
+            if (leg.stage, leg.failed, after.stage) == ("prefill", False, "answer"):
+                self.prefilled(leg.instance, after.instance)
+
+    def delivered(self, encoder: str, target: str) -> None:
+        """An item was encoded for an instance that has begun its answer."""
+        self._pair(encoder, target, "items").count += 1
+
+    def had(self, target: str, item: ItemOutcome) -> None:
+        """An answer says how an instance had an item."""
+        if item.source == "transfer":
+            pair = self._pair(item.encoder, target, "items")
+            pair.path = item.path
+            pair.told += 1
+            pair.nbytes += item.nbytes
+
+    def prefilled(self, source: str, target: str) -> None:
+        """An instance has computed a prompt for another one."""
+        self._pair(source, target, "kv").count += 1
+
+    def forget(self, instance: str) -> None:
+        """Drop what went from and to an instance that has left."""
+        for key in [key for key in self._pairs if instance in key[:2]]:
+            del self._pairs[key]
+
+    def _pair(self, source: str, target: str, cargo: Cargo) -> Traffic:
+        key = (source, target, cargo)
+        # The one used last goes to the end.
+        pair = self._pairs.pop(key, None) or Traffic(source=source, target=target, cargo=cargo)
+        self._pairs[key] = pair
+        if len(self._pairs) > MAX_PAIRS:
+            del self._pairs[next(iter(self._pairs))]
+        return pair
+
+
+def traffic_of_all(processes: Iterable[Sequence[Traffic]]) -> list[Traffic]:
+    """Return the sums over processes of a router."""
+    sums: dict[tuple[str, str, Cargo], Traffic] = {}
+    for pairs in processes:
+        for pair in pairs:
+            key = (pair.source, pair.target, pair.cargo)
+            total = sums.setdefault(
+                key, Traffic(source=pair.source, target=pair.target, cargo=pair.cargo)
+            )
+            total.path = pair.path or total.path
+            total.count += pair.count
+            total.told += pair.told
+            total.nbytes += pair.nbytes
+    return list(sums.values())
+
+
+def rungs_of_all(processes: Iterable[Sequence[RungUse]]) -> list[RungUse]:
+    """Return the sums over processes of a router, and when each rung was used last."""
+    sums: dict[str, RungUse] = {}
+    for rungs in processes:
+        for use in rungs:
+            total = sums.setdefault(use.rung, RungUse(rung=use.rung))
+            total.count += use.count
+            total.at = max(total.at, use.at)
+    return list(sums.values())

@@ -1,0 +1,45 @@
+"""Who hears of requests beside the metrics, as the settings say."""
+
+from __future__ import annotations
+
+import os
+
+from epd_portable.errors import ConfigError
+from epd_portable.router.settings import RouterSettings
+from epd_portable.router.telling.access_log import AccessLog
+from epd_portable.router.telling.record import Listener
+
+_ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+"""Variables of OpenTelemetry that name a collector."""
+
+
+def observers(settings: RouterSettings) -> list[Listener]:
+    """Return them, tracing first: others show its names.
+
+    Raises:
+        ConfigError: A file cannot be written, or a package is missing.
+    """
+    found: list[Listener] = []
+    named = next((name for name in _ENDPOINTS if os.environ.get(name)), "")
+    if (settings.tracing.endpoint or named) and not _is_off():
+        found.append(_tracing(settings.tracing.endpoint, named))
+    if settings.access_log:
+        found.append(AccessLog(settings.access_log))
+    return found
+
+
+def _is_off() -> bool:
+    """Tell whether OpenTelemetry is told to do nothing: its spans then have no names to send."""
+    return os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
+
+
+def _tracing(endpoint: str | None, named: str) -> Listener:
+    try:
+        from epd_portable.router.telling.tracing import Tracing, provider
+    except ImportError as error:
+        asked = "router.tracing.endpoint" if endpoint else f"the variable {named}"
+        raise ConfigError(
+            f"{asked} asks for spans, and OpenTelemetry is not installed ({error}): install "
+            "epd-portable[otel], or leave it out"
+        ) from error
+    return Tracing(provider(endpoint))

@@ -1,0 +1,370 @@
+"""What is noted of a request while it is served, who hears of it, and the last ones of them.
+
+Noting costs a few writes a request, and nothing a token. Times are those of ``time.monotonic``, 0
+for what has not happened. No content of a request is here, nor anything that leads to it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from epd_portable.media.formats import Modality
+from epd_portable.router.contents.media import MediaItem
+
+ItemFate = Literal[
+    "encoded",
+    "other_encoder",
+    "stored",
+    "local",
+    "sooner_here",
+    "by_role",
+    "decided_here",
+    "no_encoder",
+    "not_needed",
+    "left_out",
+    "cancelled",
+]
+"""``encoded``: by the encoder asked first. ``other_encoder``: by a second one. ``stored``:
+loaded by the PD instance from the store, or there already. ``local``: encoders
+failed and the PD instance was told to encode. ``sooner_here``: it encodes by choice, see
+`epd_portable.router.elastic`. ``by_role``: it encodes its items always. ``decided_here``: a decider
+of ``router.choice`` leaves it to the PD instance. ``no_encoder``: none was healthy from the start.
+``not_needed``: its job failed when the answer had already begun. ``left_out``: the request is
+answered without it, see ``router.partial_results``. ``cancelled``: the request ended first."""
+
+JobEnd = Literal["encoded", "full", "timeout", "lost", "error", "refused", "cancelled"]
+"""How an encode job ended.
+
+``encoded``: well. ``full``: the encoder answered 429. ``timeout``: not within its time. ``lost``:
+its connection broke, or it went down. ``error``: it answered 5xx. ``refused``: another 4xx, which
+is about the item. ``cancelled``: nobody waited any more.
+"""
+
+Rung = Literal[
+    "from_encoder",
+    "encoder_full",
+    "other_encoder",
+    "original_media",
+    "without_items",
+    "local_encode",
+    "prefill_again",
+    "local_prefill",
+    "pd_again",
+    "broken_off",
+    "passed_on",
+    "refused",
+    "unavailable",
+    "timeout",
+]
+"""What is done when something has gone wrong, see `epd_portable.router.ladder.LADDER`."""
+
+Stage = Literal["prefill", "answer"]
+
+Topology = Literal["text", "epd", "e+pd", "ep+d", "e+p+d", "p+d"]
+"""Who did what of a request, ``+`` between instances.
+
+``text``: one instance all of it, without items. ``epd``: the same with items. ``e+pd``: encode
+instances at least one of the items. ``p+d``, ``ep+d``, ``e+p+d``: another instance the prompt.
+"""
+_ENDS_OF_CHAT = 2
+"""Events of a chat's stream that carry no token: the first, which says the role, and the last."""
+
+KEPT = 256
+"""Ended requests of which the records are kept."""
+
+
+@dataclass(slots=True, eq=False)
+class JobRecord:
+    """One encode job.
+
+    Attributes:
+        encoder: Who was asked.
+        began_at: When.
+        ended_at: When it was answered, or given up.
+        end: How; empty before.
+        traceparent: Sent along, where requests are traced.
+    """
+
+    encoder: str
+    began_at: float
+    ended_at: float = 0.0
+    end: JobEnd | Literal[""] = ""
+    traceparent: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class ItemRecord:
+    """One distinct item of a request.
+
+    Attributes:
+        modality: What it is to the model.
+        pixels: That it has once it is decoded; 0 if nobody looked, or it has none.
+        nbytes: Of the body of its encode job; 0 without one.
+        fate: What became of it in the latest try; empty as long as that is open, which it may be
+            when its request has ended.
+        jobs: In the order in which they began.
+    """
+
+    modality: Modality
+    pixels: int
+    nbytes: int = 0
+    fate: ItemFate | Literal[""] = ""
+    jobs: list[JobRecord] = field(default_factory=list)
+
+    @property
+    def brought(self) -> bool:
+        """Whether an encode instance encoded it, and nothing is known against its arrival."""
+        if self.fate:
+            return self.fate in ("encoded", "other_encoder")
+        return bool(self.jobs) and self.jobs[-1].end == "encoded"
+
+
+@dataclass(slots=True, eq=False)
+class Leg:
+    """One try at an instance, for the ``with`` statement.
+
+    Attributes:
+        stage: What it was asked for.
+        instance: Who.
+        began_at: When it was chosen.
+        ended_at: When it had answered, or failed.
+        failed: Whether something was raised meanwhile.
+        traceparent: Sent along, where requests are traced.
+    """
+
+    stage: Stage
+    instance: str
+    began_at: float
+    ended_at: float = 0.0
+    failed: bool = False
+    traceparent: str = ""
+
+    def __enter__(self) -> Leg:
+        return self
+
+    def headers(self, given: Mapping[str, str]) -> Mapping[str, str]:
+        """Return headers of the request as this instance gets them."""
+        return {**given, "traceparent": self.traceparent} if self.traceparent else given
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.ended_at = time.monotonic()
+        self.failed = kind is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step down the failure ladder.
+
+    Attributes:
+        at: When.
+        trouble: Name of a `epd_portable.router.ladder.Trouble`.
+        rung: What was done.
+    """
+
+    at: float
+    trouble: str
+    rung: Rung
+
+
+class Listener:
+    """Hears what becomes of requests, at once and in the event loop; must not raise."""
+
+    def begun(self, record: RequestRecord) -> None:
+        """Hear of a request whose headers have come."""
+
+    def leg_began(self, record: RequestRecord, leg: Leg) -> None:
+        """Hear of an instance that is to prefill or answer."""
+
+    def job_began(self, record: RequestRecord, item: ItemRecord, job: JobRecord) -> None:
+        """Hear of an encode job."""
+
+    def job_ended(self, record: RequestRecord, item: ItemRecord, job: JobRecord) -> None:
+        """Hear of the end of an encode job; its request may have ended."""
+
+    def item_ended(self, record: RequestRecord, item: ItemRecord) -> None:
+        """Hear what became of an item in one try; its request may have ended."""
+
+    def stepped(self, record: RequestRecord, step: Step) -> None:
+        """Hear of trouble."""
+
+    def ended(self, record: RequestRecord) -> None:
+        """Hear of a request whose answer has ended, or which will have none."""
+
+    async def close(self) -> None:
+        """Let go of what is held; nothing is heard any more."""
+
+
+@dataclass(slots=True, eq=False)
+class RequestRecord:
+    """One request of a client.
+
+    Attributes:
+        id: ``x-request-id``.
+        endpoint: Path, one of those that are served.
+        began_s: When its headers had come; by ``time.time``.
+        began_at: The same.
+        client: First digits of the digest of the client's key; empty without keys.
+        model: That was asked for; empty for whichever is served.
+        stream: Whether the answer comes in pieces.
+        nbytes: Of the request's body.
+        read_at: When all of it was there.
+        admitted_at: When it might go on to instances.
+        items: Distinct images, videos and audio clips that may be encoded elsewhere.
+        legs: Tries at instances that prefill or answer, in order.
+        steps: What went wrong, in order.
+        first_at: When the first byte of the answer was sent.
+        ended_at: When its last byte was, or when it was clear that it has none.
+        status: Of the answer.
+        gone: The client gave the request up.
+        nbytes_out: Of the answer's body; 0 where Envoy carries it.
+        events: In the answer; 0 of one that is no stream of events, or that Envoy carries.
+        tokens_told: Generated tokens as the answer's ``usage`` has them; ``None`` if it does not.
+        traceparent: Of the client; where requests are traced, of the router's span.
+    """
+
+    id: str
+    endpoint: str
+    began_s: float = field(default_factory=time.time)
+    began_at: float = field(default_factory=time.monotonic)
+    client: str = ""
+    model: str = ""
+    stream: bool = False
+    nbytes: int = 0
+    read_at: float = 0.0
+    admitted_at: float = 0.0
+    items: list[ItemRecord] = field(default_factory=list)
+    legs: list[Leg] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    first_at: float = 0.0
+    ended_at: float = 0.0
+    status: int = 0
+    gone: bool = False
+    nbytes_out: int = 0
+    events: int = 0
+    tokens_told: int | None = None
+    traceparent: str = ""
+    listeners: Sequence[Listener] = ()
+    _named: dict[str, ItemRecord] = field(default_factory=dict)
+
+    def has(self, items: Sequence[MediaItem]) -> None:
+        """Note the items."""
+        for item in items:
+            one = ItemRecord(item.modality, item.pixels)
+            self.items.append(one)
+            self._named[item.mm_hash] = one
+
+    def rename(self, items: Sequence[MediaItem], renamed: Sequence[MediaItem]) -> None:
+        """Note other names of items; news of the old ones may still come."""
+        for item, other in zip(items, renamed, strict=True):
+            self._named[other.mm_hash] = self._named[item.mm_hash]
+
+    def leg(self, stage: Stage, instance: str) -> Leg:
+        """Note that an instance is asked; it lasts as long as the ``with`` statement."""
+        leg = Leg(stage, instance, time.monotonic())
+        self.legs.append(leg)
+        for listener in self.listeners:
+            listener.leg_began(self, leg)
+        return leg
+
+    def job(self, item: MediaItem, encoder: str, nbytes: int) -> JobRecord:
+        """Note that an encoder is asked for an item."""
+        one = self._named[item.mm_hash]
+        one.nbytes = nbytes
+        job = JobRecord(encoder, time.monotonic())
+        one.jobs.append(job)
+        for listener in self.listeners:
+            listener.job_began(self, one, job)
+        return job
+
+    def end_job(self, item: MediaItem, job: JobRecord, end: JobEnd) -> None:
+        """Note how an encode job ended."""
+        job.ended_at = time.monotonic()
+        job.end = end
+        for listener in self.listeners:
+            listener.job_ended(self, self._named[item.mm_hash], job)
+
+    def end_item(self, item: MediaItem, fate: ItemFate) -> None:
+        """Note what became of an item."""
+        one = self._named[item.mm_hash]
+        one.fate = fate
+        for listener in self.listeners:
+            listener.item_ended(self, one)
+
+    def step(self, trouble: str, rung: Rung) -> None:
+        """Note a step down the failure ladder."""
+        step = Step(time.monotonic(), trouble, rung)
+        self.steps.append(step)
+        for listener in self.listeners:
+            listener.stepped(self, step)
+
+    def wall_s(self, at: float) -> float:
+        """Return a time of this record on the clock of ``time.time``."""
+        return self.began_s + at - self.began_at
+
+    @property
+    def topology(self) -> Topology:
+        """Who did what of it."""
+        prefilled = any(leg.stage == "prefill" and not leg.failed for leg in self.legs)
+        if not self.items:
+            return "p+d" if prefilled else "text"
+        if any(item.brought for item in self.items):
+            return "e+p+d" if prefilled else "e+pd"
+        return "ep+d" if prefilled else "epd"
+
+    @property
+    def tokens(self) -> int:
+        """Generated tokens as `tokens_told`, else as far as `events` tell; 0 if nothing does."""
+        if self.tokens_told is not None:
+            return self.tokens_told
+        return max(self.events - _ENDS_OF_CHAT, 0)
+
+    @property
+    def pd(self) -> str:
+        """Who answers, or was asked last to; empty before."""
+        return next((each.instance for each in reversed(self.legs) if each.stage == "answer"), "")
+
+
+class RecentRequests:
+    """Requests that are served, and the last ones that were.
+
+    Args:
+        listeners: Hear of all of them; one may be added before the first request.
+        kept: How many ended ones are kept.
+
+    Attributes:
+        in_flight: Those that are served, in the order of their beginning.
+        ended: The last ones, in the order of their end.
+    """
+
+    def __init__(self, listeners: Iterable[Listener] = (), *, kept: int = KEPT) -> None:
+        self.in_flight: dict[RequestRecord, None] = {}
+        self.ended: deque[RequestRecord] = deque(maxlen=kept)
+        self._listeners = list(listeners)
+
+    def listen(self, listener: Listener) -> None:
+        """Let somebody else hear, too."""
+        self._listeners.append(listener)
+
+    async def close(self) -> None:
+        """Close all who hear."""
+        for listener in self._listeners:
+            await listener.close()
+
+    def begin(self, record: RequestRecord) -> None:
+        """Take in a request."""
+        record.listeners = self._listeners
+        self.in_flight[record] = None
+        for listener in self._listeners:
+            listener.begun(record)
+
+    def end(self, record: RequestRecord) -> None:
+        """Note that nothing more is sent of its answer."""
+        record.ended_at = time.monotonic()
+        del self.in_flight[record]
+        self.ended.append(record)
+        for listener in self._listeners:
+            listener.ended(record)

@@ -1,0 +1,181 @@
+"""PD worker: encodes items beside the engine's steps, so that nobody's tokens wait for them.
+
+vLLM encodes within a step, which then computes no token until the last item is encoded. Here a
+thread encodes, and stops between two modules of the encoder when a step waits: both compute in
+turns, and the encoder's last `TURN_S`, or until the module that it is in has computed.
+
+Never do both compute at once: vLLM's kernels for the CPU keep buffers for the whole process, and
+cores would be shared.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from epd_portable.log import trace
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+TURN_S = 0.01
+"""As long as a step of a small model takes, so that both have half of the time."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncodeOrder:
+    """One item to encode.
+
+    Attributes:
+        mm_hash: Key in the encoder cache.
+        modality: The engine's.
+        media: What the model's processor made of it (vLLM's ``MultiModalKwargsItem``).
+    """
+
+    mm_hash: str
+    modality: str
+    media: Any
+
+
+class ComputeTurns:
+    """Lets steps and one encoder compute in turns: neither has two while the other waits."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._stepping = False
+        """A step computes, or waits for that."""
+        self._encoding = False
+        self._asking = False
+        """The encoder waits."""
+        self._owed = False
+        """It has waited for a step: the next turn is the encoder's."""
+        self._begun_s = 0.0
+        """When the encoder's turn began."""
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Compute, as soon as the encoder pauses."""
+        with self._changed:
+            self._stepping = True
+            self._changed.wait_for(lambda: not (self._encoding or self._owed))
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._stepping = False
+                self._owed = self._asking
+                self._changed.notify_all()
+
+    @contextmanager
+    def encoder(self) -> Iterator[None]:
+        """Compute, as soon as no step does."""
+        self._begin()
+        try:
+            yield
+        finally:
+            self._stop()
+
+    def pause(self) -> None:
+        """End a turn that has lasted, if a step waits; the encoder calls this where it can stop."""
+        if self._stepping and time.monotonic() - self._begun_s >= TURN_S:
+            self._stop()
+            self._begin()
+
+    def _begin(self) -> None:
+        with self._changed:
+            self._asking = True
+            self._changed.wait_for(lambda: self._owed or not self._stepping)
+            self._asking = self._owed = False
+            self._encoding = True
+            self._begun_s = time.monotonic()
+
+    def _stop(self) -> None:
+        with self._changed:
+            self._encoding = False
+            self._changed.notify_all()
+
+
+class BackgroundEncoder:
+    """Encodes one item after the other, in the order in which they come, by a thread.
+
+    Args:
+        encode: Returns the output ``(num_embeds, width)`` of an item; called by the thread.
+        modules: Of the encoder; before each it can stop for a step.
+
+    Attributes:
+        turns: Each step that computes takes one.
+    """
+
+    def __init__(
+        self, encode: Callable[[EncodeOrder], torch.Tensor], modules: Iterable[torch.nn.Module]
+    ) -> None:
+        self.turns = ComputeTurns()
+        self._encode = encode
+        self._asked: queue.SimpleQueue[EncodeOrder | None] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[tuple[str, torch.Tensor | None]] = queue.SimpleQueue()
+        """``None`` stands for an output that could not be made, which has been logged."""
+        self._failed: set[str] = set()
+        self._placed: set[str] = set()
+        self._thread = threading.Thread(target=self._work, name="epd-encoder", daemon=True)
+        self._hooks = [each.register_forward_pre_hook(self._before) for each in modules]
+        self._closing = False
+        self._thread.start()
+
+    def submit(self, encoding: EncodeOrder) -> None:
+        """Encode an item as soon as those before it are encoded."""
+        self._asked.put(encoding)
+
+    def place(self, encoder_cache: dict[str, torch.Tensor]) -> None:
+        """Put the outputs that are there since the last call into the worker's encoder cache."""
+        while not self._ended.empty():
+            mm_hash, output = self._ended.get()
+            if output is None:
+                self._failed.add(mm_hash)
+            else:
+                encoder_cache[mm_hash] = output
+                self._placed.add(mm_hash)
+
+    def take_ended(self) -> tuple[set[str], set[str]]:
+        """Return what has ended since the last call: items that failed, and that were placed."""
+        failed, self._failed = self._failed, set()
+        placed, self._placed = self._placed, set()
+        return failed, placed
+
+    def close(self) -> None:
+        """End the thread, after the item that it encodes."""
+        self._closing = True
+        self._asked.put(None)
+        self._thread.join()
+        for hook in self._hooks:
+            hook.remove()
+
+    def _before(self, module: torch.nn.Module, arguments: Any) -> None:
+        # A step may encode, too: what is not encoded here.
+        if threading.current_thread() is self._thread:
+            self.turns.pause()
+
+    def _work(self) -> None:
+        import torch
+
+        with torch.inference_mode():
+            while (encoding := self._asked.get()) is not None and not self._closing:
+                self._ended.put((encoding.mm_hash, self._output(encoding)))
+
+    def _output(self, encoding: EncodeOrder) -> torch.Tensor | None:
+        trace("encode.begin", items=[encoding.mm_hash])
+        try:
+            with self.turns.encoder():
+                return self._encode(encoding)
+        except Exception:
+            logger.exception("item %s could not be encoded beside a step", encoding.mm_hash)
+            return None
+        finally:
+            trace("encode.end", items=[encoding.mm_hash])

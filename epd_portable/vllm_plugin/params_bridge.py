@@ -1,0 +1,122 @@
+"""``ec_transfer_params`` for API servers that do not know the field (vLLM before 0.26).
+
+``--middleware epd_portable.vllm_plugin.params_bridge.ParamsMiddleware``. Such a server hands
+scalars of ``vllm_xargs`` to the engine and gives ``kv_transfer_params`` back; the field travels in
+these, so that whoever asks sees no difference. Answers in pieces carry nothing back there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+FIELD = "ec_transfer_params"
+"""In requests and answers, and what it is called in either of the fields below."""
+_INTO_ENGINE = "vllm_xargs"
+_OUT_OF_ENGINE = "kv_transfer_params"
+
+
+class ParamsMiddleware:
+    """Moves the field of JSON requests and answers to where the server carries it.
+
+    Args:
+        app: vLLM's application.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection's request (ASGI)."""
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        body, last = await _whole(receive)
+        moved = request_body(body)
+        headers = MutableHeaders(scope=dict(scope))
+        if moved is not body:
+            headers["content-length"] = str(len(moved))
+        first: list[Message] = [last or {"type": "http.request", "body": moved}]
+
+        async def replay() -> Message:
+            return first.pop() if first else await receive()
+
+        back = _Answer(send)
+        await self._app({**scope, "headers": headers.raw}, replay, back.send)
+
+
+def request_body(body: bytes) -> bytes:
+    """Return a request's JSON with the field as a string in ``vllm_xargs``.
+
+    Returned as it is: what has no such field, and what is no JSON, which the server refuses.
+    """
+    fields = _fields(body)
+    params = fields.pop(FIELD, None)
+    if params is None:
+        return body
+    extra = _fields(bytes(fields.get(_INTO_ENGINE, b"{}")))
+    extra[FIELD] = msgspec.Raw(msgspec.json.encode(bytes(params).decode()))
+    fields[_INTO_ENGINE] = msgspec.Raw(msgspec.json.encode(extra))
+    return msgspec.json.encode(fields)
+
+
+def answer_body(body: bytes) -> bytes:
+    """Return an answer's JSON with the field taken out of ``kv_transfer_params``."""
+    fields = _fields(body)
+    inner = _fields(bytes(fields.get(_OUT_OF_ENGINE, b"null")))
+    params = inner.pop(FIELD, None)
+    if params is None:
+        return body
+    fields[_OUT_OF_ENGINE] = msgspec.Raw(msgspec.json.encode(inner or None))
+    fields[FIELD] = params
+    return msgspec.json.encode(fields)
+
+
+class _Answer:
+    """Passes an answer on, JSON in one piece."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._start: Message | None = None
+        self._pieces: list[bytes] = []
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            kind = Headers(raw=message.get("headers", [])).get("content-type", "")
+            if kind.partition(";")[0].strip() == "application/json":
+                self._start = message
+                return
+        elif self._start is not None and message["type"] == "http.response.body":
+            self._pieces.append(message.get("body", b""))
+            if message.get("more_body"):
+                return
+            start, self._start = self._start, None
+            body = answer_body(b"".join(self._pieces))
+            headers = MutableHeaders(raw=list(start.get("headers", [])))
+            headers["content-length"] = str(len(body))
+            await self._send({**start, "headers": headers.raw})
+            message = {**message, "body": body}
+        await self._send(message)
+
+
+async def _whole(receive: Receive) -> tuple[bytes, Message | None]:
+    """Return a request's body, and the message of a client that left before its end."""
+    pieces: list[bytes] = []
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            return b"", message
+        pieces.append(message.get("body", b""))
+        if not message.get("more_body"):
+            return b"".join(pieces), None
+
+
+def _fields(body: bytes) -> dict[str, Any]:
+    """Return the members of a JSON object, their values as they are written; none of other JSON."""
+    try:
+        return msgspec.json.decode(body, type=dict[str, msgspec.Raw] | None) or {}
+    except msgspec.DecodeError:
+        return {}

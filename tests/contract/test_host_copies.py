@@ -1,0 +1,74 @@
+"""Encoder outputs that wait in host memory and come back, on every device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from epd_portable.connector.copies import DeviceCopies
+from epd_portable.platforms import registry
+from epd_portable.platforms.base import Platform
+from epd_portable.runners.host_copies import HostCopies
+from epd_portable.scheduling.two_levels import HostOrders
+
+
+@pytest.fixture(
+    params=[
+        "cpu",
+        pytest.param("cuda", marks=pytest.mark.needs_cuda),
+        pytest.param("npu", marks=pytest.mark.needs_npu),
+    ]
+)
+def platform(request: pytest.FixtureRequest) -> Platform:
+    return registry.get(request.param)
+
+
+@pytest.fixture
+def device(platform: Platform) -> torch.device:
+    platform.set_device(0)
+    return platform.device(0)
+
+
+@pytest.fixture
+def copies(platform: Platform) -> Iterator[HostCopies]:
+    made = HostCopies(DeviceCopies(platform, 0))
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_an_output_comes_back_as_it_was(
+    copies: HostCopies, device: torch.device, dtype: torch.dtype
+) -> None:
+    content = torch.arange(12, dtype=torch.float32).view(3, 4).to(dtype)
+    together = torch.cat([content, content + 1]).to(device)
+    copies.carry_out(HostOrders(kept=["cat"]), {})
+    copies.output_ready("dog", together[3:])
+    copies.output_ready("cat", together[:3])
+    cache: dict[str, torch.Tensor] = {}
+    copies.carry_out(HostOrders(), cache)
+    assert cache == {}
+    for _ in range(2):
+        cache.clear()
+        copies.carry_out(HostOrders(restored=["cat"]), cache)
+        assert list(cache) == ["cat"]
+        assert cache["cat"].device == together.device
+        assert torch.equal(cache["cat"].cpu(), content)
+    assert cache["cat"].untyped_storage().nbytes() == content.nbytes, "and nothing beside it"
+
+
+def test_a_copy_that_was_dropped_is_told_and_does_not_come_back(
+    copies: HostCopies, device: torch.device, caplog: pytest.LogCaptureFixture
+) -> None:
+    copies.carry_out(HostOrders(kept=["cat", "dog"]), {})
+    copies.output_ready("cat", torch.zeros(2, 4, device=device))
+    cache: dict[str, torch.Tensor] = {}
+    copies.carry_out(HostOrders(restored=["cat"], dropped=["cat", "dog"]), cache)
+    assert list(cache) == ["cat"], "a step may bring back what it then drops"
+    cache.clear()
+    copies.output_ready("dog", torch.zeros(2, 4, device=device))
+    copies.carry_out(HostOrders(restored=["cat", "dog"]), cache)
+    assert cache == {}
+    assert caplog.text.count("cannot be restored from host memory") == 2

@@ -1,0 +1,488 @@
+"""What every kind of store does: files on a disk, and a real redis-server."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import secrets
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from epd_portable.config.secret import Secret
+from epd_portable.config.store import StoreSection
+from epd_portable.connector.stores.base import Entry, Store, make_store
+from epd_portable.connector.stores.entry import Seal
+from epd_portable.errors import CorruptEntryError, StoreError, StoreFullError
+from epd_portable.launch.ports import port_source
+from epd_portable.wire.descriptors import DTYPE_BYTES, TensorSpec
+from tests.servers import RedisServer
+
+SEAL = Seal(Secret("s" * 40))
+NAMESPACE = SEAL.namespace("model")
+MiB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    folder = tmp_path_factory.mktemp("redis")
+    server = RedisServer(folder, port_source(secrets.token_hex(4))())
+    yield server
+    server.kill()
+
+
+Make = Callable[..., Store]
+
+
+@pytest.fixture(params=[pytest.param("redis", marks=pytest.mark.needs_redis), "file"])
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
+    """Return what opens the same store again and again, in any configuration."""
+    opened: list[Store] = []
+    section: Callable[..., StoreSection]
+    if request.param == "redis":
+        server: RedisServer = request.getfixturevalue("server")
+        with server.client() as client:
+            client.flushall()
+        section = server.section
+    else:
+        section = lambda **keys: StoreSection(kind="file", path=str(tmp_path / "store"), **keys)  # noqa: E731
+
+    def open_one(**keys: object) -> Store:
+        # Machines of tests may stand still for long.
+        opened.append(make_store(section(**{"timeout_ms": 60000, **keys})))
+        return opened[-1]
+
+    yield open_one
+    for store in opened:
+        store.close()
+
+
+def key(name: str) -> str:
+    return SEAL.key(NAMESPACE, name, "image")
+
+
+def entry(name: str, nbytes: int = 4096, *, dtype: str = "float32", fill: int = 1) -> Entry:
+    spec = TensorSpec(shape=(nbytes // (64 * DTYPE_BYTES[dtype]), 64), dtype=dtype)
+    payload = memoryview(bytes([fill]) * spec.nbytes)
+    head = SEAL.head(
+        payload, key=key(name), mm_hash=name, modality="image", metadata=None, tensor=spec
+    )
+    return Entry(
+        key=key(name), head=head, payload=payload, mm_hash=name, dtype=dtype, shape=spec.shape
+    )
+
+
+def loaded(store: Store, name: str, nbytes: int = 4096) -> bytes | None:
+    """Return an entry's bytes, checked; ``None`` if it is not there."""
+    into = memoryview(bytearray(nbytes))
+    raw = store.load_cache(key(name), into)
+    if raw is None:
+        return None
+    SEAL.check(SEAL.open(raw, key(name)), into)
+    return bytes(into)
+
+
+def test_what_one_has_written_another_finds_and_loads(make: Make) -> None:
+    writer, reader = make(), make()
+    entries = [entry("cat", fill=1), entry("dog", fill=2)]
+    assert reader.has_caches([key("cat")]) == [None]
+    assert writer.save_caches(entries) == 0
+    found = reader.has_caches([key("dog"), key("bird"), key("cat")])
+    assert found == [entries[1].head, None, entries[0].head]
+    assert loaded(reader, "cat") == bytes(entries[0].payload)
+    assert loaded(reader, "dog") == bytes(entries[1].payload)
+    assert loaded(reader, "bird") is None
+    assert reader.has_caches([]) == []
+
+
+@pytest.mark.parametrize("dtype", DTYPE_BYTES)
+def test_every_dtype_is_kept(make: Make, dtype: str) -> None:
+    store = make()
+    store.save_caches([entry("cat", dtype=dtype, fill=7)])
+    assert loaded(store, "cat") == b"\7" * 4096
+
+
+def test_an_entry_of_many_megabytes_is_kept_whole(make: Make) -> None:
+    store = make()
+    store.save_caches([entry("cat", 48 * MiB, fill=3)])
+    assert loaded(store, "cat", 48 * MiB) == b"\3" * (48 * MiB)
+
+
+def test_an_entry_that_is_written_again_is_replaced(make: Make) -> None:
+    store = make(max_bytes=2 * MiB)
+    for fill in range(1, 9):
+        assert store.save_caches([entry("cat", MiB, fill=fill)]) == 0
+    assert loaded(store, "cat", MiB) == b"\x08" * MiB
+
+
+def test_a_discarded_entry_is_gone_and_can_be_written_anew(make: Make) -> None:
+    store = make()
+    store.save_caches([entry("cat")])
+    store.discard(key("cat"))
+    store.discard(key("cat"))
+    assert store.has_caches([key("cat")]) == [None]
+    store.save_caches([entry("cat", fill=9)])
+    assert loaded(store, "cat") == b"\x09" * 4096
+
+
+@pytest.mark.parametrize("nbytes", [4032, 4160])
+def test_an_entry_of_another_size_than_is_expected_is_damaged(make: Make, nbytes: int) -> None:
+    store = make()
+    store.save_caches([entry("cat")])
+    with pytest.raises(CorruptEntryError, match="4096"):
+        store.load_cache(key("cat"), memoryview(bytearray(nbytes)))
+    assert loaded(store, "cat") == bytes(entry("cat").payload), "nothing of it is left behind"
+
+
+def test_what_was_not_used_for_the_longest_time_goes_first(make: Make) -> None:
+    store = make(max_bytes=4 * MiB + 65536)
+    names = ["a", "b", "c", "d"]
+    for name in names:
+        store.save_caches([entry(name, MiB)])
+        time.sleep(0.02)
+    assert store.has_caches([key("a")]) != [None]  # Now b is the one that was not used.
+    time.sleep(0.02)
+    assert loaded(store, "c", MiB) is not None
+    time.sleep(0.02)
+    assert store.save_caches([entry("e", MiB)]) >= 1
+    there = [head is not None for head in store.has_caches(list(map(key, [*names, "e"])))]
+    assert there[0] and not there[1] and there[2] and there[4], there
+
+
+def test_all_entries_together_stay_below_the_limit(make: Make) -> None:
+    store = make(max_bytes=3 * MiB)
+    for number in range(20):
+        store.save_caches([entry(f"{number}", MiB // 2)])
+        names = [key(f"{each}") for each in range(number + 1)]
+        held = [head for head in store.has_caches(names) if head is not None]
+        assert len(held) <= 6
+    assert len(held) >= 4
+    assert "of at most 3 MiB" in store.check()
+
+
+def test_an_entry_larger_than_the_whole_store_is_refused(make: Make) -> None:
+    store = make(max_bytes=MiB)
+    with pytest.raises(StoreFullError, match="max_bytes"):
+        store.save_caches([entry("cat", 2 * MiB)])
+    assert store.has_caches([key("cat")]) == [None]
+
+
+def test_what_was_not_used_for_its_time_is_gone(make: Make) -> None:
+    store = make(ttl_s=0.3)
+    store.save_caches([entry("cat")])
+    deadline_s = time.monotonic() + 30
+    while store.load_cache(key("cat"), memoryview(bytearray(4096))) is not None:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.5)  # Longer than its time: that it was read keeps it no longer.
+
+
+def _write(section: str, number: int) -> None:
+    store = make_store(StoreSection.model_validate_json(section))
+    for each in range(20):
+        store.save_caches([entry(f"{number}-{each}", 64 * 1024, fill=number + 1)])
+        store.save_caches([entry("shared", 64 * 1024, fill=number + 1)])
+    store.close()
+
+
+def test_many_processes_write_at_once_and_every_entry_is_whole(
+    make: Make, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    store = make(max_bytes=2 * MiB)
+    if "redis" in request.node.callspec.id:
+        section = request.getfixturevalue("server").section(max_bytes=2 * MiB, timeout_ms=20_000)
+    else:
+        path = str(tmp_path / "store")
+        section = StoreSection(kind="file", path=path, max_bytes=2 * MiB, timeout_ms=20_000)
+    forking = multiprocessing.get_context("fork")
+    writers = [
+        forking.Process(target=_write, args=(section.model_dump_json(), number))
+        for number in range(4)
+    ]
+    for writer in writers:
+        writer.start()
+    read, over = 0, threading.Event()
+    watcher = threading.Thread(target=lambda: ([each.join() for each in writers], over.set()))
+    watcher.start()
+    while not over.is_set() or not read:
+        found = loaded(store, "shared", 64 * 1024)  # Raises if half of it is another's.
+        read += found is not None
+    watcher.join()
+    assert [each.exitcode for each in writers] == [0] * 4
+    names = [f"{number}-{each}" for number in range(4) for each in range(20)]
+    kept = [name for name in names if loaded(store, name, 64 * 1024) is not None]
+    assert 10 <= len(kept) <= 32, kept
+
+
+@pytest.mark.needs_redis
+@pytest.mark.parametrize("damage", ["gone", "shorter", "another's"])
+def test_a_damaged_part_of_a_large_entry_is_found(server: RedisServer, damage: str) -> None:
+    store = make_store(server.section(timeout_ms=60_000))
+    with server.client() as client:
+        client.flushall()
+        store.save_caches([entry("cat", 12 * MiB), entry("dog", 12 * MiB, fill=2)])
+        cat, dog = (f"epd:1:entry:{key(name)}" for name in ("cat", "dog"))
+        assert sorted(client.hkeys(cat)) == [b"d0", b"d1", b"d2", b"h"]
+        if damage == "gone":
+            client.hdel(cat, "d1")
+        else:
+            data = client.hget(dog, "d1")
+            client.hset(cat, "d1", data[:-1] if damage == "shorter" else data)
+    with pytest.raises(CorruptEntryError):
+        loaded(store, "cat", 12 * MiB)
+    assert loaded(store, "dog", 12 * MiB) == b"\2" * (12 * MiB)
+    store.close()
+
+
+# -- redis alone -----------------------------------------------------------------------------------
+
+
+@pytest.mark.needs_redis
+def test_a_server_that_hangs_is_an_error_in_time(tmp_path: Path) -> None:
+    server = RedisServer(tmp_path, port_source(secrets.token_hex(4))())
+    store = make_store(server.section(timeout_ms=200))
+    try:
+        store.save_caches([entry("cat")])
+        server.stop()
+        begin_s = time.monotonic()
+        for ask in (
+            lambda: store.has_caches([key("cat")]),
+            lambda: store.load_cache(key("cat"), memoryview(bytearray(4096))),
+            lambda: store.save_caches([entry("dog")]),
+            lambda: store.discard(key("cat")),
+        ):
+            with pytest.raises(StoreError):
+                ask()
+        assert time.monotonic() - begin_s < 20
+        server.go_on()
+        assert loaded(store, "cat") is not None
+        server.kill()
+        with pytest.raises(StoreError):
+            store.has_caches([key("cat")])
+        server.start()
+        assert store.has_caches([key("cat")]) == [None]
+    finally:
+        server.kill()
+        store.close()
+
+
+@pytest.mark.needs_redis
+def test_a_server_without_memory_is_full_and_what_it_has_can_be_read(tmp_path: Path) -> None:
+    port = port_source(secrets.token_hex(4))()
+    server = RedisServer(tmp_path, port, maxmemory="8mb", maxmemory_policy="noeviction")
+    store = make_store(server.section())
+    try:
+        store.save_caches([entry("cat", MiB)])
+        with pytest.raises(StoreFullError, match="maxmemory"):
+            for number in range(20):
+                store.save_caches([entry(f"{number}", MiB)])
+        assert loaded(store, "cat", MiB) is not None
+    finally:
+        server.kill()
+        store.close()
+
+
+@pytest.mark.needs_redis
+def test_a_password_comes_from_a_file_or_the_environment_and_is_never_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    word = secrets.token_hex(16)
+    port = port_source(secrets.token_hex(4))()
+    server = RedisServer(tmp_path, port, requirepass=word)
+    path = tmp_path / "password"
+    path.write_text(word)
+    path.chmod(0o600)
+    try:
+        store = make_store(server.section(password_file=str(path)))
+        store.save_caches([entry("cat")])
+        store.close()
+        monkeypatch.setenv("EPD_STORE_PASSWORD", word)
+        store = make_store(server.section())
+        assert loaded(store, "cat") is not None
+        store.close()
+        monkeypatch.setenv("EPD_STORE_PASSWORD", "wrong" + word)
+        store = make_store(server.section())
+        with pytest.raises(StoreError) as error:
+            store.check()
+        assert word not in str(error.value)
+        store.close()
+    finally:
+        server.kill()
+
+
+@pytest.mark.needs_redis
+def test_a_server_with_tls_is_asked_only_if_it_proves_who_it_is(tmp_path: Path) -> None:
+    cert, private = str(tmp_path / "cert.pem"), str(tmp_path / "key.pem")
+    made = ("req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=store")
+    names = ("-addext", "subjectAltName=IP:127.0.0.1")
+    command = ["openssl", *made, *names, "-keyout", private, "-out", cert]
+    subprocess.run(command, check=True, capture_output=True)
+    plain, port = (port_source(secrets.token_hex(4))() for _ in range(2))
+    server = RedisServer(
+        tmp_path,
+        plain,
+        tls_port=str(port),
+        tls_cert_file=cert,
+        tls_key_file=private,
+        tls_ca_cert_file=cert,
+        tls_auth_clients="no",
+    )
+    stores = [
+        make_store(StoreSection(kind="redis", url=f"rediss://{host}:{port}", tls_ca_file=file))
+        for host, file in (("127.0.0.1", cert), ("127.0.0.1", None), ("localhost", cert))
+    ]
+    try:
+        stores[0].save_caches([entry("cat")])
+        assert loaded(stores[0], "cat") is not None
+        for store in stores[1:]:
+            with pytest.raises(StoreError, match="certificate"):
+                store.has_caches([key("cat")])
+    finally:
+        server.kill()
+        for store in stores:
+            store.close()
+
+
+@pytest.mark.needs_redis
+def test_entries_that_others_have_removed_are_not_counted_for_ever(
+    server: RedisServer, tmp_path: Path
+) -> None:
+    with server.client() as client:
+        client.flushall()
+        store = make_store(server.section(max_bytes=4 * MiB))
+        assert store.has_caches([key("bird")]) == [None]
+        assert client.zcard("epd:1:index") == 0, "asking counts nothing"
+        for number in range(3):
+            store.save_caches([entry(f"{number}", MiB)])
+        client.delete(*client.keys("epd:1:entry:*"))
+        for number in range(3, 9):
+            store.save_caches([entry(f"{number}", MiB)])
+        there = store.has_caches([key(f"{number}") for number in range(9)])
+        assert [head is not None for head in there] == [False] * 6 + [True] * 3
+        client.flushall()
+        store.save_caches([entry("cat", MiB)])
+        assert loaded(store, "cat", MiB) is not None
+        store.close()
+
+
+# -- files alone -----------------------------------------------------------------------------------
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.safetensors"))
+
+
+def of_files(tmp_path: Path, **keys: object) -> Store:
+    return make_store(StoreSection(kind="file", path=str(tmp_path), **keys))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 100, 4000, 4400])
+def test_a_half_written_file_is_damaged_or_not_there(tmp_path: Path, size: int) -> None:
+    store = of_files(tmp_path)
+    store.save_caches([entry("cat")])
+    (path,) = files(tmp_path)
+    whole = path.read_bytes()
+    assert size < len(whole)
+    path.write_bytes(whole[:size])
+    with pytest.raises(CorruptEntryError):
+        loaded(store, "cat")
+    (head,) = store.has_caches([key("cat")])
+    if size < 400:
+        assert head is not None
+        with pytest.raises(CorruptEntryError):
+            SEAL.open(head, key("cat"))
+
+
+def test_a_file_for_another_key_is_damaged(tmp_path: Path) -> None:
+    store = of_files(tmp_path)
+    store.save_caches([entry("cat"), entry("dog")])
+    cat, dog = (store._path(key(name)) for name in ("cat", "dog"))  # type: ignore[attr-defined]
+    dog.write_bytes(cat.read_bytes())
+    with pytest.raises(CorruptEntryError):
+        loaded(store, "dog")
+
+
+def test_links_devices_and_pipes_are_not_opened(tmp_path: Path) -> None:
+    store = of_files(tmp_path)
+    store.save_caches([entry("cat")])
+    (path,) = files(tmp_path)
+    elsewhere = tmp_path / "elsewhere"
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+    with pytest.raises(StoreError):
+        loaded(store, "cat")
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(StoreError):
+        loaded(store, "cat")
+
+
+def test_a_writer_that_holds_the_lock_holds_others_up_for_a_limited_time(tmp_path: Path) -> None:
+    import fcntl
+
+    store = of_files(tmp_path, timeout_ms=100)
+    store.save_caches([entry("cat")])
+    with (tmp_path / "epd-store-1" / "usage").open() as usage:
+        fcntl.flock(usage, fcntl.LOCK_EX)
+        with pytest.raises(StoreError, match="locked"):
+            store.save_caches([entry("dog")])
+        assert loaded(store, "cat") is not None
+
+
+def test_drafts_of_dead_writers_go_in_time(tmp_path: Path) -> None:
+    store = of_files(tmp_path, max_bytes=MiB)
+    store.save_caches([entry("cat")])
+    draft = tmp_path / "epd-store-1" / "drafts" / "abc"
+    draft.write_bytes(b"x")
+    os.utime(draft, (0, 0))
+    for number in range(8):
+        store.save_caches([entry(f"{number}", MiB // 4)])
+    assert not draft.exists()
+
+
+def test_safetensors_reads_what_was_written(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    safetensors = pytest.importorskip("safetensors.torch")
+    store = of_files(tmp_path)
+    store.save_caches([entry("cat", dtype="bfloat16", fill=5)])
+    (path,) = files(tmp_path)
+    found = safetensors.load_file(path)["ec_cache"]
+    assert (tuple(found.shape), found.dtype) == ((32, 64), torch.bfloat16)
+    assert found.view(torch.uint8).eq(5).all()
+
+
+def test_an_entry_has_another_name_for_vllms_example_as_long_as_it_is_there(
+    tmp_path: Path,
+) -> None:
+    store = of_files(tmp_path, layout="vllm", max_bytes=MiB)
+    store.save_caches([entry("cat"), entry("../evil"), entry("dog")])
+    alias = tmp_path / "cat" / "encoder_cache.safetensors"
+    assert alias.samefile(store._path(key("cat")))  # type: ignore[attr-defined]
+    assert not (tmp_path.parent / "evil").exists()
+    store.discard(key("dog"))
+    assert not (tmp_path / "dog").exists()
+    for number in range(8):
+        store.save_caches([entry(f"{number}", MiB // 4)])
+    assert store.has_caches([key("cat")]) == [None]
+    assert not alias.exists()
+
+
+def test_what_vllms_example_wrote_is_read_and_its_own_other_names_are_not(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    safetensors = pytest.importorskip("safetensors.torch")
+    store = of_files(tmp_path, layout="vllm")
+    (tmp_path / "bird").mkdir()
+    output = torch.arange(256, dtype=torch.float32).view(4, 64)
+    safetensors.save_file({"ec_cache": output}, tmp_path / "bird" / "encoder_cache.safetensors")
+    spec, data = store.example("bird")  # type: ignore[attr-defined]
+    assert spec == TensorSpec(shape=(4, 64), dtype="float32")
+    assert data == output.numpy().tobytes()
+    store.save_caches([entry("cat")])
+    for name in ("cat", "horse", "../bird", "."):
+        assert store.example(name) is None  # type: ignore[attr-defined]
+    (tmp_path / "bird" / "encoder_cache.safetensors").write_bytes(b"x" * 100)
+    with pytest.raises(CorruptEntryError):
+        store.example("bird")  # type: ignore[attr-defined]

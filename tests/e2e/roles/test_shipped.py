@@ -1,0 +1,245 @@
+"""Every shipped split beside 1E1PD, as its file says: answers of one process, and who did what.
+
+One that is killed costs no answer, unless nobody is left to give it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from epd_portable.config.secret import INSTANCE_TOKEN_HEADER, Secret
+from epd_portable.router.door.hop_headers import KEY, MAPPING, PREFILLER
+from tests.e2e.asking import ask, ask_all, ask_streamed, assert_equal, body, picture, post, text
+from tests.e2e.cases import ASK, SINGLE
+from tests.e2e.conftest import Split, every_instance_is_up, running
+from tests.e2e.engines import RESTART_S, config_of, named, url_of, wait_until
+from tests.e2e.equality import TOLERANCE
+from tests.e2e.one_pair import test_interfaces as interfaces
+from tests.forked import Popen
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.full,
+    pytest.mark.needs_nixl,
+    pytest.mark.needs_vllm,
+    pytest.mark.timeout(1200),
+]
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+ENCODES = {
+    "1e1p1d": {"encode-0"},
+    "1ep1d": {"encode_prefill-0"},
+    "1p1d": {"prefill-0"},
+    "replicas": {"encode_prefill_decode-0", "encode_prefill_decode-1"},
+    "mixed": {"encode-0", "encode_prefill_decode-0"},
+}
+"""Files, and who encodes in each."""
+KV_ASKED = {"do_remote_decode": True, "do_remote_prefill": False}
+KV = ("1e1p1d", "1ep1d", "1p1d")
+HOP_KEY = "h" * 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """A shipped topology that runs, beside one process."""
+
+    name: str
+    split: Split
+    reference_url: str
+
+    def router(self, sample: str) -> float:
+        """Return one of the router's counters, by name and labels."""
+        return value(f"{self.split.url}/metrics", sample)
+
+    def engine(self, name: str, metric: str) -> float:
+        """Return a metric of an instance."""
+        return value(f"{url_of(named(self.split.pid, name))}/metrics", metric)
+
+    def instance(self, name: str, request: dict[str, Any]) -> Any:
+        """Return what an instance answers that is asked past the router."""
+        server = named(self.split.pid, name)
+        secret = Secret.read(config_of(server).secret_file)
+        shown = {INSTANCE_TOKEN_HEADER: secret.instance_token()}
+        answer = post(url_of(server), request, headers=shown)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def expected(self, content: Any) -> str:
+        """Return the text of one process."""
+        request = body(content)
+        answer = post(self.reference_url, request)
+        return str(answer.json()["choices"][0]["message"]["content"])
+
+    def check(self, seed: int) -> None:
+        """Ask about a picture that nobody has seen, and compare."""
+        content = [picture(seed), ASK]
+        answer = ask(self.split.url, content)
+        assert_equal(answer, ask(self.reference_url, content), tolerance=TOLERANCE)
+
+
+def value(url: str, sample: str) -> float:
+    """Return a sample of a metrics page, summed over labels that are not named."""
+    lines = httpx.get(url, timeout=30, trust_env=False).text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(sample))
+
+
+@pytest.fixture(scope="module", params=ENCODES)
+def served(
+    request: pytest.FixtureRequest,
+    fork: Popen,
+    reference_url: str,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp(request.param)
+    keys = folder / "hop_keys"
+    keys.write_text(HOP_KEY + "\n")
+    keys.chmod(0o600)
+    settings = [
+        "engine_args.dtype=float32",
+        "transfer.wait_timeout_s=120",
+        f"router.hop_keys_file={keys}",
+    ]
+    config = CONFIGS / f"{request.param}.yaml"
+    with running(folder, settings, config=config, popen=fork) as split:
+        yield Served(name=request.param, split=split, reference_url=reference_url)
+
+
+@pytest.mark.parametrize("case", SINGLE)
+def test_answers_are_those_of_one_process(served: Served, case: str) -> None:
+    content = SINGLE[case]
+    answer = ask(served.split.url, content)
+    assert_equal(answer, ask(served.reference_url, content), tolerance=TOLERANCE)
+
+
+def test_a_long_prompt_is_answered_as_by_one_process(served: Served) -> None:
+    content = [text("And then? " * 300), picture(40), text("Well, " * 200), ASK]
+    answer = ask(served.split.url, content)
+    assert_equal(answer, ask(served.reference_url, content), tolerance=TOLERANCE)
+
+
+def test_a_streamed_answer_is_that_of_one_process(served: Served) -> None:
+    content = [picture(41), ASK]
+    streamed = ask_streamed(served.split.url, content)
+    assert_equal(streamed, ask(served.reference_url, content), tolerance=TOLERANCE)
+
+
+def test_many_at_once_are_answered_as_by_one_process(served: Served) -> None:
+    contents: list[Any] = [[picture(seed), ASK] for seed in range(50, 58)]
+    contents += [f"How are you, number {number}?" for number in range(8)]
+    for answer, content in zip(ask_all(served.split.url, contents), contents, strict=True):
+        assert_equal(answer, ask(served.reference_url, content), tolerance=TOLERANCE)
+
+
+def test_pictures_are_encoded_where_the_file_says(served: Served) -> None:
+    begun = {event["instance"] for event in served.split.events("encode.begin")}
+    assert begun == ENCODES[served.name]
+
+
+def test_prompts_are_computed_where_the_file_says(served: Served) -> None:
+    apart = served.router('epd_router_prefills_total{where="apart"}')
+    if served.name not in KV:
+        assert apart == 0
+        return
+    assert apart > 0
+    assert served.router("epd_router_prefills_total") == apart
+    assert served.router('epd_router_ladder_total{rung="local_prefill"}') == 0
+    hits = served.engine("decode-0", "vllm:external_prefix_cache_hits_total")
+    queries = served.engine("decode-0", "vllm:external_prefix_cache_queries_total")
+    # All but the last token of a prompt, and what the decode instance has of it already.
+    assert 0.5 * queries < hits
+
+
+def test_what_cannot_be_computed_apart_is_answered_all_the_same(served: Served) -> None:
+    content = [picture(60), ASK]
+    answer = post(served.split.url, body(content, prompt_logprobs=1))
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["message"]["content"] == served.expected(content)
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
+def test_prompts_of_other_interfaces_are_computed_apart_too(served: Served, path: str) -> None:
+    if served.name not in KV:
+        pytest.skip("nobody prefills apart")
+    responses = path == "/v1/responses"
+    request = interfaces.responses(740) if responses else interfaces.messages(750)
+    before = served.router('epd_router_prefills_total{where="apart"}')
+    hits = served.engine("decode-0", "vllm:external_prefix_cache_hits_total")
+    got = interfaces.answer(served.split.url, path, request)
+    assert got == interfaces.answer(served.reference_url, path, request)
+    assert served.router('epd_router_prefills_total{where="apart"}') == before + 1
+    assert served.engine("decode-0", "vllm:external_prefix_cache_hits_total") > hits
+
+
+def test_beside_a_prefill_instance_the_router_coordinates_for_a_decode_side(served: Served) -> None:
+    """A picker and a decode side of others: they name instances, ask for KV, and go on with it."""
+    if served.name != "1e1p1d":
+        pytest.skip("shown by the one with every stage apart")
+    places = {
+        name: url_of(named(served.split.pid, name)).partition("://")[2]
+        for name in ("prefill-0", "encode-0")
+    }
+    shown = {
+        KEY: HOP_KEY,
+        PREFILLER: places["prefill-0"],
+        MAPPING: json.dumps({"0": places["encode-0"]}),
+    }
+    content = [picture(62), ASK]
+    request = body(content, max_tokens=1, kv_transfer_params=KV_ASKED)
+    computed = post(served.split.url, request, headers=shown)
+    assert computed.status_code == 200, computed.text
+    assert json.loads(computed.headers[MAPPING]) == {"0": places["encode-0"]}
+    told = computed.json()["kv_transfer_params"]
+    assert told["do_remote_prefill"]
+    answer = served.instance("decode-0", body(content, kv_transfer_params=told))
+    assert answer["choices"][0]["message"]["content"] == served.expected(content)
+    # By itself it does the whole, as the hop says.
+    whole = post(served.split.url, body(content), headers=shown)
+    assert whole.json()["choices"][0]["message"]["content"] == served.expected(content)
+    assert whole.headers[PREFILLER] == places["prefill-0"]
+
+
+def test_kv_that_is_gone_is_computed_again(served: Served) -> None:
+    """Its instance is killed between its answer and the decode instance's question."""
+    if served.name != "1p1d":
+        pytest.skip("shown by that with nothing else")
+    content = [picture(61), ASK]
+    computed = served.instance(
+        "prefill-0", body(content, max_tokens=1, kv_transfer_params=KV_ASKED)
+    )
+    os.killpg(named(served.split.pid, "prefill-0").pid, signal.SIGKILL)
+    told = computed["kv_transfer_params"]
+    answer = served.instance("decode-0", body(content, kv_transfer_params=told))
+    assert answer["choices"][0]["message"]["content"] == served.expected(content)
+    wait_until(lambda: every_instance_is_up(served.split), "it is back", within_s=RESTART_S)
+
+
+def test_each_stage_may_be_killed(served: Served) -> None:
+    """Runs last: whoever is killed comes back, and nothing else may be asked meanwhile."""
+    if served.name not in ("1e1p1d", "1p1d"):
+        pytest.skip("shown by those with every stage apart")
+    stages = ["prefill-0", "decode-0", *(["encode-0"] if served.name == "1e1p1d" else [])]
+    for number, name in enumerate(stages):
+        os.killpg(named(served.split.pid, name).pid, signal.SIGKILL)
+        if name == "decode-0":
+            refused = post(served.split.url, body([picture(70), ASK]))
+            assert refused.status_code == 503, refused.text
+            assert int(refused.headers["retry-after"]) > 0
+        else:
+            served.check(71 + number)
+        if name == "prefill-0":
+            assert served.router('epd_router_ladder_total{rung="local_prefill"}') > 0
+        wait_until(
+            lambda: every_instance_is_up(served.split), f"{name} is back", within_s=RESTART_S
+        )
+        before = served.router('epd_router_prefills_total{where="apart"}')
+        served.check(80 + number)
+        assert served.router('epd_router_prefills_total{where="apart"}') == before + 1

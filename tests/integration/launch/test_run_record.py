@@ -1,0 +1,54 @@
+"""What a launcher says of its run: at *ready*, and in the file that ``epd-launch status`` reads."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+from epd_portable.launch.running import STATE_FILE, ProcessRecord, RunRecord, start_ticks
+from tests.integration.launch.conftest import Run
+
+Launch = Callable[..., Run]
+
+
+def read(run: Run) -> RunRecord:
+    return RunRecord.model_validate_json((run.temp_dir / STATE_FILE).read_text("utf-8"))
+
+
+def of(run: Run, name: str) -> ProcessRecord:
+    return next(each for each in read(run).processes if each.name == name)
+
+
+def test_a_run_tells_where_its_instances_are_and_what_became_of_them(launch: Launch) -> None:
+    run = launch({"encode-0": [], "router": []}, restart={"first_delay_s": 0.1})
+    run.wait_for("ready:")
+    line = run.wait_for("encode-0")
+    assert line.split() == ["encode-0", "encode", f"http://127.0.0.1:{run.ports['encode-0']}"]
+    run.until(lambda: read(run).phase == "serving", "it serves")
+    found = of(run, "encode-0")
+    assert (found.state, found.restarts, found.pid) == ("up", 0, run.pid_of("encode-0"))
+    assert found.started_ticks == start_ticks(found.pid) > 0
+    assert Path(found.log) == run.log_dir / "encode-0.log"
+
+    os.kill(found.pid, signal.SIGKILL)
+    run.until(lambda: of(run, "encode-0").restarts == 1, "it is started again")
+    run.until(lambda: of(run, "encode-0").state == "up", "it is back")
+    again = of(run, "encode-0")
+    assert again.pid not in (0, found.pid)
+    assert start_ticks(found.pid) != found.started_ticks
+
+    assert run.stop(signal.SIGTERM) == 0
+    assert not run.temp_dir.exists()
+
+
+def test_a_folder_that_takes_no_file_ends_no_topology(launch: Launch) -> None:
+    run = launch({"encode-0": [], "router": []}, restart={"first_delay_s": 0.1})
+    run.wait_for("ready:")
+    # As on a full disk, and for root too.
+    (run.temp_dir / f"{STATE_FILE}.new").mkdir()
+    os.kill(run.pid_of("encode-0"), signal.SIGKILL)
+    run.wait_for("`epd-launch status` shows this run as it was")
+    run.wait_for("encode-0 is back")
+    assert run.stop(signal.SIGTERM) == 0

@@ -1,0 +1,390 @@
+"""A configuration chooses instances, and says why."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import re
+import struct
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomllib
+from starlette.responses import Response
+
+from epd_portable.config.load import parse_topology
+from epd_portable.errors import ConfigError
+from epd_portable.router.choice.catalogue import GROUP
+from epd_portable.router.server import Router
+from epd_portable.router.settings import RouterSettings
+from epd_portable.wire.messages import LoadReport
+from epd_portable.wire.params import encode_params
+from tests.integration.router.conftest import Build, Topology
+from tests.integration.router.stand_in import DEADLINE_S, ControlEnd, Received, answer, refuse
+from tests.integration.router.test_access import KEY, bearer, keys_file
+from tests.integration.router.test_prefill import compute
+from tests.integration.router.test_requests import BLUE, RED, TEXT, image
+from tests.keyring import secret_file
+
+PAGE = Path(__file__).parents[3] / "docs/choice.md"
+ON_THE_PAGE = re.findall(r"```(\w+)\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
+
+
+def on_the_page(language: str, index: int = 0) -> str:
+    return [text for kind, text in ON_THE_PAGE if kind == language][index]
+
+
+def choice_on_the_page(index: int) -> dict[str, Any]:
+    topology = parse_topology(on_the_page("yaml", index), "cpu")
+    assert topology.router.choice is not None
+    return topology.router.choice.model_dump()
+
+
+AFFINITY = choice_on_the_page(0)
+
+
+def png(side: int) -> dict[str, Any]:
+    """Return a picture of a size, and of as many colours."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        check = zlib.crc32(kind + data)
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", check)
+
+    rows = b"".join(b"\0" + bytes([side, 0, 0]) * side for _ in range(side))
+    header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+    parts = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+    return image(b"\x89PNG\r\n\x1a\n" + parts)
+
+
+def asked(t: Topology) -> list[int]:
+    return [len(pd.received) for pd in t.pds]
+
+
+async def test_the_turns_of_conversations_stay_on_their_instances(build: Build) -> None:
+    t = await build(pds=3, choice=AFFINITY)
+
+    async def converse(number: int, **headers: str) -> set[str]:
+        messages: list[dict[str, Any]] = []
+        went = set()
+        for turn in range(8):
+            messages.append({"role": "user", "content": f"{number} asks in turn {turn} " * 30})
+            given = {"x-request-id": f"{number}-{turn}", **headers}
+            body = {"messages": messages}
+            response = await t.client.post("/v1/chat/completions", json=body, headers=given)
+            assert response.status_code == 200
+            went |= {
+                pd.name
+                for pd in t.pds
+                if any(r.headers["x-request-id"] == f"{number}-{turn}" for r in pd.received)
+            }
+            messages.append({"role": "assistant", "content": f"{number} is told {turn} " * 30})
+        return went
+
+    by_prefix = await asyncio.gather(*(converse(n) for n in range(9)))
+    assert [len(went) for went in by_prefix] == [1] * 9
+    assert len(set.union(*by_prefix)) == 3
+    by_session = await asyncio.gather(*(converse(9, **{"x-session-id": "s"}) for _ in range(2)))
+    assert len(set.union(*by_session)) == 1
+
+
+async def test_a_repeated_picture_meets_the_encoder_that_has_it(build: Build) -> None:
+    t = await build(encoders=3, pds=2, choice=AFFINITY)
+    for _ in range(6):
+        for part in (RED, BLUE, TEXT):
+            assert (await t.chat(part, TEXT)).status_code == 200
+    jobs = [
+        {encode_params(r.params).transfers[0].mm_hash for r in encoder.received}
+        for encoder in t.encoders
+    ]
+    assert sum(map(len, jobs)) == 2
+    assert sum(len(encoder.received) for encoder in t.encoders) == 12
+
+
+async def test_an_encoder_that_fails_is_left_out_of_the_next_choice(build: Build) -> None:
+    t = await build(encoders=2, choice=AFFINITY)
+    encoded = asyncio.Event()
+
+    async def encode(received: Received) -> Response:
+        encoded.set()
+        return await answer(received)
+
+    async def generate(received: Received) -> Response:
+        await encoded.wait()
+        return await answer(received)
+
+    t.pd.behaviour = generate
+    for encoder in t.encoders:
+        encoder.behaviour = refuse(500)
+        other = next(each for each in t.encoders if each is not encoder)
+        other.behaviour = encode
+        for number in range(4):
+            encoded.clear()
+            assert (await t.chat(image(b"%d" % number), TEXT)).status_code == 200
+    await t.until_metric('epd_router_items_total{fate="other_encoder"}', 1)
+    assert await t.metric('epd_router_items_total{fate="local"}') == 0
+
+
+async def test_small_pictures_stay_where_they_are_needed(build: Build) -> None:
+    t = await build(choice=AFFINITY, unknown_media="refuse")
+    assert (await t.chat(png(63), png(64), TEXT)).status_code == 200
+    (job,) = t.encoders[0].received
+    part = job.body["messages"][0]["content"][0]["image_url"]["url"]
+    assert base64.b64decode(part.partition(",")[2])[16:24] == struct.pack(">II", 64, 64)
+    assert await t.metric('epd_router_items_total{fate="decided_here"}') == 1
+
+
+async def test_a_decider_says_how_long_an_encode_job_may_take(build: Build) -> None:
+    decider = {"type": "multimodal-epd-decider", "parameters": {"encoderTimeout": 200}}
+    plugins = [decider if each["type"] == decider["type"] else each for each in AFFINITY["plugins"]]
+
+    async def hang(received: Received) -> Response:
+        await asyncio.sleep(DEADLINE_S)
+        return await answer(received)
+
+    async def generate(received: Received) -> Response:
+        await told.wait()
+        return await answer(received)
+
+    told = asyncio.Event()
+    t = await build(behaviour=generate, encoding=hang, choice={**AFFINITY, "plugins": plugins})
+    asking = asyncio.create_task(t.chat(RED, TEXT))
+    await t.until_metric('epd_router_items_total{fate="local"}', 1)
+    told.set()
+    assert (await asking).status_code == 200
+
+
+async def test_nobody_decides_for_instances_that_cannot_encode(build: Build) -> None:
+    t = await build(choice=AFFINITY, unknown_media="refuse", local_encode=False)
+    assert (await t.chat(png(8), TEXT)).status_code == 200
+    assert len(t.encoders[0].received) == 1
+
+
+async def test_who_holds_a_key_is_told_why(build: Build, tmp_path: Path) -> None:
+    t = await build(pds=2, choice=AFFINITY, api_keys_file=keys_file(tmp_path, KEY))
+    body = {"messages": [{"role": "user", "content": [TEXT, RED]}]}
+    wanted = {**bearer(KEY), "x-epd-explain": "1"}
+    response = await t.client.post("/v1/chat/completions", json=body, headers=wanted)
+    # With Envoy in front, who comes next is chosen, too.
+    decode, encode, *_ = json.loads(response.headers["x-epd-explain"])
+    (winner,) = (pd.name for pd in t.pds if pd.received)
+    assert (decode["stage"], decode["winner"]) == ("decode", winner)
+    assert decode["filters"] == {"there": 2, "decode-filter": 2}
+    assert decode["scores"][winner]["active-request-scorer"] == 1
+    assert (encode["stage"], encode["winner"]) == ("encode", "encode-0")
+    # The instances hear nothing of it, and nobody who did not ask.
+    assert all("x-epd-explain" not in r.headers for pd in t.pds for r in pd.received)
+    response = await t.client.post("/v1/chat/completions", json=body, headers=bearer(KEY))
+    assert "x-epd-explain" not in response.headers
+    response = await t.client.post(
+        "/v1/chat/completions", json=body, headers={"x-epd-explain": "1"}
+    )
+    assert response.status_code == 401 and "x-epd-explain" not in response.headers
+    # Why there is nobody is told, too.
+    for pd in t.pds:
+        await pd.serving.stop()
+    await t.until_health(lambda states: not any(states[pd.name]["healthy"] for pd in t.pds))
+    response = await t.client.post("/v1/chat/completions", json=body, headers=wanted)
+    assert response.status_code == 503 and "x-epd-explain" in response.headers
+
+
+async def test_a_router_without_keys_explains_to_nobody(build: Build) -> None:
+    t = await build()
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    given = {"x-epd-explain": "1"}
+    response = await t.client.post("/v1/chat/completions", json=body, headers=given)
+    assert response.status_code == 200 and "x-epd-explain" not in response.headers
+
+
+async def test_the_default_is_explained_too(build: Build, tmp_path: Path) -> None:
+    t = await build(api_keys_file=keys_file(tmp_path, KEY))
+    given = {**bearer(KEY), "x-epd-explain": "1"}
+    body = {"prompt": "once"}
+    response = await t.client.post("/v1/completions", json=body, headers=given)
+    (decode,) = json.loads(response.headers["x-epd-explain"])
+    assert (decode["profile"], decode["winner"]) == ("default", "pd-0")
+
+
+def settings(choice: object) -> RouterSettings:
+    given = {"port": 0, "model": "demo", "instances": [], "choice": choice}
+    return RouterSettings.model_validate({**given, "secret_file": secret_file()})
+
+
+async def test_a_router_does_not_start_with_a_type_that_nobody_knows() -> None:
+    wrong = {**AFFINITY, "plugins": [*AFFINITY["plugins"], {"type": "zone-scorer"}]}
+    with pytest.raises(ConfigError, match="type 'zone-scorer' is not known: did you mean"):
+        Router(settings(wrong))
+
+
+async def test_a_file_is_read_when_the_router_starts(tmp_path: Path) -> None:
+    path = tmp_path / "choice.yaml"
+    with pytest.raises(ConfigError, match=r"choice.yaml: No such file"):
+        Router(settings({"file": str(path)}))
+    path.write_text("plugins: [{type: x}]\nschedulingProfiles: [{name: a, plugins: [], nam: 1}]")
+    with pytest.raises(ConfigError, match=r"yaml: 1 problem(.|\n)*line 2.*did you mean name"):
+        Router(settings({"file": str(path)}))
+
+
+# Prompts that others compute.
+
+SPLIT = {
+    "plugins": [
+        {"type": "prefix-cache-scorer"},
+        {"type": "queue-scorer"},
+        {"type": "prefix-based-pd-decider", "parameters": {"nonCachedTokens": 100}},
+        {
+            "type": "disagg-profile-handler",
+            "parameters": {"deciders": {"prefill": "prefix-based-pd-decider"}},
+        },
+    ],
+    "schedulingProfiles": [
+        {"name": "prefill", "plugins": [{"pluginRef": "prefix-cache-scorer", "weight": 4}]},
+        {"name": "decode", "plugins": [{"pluginRef": "queue-scorer"}]},
+    ],
+}
+
+
+async def test_long_prompts_are_computed_apart_where_their_beginning_is(
+    build: Build, tmp_path: Path
+) -> None:
+    keys = keys_file(tmp_path, KEY)
+    pds = ("prefill", "prefill", "decode")
+    t = await build(pds=pds, choice=SPLIT, api_keys_file=keys)
+    for pd in t.pds[:2]:
+        pd.behaviour = compute
+    wanted = {**bearer(KEY), "x-epd-explain": "1"}
+
+    async def ask(text: str) -> list[dict[str, Any]]:
+        body = {"prompt": text}
+        response = await t.client.post("/v1/completions", json=body, headers=wanted)
+        assert response.status_code == 200
+        found = json.loads(response.headers["x-epd-explain"])
+        assert isinstance(found, list)
+        return found
+
+    _, stays = await ask("short")
+    assert (stays["stage"], stays["winner"]) == ("prefill", "pd-2")
+    assert stays["reason"] == "prefix-based-pd-decider decides so"
+    assert asked(t) == [0, 0, 1]
+    one, other = "once upon a time " * 100, "the end " * 200
+    for turn in range(1, 5):
+        decode, prefill = await ask(one + other * turn)
+        assert (decode["winner"], prefill["winner"]) == ("pd-2", prefill["winner"])
+    assert sorted(asked(t)) == [0, 4, 5]
+    # What the decode instance has by now, it need not be told again.
+    decode, stays = await ask(one + other * 4)
+    assert stays["winner"] == "pd-2"
+    assert await t.metric('epd_router_prefills_total{where="decided"}') == 2
+    assert await t.metric('epd_router_prefills_total{where="apart"}') == 4
+
+
+# A plug-in of a user, installed as on the page.
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Install the plug-in that the page shows, as an installer leaves it."""
+    site = tmp_path / "site"
+    info = site / "zones-1.0.dist-info"
+    info.mkdir(parents=True)
+    (site / "zones.py").write_text(on_the_page("python"))
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: zones\nVersion: 1.0\n")
+    points = tomllib.loads(on_the_page("toml"))["project"]["entry-points"]
+    assert list(points) == [GROUP]
+    lines = [f"{name} = {target}" for name, target in points[GROUP].items()]
+    (info / "entry_points.txt").write_text(f"[{GROUP}]\n" + "\n".join(lines) + "\n")
+    monkeypatch.syspath_prepend(str(site))
+    monkeypatch.delitem(sys.modules, "zones", raising=False)
+    return site
+
+
+async def test_a_users_plugin_chooses(build: Build, installed: Path) -> None:
+    t = await build(pds=3, choice=choice_on_the_page(1), in_zones=["west", "east", "west"])
+    for _ in range(5):
+        assert (await t.chat(TEXT)).status_code == 200
+    assert asked(t) == [0, 5, 0]
+
+
+async def test_a_users_plugin_that_cannot_be_made_is_said_so(installed: Path) -> None:
+    choice = choice_on_the_page(1)
+    choice["plugins"][0]["parameters"] = {}
+    with pytest.raises(
+        ConfigError, match=r"'zone-scorer' \(zones:ZoneScorer\).*KeyError\('zone'\)"
+    ):
+        Router(settings(choice))
+    (installed / "zones.py").write_text("def ZoneScorer(name, parameters):\n    return 3\n")
+    sys.modules.pop("zones")
+    with pytest.raises(ConfigError, match="is a int with none of the methods keep, score"):
+        Router(settings(choice))
+    (installed / "zones-1.0.dist-info" / "entry_points.txt").write_text("")
+    with pytest.raises(ConfigError, match="'zone-scorer' is not known"):
+        Router(settings(choice))
+
+
+QUEUES = {
+    "plugins": [
+        {"type": "queue-scorer"},
+        {"type": "encode-pixels-scorer"},
+        {"type": "kv-cache-utilization-scorer"},
+    ],
+    "schedulingProfiles": [
+        {
+            "name": "decode",
+            "plugins": [
+                {"pluginRef": "queue-scorer", "weight": 2},
+                {"pluginRef": "kv-cache-utilization-scorer"},
+            ],
+        },
+        {"name": "encode", "plugins": [{"pluginRef": "encode-pixels-scorer"}]},
+    ],
+}
+
+
+async def test_engines_that_are_busy_for_others_get_less(build: Build, tmp_path: Path) -> None:
+    t = await build(encoders=2, pds=2, choice=QUEUES, api_keys_file=keys_file(tmp_path, KEY))
+    busy, idle = (
+        LoadReport(waiting=5, running=8, kv_used=0.5),
+        LoadReport(waiting=0, running=1, kv_used=0.1),
+    )
+    t.encoders[0].load = LoadReport(items=1, pixels=1 << 20)
+    t.encoders[1].load = LoadReport(items=3, pixels=1 << 10)
+    loads = t.router.router._loads
+    everybody = t.router.router.instances.all
+
+    async def all_known() -> None:
+        while not all(map(loads.of, everybody)):
+            await asyncio.sleep(0.01)
+
+    async def tell(control: ControlEnd, load: LoadReport) -> None:
+        while True:
+            await control.tell(load)
+
+    telling = [
+        asyncio.create_task(tell(control, load))
+        for control, load in zip(t.controls, (busy, idle), strict=True)
+    ]
+    try:
+        await asyncio.wait_for(all_known(), DEADLINE_S)
+        body = {"messages": [{"role": "user", "content": [RED, TEXT]}]}
+        shown = {"x-epd-explain": "1", **bearer(KEY)}
+        response = await t.client.post("/v1/chat/completions", json=body, headers=shown)
+    finally:
+        for task in telling:
+            task.cancel()
+        await asyncio.gather(*telling, return_exceptions=True)
+    decode, encode = json.loads(response.headers["x-epd-explain"])
+    assert decode["winner"] == "pd-1"
+    assert decode["scores"]["pd-0"]["kv-cache-utilization-scorer"] == 0.5
+    assert decode["scores"]["pd-1"]["queue-scorer"] == 2
+    assert encode["winner"] == "encode-1"
+
+
+async def test_nobody_is_asked_for_loads_that_no_plugin_wants(build: Build) -> None:
+    by_weight = {"name": "decode", "plugins": [{"pluginRef": "weight-scorer"}]}
+    plugins = [{"type": "weight-scorer"}]
+    for choice in (None, {"plugins": plugins, "schedulingProfiles": [by_weight]}):
+        t = await build(choice=choice)
+        assert t.router.router._loads is None

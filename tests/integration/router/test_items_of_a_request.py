@@ -1,0 +1,167 @@
+"""When encoders get the items of one request, and what becomes of it without some of them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import anyio
+import pytest
+from starlette.responses import JSONResponse, Response
+
+from epd_portable.wire.messages import NackCode
+from tests.integration.router.conftest import Build, Topology
+from tests.integration.router.stand_in import Behaviour, Received, answer, refuse
+from tests.integration.router.test_metadata import describe, kinds, parts
+from tests.integration.router.test_requests import BLUE, RED, TEXT, image
+
+GREEN = image(b"green")
+LEFT_OUT = "x-epd-items-left-out"
+
+
+# -- one after the other ---------------------------------------------------------------------------
+
+
+class Counting:
+    """What encoders do; counts the jobs that they have at a time.
+
+    Args:
+        at_once: Jobs that are waited for before one ends, but not for ever.
+    """
+
+    def __init__(self, at_once: int) -> None:
+        self.at_once = at_once
+        self.jobs = self.most = self.at_work = 0
+
+    async def __call__(self, received: Received) -> Response:
+        self.jobs += 1
+        self.at_work += 1
+        self.most = max(self.most, self.at_work)
+        await asyncio.sleep(0.02)
+        with anyio.move_on_after(5):
+            while self.most < self.at_once:
+                await asyncio.sleep(0.01)
+        self.at_work -= 1
+        return await answer(received)
+
+
+def after_all_jobs(encoding: Counting, jobs: int) -> Behaviour:
+    async def generate(received: Received) -> Response:
+        while encoding.jobs < jobs or encoding.at_work:
+            await asyncio.sleep(0.01)
+        return await answer(received)
+
+    return generate
+
+
+@pytest.mark.parametrize(("order", "most"), [("concurrent", 3), ("sequential", 1)])
+async def test_items_are_encoded_at_once_or_one_after_the_other(
+    build: Build, order: str, most: int
+) -> None:
+    encoder = Counting(most)
+    behaviour = after_all_jobs(encoder, 3)
+    t = await build(encoding=encoder, behaviour=behaviour, encode_order=order)
+    assert (await t.chat(RED, BLUE, GREEN)).status_code == 200
+    assert (encoder.jobs, encoder.most) == (3, most)
+    await t.until_metric('epd_router_items_total{fate="encoded"}', 3)
+
+
+@pytest.mark.parametrize(("order", "most"), [("concurrent", 3), ("sequential_fallback", 1)])
+async def test_items_whose_encoder_failed_are_encoded_one_after_the_other_if_asked_so(
+    build: Build, order: str, most: int
+) -> None:
+    """All fail at first, at once; the other encoder has them afterwards."""
+    works = Counting(most)
+    tried: set[str] = set()
+
+    async def encode(received: Received) -> Response:
+        transfer = received.params["transfers"][0]["transfer_id"]
+        if transfer in tried:
+            return await works(received)
+        tried.add(transfer)
+        while len(tried) < 3:
+            await asyncio.sleep(0.01)
+        return await refuse(500)(received)
+
+    behaviour = after_all_jobs(works, 3)
+    t = await build(encoders=2, encoding=encode, behaviour=behaviour, encode_order=order)
+    assert (await t.chat(RED, BLUE, GREEN)).status_code == 200
+    await t.until_metric('epd_router_items_total{fate="other_encoder"}', 3)
+    assert (works.jobs, works.most) == (3, most)
+
+
+# -- without some of them --------------------------------------------------------------------------
+
+
+async def bare(build: Build, **settings: Any) -> Topology:
+    """A topology whose PD instances hold no encoder."""
+    t = await build(media="metadata", local_encode=False, **settings)
+    for encoder in t.encoders:
+        encoder.behaviour = describe()
+    return t
+
+
+async def test_a_request_is_answered_without_an_item_that_cannot_be_had_and_says_so(
+    build: Build,
+) -> None:
+    t = await bare(build, partial_results=True)
+    lost: list[str] = []
+
+    async def all_but_blue(received: Received) -> Response:
+        [part] = received.body["messages"][0]["content"]
+        if part["image_url"] == BLUE["image_url"]:
+            lost.append(part["uuid"])
+            return JSONResponse({})
+        return await describe()(received)
+
+    t.encoders[0].behaviour = all_but_blue
+    response = await t.chat(TEXT, RED, BLUE, GREEN, BLUE)
+    assert response.status_code == 200
+    assert response.headers[LEFT_OUT] == "1"
+    [received] = t.pd.received
+    assert kinds(received) == ["text", "image_embeds", "text", "image_embeds", "text"]
+    assert parts(received)[2]["text"] == "[image not available]"
+    assert len(received.params["transfers"]) == 2
+    assert lost[0].encode() not in received.raw
+    assert await t.metric('epd_router_items_total{fate="left_out"}') == 1
+    assert await t.metric('epd_router_ladder_total{rung="without_items"}') == 1
+
+
+async def test_it_may_be_without_all_of_them(build: Build) -> None:
+    t = await bare(build, encoders=0, partial_results=True)
+    response = await t.chat(TEXT, RED, BLUE)
+    assert (response.status_code, response.headers[LEFT_OUT]) == (200, "2")
+    [received] = t.pd.received
+    assert (kinds(received), received.params) == (["text"] * 3, None)
+
+
+async def test_what_a_pd_instance_lost_is_left_out(build: Build) -> None:
+    t = await bare(build, partial_results=True)
+
+    async def generate(received: Received) -> Response:
+        if received.params is None:
+            return await answer(received)
+        await t.control.refuse(received.params, NackCode.UNAVAILABLE, "encoder lost")
+        return await refuse(500)(received)
+
+    t.pd.behaviour = generate
+    response = await t.chat(TEXT, RED)
+    assert (response.status_code, response.headers[LEFT_OUT]) == (200, "1")
+    assert kinds(t.pd.received[-1]) == ["text", "text"]
+
+
+@pytest.mark.parametrize("partial", [False, True])
+async def test_what_is_wrong_with_an_item_is_told_and_not_left_out(
+    build: Build, partial: bool
+) -> None:
+    t = await bare(build, partial_results=partial)
+    t.encoders[0].behaviour = refuse(400, "a broken picture")
+    response = await t.chat(RED)
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "item_refused")
+
+
+async def test_by_default_a_request_is_refused_without_its_items(build: Build) -> None:
+    t = await bare(build, encoders=0)
+    response = await t.chat(TEXT, RED)
+    assert response.status_code == 503
+    assert LEFT_OUT not in response.headers

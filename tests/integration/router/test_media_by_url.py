@@ -1,0 +1,224 @@
+"""Media that requests name by URL, through a router between stand-ins."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from tests.integration.router.conftest import Build
+from tests.integration.router.stand_in import Received
+from tests.integration.router.web import Site, plain
+from tests.unit.media.samples import STILLS
+
+PNG = STILLS["png"]
+INLINED = "data:image/png;base64," + base64.b64encode(PNG).decode()
+TEXT = {"type": "text", "text": "What is this?"}
+
+
+@pytest.fixture
+async def site() -> AsyncIterator[Site]:
+    site = Site(pages={"/a.png": plain(PNG)})
+    await site.start()
+    yield site
+    await site.stop()
+
+
+def allowed(site: Site, **settings: Any) -> dict[str, Any]:
+    """Return settings with which the router fetches from a site of this machine."""
+    return {
+        "media_urls": {
+            "allowed_domains": [f"localhost:{site.port}"],
+            "allowed_networks": ["127.0.0.0/8", "::1/128"],
+            **settings,
+        }
+    }
+
+
+def image(site: Site, path: str = "/a.png") -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": f"http://localhost:{site.port}{path}"}}
+
+
+def urls(received: Received) -> list[str]:
+    parts = received.body["messages"][-1]["content"]
+    given = [part["image_url"] for part in parts if "image_url" in part]
+    return [each if isinstance(each, str) else each["url"] for each in given]
+
+
+async def test_instances_get_the_bytes_and_the_name_of_an_inlined_item(
+    build: Build, site: Site
+) -> None:
+    t = await build(encoders=2, **allowed(site))
+    responses = [
+        await t.chat(TEXT, image(site)),
+        await t.chat(image(site), image(site), TEXT),
+        await t.chat(TEXT, {"type": "image_url", "image_url": {"url": INLINED}}),
+    ]
+
+    assert [response.status_code for response in responses] == [200] * 3
+    assert [urls(received) for received in t.pd.received] == [[INLINED], [INLINED] * 2, [INLINED]]
+    jobs = [received for encoder in t.encoders for received in encoder.received]
+    assert [urls(job) for job in jobs] == [[INLINED]] * 3
+    names = {job.params["transfers"][0]["mm_hash"] for job in jobs}
+    assert len(names) == 1
+    assert sum(bool(encoder.received) for encoder in t.encoders) == 1
+    assert site.paths == ["/a.png"]
+    assert await t.metric('epd_router_media_fetches_total{result="ok"}') == 1
+    assert await t.metric('epd_router_media_urls_total{source="cache"}') == 1
+    assert await t.metric("epd_router_media_fetched_bytes_total") == len(PNG)
+
+
+async def test_requests_at_once_share_one_fetch(build: Build, site: Site) -> None:
+    async def answer(writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(0.2)
+        writer.write(plain(PNG))
+
+    site.pages["/a.png"] = answer
+    t = await build(**allowed(site))
+    responses = await asyncio.gather(*(t.chat(TEXT, image(site)) for _ in range(40)))
+    assert {response.status_code for response in responses} == {200}
+    assert site.paths == ["/a.png"]
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "code", "words"),
+    [
+        ("/missing", 400, "media_url_failed", "answered 404"),
+        ("/broken", 502, "media_url_failed", "answered 500"),
+        ("/text", 400, "unknown_media", "no known format"),
+        ("/cut.png", 400, "invalid_media", "PNG"),
+        ("/bomb.png", 413, "media_too_large", "max_item_pixels"),
+        ("/large", 413, "media_too_large", "max_bytes"),
+        ("/slow", 504, "media_url_timeout", "within 0.5 s"),
+    ],
+)
+async def test_what_cannot_be_had_is_answered_in_openais_form(
+    build: Build, site: Site, path: str, status: int, code: str, words: str
+) -> None:
+    async def slow(writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(30)
+
+    bomb = bytearray(PNG)
+    bomb[16:24] = (50_000).to_bytes(4, "big") * 2
+    site.pages |= {
+        "/broken": plain(b"inside", status="500 Internal Server Error"),
+        "/text": plain(b"inside", "content-type: image/png"),
+        "/cut.png": plain(PNG[:20]),
+        "/bomb.png": plain(bytes(bomb)),
+        "/large": plain(bytes(100_000)),
+        "/slow": slow,
+    }
+    timeout_s = 0.5 if path == "/slow" else 30.0
+    settings = allowed(site, max_bytes=50_000, timeout_s=timeout_s)
+    t = await build(unknown_media="refuse", **settings)
+
+    response = await t.chat(TEXT, image(site, path))
+
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (status, code)
+    assert words in error["message"]
+    assert error["message"].startswith("messages[0].content[1].image_url: ")
+    assert "inside" not in error["message"]
+    assert t.pd.received == t.encoders[0].received == []
+
+
+@pytest.mark.parametrize(
+    ("url", "code"),
+    [
+        ("http://localhost:1/a.png", "media_url_refused"),
+        ("http://127.0.0.1:{port}/a.png", "media_url_refused"),
+        ("http://169.254.169.254/latest/meta-data", "media_url_refused"),
+        ("http://a@localhost:{port}/a.png", "media_url_refused"),
+        ("file:///etc/passwd", "unsupported_url"),
+    ],
+)
+async def test_what_is_not_allowed_is_refused_with_400(
+    build: Build, site: Site, url: str, code: str
+) -> None:
+    t = await build(**allowed(site))
+    part = {"type": "image_url", "image_url": {"url": url.format(port=site.port)}}
+    response = await t.chat(part)
+    assert (response.status_code, response.json()["error"]["code"]) == (400, code)
+    assert not site.heads
+
+
+async def test_this_machine_is_not_public(build: Build, site: Site) -> None:
+    t = await build(**allowed(site, allowed_networks=[]))
+    response = await t.chat(image(site))
+    assert response.status_code == 400
+    assert "not public" in response.json()["error"]["message"]
+    assert "127.0.0.1" not in response.text
+    assert not site.heads
+
+
+async def test_nothing_is_fetched_unless_a_host_is_listed(build: Build, site: Site) -> None:
+    t = await build()
+    response = await t.chat(image(site))
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "unsupported_url")
+    assert "router.media_urls.allowed_domains, which names none" in response.text
+
+
+async def test_anthropics_and_responses_images_are_fetched(build: Build, site: Site) -> None:
+    t = await build(**allowed(site))
+    url = image(site)["image_url"]["url"]
+    block = {"type": "image", "source": {"type": "url", "url": url}}
+    messages = [{"role": "user", "content": [block]}]
+    await t.client.post("/v1/messages", json={"messages": messages, "max_tokens": 1})
+    seen = [{"role": "user", "content": [{"type": "input_image", "image_url": url}]}]
+    await t.client.post("/v1/responses", json={"input": seen})
+    await t.client.post("/v1/score", json={"data_1": "x", "data_2": {"content": [image(site)]}})
+
+    first, second, third = (received.body for received in t.pd.received)
+    assert first["messages"][0]["content"][0]["source"] == {"type": "url", "url": INLINED}
+    assert second["input"][0]["content"][0]["image_url"] == INLINED
+    assert third["data_2"]["content"][0]["image_url"] == {"url": INLINED}
+    assert [urls(job) for job in t.encoders[0].received] == [[INLINED]] * 2
+    assert site.paths == ["/a.png"]
+
+
+async def test_a_slow_site_keeps_nobody_else_waiting(build: Build, site: Site) -> None:
+    go_on = asyncio.Event()
+
+    async def slow(writer: asyncio.StreamWriter) -> None:
+        await go_on.wait()
+        writer.write(plain(PNG))
+
+    site.pages["/slow"] = slow
+    # What is fetched is no part of the time in which a body must come.
+    t = await build(body_timeout_s=0.2, **allowed(site))
+    slow_one = asyncio.create_task(t.chat(image(site, "/slow")))
+    await site.until(lambda: bool(site.heads))
+    for _ in range(20):
+        assert (await t.chat(TEXT)).status_code == 200
+    await asyncio.sleep(0.5)
+    assert not slow_one.done()
+    go_on.set()
+    assert (await slow_one).status_code == 200
+
+
+async def test_a_client_that_goes_ends_its_fetch(build: Build, site: Site) -> None:
+    async def never(writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(60)
+
+    site.pages["/never"] = never
+    t = await build(**allowed(site))
+    asked = asyncio.create_task(t.chat(image(site, "/never")))
+    await site.until(lambda: bool(site.heads))
+    asked.cancel()
+    await site.until(lambda: site.closed_early == 1)
+    await t.until_metric('epd_router_media_fetches_total{result="cancelled"}', 1)
+    assert await t.metric("epd_router_requests_in_flight") == 0
+
+
+async def test_a_body_with_its_media_is_held_to_the_limit_of_bodies(
+    build: Build, site: Site
+) -> None:
+    site.pages["/large"] = plain(bytes(300_000))
+    t = await build(max_body_bytes=1 << 20, **allowed(site))
+    assert (await t.chat(image(site, "/large"), image(site, "/large"))).status_code == 200
+    response = await t.chat(*[image(site, "/large")] * 3)
+    assert (response.status_code, response.json()["error"]["code"]) == (413, "body_too_large")
+    assert (await t.chat(TEXT)).status_code == 200

@@ -1,0 +1,300 @@
+"""Requests to decode instances: who computes their prompts, and what when that goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from starlette.responses import JSONResponse, Response
+
+from tests.integration.router.conftest import Build, Topology
+from tests.integration.router.stand_in import Behaviour, Received, answer, refuse, stream
+from tests.integration.router.test_requests import BLUE, RED, TEXT
+
+ASKED_FOR_KV = {"do_remote_decode": True, "do_remote_prefill": False}
+KV = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]], "remote_host": "127.0.0.1"}
+SPLIT = ("prefill", "decode")
+
+
+async def compute(received: Received) -> Response:
+    """Answer as a prefill instance does."""
+    return JSONResponse({"choices": [], "kv_transfer_params": KV})
+
+
+async def split(build: Build, *roles: str, encoders: int = 0, **settings: Any) -> Topology:
+    """Return a topology whose prefill instances compute."""
+    t = await build(encoders=encoders, pds=roles or SPLIT, **settings)
+    for pd in t.pds:
+        if pd.role in ("prefill", "encode-prefill"):
+            pd.behaviour = compute
+    return t
+
+
+def count(where: str) -> str:
+    return f'epd_router_prefills_total{{where="{where}"}}'
+
+
+def rung(name: str) -> str:
+    return f'epd_router_ladder_total{{rung="{name}"}}'
+
+
+async def test_a_prompt_is_computed_by_one_instance_and_answered_by_the_other(
+    build: Build,
+) -> None:
+    t = await split(build)
+    prefill, decode = t.pds
+    fields = {"max_completion_tokens": 7, "min_tokens": 3, "logprobs": True, "top_logprobs": 2}
+    assert (await t.chat(TEXT, **fields)).status_code == 200
+    (asked,) = prefill.received
+    assert (asked.body["max_tokens"], asked.body["stream"]) == (1, False)
+    assert not fields.keys() & asked.body.keys()
+    assert asked.body["kv_transfer_params"] == {
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+    }
+    (answered,) = decode.received
+    assert answered.body["kv_transfer_params"] == KV
+    assert {name: answered.body[name] for name in fields} == fields
+    assert answered.body["messages"] == asked.body["messages"]
+    assert await t.metric(count("apart")) == 1
+
+
+async def test_an_answer_is_streamed_by_the_decode_instance(build: Build) -> None:
+    async def events() -> AsyncIterator[bytes]:
+        yield b'data: {"choices": [1]}\n\n'
+        yield b"data: [DONE]\n\n"
+
+    t = await split(build)
+    t.pds[1].behaviour = stream(events)
+    answered = await t.chat(TEXT, stream=True, stream_options={"include_usage": True})
+    assert answered.text == 'data: {"choices": [1]}\n\ndata: [DONE]\n\n'
+    asked = t.pds[0].received[0].body
+    assert asked["stream"] is False and "stream_options" not in asked
+
+
+async def test_items_go_to_the_prefill_instance_and_media_to_both(build: Build) -> None:
+    t = await split(build, encoders=1)
+    assert (await t.chat(RED, TEXT)).status_code == 200
+    prefill, decode = t.pds
+    (transfer,) = prefill.received[0].params["transfers"]
+    (job,) = t.encoders[0].received
+    (sent,) = job.params["transfers"]
+    assert sent["transfer_id"] == transfer["transfer_id"]
+    assert sent["consumer"] == t.controls[0].address
+    assert decode.received[0].params is None
+    assert decode.received[0].body["messages"] == prefill.received[0].body["messages"]
+
+
+async def test_who_encodes_by_role_gets_no_items(build: Build) -> None:
+    t = await split(build, "encode-prefill", "decode", encoders=1)
+    assert (await t.chat(RED, BLUE)).status_code == 200
+    assert not t.encoders[0].received
+    assert t.pds[0].received[0].params is None
+    assert await t.metric('epd_router_items_total{fate="by_role"}') == 2
+
+
+async def test_replicas_share_requests_and_get_no_items(build: Build) -> None:
+    t = await split(build, "encode-prefill-decode", "encode-prefill-decode", encoders=1)
+    for _ in range(20):
+        assert (await t.chat(RED)).status_code == 200
+    assert all(pd.received for pd in t.pds)
+    assert not t.encoders[0].received
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"n": 2}, {"prompt_logprobs": 1}, {"echo": True}, {"use_beam_search": True}],
+    ids=str,
+)
+async def test_what_needs_more_than_kv_is_prefilled_where_it_is_answered(
+    build: Build, fields: dict[str, Any]
+) -> None:
+    t = await split(build)
+    assert (await t.chat(TEXT, **fields)).status_code == 200
+    assert not t.pds[0].received
+    assert "kv_transfer_params" not in t.pds[1].received[0].body
+    assert await t.metric(count("unsuited")) == 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "apart"),
+    [("Hello", True), ([1, 2, 3], True), (["a", "b"], False), ([[1], [2]], False)],
+    ids=str,
+)
+async def test_a_completion_of_one_prompt_is_prefilled_apart(
+    build: Build, prompt: Any, apart: bool
+) -> None:
+    t = await split(build)
+    answered = await t.client.post("/v1/completions", json={"prompt": prompt})
+    assert answered.status_code == 200
+    assert bool(t.pds[0].received) is apart
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/tokenize", {"prompt": "Hello"}),
+        ("/v1/responses", {"input": "Hello", "previous_response_id": "r"}),
+        ("/v1/responses", {"input": "Hello", "background": True}),
+        ("/v1/responses", {"input": "Hello", "tools": [{"type": "web_search"}]}),
+        ("/v1/responses", {"input": "Hello", "tools": [1]}),
+    ],
+)
+async def test_what_is_asked_elsewhere_is_prefilled_where_it_is_answered(
+    build: Build, path: str, fields: dict[str, Any]
+) -> None:
+    t = await split(build)
+    assert (await t.client.post(path, json=fields)).status_code == 200
+    assert not t.pds[0].received
+    assert len(t.pds[1].received) == 1
+
+
+ASKED: dict[str, dict[str, Any]] = {
+    "/v1/responses": {
+        "input": [{"role": "user", "content": "Hello"}],
+        "max_output_tokens": 9,
+        "include": ["message.output_text.logprobs"],
+        "tools": [{"type": "function", "name": "look"}],
+    },
+    "/v1/messages": {
+        "messages": [{"role": "user", "content": "Hello"}],
+        "max_tokens": 9,
+        "stop_sequences": ["x"],
+    },
+}
+
+
+@pytest.mark.parametrize("path", ASKED)
+async def test_prompts_of_other_interfaces_are_computed_apart_too(build: Build, path: str) -> None:
+    t = await split(build)
+    fields = ASKED[path]
+    answered = await t.client.post(path, json={**fields, "stream": True})
+    assert answered.status_code == 200
+    (asked,) = t.pds[0].received
+    assert asked.body["kv_transfer_params"] == ASKED_FOR_KV
+    assert asked.body["stream"] is False
+    longest = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    assert asked.body[longest] == 1
+    assert not {"include", "stop_sequences"} & asked.body.keys()
+    assert path != "/v1/responses" or asked.body["store"] is False
+    (told,) = t.pds[1].received
+    assert told.body == {**fields, "stream": True, "kv_transfer_params": KV}
+
+
+@pytest.mark.parametrize("path", ASKED)
+async def test_engines_that_say_nothing_of_kv_there_are_not_asked_again(
+    build: Build, path: str
+) -> None:
+    t = await split(build)
+    t.pds[0].behaviour = answer
+    for _ in range(3):
+        assert (await t.client.post(path, json=ASKED[path])).status_code == 200
+    assert len(t.pds[0].received) == 1
+    assert len(t.pds[1].received) == 3
+    assert await t.metric(count("unsuited")) == 3
+
+
+async def test_a_short_prompt_is_prefilled_where_it_is_answered_and_a_picture_never(
+    build: Build,
+) -> None:
+    t = await split(build, prefill_min_bytes=2000)
+    await t.chat({"type": "text", "text": "short"})
+    assert not t.pds[0].received
+    assert await t.metric(count("short")) == 1
+    await t.chat({"type": "text", "text": "long " * 400})
+    await t.chat(RED)
+    assert len(t.pds[0].received) == 2
+
+
+async def broken(received: Received) -> Response:
+    return JSONResponse({"choices": []})
+
+
+@pytest.mark.parametrize(
+    "behaviour", [refuse(500), refuse(503), broken], ids=["500", "503", "no KV"]
+)
+async def test_another_prefill_instance_is_asked_and_then_the_decode_instance(
+    build: Build, behaviour: Behaviour
+) -> None:
+    t = await split(build, "prefill", "prefill", "decode")
+    for pd in t.pds[:2]:
+        pd.behaviour = behaviour
+    assert (await t.chat(TEXT)).status_code == 200
+    assert [len(pd.received) for pd in t.pds] == [1, 1, 1]
+    assert "kv_transfer_params" not in t.pds[2].received[0].body
+    assert await t.metric(rung("prefill_again")) == 1
+    assert await t.metric(rung("local_prefill")) == 1
+    assert await t.metric(count("failed")) == 1
+
+
+async def test_a_prefill_instance_that_is_gone_costs_no_answer(build: Build) -> None:
+    t = await split(build, encoders=1)
+    hangs = asyncio.Event()
+
+    async def hang(received: Received) -> Response:
+        hangs.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    t.pds[0].behaviour = hang
+    asking = asyncio.create_task(t.chat(RED))
+    await asyncio.wait_for(hangs.wait(), 10)
+    await t.pds[0].serving.stop()
+    assert (await asking).status_code == 200
+    assert t.pds[1].received[0].params is None
+    assert await t.metric(rung("local_prefill")) == 1
+    await t.until_health(lambda seen: not seen["pd-0"]["healthy"])
+    assert (await t.chat(RED)).status_code == 200
+    assert await t.metric(count("none_usable")) == 1
+    assert (await t.client.get("/health")).status_code == 200
+
+
+async def test_what_a_prefill_instance_refuses_is_refused(build: Build) -> None:
+    t = await split(build)
+    t.pds[0].behaviour = refuse(400, "the prompt is too long")
+    answered = await t.chat(TEXT)
+    assert answered.status_code == 400
+    assert answered.json()["error"]["message"] == "the prompt is too long"
+    assert not t.pds[1].received
+
+
+async def test_a_lost_decode_instance_is_followed_by_another_with_kv_of_its_own(
+    build: Build,
+) -> None:
+    t = await split(build, "prefill", "decode", "decode")
+
+    async def first_fails(received: Received) -> Response:
+        if len(t.pds[1].received) + len(t.pds[2].received) == 1:
+            return Response(status_code=500)
+        return await answer(received)
+
+    for pd in t.pds[1:]:
+        pd.behaviour = first_fails
+    assert (await t.chat(TEXT)).status_code == 200
+    assert len(t.pds[0].received) == 2
+    assert await t.metric(rung("pd_again")) == 1
+
+
+async def test_without_a_decode_instance_nobody_answers(build: Build) -> None:
+    t = await split(build)
+    await t.pds[1].serving.stop()
+    await t.until_health(lambda seen: not seen["pd-1"]["healthy"])
+    answered = await t.chat(TEXT)
+    assert answered.status_code == 503
+    assert not t.pds[0].received
+    assert (await t.client.get("/health")).status_code == 503
+
+
+async def test_kv_of_a_client_is_not_passed_on(build: Build) -> None:
+    t = await split(build)
+    assert (await t.chat(TEXT, n=2, kv_transfer_params=KV)).status_code == 200
+    assert "kv_transfer_params" not in t.pds[1].received[0].body
+
+
+async def test_what_holds_no_prompt_is_not_counted(build: Build) -> None:
+    t = await split(build)
+    assert (await t.client.get("/v1/models")).status_code == 200
+    assert (await t.client.get("/version")).status_code == 200
+    assert await t.metric(count("unsuited")) == 0

@@ -1,0 +1,114 @@
+"""The registrar of a launcher whose instances join the router of another, against a real router."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+from asyncio.subprocess import PIPE, STDOUT, Process
+from pathlib import Path
+
+import httpx
+
+from epd_portable.config.secret import Secret, make_secret_file
+from epd_portable.launch.ports import port_source
+from epd_portable.launch.registrar import RegistrarSettings
+from epd_portable.launch.router_client import RouterClient
+from tests.integration.router.conftest import Build
+from tests.integration.router.stand_in import DEADLINE_S, StandIn
+
+
+async def says(process: Process, words: str) -> None:
+    assert process.stdout is not None
+    seen = ""
+    while words not in seen:
+        line = await asyncio.wait_for(process.stdout.readline(), DEADLINE_S)
+        assert line, f"{words!r} was not said: {seen}"
+        seen += line.decode()
+
+
+async def test_instances_join_stay_and_leave_with_their_launcher(
+    build: Build, tmp_path: Path
+) -> None:
+    secret = str(tmp_path / "secret")
+    make_secret_file(secret)
+    t = await build(secret_file=secret, registration=True)
+    newcomer = StandIn("encode-0@10.0.0.2", "encode")
+    await newcomer.serving.start()
+    port = port_source("0000002b")()
+    settings = RegistrarSettings(
+        router=t.router.url,
+        secret_file=secret,
+        port=port,
+        instances=({"name": newcomer.name, "role": "encode", "url": newcomer.serving.url},),
+        join_timeout_s=30,
+        leave_timeout_s=30,
+    )
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "epd_portable.launch.registrar", "--settings", settings.as_json()),
+        stdout=PIPE,
+        stderr=STDOUT,
+    )
+    try:
+        await says(process, f"{newcomer.name} has joined")
+        async with httpx.AsyncClient(trust_env=False) as client:
+            health = await client.get(f"http://127.0.0.1:{port}/health")
+        assert health.status_code == 200
+        assert json.loads(health.text)["instances"][newcomer.name]["state"] == "up"
+        await t.until_health(lambda seen: seen[newcomer.name]["state"] == "up")
+        await t.router.stop()
+        await says(process, "cannot be reached")
+        await t.start_router_again()
+        await says(process, "has joined again")
+        # Somebody lets it go: it stays away until its launcher is started again.
+        client = RouterClient(t.router.url, Secret.read(secret))
+        await asyncio.to_thread(client.leave, newcomer.name, timeout_s=DEADLINE_S)
+        await says(process, "joins again when it is started again")
+        assert newcomer.name not in (await t.health()).json()["instances"]
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(process.wait(), DEADLINE_S) == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+        await newcomer.serving.stop()
+
+
+async def test_at_its_end_every_instance_leaves(build: Build, tmp_path: Path) -> None:
+    secret = str(tmp_path / "secret")
+    make_secret_file(secret)
+    t = await build(secret_file=secret, registration=True)
+    newcomers = [StandIn(f"encode-{number}@10.0.0.2", "encode") for number in range(2)]
+    for each in newcomers:
+        await each.serving.start()
+    settings = RegistrarSettings(
+        router=t.router.url,
+        secret_file=secret,
+        port=port_source("0000002c")(),
+        instances=tuple(
+            {"name": each.name, "role": "encode", "url": each.serving.url} for each in newcomers
+        ),
+        join_timeout_s=30,
+        leave_timeout_s=30,
+    )
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "epd_portable.launch.registrar", "--settings", settings.as_json()),
+        stdout=PIPE,
+        stderr=STDOUT,
+    )
+    try:
+        await t.until_health(lambda seen: all(each.name in seen for each in newcomers))
+        await t.until_health(
+            lambda seen: all(seen[each.name]["state"] == "up" for each in newcomers)
+        )
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(process.wait(), DEADLINE_S) == 0
+        left = (await t.health()).json()["instances"]
+        assert not any(each.name in left for each in newcomers)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+        for each in newcomers:
+            await each.serving.stop()

@@ -1,0 +1,635 @@
+"""What fetches media, on sites that mean no good."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import gc
+import gzip
+import ipaddress
+import ssl
+import subprocess
+import threading
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from epd_portable.config.routing import MediaUrls
+from epd_portable.errors import RequestError
+from epd_portable.media.formats import READERS, Modality
+from epd_portable.router.contents import web_files
+from epd_portable.router.contents.media_urls import MEDIA_TYPES, LinkedItems, MediaFetcher
+from epd_portable.router.fleet.tally import Tally
+from epd_portable.router.http.incoming import Bodies
+from epd_portable.router.telling.metrics import Metrics
+from tests.integration.router.web import Answer, Site, moved, plain
+from tests.unit.media.samples import STILLS
+
+PNG = STILLS["png"]
+WHERE = "messages[0].content[0].image_url"
+HOST = "site.test"
+"""At the address of the site, which stands for a public one."""
+INSIDE = {
+    "inside.test": ["10.0.0.1"],
+    "mixed.test": ["127.0.0.1", "10.0.0.1"],
+    "loopback6.test": ["::1"],
+    "metadata.test": ["169.254.169.254"],
+    "mapped.test": ["::ffff:10.0.0.1"],
+    "translated.test": ["64:ff9b::a00:1"],
+    "tunnel.test": ["2002:a00:1::"],
+    "link.test": ["fe80::1%2"],
+    "nobody.test": ["0.0.0.0"],
+    "odd.test": ["not an address"],
+}
+
+
+class World:
+    """A site, names, and what fetches."""
+
+    def __init__(self) -> None:
+        self.site = Site()
+        self.names: dict[str, list[str]] = {HOST: ["127.0.0.1"], **INSIDE}
+        self.looked_up: list[str] = []
+        self.tally = Tally()
+        self.metrics = Metrics()
+        self.fetchers: list[MediaFetcher] = []
+
+    def resolve(self, host: str, port: int) -> list[str]:
+        self.looked_up.append(host)
+        if host not in self.names:
+            raise OSError("unknown")
+        return self.names[host]
+
+    def fetcher(self, *, unknown_media: bool = False, **settings: Any) -> MediaFetcher:
+        options = {
+            "allowed_domains": [f"*:{self.site.port}"],
+            "allowed_networks": ["127.0.0.0/8"],
+            "timeout_s": 5.0,
+            **settings,
+        }
+        bodies = Bodies(max_bytes=64 << 20, max_sum_bytes=128 << 20, tally=self.tally)
+        self.fetchers.append(
+            MediaFetcher(
+                MediaUrls.model_validate(options),
+                bodies,
+                self.metrics,
+                unknown_media=unknown_media,
+                resolve=self.resolve,
+            )
+        )
+        return self.fetchers[-1]
+
+    def url(self, path: str = "/a.png", host: str = HOST, scheme: str = "http") -> str:
+        return f"{scheme}://{host}:{self.site.port}{path}"
+
+
+async def get(
+    fetcher: MediaFetcher, *urls: str, modality: Modality = "image"
+) -> list[tuple[str, bytes]]:
+    """Do as the router does for one request."""
+
+    def find(linked: LinkedItems) -> list[Any]:
+        return [linked.find(url.encode(), modality, WHERE) for url in urls]
+
+    with fetcher.of_request() as linked:
+        found = find(linked)
+        if linked.wanted:
+            await linked.fetch()
+            found = find(linked)
+        return [(media_type, base64.b64decode(text)) for media_type, text in found]
+
+
+async def refusal(fetcher: MediaFetcher, url: str, modality: Modality = "image") -> RequestError:
+    with pytest.raises(RequestError) as refused:
+        await get(fetcher, url, modality=modality)
+    assert str(refused.value).startswith(WHERE)
+    return refused.value
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    world = World()
+    await world.site.start()
+    yield world
+    for fetcher in world.fetchers:
+        await fetcher.close()
+    await world.site.stop()
+    assert world.tally.body_bytes() == 0
+
+
+def endless(head: str, piece: bytes) -> Answer:
+    async def answer(writer: asyncio.StreamWriter) -> None:
+        writer.write(head.encode())
+        while True:
+            writer.write(piece)
+            await writer.drain()
+
+    return answer
+
+
+def slowly(data: bytes, step: int = 1, pause_s: float = 0.05) -> Answer:
+    async def answer(writer: asyncio.StreamWriter) -> None:
+        for place in range(0, len(data), step):
+            writer.write(data[place : place + step])
+            await writer.drain()
+            await asyncio.sleep(pause_s)
+
+    return answer
+
+
+OK = "HTTP/1.1 200 OK\r\n"
+HOSTILE_ANSWERS: dict[str, tuple[bytes | Answer, int, str]] = {
+    "endless": (endless(OK + "\r\n", b"x" * 65536), 413, "max_bytes"),
+    "endless-chunks": (
+        endless(OK + "transfer-encoding: chunked\r\n\r\n", b"2000\r\n" + b"x" * 8192 + b"\r\n"),
+        413,
+        "max_bytes",
+    ),
+    "announced": (OK.encode() + b"content-length: 99999999\r\n\r\n", 413, "has 99999999 bytes"),
+    "tiny-chunks": (
+        endless(OK + "transfer-encoding: chunked\r\n\r\n", b"1\r\nx\r\n" * 2000),
+        502,
+        "too small pieces",
+    ),
+    "bomb": (plain(gzip.compress(bytes(9 << 20)), "content-encoding: gzip"), 502, "compressed"),
+    "deflate": (plain(PNG, "content-encoding: identity, deflate"), 502, "compressed"),
+    "gzip-file": (plain(gzip.compress(PNG), "content-type: image/png"), 400, "no known format"),
+    "html": (plain(b"<html>secret</html>", "content-type: image/png"), 400, "no known format"),
+    "sound": (plain(b"fLaC" + bytes(99), "content-type: image/png"), 400, "it is FLAC"),
+    "film": (plain(b"\0\0\0\x18ftypisom" + bytes(99)), 400, "it is MP4/MOV"),
+    "empty": (plain(b""), 400, "sent nothing"),
+    "cut": (OK.encode() + b"content-length: 5000\r\n\r\n" + PNG, 502, "broke off"),
+    "cut-chunk": (
+        OK.encode() + b"transfer-encoding: chunked\r\n\r\n50\r\n" + PNG[:20],
+        502,
+        "broke off",
+    ),
+    "two-lengths": (
+        OK.encode() + b"content-length: 5\r\ncontent-length: 6\r\n\r\n" + PNG,
+        502,
+        "no HTTP",
+    ),
+    "odd-length": (OK.encode() + b"content-length: 0x50\r\n\r\n" + PNG, 502, "no HTTP"),
+    "odd-coding": (OK.encode() + b"transfer-encoding: gzip, chunked\r\n\r\n", 502, "no HTTP"),
+    "no-http": (b"220 mail.inside ESMTP\r\n", 502, "no HTTP"),
+    "redis": (b"-ERR unknown command 'GET'\r\n", 502, "no HTTP"),
+    "nothing": (b"", 502, "broke off"),
+    "endless-header": (endless(OK + "x: ", b"x" * 4096), 502, "no HTTP"),
+    "endless-headers": (endless(OK, b"x-header: 1\r\n" * 200), 502, "no HTTP"),
+    "endless-hints": (endless("", b"HTTP/1.1 103 Early Hints\r\n\r\n" * 100), 502, "no HTTP"),
+    "switches": (
+        b"HTTP/1.1 101 Switching\r\nupgrade: x\r\nconnection: upgrade\r\n\r\n",
+        502,
+        "broke off",
+    ),
+    "no-content": (b"HTTP/1.1 204 No Content\r\n\r\n", 502, "answered 204"),
+    "partial": (plain(PNG, status="206 Partial Content"), 502, "answered 206"),
+    "not-modified": (b"HTTP/1.1 304 Not Modified\r\n\r\n", 502, "answered 304"),
+    "choices": (plain(b"", "location: /ok", status="300 Multiple Choices"), 502, "answered 300"),
+    "forbidden": (plain(b"secret", status="403 Forbidden"), 400, "answered 403"),
+    "missing": (plain(b"", status="404 Not Found"), 400, "answered 404"),
+    "too-many": (plain(b"", status="429 Too Many Requests"), 502, "answered 429"),
+    "broken": (plain(b"secret", status="500 Internal Server Error"), 502, "answered 500"),
+    # Redirects; "{port}" is the site's.
+    "to-itself": (moved("/to-itself"), 400, "round in a circle"),
+    "to-and-fro": (moved("http://site.test:{port}/fro"), 400, "round in a circle"),
+    "fro": (moved("/to-and-fro"), 400, "round in a circle"),
+    "one": (moved("/two"), 400, "more than 3 redirects"),
+    "to-file": (moved("file:///etc/passwd"), 400, "no http or https URL"),
+    "to-ftp": (moved("ftp://site.test/a"), 400, "no http or https URL"),
+    "to-data": (moved("data:image/png;base64,AAAA"), 400, "no http or https URL"),
+    "to-user": (moved("http://a:b@site.test:{port}/ok"), 400, "user or password"),
+    "to-octal": (moved("http://0177.0.0.1:{port}/ok"), 400, "another form"),
+    "to-number": (moved("http://2130706433:{port}/ok"), 400, "another form"),
+    "to-loopback": (moved("http://127.0.0.1:{port}/ok"), 400, "where nothing is fetched"),
+    "to-metadata": (moved("http://169.254.169.254/latest"), 400, "where nothing is fetched"),
+    "to-metadata6": (moved("http://[fd00:ec2::254]:{port}/"), 400, "where nothing is fetched"),
+    "to-port": (moved("http://site.test:22/"), 400, "where nothing is fetched"),
+    "to-zone": (moved("http://[fe80::1%25eth0]/"), 400, "neither a name nor an address"),
+    "to-inside": (moved("http://inside.test:{port}/ok"), 400, "not public"),
+    "to-mapped": (moved("//mapped.test:{port}/ok", "308 Permanent"), 400, "not public"),
+    "to-unknown": (moved("http://unknown.test:{port}/ok"), 502, "not known"),
+    "to-backslash": (moved("\\\\127.0.0.1\\a"), 400, "no URL"),
+    "to-latin": (b"HTTP/1.1 302 Found\r\nlocation: /\xe4\r\n\r\n", 400, "no URL"),
+    "to-nowhere": (plain(b"", status="302 Found"), 502, "without one place"),
+    "to-two": (plain(b"", "location: /ok", "location: /b", status="302 Found"), 502, "one place"),
+    "to-long": (moved("/" + "a" * 5000), 400, "no URL"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE_ANSWERS)
+async def test_a_hostile_answer_is_refused(world: World, name: str) -> None:
+    for page, (answer, _, _) in HOSTILE_ANSWERS.items():
+        if isinstance(answer, bytes):
+            answer = answer.replace(b"{port}", str(world.site.port).encode())
+        world.site.pages[f"/{page}"] = answer
+    chain = {"/two": moved("/three"), "/three": moved("/four"), "/four": moved("/ok")}
+    world.site.pages |= {"/ok": plain(PNG), **chain}
+    _, status, words = HOSTILE_ANSWERS[name]
+
+    refused = await refusal(world.fetcher(max_bytes=1 << 20), world.url(f"/{name}"))
+
+    assert words in str(refused)
+    assert refused.status == status
+    # Nothing of what is there, and no address of a network.
+    for secret in ("secret", "IHDR", "10.0.0", "ESMTP"):
+        assert secret not in str(refused)
+
+
+@pytest.mark.parametrize("name", ["tiny-chunks", "endless-hints"])
+async def test_no_answer_keeps_others_waiting(world: World, name: str) -> None:
+    world.site.pages["/a.png"] = HOSTILE_ANSWERS[name][0]
+    fetcher = world.fetcher()
+    await refusal(fetcher, world.url())
+    gc.collect()
+    gc.disable()
+    try:
+        asked = asyncio.create_task(refusal(fetcher, world.url()))
+        longest_s, last_s = 0.0, time.thread_time()
+        while not asked.done():
+            await asyncio.sleep(0)
+            now_s = time.thread_time()
+            longest_s, last_s = max(longest_s, now_s - last_s), now_s
+    finally:
+        gc.enable()
+    assert longest_s < 0.04
+
+
+@pytest.mark.parametrize("host", INSIDE)
+async def test_a_name_that_leads_inside_is_not_connected_to(world: World, host: str) -> None:
+    refused = await refusal(world.fetcher(), world.url(host=host))
+    assert "not public" in str(refused)
+    assert not any(address in str(refused) for address in INSIDE[host])
+    assert (refused.status, refused.code) == (400, "media_url_refused")
+    assert not world.site.heads
+
+
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1", "[::1]", "10.0.0.1", "[::ffff:10.0.0.1]", "169.254.169.254", "0.0.0.0"]
+)
+async def test_an_address_inside_is_not_connected_to_even_if_it_is_listed(
+    world: World, host: str
+) -> None:
+    fetcher = world.fetcher(allowed_domains=[f"{host}:{world.site.port}"], allowed_networks=[])
+    plain_host = host.strip("[]")
+    world.names |= {plain_host: [plain_host], str(ipaddress.ip_address(plain_host)): [plain_host]}
+    assert "not public" in str(await refusal(fetcher, world.url(host=host)))
+    assert not world.site.heads
+
+
+async def test_a_name_is_looked_up_once_and_what_was_checked_is_connected_to(world: World) -> None:
+    world.site.pages["/a.png"] = plain(PNG)
+    answers = iter([["127.0.0.1"], ["10.0.0.1"]])
+    lookups = []
+
+    def rebinding(host: str, port: int) -> list[str]:
+        lookups.append(host)
+        return next(answers)
+
+    world.resolve = rebinding  # type: ignore[method-assign]
+    fetcher = world.fetcher(cache_bytes=0)
+    assert await get(fetcher, world.url()) == [("image/png", PNG)]
+    assert lookups == [HOST]
+    assert "not public" in str(await refusal(fetcher, world.url()))
+    assert len(world.site.heads) == 1
+
+
+async def test_who_answers_is_checked_once_more(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Elsewhere(web_files.httpcore.AnyIOBackend):
+        async def connect_tcp(self, host: str, *args: Any, **kwargs: Any) -> Any:
+            return await super().connect_tcp("127.0.0.1", *args, **kwargs)
+
+    monkeypatch.setattr(web_files.httpcore, "AnyIOBackend", Elsewhere)
+    world.names[HOST] = ["127.0.0.2"]
+    fetcher = world.fetcher(allowed_networks=["127.0.0.2/32"])
+    assert "not public" in str(await refusal(fetcher, world.url()))
+    assert not world.site.heads
+
+
+async def test_an_address_that_nobody_answers_at_is_followed_by_the_next(world: World) -> None:
+    world.site.pages["/a.png"] = plain(PNG)
+    world.names[HOST] = ["127.0.0.9", "127.0.0.1"]
+    assert await get(world.fetcher(), world.url()) == [("image/png", PNG)]
+    world.names[HOST] = ["127.0.0.9"]
+    refused = await refusal(world.fetcher(), world.url())
+    assert (refused.status, refused.code) == (502, "media_url_failed")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [slowly(plain(PNG), 1), slowly(OK.encode(), 1), slowly(plain(bytes(10_000)), 100), slowly(b"")],
+    ids=["trickles", "head", "body", "nothing"],
+)
+async def test_who_is_slow_is_given_up(world: World, answer: Answer) -> None:
+    async def and_waits(writer: asyncio.StreamWriter) -> None:
+        await answer(writer)
+        await asyncio.sleep(60)
+
+    world.site.pages["/a.png"] = and_waits
+    refused = await refusal(world.fetcher(timeout_s=0.3), world.url())
+    assert (refused.status, refused.code) == (504, "media_url_timeout")
+    assert "within 0.3 s" in str(refused)
+    await world.site.until(lambda: world.site.closed_early == 1)
+
+
+async def test_redirects_share_one_time(world: World) -> None:
+    for number in range(4):
+        world.site.pages[f"/{number}"] = slowly(moved(f"/{number + 1}"), 20, 0.05)
+    refused = await refusal(world.fetcher(timeout_s=0.4), world.url("/0"))
+    assert refused.status == 504
+
+
+SIZES = [1, 2, 3, 4, 65_535, 65_536, 65_537, 300_000, 1_600_001]
+
+
+@pytest.mark.parametrize("framing", ["length", "chunks", "both", "end"])
+async def test_what_comes_is_what_was_sent(world: World, framing: str) -> None:
+    fetcher = world.fetcher(unknown_media=True)
+    for size in SIZES:
+        data = bytes(index * 7 % 251 for index in range(size))
+        step = max(size // 7, 1)
+        pieces = [data[place : place + step] for place in range(0, size, step)]
+        chunks = b"".join(b"%x\r\n%b\r\n" % (len(each), each) for each in pieces) + b"0\r\n\r\n"
+        head = OK.encode()
+        world.site.pages[f"/{size}"] = {
+            "length": head + b"content-length: %d\r\n\r\n" % size + data + b"HTTP/1.1 200 OK\r\n",
+            "chunks": head + b"transfer-encoding: chunked\r\n\r\n" + chunks,
+            "both": head + b"content-length: 1\r\ntransfer-encoding: chunked\r\n\r\n" + chunks,
+            "end": b"HTTP/1.0 200 OK\r\n\r\n" + data,
+        }[framing]
+    got = await get(fetcher, *[world.url(f"/{size}") for size in SIZES])
+    assert [len(data) for _, data in got] == SIZES
+    for _, data in got:
+        assert data == bytes(index * 7 % 251 for index in range(len(data)))
+
+
+async def test_redirects_are_followed_within_what_is_allowed(world: World) -> None:
+    world.names["cdn.test"] = ["127.0.0.1"]
+    world.site.pages = {
+        "/a.png": moved("b?x=1"),
+        "/b?x=1": moved(f"//cdn.test:{world.site.port}/c", "307 Temporary Redirect"),
+        "/c": plain(PNG),
+    }
+    assert await get(world.fetcher(), world.url()) == [("image/png", PNG)]
+    hosts = [head.split(b"\r\n")[1] for head in world.site.heads]
+    port = world.site.port
+    expected = [f"Host: {HOST}:{port}", f"Host: {HOST}:{port}", f"Host: cdn.test:{port}"]
+    assert [host.decode() for host in hosts] == expected
+
+
+async def test_nothing_of_the_router_is_told_to_a_site(world: World) -> None:
+    world.site.pages["/a.png"] = plain(PNG, "set-cookie: a=b")
+    fetcher = world.fetcher(cache_bytes=0)
+    await get(fetcher, world.url())
+    await get(fetcher, world.url())
+    for head in world.site.heads:
+        names = {line.split(b":")[0].lower() for line in head.split(b"\r\n")[1:] if line}
+        assert names == {b"host", b"accept", b"accept-encoding", b"user-agent", b"connection"}
+        assert b"identity" in head
+
+
+@pytest.mark.parametrize(
+    ("kind", "modality", "expected"),
+    [
+        ("png", "image", "image/png"),
+        ("jpeg", "image", "image/jpeg"),
+        ("webp", "image", "image/webp"),
+        ("gif", "video", "video/gif"),
+    ],
+)
+async def test_the_type_is_that_of_the_content(
+    world: World, kind: str, modality: Modality, expected: str
+) -> None:
+    world.site.pages["/a.txt"] = plain(STILLS[kind], "content-type: text/html")
+    ((media_type, data),) = await get(world.fetcher(), world.url("/a.txt"), modality=modality)
+    assert (media_type, data) == (expected, STILLS[kind])
+
+
+def test_every_known_format_has_a_media_type() -> None:
+    assert MEDIA_TYPES.keys() == {kind for kinds in READERS.values() for kind in kinds}
+
+
+async def test_a_url_that_many_ask_for_is_fetched_once(world: World) -> None:
+    go_on = asyncio.Event()
+
+    async def answer(writer: asyncio.StreamWriter) -> None:
+        await go_on.wait()
+        writer.write(plain(PNG))
+
+    world.site.pages["/a.png"] = answer
+    fetcher = world.fetcher()
+    asked = [asyncio.create_task(get(fetcher, world.url(), world.url())) for _ in range(50)]
+    await world.site.until(lambda: bool(world.site.heads))
+    go_on.set()
+    assert await asyncio.gather(*asked) == [[("image/png", PNG)] * 2] * 50
+    assert await get(fetcher, world.url("/a.png#other")) == [("image/png", PNG)]
+    assert len(world.site.heads) == 1
+    text = world.metrics.exposition().decode()
+    assert 'epd_router_media_urls_total{source="fetch"} 1.0' in text
+    assert 'epd_router_media_urls_total{source="joined"} 49.0' in text
+    assert 'epd_router_media_urls_total{source="cache"} 1.0' in text
+    assert 'epd_router_media_fetches_total{result="ok"} 1.0' in text
+    assert f"epd_router_media_fetched_bytes_total {len(PNG)}.0" in text
+
+
+async def test_a_failure_is_told_to_all_who_wait_and_not_kept(world: World) -> None:
+    world.site.pages["/a.png"] = slowly(plain(b"", status="500 No"), 1000, 0.1)
+    fetcher = world.fetcher()
+    refused = await asyncio.gather(*(refusal(fetcher, world.url()) for _ in range(5)))
+    assert {error.status for error in refused} == {502}
+    assert len(world.site.heads) == 1
+    world.site.pages["/a.png"] = plain(PNG)
+    assert await get(fetcher, world.url()) == [("image/png", PNG)]
+
+
+async def test_what_one_gives_up_is_fetched_for_the_others(world: World) -> None:
+    world.site.pages["/a.png"] = slowly(plain(PNG), 50, 0.05)
+    fetcher = world.fetcher()
+    first, second = (asyncio.create_task(get(fetcher, world.url())) for _ in range(2))
+    await world.site.until(lambda: bool(world.site.heads))
+    first.cancel()
+    assert await second == [("image/png", PNG)]
+    assert first.cancelled()
+
+
+async def test_what_all_give_up_is_not_fetched_to_its_end(world: World) -> None:
+    world.site.pages["/a.png"] = slowly(plain(PNG), 1, 0.5)
+    fetcher = world.fetcher(timeout_s=60.0)
+    asked = [asyncio.create_task(get(fetcher, world.url())) for _ in range(2)]
+    await world.site.until(lambda: bool(world.site.heads))
+    for each in asked:
+        each.cancel()
+    await world.site.until(lambda: world.site.closed_early == 1)
+    world.site.pages["/a.png"] = plain(PNG)
+    assert await get(fetcher, world.url()) == [("image/png", PNG)]
+
+
+async def test_one_failure_gives_up_the_rest_of_its_request(world: World) -> None:
+    world.site.pages = {"/a.png": slowly(plain(PNG), 1, 0.5)}
+    fetcher = world.fetcher(timeout_s=60.0)
+    with pytest.raises(RequestError, match=r"b\.png: its server answered 404"):
+        await get(fetcher, world.url(), world.url("/b.png"))
+    await world.site.until(lambda: world.site.closed_early == 1)
+
+
+@pytest.mark.parametrize(
+    ("header", "kept"),
+    [
+        ("x: y", True),
+        ("cache-control: public, max-age=60", True),
+        ("cache-control: max-age=0", False),
+        ("cache-control: no-store", False),
+        ("Cache-Control: Private, max-age=60", False),
+        ("cache-control: no-cache", False),
+        ("cache-control: nonsense", True),
+    ],
+)
+async def test_a_site_can_ask_not_to_be_kept(world: World, header: str, kept: bool) -> None:
+    world.site.pages["/a.png"] = plain(PNG, header)
+    fetcher = world.fetcher()
+    for _ in range(3):
+        await get(fetcher, world.url())
+    assert len(world.site.heads) == (1 if kept else 3)
+
+
+async def test_a_file_is_kept_for_a_while(world: World) -> None:
+    world.site.pages["/a.png"] = plain(PNG)
+    fetcher = world.fetcher(cache_s=0.2)
+    await get(fetcher, world.url())
+    await get(fetcher, world.url())
+    assert len(world.site.heads) == 1
+    await asyncio.sleep(0.25)
+    await get(fetcher, world.url())
+    assert len(world.site.heads) == 2
+
+
+async def test_the_file_longest_not_asked_for_makes_room(world: World) -> None:
+    size = 30_000
+    world.site.pages = {f"/{number}": plain(bytes(size)) for number in range(4)}
+    fetcher = world.fetcher(cache_bytes=2 * (size * 4 // 3 + 1000), unknown_media=True)
+    for path in ("/0", "/1", "/0", "/2", "/0", "/1"):
+        await get(fetcher, world.url(path))
+    assert world.site.paths == ["/0", "/1", "/2", "/1"]
+
+
+async def test_so_many_are_fetched_at_a_time(world: World) -> None:
+    world.names["other.test"] = ["127.0.0.1"]
+    for number in range(12):
+        world.site.pages[f"/{number}"] = slowly(plain(PNG), 5000, 0.05)
+    fetcher = world.fetcher(max_fetches=4, max_fetches_per_host=3)
+    await get(fetcher, *[world.url(f"/{number}") for number in range(12)])
+    assert world.site.most_open == 3
+    hosts = (HOST, "other.test")
+    urls = [world.url(f"/{number}?", host) for number in range(12) for host in hosts]
+    for number in range(12):
+        world.site.pages[f"/{number}?"] = slowly(plain(PNG), 5000, 0.05)
+    await get(fetcher, *urls)
+    assert world.site.most_open == 4
+
+
+async def test_who_waits_too_long_for_a_turn_is_told_to_come_again(world: World) -> None:
+    async def never(writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(60)
+
+    paths = [f"/{number}" for number in range(4)]
+    world.site.pages = {**dict.fromkeys(paths, never), "/a.png": plain(PNG)}
+    fetcher = world.fetcher(max_fetches_per_host=1, timeout_s=0.3)
+    told = await asyncio.gather(*(refusal(fetcher, world.url(path)) for path in paths))
+    assert {each.status for each in told} == {503, 504}
+    busy = next(each for each in told if each.status == 503)
+    assert (busy.code, busy.retry_after_s) == ("too_many_fetches", 2)
+    assert await get(fetcher, world.url()) == [("image/png", PNG)]
+
+
+async def test_what_is_on_its_way_counts_as_memory(world: World) -> None:
+    world.site.pages = {"/a.png": plain(bytes(1 << 20))}
+    fetcher = world.fetcher(unknown_media=True)
+    world.tally.hold_body((128 << 20) - (1 << 18))
+    refused = await refusal(fetcher, world.url())
+    assert (refused.status, refused.code) == (503, "too_many_bytes")
+    world.tally.hold_body(-(128 << 20) + (1 << 18))
+
+
+async def test_a_lookup_that_hangs_ends_in_time(world: World) -> None:
+    go_on = threading.Event()
+
+    def hanging(host: str, port: int) -> list[str]:
+        go_on.wait(5)
+        return ["127.0.0.1"]
+
+    world.resolve = hanging  # type: ignore[method-assign]
+    refused = await refusal(world.fetcher(timeout_s=0.3), world.url())
+    go_on.set()
+    assert refused.status == 504
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> tuple[Path, Path]:
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1"),
+            *("-subj", f"/CN={HOST}", "-addext", f"subjectAltName=DNS:{HOST}"),
+            *("-keyout", str(key), "-out", str(cert)),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    return cert, key
+
+
+async def test_https_asks_for_the_names_certificate(
+    world: World, certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await world.site.stop()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*certificate)
+    asked: list[str | None] = []
+    context.sni_callback = lambda socket, name, _: asked.append(name)
+    world.site.tls = context
+    await world.site.start()
+    world.site.pages["/a.png"] = plain(PNG)
+    world.names["other.test"] = ["127.0.0.1"]
+
+    refused = await refusal(world.fetcher(), world.url(scheme="https"))
+    assert (refused.status, refused.code) == (502, "media_url_failed")
+
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))
+    trusting = world.fetcher()
+    assert await get(trusting, world.url(scheme="https")) == [("image/png", PNG)]
+    assert (await refusal(trusting, world.url(scheme="https", host="other.test"))).status == 502
+    assert asked == [HOST, HOST, "other.test"]
+    assert len(world.site.heads) == 1
+
+
+async def test_what_a_client_signs_its_urls_with_is_not_told(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    refused = [
+        await refusal(world.fetcher(), url)
+        for url in (
+            world.url("/a.png?signature=secret"),
+            "https://user:secret@site.test/a.png",
+            "https://site.test:x/a.png?signature=secret",
+            "https://elsewhere.test:1/a.png?signature=secret",
+        )
+    ]
+    for each in refused:
+        assert "secret" not in str(each)
+    assert "secret" not in caplog.text
+
+
+async def test_a_fetcher_that_is_closed_leaves_nobody_waiting(world: World) -> None:
+    world.site.pages["/a.png"] = slowly(plain(PNG), 1, 0.5)
+    fetcher = world.fetcher()
+    asked = asyncio.create_task(get(fetcher, world.url()))
+    await world.site.until(lambda: bool(world.site.heads))
+    await fetcher.close()
+    with pytest.raises(RequestError, match="stopping"):
+        await asyncio.wait_for(asked, 5)

@@ -1,0 +1,136 @@
+"""Items between two hosts, by every path that leaves one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import uuid
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from epd_portable.bench.commands import TOKEN_BYTES, Command
+from epd_portable.bench.traces import handovers, read_events
+from epd_portable.config.instance import InstanceConfig
+from epd_portable.connector import registry
+from epd_portable.connector.pool import SHM_FOLDER
+from tests.integration.transfer.hosts import ROOT, end, two_hosts
+from tests.keyring import secret_file
+
+DEADLINE_S = 90.0
+CONTROL_PORT, DATA_PORT = 9301, 9302
+ITEMS = (1, 3 * (1 << 20) // TOKEN_BYTES)
+"""In embeddings: one, and one that is several chunks of `tcp`."""
+
+
+def best_between_hosts() -> str:
+    """The path that ``auto`` takes here."""
+    return registry.offered("auto", "cpu", off_host=True)[1].name
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("path", ["nixl", "mooncake", "collective", "tcp", "auto"])
+def test_an_item_goes_from_one_host_to_another(tmp_path: Path, path: str) -> None:
+    if path != "auto" and (missing := registry._missing(registry.entry(path))):
+        pytest.skip(missing)
+    pool = f"epd-test-{uuid.uuid4().hex[:12]}"
+    common = {"platform": "cpu", "path": path, "trusted_network": True}
+    env = {"EPD_TRACE_DIR": str(tmp_path)}
+    if path == "nixl":
+        # Processes of one machine would find each other's memory.
+        env["UCX_TLS"] = "tcp"
+    with ExitStack() as stack:
+        here, there = stack.enter_context(two_hosts())
+        producer = InstanceConfig(
+            instance="encode-0", host=here.address, secret_file=secret_file(), **common
+        )
+        consumer = InstanceConfig(
+            instance="prefill_decode-0",
+            host=there.address,
+            secret_file=secret_file(),
+            control_address=f"tcp://{there.address}:{CONTROL_PORT}",
+            data_address=f"tcp://{there.address}:{DATA_PORT}",
+            pool=pool,
+            pool_bytes=16 << 20,
+            can_encode=False,
+            **common,
+        )
+        ends = [
+            stack.enter_context(
+                end(host, role, config, {**env, "EPD_INSTANCE": config.instance}, stop_s=DEADLINE_S)
+            )
+            for host, role, config in ((there, "consume", consumer), (here, "produce", producer))
+        ]
+        for each in ends:
+            each.hear(DEADLINE_S)
+        for number, num_tokens in enumerate(ITEMS, start=1):
+            command = Command(
+                name=f"item-{number}",
+                num_tokens=num_tokens,
+                value=number,
+                encode_s=0.0,
+                consumer=consumer.control_address,
+                device=0,
+            )
+            for each in ends:
+                each.tell(command)
+            for each in ends:  # The consumer has compared what came with what was sent.
+                each.hear(DEADLINE_S)
+    taken = {way.path for way in handovers(read_events(tmp_path), end="item.placed")}
+    alone = here.address.startswith("127.")
+    assert taken == {path if path != "auto" else "shm" if alone else best_between_hosts()}
+    assert not list(SHM_FOLDER.glob(f"{pool}*"))
+
+
+LISTENER = """
+import socket, sys
+from epd_portable.connector import sockets
+made = socket.create_server(("", 0))
+port = made.getsockname()[1]
+if sys.argv[1] == "kept":
+    sockets.keep_on_host([port])
+print(port, flush=True)
+while True:
+    made.accept()[0].close()
+"""
+CLIENT = """
+import socket, sys
+try:
+    socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=10).close()
+    print("connected")
+except ConnectionRefusedError:
+    print("refused")
+"""
+
+
+@pytest.mark.parametrize(("how", "elsewhere"), [("kept", "refused"), ("open", "connected")])
+def test_a_port_that_is_kept_on_its_host_is_closed_to_others(how: str, elsewhere: str) -> None:
+    with two_hosts() as (here, there):
+        if not there.enter:
+            pytest.skip("one host")
+        listener = subprocess.Popen(
+            [*there.enter, sys.executable, "-c", LISTENER, how],
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        try:
+            assert listener.stdout is not None
+            port = listener.stdout.readline().strip()
+            for host, address, said in (
+                (there, "127.0.0.1", "connected"),
+                (here, there.address, elsewhere),
+            ):
+                client = subprocess.run(
+                    [*host.enter, sys.executable, "-c", CLIENT, address, port],
+                    capture_output=True,
+                    text=True,
+                    timeout=DEADLINE_S,
+                )
+                assert client.stdout.strip() == said, client.stderr
+        finally:
+            listener.kill()
+            listener.communicate()

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from epd_portable.config.instance import InstanceConfig
+from epd_portable.config.load import parse_topology
+from epd_portable.config.store import StoreSection
+from epd_portable.errors import ConfigError
+
+HEAD = "model: demo\nstore: "
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{kind: redis}", "url is missing"),
+        ("{kind: file}", "path is missing"),
+        ("{kind: file, path: /s, url: 'redis://h:1'}", "url belongs to redis"),
+        ("{kind: redis, url: 'redis://h:1', path: /s}", "path belongs to file"),
+        ("{kind: redis, url: 'redis://h:1', layout: vllm}", "layout vllm is of kind file"),
+        ("{kind: redis, url: 'http://h:1'}", "redis://host:port"),
+        ("{kind: redis, url: 'redis://h:1/0?db=1'}", "leave out what follows"),
+        ("{kind: redis, url: 'redis://h:1', max_bytes: 5}", "store.max_bytes"),
+        ("{kind: mongo}", "'redis' or 'file'"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        parse_topology(HEAD + text, "cpu")
+
+
+def test_a_password_in_a_url_is_refused_and_not_repeated() -> None:
+    text = HEAD + "{kind: redis, url: 'redis://user:hunter2@h:1'}"
+    with pytest.raises(ConfigError, match="EPD_STORE_PASSWORD") as error:
+        parse_topology(text, "cpu")
+    assert "hunter2" not in str(error.value)
+
+
+def test_a_store_travels_to_instances_as_it_was_written() -> None:
+    text = HEAD + "{kind: redis, url: 'rediss://me@h:1', ttl_s: 60, max_bytes: 1GiB}"
+    section = parse_topology(text, "cpu").store
+    assert section is not None
+    config = InstanceConfig(instance="e", platform="cpu", store=section)
+    assert InstanceConfig.parse(config.as_json()).store == section
+    assert "store" not in InstanceConfig(instance="e", platform="cpu").as_json()
+
+
+def test_a_password_file_is_for_its_owner_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "password"
+    path.write_text("hunter2\n")
+    section = StoreSection(kind="redis", url="redis://h:1", password_file=str(path))
+    path.chmod(0o644)
+    with pytest.raises(ConfigError, match="0644"):
+        section.password()
+    path.chmod(0o600)
+    assert section.password() == "hunter2"
+    monkeypatch.setenv("EPD_STORE_PASSWORD", "other")
+    assert section.password() == "other"
+    monkeypatch.delenv("EPD_STORE_PASSWORD")
+    path.unlink()
+    with pytest.raises(ConfigError, match="cannot be read"):
+        section.password()
+    assert StoreSection(kind="redis", url="redis://h:1").password() is None

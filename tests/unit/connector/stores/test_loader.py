@@ -1,0 +1,288 @@
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from epd_portable.connector.stores.breaker import Breaker
+from epd_portable.connector.stores.loader import IDENTITY, StoreLoader
+from epd_portable.connector.stores.metrics import StoreMetrics
+from epd_portable.errors import StoreError
+from epd_portable.wire.descriptors import TensorSpec
+from epd_portable.wire.messages import (
+    Abort,
+    Announce,
+    AnyMessage,
+    Grant,
+    Later,
+    Nack,
+    NackCode,
+    NotNeeded,
+    Written,
+)
+from tests.unit.builders import peer, slot
+from tests.unit.connector.stores.memory import (
+    DEADLINE_S,
+    NAMESPACE,
+    SEAL,
+    SPEC,
+    MemoryStore,
+    entry,
+    key,
+)
+
+TIMEOUT_S = 1.0
+
+
+@dataclass
+class Clock:
+    now: float = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Slots:
+    def __init__(self) -> None:
+        self.data = bytearray(4 * SPEC.nbytes)
+
+    def buffer(self, offset: int, nbytes: int) -> memoryview:
+        return memoryview(self.data)[offset : offset + nbytes]
+
+
+class Side:
+    """A loader, and what a receiver says to it."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        self.store = store
+        self.clock = Clock()
+        self.slots = Slots()
+        self.news = threading.Semaphore(0)
+        self.registry = CollectorRegistry()
+        self.breaker = Breaker(first_s=1.0, clock=self.clock, chance=lambda: 0.5)
+        self.loader = StoreLoader(
+            store,
+            SEAL,
+            peer("prefill_decode-0"),
+            NAMESPACE,
+            self.slots,
+            timeout_s=TIMEOUT_S,
+            wake=self.news.release,
+            digest=lambda data: f"digest of {data.nbytes}",
+            breaker=self.breaker,
+            metrics=StoreMetrics("pd", self.registry),
+            clock=self.clock,
+        )
+
+    def announce(self, name: str, *, tensor: TensorSpec = SPEC, at: str = "") -> Announce:
+        message = self.loader.load(f"t-{name}", at or key(name), name, tensor)
+        assert isinstance(message, Announce)
+        return message
+
+    def grant(self, announced: Announce, *, generation: int = 1, offset: int = 0) -> None:
+        granted = slot(generation, offset=offset, nbytes=announced.tensor.nbytes)
+        self.loader.send(
+            Grant(
+                transfer_id=announced.transfer_id,
+                attempt=announced.attempt,
+                slot=granted,
+                path="store",
+                address="",
+                lease_s=10.0,
+            )
+        )
+
+    def until_asked(self) -> None:
+        """Wait until a thread has turned to the store."""
+        end_s = time.monotonic() + DEADLINE_S
+        while not self.store.asked:
+            assert time.monotonic() < end_s
+            time.sleep(0.001)
+
+    def heard(self) -> list[AnyMessage]:
+        """Return what the loader says once a thread has ended."""
+        assert self.news.acquire(timeout=DEADLINE_S)
+        return self.said()
+
+    def said(self) -> list[AnyMessage]:
+        received = self.loader.receive()
+        assert all(identity == IDENTITY for identity, _ in received)
+        return [message for _, message in received]
+
+    def count(self, result: str) -> float:
+        found = self.registry.get_sample_value("epd_pd_store_items_total", {"result": result})
+        return found or 0.0
+
+
+@pytest.fixture
+def side() -> Iterator[Callable[..., Side]]:
+    made: list[Side] = []
+
+    def make(*names: str) -> Side:
+        made.append(Side(MemoryStore(*map(entry, names))))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.loader.close()
+
+
+def codes(messages: list[AnyMessage]) -> list[NackCode]:
+    assert all(isinstance(message, Nack) for message in messages), messages
+    return [message.code for message in messages if isinstance(message, Nack)]
+
+
+NOT_STORED, RELEASED = NackCode.NOT_STORED, NackCode.RELEASED
+
+
+def test_a_granted_slot_is_filled_and_nothing_else(side: Callable[..., Side]) -> None:
+    one = side("cat")
+    announced = one.announce("cat")
+    assert (announced.mm_hash, announced.tensor) == ("cat", SPEC)
+    assert one.loader.is_its_own(announced.producer)
+    assert one.store.asked == 0
+    one.grant(announced, generation=7, offset=SPEC.nbytes)
+    [written] = one.heard()
+    assert isinstance(written, Written)
+    assert (written.transfer_id, written.attempt) == ("t-cat", announced.attempt)
+    assert (written.generation, written.digest) == (7, f"digest of {SPEC.nbytes}")
+    zeros = bytes(SPEC.nbytes)
+    assert bytes(one.slots.data) == zeros + b"\1" * SPEC.nbytes + 2 * zeros
+    assert one.count("hit") == 1
+    assert one.registry.get_sample_value("epd_pd_store_loaded_bytes_total") == SPEC.nbytes
+
+
+def test_an_entry_that_has_gone_is_told_and_the_store_is_well(side: Callable[..., Side]) -> None:
+    one = side()
+    one.grant(one.announce("cat"))
+    assert codes(one.heard()) == [NOT_STORED, RELEASED]
+    assert (one.count("miss"), one.breaker.state) == (1, "closed")
+
+
+def spoil_payload(store: MemoryStore) -> None:
+    head, payload = store.entries[key("cat")]
+    store.entries[key("cat")] = (head, payload[:-1] + b"\0")
+
+
+def spoil_head(store: MemoryStore) -> None:
+    head, payload = store.entries[key("cat")]
+    store.entries[key("cat")] = (head.replace(b"cat", b"dog"), payload)
+
+
+def cut(store: MemoryStore) -> None:
+    head, payload = store.entries[key("cat")]
+    store.entries[key("cat")] = (head, payload[:-4])
+
+
+def exchange(store: MemoryStore) -> None:
+    other = entry("dog", fill=2)
+    store.entries[key("cat")] = (other.head, bytes(other.payload))
+
+
+@pytest.mark.parametrize("spoil", [spoil_payload, spoil_head, cut, exchange])
+def test_a_damaged_entry_is_removed_and_never_written(
+    side: Callable[..., Side], spoil: Callable[[MemoryStore], None]
+) -> None:
+    one = side("cat")
+    spoil(one.store)
+    one.grant(one.announce("cat"))
+    assert codes(one.heard()) == [NOT_STORED, RELEASED]
+    assert one.store.discarded == [key("cat")]
+    assert (one.count("poisoned"), one.breaker.state) == (1, "closed")
+
+
+def test_an_entry_that_is_not_what_the_request_expects_is_refused(
+    side: Callable[..., Side],
+) -> None:
+    one = side("cat")
+    other = TensorSpec(shape=(8, 4), dtype="float32")
+    one.grant(one.announce("cat", tensor=other))
+    assert codes(one.heard()) == [NOT_STORED, RELEASED]
+    one.grant(one.announce("dog", at=key("cat")))
+    assert codes(one.heard()) == [NOT_STORED, RELEASED]
+
+
+def test_entries_of_other_engines_are_not_even_asked_for(side: Callable[..., Side]) -> None:
+    one = side("cat")
+    foreign = SEAL.key(SEAL.namespace("other weights"), "cat", "image")
+    refused = one.loader.load("t", foreign, "cat", SPEC)
+    assert isinstance(refused, Nack) and refused.code is NOT_STORED
+    assert (one.store.asked, one.count("poisoned")) == (0, 1)
+
+
+def test_a_store_that_is_late_is_given_up_and_its_slot_comes_back_when_it_ends(
+    side: Callable[..., Side],
+) -> None:
+    one = side("cat")
+    one.store.gate.clear()
+    one.grant(one.announce("cat"))
+    one.until_asked()
+    one.clock.now += 0.99 * TIMEOUT_S
+    assert one.said() == []
+    one.clock.now += 0.02 * TIMEOUT_S
+    assert codes(one.said()) == [NOT_STORED]
+    assert one.said() == []
+    refused = one.loader.load("t-2", key("cat"), "cat", SPEC)
+    assert isinstance(refused, Nack), "it is left alone"
+    one.store.gate.set()
+    assert codes(one.heard()) == [RELEASED]
+    assert one.breaker.state == "open", "what comes too late does not say that it is well"
+    assert (one.count("failed"), one.count("skipped")) == (1, 1)
+
+
+def test_after_a_while_one_tries_again_and_then_all(side: Callable[..., Side]) -> None:
+    one = side("cat", "dog", "bird")
+    one.store.error = StoreError("gone")
+    one.grant(one.announce("cat"))
+    assert codes(one.heard()) == [NOT_STORED, RELEASED]
+    assert one.breaker.state == "open"
+    one.clock.now += 1.01
+    one.store.error = None
+    one.store.gate.clear()
+    one.grant(one.announce("cat"))
+    one.grant(one.announce("dog"))
+    assert codes(one.heard()) == [NOT_STORED, RELEASED]
+    assert one.store.asked == 2, "only one asks"
+    one.store.gate.set()
+    assert [type(message) for message in one.heard()] == [Written]
+    assert one.breaker.state == "closed"
+
+
+def test_a_try_that_nobody_waits_for_any_more_closes_the_breaker_all_the_same(
+    side: Callable[..., Side],
+) -> None:
+    one = side("cat")
+    one.breaker.failed()
+    one.clock.now += 1.01
+    one.store.gate.clear()
+    announced = one.announce("cat")
+    one.grant(announced)
+    one.until_asked()
+    one.loader.send(
+        Abort(transfer_id="t-cat", attempt=announced.attempt, reason="not needed any more")
+    )
+    assert one.said() == [], "a thread writes there"
+    one.store.gate.set()
+    assert codes(one.heard()) == [RELEASED]
+    assert one.breaker.state == "closed"
+
+
+def test_what_is_given_up_before_its_turn_is_not_asked_for(side: Callable[..., Side]) -> None:
+    one = side("cat")
+    announced = one.announce("cat")
+    one.loader.send(Later(transfer_id="t-cat", attempt=announced.attempt))
+    one.loader.send(NotNeeded(transfer_id="t-cat", attempt=announced.attempt))
+    one.grant(announced)
+    assert (one.said(), one.store.asked) == ([], 0)
+
+
+def test_who_asks_for_a_slot_that_is_forgotten_learns_that_it_is_free(
+    side: Callable[..., Side],
+) -> None:
+    one = side()
+    one.loader.send(Abort(transfer_id="t", attempt=99, reason="again"))
+    assert codes(one.said()) == [RELEASED]

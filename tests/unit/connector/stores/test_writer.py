@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from prometheus_client import CollectorRegistry
+
+from epd_portable.connector.stores.breaker import Breaker
+from epd_portable.connector.stores.metrics import StoreMetrics
+from epd_portable.connector.stores.writer import Output, StoreWriter
+from epd_portable.errors import StoreError, StoreFullError, TransportError
+from tests.unit.connector.stores.memory import (
+    DEADLINE_S,
+    NAMESPACE,
+    SEAL,
+    SPEC,
+    MemoryStore,
+    entry,
+    key,
+)
+
+
+def output(name: str, *, to_host: Callable[[], torch.Tensor] | None = None) -> Output:
+    def host() -> torch.Tensor:
+        return torch.full((SPEC.nbytes,), 1, dtype=torch.uint8)
+
+    return Output(
+        item=name,
+        kind="image",
+        mm_hash=name,
+        modality="image",
+        metadata=None,
+        tensor=SPEC,
+        nbytes=SPEC.nbytes,
+        to_host=to_host or host,
+    )
+
+
+class Side:
+    def __init__(self, store: MemoryStore, *, queued: int = 100) -> None:
+        self.store = store
+        self.registry = CollectorRegistry()
+        self.breaker = Breaker(first_s=1000.0)
+        self.writer = StoreWriter(
+            store,
+            SEAL,
+            NAMESPACE,
+            queue_bytes=queued * SPEC.nbytes,
+            breaker=self.breaker,
+            metrics=StoreMetrics("encode", self.registry, asks=False, writes=True),
+        )
+
+    def count(self, name: str, reason: str = "") -> float:
+        labels = {"reason": reason} if reason else {}
+        return self.registry.get_sample_value(f"epd_encode_store_{name}", labels) or 0.0
+
+    def until(self, name: str, value: float, reason: str = "") -> None:
+        end_s = time.monotonic() + DEADLINE_S
+        while self.count(name, reason) < value:
+            assert time.monotonic() < end_s, f"{name} {reason} is {self.count(name, reason)}"
+            time.sleep(0.005)
+
+    def close(self) -> None:
+        self.writer.close(DEADLINE_S)
+
+
+def test_outputs_are_written_sealed_under_their_keys() -> None:
+    side = Side(MemoryStore())
+    side.writer.save_caches(output("cat"))
+    side.close()
+    head, payload = side.store.entries[key("cat")]
+    SEAL.check(SEAL.open(head, key("cat")), memoryview(payload))
+    assert (side.count("writes_total"), side.count("written_bytes_total")) == (1, SPEC.nbytes)
+    assert side.count("queued_bytes") == 0
+
+
+def test_what_is_there_is_not_copied_nor_written_again() -> None:
+    def never() -> torch.Tensor:
+        raise AssertionError("it was copied")
+
+    side = Side(MemoryStore(entry("cat")))
+    side.writer.save_caches(output("cat", to_host=never))
+    side.close()
+    assert (side.count("known_total"), side.count("writes_total")) == (1, 0)
+
+
+def test_what_is_there_and_damaged_is_written_anew() -> None:
+    store = MemoryStore(entry("cat"))
+    store.entries[key("cat")] = (b"\x80\x04", b"")
+    side = Side(store)
+    side.writer.save_caches(output("cat"))
+    side.close()
+    SEAL.open(store.entries[key("cat")][0], key("cat"))
+
+
+def test_nobody_waits_for_a_store_that_hangs_and_what_is_too_much_is_dropped() -> None:
+    side = Side(MemoryStore(), queued=4)
+    side.store.gate.clear()
+    for number in range(10):
+        side.writer.save_caches(output(f"{number}"))
+    assert side.count("drops_total", "queue_full") == 6
+    assert side.count("queued_bytes") == 4 * SPEC.nbytes
+    side.store.gate.set()
+    side.until("writes_total", 4)
+    side.close()
+    assert side.count("queued_bytes") == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"), [(StoreError("gone"), "failed"), (StoreFullError("full"), "store_full")]
+)
+def test_a_store_that_takes_nothing_is_left_alone(error: StoreError, reason: str) -> None:
+    side = Side(MemoryStore())
+    side.store.error = error
+    side.writer.save_caches(output("cat"))
+    side.until("drops_total", 1, reason)
+    end_s = time.monotonic() + DEADLINE_S
+    while side.breaker.state != "open":
+        assert time.monotonic() < end_s
+    for number in range(5):
+        side.writer.save_caches(output(f"{number}"))
+    side.close()
+    assert side.count("drops_total", "skipped") == 5
+    assert side.store.asked == 1
+
+
+def test_an_output_that_cannot_be_copied_costs_no_other() -> None:
+    def lost() -> torch.Tensor:
+        raise TransportError("the device has failed")
+
+    def odd() -> torch.Tensor:
+        raise RuntimeError("nobody foresaw this")
+
+    side = Side(MemoryStore())
+    side.store.gate.clear()
+    side.writer.save_caches(output("lost", to_host=lost))
+    side.writer.save_caches(output("cat"))
+    side.store.gate.set()
+    side.until("writes_total", 1)
+    assert key("cat") in side.store.entries and key("lost") not in side.store.entries
+    side.writer.save_caches(output("odd", to_host=odd))
+    side.until("drops_total", 2, "failed")
+    side.close()
+    assert not any(each.name == "epd-store-writer" for each in threading.enumerate())

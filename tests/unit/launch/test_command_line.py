@@ -1,0 +1,191 @@
+"""What both commands have in common: how they are asked, fail and end."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.shell_completion import ShellComplete
+from click.testing import CliRunner
+
+from epd_portable.bench import cli as bench
+from epd_portable.launch import cli as launch
+from epd_portable.launch.check import Finding
+from epd_portable.launch.command_line import EXIT_STATUSES, CommandLine, tells_an_error
+from epd_portable.launch.show import findings_table
+
+ROOT = Path(__file__).resolve().parents[3]
+COMMANDS = {"epd-launch": launch.main, "epd-bench": bench.main}
+
+
+def in_one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+def test_both_commands_have_the_same_statuses_short_help_and_version(command: CommandLine) -> None:
+    pages = [CliRunner().invoke(command, [word]).output for word in ("-h", "--help")]
+    assert pages[0] == pages[1]
+    assert in_one_line(EXIT_STATUSES) in in_one_line(pages[0])
+    version = CliRunner().invoke(command, ["--version"]).output
+    assert version.startswith(f"{command.name}, version ")
+    assert "vllm" in version.lower()
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [(command, name) for command in COMMANDS.values() for name in command.commands],
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)
+def test_every_command_has_a_short_help(command: CommandLine, name: str) -> None:
+    assert CliRunner().invoke(command, [name, "-h"]).exit_code == 0
+
+
+@pytest.mark.parametrize("name", sorted(set(launch.main.commands) - {"up", "logs"}))
+def test_what_a_command_finds_can_be_had_as_json(name: str) -> None:
+    options = {option for each in launch.main.commands[name].params for option in each.opts}
+    assert "--json" in options
+
+
+def failing(error: BaseException) -> CommandLine:
+    group = CommandLine(name="epd-test")
+
+    @group.command()
+    @click.option("--json", "as_json", is_flag=True)
+    def work(as_json: bool) -> None:
+        raise error
+
+    return group
+
+
+def test_a_full_disk_is_one_line() -> None:
+    error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/var/log/x")
+    result = CliRunner().invoke(failing(error), ["work"])
+    assert result.exit_code == 1
+    assert result.stderr == (
+        "epd-test: cannot read or write /var/log/x: No space left on device; make room\n"
+    )
+
+
+def test_ctrl_c_is_130_without_a_traceback() -> None:
+    result = CliRunner().invoke(failing(KeyboardInterrupt()), ["work"])
+    assert result.exit_code == 130
+    assert result.stderr.strip() == "stopped by Ctrl-C"
+
+
+def test_a_page_that_cannot_be_printed_is_one_line() -> None:
+    code = "from epd_portable.launch.cli import main; main(['--help'])"
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+            cwd=ROOT,
+        )
+    assert done.returncode == 1
+    assert done.stderr == (
+        "epd-launch: cannot write what it has to say: No space left on device; make room\n"
+    )
+
+
+def test_an_error_is_json_where_json_is_asked_for() -> None:
+    result = CliRunner().invoke(launch.main, ["plan", "--json"])
+    assert result.exit_code == 2
+    assert result.stderr == ""
+    assert json.loads(result.stdout) == {
+        "schema_version": 1,
+        "error": {
+            "type": "MissingParameter",
+            "message": "Missing option '--config'.",
+            "exit_status": 2,
+        },
+    }
+
+
+@pytest.mark.parametrize("equals", [False, True])
+def test_an_error_is_in_the_file_that_was_asked_for(tmp_path: Path, equals: bool) -> None:
+    file = tmp_path / "found.json"
+    words = [f"--json={file}"] if equals else ["--json", str(file)]
+    result = CliRunner().invoke(bench.main, ["plan", *words])
+    assert result.exit_code == 2
+    error = json.loads(file.read_text())["error"]
+    assert error["type"] == "ConfigError"
+    assert error["message"] in result.stderr
+
+
+def test_an_error_never_takes_the_place_of_results(tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
+    for kept in ('{"samples": []}', "[]", "no JSON"):
+        file.write_text(kept)
+        assert CliRunner().invoke(bench.main, ["plan", "--json", str(file)]).exit_code == 2
+        assert file.read_text() == kept
+    file.unlink()
+    for words in (["plan"], ["plan", "--rate", "0"]):
+        CliRunner().invoke(bench.main, [*words, "--json", str(file)])
+    assert "expected a rate above 0" in json.loads(file.read_text())["error"]["message"]
+    assert tells_an_error(file)
+
+
+def completed(command: click.Command, *words: str, incomplete: str) -> set[str]:
+    shell = ShellComplete(command, {}, str(command.name), "_COMPLETE")
+    return {item.value for item in shell.get_completions(list(words), incomplete)}
+
+
+def test_shells_complete_profiles_and_options_without_a_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(ROOT)
+    profiles = completed(launch.main, "plan", "--hardware", incomplete="a100")
+    assert profiles == {"a100-40g", "a100-80g"}
+    assert "--platform" in completed(launch.main, incomplete="--pl")
+    assert "status" in completed(launch.main, incomplete="st")
+
+
+def finding(**changes: Any) -> Finding:
+    return Finding(**{"kind": "path", "name": "cpu/shm", "usable": True, "reason": "x", **changes})
+
+
+def test_findings_fit_the_terminal_and_are_whole_for_programs() -> None:
+    found = [finding(reason="one two three four five six seven eight nine ten")]
+    assert len(findings_table(found).splitlines()) == 2
+    lines = findings_table(found, width=50).splitlines()
+    assert max(map(len, lines)) <= 50
+    assert in_one_line(" ".join(line[22:] for line in lines[1:])) == found[0].reason
+    assert all(line.startswith(" " * 20) for line in lines[2:])
+
+
+def test_a_plan_warns_of_what_up_refuses(tmp_path: Path) -> None:
+    config = tmp_path / "t.yaml"
+    config.write_text("model: demo\nsecret_file: /no/such\n")
+    result = CliRunner().invoke(
+        launch.main, ["plan", "--platform", "cpu", "--config", str(config), "--json"]
+    )
+    assert result.exit_code == 0
+    warnings = json.loads(result.stdout)["warnings"]
+    assert any(
+        warning.startswith("up refuses this here: secret_file: cannot be read: No such file")
+        for warning in warnings
+    )
+
+
+def test_fixed_ports_are_those_of_the_plan(tmp_path: Path) -> None:
+    config = tmp_path / "t.yaml"
+    config.write_text("model: demo\nlaunch: {first_port: 1100}\n")
+    words = ["plan", "--platform", "npu", "--config", str(config), "--json"]
+    plans = [json.loads(CliRunner().invoke(launch.main, words).stdout) for _ in range(2)]
+    assert plans[0]["run_id"] != plans[1]["run_id"]
+    for plan in plans:
+        assert [spec["ports"] for spec in plan["processes"][:2]] == [
+            {"http": 1100},
+            {"http": 1101, "control": 1102, "data": 1103},
+        ]

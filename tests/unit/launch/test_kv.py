@@ -1,0 +1,105 @@
+"""Which KV connector a topology has, and what its instances are told of it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from epd_portable.config.load import parse_topology
+from epd_portable.config.schema import Topology
+from epd_portable.errors import ConfigError
+from epd_portable.launch.kv import KV_CONNECTORS, KVEnd, kv_connector, kv_ports
+from epd_portable.platforms.traits import TRAITS
+
+SPLIT = "instances: {p: {}, d: {}}"
+
+
+def topology(*lines: str, platform: Any = "cpu") -> Topology:
+    return parse_topology("\n".join(["model: demo", *lines]), platform)
+
+
+@pytest.mark.parametrize(
+    ("platform", "cls"),
+    [("cpu", "NixlConnector"), ("cuda", "NixlConnector"), ("npu", "MooncakeConnectorV1")],
+)
+def test_each_platform_has_its_connector(platform: str, cls: str) -> None:
+    chosen = kv_connector(topology(SPLIT, platform=platform), TRAITS[platform])
+    assert chosen is not None
+    assert (chosen[0].cls, chosen[1]) == (cls, f"it is the one for {platform}")
+
+
+@pytest.mark.parametrize("instances", ["{}", "{epd: {count: 2}}", "{e: {}, pd: {}, epd: {}}"])
+def test_without_a_split_there_is_none(instances: str) -> None:
+    assert kv_connector(topology(f"instances: {instances}"), TRAITS["cpu"]) is None
+
+
+def test_one_that_is_asked_for_is_taken_or_refused_with_what_to_write() -> None:
+    asked = topology(SPLIT, "transfer: {kv_connector: nixl}")
+    chosen = kv_connector(asked, TRAITS["cpu"])
+    assert chosen is not None and chosen[1] == "transfer.kv_connector"
+    with pytest.raises(ConfigError, match=r"nixl has nothing .* npu with; write auto or mooncake"):
+        kv_connector(asked, TRAITS["npu"])
+
+
+@pytest.mark.parametrize(("prefill", "decode", "fits"), [(2, 1, True), (2, 2, True), (1, 2, False)])
+def test_ranks_are_held_against_what_a_connector_brings_together(
+    prefill: int, decode: int, fits: bool
+) -> None:
+    wanted = topology(
+        f"instances: {{p: {{tensor_parallel_size: {prefill}}}, "
+        f"d: {{tensor_parallel_size: {decode}}}}}"
+    )
+    assert kv_connector(wanted, TRAITS["cuda"]) is not None
+    if fits:
+        assert kv_connector(wanted, TRAITS["npu"]) is not None
+    else:
+        with pytest.raises(ConfigError, match="is 1, and of decode 2"):
+            kv_connector(wanted, TRAITS["npu"])
+
+
+def test_between_hosts_the_network_must_be_trusted() -> None:
+    lines = [SPLIT, "secret_file: /tmp/secret", "launch: {host: 10.0.0.1}"]
+    with pytest.raises(ConfigError, match=r"neither encrypts .* transfer\.trusted_network"):
+        kv_connector(topology(*lines), TRAITS["cpu"])
+    assert kv_connector(topology(*lines, "transfer: {trusted_network: true}"), TRAITS["cpu"])
+
+
+def ports(*taken: int) -> Callable[[], int]:
+    numbers = itertools.count(20000)
+    return lambda: next(number for number in numbers if number not in taken)
+
+
+def test_ranks_that_listen_each_get_ports_in_a_row() -> None:
+    mooncake = KV_CONNECTORS["mooncake"]
+    assert kv_ports("prefill", 3, mooncake, ports(20001)) == {
+        "kv": 20002,
+        "kv1": 20003,
+        "kv2": 20004,
+    }
+    assert kv_ports("decode", 3, KV_CONNECTORS["nixl"], ports()) == {"kv": 20000}
+    assert kv_ports("prefill-decode", 3, mooncake, ports()) == {}
+
+
+def test_each_half_is_told_its_part() -> None:
+    split = topology("instances: {ep: {tensor_parallel_size: 2}, d: {}}", platform="npu")
+    for role, part in (("encode-prefill", "kv_producer"), ("decode", "kv_consumer")):
+        end = KVEnd(connector=KV_CONNECTORS["mooncake"], role=role, port=21000)  # type: ignore[arg-type]
+        told: Any = end.arguments(split)["kv_transfer_config"]
+        assert told["kv_role"] == part
+        assert told["kv_load_failure_policy"] == "recompute"
+        assert told["kv_connector_extra_config"] == {
+            "prefill": {"dp_size": 1, "tp_size": 2},
+            "decode": {"dp_size": 1, "tp_size": 1},
+        }
+        assert end.env("10.0.0.1") == {"VLLM_HOST_IP": "10.0.0.1"}
+
+
+def test_nixl_listens_where_the_instance_does() -> None:
+    end = KVEnd(connector=KV_CONNECTORS["nixl"], role="prefill", port=21000)
+    assert end.env("127.0.0.2") == {
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.2",
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": "21000",
+    }

@@ -1,0 +1,212 @@
+"""What is told of runs: by what lives, whatever files say."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+
+from epd_portable.launch.cli import main
+from epd_portable.launch.running import (
+    ProcessRecord,
+    RunRecord,
+    find_runs,
+    start_ticks,
+    write_record,
+)
+from epd_portable.launch.status import Tail, duration
+
+RUN = "0badcafe"
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        yield process
+        process.kill()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Make the folder of a run, locked as its launcher does."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    made = tmp_path / f"epd-{RUN}"
+    made.mkdir(mode=0o700)
+    descriptor = os.open(made, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    yield made
+    os.close(descriptor)
+
+
+def unlock(folder: Path) -> None:
+    """Let go of the folder, as Linux does when a launcher ends."""
+    for entry in Path("/proc/self/fd").iterdir():
+        if entry.is_symlink() and os.readlink(entry) == str(folder):
+            fcntl.flock(int(entry.name), fcntl.LOCK_UN)
+
+
+def process(name: str = "encode-0", **changes: Any) -> ProcessRecord:
+    made = ProcessRecord(
+        name=name,
+        role="router" if name == "router" else "encode",
+        state="up",
+        url="http://127.0.0.1:8000" if name == "router" else "http://127.0.0.1:20000",
+        ports={"http": 20000, "control": 20002},
+        log=f"/var/log/epd/{name}.log",
+    )
+    return made.model_copy(update=changes)
+
+
+def record(*processes: ProcessRecord, **changes: Any) -> RunRecord:
+    made = RunRecord(
+        run_id=RUN,
+        phase="serving",
+        platform="cpu",
+        model="demo",
+        url="http://127.0.0.1:8000/v1",
+        config="t.yaml",
+        tls=False,
+        pid=os.getpid(),
+        started_ticks=start_ticks(os.getpid()),
+        processes=processes,
+    )
+    return made.model_copy(update=changes)
+
+
+def of(process: subprocess.Popen[bytes]) -> dict[str, int]:
+    return {"pid": process.pid, "started_ticks": start_ticks(process.pid)}
+
+
+def ask(*words: str) -> Result:
+    return CliRunner().invoke(main, list(words))
+
+
+def test_a_run_is_found_with_what_lives_of_it(folder: Path, child: subprocess.Popen[bytes]) -> None:
+    write_record(folder, record(process(**of(child), restarts=2)))
+    (run,) = find_runs(folder.parent).running
+    assert run.lives and run.uptime_s is not None
+    assert run.process_uptime_s.keys() == {"encode-0"}
+    result = ask("status")
+    assert result.exit_code == 0
+    assert f"run {RUN}: serving, http://127.0.0.1:8000/v1, model demo, cpu, t.yaml" in result.stdout
+    (line,) = (line for line in result.stdout.splitlines() if line.startswith("encode-0"))
+    assert f"up     {child.pid}" in line
+    assert line.endswith("http://127.0.0.1:20000  control 20002  /var/log/epd/encode-0.log")
+
+
+def test_a_number_that_another_process_has_got_is_not_the_process(
+    folder: Path, child: subprocess.Popen[bytes]
+) -> None:
+    told = of(child)
+    write_record(folder, record(process(pid=told["pid"], started_ticks=told["started_ticks"] - 1)))
+    (run,) = find_runs(folder.parent).running
+    assert run.process_uptime_s == {}
+    assert run.state_of(run.record.processes[0]) == "gone"
+    answer = json.loads(ask("status", "--json").stdout)
+    assert answer["schema_version"] == 1
+    (seen,) = answer["runs"][0]["processes"]
+    assert (seen["state"], seen["pid"], seen["uptime_s"]) == ("gone", None, None)
+
+
+def test_a_run_whose_launcher_is_gone_is_told_so_whatever_its_file_says(
+    folder: Path, child: subprocess.Popen[bytes]
+) -> None:
+    # Its number is one that lives: this process.
+    write_record(folder, record(process(**of(child))))
+    unlock(folder)
+    assert "its launcher is gone" in ask("status").stdout
+
+
+def test_what_a_killed_run_left_is_named_and_does_not_run(folder: Path) -> None:
+    write_record(folder, record(process()))
+    unlock(folder)
+    result = ask("status")
+    assert result.exit_code == 1
+    assert "no topology of yours runs here" in result.stdout
+    assert f"{folder} is left of a run that was killed" in result.stderr
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"run_id": 3}', "[]"])
+def test_a_file_that_says_nothing_is_no_run(folder: Path, text: str) -> None:
+    (folder / "run.json").write_text(text)
+    assert find_runs(folder.parent).running == ()
+
+
+def test_a_run_of_another_user_is_counted_and_not_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_record(folder, record())
+    monkeypatch.setattr("os.geteuid", lambda: 12345)
+    found = find_runs(folder.parent)
+    assert (found.running, found.strangers) == ((), 1)
+
+
+def test_prometheus_is_told_whom_to_ask_under_the_names_that_people_use(folder: Path) -> None:
+    write_record(folder, record(process(), process("router", url="https://127.0.0.1:8000")))
+    made = yaml.safe_load(ask("status", "--prometheus").stdout)
+    router, instances = made["scrape_configs"]
+    assert router["honor_labels"] is True
+    assert router["scheme"] == "https"
+    assert router["static_configs"] == [
+        {"targets": ["127.0.0.1:8000"], "labels": {"model": "demo"}}
+    ]
+    assert instances["static_configs"] == [
+        {
+            "targets": ["127.0.0.1:20000"],
+            "labels": {"model": "demo", "instance": "encode-0", "role": "encode"},
+        }
+    ]
+
+
+def test_logs_are_shown_of_all_or_of_one(folder: Path, tmp_path: Path) -> None:
+    for name in ("encode-0", "router"):
+        (tmp_path / f"{name}.log").write_text("".join(f"{name} says {n}\n" for n in range(30)))
+    logs = {name: str(tmp_path / f"{name}.log") for name in ("encode-0", "router")}
+    write_record(folder, record(*(process(name, log=log) for name, log in logs.items())))
+    assert ask("logs", "-n", "1").stdout == ("encode-0: encode-0 says 29\nrouter: router says 29\n")
+    assert ask("logs", "-n", "2", "router").stdout == "router says 28\nrouter says 29\n"
+    refused = ask("logs", "encode-9")
+    assert refused.exit_code == 2
+    assert f"run {RUN} has no process encode-9; there are encode-0, router" in refused.stderr
+
+
+def test_logs_of_the_last_failed_run_are_shown_where_none_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert ask("logs").exit_code == 1
+    kept = tmp_path / "epd-00000001-logs"
+    kept.mkdir()
+    (kept / "router.log").write_text("the end\n")
+    result = ask("logs")
+    assert result.stdout == "the end\n"
+    assert f"logs that were left: {kept}" in result.stderr
+
+
+def test_a_log_that_was_cut_is_followed_from_its_beginning(tmp_path: Path) -> None:
+    log = tmp_path / "a.log"
+    log.write_text("one\ntwo\n")
+    tail = Tail(log, "a")
+    assert list(tail.last(1)) == ["a: two"]
+    with log.open("a") as file:
+        file.write("three\nfo")
+    assert list(tail.new()) == ["a: three"]
+    log.write_text("ur\n")
+    assert list(tail.new()) == ["a: four"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(3.9, "3 s"), (75, "1 min 15 s"), (11520, "3 h 12 min"), (200000, "2 d 7 h")],
+)
+def test_times_are_told_in_their_two_largest_units(seconds: float, said: str) -> None:
+    assert duration(seconds) == said

@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+
+from epd_portable.config.routing import AdmissionSection
+from epd_portable.errors import RequestError
+from epd_portable.router.contents.body import Call
+from epd_portable.router.door.admission import LONGEST_RETRY_S, Doorkeeper, priority_of
+from epd_portable.router.door.gate import Ticket
+from epd_portable.router.fleet.instances import Fleet, Instance
+from epd_portable.router.settings import InstanceSettings
+from epd_portable.router.telling.metrics import Metrics
+
+TEXT = Call.untouched("POST", "/v1/chat/completions", b"{}")
+
+
+class Door:
+    """A doorkeeper whose clock a test sets."""
+
+    def __init__(self, *, processes: int = 1, **limits: Any) -> None:
+        self.now_s = 0.0
+        self.fleet = Fleet()
+        self.keeper = Doorkeeper(
+            AdmissionSection.model_validate(limits),
+            self.fleet,
+            Metrics(),
+            processes=processes,
+            clock=lambda: self.now_s,
+        )
+
+    async def enter(self, **headers: str) -> Ticket | None:
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        return await self.keeper.enter(TEXT, named, b"", 0)
+
+    async def enter_at_once(self) -> Ticket | None:
+        """Return who was let in at once; ``None`` for nobody."""
+        try:
+            return await self.enter(x_epd_max_wait_s="0")
+        except RequestError:
+            return None
+
+    async def go_at_once(self) -> int:
+        """Return how many may go at the same time."""
+        going = 0
+        while await self.enter_at_once():
+            going += 1
+        return going
+
+    def add(self, name: str, *, weight: float = 1.0) -> Instance:
+        settings = InstanceSettings(
+            name=name,
+            role="prefill-decode",
+            url="http://127.0.0.1:1",
+            control="tcp://127.0.0.1:2",
+            weight=weight,
+        )
+        instance = self.fleet.add(settings)
+        instance.seen_well()
+        return instance
+
+
+async def test_what_is_not_limited_costs_no_ticket() -> None:
+    assert await Door().enter() is None
+
+
+@pytest.mark.parametrize(("limit", "processes", "expected"), [(8, 1, 8), (8, 4, 2), (9, 4, 2)])
+async def test_each_process_of_a_router_has_its_part_of_a_limit(
+    limit: int, processes: int, expected: int
+) -> None:
+    assert await Door(max_requests=limit, processes=processes).go_at_once() == expected
+
+
+async def test_a_limit_for_each_instance_is_as_large_as_those_that_are_usable() -> None:
+    door = Door(answer={"max_requests": 4}, processes=2)
+    door.add("a")
+    double = door.add("b", weight=2.0)
+    assert await door.go_at_once() == 6
+    waiting = asyncio.create_task(door.enter())
+    await asyncio.sleep(0)
+    double.drain()
+    assert await door.enter_at_once() is None
+    double.resume()
+    door.add("c")
+    await waiting
+    assert await door.go_at_once() == 1
+
+
+async def test_small_parts_are_one_request_at_least() -> None:
+    door = Door(answer={"max_requests": 1}, processes=4)
+    door.add("slow", weight=0.5)
+    assert await door.go_at_once() == 1
+
+
+@pytest.mark.parametrize(
+    ("seconds_each", "waiting", "expected"), [(0.1, 1, 1), (1.0, 4, 5), (2.0, 9, 20), (60.0, 9, 60)]
+)
+async def test_retry_after_is_when_those_that_wait_have_gone(
+    seconds_each: float, waiting: int, expected: int
+) -> None:
+    assert expected <= LONGEST_RETRY_S
+    door = Door(max_requests=1, max_waiting=waiting)
+    for _ in range(200):
+        ticket = await door.enter()
+        door.now_s += seconds_each
+        door.keeper.leave(ticket)
+        door.now_s += 1000.0  # Idle time says nothing.
+    going = await door.enter()
+    tasks = [asyncio.create_task(door.enter()) for _ in range(waiting)]
+    await asyncio.sleep(0)
+    with pytest.raises(RequestError) as refused:
+        await door.enter()
+    retry_after_s = refused.value.retry_after_s
+    assert retry_after_s is not None
+    # The one that goes counts as ended now.
+    assert 0.8 * expected <= retry_after_s <= expected
+    assert f"try again in {retry_after_s} s" in str(refused.value)
+    for _ in range(waiting + 1):
+        door.keeper.leave(going)
+        going = await tasks.pop(0) if tasks else None
+    assert door.keeper._waiters == {}
+
+
+async def test_who_is_cancelled_as_it_is_let_in_gives_its_place_back() -> None:
+    door = Door(max_requests=1)
+    first = await door.enter()
+    second, third = (asyncio.create_task(door.enter()) for _ in range(2))
+    await asyncio.sleep(0)
+    door.keeper.leave(first)
+    second.cancel()
+    assert await third
+    with pytest.raises(asyncio.CancelledError):
+        await second
+
+
+@pytest.mark.parametrize(
+    ("header", "field", "expected"),
+    [
+        (None, None, 0),
+        (None, b"3", 3),
+        ("-5", b"3", -5),
+        ("soon", b"3", 3),
+        ("", b"null", 0),
+        (None, b'"7"', 0),
+        (None, b"1.5", 0),
+        (None, b"[1]", 0),
+        (None, b"9" * 5000, 0),
+        ("9" * 5000, None, 0),
+    ],
+)
+def test_a_priority_is_read_as_vllm_reads_it(
+    header: str | None, field: bytes | None, expected: int
+) -> None:
+    fields = {} if field is None else {"priority": msgspec.Raw(field)}
+    call = msgspec.structs.replace(TEXT, fields=fields)
+    assert priority_of(call, {} if header is None else {"x-vllm-priority": header}) == expected

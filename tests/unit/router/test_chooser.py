@@ -1,0 +1,366 @@
+"""Choices among the instances of a router, by replayed histories of requests."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import random
+from collections import Counter
+from typing import Any
+
+import msgspec
+import pytest
+
+from epd_portable.config.choice import parse_choice
+from epd_portable.router.choice.explanation import MAX_BYTES, Explanation
+from epd_portable.router.choice.policy import Policy
+from epd_portable.router.choice.profile import Decision
+from epd_portable.router.chooser import Choosing, PolicyChooser, RingChooser
+from epd_portable.router.contents.body import Call, Rules, read_call
+from epd_portable.router.contents.media import MediaItem
+from epd_portable.router.fleet.instances import Fleet, Instance
+from epd_portable.router.settings import InstanceSettings, Role
+
+AFFINITY = """
+plugins:
+- {type: encode-filter}
+- {type: decode-filter}
+- {type: mm-embeddings-cache-scorer}
+- {type: prefix-cache-scorer, parameters: {blockSizeTokens: 16}}
+- {type: session-affinity-scorer}
+- {type: active-request-scorer}
+- {type: encode-load-scorer, parameters: {threshold: 8}}
+schedulingProfiles:
+- name: encode
+  plugins:
+  - {pluginRef: encode-filter}
+  - {pluginRef: mm-embeddings-cache-scorer, weight: 4}
+  - {pluginRef: encode-load-scorer}
+- name: decode
+  plugins:
+  - {pluginRef: decode-filter}
+  - {pluginRef: session-affinity-scorer, weight: 4}
+  - {pluginRef: prefix-cache-scorer, weight: 4}
+  - {pluginRef: active-request-scorer}
+"""
+NOTHING: Call = Call.untouched("POST", "/v1/chat/completions", b"{}")
+
+
+def settings(name: str, role: Role, **more: Any) -> InstanceSettings:
+    control = "tcp://h:1" if role == "prefill-decode" else ""
+    return InstanceSettings(name=name, role=role, url=f"http://{name}:1", control=control, **more)
+
+
+def fleet(encoders: int = 0, pds: int = 0) -> Fleet:
+    instances = Fleet()
+    for number in range(encoders):
+        instances.add(settings(f"e{number}", "encode")).seen_well()
+    for number in range(pds):
+        instances.add(settings(f"pd{number}", "prefill-decode")).seen_well()
+    return instances
+
+
+def chooser(instances: Fleet, text: str = AFFINITY, *, deciders: bool = True) -> PolicyChooser:
+    return PolicyChooser(instances, Policy(parse_choice(text)), deciders=deciders)
+
+
+def begun(
+    one: PolicyChooser | RingChooser,
+    key: str = "k",
+    call: Call = NOTHING,
+    *,
+    session: str = "",
+    explanation: Explanation | None = None,
+) -> Choosing:
+    headers = {"x-request-id": key} | ({"x-session-id": session} if session else {})
+    return one.begin(call, headers, explanation)
+
+
+def picture(name: str, pixels: int = 0) -> MediaItem:
+    return MediaItem(mm_hash=name, modality="image", part={}, pixels=pixels)
+
+
+def chat(*texts: str) -> Call:
+    roles = ("user", "assistant")
+    messages = [{"role": roles[n % 2], "content": text} for n, text in enumerate(texts)]
+    return read_call("/v1/chat/completions", msgspec.json.encode({"messages": messages}), Rules())
+
+
+# Histories.
+
+TURNS = 8
+
+
+class Replay:
+    """Conversations whose turns overlap with those of others, and are answered after a while."""
+
+    def __init__(self, pds: int, conversations: int = 24, *, sessions: bool = False) -> None:
+        self.instances = fleet(pds=pds)
+        self.chooser = chooser(self.instances)
+        self.sessions = sessions
+        self.went: dict[int, list[str]] = {number: [] for number in range(conversations)}
+        self.asked_blocks = self.hit_blocks = 0
+        self.texts: dict[int, list[str]] = {number: [] for number in self.went}
+        self.chance = random.Random(7)
+
+    def run(self) -> None:
+        # Whoever has an answer asks again after a while; at most six are answered at a time.
+        waiting = [number for number in self.went for _ in range(TURNS)]
+        under_way: list[tuple[int, contextlib.ExitStack]] = []
+        while waiting or under_way:
+            busy = {number for number, _ in under_way}
+            free = [number for number in waiting if number not in busy]
+            if free and len(under_way) < 6:
+                number = self.chance.choice(free)
+                waiting.remove(number)
+                under_way.append((number, self.ask(number)))
+            else:
+                number, answered = under_way.pop(self.chance.randrange(len(under_way)))
+                answered.close()
+                self.texts[number].append(f"answer {number} " * 20)
+
+    def ask(self, number: int) -> contextlib.ExitStack:
+        texts = self.texts[number]
+        texts.append(f"need {number} of turn {len(texts)} " * 20)
+        session = f"s{number}" if self.sessions else ""
+        choosing = begun(
+            self.chooser, self.chance.randbytes(8).hex(), chat(*texts), session=session
+        )
+        pd = choosing.pd(())
+        assert pd is not None
+        holdings = self.chooser.observed(pd).holdings
+        before = len(holdings.blocks)
+        choosing.asks(pd, ())
+        asked = len(choosing._prompt()[0])  # type: ignore[attr-defined]
+        self.asked_blocks += asked
+        self.hit_blocks += asked - (len(holdings.blocks) - before)
+        self.went[number].append(pd.name)
+        stack = contextlib.ExitStack()
+        stack.enter_context(pd.working())
+        return stack
+
+
+@pytest.mark.parametrize("sessions", [False, True])
+def test_eight_turns_of_a_conversation_stay_on_one_instance(sessions: bool) -> None:
+    replay = Replay(3, sessions=sessions)
+    replay.run()
+    assert all(len(set(went)) == 1 and len(went) == TURNS for went in replay.went.values())
+    # And conversations are shared out.
+    shares = Counter(went[0] for went in replay.went.values())
+    assert len(shares) == 3 and max(shares.values()) <= 14
+    alone = Replay(1)
+    alone.run()
+    part, most = (each.hit_blocks / each.asked_blocks for each in (replay, alone))
+    assert most > 0.7
+    assert part > most - 0.03
+
+
+def test_without_affinity_turns_go_everywhere() -> None:
+    instances = fleet(pds=3)
+    one = RingChooser(instances)
+    went = {begun(one, f"k{n}").pd(()) for n in range(20)}
+    assert len(went) == 3
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_repeated_picture_is_encoded_where_it_was_once(busy: bool) -> None:
+    instances = fleet(encoders=3)
+    policy = chooser(instances)
+    chance = random.Random(3)
+    caches: dict[Instance, set[str]] = {each: set() for each in instances.all}
+    names: list[str] = []
+    runs = 0
+    with contextlib.ExitStack() as working:
+        for number in range(400):
+            fresh = not names or chance.random() < 0.5
+            name = f"p{number}" if fresh else chance.choice(names)
+            names.append(name)
+            item = picture(name)
+            choosing = begun(policy, f"k{number}")
+            (encoder,) = choosing.encoders([item])
+            assert encoder is not None
+            choosing.encodes(item, encoder)
+            runs += name not in caches[encoder]
+            caches[encoder].add(name)
+            if busy and number % 50 == 0:
+                # One falls behind for a while; it has fewer than what the scorers weigh.
+                working.enter_context(encoder.working())
+    assert runs == len(set(names))
+    assert min(len(cache) for cache in caches.values()) > 30
+
+
+# What a policy is told of the instances.
+
+
+def test_items_of_one_request_are_shared_among_encoders() -> None:
+    for one in (chooser(fleet(encoders=2)), RingChooser(fleet(encoders=2))):
+        items = [picture(str(n)) for n in range(8)]
+        found = begun(one).encoders(items)
+        assert {Counter(found)[each] for each in set(found)} <= {3, 4, 5}
+
+
+def test_an_item_that_was_not_encoded_is_not_taken_as_held() -> None:
+    instances = fleet(encoders=2)
+    policy = chooser(instances)
+    choosing, item = begun(policy), picture("p")
+    first = choosing.encoder(item, ())
+    assert first is not None
+    choosing.encodes(item, first)
+    assert all(begun(policy, f"k{n}").encoder(item, ()) is first for n in range(10))
+    choosing.has_not(item, first)
+    assert len({begun(policy, f"k{n}").encoder(item, ()) for n in range(20)}) == 2
+
+
+def test_what_an_instance_had_is_forgotten_when_it_goes_down_or_leaves() -> None:
+    instances = fleet(pds=2)
+    policy = chooser(instances)
+    call = chat("hello " * 100)
+    first = begun(policy, call=call).pd(())
+    assert first is not None
+    begun(policy, call=call).asks(first, [])
+    assert len(policy.observed(first).holdings.blocks) > 0
+    assert all(begun(policy, f"k{n}", call).pd(()) is first for n in range(10))
+    first.seen_gone("refused")
+    other = begun(policy, call=call).pd(())
+    assert other is not None and other is not first
+    first.seen_well()
+    assert len(policy.observed(first).holdings.blocks) == 0
+    instances.remove(first.name)
+    assert len({begun(policy, f"k{n}", call).pd(()) for n in range(9)}) == 1
+    # One that has left while it was asked is no trouble.
+    begun(policy, call=call).asks(first, [picture("p")])
+    again = instances.add(settings(first.name, "prefill-decode"))
+    again.seen_well()
+    assert again in {begun(policy, f"k{n}", call).pd(()) for n in range(30)}
+
+
+def test_those_that_are_preferred_are_chosen_first_and_excluded_ones_never() -> None:
+    instances = fleet(pds=3)
+    for one in (chooser(instances), RingChooser(instances)):
+        found = {begun(one, f"k{n}").pd(["pd0"]) for n in range(30)}
+        assert {each.name for each in found if each} == {"pd1", "pd2"}
+        assert begun(one).pd(["pd0", "pd1", "pd2"]) is None
+    suspected = instances.get("pd1")
+    assert suspected is not None
+    suspected.failed("error")
+    for one in (chooser(instances), RingChooser(instances)):
+        found = {begun(one, f"k{n}").pd(["pd0"]) for n in range(30)}
+        assert {each.name for each in found if each} == {"pd2"}
+        found = {begun(one, f"k{n}").pd(["pd0", "pd2"]) for n in range(30)}
+        assert {each.name for each in found if each} == {"pd1"}
+
+
+def test_labels_and_weights_of_the_settings_are_seen() -> None:
+    instances = Fleet()
+    labels = {"llm-d.ai/encoder-type": "audio"}
+    instances.add(settings("e0", "encode", labels=labels)).seen_well()
+    instances.add(settings("e1", "encode", weight=2.0)).seen_well()
+    text = """
+    plugins: [{type: encoder-type-filter}, {type: weight-scorer}]
+    schedulingProfiles:
+    - {name: encode, plugins: [{pluginRef: encoder-type-filter}, {pluginRef: weight-scorer}]}
+    - {name: decode, plugins: []}
+    """
+    choosing = begun(chooser(instances, text))
+    clip = MediaItem(mm_hash="c", modality="audio", part={})
+    assert [each.name for each in choosing.encoders([picture("p"), clip]) if each] == ["e1", "e1"]
+    found = choosing.encoder(clip, ["e1"])
+    assert found is not None and found.name == "e0"
+    assert choosing.encoder(picture("p"), ["e1"]) is None
+
+
+DECIDED = """
+plugins:
+- {type: multimodal-epd-decider, parameters: {minImageSize: 100}}
+- {type: epd-profile-handler, parameters: {deciderPluginName: multimodal-epd-decider}}
+- {type: decode-filter}
+schedulingProfiles:
+- {name: encode, plugins: []}
+- {name: decode, plugins: [{pluginRef: decode-filter}]}
+"""
+
+
+@pytest.mark.parametrize(("deciders", "left"), [(True, ["large"]), (False, ["small", "large"])])
+def test_deciders_decide_where_pd_instances_can_encode(deciders: bool, left: list[str]) -> None:
+    instances = fleet(encoders=1, pds=1)
+    explanation = Explanation()
+    choosing = begun(chooser(instances, DECIDED, deciders=deciders), explanation=explanation)
+    items = [picture("small", 99 * 99), picture("large", 100 * 100)]
+    pd = instances.get("pd0")
+    assert pd is not None
+    assert [each.mm_hash for each in choosing.apart(items, pd)] == left
+    assert len(explanation.decisions) == 2 - len(left)
+    assert (
+        RingChooser(instances).begin(NOTHING, {"x-request-id": "k"}, None).apart(items, pd) == items
+    )
+
+
+# Weights by default.
+
+
+def test_by_default_an_instance_of_twice_the_weight_gets_twice_as_much() -> None:
+    instances = Fleet()
+    for name, weight in (("small", 1.0), ("large", 2.0)):
+        instances.add(settings(name, "prefill-decode", weight=weight)).seen_well()
+        instances.add(settings(f"e-{name}", "encode", weight=weight)).seen_well()
+    one = RingChooser(instances)
+    with contextlib.ExitStack() as working:
+        for number in range(300):
+            choosing = begun(one, f"k{number}")
+            for chosen in (choosing.pd(()), choosing.encoder(picture(f"p{number}"), ())):
+                assert chosen is not None
+                working.enter_context(chosen.working())
+        loads = {each.name: each.load for each in instances.all}
+    assert (loads["small"], loads["large"]) == (100, 200)
+    assert 160 < loads["e-large"] < 251
+
+
+# Explanations.
+
+
+def told(one: PolicyChooser | RingChooser) -> list[dict[str, Any]]:
+    explanation = Explanation()
+    choosing = begun(one, explanation=explanation)
+    choosing.pd(["pd1"])
+    choosing.encoders([picture("p")])
+    found = json.loads(explanation.text())
+    assert isinstance(found, list)
+    return found
+
+
+def test_both_ways_of_choosing_say_why() -> None:
+    decode, encode = told(chooser(fleet(encoders=2, pds=2)))
+    assert (decode["stage"], decode["profile"], decode["winner"]) == ("decode", "decode", "pd0")
+    assert decode["filters"] == {"there": 1, "decode-filter": 1}
+    assert decode["scores"]["pd0"]["active-request-scorer"] == 1
+    assert encode["item"] == "p" and set(encode["scores"]) == {"e0", "e1"}
+    decode, encode = told(RingChooser(fleet(encoders=2, pds=2)))
+    assert (decode["profile"], decode["winner"]) == ("default", "pd0")
+    assert decode["filters"] == {"there": 2, "usable": 1}
+    assert "least load" in decode["reason"] and "hash" in encode["reason"]
+    (decode, encode) = told(RingChooser(fleet()))
+    assert decode["winner"] is None and decode["reason"] == "nobody is left"
+
+
+def test_the_log_says_why_to_who_debugs(caplog: pytest.LogCaptureFixture) -> None:
+    one = RingChooser(fleet(pds=1))
+    with caplog.at_level(logging.INFO, logger="epd_portable"):
+        begun(one).pd(())
+    assert "request k" not in caplog.text
+    with caplog.at_level(logging.DEBUG, logger="epd_portable"):
+        begun(one).pd(())
+    assert "request k" in caplog.text and '"winner": "pd0"' in caplog.text
+
+
+def test_an_explanation_fits_into_a_header() -> None:
+    explanation = Explanation()
+    for number in range(300):
+        decision = Decision(stage="encode", item=f"{number:064}", winner="ä" * 20)
+        decision.totals = {f"instance-{n}": float(n) for n in range(16)}
+        explanation.decisions.append(decision)
+        if number % 25 == 0:
+            text = explanation.text()
+            assert len(text) <= MAX_BYTES and text.isascii()
+    *shown, last = json.loads(text)
+    assert len(shown) + last["left_out"] == 276 and len(shown) > 30

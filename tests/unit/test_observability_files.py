@@ -1,0 +1,172 @@
+"""The dashboard and the alert rules: parsed, and every metric and label in them exists."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+import promql_parser
+import pytest
+import yaml
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics import MetricWrapperBase
+from starlette.types import Receive, Scope, Send
+
+from epd_portable.connector.stores.metrics import Ask, Drop, StoreMetrics
+from epd_portable.router.telling.metrics import Metrics
+from epd_portable.runners.instruments import Instruments
+from epd_portable.runners.receiver_metrics import PlacerMetrics, ReceiverMetrics
+from epd_portable.runners.sender_metrics import SenderMetrics
+from epd_portable.scheduling.admission import AdmissionLimits
+from epd_portable.vllm_plugin.admission import AdmissionMiddleware
+
+FOLDER = Path(__file__).resolve().parents[2] / "docs/observability"
+DASHBOARD = json.loads((FOLDER / "dashboard.json").read_text("utf-8"))
+ALERTS = yaml.safe_load((FOLDER / "alerts.yaml").read_text("utf-8"))
+
+ADDED = {"instance", "job"}
+"""Labels that Prometheus adds when it reads a page."""
+ENDINGS = ("", "_total", "_bucket", "_sum", "_count")
+
+
+def panels() -> list[dict[str, Any]]:
+    return [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+
+
+def rules() -> list[dict[str, Any]]:
+    return [rule for group in ALERTS["groups"] for rule in group["rules"]]
+
+
+def expressions() -> Iterator[str]:
+    for panel in panels():
+        for target in panel["targets"]:
+            # Grafana puts a duration in its place.
+            yield target["expr"].replace("$__rate_interval", "5m")
+    for rule in rules():
+        yield rule["expr"]
+
+
+EXPRESSIONS = sorted(set(expressions()))
+
+
+@pytest.fixture(scope="module")
+def labels() -> Mapping[str, set[str]]:
+    """Return the labels of every metric that there is, by the names under which they are read."""
+    made: dict[str, set[str]] = {}
+    instruments = (made_of(CollectorRegistry()) for made_of in INSTRUMENTS)
+    for counter in (Metrics(), StoreMetrics("pd"), *instruments):
+        for metric in vars(counter).values():
+            if isinstance(metric, MetricWrapperBase):
+                for ending in ENDINGS:
+                    made[metric._name + ending] = {*metric._labelnames, "le"}
+    for side, writes in (("router", False), ("pd", False), ("encode", True)):
+        store = StoreMetrics(side, asks=not writes, writes=writes)  # type: ignore[arg-type]
+        for metric in vars(store).values():
+            for ending in ENDINGS:
+                made[metric._name + ending] = set(metric._labelnames)
+    limits = AdmissionLimits(items=1, nbytes=1)
+    for family in AdmissionMiddleware(
+        nobody, limits=limits, registry=CollectorRegistry()
+    ).collect():
+        for sample in family.samples:
+            made[sample.name] = set(sample.labels)
+    return made | {
+        "epd_router_instance_up": {"instance", "role"},
+        "epd_router_instance_in_flight": {"instance", "role"},
+        "up": set(),  # Prometheus's own, of each target.
+    }
+
+
+INSTRUMENTS: tuple[type[Instruments], ...] = (ReceiverMetrics, PlacerMetrics, SenderMetrics)
+
+
+async def nobody(scope: Scope, receive: Receive, send: Send) -> None:
+    raise AssertionError("nobody calls it")
+
+
+@pytest.mark.parametrize("expression", EXPRESSIONS)
+def test_an_expression_is_promql_of_metrics_and_labels_that_exist(
+    expression: str, labels: Mapping[str, set[str]]
+) -> None:
+    found = list(selectors(promql_parser.parse(expression)))
+    assert found
+    for selector in found:
+        assert selector.name in labels, f"{selector.name} is counted nowhere"
+    known = set().union(*(labels[selector.name] for selector in found)) | ADDED
+    for selector in found:
+        for matcher in selector.matchers.matchers:
+            assert matcher.name in labels[selector.name] | ADDED
+    for names in re.findall(r"\bby \(([^)]*)\)", expression):
+        assert {name.strip() for name in names.split(",")} <= known
+
+
+def selectors(node: Any) -> Iterator[Any]:
+    """Yield what a parsed expression reads."""
+    match type(node).__name__:
+        case "VectorSelector":
+            yield node
+        case "MatrixSelector":
+            yield node.vector_selector
+        case "BinaryExpr":
+            yield from selectors(node.lhs)
+            yield from selectors(node.rhs)
+        case "AggregateExpr" | "ParenExpr" | "UnaryExpr":
+            yield from selectors(node.expr)
+        case "Call":
+            for argument in node.args:
+                yield from selectors(argument)
+        case kind:
+            assert kind in ("NumberLiteral", "StringLiteral")
+
+
+def test_panels_say_what_they_show_and_do_not_overlap() -> None:
+    taken: set[tuple[int, int]] = set()
+    for panel in DASHBOARD["panels"]:
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not cells & taken, panel["title"]
+        taken |= cells
+    ids = [panel["id"] for panel in DASHBOARD["panels"]]
+    assert len(set(ids)) == len(ids)
+    for panel in panels():
+        assert panel["description"]
+        assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+        assert all(target["legendFormat"] for target in panel["targets"])
+    (variable,) = DASHBOARD["templating"]["list"]
+    assert variable["name"] == "datasource"
+
+
+def test_a_rule_says_how_bad_it_is_and_what_to_do() -> None:
+    names = [rule["alert"] for rule in rules()]
+    assert len(set(names)) == len(names)
+    for rule in rules():
+        assert rule["labels"]["severity"] in ("page", "ticket")
+        assert {"summary", "description"} == rule["annotations"].keys()
+        assert re.fullmatch(r"\d+m", rule.get("for", "1m"))
+
+
+def test_label_values_in_expressions_are_those_that_are_counted() -> None:
+    """A misspelt value would never alert."""
+    record = Path(__file__).resolve().parents[2] / "epd_portable/router/telling/record.py"
+    words = record.read_text("utf-8")
+    roles = set(re.findall(r'"([a-z-]+)"', (record.parents[2] / "config/roles.py").read_text()))
+    for rule in rules():
+        for selector in selectors(promql_parser.parse(rule["expr"])):
+            for matcher in selector.matchers.matchers:
+                for value in matcher.value.split("|"):
+                    if matcher.name == "role":
+                        assert value in roles
+                    elif matcher.name in ("rung", "end"):
+                        assert f'"{value}"' in words
+                    elif selector.name.startswith("epd_pd_store"):
+                        assert value in get_args(Ask)
+                    elif selector.name.startswith("epd_encode_store"):
+                        assert value in get_args(Drop)
