@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import tracemalloc
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import given
 from epd_portable.connector import registry
 from epd_portable.connector.control import process_is_gone
 from epd_portable.connector.slab import _read_address
-from epd_portable.errors import NoCommonPathError, ProtocolError
+from epd_portable.errors import NoCommonPathError, ProtocolError, TransportError
 from epd_portable.wire import codec
 from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor
 from epd_portable.wire.messages import PROTOCOL_VERSION, Announce, AnyMessage
@@ -214,9 +215,17 @@ def test_transfer_parameters_have_limits() -> None:
 
 
 @budget(200)
-@given(data=st.binary(max_size=200))
-def test_any_bytes_are_an_address_of_device_memory_or_a_protocol_error(data: bytes) -> None:
+@given(
+    address=st.one_of(
+        st.text(st.characters(exclude_categories=()), max_size=200),
+        st.binary(max_size=200).map(lambda data: base64.b85encode(data).decode()),
+        st.recursive(st.none() | st.integers(-9, 9) | st.text(max_size=9), st.lists, max_leaves=9)
+        .map(msgspec.msgpack.encode)
+        .map(lambda data: base64.b85encode(data).decode()),
+    )
+)
+def test_any_text_is_an_address_of_device_memory_or_a_transport_error(address: str) -> None:
     try:
-        _read_address(data)
-    except ProtocolError:
+        _read_address(address)
+    except TransportError:
         return
