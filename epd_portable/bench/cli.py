@@ -36,38 +36,38 @@ from epd_portable.launch.options import PlatformType
 DEFAULT_SIZES = ("4KiB", "64KiB", "1MiB", "4MiB", "16MiB", "64MiB")
 
 
-HELP = """Measure transfers and serving, each next to a peer in the same run.
+HELP = """Measure transfers, serving and the router, each beside a baseline in the same run.
 
 \b
-How a topology does under load beside replicas of plain vLLM and upstream's example:
+A topology under load, beside replicas of plain vLLM and vLLM's own example (upstream):
   epd-bench load --side ours=configs/1e1pd.yaml --side replicas:2 --side upstream:1E1PD \\
     --model shape --rate 2,6,10 --share 0.1
 Where the time of single requests goes, beside plain vLLM in one process:
   epd-bench load --side configs/1e1pd.yaml --side replicas:1 --preset one-by-one
-What the prefill+decode instance saves when it gets no pixels:
+What transfer.media=metadata saves:
   epd-bench load --side meta=configs/1e1pd.yaml,transfer.media=metadata \\
     --side media=configs/1e1pd.yaml --rate 2
-How long an encoder output takes to the other instance, by path and size, against memcpy:
+How long a transfer of an encoder output takes, by path and size, against memcpy:
   epd-bench transfer
   epd-bench transfer --path shm --bytes 64KiB --bytes 16MiB --repeat 200
   epd-bench transfer --platform npu
-What a prefill+decode engine pays for this package in every step:
+What this package costs a prefill+decode engine in every step:
   epd-bench step
   epd-bench step --decoding 256 --items 32 --waiting 1000
-How soon an encoder output is there when a store brings it, beside its encoding:
+How long a load of an encoder output from a store takes, beside encoding it:
   epd-bench store
   epd-bench store --config configs/1e1pd.yaml --model shape
-What the router costs, beside a peer and beside another version of itself:
+What the router costs, beside a proxy and beside another version of itself:
   epd-bench router --quick
   epd-bench router --side before=../old --side after=. --case text --case stream
-How many instances of what kind to run, and whether to split at all, by simulation:
+How many instances of which role to run, and whether to split at all, by simulation:
   epd-bench plan --stages stages.yaml --devices 8 --workload share=0.3,pictures=1+4
   epd-bench plan --measure http://127.0.0.1:8000 --write-stages stages.yaml
-Keep the figures:
+Write the results to files:
   epd-bench transfer --json t.json --markdown t.md --png t.png
 
-Tables go to standard output, progress to standard error. Ratios come first in every table:
-they hold on other machines better than times do.
+Tables go to standard output, progress to standard error. Every table has ratios first:
+they carry over to other machines better than times.
 """
 """The page of ``epd-bench --help``; a line of ``\\b`` keeps the lines of its paragraph."""
 
@@ -88,13 +88,25 @@ main.add_command(plan_command)
 main.add_command(store_command)
 
 
-@main.command("transfer")
+TRANSFER_HELP = """Measure transfers: from the encoder's output to the tensor at the consumer.
+
+A real sender and a real receiver in processes of their own, no engine. All bytes are checked on
+arrival.
+
+\b
+  epd-bench transfer --path shm --path tcp --bytes 1MiB --bytes 64MiB --json t.json
+
+Exit status: 0; 1 when something failed; 2 on bad input.
+"""
+
+
+@main.command("transfer", help=TRANSFER_HELP)
 @click.option(
     "--platform",
     default="cpu",
     show_default=True,
     type=PlatformType(),
-    help="Of both ends; they take a device each where there are two.",
+    help="Platform of both ends; each takes a device where there are two.",
 )
 @click.option(
     "--path",
@@ -112,14 +124,14 @@ main.add_command(store_command)
     show_default=True,
     callback=read_sizes,
     metavar="SIZE",
-    help="Size of an item; may be repeated.",
+    help="Size of an item, as in 64KiB; may be repeated.",
 )
 @click.option(
     "--repeat",
     default=50,
     show_default=True,
     type=click.IntRange(min=1),
-    help="Measured rounds; each moves one item of every size by every path, for each time.",
+    help="Measured rounds; each moves one item for every path, size and --encode-ms.",
 )
 @click.option(
     "--encode-ms",
@@ -127,8 +139,8 @@ main.add_command(store_command)
     default=(10.0, 0.0),
     show_default=True,
     type=click.FloatRange(min=0, max=10_000),
-    help="Time from the order of an item to its output; may be repeated. 0 puts the wait for the "
-    "grant on the way.",
+    help="Milliseconds from the announcement of an item to its output, as an encoder would take; "
+    "may be repeated. With 0 the transfer includes the wait for the grant.",
 )
 @output_options
 def transfer_command(
@@ -141,11 +153,7 @@ def transfer_command(
     markdown_file: Path | None,
     png_file: Path | None,
 ) -> None:
-    """Measure from the encoder's output to the placed tensor, by path and size.
-
-    A real sender and a real receiver in processes of their own, no engine. Every content is checked
-    on arrival. Exit status: 0, 1 when something failed, 2 on bad input.
-    """
+    """Measure transfers; users read `TRANSFER_HELP`."""
     with console.stopping_at_sigterm():
         if png_file is not None:
             chart.require()
@@ -171,14 +179,25 @@ def transfer_command(
         )
 
 
-@main.command("step")
+STEP_HELP = """Measure what the package adds to a step of a prefill+decode engine.
+
+Its bookkeeping alone, for given numbers of requests; no engine, no model.
+
+\b
+  epd-bench step --decoding 256 --items 32 --waiting 1000
+
+Exit status: 0; 1 when something failed; 2 on bad input.
+"""
+
+
+@main.command("step", help=STEP_HELP)
 @click.option(
     "--decoding",
     multiple=True,
     default=(256,),
     show_default=True,
     type=click.IntRange(min=1, max=4096),
-    help="Requests that generate; may be repeated.",
+    help="Running requests, which decode; may be repeated.",
 )
 @click.option(
     "--items",
@@ -186,7 +205,7 @@ def transfer_command(
     default=(1, 32),
     show_default=True,
     type=click.IntRange(min=1, max=64),
-    help="Items that each of them had; may be repeated.",
+    help="Items in the prompt of each of them; may be repeated.",
 )
 @click.option(
     "--waiting",
@@ -212,11 +231,7 @@ def step_command(
     json_file: Path | None,
     markdown_file: Path | None,
 ) -> None:
-    """Measure the package's work in a step of a prefill+decode engine.
-
-    The bookkeeping alone, with as many requests as are asked for; no engine, no model. Exit status:
-    0, 1 when something failed, 2 on bad input.
-    """
+    """Measure steps; users read `STEP_HELP`."""
     with console.stopping_at_sigterm():
         load_before = report.load_average()
         cases = [
@@ -230,18 +245,18 @@ def step_command(
         console.finish(made, [], json_file, markdown_file, None)
 
 
-ROUTER_HELP = """Measure what the router costs, as a process between clients and played instances.
+ROUTER_HELP = """Measure what the router costs, between clients and simulated instances.
 
-The router has a core to itself and is asked over HTTP, as clients do; the instances answer at once
-and compute nothing. In turns with it: a stand-in of the proxy of vLLM's example for disaggregated
-encoders, and an instance that is asked directly. Every answer is checked. About nine minutes, with
---quick three.
+The router has a core to itself and gets requests over HTTP; the instances answer at once and
+compute nothing. Baselines, in turns with it: a stand-in for the proxy of vLLM's example for
+disaggregated encoders, and an instance that is asked directly. Every answer is checked. About nine
+minutes, with --quick three.
 
 \b
 Cases:
 {cases}
 
-CPU times hold on a busy machine too, rates and latencies on a quiet one only.
+CPU times are valid on a busy machine too, rates and latencies only on an idle one.
 
 Exit status: 0, 1 when something failed, 2 on bad input.
 """
@@ -261,8 +276,8 @@ Exit status: 0, 1 when something failed, 2 on bad input.
     multiple=True,
     metavar="NAME=PATH",
     show_default="this package's own router",
-    help="A router to measure: the folder, of this or another checkout, that holds epd_portable; "
-    "may be repeated, and later ones are compared with the first.",
+    help="A router to measure: a checkout, the folder that holds epd_portable; may be repeated, "
+    "and later ones are compared with the first.",
 )
 @click.option(
     "--case",
@@ -272,20 +287,20 @@ Exit status: 0, 1 when something failed, 2 on bad input.
     type=click.Choice(list(router_measure.ALL_CASES)),
     help="What to measure; may be repeated.",
 )
-@click.option("--quick", is_flag=True, help="One short turn of each instead of three.")
+@click.option("--quick", is_flag=True, help="One short round instead of three.")
 @click.option(
     "--rounds",
     type=click.IntRange(min=1, max=100),
     show_default="3, with --quick 1",
-    help="Turns of every side in every case; some cases take one turn whatever this says.",
+    help="Rounds of every side in every case; some cases always take one.",
 )
 @click.option(
     "--seconds",
     type=click.FloatRange(min=0.2, max=600),
     show_default="3, with --quick 1.5",
-    help="Time of each load in a turn.",
+    help="Seconds of each load in a round.",
 )
-@click.option("--no-proxy", is_flag=True, help="Leave the peer out.")
+@click.option("--no-proxy", is_flag=True, help="Leave the proxy out.")
 @file_options
 def router_command(
     sides: tuple[str, ...],

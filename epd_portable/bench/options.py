@@ -85,6 +85,6 @@ def output_options(command: F) -> F:
     """Add `file_options`, and that of a picture."""
     file = click.Path(dir_okay=False, path_type=Path)
     drawn = click.option(
-        "--png", "png_file", type=file, help="Draw them; needs the extra 'bench'."
+        "--png", "png_file", type=file, help="Draw charts; needs the extra 'bench'."
     )(command)
     return file_options(drawn)

@@ -10,8 +10,19 @@ from epd_portable.bench import console, report, store
 from epd_portable.bench.options import file_options, read_sizes
 from epd_portable.launch.options import PlatformType
 
+HELP = """Measure how long a load of an encoder output from a store takes.
 
-@click.command("store")
+Without engines, and with --config also with real ones, beside the time to encode.
+
+\b
+  epd-bench store --kind redis --bytes 4MiB
+  epd-bench store --config configs/1e1pd.yaml --model shape
+
+Exit status: 0; 1 when something failed; 2 on bad input.
+"""
+
+
+@click.command("store", help=HELP)
 @click.option(
     "--kind",
     "kinds",
@@ -19,7 +30,7 @@ from epd_portable.launch.options import PlatformType
     default=("redis", "file"),
     show_default=True,
     type=click.Choice(["redis", "file"]),
-    help="Of store; redis starts a redis-server. May be repeated.",
+    help="Kind of store; redis starts a redis-server. May be repeated.",
 )
 @click.option(
     "--bytes",
@@ -29,23 +40,31 @@ from epd_portable.launch.options import PlatformType
     show_default=True,
     callback=read_sizes,
     metavar="SIZE",
-    help="Size of an item; may be repeated.",
+    help="Size of an item, as in 1MiB; may be repeated.",
 )
 @click.option(
     "--repeat",
     default=50,
     show_default=True,
     type=click.IntRange(min=1),
-    help="Measured items of each size; pictures of each side.",
+    help="Measured items of each size, and pictures of each --side.",
 )
-@click.option("--peer/--no-peer", default=True, help="Let redis-benchmark take turns at each size.")
+@click.option(
+    "--peer/--no-peer",
+    default=True,
+    show_default=True,
+    help="Run redis-benchmark as a baseline, in turns with each size.",
+)
 @click.option(
     "--config",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="A topology file: have it encode pictures, start it anew, and have it load them.",
+    metavar="FILE",
+    help="Measure real engines, too: this topology encodes pictures, is restarted, and loads them.",
 )
-@click.option("--platform", default="cpu", show_default=True, type=PlatformType())
-@click.option("--model", help="Replaces the model of the topology file.")
+@click.option(
+    "--platform", default="cpu", show_default=True, type=PlatformType(), help="Of the topology."
+)
+@click.option("--model", help="Replaces the model of the topology file; 'shape' as in `load`.")
 @click.option(
     "--side",
     "sides",
@@ -53,7 +72,7 @@ from epd_portable.launch.options import PlatformType
     default=(448, 896),
     show_default=True,
     type=click.IntRange(min=28, max=4096),
-    help="Of pictures for the topology, in pixels; may be repeated.",
+    help="Side of the pictures for the topology, in pixels; may be repeated.",
 )
 @file_options
 def store_command(
@@ -68,11 +87,7 @@ def store_command(
     json_file: Path | None,
     markdown_file: Path | None,
 ) -> None:
-    """Measure how soon an encoder output is there when a store brings it.
-
-    Without engines, and with --config with real ones, too. Exit status: 0, 1 when something failed,
-    2 on bad input.
-    """
+    """Measure loads from a store; users read `HELP`."""
     with console.stopping_at_sigterm():
         load_before = report.load_average()
         samples = store.measure(kinds, sizes, repeat=repeat, peer=peer, report=console.progress)

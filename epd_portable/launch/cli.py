@@ -96,30 +96,37 @@ def _topology_options(command: F) -> F:
             "--platform",
             type=PlatformType(),
             envvar=envs.EPD_PLATFORM.name,
-            help="What the instances run on; may be left out with --hardware.",
+            help=f"What the instances run on; by default {envs.EPD_PLATFORM.name}, or that of "
+            "--hardware.",
         ),
         click.option(
             "--hardware",
             metavar="PROFILE",
             shell_complete=_complete_profile,
-            help="Hold the plan against a hardware profile: a name in the folder hardware beside "
-            "the topology file or in configs/hardware, for example 910b-64g, or a file.",
+            help="Check the plan against a hardware profile: a name such as 910b-64g, looked up in "
+            "the folder hardware beside the topology file, in configs/hardware and in the package; "
+            "or a file.",
         ),
         click.option(
             "--config",
             type=click.Path(path_type=Path),
             required=True,
             metavar="FILE",
-            help="Topology file, for example configs/1e1pd.yaml.",
+            help="Topology file, for example configs/1e1pd.yaml: the package's if there is no such "
+            "file here. All keys: docs/configuration.md.",
         ),
         click.option(
             "--set",
             "overrides",
             multiple=True,
             metavar="KEY=VALUE",
-            help="Replace one key of the file, as in transfer.path=tcp; may be repeated.",
+            help="Set one key of the file, as in transfer.path=tcp; may be repeated.",
         ),
-        click.option("--model", metavar="M", help="Short for --set model=M."),
+        click.option(
+            "--model",
+            metavar="M",
+            help="Short for --set model=M: a Hugging Face id, a folder, or demo.",
+        ),
         click.option(
             "--port",
             type=PORT,
@@ -143,24 +150,24 @@ The same on NVIDIA or Ascend, with another model and port:
 Three prefill+decode instances, bytes over TCP:
   epd-launch --platform cpu --config configs/1e1pd.yaml \\
     --set instances.prefill_decode.count=3 --set transfer.path=tcp
-See what would be started, and what this machine can do:
+See what would be started, and what can be used on this machine:
   epd-launch plan --platform npu --config configs/1e1pd.yaml
   epd-launch check
 Plan for a machine that is not here:
   epd-launch plan --hardware 910b-64g --config configs/1e1pd.yaml
-See what runs here, and what it says:
+See what runs here, and its logs:
   epd-launch status
   epd-launch logs -f encode-0
-Let instances join and leave a router that serves, with a secret that both sides hold:
+Let instances join and leave a running router, with a secret that both sides have:
   epd-launch secret ~/epd.secret
   epd-launch join --help
 
-It runs in the foreground until Ctrl-C or SIGTERM; then the router ends what is open, the instances
-end, and nothing is left. A second Ctrl-C ends it at once. SIGHUP starts the instances again, one
-after the other, without losing a request: for a new version of what they run. `up` is the command
-when none is named; `epd-launch up --help` lists its options.
+`up` is the command when none is named; `epd-launch up --help` lists its options. It runs in the
+foreground until Ctrl-C or SIGTERM; then the router finishes open requests and the instances end. A
+second Ctrl-C ends everything at once. SIGHUP restarts the instances one after the other, for a new
+version of vLLM, of this package or of the model; no request is lost where a role has two instances.
 
-Shells complete commands, options and hardware profiles after (zsh and fish in the same way):
+Bash completes commands, options, hardware profiles and instances after this (zsh, fish: alike):
 
 \b
   eval "$(_EPD_LAUNCH_COMPLETE=bash_source epd-launch)"
@@ -172,14 +179,27 @@ main = CommandLine(name="epd-launch", help=HELP, meant=MEANT, default=DEFAULT_CO
 """The command ``epd-launch``."""
 
 
-@main.command(cls=DefaultCommand)
+UP_HELP = """Start the topology, serve in the foreground, stop on Ctrl-C or SIGTERM.
+
+At a stop open requests have router.drain_s seconds to end; a second signal cuts them. SIGHUP
+updates the instances one after the other: each is drained, restarted and warmed up before the
+next. The SIGHUP of a terminal that is closed is a stop.
+
+\b
+  epd-launch up --platform cpu --config configs/1e1pd.yaml --port 8000 --log-dir logs
+
+Exit status: 0 when a stop was asked for, 1 when a process did not start, 2 on bad input.
+"""
+
+
+@main.command(cls=DefaultCommand, help=UP_HELP)
 @_topology_options
 @click.option(
     "--log-dir",
     type=click.Path(file_okay=False, path_type=Path),
     metavar="DIR",
-    help="Keep one log file a process here. By default logs are in a temporary folder that is "
-    "removed when a stop was asked for, and kept when something failed.",
+    help="Folder for one log file per process. By default a temporary folder, which is removed "
+    "after a stop by Ctrl-C or SIGTERM and kept after a failure.",
 )
 def up(
     platform: str | None,
@@ -190,15 +210,7 @@ def up(
     port: int | None,
     log_dir: Path | None,
 ) -> None:
-    """Start the topology, serve in the foreground, stop on Ctrl-C or SIGTERM.
-
-    At a stop open requests have router.drain_s seconds to end; a second signal ends that. SIGHUP
-    updates the instances: one after the other gets no more requests, ends when it has answered
-    those that it has, is started again, and serves again before the next one's turn. When the
-    terminal is closed, SIGHUP is a stop.
-
-    Exit status: 0 when a stop was asked for, 1 when a process did not start, 2 on bad input.
-    """
+    """Start a topology; users read `UP_HELP`."""
     target = find_target(platform, hardware, config)
     topology = _load(target.traits, config, overrides, model, port, checks=(named_files,))
     run_id = new_run_id()
@@ -228,7 +240,18 @@ def up(
         shutil.rmtree(logs)
 
 
-@main.command()
+PLAN_HELP = """Show the processes that would be started; needs no device and starts nothing.
+
+With --hardware it plans for the devices of that profile, whatever this machine has. What `up`
+would refuse here, such as a port in use, is a warning.
+
+\b
+  epd-launch plan --platform cuda --config configs/1e3pd.yaml --set transfer.path=shm
+  epd-launch plan --hardware h200 --config configs/h200-8.yaml
+"""
+
+
+@main.command(help=PLAN_HELP)
 @_topology_options
 @json_option
 def plan(
@@ -240,11 +263,7 @@ def plan(
     port: int | None,
     as_json: bool,
 ) -> None:
-    """Show the processes that would be started; needs no device and starts nothing.
-
-    With --hardware it plans for the devices of that profile, whatever this machine has. What `up`
-    would refuse here, such as a port in use, is a warning.
-    """
+    """Show a plan; users read `PLAN_HELP`."""
     target = find_target(platform, hardware, config)
     topology = _load(target.traits, config, overrides, model, port)
     if target.hardware:
@@ -267,27 +286,36 @@ def plan(
         click.echo(plan_table(result))
 
 
-@main.command()
-@click.option("--platform", type=PlatformType(), help="Look at this platform only.")
+CHECK_HELP = """Show the platforms, devices and transfer paths that can be used; why others cannot.
+
+\b
+  epd-launch check
+  epd-launch check --hardware 910b-64g
+  epd-launch check --platform cpu --config configs/1e1pd.yaml
+
+Exit status: 0 when a platform can be used (with --platform: that one) and, with --hardware,
+matches the profile; otherwise 1; 2 on bad input. Warnings do not count.
+"""
+
+
+@main.command(help=CHECK_HELP)
+@click.option("--platform", type=PlatformType(), help="Check this platform only.  [default: all]")
 @click.option(
     "--hardware",
     metavar="PROFILE",
     shell_complete=_complete_profile,
-    help="Compare the devices with a hardware profile: a name in configs/hardware, or a file.",
+    help="Compare the devices with a hardware profile: a name such as h200, or a file.",
 )
 @click.option(
     "--config",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Say what this topology asks too much of, such as CPU cores; needs --platform.",
+    help="Also show warnings for this topology, such as too few CPU cores or a store that does not "
+    "answer; needs --platform.",
 )
 @json_option
 def check(platform: str | None, hardware: str | None, config: Path | None, as_json: bool) -> None:
-    """Say which platforms, devices and transfer paths can be used here, and why others cannot.
-
-    Exit status: 0 when the platform, or any platform, can be used, and with --hardware is what the
-    profile says; otherwise 1; 2 on bad input. What a topology asks too much of is a warning.
-    """
+    """Show what can be used here; users read `CHECK_HELP`."""
     expected = find_hardware(hardware) if hardware else None
     if expected:
         require_platform(expected, platform)

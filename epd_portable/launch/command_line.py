@@ -221,7 +221,7 @@ def http_url(context: click.Context, option: click.Parameter, url: str | None) -
 def json_option(command: F) -> F:
     """Add ``--json``: what a command found, and what is wrong, for programs."""
     return click.option(
-        "--json", "as_json", is_flag=True, help="For programs; errors are JSON, too."
+        "--json", "as_json", is_flag=True, help="Print JSON, for programs; errors too."
     )(command)
 
 
@@ -259,5 +259,5 @@ def _version_option() -> click.Option:
         expose_value=False,
         is_eager=True,
         callback=show,
-        help="Show the version, and that of the engine here, and exit.",
+        help="Show the versions of the package and of the engine here, and exit.",
     )

@@ -25,9 +25,9 @@ from epd_portable.launch.router_client import RouterClient
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-SECRET_HELP = """Make FILE with a fresh secret that only you can read.
+SECRET_HELP = """Write a new secret to FILE, readable by you only.
 
-Name it as secret_file in the topology file, and copy it, mode 600, to every host that takes
+Name FILE as secret_file in the topology file, and copy it, mode 600, to every host that takes
 part:
 
 \b
@@ -35,9 +35,9 @@ part:
   epd-launch --platform cpu --config configs/1e1pd.yaml --set secret_file=~/epd.secret
 """
 
-JOIN_HELP = """Let an instance that runs already join a router that serves already.
+JOIN_HELP = """Register a running instance with a running router.
 
-The router warms it up, and sends it clients' requests after that. The command is idempotent:
+The router warms it up, and then sends it clients' requests. The command is idempotent:
 
 \b
   epd-launch join encode-7 --router http://10.0.0.1:8000 --secret-file ~/epd.secret \\
@@ -45,31 +45,38 @@ The router warms it up, and sends it clients' requests after that. The command i
   epd-launch join pd-3 --router http://10.0.0.1:8000 --secret-file ~/epd.secret \\
     --role prefill-decode --url http://10.0.0.2:20001 --control tcp://10.0.0.2:20002
 
-A router forgets at its end who has joined. With --keep the command stays beside the instance,
-registers it again with a router that has restarted, and lets it leave at SIGTERM or Ctrl-C:
-stop the instance when the command has ended.
+A restarted router does not know what had joined. With --keep the command keeps running, registers
+the instance again with a restarted router, and lets it leave at SIGTERM or Ctrl-C: stop the
+instance when the command has ended.
 
-Exit status: 0 when it is up (with --keep: has left), 1 when it is not, 2 on bad input.
+Exit status: 0 when the instance is up (with --keep: has left), 1 when it is not, 2 on bad input.
 """
 
-LEAVE_HELP = """Let an instance leave its router: no new work, and what is under way ends.
+LEAVE_HELP = """Take an instance out of its router: it gets no new requests and finishes its own.
 
-When the command has ended with status 0 the instance can be stopped and no request is lost:
+When the command has ended with status 0, the instance can be stopped and no request is lost:
 
 \b
   epd-launch leave pd-3 --router http://10.0.0.1:8000 --secret-file ~/epd.secret
 """
 
-PAGE_HELP = """Print a link to the router's status page, with a key that shows it whole.
+INSTANCES_HELP = """Show the instances of a router: states, requests in flight, why one is down.
 
-The key is good for some hours and opens nothing else; who has the link sees names of instances,
-and of requests when and where they were answered, not what they hold:
+\b
+  epd-launch instances --router http://10.0.0.1:8000 --secret-file ~/epd.secret
+"""
+
+
+PAGE_HELP = """Print a link to the router's whole status page, with a key in it.
+
+The key expires, and gives access to this page only. The page shows names of instances, and when and
+by which of them requests were answered, but no content of requests:
 
 \b
   epd-launch page --router http://10.0.0.1:8001 --secret-file ~/epd.secret
 
-URL is that of router.admin_port where there is one. Of a router of epd-launch without a secret_file
-the secret is in the folder of its run, /tmp/epd-RUN/secret.
+The URL has router.admin_port where that is set. Where the topology has no secret_file, the secret
+is /tmp/epd-RUN/secret; `epd-launch status` shows RUN.
 """
 
 
@@ -87,7 +94,8 @@ def _router_options(command: F) -> F:
             required=True,
             envvar=envs.EPD_SECRET_FILE.name,
             metavar="FILE",
-            help="The deployment's secret, a copy of the router's secret_file.",
+            help="The deployment's secret, a copy of the router's secret_file; by default "
+            f"{envs.EPD_SECRET_FILE.name}.",
         ),
     ]
     for option in reversed(options):
@@ -124,10 +132,13 @@ def secret(file: str, as_json: bool) -> None:
 @click.command(help=JOIN_HELP)
 @click.argument("name")
 @_router_options
-@click.option("--role", type=click.Choice(ROLES), required=True)
+@click.option(
+    "--role", type=click.Choice(ROLES), required=True, help="Stages that the instance has."
+)
 @click.option(
     "--url",
     required=True,
+    metavar="URL",
     callback=http_url,
     help="The instance's server, as in http://10.0.0.2:20000.",
 )
@@ -136,22 +147,22 @@ def secret(file: str, as_json: bool) -> None:
     default="",
     metavar="ADDRESS",
     callback=_control_address,
-    help="Control channel of any but an encode instance, exactly as its control_address says: "
-    "tcp://10.0.0.2:20001.",
+    help="Control channel, for every role but encode: exactly the control_address of the "
+    "instance's settings, as in tcp://10.0.0.2:20001.",
 )
 @click.option(
     "--weight",
     default=1.0,
     show_default=True,
     type=click.FloatRange(min=0, min_open=True, max=1000),
-    help="What it does of what others of its role do.",
+    help="Share of the load, relative to others of its role: 2 gets twice as much.",
 )
 @click.option(
     "--label",
     "labels",
     multiple=True,
     metavar="KEY=VALUE",
-    help="What router.choice can tell it by; as often as there are labels.",
+    help="Label for the filters of router.choice, as in zone=east; may be repeated.",
 )
 @click.option(
     "--timeout",
@@ -159,9 +170,10 @@ def secret(file: str, as_json: bool) -> None:
     default=600.0,
     show_default=True,
     type=SECONDS,
-    help="Seconds to wait until it is up; with --keep also until it has left.",
+    metavar="SECONDS",
+    help="Longest wait until it is up; with --keep also until it has left.",
 )
-@click.option("--keep", is_flag=True, help="Stay, and keep it registered until stopped.")
+@click.option("--keep", is_flag=True, help="Keep running, and keep the instance registered.")
 @json_option
 def join(
     name: str,
@@ -217,7 +229,8 @@ def join(
     default=600.0,
     show_default=True,
     type=SECONDS,
-    help="Seconds to wait until what it works on has ended.",
+    metavar="SECONDS",
+    help="Longest wait until its requests have ended.",
 )
 @json_option
 def leave(name: str, router: str, secret_file: str, timeout_s: float, as_json: bool) -> None:
@@ -229,11 +242,11 @@ def leave(name: str, router: str, secret_file: str, timeout_s: float, as_json: b
         click.echo(f"{name} has left {router}")
 
 
-@click.command()
+@click.command(help=INSTANCES_HELP)
 @_router_options
 @json_option
 def instances(router: str, secret_file: str, as_json: bool) -> None:
-    """Show the instances of a router: their states, and what they work on."""
+    """Show the instances of a router."""
     found = RouterClient(router, Secret.read(secret_file)).instances()
     if as_json:
         print_json(instances=found)
@@ -253,7 +266,7 @@ def instances(router: str, secret_file: str, as_json: bool) -> None:
     default=12.0,
     show_default=True,
     type=click.FloatRange(min=0, min_open=True, max=24 * 366),
-    help="How long the key is good.",
+    help="Hours until the key expires.",
 )
 @json_option
 def page(router: str, secret_file: str, hours: float, as_json: bool) -> None:

@@ -28,22 +28,21 @@ from epd_portable.launch.show import columns, ports_text
 _LOOK_EVERY_S = 0.3
 _TAIL_BYTES = 256 << 10
 
-STATUS_HELP = """Show the topologies of yours that run on this machine.
+STATUS_HELP = """Show your topologies that run on this machine, with all their processes.
 
-Each launcher writes down in the folder of its run whom it started; this command asks Linux who of
-them lives. Folders of runs are looked for where launchers make them, in the temporary folder
-(TMPDIR).
+It reads what each launcher has written into the folder of its run, and asks Linux which of these
+processes still run. It sees launchers of the same user and temporary folder (TMPDIR) only.
 
 \b
-For Prometheus, what to ask (again whenever ports change; with launch.first_port they stay):
+A scrape configuration for Prometheus; ports change with a restart unless launch.first_port is set:
   epd-launch status --prometheus > epd.scrape.yaml
 
 Exit status: 0 when one runs, 1 when none does.
 """
 
-LOGS_HELP = """Show the end of the logs of what runs, of all its processes or of INSTANCE.
+LOGS_HELP = """Show the end of the logs of a running topology, of all processes or of INSTANCE.
 
-Where none runs, those are shown that the last failed one has left in the temporary folder.
+Where none runs, it shows the logs that the last failed one has left in the temporary folder.
 
 \b
   epd-launch logs -f encode-0
@@ -84,16 +83,18 @@ def status(as_json: bool, prometheus: bool) -> None:
 
 @click.command(help=LOGS_HELP)
 @click.argument("instance", required=False, shell_complete=_complete_instance)
-@click.option("-f", "--follow", is_flag=True, help="Go on with what is written, until Ctrl-C.")
+@click.option("-f", "--follow", is_flag=True, help="Follow the logs until Ctrl-C.")
 @click.option(
     "-n",
     "--lines",
     default=20,
     show_default=True,
     type=click.IntRange(min=0, max=100_000),
-    help="Of each log, from its end.",
+    help="Lines to show from the end of each log.",
 )
-@click.option("--run", "run_id", metavar="RUN", help="Which topology, where several run.")
+@click.option(
+    "--run", "run_id", metavar="RUN", help="Which topology, where several run: its id in `status`."
+)
 def logs(instance: str | None, follow: bool, lines: int, run_id: str | None) -> None:
     """Show logs."""
     found = _found()

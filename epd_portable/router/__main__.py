@@ -1,4 +1,4 @@
-"""Start the router: ``python -m epd_portable.router --settings '<json>'`` or ``@file``."""
+"""The router as a program: ``python -m epd_portable.router --settings @router.json``."""
 
 from __future__ import annotations
 
@@ -18,6 +18,17 @@ from epd_portable.router.workers import keep, work
 
 logger = logging.getLogger("epd_portable.router")
 
+HELP = """Start the router alone, without a launcher; SIGTERM or Ctrl-C stops it.
+
+The settings are one JSON object: model, instances, secret_file, and the keys that a topology file
+has below router (docs/configuration.md). For one instance of each role:
+
+  {"port": 8000, "model": "demo", "secret_file": "~/epd.secret", "instances": [
+    {"name": "encode-0", "role": "encode", "url": "http://127.0.0.1:20000"},
+    {"name": "prefill_decode-0", "role": "prefill-decode", "url": "http://127.0.0.1:20001",
+     "control": "tcp://127.0.0.1:20002"}]}
+"""
+
 
 def main(argv: list[str] | None = None) -> int:
     """Serve until SIGINT or SIGTERM.
@@ -27,9 +38,17 @@ def main(argv: list[str] | None = None) -> int:
     Returns:
         0 after a clean stop, 2 if the settings are wrong or the port is taken.
     """
-    parser = argparse.ArgumentParser(prog="python -m epd_portable.router", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m epd_portable.router",
+        description=HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--settings", help="JSON, or @path of a file that holds it")
+    what.add_argument(
+        "--settings",
+        metavar="JSON",
+        help="settings as JSON, or @FILE of a file with them",
+    )
     what.add_argument("--worker", type=_descriptors, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     log.configure()

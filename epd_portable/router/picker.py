@@ -542,20 +542,29 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m epd_portable.router.picker",
         description="Serve like the router, with Envoy in front that carries the bytes.",
     )
-    parser.add_argument("--settings", required=True, help="JSON, or @path of a file that holds it")
+    parser.add_argument(
+        "--settings",
+        required=True,
+        metavar="JSON",
+        help="settings as JSON, or @FILE of a file with them, as for python -m epd_portable.router",
+    )
     parser.add_argument(
         "--listen",
         metavar="HOST:PORT",
         default="",
-        help="where an Envoy or a gateway of your own asks; without it one is started here",
+        help="serve the endpoint picker protocol here, for a gateway of your own, as in "
+        "127.0.0.1:9002; without it an Envoy is started",
     )
     parser.add_argument(
-        "--threads", type=int, default=os.cpu_count() or 1, help="of the Envoy that is started"
+        "--threads",
+        type=int,
+        default=os.cpu_count() or 1,
+        help="worker threads of the Envoy that is started (default: one per core)",
     )
     parser.add_argument(
         "--folder",
         type=Path,
-        help="for envoy.json and endpoints.json; a temporary one by default",
+        help="folder for envoy.json and endpoints.json (default: a temporary one)",
     )
     options = parser.parse_args(argv)
     log.configure()

@@ -23,35 +23,35 @@ from epd_portable.bench.options import output_options
 from epd_portable.errors import ConfigError, MeasurementError
 from epd_portable.launch.options import PlatformType
 
-HELP = """Ask sides in turns under an open load: a topology, replicas, upstream's example.
+HELP = """Compare sides under load: a topology, replicas of plain vLLM, vLLM's own example.
 
 \b
-Sides, each as NAME=WHAT or WHAT; the first is compared with the others:
+Sides, each as NAME=WHAT or WHAT; ratios are of the first by each of the others:
   ours=configs/1e1pd.yaml        a topology, started by epd-launch
   tcp=configs/1e1pd.yaml,transfer.path=tcp    the same with other keys
-  replicas:2                     plain vLLM in one process, twice; asked in turns
+  replicas:2                     two replicas of plain vLLM; requests go to them in turns
   upstream:1E1PD                 vLLM's own ECExampleConnector over /dev/shm, with a proxy
-  there=url:http://h:1,http://h:2    servers that run already; asked in turns
+  there=url:http://h:1,http://h:2    servers that run already; requests go to them in turns
 
 \b
-Rates, with a picture in one of ten requests:
+Three rates, with a picture in one of ten requests:
   epd-bench load --side ours=configs/1e1pd.yaml --side replicas:2 --side upstream:1E1PD \\
     --model shape --rate 2,6,10 --share 0.1 --pictures 1 --size 448 --json load.json
 Several loads in one run:
   ... --point rate=6,share=0.1 --point rate=2,share=0.3,pictures=4
-The highest rate at which 99 in 100 answers are in time:
+The highest rate at which 99 of 100 answers are within limits:
   ... --goodput 0.5:16 --ttft-ms 1000 --tpot-ms 50
-Whether anything is slower than in a recorded run, here or elsewhere:
+Whether any ratio is worse than in a recorded run:
   ... --guard docs/measurements/2026-11-load/load.json
-Go on with what was broken off:
+Resume a run that was interrupted:
   ... --json load.json --resume
-What `vllm bench serve` calls random-mm; one request at a time, with the stages of each:
+The workload random-mm of `vllm bench serve`; one request at a time, with the stages of each:
   ... --preset random-mm --rate 1
   ... --preset one-by-one
 
-Every side gets the same cores or devices, and is asked the same requests in every round; whoever
-goes first in one round goes last in the next. Clients are a process of their own: rounds in which
-they were late are refused.
+Sides are measured in turns. Every side gets the same cores or devices and, in every round, the same
+requests; the first of one round is the last of the next. The clients are a process of their own;
+rounds in which they sent requests late are refused.
 
 Exit status: 0; 1 when something failed, was refused, or fell back (see --allow-fallback); 2 on bad
 input.
@@ -59,24 +59,41 @@ input.
 
 
 @click.command("load", help=HELP)
-@click.option("--side", "side_texts", multiple=True, required=True, metavar="[NAME=]WHAT")
-@click.option("--platform", type=PlatformType(), default="cpu", show_default=True)
+@click.option(
+    "--side",
+    "side_texts",
+    multiple=True,
+    required=True,
+    metavar="[NAME=]WHAT",
+    help="What is measured, see above; may be repeated.",
+)
+@click.option(
+    "--platform",
+    type=PlatformType(),
+    default="cpu",
+    show_default=True,
+    help="What all sides run on.",
+)
 @click.option(
     "--set",
     "overrides",
     multiple=True,
     metavar="KEY=VALUE",
-    help="Replace one key of the topology files; plain vLLM takes their engine_args and env.",
+    help="Set one key of the topology files, as in engine_args.max_model_len=8192; plain vLLM gets "
+    "their engine_args and env. May be repeated.",
 )
 @click.option(
     "--model",
-    help="Replaces that of the topology files; 'shape' is one with random weights that is made "
-    "here, once.",
+    help="Replaces the model of the topology files; 'shape' is one with random weights, made once "
+    "and kept.",
 )
 @click.option(
-    "--shape", default=checkpoint.DEFAULT_SHAPE, show_default=True, help="Its layers × width."
+    "--shape",
+    default=checkpoint.DEFAULT_SHAPE,
+    show_default=True,
+    help="With --model shape: layers × width of its parts.",
 )
-@click.option("--load-format", help="vLLM's, for example dummy; for every side.")
+@click.option("--load-format", help="vLLM's --load-format of every side, for example dummy.")
 @click.option(
     "--units",
     type=click.IntRange(min=1),
@@ -86,166 +103,198 @@ input.
 @click.option(
     "--crowded",
     is_flag=True,
-    help="Let all instances of a side share all cores: for what is counted, not for times.",
+    help="Let all instances of a side share all its cores: counts are valid then, times are not.",
 )
 @click.option(
     "--up",
     type=click.Choice(["auto", "together", "turns"]),
     default="auto",
     show_default=True,
-    help="All sides up all the time, or each started for each of its turns; auto: together where "
-    "memory allows.",
+    help="together: all sides are up all the time; turns: each is started for each of its turns; "
+    "auto: together where memory allows.",
 )
 @click.option(
     "--peers",
     type=click.Choice(list(PEERS)),
     default="stock",
     show_default=True,
-    help="Plain vLLM on a CPU as it runs by itself, with a worker process beside each engine; or "
-    "with the executor and threads that epd-launch gives its own instances.",
+    help="Plain vLLM on a CPU. stock: with its defaults, a worker process for each engine; tuned: "
+    "with the executor and threads that epd-launch gives its instances.",
 )
-@click.option("--preset", type=click.Choice(list(settings.PRESETS)), help="Other defaults.")
-@click.option("--rate", "rates", metavar="N[,...]", help="Requests a second, open loop.")
+@click.option(
+    "--preset",
+    type=click.Choice(list(settings.PRESETS)),
+    help="Other defaults. random-mm: every request has 1, 2, 4 or 8 pictures; one-by-one: one "
+    "client, pictures in half of 40 requests, --stages.",
+)
+@click.option(
+    "--rate", "rates", metavar="N[,...]", help="Open loop: requests a second, as in 2,6,10."
+)
 @click.option(
     "--concurrency",
     multiple=True,
     type=click.IntRange(min=1),
-    help="Closed loop: so many clients, each with one request at a time; may be repeated.",
+    help="Closed loop: number of clients, each with one request at a time; may be repeated.",
 )
 @click.option(
     "--cv",
     default=1.0,
     show_default=True,
-    help="Coefficient of variation of the gaps between arrivals: 1 Poisson's, more in bursts.",
+    help="Coefficient of variation of the times between arrivals: 1 is Poisson, more is bursty.",
 )
 @click.option(
     "--point",
     "point_texts",
     multiple=True,
     metavar="KEY=VALUE[,...]",
-    help="A load that differs from the options in rate, concurrency, cv, share, pictures (1/2), "
-    "size (112/448), text, output, repeat, turns; may be repeated.",
+    help="One more load, which differs from the other options in these keys: rate, concurrency, "
+    "cv, share, pictures (1/2), size (112/448), text, output, repeat, turns. May be repeated.",
 )
-@click.option("--share", default=0.1, show_default=True, help="Of requests that have pictures.")
+@click.option(
+    "--share", default=0.1, show_default=True, help="Part of the requests that have pictures."
+)
 @click.option(
     "--pictures",
     default="1",
     show_default=True,
     metavar="N[,...]",
-    help="How many such a request has; one of these at random.",
+    help="Pictures of such a request; of several numbers one at random.",
 )
 @click.option(
-    "--size", default="448", show_default=True, metavar="PIXELS[,...]", help="Their sides."
+    "--size",
+    default="448",
+    show_default=True,
+    metavar="PIXELS[,...]",
+    help="Side of the pictures; of several one at random.",
 )
 @click.option(
     "--repeat",
     default=0.0,
     show_default=True,
-    help="Share of the pictures that come from a set of eight.",
+    help="Part of the pictures that are drawn from a set of eight, and so come again.",
 )
 @click.option(
     "--turns",
     default=1,
     show_default=True,
     type=click.IntRange(min=1),
-    help="Of conversations: each turn is sent with all before it, and adds --text tokens.",
+    help="Turns of a conversation: each is sent with all before it, and adds --text tokens.",
 )
 @click.option(
     "--picture-format",
     type=click.Choice(["png", "jpeg"]),
     default="jpeg",
     show_default=True,
-    help="Blocks of colour (small), or noise, as random-mm has it.",
+    help="png: blocks of colour, small files; jpeg: noise, as in random-mm.",
 )
-@click.option("--text", default=400, show_default=True, help="Tokens of a text, about.")
+@click.option("--text", default=400, show_default=True, help="Tokens of a prompt's text, about.")
 @click.option("--output", default=150, show_default=True, help="Tokens of an answer, exactly.")
 @click.option(
     "--replay",
     "replay_file",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Recorded traffic, a JSON object a line: time_s, text_tokens, output_tokens, and for "
-    "pictures sizes and perhaps seeds.",
+    help="Recorded traffic, one JSON object per line: time_s, text_tokens, output_tokens, and for "
+    "pictures sizes and optionally seeds.",
 )
 @click.option(
     "--speed",
     default=1.0,
     show_default=True,
     type=click.FloatRange(min=0, min_open=True, max=1000),
-    help="So many times as fast as recorded.",
+    help="With --replay: how many times as fast as recorded.",
 )
 @click.option(
     "--seconds",
     default=60.0,
     show_default=True,
     type=click.FloatRange(min=0.5),
-    help="Window in which requests come, of each side in each round.",
+    help="Open loop: seconds during which requests are sent, to each side in each round.",
 )
 @click.option(
     "--requests",
     default=100,
     show_default=True,
     type=click.IntRange(min=1),
-    help="Of a closed loop, of each side in each round.",
+    help="Closed loop: requests to each side in each round.",
 )
-@click.option("--rounds", default=3, show_default=True, type=click.IntRange(min=1))
+@click.option(
+    "--rounds",
+    default=3,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Times that every load is measured on every side.",
+)
 @click.option(
     "--warm-up",
     default=2,
     show_default=True,
     type=click.IntRange(min=0),
-    help="Requests of each kind to each instance before all.",
+    help="Warm-up requests of each kind to each instance.",
 )
-@click.option("--seed", default=0, show_default=True, help="Decides everything that is random.")
-@click.option("--ttft-ms", type=click.FloatRange(min=1), help="Limit of a good answer's TTFT.")
-@click.option("--tpot-ms", type=click.FloatRange(min=0.1), help="Limit of its TPOT.")
+@click.option("--seed", default=0, show_default=True, help="Seed of all random numbers.")
+@click.option(
+    "--ttft-ms", type=click.FloatRange(min=1), help="Limit of TTFT for goodput, in milliseconds."
+)
+@click.option(
+    "--tpot-ms", type=click.FloatRange(min=0.1), help="Limit of TPOT for goodput, in milliseconds."
+)
 @click.option(
     "--goodput",
     "goodput_range",
     metavar="LOW:HIGH",
-    help="Look for the highest rate with which p99 of both are within their limits.",
+    help="Search these rates for the highest at which p99 of TTFT and TPOT are within limits; "
+    "needs --ttft-ms, --tpot-ms or both.",
 )
 @click.option(
     "--precision",
     default=0.1,
     show_default=True,
     type=click.FloatRange(min=0.03, max=1),
-    help="Of that search, as a share of the rate.",
+    help="Precision of that search, as a part of the rate.",
 )
-@click.option("--stages", is_flag=True, help="Event traces of the topologies: where time goes.")
-@click.option("--allow-fallback", is_flag=True, help="Exit 0 even if something fell back.")
+@click.option(
+    "--stages", is_flag=True, help="Show where time goes, by event traces of the topologies."
+)
+@click.option(
+    "--allow-fallback", is_flag=True, help="Exit 0 even if items were not transferred as expected."
+)
 @click.option(
     "--timeout",
     "timeout_s",
     default=120.0,
     show_default=True,
     type=click.FloatRange(min=1),
-    help="Longest time of a request, in seconds.",
+    help="Longest time of a request, in seconds; later it counts as failed.",
 )
 @click.option(
     "--max-late-ms",
     default=50.0,
     show_default=True,
     type=click.FloatRange(min=0.1),
-    help="Refuse rounds of which one in a hundred requests was sent later than this.",
+    help="Refuse rounds in which one in a hundred requests was sent later than this (ms).",
 )
 @click.option(
     "--guard",
     "guard_file",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="JSON of a recorded run: exit 1 if a ratio by the same side at the same load has become "
-    "worse.",
+    help="JSON of a recorded run: exit 1 if a ratio by the same side at the same load is worse, by "
+    "more than --worse.",
 )
 @click.option(
     "--worse",
     default=1.5,
     show_default=True,
     type=click.FloatRange(min=1),
-    help="How many times a ratio may be the recorded one.",
+    help="With --guard: how many times the recorded ratio is still good.",
 )
-@click.option("--resume", is_flag=True, help="Keep the finished rounds of the --json file.")
-@click.option("--plan", "plan_only", is_flag=True, help="Show what would be measured, and end.")
+@click.option(
+    "--resume",
+    is_flag=True,
+    help="Keep the finished rounds of the --json file, and measure the rest.",
+)
+@click.option("--plan", "plan_only", is_flag=True, help="Show what would be measured, and exit.")
 @output_options
 @click.pass_context
 def load_command(context: click.Context, /, **options: Any) -> None:

@@ -28,12 +28,13 @@ SMALLEST_SCALE, LARGEST_SCALE = 2, 20_000
 
 HELP = """Say how many encode and prefill+decode instances to run, and whether to split at all.
 
-A simulation of router and instances, event by event, from the times that each stage takes on one
-device. It tries all ways to use the devices, one-process replicas among them, and finds the highest
-rate at which 99 of 100 requests of every kind keep the limits. No engine is started.
+A discrete-event simulation of router and instances, from the times that each stage takes on one
+device. It tries all ways to use the devices, replicas of one process among them, and finds the
+highest rate at which 99 of 100 requests, of those with and without pictures, keep the limits. No
+engine is started.
 
 \b
-Stage times from a server that is up, and the answer for 8 such devices:
+Stage times of an idle server that is up, and the answer for 8 such devices:
   epd-bench plan --measure http://127.0.0.1:8000 --write-stages stages.yaml --devices 8
   epd-bench plan --stages stages.yaml --devices 8 --workload share=0.3,pictures=1+4,size=1024
 What to expect at a rate, without a search:
@@ -42,14 +43,14 @@ Where the design saturates:
   epd-bench plan --stages stages.yaml --devices 8 --scale 10,100,1000,10000
 
 \b
---workload holds KEY=VALUE with commas between; V+V draws one for each request:
-  share=0.1           of requests that have pictures
-  pictures=1          in such a request
+--workload has KEY=VALUE with commas between; V+V draws one of these for each request. Defaults:
+  share=0.1           part of the requests that have pictures
+  pictures=1          pictures in such a request
   size=448            side of a picture in pixels
   text=64             prompt tokens beside pictures
   output=60           tokens of an answer
-  picture_bytes=100000  of a picture's file
-  burst=1             1 is a Poisson process, more comes in bursts
+  picture_bytes=100000  size of a picture's file
+  burst=1             arrivals: 1 is a Poisson process, with more they come in bursts
 
 \b
 --stages is YAML or JSON; seconds on one device:
@@ -104,7 +105,7 @@ def _stage_options(command: F) -> F:
         click.option(
             "--shares-core",
             is_flag=True,
-            help="With --measure: its API server and its engine compute on the same core.",
+            help="With --measure: say that its API server and its engine run on the same core.",
         ),
         click.option(
             "--pixels-per-embedding",
@@ -119,18 +120,24 @@ def _stage_options(command: F) -> F:
             default=5,
             show_default=True,
             type=click.IntRange(min=1, max=1000),
-            help="With --measure: requests for each point, of which the lower quartile counts.",
+            help="With --measure: requests for each point; their lower quartile is taken.",
         ),
-        click.option("--write-stages", type=file, metavar="FILE", help="Keep what was measured."),
+        click.option("--write-stages", type=file, metavar="FILE", help="Write what was measured."),
         click.option(
             "--measure",
             "url",
             metavar="URL",
             callback=http_url,
-            help="Measure the stage times of this server, one process or a topology, in place of "
-            "--stages. It must have nothing else to do.",
+            help="Measure the stage times of this server, plain vLLM or a topology, in place of "
+            "--stages. It must be idle.",
         ),
-        click.option("--stages", "stage_file", type=file, metavar="FILE", help="Stage times."),
+        click.option(
+            "--stages",
+            "stage_file",
+            type=file,
+            metavar="FILE",
+            help="File with stage times; see above.",
+        ),
     ):
         command = option(command)
     return command
@@ -138,28 +145,27 @@ def _stage_options(command: F) -> F:
 
 def _rule_options(command: F) -> F:
     for option in (
-        click.option("--seed", default=1, show_default=True, help="Of all that is drawn."),
+        click.option("--seed", default=1, show_default=True, help="Seed of all random numbers."),
         click.option(
             "--requests",
             default=4000,
             show_default=True,
             type=click.IntRange(min=100, max=1_000_000),
-            help="Of each simulation; the first tenth finds empty instances and is not counted.",
+            help="Requests of each simulation; the first tenth is warm-up and not counted.",
         ),
         click.option(
             "--elastic",
             "elastic_threshold",
             type=click.FloatRange(min=1),
             metavar="THRESHOLD",
-            help="Let prefill+decode instances encode what encoders would bring later, as "
-            "router.elastic_threshold of a topology says.  [default: never]",
+            help="Simulate elastic encoding with this router.elastic_threshold.  [default: none]",
         ),
         click.option(
             "--encoder-choice",
             default=RoutingRules().encoder_choice,
             show_default=True,
             type=click.Choice(get_args(EncoderChoice)),
-            help="How an item's encoder is found; hash is the router's way.",
+            help="How an item's encoder is found; the router uses hash.",
         ),
         click.option(
             "--router-workers",
@@ -180,21 +186,21 @@ def _rule_options(command: F) -> F:
     default=8,
     show_default=True,
     type=click.IntRange(min=1, max=MOST_DEVICES),
-    help="To use, one for each instance.",
+    help="Devices to use, one for each instance.",
 )
 @click.option(
     "--workload",
     default="share=0.1",
     show_default=True,
     metavar="KEY=VALUE[,...]",
-    help="What clients ask for; see above.",
+    help="The traffic; see above.",
 )
 @click.option(
     "--ttft-p99",
     default=1.0,
     show_default=True,
     type=click.FloatRange(min=0, min_open=True),
-    help="Limit of the time to the first token, s.",
+    help="Limit of p99 TTFT, in seconds.",
 )
 @click.option(
     "--ttft-p99-pictures",
@@ -206,7 +212,7 @@ def _rule_options(command: F) -> F:
     default=0.05,
     show_default=True,
     type=click.FloatRange(min=0, min_open=True),
-    help="Limit of the time per token after it, s.",
+    help="Limit of p99 TPOT, in seconds.",
 )
 @click.option(
     "--rate",
@@ -214,7 +220,7 @@ def _rule_options(command: F) -> F:
     default="",
     callback=read_rates,
     metavar="RATE[,...]",
-    help="Predict latencies at these requests/s in place of the search.",
+    help="Predict latencies at these rates, in requests/s, in place of the search.",
 )
 @click.option(
     "--scale",
@@ -222,14 +228,14 @@ def _rule_options(command: F) -> F:
     default="",
     callback=read_scale,
     metavar="DEVICES[,...]",
-    help="Simulate the best split on so many devices as well, the rate growing with them.",
+    help="Also simulate the best split on these numbers of devices, at rates in proportion.",
 )
 @click.option(
     "--scale-load",
     default=0.8,
     show_default=True,
     type=click.FloatRange(min=0.01, max=1),
-    help="With --scale: share of the best rate.",
+    help="With --scale: load, as a part of the best rate.",
 )
 @_rule_options
 @output_options
