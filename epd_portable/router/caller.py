@@ -13,13 +13,13 @@ from epd_portable.errors import RequestError
 from epd_portable.router.carrier import Carrier
 from epd_portable.router.choice.explanation import HEADER as EXPLAIN
 from epd_portable.router.choice.explanation import Explanation
-from epd_portable.router.door.admission import Doorkeeper
-from epd_portable.router.door.gate import Ticket
-from epd_portable.router.door.hop_headers import HopWish
 from epd_portable.router.http.events import EVENTS, USAGE_BYTES, tokens_told
 from epd_portable.router.http.incoming import IncomingRequest
 from epd_portable.router.http.replies import Reply, error_event, error_reply
-from epd_portable.router.telling.record import RequestRecord
+from epd_portable.router.ingress.admission import AdmissionControl
+from epd_portable.router.ingress.gate import Ticket
+from epd_portable.router.ingress.hop_headers import HopWish
+from epd_portable.router.observability.record import RequestRecord
 
 LEFT_OUT = "x-epd-items-left-out"
 """Header of an answer that says how many items it was made without."""
@@ -57,7 +57,7 @@ class Caller:
         self,
         request: IncomingRequest,
         carrier: Carrier | None,
-        doorkeeper: Doorkeeper,
+        doorkeeper: AdmissionControl,
         passed_on: tuple[str, ...],
         for_client: Mapping[str, str],
     ) -> None:
