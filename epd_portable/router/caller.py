@@ -57,7 +57,7 @@ class Caller:
         self,
         request: IncomingRequest,
         carrier: Carrier | None,
-        doorkeeper: AdmissionControl,
+        admission: AdmissionControl,
         passed_on: tuple[str, ...],
         for_client: Mapping[str, str],
     ) -> None:
@@ -85,7 +85,7 @@ class Caller:
         self.sending_since = 0.0
         self.key = b""
         self.ticket: Ticket | None = None
-        self._doorkeeper = doorkeeper
+        self._admission = admission
         self._for_client = for_client
         self._of_events = False
         self._last = self._before = b""
@@ -109,7 +109,7 @@ class Caller:
 
     def encoded(self) -> None:
         """Note that no item is with an encoder any more; see `Outgoing`."""
-        self._doorkeeper.encoded(self.ticket)
+        self._admission.encoded(self.ticket)
 
     def whole(self, reply: Reply) -> None:
         """Send a whole answer."""

@@ -229,7 +229,7 @@ class Router:
         self.members = (
             members(self.instances, self._control) if members else self._own_members(secret)
         )
-        self._doorkeeper = AdmissionControl(
+        self._admission = AdmissionControl(
             settings.admission, self.instances, self.metrics, processes=settings.workers
         )
         self.status = StatusPage(
@@ -298,7 +298,7 @@ class Router:
                 it in does that itself.
         """
         for_client = self._cors.headers(request.headers)
-        client = Caller(request, carrier, self._doorkeeper, self._passed_on, for_client)
+        client = Caller(request, carrier, self._admission, self._passed_on, for_client)
         path = request.path
         preflight = self._cors.preflight(request.method, request.headers)
         if preflight is not None:
@@ -361,7 +361,7 @@ class Router:
                 record.read_at = record.read_at or time.monotonic()
                 record.model, record.stream = call.model, call.stream
                 client.request.on_gone(client.give_up)
-                client.ticket = await self._doorkeeper.enter(
+                client.ticket = await self._admission.enter(
                     call, client.headers, client.key, body.counted
                 )
                 record.admitted_at = time.monotonic()
@@ -383,7 +383,7 @@ class Router:
             logger.exception("request %s", client.request_id)
             client.fail(_internal(client.request_id))
         finally:
-            self._doorkeeper.leave(client.ticket)
+            self._admission.leave(client.ticket)
             self.in_flight.discard(client)
             record.gone = client.gone
             self.requests.end(record)

@@ -19,7 +19,7 @@ TEXT = Call.untouched("POST", "/v1/chat/completions", b"{}")
 
 
 class Door:
-    """A doorkeeper whose clock a test sets."""
+    """Admission whose clock a test sets."""
 
     def __init__(self, *, processes: int = 1, **limits: Any) -> None:
         self.now_s = 0.0
