@@ -75,7 +75,7 @@ def test_an_item_went_to_who_was_asked_when_its_job_began() -> None:
     record = RequestRecord(id="r", endpoint="/v1/chat/completions")
     record.legs = [Leg("prefill", "p", 1.0, ended_at=4.0), Leg("answer", "d", 4.0)]
     job = JobRecord("e", 2.0, ended_at=3.0, end="encoded")
-    item = ItemRecord("image", 0, outcome="encoded", jobs=[job])
+    item = ItemRecord("image", 0, end="encoded", jobs=[job])
     activity.item_ended(record, item)
     item.end = "not_needed"
     activity.item_ended(record, item)
