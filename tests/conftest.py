@@ -51,6 +51,12 @@ def _no_mooncake() -> str | None:
     return registry._missing(registry.entry("mooncake")) or None
 
 
+def _no_prometheus() -> str | None:
+    missing = [name for name in ("prometheus", "promtool") if not shutil.which(name)]
+    why = f"not on PATH: {', '.join(missing)}; apt-get install prometheus"
+    return why if missing else None
+
+
 def _no_redis() -> str | None:
     if importlib.util.find_spec("redis") is None:
         return "the redis package is not installed"
@@ -74,6 +80,7 @@ REQUIREMENTS: dict[str, Callable[[], str | None]] = {
     "needs_mooncake": _no_mooncake,
     "needs_npu": _no_npu,
     "needs_nixl": _no_nixl,
+    "needs_prometheus": _no_prometheus,
     "needs_redis": _no_redis,
     "needs_vllm": _no_vllm,
 }

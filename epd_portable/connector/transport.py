@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from epd_portable.errors import TransportError
 from epd_portable.wire.descriptors import SlotDescriptor
 
 if TYPE_CHECKING:
@@ -278,3 +279,16 @@ def check_source(src: torch.Tensor, slot: SlotDescriptor, device: torch.device) 
         raise ValueError(f"tensor {tuple(src.shape)} is not contiguous: write a contiguous copy")
     if src.device != device:
         raise ValueError(f"tensor is on {src.device}: this worker writes outputs of {device}")
+
+
+def check_slot(slot: SlotDescriptor, nbytes: int) -> None:
+    """Refuse a slot that is not inside the consumer's memory of ``nbytes`` bytes.
+
+    Raises:
+        TransportError: Says both.
+    """
+    if slot.offset < 0 or slot.offset + slot.nbytes > nbytes:
+        raise TransportError(
+            f"slot of {slot.nbytes} bytes at {slot.offset} is outside the consumer's memory of "
+            f"{nbytes} bytes"
+        )

@@ -20,7 +20,7 @@ from epd_portable.errors import ConfigError
 from epd_portable.launch.engine import owned_variables
 from epd_portable.launch.engine_arguments import EngineArguments, installed_arguments
 from epd_portable.platforms.traits import PlatformTraits
-from epd_portable.router.door.access import ApiKeys
+from epd_portable.router.ingress.access import ApiKeys
 
 Found = Iterator[tuple[KeyPath, str]]
 _FILES = ("tls_cert_file", "tls_key_file")

@@ -13,13 +13,13 @@ from epd_portable.errors import RequestError
 from epd_portable.router.carrier import Carrier
 from epd_portable.router.choice.explanation import HEADER as EXPLAIN
 from epd_portable.router.choice.explanation import Explanation
-from epd_portable.router.door.admission import Doorkeeper
-from epd_portable.router.door.gate import Ticket
-from epd_portable.router.door.hop_headers import HopWish
 from epd_portable.router.http.events import EVENTS, USAGE_BYTES, tokens_told
 from epd_portable.router.http.incoming import IncomingRequest
 from epd_portable.router.http.replies import Reply, error_event, error_reply
-from epd_portable.router.telling.record import RequestRecord
+from epd_portable.router.ingress.admission import AdmissionControl
+from epd_portable.router.ingress.gate import Ticket
+from epd_portable.router.ingress.hop_headers import HopWish
+from epd_portable.router.observability.record import RequestRecord
 
 LEFT_OUT = "x-epd-items-left-out"
 """Header of an answer that says how many items it was made without."""
@@ -57,7 +57,7 @@ class Caller:
         self,
         request: IncomingRequest,
         carrier: Carrier | None,
-        doorkeeper: Doorkeeper,
+        admission: AdmissionControl,
         passed_on: tuple[str, ...],
         for_client: Mapping[str, str],
     ) -> None:
@@ -85,7 +85,7 @@ class Caller:
         self.sending_since = 0.0
         self.key = b""
         self.ticket: Ticket | None = None
-        self._doorkeeper = doorkeeper
+        self._admission = admission
         self._for_client = for_client
         self._of_events = False
         self._last = self._before = b""
@@ -109,7 +109,7 @@ class Caller:
 
     def encoded(self) -> None:
         """Note that no item is with an encoder any more; see `Outgoing`."""
-        self._doorkeeper.encoded(self.ticket)
+        self._admission.encoded(self.ticket)
 
     def whole(self, reply: Reply) -> None:
         """Send a whole answer."""

@@ -27,9 +27,9 @@ from epd_portable.router.fleet.instances import Instance, Use, WentDownError, wh
 from epd_portable.router.http.upstream import Upstream
 from epd_portable.router.http.upstream_connection import Fault, UpstreamError
 from epd_portable.router.ladder import Point, RetryBudget, Trouble, descend
+from epd_portable.router.observability.record import ItemEnd, JobEnd, JobRecord, RequestRecord, Rung
 from epd_portable.router.settings import RouterSettings
 from epd_portable.router.store import StoredItem, StoreLookup
-from epd_portable.router.telling.record import ItemFate, JobEnd, JobRecord, RequestRecord, Rung
 from epd_portable.wire.params import EncodedItem, EncodeOutcome, EncodeTransfer, ExpectedTransfer
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class Delivery:
         transfer: Its way to the PD instance, whichever encoder brings it.
         encoder: Who is asked first; ``None`` if the store has it.
         body: Of the job; the same for every encoder.
-        bare: Its metadata are waited for, and go to the PD instance in place of its media.
+        metadata_only: Its metadata are waited for, and go to the PD instance in place of its media.
         stored: Where it is in the store; encoders are asked if that comes to nothing.
     """
 
@@ -57,7 +57,7 @@ class Delivery:
     transfer: EncodeTransfer
     encoder: Instance | None
     body: Segments
-    bare: bool
+    metadata_only: bool
     stored: StoredItem | None = None
 
 
@@ -212,7 +212,7 @@ class Deliverer:
 
     async def _try_encoders(
         self, delivery: Delivery, index: int, one: Attempt
-    ) -> ItemFate | EncodeFailure:
+    ) -> ItemEnd | EncodeFailure:
         """Go down the ladder until the item is encoded, not needed, or the PD instance's to encode.
 
         Returns:
@@ -395,17 +395,22 @@ def from_store(
     stored: Mapping[str, StoredItem],
     pd: Instance,
     secret: Secret,
-    goes_bare: Callable[[MediaItem], bool],
+    as_metadata: Callable[[MediaItem], bool],
 ) -> dict[str, Delivery]:
     """Return how those of a call's items come to an instance that the store has, by their names."""
     found = {}
     for item in call.items:
-        one, bare = stored.get(item.mm_hash), goes_bare(item)
-        if one is not None and one.serves(bare=bare):
+        one, metadata_only = stored.get(item.mm_hash), as_metadata(item)
+        if one is not None and one.serves(metadata_only=metadata_only):
             transfer = new_transfer(item, pd, secret)
             job = call.for_encoder(item, transfer)
             found[item.mm_hash] = Delivery(
-                item=item, transfer=transfer, encoder=None, body=job, bare=bare, stored=one
+                item=item,
+                transfer=transfer,
+                encoder=None,
+                body=job,
+                metadata_only=metadata_only,
+                stored=one,
             )
     return found
 

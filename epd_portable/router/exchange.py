@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -42,6 +43,8 @@ from epd_portable.router.http.replies import Reply, unavailable
 from epd_portable.router.http.upstream import Upstream
 from epd_portable.router.http.upstream_connection import Fault, InstanceAnswer, UpstreamError
 from epd_portable.router.ladder import Failed, Point, RetryBudget, Trouble, descend
+from epd_portable.router.observability.metrics import Metrics
+from epd_portable.router.observability.record import RequestRecord, Rung
 from epd_portable.router.prefill import (
     MAX_PREFILLS,
     Prefill,
@@ -51,8 +54,6 @@ from epd_portable.router.prefill import (
 )
 from epd_portable.router.settings import RouterSettings
 from epd_portable.router.store import StoredItem, StoreLookup
-from epd_portable.router.telling.metrics import Metrics
-from epd_portable.router.telling.record import RequestRecord, Rung
 from epd_portable.wire.messages import NackCode
 from epd_portable.wire.params import EncodedItem, PrefillOutcome, PrefillParams
 
@@ -66,6 +67,31 @@ ANSWER_HEADERS = ("content-type", "retry-after", "endpoint-load-metrics")
 _OUTCOME = b'"ec_transfer_params"'
 _MAX_HELD_BYTES = 1 << 20
 """The longest part of an answer that is buffered until the rest of it is there."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Course:
+    """One request between its tries.
+
+    Attributes:
+        call: What the next try asks.
+        choosing: Who gets what of it.
+        record: Of it.
+        stored: Items that need not be encoded.
+        metadata_only: Encoders' metadata go in place of media, where the model allows it.
+        tried: PD instances that failed it.
+        prefills: Prefill instances that did, and ``""`` for those that are not to be asked.
+        lost: The last of ``tried`` broke its connection, and may be well.
+    """
+
+    call: Call
+    choosing: Choosing
+    record: RequestRecord
+    stored: Mapping[str, StoredItem]
+    metadata_only: bool
+    tried: list[str] = field(default_factory=list)
+    prefills: list[str] = field(default_factory=list)
+    lost: bool = False
 
 
 class Exchange:
@@ -142,19 +168,19 @@ class Exchange:
         choosing = self._chooser.begin(call, headers, out.explanation)
         if out.named is not None:
             choosing = HopChoosing(out.named, call, self._instances, choosing)
-        bare = call.takes_metadata and any(self._goes_bare(item) for item in call.items)
-        tried: list[str] = []
-        prefills: list[str] = []
-        stored = await self._store.find(call.items)
+        course = _Course(
+            call=call,
+            choosing=choosing,
+            record=record,
+            stored=await self._store.find(call.items),
+            metadata_only=call.takes_metadata and any(map(self._goes_as_metadata, call.items)),
+        )
         asked = ""
-        lost = False
         while True:
             try:
-                plan = self._plan(
-                    carrier, call, choosing, record, tried, prefills, stored, bare=bare, same=lost
-                )
+                plan = self._plan(carrier, course)
                 asked = plan.pd.name
-                prefilled = await self._prefilled(call, plan, choosing, headers, out, prefills)
+                prefilled = await self._prefilled(course, plan, headers, out)
                 if prefilled is not None:
                     with record.leg("answer", asked) as leg:
                         sent = leg.headers(headers)
@@ -164,103 +190,84 @@ class Exchange:
                 if out.gone:
                     # Both came at once, and this one was heard of.
                     return
-                possible = self._possible(
-                    failed, call, choosing, [*tried, asked], prefills, bare=bare
+                rung = descend(
+                    failed.trouble, failed.point, self._possible(failed, course, asked), record
                 )
-                rung = descend(failed.trouble, failed.point, possible, record)
                 logger.warning("request %s: %s (%s)", headers["x-request-id"], failed, rung)
-                if rung == "local_prefill":
-                    prefills += [""] * MAX_PREFILLS
-                elif rung == "prefill_again":
-                    pass
-                elif rung == "pd_again":
-                    tried.append(asked)
-                    lost = failed.trouble is Trouble.PD_LOST
-                elif rung == "original_media":
-                    renamed = call.renamed()
-                    record.rename(call.items, renamed.items)
-                    call, bare = renamed, False
-                elif rung == "without_items":
-                    for item in call.items:
-                        if item.mm_hash in failed.items:
-                            record.end_item(item, "left_out")
-                    call = call.without(failed.items)
-                    out.left_out += len(failed.items)
-                else:
+                if not self._again(rung, failed, course, asked, out):
                     await self._end(failed, rung, out)
                     return
 
-    def _plan(
-        self,
-        carrier: Carrier,
-        call: Call,
-        choosing: Choosing,
-        record: RequestRecord,
-        tried: Collection[str],
-        prefills: Collection[str],
-        stored: Mapping[str, StoredItem],
-        *,
-        bare: bool,
-        same: bool,
-    ) -> RequestPlan:
+    def _again(
+        self, rung: Rung, failed: Failed, course: _Course, asked: str, out: Outgoing
+    ) -> bool:
+        """Have ``course`` go on at a rung, and tell whether it does."""
+        if rung == "local_prefill":
+            course.prefills += [""] * MAX_PREFILLS
+        elif rung == "pd_again":
+            course.tried.append(asked)
+            course.lost = failed.trouble is Trouble.PD_LOST
+        elif rung == "original_media":
+            renamed = course.call.renamed()
+            course.record.rename(course.call.items, renamed.items)
+            course.call, course.metadata_only = renamed, False
+        elif rung == "without_items":
+            for item in course.call.items:
+                if item.mm_hash in failed.items:
+                    course.record.end_item(item, "left_out")
+            course.call = course.call.without(failed.items)
+            out.left_out += len(failed.items)
+        else:
+            return rung == "prefill_again"
+        return True
+
+    def _plan(self, carrier: Carrier, course: _Course) -> RequestPlan:
         """Choose who answers, who prefills, and an encoder for every item.
 
-        Args:
-            carrier: Chooses who answers.
-            call: The request.
-            choosing: Who gets what of it.
-            record: Of it.
-            tried: PD instances that failed it.
-            prefills: Prefill instances that did.
-            stored: Items that need not be encoded.
-            bare: Encoders' metadata go in place of media, where the model allows it.
-            same: With no other PD instance, one that failed may be asked again: its connection
-                broke, and it may be well.
+        ``carrier`` chooses who answers. With no other PD instance, one that was lost may be asked
+        again.
 
         Raises:
-            Failed: There is no PD instance; or ``bare``, and an item has no encoder.
+            Failed: There is no PD instance; or items go as metadata only, and one has no encoder.
         """
-        pd = carrier.choose(choosing, tried)
-        if pd is None and same:
-            pd = carrier.choose(choosing, ())
+        pd = carrier.choose(course.choosing, course.tried)
+        if pd is None and course.lost:
+            pd = carrier.choose(course.choosing, ())
         if pd is None:
             raise Failed(Trouble.NO_PD, Point.ASKED, self._why_no_pd())
-        if pd.role not in TAKES_KV or not call.fields:
-            return self._plan_items(call, choosing, record, pd, stored, bare=bare)
-        least = self._settings.prefill_min_bytes
+        if pd.role not in TAKES_KV or not course.call.fields:
+            return self._plan_items(course, pd)
         chosen, reason = where(
-            call, choosing, pd, prefills, min_bytes=least, without=self._without_kv
+            course.call,
+            course.choosing,
+            pd,
+            course.prefills,
+            min_bytes=self._settings.prefill_min_bytes,
+            without=self._without_kv,
         )
         self._metrics.prefills.labels(reason).inc()
         if reason == "none_usable":
-            descend(Trouble.NO_PREFILL, Point.PREFILLING, (), record)
+            descend(Trouble.NO_PREFILL, Point.PREFILLING, (), course.record)
         if chosen is None:
-            return self._plan_items(call, choosing, record, pd, stored, bare=bare)
-        prefill = self._plan_items(call, choosing, record, chosen, stored, bare=bare)
-        return RequestPlan(pd=pd, prefill=prefill)
+            return self._plan_items(course, pd)
+        return RequestPlan(pd=pd, prefill=self._plan_items(course, chosen))
 
-    def _plan_items(
-        self,
-        call: Call,
-        choosing: Choosing,
-        record: RequestRecord,
-        pd: Instance,
-        stored: Mapping[str, StoredItem],
-        *,
-        bare: bool,
-    ) -> RequestPlan:
+    def _plan_items(self, course: _Course, pd: Instance) -> RequestPlan:
         """Choose an encoder for every item that the store has not, if an instance takes any.
 
         Raises:
-            Failed: ``bare``, and an item has no encoder.
+            Failed: Items go as metadata only, and one has no encoder.
         """
+        call, choosing, record = course.call, course.choosing, course.record
         if pd.role not in TAKES_ITEMS:
             for item in call.items:
                 record.end_item(item, "by_role")
             return RequestPlan(pd=pd)
-        found = from_store(
-            call, stored, pd, self._secret, lambda item: bare and self._goes_bare(item)
-        )
+
+        def as_metadata(item: MediaItem) -> bool:
+            return course.metadata_only and self._goes_as_metadata(item)
+
+        found = from_store(call, course.stored, pd, self._secret, as_metadata)
         others = [item for item in call.items if item.mm_hash not in found]
         items = choosing.apart(others, pd)
         encoders = choosing.encoders(items)
@@ -270,8 +277,7 @@ class Exchange:
                 record.end_item(item, "decided_here")
                 here_s += self._deliverer.times.of(item)
         for item, encoder in zip(items[here:], encoders[here:], strict=True):
-            goes_bare = bare and self._goes_bare(item)
-            if encoder is None and goes_bare:
+            if encoder is None and as_metadata(item):
                 missing = [item.mm_hash]
                 message = "no encoder is healthy"
                 raise Failed(Trouble.NO_ENCODER, Point.ASKED, message, items=missing)
@@ -285,7 +291,11 @@ class Exchange:
             transfer = new_transfer(item, pd, self._secret)
             job = call.for_encoder(item, transfer)
             found[item.mm_hash] = Delivery(
-                item=item, transfer=transfer, encoder=encoder, body=job, bare=goes_bare
+                item=item,
+                transfer=transfer,
+                encoder=encoder,
+                body=job,
+                metadata_only=as_metadata(item),
             )
         ordered = [found[item.mm_hash] for item in call.items if item.mm_hash in found]
         return RequestPlan(pd=pd, deliveries=tuple(ordered), here_s=here_s)
@@ -310,21 +320,16 @@ class Exchange:
         return count, sum(times_s[:count])
 
     async def _prefilled(
-        self,
-        call: Call,
-        plan: RequestPlan,
-        choosing: Choosing,
-        headers: Mapping[str, str],
-        out: Outgoing,
-        prefills: list[str],
+        self, course: _Course, plan: RequestPlan, headers: Mapping[str, str], out: Outgoing
     ) -> Call | None:
         """Have the prompt computed, if the plan says so, and return what then is to be answered.
 
-        Nothing is, if the request was refused. Who fails is added to ``prefills``.
+        Nothing is, if the request was refused.
 
         Raises:
             Failed: There is no KV.
         """
+        call = course.call
         if plan.prefill is None:
             return call
         stage = Prefill(call, self._ask, self.explain, self.without_outcome, self._without_kv)
@@ -332,9 +337,9 @@ class Exchange:
         try:
             with out.record.leg("prefill", name) as leg:
                 sent = leg.headers(headers)
-                await self._try(stage, for_prefill(call), plan.prefill, choosing, sent, out)
+                await self._try(stage, for_prefill(call), plan.prefill, course.choosing, sent, out)
         except Failed as failed:
-            prefills.append(name)
+            course.prefills.append(name)
             raise as_prefill_failure(failed) from failed
         if stage.refusal is not None:
             out.whole(stage.refusal)
@@ -410,7 +415,7 @@ class Exchange:
         for index, delivery in enumerate(one.deliveries):
             if delivery.encoder is not None:
                 one.held.enter_context(delivery.encoder.held())
-            if delivery.bare:
+            if delivery.metadata_only:
                 one.told[delivery.transfer.transfer_id] = loop.create_future()
             job = loop.create_task(self._deliverer.deliver(delivery, index, one))
             self._jobs.add(job)
@@ -438,7 +443,7 @@ class Exchange:
         """
         told: dict[str, EncodedItem] = {}
         for delivery in one.deliveries:
-            if not delivery.bare:
+            if not delivery.metadata_only:
                 continue
             answer = await one.told[delivery.transfer.transfer_id]
             missing = [delivery.item.mm_hash]
@@ -601,36 +606,28 @@ class Exchange:
             return reply
         return Reply(reply.status, reply.headers, msgspec.json.encode(fields))
 
-    def _possible(
-        self,
-        failed: Failed,
-        call: Call,
-        choosing: Choosing,
-        tried: Collection[str],
-        prefills: Collection[str],
-        *,
-        bare: bool,
-    ) -> tuple[Rung, ...]:
+    def _possible(self, failed: Failed, course: _Course, asked: str) -> tuple[Rung, ...]:
         """Return the rungs that depend on more than what went wrong and when."""
-        if bare and self._settings.local_encode:
+        if course.metadata_only and self._settings.local_encode:
             media: tuple[Rung, ...] = ("original_media",)
-        elif failed.items and call.takes_metadata and self._settings.partial_results:
+        elif failed.items and course.call.takes_metadata and self._settings.partial_results:
             media = ("without_items",)
         else:
             media = ()
         again: tuple[Rung, ...] = ()
         if (
             failed.point is Point.PREFILLING
-            and len(prefills) < MAX_PREFILLS
-            and choosing.prefill(prefills) is not None
+            and len(course.prefills) < MAX_PREFILLS
+            and course.choosing.prefill(course.prefills) is not None
             and self._retries.take()
         ):
             again = ("prefill_again",)
+        tried = [*course.tried, asked]
         if failed.point is Point.ASKED and len(tried) < MAX_PD_ATTEMPTS:
             lost = failed.trouble is Trouble.PD_LOST
             failing = failed.trouble is Trouble.PD_FAILED
             # An instance's own error says more than that there is no other instance.
-            other = failing and choosing.pd(tried) is not None
+            other = failing and course.choosing.pd(tried) is not None
             if (lost or other) and self._retries.take():
                 again = ("pd_again",)
         return (*media, *again)
@@ -662,7 +659,7 @@ class Exchange:
         else:
             raise unavailable(f"{failed}; try again later")
 
-    def _goes_bare(self, item: MediaItem) -> bool:
+    def _goes_as_metadata(self, item: MediaItem) -> bool:
         """Tell whether an item is tried without its media first."""
         if self._settings.media != "metadata":
             return False

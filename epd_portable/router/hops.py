@@ -13,7 +13,8 @@ from epd_portable.errors import RequestError
 from epd_portable.router.chooser import Choosing
 from epd_portable.router.contents.body import Call
 from epd_portable.router.contents.media import MediaItem
-from epd_portable.router.door.hop_headers import (
+from epd_portable.router.fleet.instances import Fleet, Instance
+from epd_portable.router.ingress.hop_headers import (
     CACHE_KEY,
     ENCODER_MODEL_LABEL,
     ENCODERS,
@@ -25,9 +26,8 @@ from epd_portable.router.door.hop_headers import (
     HopWish,
     wrong_header,
 )
-from epd_portable.router.fleet.instances import Fleet, Instance
+from epd_portable.router.observability.record import RequestRecord
 from epd_portable.router.prefill import asks_for_kv, brings_kv
-from epd_portable.router.telling.record import RequestRecord
 
 LOAD_BOUND = 1.25
 """No named encoder gets more than this multiple of its share, while another one has room."""
@@ -213,7 +213,7 @@ def told(record: RequestRecord, call_items: Sequence[str], instances: Fleet) -> 
     mapping, models = {}, set()
     for index, item in enumerate(record.items):
         encoder = by_name.get(item.jobs[-1].encoder) if item.jobs else None
-        if encoder is not None and item.fate in ("", "encoded", "other_encoder"):
+        if encoder is not None and item.end in ("", "encoded", "other_encoder"):
             mapping[index] = _address(encoder)
             models.add(encoder.settings.labels.get(ENCODER_MODEL_LABEL, ""))
     if mapping:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 
 from epd_portable.errors import EPDError
 from epd_portable.router.http.replies import Reply
-from epd_portable.router.telling.record import RequestRecord, Rung
+from epd_portable.router.observability.record import RequestRecord, Rung
 
 RETRIES_AT_ONCE = 100
 REQUESTS_A_RETRY = 5

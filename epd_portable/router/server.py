@@ -30,10 +30,6 @@ from epd_portable.router.contents.body import (
     read_call,
 )
 from epd_portable.router.contents.cut_text import Data
-from epd_portable.router.door.access import ApiKeys
-from epd_portable.router.door.admission import Doorkeeper
-from epd_portable.router.door.cors import Cors
-from epd_portable.router.door.hop_headers import Hops
 from epd_portable.router.exchange import Exchange
 from epd_portable.router.fleet.control import ControlChannels
 from epd_portable.router.fleet.engine_loads import EngineLoads
@@ -44,14 +40,18 @@ from epd_portable.router.hops import told
 from epd_portable.router.http.incoming import Bodies, Body, ClientGoneError, IncomingRequest
 from epd_portable.router.http.replies import Reply, error_reply, json_reply, unavailable
 from epd_portable.router.http.upstream import Upstream
+from epd_portable.router.ingress.access import ApiKeys
+from epd_portable.router.ingress.admission import AdmissionControl
+from epd_portable.router.ingress.cors import Cors
+from epd_portable.router.ingress.hop_headers import Hops
+from epd_portable.router.observability.engine_figures import EngineWatch
+from epd_portable.router.observability.metrics import Metrics
+from epd_portable.router.observability.observers import observers
+from epd_portable.router.observability.record import RecentRequests
+from epd_portable.router.observability.status import PATHS as STATUS_PATHS
+from epd_portable.router.observability.status import StatusPage
 from epd_portable.router.settings import RouterSettings, policy_of, with_policy
 from epd_portable.router.store import StoreLookup
-from epd_portable.router.telling.engine_figures import EngineWatch
-from epd_portable.router.telling.metrics import Metrics
-from epd_portable.router.telling.observers import observers
-from epd_portable.router.telling.record import RecentRequests
-from epd_portable.router.telling.status import PATHS as STATUS_PATHS
-from epd_portable.router.telling.status import StatusPage
 
 if TYPE_CHECKING:
     from epd_portable.router.contents.media_urls import LinkedItems, MediaFetcher
@@ -229,7 +229,7 @@ class Router:
         self.members = (
             members(self.instances, self._control) if members else self._own_members(secret)
         )
-        self._doorkeeper = Doorkeeper(
+        self._admission = AdmissionControl(
             settings.admission, self.instances, self.metrics, processes=settings.workers
         )
         self.status = StatusPage(
@@ -298,7 +298,7 @@ class Router:
                 it in does that itself.
         """
         for_client = self._cors.headers(request.headers)
-        client = Caller(request, carrier, self._doorkeeper, self._passed_on, for_client)
+        client = Caller(request, carrier, self._admission, self._passed_on, for_client)
         path = request.path
         preflight = self._cors.preflight(request.method, request.headers)
         if preflight is not None:
@@ -361,7 +361,7 @@ class Router:
                 record.read_at = record.read_at or time.monotonic()
                 record.model, record.stream = call.model, call.stream
                 client.request.on_gone(client.give_up)
-                client.ticket = await self._doorkeeper.enter(
+                client.ticket = await self._admission.enter(
                     call, client.headers, client.key, body.counted
                 )
                 record.admitted_at = time.monotonic()
@@ -383,7 +383,7 @@ class Router:
             logger.exception("request %s", client.request_id)
             client.fail(_internal(client.request_id))
         finally:
-            self._doorkeeper.leave(client.ticket)
+            self._admission.leave(client.ticket)
             self.in_flight.discard(client)
             record.gone = client.gone
             self.requests.end(record)

@@ -48,9 +48,9 @@ class StoredItem:
     told: EncodedItem
     usable: bool = True
 
-    def serves(self, *, bare: bool) -> bool:
-        """Tell whether a PD instance can have the item so; ``bare``: without its media."""
-        return self.usable and (bool(self.told.metadata) or not bare)
+    def serves(self, *, metadata_only: bool) -> bool:
+        """Tell whether a PD instance can have the item so; ``metadata_only``: without its media."""
+        return self.usable and (bool(self.told.metadata) or not metadata_only)
 
 
 class StoreLookup:

@@ -38,10 +38,10 @@ from epd_portable.router.fleet.members import States
 from epd_portable.router.fleet.tally import Tally
 from epd_portable.router.http.replies import Reply, error_reply, json_reply, unavailable
 from epd_portable.router.http.upstream_connection import Fault
+from epd_portable.router.observability.status import Gathered, ProcessStatus, StatusPage
 from epd_portable.router.server import Router
 from epd_portable.router.serving import Stopping, listen, serve
 from epd_portable.router.settings import RouterSettings
-from epd_portable.router.telling.status import Gathered, ProcessStatus, StatusPage
 
 logger = logging.getLogger(__name__)
 

@@ -49,7 +49,7 @@ class PromptRecord(Claimant):
         transfers: Of its items, by ``mm_hash``.
         reply_to: ZMQ identity of the router; empty if nobody wants to hear of failures.
         arrived_s: When it was added.
-        bare: ``mm_hash`` of items that cannot be encoded here.
+        metadata_only: ``mm_hash`` of items that cannot be encoded here.
         outcomes: Where each item came from, by ``mm_hash``.
         mm_inputs_done: Items that lie wholly in what is computed, prefix cache included.
         failed: An item cannot be obtained; the scheduler ends the request.
@@ -60,7 +60,7 @@ class PromptRecord(Claimant):
     transfers: Mapping[str, ExpectedTransfer] = field(default_factory=dict)
     reply_to: bytes = b""
     arrived_s: float = 0.0
-    bare: frozenset[str] = frozenset()
+    metadata_only: frozenset[str] = frozenset()
     outcomes: dict[str, ItemOutcome] = field(default_factory=dict)
     mm_inputs_done: int = 0
     failed: bool = False
@@ -99,7 +99,7 @@ class PromptRecord(Claimant):
             self.outcomes[outcome.mm_hash] = outcome
 
 
-def bare_items(
+def metadata_only_items(
     items: Sequence[PromptItem],
     transfers: Mapping[str, ExpectedTransfer],
     *,

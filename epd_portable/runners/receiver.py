@@ -25,9 +25,9 @@ from epd_portable.runners.placer import Placement, WorkerOrders
 from epd_portable.runners.prompt import (
     PromptItem,
     PromptRecord,
-    bare_items,
     is_own,
     match_transfers,
+    metadata_only_items,
     outcome_of,
 )
 from epd_portable.runners.receiver_metrics import ReceiverMetrics
@@ -167,7 +167,7 @@ class Receiver:
             transfers=transfers,
             reply_to=params.reply_to.encode() if params else b"",
             arrived_s=now,
-            bare=bare_items(items, transfers, can_encode=self._config.can_encode),
+            metadata_only=metadata_only_items(items, transfers, can_encode=self._config.can_encode),
         )
         self._requests[request.request_id] = record
         self._note_arrival(record)
@@ -477,7 +477,7 @@ class Receiver:
             record,
             item,
             prompt_item.input_id,
-            bare=mm_hash in record.bare,
+            metadata_only=mm_hash in record.metadata_only,
             transfer_id=transfer_id,
         )
         if transfer is not None and not again:
@@ -567,8 +567,8 @@ class Receiver:
                 continue
             for place in record.items[first:]:
                 if place.mm_hash == mm_hash:
-                    bare = mm_hash in record.bare
-                    self.cache.claim(record, item, place.input_id, bare=bare)
+                    metadata_only = mm_hash in record.metadata_only
+                    self.cache.claim(record, item, place.input_id, metadata_only=metadata_only)
         self.cache.advance(scheduling=True)
 
     def _advance(self) -> None:

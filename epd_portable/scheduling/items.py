@@ -134,7 +134,8 @@ class Claim:
         who: The request.
         item: The item.
         place: Of its first occurrence in the prompt, among the request's items.
-        bare: The request cannot encode it here: it holds no media, or the instance no encoder.
+        metadata_only: The request cannot encode it here: it holds no media, or the instance has no
+            encoder.
         inputs: Indices of its occurrences that are not computed.
         transfer_id: Of the request's own transfer of it; empty if it has none.
         served: The item's room is kept for the request.
@@ -144,7 +145,7 @@ class Claim:
     who: Claimant
     item: Item
     place: int
-    bare: bool
+    metadata_only: bool
     inputs: set[int]
     transfer_id: str = ""
     served: bool = False

@@ -164,7 +164,13 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
         return item
 
     def claim(
-        self, who: Claimant, item: Item, input_id: int, *, bare: bool, transfer_id: str = ""
+        self,
+        who: Claimant,
+        item: Item,
+        input_id: int,
+        *,
+        metadata_only: bool,
+        transfer_id: str = "",
     ) -> Claim:
         """Let a request claim an item, or another occurrence of one; `advance` serves it."""
         claim = who.claims.get(item.mm_hash)
@@ -173,7 +179,7 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
             if claim.served and item.is_here:
                 self._inputs.setdefault(who.request_id, set()).add(input_id)
             return claim
-        claim = Claim(who, item, input_id, bare, {input_id}, transfer_id)
+        claim = Claim(who, item, input_id, metadata_only, {input_id}, transfer_id)
         who.claims[item.mm_hash] = claim
         self._enqueue(claim)
         return claim
@@ -312,7 +318,7 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
         if item.state is State.RESERVED:
             self._wait_again(item)
         if item.state is State.WAITING:
-            for claim in [each for each in item.wanted.values() if each.bare]:
+            for claim in [each for each in item.wanted.values() if each.metadata_only]:
                 self._lose(claim, reason)
             self._forget_if_unused(item)
             self._stirred = True
@@ -373,7 +379,7 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
         """Tell whether a request may encode an item now: it has room, and the request its media."""
         if item.state is not State.LOCAL or request_id not in item.holders:
             return False
-        return not self._claimants[request_id].claims[item.mm_hash].bare
+        return not self._claimants[request_id].claims[item.mm_hash].metadata_only
 
     def allocate(self, request: MultiModalRequest, input_id: int) -> None:
         """The step that is being scheduled encodes the item; `can_allocate` said yes."""
@@ -445,7 +451,7 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
                 reserved = self._reserve(item)
                 if not reserved:
                     return False
-            elif claim.bare:
+            elif claim.metadata_only:
                 self._lose(claim, "it is not here any more")
                 return True
             elif self._make_room(item.num_embeds):
@@ -646,5 +652,5 @@ def _waits_with_room(who: Claimant) -> bool:
     """Tell whether a request has room, and will not want another to encode its items first."""
     served = [claim for claim in who.claims.values() if claim.served]
     return bool(served) and not any(
-        claim.bare and claim.item.state is State.LOCAL for claim in served
+        claim.metadata_only and claim.item.state is State.LOCAL for claim in served
     )

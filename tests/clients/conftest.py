@@ -19,7 +19,7 @@ QUESTION = QUESTIONS[QuestionKind.DESCRIBE]
 MODEL = "demo"
 KEY = "none"
 DEADLINE_S = 20.0
-FATES = re.compile(r'^epd_router_items_total\{fate="(\w+)"\} (\S+)$', re.MULTILINE)
+OUTCOMES = re.compile(r'^epd_router_items_total\{outcome="(\w+)"\} (\S+)$', re.MULTILINE)
 
 Encodes = Callable[[int], AbstractContextManager[None]]
 """Checks that so many pictures went to the encoder meanwhile, and none another way."""
@@ -57,25 +57,29 @@ def v1(url: str) -> str:
     return f"{url}/v1"
 
 
-def _fates(url: str) -> dict[str, float]:
+def _outcomes(url: str) -> dict[str, float]:
     with urllib.request.urlopen(f"{url}/metrics", timeout=DEADLINE_S) as answer:
-        return {fate: float(count) for fate, count in FATES.findall(answer.read().decode())}
+        return {
+            outcome: float(count) for outcome, count in OUTCOMES.findall(answer.read().decode())
+        }
 
 
 @pytest.fixture
 def encodes(url: str) -> Encodes:
     @contextmanager
     def check(count: int) -> Iterator[None]:
-        before = _fates(url)
+        before = _outcomes(url)
         yield
         deadline_s = time.monotonic() + DEADLINE_S
         while True:
-            seen = {fate: now - before.get(fate, 0) for fate, now in _fates(url).items()}
+            seen = {
+                outcome: now - before.get(outcome, 0) for outcome, now in _outcomes(url).items()
+            }
             # A job may end a little later than the answer.
             if sum(seen.values()) >= count or time.monotonic() > deadline_s:
                 break
             time.sleep(0.05)
-        assert {fate: more for fate, more in seen.items() if more} == (
+        assert {outcome: more for outcome, more in seen.items() if more} == (
             {"encoded": count} if count else {}
         )
 

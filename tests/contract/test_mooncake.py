@@ -72,6 +72,30 @@ def write(
     )
 
 
+class PatientWrite:
+    """A write in a thread of its own, which would wait for minutes."""
+
+    def __init__(
+        self, transport: Transport, consumer: Consumer, src: torch.Tensor, slot: SlotDescriptor
+    ) -> None:
+        self._words = (transport, consumer, src, slot)
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._write, daemon=True)
+        self._thread.start()
+
+    def _write(self) -> None:
+        try:
+            write(*self._words, seconds=300.0)
+        except BaseException as error:  # handed to the test's own thread
+            self._error = error
+
+    def lost(self) -> PeerLostError:
+        """Return why it ended, which is that the consumer was given up."""
+        self._thread.join(DEADLINE_S)
+        assert isinstance(self._error, PeerLostError)
+        return self._error
+
+
 def assert_serves(transport: Transport, consumer: Consumer) -> None:
     src = source(MIB)
     write(transport, consumer, src, consumer.grant(MIB, MIB))
@@ -112,25 +136,14 @@ def test_another_write_to_the_consumer_ends_with_one_that_missed_its_lease(
     src = source(MORE_THAN_THE_KERNEL_TAKES)
     slots = [consumer.grant(offset, src.numel()) for offset in (0, src.numel())]
     consumer.signal(signal.SIGSTOP)
-    ended: list[BaseException] = []
-
-    def patient() -> None:
-        try:
-            write(transport, consumer, src, slots[0], seconds=300.0)
-        except BaseException as error:  # handed to the test's own thread
-            ended.append(error)
-
-    thread = threading.Thread(target=patient, daemon=True)
-    thread.start()
+    patient = PatientWrite(transport, consumer, src, slots[0])
     deadline_s = time.monotonic() + DEADLINE_S
     while not on_their_way(ports):
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
     with pytest.raises(TransportTimeoutError):
         write(transport, consumer, src, slots[1], seconds=1.0)
-    thread.join(DEADLINE_S)
-    assert [type(error) for error in ended] == [PeerLostError]
-    assert "another write" in str(ended[0])
+    assert "another write" in str(patient.lost())
     consumer.signal(signal.SIGCONT)
     assert_serves(transport, consumer)
 
@@ -141,24 +154,14 @@ def test_a_consumer_that_does_not_answer_ends_whoever_waits_with_the_first_that_
     src = source(MIB)
     slots = [consumer.grant(offset, src.numel()) for offset in (0, src.numel())]
     consumer.signal(signal.SIGSTOP)
-    ended: list[BaseException] = []
-
-    def patient() -> None:
-        try:
-            write(transport, consumer, src, slots[0], seconds=300.0)
-        except BaseException as error:  # handed to the test's own thread
-            ended.append(error)
-
-    thread = threading.Thread(target=patient, daemon=True)
-    thread.start()
+    patient = PatientWrite(transport, consumer, src, slots[0])
     deadline_s = time.monotonic() + DEADLINE_S
     while "epd-mooncake-open" not in {each.name for each in threading.enumerate()}:
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
     with pytest.raises(TransportTimeoutError, match="did not answer"):
         write(transport, consumer, src, slots[1], seconds=1.0)
-    thread.join(DEADLINE_S)
-    assert [type(error) for error in ended] == [PeerLostError]
+    patient.lost()
     consumer.signal(signal.SIGCONT)
     assert_serves(transport, consumer)
 

@@ -478,7 +478,7 @@ def test_a_transfer_that_comes_while_an_item_is_to_be_encoded_here_is_in_vain(
 
 
 def test_an_item_that_cannot_be_encoded_here_is_lost_with_its_last_transfer(desk: Desk) -> None:
-    desk.claim("r", "a", 5, bare=True)
+    desk.claim("r", "a", 5, metadata_only=True)
     desk.claim("s", "a", 5)
     desk.reserve()
     desk.lose_transfers("a", "nobody has it")
@@ -492,7 +492,7 @@ def test_an_item_that_cannot_be_encoded_here_is_lost_with_its_last_transfer(desk
 
 def test_who_cannot_encode_an_item_is_told_when_who_could_leaves(desk: Desk) -> None:
     desk.claim_local("r", "a", 5)
-    desk.claim_local("s", "a", 5, bare=True)
+    desk.claim_local("s", "a", 5, metadata_only=True)
     desk.reserve()
     assert desk.who("s").lost == {}
     assert not desk.may_encode("s")
@@ -547,7 +547,7 @@ def test_after_a_reset_who_held_an_entry_waits_for_room_again(desk: Desk) -> Non
 
 
 def test_a_reset_loses_what_cannot_be_encoded_here(desk: Desk) -> None:
-    desk.claim("r", "a", 4, bare=True)
+    desk.claim("r", "a", 4, metadata_only=True)
     desk.reserve()
     desk.deliver("a")
     desk.cache.reset()

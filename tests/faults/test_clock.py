@@ -22,7 +22,7 @@ WALL_CLOCK = {"time", "time_ns", "now", "utcnow"}
 ASKS_THE_WALL_CLOCK = {
     "config/secret.py": "a signed request is good for half a minute",
     "router/http/server_connection.py": "answers to clients have a date",
-    "router/telling/record.py": "logs and traces say when a request came",
+    "router/observability/record.py": "logs and traces say when a request came",
     "connector/stores/file.py": "files of a folder are as old as their change times say",
     "connector/stores/redis.py": "entries expire by a clock that all writers share",
     "launch/members.py": "a key of the page is good for hours",

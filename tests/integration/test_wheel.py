@@ -40,7 +40,7 @@ def test_it_holds_the_package_once_and_nothing_else(wheel: zipfile.ZipFile) -> N
 
 
 def test_it_holds_the_files_of_the_status_page(wheel: zipfile.ZipFile) -> None:
-    folder = "epd_portable/router/telling/page/"
+    folder = "epd_portable/router/observability/page/"
     there = {name for name in wheel.namelist() if name.startswith(folder)}
     assert there == {f"{folder}{name}" for name in ("index.html", "status.css", "status.js")}
 

@@ -21,7 +21,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from epd_portable.router.door.gate import Gate, Limit, Ticket
+from epd_portable.router.ingress.gate import Gate, Limit, Ticket
 from tests.property.budget import budget, seeded
 
 KINDS = range(3)
@@ -33,7 +33,7 @@ amounts = st.tuples(st.just(1), st.integers(0, 4), st.integers(0, 8))
 
 
 class AtTheGate(RuleBasedStateMachine):
-    """Asks the gate as the doorkeeper does: after every change it admits, and turns one away."""
+    """Asks the gate as admission does: after every change it admits, and turns one away."""
 
     max_waiting: ClassVar[int] = 8
 

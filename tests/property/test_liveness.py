@@ -136,8 +136,8 @@ class Liveness(RuleBasedStateMachine):
         items = []
         for name, kind, encoder in wanted:
             transfer_id = "" if kind == "local" else f"{request_id}-{name}"
-            bare = kind == "bare"
-            item = Item(name, SIZES[name], transfer_id, not bare, not bare)
+            metadata_only = kind == "bare"
+            item = Item(name, SIZES[name], transfer_id, not metadata_only, not metadata_only)
             items.append(item)
             if transfer_id:
                 self._encoder(encoder).submit(item, ready=ready, consumer=pd.address)

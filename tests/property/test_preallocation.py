@@ -118,8 +118,10 @@ class Preallocation(RuleBasedStateMachine):
             self.seen["replaced"] += 1
         self.prompts[name][place] = wish
         by_transfer = wish.kind != "local" and not again
-        bare = wish.kind == "bare"
-        self.desk.claim(name, wish.name, wish.size, place, by_transfer=by_transfer, bare=bare)
+        metadata_only = wish.kind == "bare"
+        self.desk.claim(
+            name, wish.name, wish.size, place, by_transfer=by_transfer, metadata_only=metadata_only
+        )
         self.accepted.discard(wish.name)
 
     @precondition(lambda self: self.prompts)
@@ -195,7 +197,7 @@ class Preallocation(RuleBasedStateMachine):
             assert known == claim.item.num_embeds
             assert claim.served and not may_encode
         elif may_encode:
-            assert claim.served and not claim.bare and claim.item.num_embeds <= budget_left
+            assert claim.served and not claim.metadata_only and claim.item.num_embeds <= budget_left
             self.cache.allocate(engine_request, place)
             self.seen["encoded here"] += 1
 
@@ -240,7 +242,7 @@ class Preallocation(RuleBasedStateMachine):
         kept = (each for each in used if each.holders or not each.is_here)
         has_room = CACHE_EMBEDS - sum(each.num_embeds for each in kept) >= item.num_embeds
         if not item.transfers:
-            return claim.bare or has_room
+            return claim.metadata_only or has_room
         slot = self.desk.pool.take(item.num_embeds)
         if slot is not None:
             self.desk.pool.give_back(slot)

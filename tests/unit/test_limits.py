@@ -11,9 +11,9 @@ from epd_portable.connector import consumer
 from epd_portable.launch import ports
 from epd_portable.router import exchange, prefill
 from epd_portable.router.contents import body
-from epd_portable.router.door import admission
 from epd_portable.router.fleet import instances, members, tally
 from epd_portable.router.http import replies, server_connection
+from epd_portable.router.ingress import admission
 from epd_portable.router.settings import RouterSettings
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/configuration.md"

@@ -16,7 +16,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from starlette.types import Receive, Scope, Send
 
 from epd_portable.connector.stores.metrics import Ask, Drop, StoreMetrics
-from epd_portable.router.telling.metrics import Metrics
+from epd_portable.router.observability.metrics import Metrics
 from epd_portable.runners.instruments import Instruments
 from epd_portable.runners.receiver_metrics import PlacerMetrics, ReceiverMetrics
 from epd_portable.runners.sender_metrics import SenderMetrics
@@ -155,7 +155,7 @@ def test_a_rule_says_how_bad_it_is_and_what_to_do() -> None:
 
 def test_label_values_in_expressions_are_those_that_are_counted() -> None:
     """A misspelt value would never alert."""
-    record = Path(__file__).resolve().parents[2] / "epd_portable/router/telling/record.py"
+    record = Path(__file__).resolve().parents[2] / "epd_portable/router/observability/record.py"
     words = record.read_text("utf-8")
     roles = set(re.findall(r'"([a-z-]+)"', (record.parents[2] / "config/roles.py").read_text()))
     for rule in rules():

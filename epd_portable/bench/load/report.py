@@ -31,7 +31,7 @@ _RATIOS = (
 )
 _MILLISECONDS = 1000.0
 _AS_MEANT = ("encoded", "stored", "sooner_here", "cancelled")
-"""Of `epd_portable.router.telling.record.ItemFate`: pictures with which nothing went wrong."""
+"""Of `epd_portable.router.observability.record.ItemEnd`: pictures with which nothing went wrong."""
 Rounds = dict[LoadPoint, dict[str, list[SideTurn]]]
 """Turns of the rounds that count, by point and side."""
 
@@ -75,7 +75,7 @@ def make_report(results: LoadResults, setting: Setting) -> Report:
             _cpu_table(rounds, setting),
             _memory_table(rounds),
             _startup_table(results, setting),
-            _fates_table(rounds),
+            _outcomes_table(rounds),
             _caches_table(rounds),
             *stage_tables(rounds),
             _clients_table(rounds),
@@ -389,13 +389,13 @@ def _startup_table(results: LoadResults, setting: Setting) -> Table:
     )
 
 
-def _fates_table(rounds: Rounds) -> Table:
+def _outcomes_table(rounds: Rounds) -> Table:
     rows = []
     for point, by_side in rounds.items():
         for side, turns in by_side.items():
             found: dict[str, float] = {}
             for turn in turns:
-                for name, count in turn.counted.fates.items():
+                for name, count in turn.counted.outcomes.items():
                     found[name] = found.get(name, 0) + count
                 for name, count in turn.counted.ladder.items():
                     found[f"rung {name}"] = found.get(f"rung {name}", 0) + count
@@ -574,8 +574,8 @@ def fell_back(results: LoadResults, setting: Setting) -> str:
         lost = sum(
             count
             for turn in turns
-            for fate, count in turn.counted.fates.items()
-            if fate not in _AS_MEANT
+            for outcome, count in turn.counted.outcomes.items()
+            if outcome not in _AS_MEANT
         )
         fallbacks = sum(turn.counted.fallbacks for turn in turns)
         failed = sum(turn.traced.provenance.failed for turn in turns if turn.traced is not None)

@@ -66,7 +66,7 @@ class Counted(msgspec.Struct, frozen=True, kw_only=True):
     """What a side's own metrics say.
 
     Attributes:
-        fates: Items by what became of them, as the router counts them.
+        outcomes: Items by what became of them, as the router counts them.
         ladder: Steps down the failure ladder.
         fallbacks: Items that a prefill+decode instance encoded although a transfer was expected.
         encoded: Items of encode jobs by where their output came from (``encoder``, ``cache``), and
@@ -75,7 +75,7 @@ class Counted(msgspec.Struct, frozen=True, kw_only=True):
         prefix_hits: Those that they found.
     """
 
-    fates: dict[str, float] = {}
+    outcomes: dict[str, float] = {}
     ladder: dict[str, float] = {}
     fallbacks: float = 0.0
     encoded: dict[str, float] = {}
@@ -85,7 +85,7 @@ class Counted(msgspec.Struct, frozen=True, kw_only=True):
     def since(self, earlier: Counted) -> Counted:
         """Return what was counted since an earlier reading; what did not happen is left out."""
         return Counted(
-            fates=_risen(self.fates, earlier.fates),
+            outcomes=_risen(self.outcomes, earlier.outcomes),
             ladder=_risen(self.ladder, earlier.ladder),
             fallbacks=self.fallbacks - earlier.fallbacks,
             encoded=_risen(self.encoded, earlier.encoded),
@@ -150,7 +150,7 @@ def counted(parts: Sequence[Part]) -> Counted:
         for family in text_string_to_metric_families(answer.text):
             for sample in family.samples:
                 if sample.name == "epd_router_items_total":
-                    found.fates[sample.labels["fate"]] = sample.value
+                    found.outcomes[sample.labels["outcome"]] = sample.value
                 elif sample.name == "epd_router_ladder_total":
                     found.ladder[sample.labels["rung"]] = sample.value
                 elif sample.name in _SUMS:

@@ -14,7 +14,7 @@ from epd_portable.bench.sizing.stages import StageTimes
 from epd_portable.bench.sizing.timeline import EngineTimeline, FifoServer
 from epd_portable.bench.stats import quantile
 from epd_portable.router.elastic import sooner_here
-from epd_portable.router.ring import FEW, LOAD_BOUND
+from epd_portable.router.fleet.ring import FEW, LOAD_BOUND
 
 WARM_UP_SHARE = 0.1
 """Of the requests, the first: they find empty instances, and no quantile counts them."""

@@ -38,6 +38,7 @@ from epd_portable.connector.transport import (
     ReceiveMemory,
     ReceivingEnd,
     Transport,
+    check_slot,
     check_source,
 )
 from epd_portable.errors import (
@@ -286,11 +287,7 @@ class MooncakeTransport(Transport):
                 f"mooncake moves bytes by {self._protocol} here and by {peer.protocol} at the "
                 "consumer: another path is taken"
             )
-        if slot.offset < 0 or slot.offset + slot.nbytes > peer.nbytes:
-            raise TransportError(
-                f"slot of {slot.nbytes} bytes at {slot.offset} is outside the consumer's memory "
-                f"of {peer.nbytes} bytes"
-            )
+        check_slot(slot, peer.nbytes)
         host = self._copies.to_host(src, after=computed, deadline_s=deadline_s)
         line = self._enter(address)
         try:

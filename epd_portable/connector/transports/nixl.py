@@ -27,6 +27,7 @@ from epd_portable.connector.transport import (
     ReceiveMemory,
     ReceivingEnd,
     Transport,
+    check_slot,
     check_source,
 )
 from epd_portable.errors import (
@@ -127,11 +128,7 @@ class NixlTransport(Transport):
         check_source(src, slot, self._copies.device)
         self._check_lease(slot, deadline_s)
         peer = _parse(address)
-        if slot.offset < 0 or slot.offset + slot.nbytes > peer.nbytes:
-            raise TransportError(
-                f"slot of {slot.nbytes} bytes at {slot.offset} is outside the consumer's memory "
-                f"of {peer.nbytes} bytes"
-            )
+        check_slot(slot, peer.nbytes)
         host = self._copies.to_host(src, after=computed, deadline_s=deadline_s)
         buffer = self._take_buffer(slot.nbytes)
         buffer.memory[: slot.nbytes].copy_(host.reshape(-1).view(torch.uint8))

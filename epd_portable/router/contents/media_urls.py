@@ -23,7 +23,7 @@ from epd_portable.router.contents.cut_text import Bytes
 from epd_portable.router.contents.web_files import FetchedFile, Resolve, WebFiles
 from epd_portable.router.http.incoming import Bodies
 from epd_portable.router.http.replies import unavailable
-from epd_portable.router.telling.metrics import Metrics
+from epd_portable.router.observability.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 

@@ -24,9 +24,9 @@ import msgspec
 
 from epd_portable.config.roles import DUTIES, Duty, Role
 from epd_portable.errors import EPDError
+from epd_portable.router.fleet.ring import Ring, hashes
 from epd_portable.router.fleet.tally import MAX_INSTANCES, ROWS, Tally
 from epd_portable.router.http.upstream_connection import Fault
-from epd_portable.router.ring import Ring, hashes
 from epd_portable.router.settings import InstanceSettings
 
 logger = logging.getLogger(__name__)
@@ -215,7 +215,7 @@ class Instance:
         self._owner = owner
         self._tally = owner.tally
         self._clock = owner.clock
-        self._ring: Ring | None = None
+        self._ring: Ring[Instance] | None = None
         self._warm_up = warm_up
         self._draining = False
         self._uses: set[Use] = set()
@@ -536,7 +536,7 @@ class Fleet:
         self._instances: dict[str, Instance] = {}
         self._watchers: list[Callable[[Instance], None]] = []
         # Of each duty those that are preferred, then the other usable ones.
-        self._rings: dict[Duty, tuple[Ring, Ring]] = {
+        self._rings: dict[Duty, tuple[Ring[Instance], Ring[Instance]]] = {
             duty: (Ring(self.tally, 2 * n), Ring(self.tally, 2 * n + 1))
             for n, duty in enumerate(_RINGS)
         }
@@ -644,7 +644,7 @@ class Fleet:
         if self._report is not None:
             self._report(instance, failure)
 
-    def _within(self, ring: Ring, names: Collection[str]) -> list[Instance]:
+    def _within(self, ring: Ring[Instance], names: Collection[str]) -> list[Instance]:
         found = (self._instances.get(name) for name in set(names))
         return [instance for instance in found if instance is not None and instance._ring is ring]
 

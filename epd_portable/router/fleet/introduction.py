@@ -37,9 +37,9 @@ from epd_portable.router.fleet.control import ControlChannels
 from epd_portable.router.fleet.instances import Fleet, Instance, WentDownError, while_up
 from epd_portable.router.http.upstream import Upstream
 from epd_portable.router.http.upstream_connection import Fault, UpstreamError
+from epd_portable.router.observability.activity import Activity
 from epd_portable.router.prefill import for_prefill, read_kv, with_kv
 from epd_portable.router.settings import RouterSettings
-from epd_portable.router.telling.activity import Activity
 from epd_portable.wire.params import (
     EncodedItem,
     EncodeTransfer,

@@ -29,8 +29,8 @@ from epd_portable.router.fleet.tally import MAX_INSTANCES
 from epd_portable.router.http.replies import Reply, json_reply
 from epd_portable.router.http.upstream import Upstream
 from epd_portable.router.http.upstream_connection import Fault, UpstreamError
+from epd_portable.router.observability.metrics import Metrics
 from epd_portable.router.settings import InstanceSettings, RouterSettings
-from epd_portable.router.telling.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 _said = say_failure(logger, "watching an instance failed")

@@ -32,14 +32,23 @@ def router() -> dict[str, object]:
 
 
 def test_text_before_a_picture_is_prefilled_while_the_encoder_works(pair: Pair) -> None:
+    name = "text-first"
+
     def steps() -> list[dict[str, Any]]:
+        """Those of this request: a router that has just begun asks for something itself."""
         events = pair.split.events("step", since_s=held_s)
-        return [event for event in events if event["instance"].startswith("prefill_decode")]
+        return [
+            event
+            for event in events
+            if event["instance"].startswith("prefill_decode")
+            and any(name in request for request in event["tokens"])
+        ]
 
     content = [text("Look at this picture, please, and say what it shows: "), picture(1), ASK]
     with ThreadPoolExecutor() as pool:
         with encoders_held(pair.split) as held_s:
-            pending = pool.submit(ask, pair.split.url, content)
+            headers = {"x-request-id": name}
+            pending = pool.submit(ask, pair.split.url, content, headers=headers)
             wait_until(lambda: bool(steps()), "the text is computed")
         answer = pending.result()
     [item] = answer.items

@@ -21,6 +21,7 @@ import pytest
 
 from epd_portable.launch import sessions
 from epd_portable.launch.ports import is_free, port_source
+from epd_portable.launch.running import RUN_FOLDER
 
 HERE = Path(__file__).parent
 DEADLINE_S = 30.0
@@ -44,7 +45,7 @@ class Run:
         **settings: Any,
     ) -> None:
         self.run_id = secrets.token_hex(4)
-        self.temp_dir = folder / f"temp-{self.run_id}"
+        self.temp_dir = folder / f"{RUN_FOLDER}{self.run_id}"
         self.temp_dir.mkdir()
         self.log_dir = folder / f"logs-{self.run_id}"
         self.log_dir.mkdir()

@@ -33,6 +33,8 @@ class Answer(BaseHTTPRequestHandler):
                 time.sleep(late_s)
                 seen = {"state": "up", "problem": problem} if problem else {"state": "up"}
                 self.say(status, json.dumps({"instances": {"encode-0": seen}}))
+            case ["metrics"]:
+                self.say(200, f"stand_in_status {status}\n")
             case ["become", number]:
                 status = int(number)
                 self.say(200, "")

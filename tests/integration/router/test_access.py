@@ -11,8 +11,8 @@ from starlette.responses import JSONResponse, Response
 
 from epd_portable.config.secret import INSTANCE_TOKEN_HEADER
 from epd_portable.errors import ConfigError
-from epd_portable.router.door import access
-from epd_portable.router.door.access import ApiKeys
+from epd_portable.router.ingress import access
+from epd_portable.router.ingress.access import ApiKeys
 from tests.integration.router.conftest import Build
 from tests.integration.router.stand_in import Received
 from tests.integration.router.test_requests import RED, TEXT

@@ -124,8 +124,8 @@ async def test_an_encoder_that_fails_is_left_out_of_the_next_choice(build: Build
         for number in range(4):
             encoded.clear()
             assert (await t.chat(image(b"%d" % number), TEXT)).status_code == 200
-    await t.until_metric('epd_router_items_total{fate="other_encoder"}', 1)
-    assert await t.metric('epd_router_items_total{fate="local"}') == 0
+    await t.until_metric('epd_router_items_total{outcome="other_encoder"}', 1)
+    assert await t.metric('epd_router_items_total{outcome="local"}') == 0
 
 
 async def test_small_pictures_stay_where_they_are_needed(build: Build) -> None:
@@ -134,7 +134,7 @@ async def test_small_pictures_stay_where_they_are_needed(build: Build) -> None:
     (job,) = t.encoders[0].received
     part = job.body["messages"][0]["content"][0]["image_url"]["url"]
     assert base64.b64decode(part.partition(",")[2])[16:24] == struct.pack(">II", 64, 64)
-    assert await t.metric('epd_router_items_total{fate="decided_here"}') == 1
+    assert await t.metric('epd_router_items_total{outcome="decided_here"}') == 1
 
 
 async def test_a_decider_says_how_long_an_encode_job_may_take(build: Build) -> None:
@@ -152,7 +152,7 @@ async def test_a_decider_says_how_long_an_encode_job_may_take(build: Build) -> N
     told = asyncio.Event()
     t = await build(behaviour=generate, encoding=hang, choice={**AFFINITY, "plugins": plugins})
     asking = asyncio.create_task(t.chat(RED, TEXT))
-    await t.until_metric('epd_router_items_total{fate="local"}', 1)
+    await t.until_metric('epd_router_items_total{outcome="local"}', 1)
     told.set()
     assert (await asking).status_code == 200
 

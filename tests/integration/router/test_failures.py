@@ -62,7 +62,7 @@ async def test_another_encoder_is_tried_for_the_same_transfer(build: Build) -> N
     assert (await t.chat(RED)).status_code == 200
     first, second = (encoder.received[0].params for encoder in t.encoders)
     assert first == second
-    await t.until_metric('epd_router_items_total{fate="other_encoder"}', 1)
+    await t.until_metric('epd_router_items_total{outcome="other_encoder"}', 1)
     assert await t.metric('epd_router_ladder_total{rung="other_encoder"}') == 1
 
 
@@ -79,7 +79,7 @@ async def test_without_another_encoder_the_pd_instance_is_told_to_encode(
     assert response.status_code == 200
     assert f"answered {status}" in response.json()["reason"]
     assert await t.metric('epd_router_ladder_total{rung="local_encode"}') == 1
-    assert await t.metric('epd_router_items_total{fate="local"}') == 1
+    assert await t.metric('epd_router_items_total{outcome="local"}') == 1
 
 
 def full(*, for_ms: int) -> Behaviour:
@@ -116,7 +116,7 @@ async def test_while_one_encoder_is_full_another_is_asked_at_once(build: Build) 
 
     assert (await t.chat(RED)).status_code == 200
     assert sorted(asked) == ["encode-0", "encode-1"]
-    await t.until_metric('epd_router_items_total{fate="other_encoder"}', 1)
+    await t.until_metric('epd_router_items_total{outcome="other_encoder"}', 1)
     assert await t.metric('epd_router_ladder_total{rung="encoder_full"}') == 1
     assert await t.metric('epd_router_ladder_total{rung="other_encoder"}') == 0
 
@@ -180,7 +180,7 @@ async def test_a_full_encoder_that_tells_no_time_is_asked_again(build: Build) ->
 
     t.encoders[0].behaviour, t.pd.behaviour = encode, generate
     assert (await t.chat(RED)).status_code == 200
-    await t.until_metric('epd_router_items_total{fate="encoded"}', 1)
+    await t.until_metric('epd_router_items_total{outcome="encoded"}', 1)
 
 
 async def test_nobody_waits_for_a_full_encoder_once_the_answer_has_begun(build: Build) -> None:
@@ -193,7 +193,7 @@ async def test_nobody_waits_for_a_full_encoder_once_the_answer_has_begun(build: 
 
     t.pd.behaviour = generate
     assert (await t.chat(RED)).status_code == 200
-    await t.until_metric('epd_router_items_total{fate="not_needed"}', 1)
+    await t.until_metric('epd_router_items_total{outcome="not_needed"}', 1)
     assert len(t.encoders[0].received) == 1
 
 
@@ -260,7 +260,7 @@ async def test_without_a_healthy_encoder_the_pd_instance_expects_nothing(build: 
     assert response.status_code == 200
     assert "ec_transfer_params" not in t.pd.received[0].body
     assert t.pd.received[0].body["messages"][0]["content"][0]["uuid"]
-    assert await t.metric('epd_router_items_total{fate="no_encoder"}') == 1
+    assert await t.metric('epd_router_items_total{outcome="no_encoder"}') == 1
 
 
 async def test_an_encoder_that_returns_is_used_again(build: Build) -> None:
@@ -290,7 +290,7 @@ async def test_a_client_that_goes_away_ends_the_work_on_both_sides(
     for instance in (t.encoders[0], t.pd):
         await instance.until(lambda i: i.aborted == 1)
     await t.until_metric('epd_router_client_disconnects_total{endpoint="/v1/chat/completions"}', 1)
-    assert await t.metric('epd_router_items_total{fate="cancelled"}') == 1
+    assert await t.metric('epd_router_items_total{outcome="cancelled"}') == 1
 
 
 async def test_a_client_that_leaves_a_stream_ends_it_at_the_instance(build: Build) -> None:
@@ -355,7 +355,7 @@ async def test_an_encoder_that_the_pd_instance_refuses_is_replaced_by_another(
 
     t.pd.behaviour = generate
     assert (await t.chat(RED)).status_code == 200
-    await t.until_metric('epd_router_items_total{fate="other_encoder"}', 1)
+    await t.until_metric('epd_router_items_total{outcome="other_encoder"}', 1)
 
 
 async def test_without_another_encoder_a_refusal_leads_to_local_encoding(build: Build) -> None:

@@ -62,7 +62,7 @@ async def test_a_hung_encoder_leads_to_another_one_in_time(build: Build) -> None
     started = time.monotonic()
     assert (await t.chat(RED)).status_code == 200
     assert time.monotonic() - started < 8.0
-    await t.until_metric('epd_router_items_total{fate="other_encoder"}', 1)
+    await t.until_metric('epd_router_items_total{outcome="other_encoder"}', 1)
 
 
 async def test_requests_at_an_instance_that_hangs_go_to_another_one(build: Build) -> None:

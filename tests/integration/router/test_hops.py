@@ -12,7 +12,7 @@ import httpx
 import pytest
 from starlette.responses import Response
 
-from epd_portable.router.door.hop_headers import (
+from epd_portable.router.ingress.hop_headers import (
     CACHE_KEY,
     ENCODER_MODEL_LABEL,
     ENCODERS,

@@ -63,7 +63,7 @@ async def test_items_are_encoded_at_once_or_one_after_the_other(
     t = await build(encoding=encoder, behaviour=behaviour, encode_order=order)
     assert (await t.chat(RED, BLUE, GREEN)).status_code == 200
     assert (encoder.jobs, encoder.most) == (3, most)
-    await t.until_metric('epd_router_items_total{fate="encoded"}', 3)
+    await t.until_metric('epd_router_items_total{outcome="encoded"}', 3)
 
 
 @pytest.mark.parametrize(("order", "most"), [("concurrent", 3), ("sequential_fallback", 1)])
@@ -86,7 +86,7 @@ async def test_items_whose_encoder_failed_are_encoded_one_after_the_other_if_ask
     behaviour = after_all_jobs(works, 3)
     t = await build(encoders=2, encoding=encode, behaviour=behaviour, encode_order=order)
     assert (await t.chat(RED, BLUE, GREEN)).status_code == 200
-    await t.until_metric('epd_router_items_total{fate="other_encoder"}', 3)
+    await t.until_metric('epd_router_items_total{outcome="other_encoder"}', 3)
     assert (works.jobs, works.most) == (3, most)
 
 
@@ -123,7 +123,7 @@ async def test_a_request_is_answered_without_an_item_that_cannot_be_had_and_says
     assert parts(received)[2]["text"] == "[image not available]"
     assert len(received.params["transfers"]) == 2
     assert lost[0].encode() not in received.raw
-    assert await t.metric('epd_router_items_total{fate="left_out"}') == 1
+    assert await t.metric('epd_router_items_total{outcome="left_out"}') == 1
     assert await t.metric('epd_router_ladder_total{rung="without_items"}') == 1
 
 

@@ -25,10 +25,10 @@ from opentelemetry.trace import SpanKind
 from starlette.responses import Response
 
 from epd_portable.errors import ConfigError
+from epd_portable.router.observability import observers
+from epd_portable.router.observability.llmd_names import NAMES
+from epd_portable.router.observability.tracing import Tracing
 from epd_portable.router.server import Router
-from epd_portable.router.telling import observers
-from epd_portable.router.telling.llmd_names import NAMES
-from epd_portable.router.telling.tracing import Tracing
 from tests.integration.router.conftest import Build, Topology
 from tests.integration.router.stand_in import (
     DEADLINE_S,
@@ -146,7 +146,7 @@ async def test_the_proposals_names_show_the_same_counts(
     assert await t.metric("llmd_encode_queue_depth") == 0
     assert await t.metric("llmd_encode_parallel_workers_count") == 2
     local = await t.metric('llmd_epd_stage_selection{decision="local"}')
-    assert local == await t.metric('epd_router_items_total{fate="local"}') == 1
+    assert local == await t.metric('epd_router_items_total{outcome="local"}') == 1
 
 
 async def test_the_proposals_names_are_not_shown_unless_asked_for(build: Build) -> None:
@@ -207,7 +207,7 @@ async def test_each_request_gets_one_line_that_says_nothing_of_its_content(
     (instance,) = first["instances"]
     assert (instance["stage"], instance["name"]) == ("answer", "pd-0")
     (item,) = first["items"]
-    assert (item["modality"], item["fate"]) == ("image", "encoded")
+    assert (item["modality"], item["outcome"]) == ("image", "encoded")
     (job,) = item["jobs"]
     assert (job["encoder"], job["end"]) == ("encode-0", "encoded")
     assert 0 <= first["read_ms"] <= job["began_ms"] <= job["ended_ms"] <= first["ended_ms"]
@@ -226,7 +226,7 @@ async def test_a_line_says_what_went_wrong_and_that_a_client_left(
     (line,) = map(json.loads, (await lines(log, 1)).splitlines())
     assert [each["rung"] for each in line["trouble"]] == ["local_encode"]
     assert line["trouble"][0]["what"] == "encoder_failed"
-    assert line["items"][0]["fate"] == "local"
+    assert line["items"][0]["outcome"] == "local"
 
     async def never(received: Received) -> Response:
         await asyncio.Event().wait()
@@ -242,7 +242,7 @@ async def test_a_line_says_what_went_wrong_and_that_a_client_left(
 
 
 def test_a_file_that_cannot_be_written_ends_the_start(build: Build, tmp_path: Path) -> None:
-    from epd_portable.router.telling.access_log import AccessLog
+    from epd_portable.router.observability.access_log import AccessLog
 
     with pytest.raises(ConfigError, match=r"router.access_log .*nowhere/log cannot be written"):
         AccessLog(str(tmp_path / "nowhere/log"))
@@ -375,7 +375,7 @@ def test_without_the_package_the_message_says_what_to_install(
 ) -> None:
     import sys
 
-    monkeypatch.setitem(sys.modules, "epd_portable.router.telling.tracing", None)
+    monkeypatch.setitem(sys.modules, "epd_portable.router.observability.tracing", None)
     with pytest.raises(ConfigError, match=r"router.tracing.endpoint .* epd-portable\[otel\]"):
         observers._tracing("http://127.0.0.1:4318", "")
 
@@ -396,7 +396,7 @@ def after_encoders(t: Topology) -> None:
 
     def open_items() -> bool:
         items = [item for record in requests.in_flight for item in record.items]
-        return any(not item.fate and not item.brought for item in items)
+        return any(not item.end and not item.brought for item in items)
 
     def waiting(behaviour: Behaviour) -> Behaviour:
         async def behave(received: Received) -> Response:

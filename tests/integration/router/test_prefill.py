@@ -92,7 +92,7 @@ async def test_who_encodes_by_role_gets_no_items(build: Build) -> None:
     assert (await t.chat(RED, BLUE)).status_code == 200
     assert not t.encoders[0].received
     assert t.pds[0].received[0].params is None
-    assert await t.metric('epd_router_items_total{fate="by_role"}') == 2
+    assert await t.metric('epd_router_items_total{outcome="by_role"}') == 2
 
 
 async def test_replicas_share_requests_and_get_no_items(build: Build) -> None:

@@ -96,7 +96,7 @@ async def test_every_request_has_transfers_of_its_own(build: Build) -> None:
 async def test_images_of_one_request_are_spread_over_encoders(build: Build) -> None:
     t = await build(encoders=2)
     await t.chat(*(image(b"%d" % n) for n in range(8)))
-    await t.until_metric('epd_router_items_total{fate="encoded"}', 8)
+    await t.until_metric('epd_router_items_total{outcome="encoded"}', 8)
     counts = sorted(len(encoder.received) for encoder in t.encoders)
     assert sum(counts) == 8
     assert counts[0] >= 2
@@ -108,7 +108,7 @@ async def test_videos_and_audio_clips_are_encode_jobs_of_their_own(build: Build)
     clip = {"type": "input_audio", "input_audio": {"data": "Y2xpcA==", "format": "wav"}}
 
     await t.chat(film, clip, RED, film)
-    await t.until_metric('epd_router_items_total{fate="encoded"}', 3)
+    await t.until_metric('epd_router_items_total{outcome="encoded"}', 3)
 
     jobs = [job.body["messages"][0]["content"] for job in t.encoders[0].received]
     assert sorted(part["type"] for (part,) in jobs) == ["image_url", "input_audio", "video_url"]
@@ -274,7 +274,7 @@ async def test_models_health_and_metrics_are_served(build: Build) -> None:
     assert health.status_code == 200
     assert health.json()["instances"]["encode-0"]["healthy"] is True
     assert health.json()["instances"]["encode-0"]["url"] == t.encoders[0].serving.url
-    await t.until_metric('epd_router_items_total{fate="encoded"}', 1)
+    await t.until_metric('epd_router_items_total{outcome="encoded"}', 1)
     requests = 'epd_router_requests_total{endpoint="/v1/chat/completions",status="200"}'
     assert await t.metric(requests) == 1
     assert await t.metric('epd_router_instance_up{instance="pd-0",role="prefill-decode"}') == 1

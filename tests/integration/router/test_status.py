@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from epd_portable.config.roles import ROLES
 from epd_portable.config.secret import Secret
-from epd_portable.router.telling.status import MAX_ENDED_SHOWN, RUNGS, SCHEMA
+from epd_portable.router.observability.status import MAX_ENDED_SHOWN, RUNGS, SCHEMA
 from tests.integration.router.conftest import Build, Topology
 from tests.integration.router.stand_in import DEADLINE_S, Received, answer, refuse
 from tests.integration.router.test_introduction import transferring

@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 import pytest
 from starlette.responses import Response
 
+from epd_portable.router.observability.record import RequestRecord
 from epd_portable.router.settings import InstanceSettings
-from epd_portable.router.telling.record import RequestRecord
 from tests import browser
 from tests.browser import Page
 from tests.integration.router.conftest import Build, Topology

@@ -81,7 +81,7 @@ async def test_an_item_that_is_stored_is_not_encoded(build: Build, section: Stor
     stores = {each["mm_hash"]: each.get("store", "") for each in transfers(t)}
     assert stores == {parts(job)[0]["uuid"]: "", name: key}
     assert list(stores)[1] == name, "in the order of the prompt"
-    assert await t.metric('epd_router_items_total{fate="stored"}') == 1
+    assert await t.metric('epd_router_items_total{outcome="stored"}') == 1
     assert await t.metric('epd_router_store_items_total{result="hit"}') == 1
 
 

@@ -24,7 +24,7 @@ from epd_portable.router.contents import web_files
 from epd_portable.router.contents.media_urls import MEDIA_TYPES, LinkedItems, MediaFetcher
 from epd_portable.router.fleet.tally import Tally
 from epd_portable.router.http.incoming import Bodies
-from epd_portable.router.telling.metrics import Metrics
+from epd_portable.router.observability.metrics import Metrics
 from tests.integration.router.web import Answer, Site, moved, plain
 from tests.unit.media.samples import STILLS
 

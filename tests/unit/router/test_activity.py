@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from epd_portable.router.telling.activity import (
+from epd_portable.router.observability.activity import (
     MAX_PAIRS,
     Activity,
     RungUse,
@@ -8,7 +8,7 @@ from epd_portable.router.telling.activity import (
     rungs_of_all,
     traffic_of_all,
 )
-from epd_portable.router.telling.record import ItemRecord, JobRecord, Leg, RequestRecord, Step
+from epd_portable.router.observability.record import ItemRecord, JobRecord, Leg, RequestRecord, Step
 from epd_portable.wire.params import ItemOutcome
 
 
@@ -75,9 +75,9 @@ def test_an_item_went_to_who_was_asked_when_its_job_began() -> None:
     record = RequestRecord(id="r", endpoint="/v1/chat/completions")
     record.legs = [Leg("prefill", "p", 1.0, ended_at=4.0), Leg("answer", "d", 4.0)]
     job = JobRecord("e", 2.0, ended_at=3.0, end="encoded")
-    item = ItemRecord("image", 0, fate="encoded", jobs=[job])
+    item = ItemRecord("image", 0, end="encoded", jobs=[job])
     activity.item_ended(record, item)
-    item.fate = "not_needed"
+    item.end = "not_needed"
     activity.item_ended(record, item)
     assert [(pair.source, pair.target, pair.count) for pair in activity.pairs] == [("e", "p", 1)]
 

@@ -9,22 +9,22 @@ import pytest
 from epd_portable.config.routing import AdmissionSection
 from epd_portable.errors import RequestError
 from epd_portable.router.contents.body import Call
-from epd_portable.router.door.admission import LONGEST_RETRY_S, Doorkeeper, priority_of
-from epd_portable.router.door.gate import Ticket
 from epd_portable.router.fleet.instances import Fleet, Instance
+from epd_portable.router.ingress.admission import LONGEST_RETRY_S, AdmissionControl, priority_of
+from epd_portable.router.ingress.gate import Ticket
+from epd_portable.router.observability.metrics import Metrics
 from epd_portable.router.settings import InstanceSettings
-from epd_portable.router.telling.metrics import Metrics
 
 TEXT = Call.untouched("POST", "/v1/chat/completions", b"{}")
 
 
 class Door:
-    """A doorkeeper whose clock a test sets."""
+    """Admission whose clock a test sets."""
 
     def __init__(self, *, processes: int = 1, **limits: Any) -> None:
         self.now_s = 0.0
         self.fleet = Fleet()
-        self.keeper = Doorkeeper(
+        self.keeper = AdmissionControl(
             AdmissionSection.model_validate(limits),
             self.fleet,
             Metrics(),

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from epd_portable.router.door.cors import Cors
+from epd_portable.router.ingress.cors import Cors
 
 PAGE = {"origin": "https://a.example"}
 ASKED = {**PAGE, "access-control-request-method": "POST"}

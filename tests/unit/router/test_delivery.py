@@ -16,9 +16,9 @@ from epd_portable.router.fleet.control import ControlChannels, Inbox
 from epd_portable.router.fleet.instances import Fleet
 from epd_portable.router.http.upstream import Upstream
 from epd_portable.router.ladder import LADDER, Point, RetryBudget, Trouble
+from epd_portable.router.observability.record import RequestRecord
 from epd_portable.router.settings import InstanceSettings, RouterSettings
 from epd_portable.router.store import StoreLookup
-from epd_portable.router.telling.record import RequestRecord
 from epd_portable.wire.params import EncodeTransfer
 from tests.keyring import keys, secret
 
@@ -52,7 +52,7 @@ async def test_a_job_that_is_cancelled_as_its_answer_comes_ends(turns: int) -> N
         transfer=EncodeTransfer(transfer_id="t", mm_hash="a", consumer=PD.control),
         encoder=encoder,
         body=[b"{}"],
-        bare=False,
+        metadata_only=False,
     )
     store = StoreLookup(None, secret(), StoreMetrics("router"), instances)
     deliverer = Deliverer(settings, cast(Upstream, upstream), control, RetryBudget(), store)
@@ -70,7 +70,7 @@ async def test_a_job_that_is_cancelled_as_its_answer_comes_ends(turns: int) -> N
     job.cancel()
     await asyncio.wait({job}, timeout=DEADLINE_S)
     assert job.cancelled()
-    assert record.items[0].fate in ("cancelled", "local")
+    assert record.items[0].end in ("cancelled", "local")
     (noted,) = record.items[0].jobs
     assert noted.end in ("cancelled", "encoded", "lost")
     await control.close()

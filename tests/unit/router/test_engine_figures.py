@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from epd_portable.router.telling.engine_figures import EngineFigures, read_figures
+from epd_portable.router.observability.engine_figures import EngineFigures, read_figures
 
 
 def test_engines_of_one_instance_are_added_up_and_the_fullest_cache_counts() -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from epd_portable.router.door.gate import Gate, Limit, Ticket
+from epd_portable.router.ingress.gate import Gate, Limit, Ticket
 
 REQUESTS, ITEMS = range(2)
 

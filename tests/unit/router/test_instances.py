@@ -19,9 +19,9 @@ from epd_portable.router.fleet.instances import (
     Fleet,
     Instance,
 )
+from epd_portable.router.fleet.ring import FEW, LOAD_BOUND
 from epd_portable.router.fleet.tally import Tally
 from epd_portable.router.http.upstream_connection import Fault
-from epd_portable.router.ring import FEW, LOAD_BOUND
 from epd_portable.router.settings import InstanceSettings, Role
 
 FAILURES: list[Failure] = [*Fault, "error"]

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from epd_portable.router.contents.media import MediaItem
-from epd_portable.router.telling.record import (
+from epd_portable.router.observability.record import (
     ItemRecord,
     JobRecord,
     Listener,
@@ -33,7 +33,7 @@ class Heard(Listener):
         self.words.append(f"{job.encoder} {job.end}")
 
     def item_ended(self, record: RequestRecord, item: ItemRecord) -> None:
-        self.words.append(f"item {item.fate}")
+        self.words.append(f"item {item.end}")
 
     def stepped(self, record: RequestRecord, step: Step) -> None:
         self.words.append(f"{step.trouble} {step.rung}")
@@ -101,7 +101,7 @@ def test_an_item_with_a_new_name_is_the_same_and_late_news_of_the_old_name_still
     record.rename([item("b")], [item("b-media")])
     record.end_job(item("b"), job, "cancelled")
     record.end_item(item("b-media"), "encoded")
-    assert [(each.fate, len(each.jobs)) for each in record.items] == [("", 0), ("encoded", 1)]
+    assert [(each.end, len(each.jobs)) for each in record.items] == [("", 0), ("encoded", 1)]
 
 
 def test_only_the_last_ones_are_kept_and_nothing_of_what_they_sent() -> None:

@@ -2,7 +2,12 @@ from __future__ import annotations
 
 import pytest
 
-from epd_portable.runners.prompt import PromptItem, PromptRecord, bare_items, match_transfers
+from epd_portable.runners.prompt import (
+    PromptItem,
+    PromptRecord,
+    match_transfers,
+    metadata_only_items,
+)
 from epd_portable.wire.params import ExpectedTransfer, ItemOutcome, PrefillParams, Source
 from tests.unit.runners.harness import spec
 
@@ -87,7 +92,7 @@ def test_bare_is_what_has_no_media_by_the_engine_or_by_the_router(
         name: ExpectedTransfer(transfer_id=f"t-{name}", mm_hash=name, media=name != "told")
         for name in ("with", "told")
     }
-    assert bare_items(items, transfers, can_encode=can_encode) == expected
+    assert metadata_only_items(items, transfers, can_encode=can_encode) == expected
 
 
 # -- how far a request is ------------------------------------------------------------------------

@@ -123,7 +123,7 @@ class Desk:
         input_id: int = 0,
         *,
         by_transfer: bool = True,
-        bare: bool = False,
+        metadata_only: bool = False,
     ) -> Claim:
         """Let a request claim an item that a transfer of its own is to bring, or is encoded here.
 
@@ -134,15 +134,25 @@ class Desk:
         item = self.cache.open(mm_hash, tensor(size))
         assert item is not None, "something else bears the name"
         transfer_id = f"t-{request_id}" if by_transfer else ""
-        claim = self.cache.claim(who, item, input_id, bare=bare, transfer_id=transfer_id)
+        claim = self.cache.claim(
+            who, item, input_id, metadata_only=metadata_only, transfer_id=transfer_id
+        )
         if by_transfer:
             item.transfers[transfer_id] = transfer_id
         return claim
 
     def claim_local(
-        self, request_id: str, mm_hash: str, size: int, input_id: int = 0, *, bare: bool = False
+        self,
+        request_id: str,
+        mm_hash: str,
+        size: int,
+        input_id: int = 0,
+        *,
+        metadata_only: bool = False,
     ) -> Claim:
-        return self.claim(request_id, mm_hash, size, input_id, by_transfer=False, bare=bare)
+        return self.claim(
+            request_id, mm_hash, size, input_id, by_transfer=False, metadata_only=metadata_only
+        )
 
     def leave(self, request_id: str) -> None:
         self.cache.leave(self._people[request_id])

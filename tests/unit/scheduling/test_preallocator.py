@@ -150,7 +150,7 @@ def test_what_was_accepted_makes_way_for_another_item_of_its_name(desk: Desk, la
 
 def test_a_bare_request_that_takes_over_an_item_loses_it_with_its_transfer(desk: Desk) -> None:
     desk.accept("early", 4)
-    desk.claim_local("r", "early", 4, bare=True)
+    desk.claim_local("r", "early", 4, metadata_only=True)
     desk.reserve()
     desk.lose_transfers("early", "nobody asked in time")
     assert desk.who("r").lost == {"early": "nobody asked in time"}

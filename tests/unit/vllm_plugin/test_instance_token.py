@@ -1,4 +1,4 @@
-"""The token at the door of an instance's server, by messages of ASGI."""
+"""The token that an instance's server asks for, by messages of ASGI."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def turn(side: str, *requests: MeasuredRequest, number: int = 0, **changed: Any)
         "wall_s": 4.0,
         "cpu_s": {"engine-0": {"API server": 0.5, "engine core": 1.5}},
         "memory": {"engine-0": Memory(rss_bytes=3 << 20, pss_bytes=2 << 20)},
-        "counted": Counted(fates={"encoded": 1.0}) if side == "ours" else Counted(),
+        "counted": Counted(outcomes={"encoded": 1.0}) if side == "ours" else Counted(),
         "client_cpu_s": 0.04,
     }
     return SideTurn(**{**usual, **changed})
@@ -277,11 +277,11 @@ def test_what_caches_saved_is_told_of_each_side() -> None:
 
 
 def test_what_fell_back_is_told_with_its_side() -> None:
-    lost = Counted(fates={"encoded": 3.0, "local": 2.0}, fallbacks=1.0)
+    lost = Counted(outcomes={"encoded": 3.0, "local": 2.0}, fallbacks=1.0)
     found = results(turn("ours", request(), counted=lost), turn("replicas", request()))
     assert load_report.fell_back(found, setting()).startswith("ours: 2 pictures were not encoded")
     assert load_report.fell_back(TWO_ROUNDS, setting()) == ""
-    chosen = Counted(fates={"encoded": 3.0, "sooner_here": 2.0, "stored": 4.0})
+    chosen = Counted(outcomes={"encoded": 3.0, "sooner_here": 2.0, "stored": 4.0})
     found = results(turn("ours", request(), counted=chosen), turn("replicas", request()))
     assert load_report.fell_back(found, setting()) == ""
 

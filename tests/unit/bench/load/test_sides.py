@@ -229,10 +229,10 @@ def test_cpu_time_is_counted_since_a_reading() -> None:
 
 
 def test_what_was_counted_since_is_told_without_what_did_not_happen() -> None:
-    before = watch.Counted(fates={"encoded": 4, "local": 1}, fallbacks=1)
-    after = watch.Counted(fates={"encoded": 6, "local": 1}, ladder={"local": 2}, fallbacks=1)
+    before = watch.Counted(outcomes={"encoded": 4, "local": 1}, fallbacks=1)
+    after = watch.Counted(outcomes={"encoded": 6, "local": 1}, ladder={"local": 2}, fallbacks=1)
     assert after.since(before) == watch.Counted(
-        fates={"encoded": 2}, ladder={"local": 2}, fallbacks=0
+        outcomes={"encoded": 2}, ladder={"local": 2}, fallbacks=0
     )
     before = watch.Counted(encoded={"encoder": 2, "cache": 1}, prefix_queries=10, prefix_hits=4)
     after = watch.Counted(encoded={"encoder": 5, "cache": 1}, prefix_queries=30, prefix_hits=9)

@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from epd_portable.router.telling.record import ItemRecord, Listener, RequestRecord, Step
+from epd_portable.router.observability.record import ItemRecord, Listener, RequestRecord, Step
 from epd_portable.wire.params import ItemOutcome
 
 MAX_PAIRS = 4096
@@ -72,7 +72,7 @@ class Activity(Listener):
 
     def item_ended(self, record: RequestRecord, item: ItemRecord) -> None:
         """Count an item that was encoded for another instance; see `Listener`."""
-        if item.fate in ("encoded", "other_encoder"):
+        if item.end in ("encoded", "other_encoder"):
             job = item.jobs[-1]
             # That in which the job began: the next one may have begun meanwhile.
             leg = next(leg for leg in reversed(record.legs) if leg.began_at <= job.began_at)

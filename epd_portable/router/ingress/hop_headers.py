@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import msgspec
 
 from epd_portable.errors import RequestError
-from epd_portable.router.door.access import ApiKeys
+from epd_portable.router.ingress.access import ApiKeys
 
 KEY = "x-epd-hop-key"
 """Header with a hop's key."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 
 from epd_portable.errors import ConfigError
+from epd_portable.router.observability.access_log import AccessLog
+from epd_portable.router.observability.record import Listener
 from epd_portable.router.settings import RouterSettings
-from epd_portable.router.telling.access_log import AccessLog
-from epd_portable.router.telling.record import Listener
 
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 """Variables of OpenTelemetry that name a collector."""
@@ -35,7 +35,7 @@ def _is_off() -> bool:
 
 def _tracing(endpoint: str | None, named: str) -> Listener:
     try:
-        from epd_portable.router.telling.tracing import Tracing, provider
+        from epd_portable.router.observability.tracing import Tracing, provider
     except ImportError as error:
         asked = "router.tracing.endpoint" if endpoint else f"the variable {named}"
         raise ConfigError(

@@ -15,7 +15,7 @@ from typing import Literal
 from epd_portable.media.formats import Modality
 from epd_portable.router.contents.media import MediaItem
 
-ItemFate = Literal[
+ItemEnd = Literal[
     "encoded",
     "other_encoder",
     "stored",
@@ -104,7 +104,7 @@ class ItemRecord:
         modality: What it is to the model.
         pixels: That it has once it is decoded; 0 if nobody looked, or it has none.
         nbytes: Of the body of its encode job; 0 without one.
-        fate: What became of it in the latest try; empty as long as that is open, which it may be
+        end: What became of it in the latest try; empty as long as that is open, which it may be
             when its request has ended.
         jobs: In the order in which they began.
     """
@@ -112,14 +112,14 @@ class ItemRecord:
     modality: Modality
     pixels: int
     nbytes: int = 0
-    fate: ItemFate | Literal[""] = ""
+    end: ItemEnd | Literal[""] = ""
     jobs: list[JobRecord] = field(default_factory=list)
 
     @property
     def brought(self) -> bool:
         """Whether an encode instance encoded it, and nothing is known against its arrival."""
-        if self.fate:
-            return self.fate in ("encoded", "other_encoder")
+        if self.end:
+            return self.end in ("encoded", "other_encoder")
         return bool(self.jobs) and self.jobs[-1].end == "encoded"
 
 
@@ -287,10 +287,10 @@ class RequestRecord:
         for listener in self.listeners:
             listener.job_ended(self, self._named[item.mm_hash], job)
 
-    def end_item(self, item: MediaItem, fate: ItemFate) -> None:
+    def end_item(self, item: MediaItem, end: ItemEnd) -> None:
         """Note what became of an item."""
         one = self._named[item.mm_hash]
-        one.fate = fate
+        one.end = end
         for listener in self.listeners:
             listener.item_ended(self, one)
 

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from epd_portable.errors import ConfigError
-from epd_portable.router.telling.record import ItemRecord, Listener, RequestRecord
+from epd_portable.router.observability.record import ItemRecord, Listener, RequestRecord
 
 STDERR = "stderr"
 """Setting by which lines go to standard error."""
@@ -97,7 +97,7 @@ def _item(record: RequestRecord, item: ItemRecord) -> dict[str, object]:
         "modality": item.modality,
         "pixels": item.pixels,
         "bytes": item.nbytes,
-        "fate": item.fate or ("encoded" if item.brought else "open"),
+        "outcome": item.end or ("encoded" if item.brought else "open"),
         "jobs": [
             {
                 "encoder": job.encoder,

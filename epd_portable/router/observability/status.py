@@ -19,15 +19,15 @@ from epd_portable.errors import RequestError
 from epd_portable.router.fleet.instances import Fleet, Instance
 from epd_portable.router.http.replies import JSON, Reply
 from epd_portable.router.ladder import LADDER
-from epd_portable.router.telling.activity import (
+from epd_portable.router.observability.activity import (
     Activity,
     RungUse,
     Traffic,
     rungs_of_all,
     traffic_of_all,
 )
-from epd_portable.router.telling.engine_figures import EngineFigures, EngineWatch
-from epd_portable.router.telling.record import RecentRequests, RequestRecord
+from epd_portable.router.observability.engine_figures import EngineFigures, EngineWatch
+from epd_portable.router.observability.record import RecentRequests, RequestRecord
 
 SCHEMA = 1
 """Of the JSON: raised when a field goes, or means something else."""

@@ -1,4 +1,4 @@
-"""Requests at the router's door: those that may not go to instances yet wait, bounded in every way.
+"""Admission: requests that may not go to instances yet wait, bounded in every way.
 
 The order is the `Gate`'s. Here are what requests take of its limits, the limits themselves, which
 follow the instances that are usable, and what is told to those that wait in vain.
@@ -20,9 +20,9 @@ from epd_portable.config.roles import Duty
 from epd_portable.config.routing import AdmissionSection
 from epd_portable.errors import RequestError
 from epd_portable.router.contents.body import Call
-from epd_portable.router.door.gate import Gate, Limit, Ticket
 from epd_portable.router.fleet.instances import Fleet, Instance
-from epd_portable.router.telling.metrics import Metrics
+from epd_portable.router.ingress.gate import Gate, Limit, Ticket
+from epd_portable.router.observability.metrics import Metrics
 from epd_portable.scheduling.pace import Pace
 
 PRIORITY_HEADER = "x-vllm-priority"
@@ -72,7 +72,7 @@ class _Bound:
     limit: int
 
 
-class Doorkeeper:
+class AdmissionControl:
     """Lets requests in, one after the other.
 
     Args:

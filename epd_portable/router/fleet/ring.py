@@ -5,12 +5,9 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import Generic, Protocol, TypeVar
 
 from epd_portable.router.fleet.tally import Tally
-
-if TYPE_CHECKING:
-    from epd_portable.router.fleet.instances import Instance
 
 LOAD_BOUND = 1.25
 """No encoder takes more than this multiple of its share of the load."""
@@ -21,7 +18,29 @@ PLACES = 21
 _MASK = (1 << 64) - 1
 
 
-class Ring:
+class OnRing(Protocol):
+    """What a ring asks of an instance.
+
+    Attributes:
+        point: Its place on the circle, see `hashes`.
+        weight: How much it takes beside others.
+        in_flight: What this process has it do.
+    """
+
+    point: int
+    weight: float
+    in_flight: int
+
+    @property
+    def load(self) -> int:
+        """What all processes have it do."""
+        ...
+
+
+_T = TypeVar("_T", bound=OnRing)
+
+
+class Ring(Generic[_T]):
     """Instances among which is chosen, ordered by their points on a circle of hashes.
 
     Each has one point. A key looks at the circle from several places, and prefers whoever is
@@ -39,7 +58,7 @@ class Ring:
     """
 
     def __init__(self, tally: Tally, row: int) -> None:
-        self.instances: list[Instance] = []
+        self.instances: list[_T] = []
         self.row = row
         self.weight = 0.0
         self._tally = tally
@@ -48,7 +67,7 @@ class Ring:
     def __len__(self) -> int:
         return len(self.instances)
 
-    def add(self, instance: Instance) -> None:
+    def add(self, instance: _T) -> None:
         """Let an instance be chosen."""
         index = bisect_left(self._points, instance.point)
         self._points.insert(index, instance.point)
@@ -56,7 +75,7 @@ class Ring:
         self.weight += instance.weight
         self._tally.work(self.row, instance.in_flight)
 
-    def remove(self, instance: Instance) -> None:
+    def remove(self, instance: _T) -> None:
         """Let an instance be chosen no more."""
         index = bisect_left(self._points, instance.point)
         while self.instances[index] is not instance:
@@ -66,7 +85,7 @@ class Ring:
         self.weight = sum(each.weight for each in self.instances)
         self._tally.work(self.row, -instance.in_flight)
 
-    def near(self, key: str, exclude: Sequence[Instance]) -> Instance | None:
+    def near(self, key: str, exclude: Sequence[_T]) -> _T | None:
         """Return the instance that a key prefers of those within the load bound."""
         count = len(self.instances) - len(exclude)
         if not count:
@@ -85,7 +104,7 @@ class Ring:
         # Other processes count meanwhile, so that all may be above what was the limit.
         return best
 
-    def lightest(self, key: str, exclude: Sequence[Instance]) -> Instance | None:
+    def lightest(self, key: str, exclude: Sequence[_T]) -> _T | None:
         """Return the instance with the least load for its weight; of many, the lighter of two."""
         count = len(self.instances)
         if count == len(exclude):
@@ -103,7 +122,7 @@ class Ring:
         ]
         return min(loads, key=lambda each: each[:2])[2]
 
-    def _at(self, index: int, exclude: Sequence[Instance]) -> Instance:
+    def _at(self, index: int, exclude: Sequence[_T]) -> _T:
         while self.instances[index] in exclude:
             index = (index + 1) % len(self.instances)
         return self.instances[index]
@@ -119,7 +138,7 @@ class Ring:
             yield (points[index] - place) & _MASK, index
             place = (place + step) & _MASK
 
-    def _in_order(self, nearest: Sequence[tuple[int, int]]) -> Iterable[Instance]:
+    def _in_order(self, nearest: Sequence[tuple[int, int]]) -> Iterable[_T]:
         """Return those seen first, the nearest first, and then everybody around the circle."""
         for _, index in nearest:
             yield self.instances[index]

@@ -14,9 +14,9 @@ from prometheus_client.registry import Collector
 
 from epd_portable.connector.stores.metrics import StoreMetrics
 from epd_portable.router.fleet.instances import Instance
-from epd_portable.router.telling.activity import Activity
-from epd_portable.router.telling.llmd_names import LlmdNames
-from epd_portable.router.telling.record import (
+from epd_portable.router.observability.activity import Activity
+from epd_portable.router.observability.llmd_names import LlmdNames
+from epd_portable.router.observability.record import (
     ItemRecord,
     JobRecord,
     Listener,
@@ -116,7 +116,10 @@ class Metrics(Listener):
             registry=registry,
         )
         self.items = Counter(
-            "epd_router_items", "Media items by what became of them.", ("fate",), registry=registry
+            "epd_router_items",
+            "Media items by what became of them.",
+            ("outcome",),
+            registry=registry,
         )
         self.modalities = Counter(
             "epd_router_items_by_modality",
@@ -284,7 +287,7 @@ class Metrics(Listener):
 
     def item_ended(self, record: RequestRecord, item: ItemRecord) -> None:
         """Count an item by what became of it."""
-        self.items.labels(item.fate).inc()
+        self.items.labels(item.end).inc()
 
     def stepped(self, record: RequestRecord, step: Step) -> None:
         """Count a step down the failure ladder."""

@@ -19,7 +19,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, get_current_span
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from epd_portable.router.telling.record import (
+from epd_portable.router.observability.record import (
     ItemRecord,
     JobRecord,
     Leg,

@@ -84,7 +84,7 @@ NAMES: Mapping[str, _Named] = {
         source="epd_router_items",
         documentation="Items by where they were encoded.",
         kind="unknown",
-        label="fate",
+        label="outcome",
         shown="decision",
         values={**dict.fromkeys(_LOCAL, "local"), **dict.fromkeys(_REMOTE, "remote")},
     ),

@@ -1,0 +1,148 @@
+"""Each alert rule fires on what it is for and on nothing else, as Prometheus's own tool finds."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ALERTS = Path(__file__).resolve().parents[2] / "docs/observability/alerts.yaml"
+NAMES = [
+    rule["alert"]
+    for group in yaml.safe_load(ALERTS.read_text("utf-8"))["groups"]
+    for rule in group["rules"]
+]
+MINUTES = 60
+
+pytestmark = pytest.mark.needs_prometheus
+
+WELL = {
+    'up{job="epd-router", instance="127.0.0.1:8000"}': "1",
+    'up{job="epd-instances", instance="encode-0"}': "1",
+    "epd_router_requests_in_flight": "3",
+    'epd_router_instance_up{instance="encode-0", role="encode"}': "1",
+    'epd_router_instance_up{instance="prefill-0", role="prefill"}': "1",
+    'epd_router_instance_up{instance="pd-0", role="prefill-decode"}': "1",
+    'epd_router_requests_total{status="200"}': "+60",
+    'epd_router_requests_total{status="503"}': "+1",
+    'epd_router_ladder_total{rung="broken_off"}': "0",
+    'epd_router_first_token_seconds_bucket{le="2", topology="e+pd"}': "+60",
+    'epd_router_first_token_seconds_bucket{le="20", topology="e+pd"}': "+60",
+    'epd_router_first_token_seconds_bucket{le="+Inf", topology="e+pd"}': "+60",
+    'epd_router_time_per_token_seconds_bucket{le="0.05", topology="text"}': "+60",
+    'epd_router_time_per_token_seconds_bucket{le="0.5", topology="text"}': "+60",
+    'epd_router_time_per_token_seconds_bucket{le="+Inf", topology="text"}': "+60",
+    "epd_router_admission_waiting": "0",
+    'epd_router_admission_refused_total{reason="full"}': "0",
+    'epd_router_encode_jobs_total{encoder="encode-0", end="encoded"}': "+60",
+    'epd_router_encode_jobs_total{encoder="encode-0", end="full"}': "+6",
+    'epd_router_encode_jobs_total{encoder="encode-0", end="lost"}': "+1",
+    'epd_pd_fallbacks_total{reason="lease"}': "2",
+    'epd_pd_transfers_failed_total{cause="lease"}': "2",
+    'epd_encode_write_failures_total{path="shm"}': "0",
+    "epd_pd_transfers_waiting": "0",
+    "epd_router_store_breaker": "0",
+    "epd_pd_store_breaker": "1",
+    "epd_encode_store_breaker": "0",
+    'epd_pd_store_items_total{result="poisoned"}': "0",
+    'epd_pd_store_items_total{result="hit"}': "+60",
+    "epd_encode_store_writes_total": "+60",
+    'epd_encode_store_drops_total{reason="store_full"}': "+1",
+}
+"""A deployment where little goes wrong: each series' value, or by how much it grows a minute."""
+ENCODE_UP = 'epd_router_instance_up{instance="encode-0", role="encode"}'
+SECOND_UP = 'epd_router_instance_up{instance="encode-1", role="encode"}'
+ILL: dict[str, tuple[dict[str, str | None], int]] = {
+    "EpdRouterGone": ({"epd_router_requests_in_flight": None}, 4),
+    "EpdNotScraped": ({'up{job="epd-instances", instance="encode-0"}': "0"}, 7),
+    "EpdNobodyAnswers": (
+        {'epd_router_instance_up{instance="pd-0", role="prefill-decode"}': "0"},
+        3,
+    ),
+    "EpdInstanceDown": ({SECOND_UP: "0"}, 12),
+    "EpdInstanceFlaps": ({SECOND_UP: "1 0 1 0 1 0 1 0 1x50"}, 12),
+    "EpdRequestsFail": ({'epd_router_requests_total{status="503"}': "+10"}, 12),
+    "EpdAnswersBreakOff": ({'epd_router_ladder_total{rung="broken_off"}': "+1"}, 12),
+    "EpdFirstTokenSlow": (
+        {'epd_router_first_token_seconds_bucket{le="2", topology="e+pd"}': "+50"},
+        22,
+    ),
+    "EpdTokensSlow": (
+        {'epd_router_time_per_token_seconds_bucket{le="0.05", topology="text"}': "+50"},
+        22,
+    ),
+    "EpdRequestsWait": ({"epd_router_admission_waiting": "1"}, 17),
+    "EpdRequestsRefused": ({'epd_router_admission_refused_total{reason="full"}': "+1"}, 17),
+    "EpdNobodyEncodes": ({ENCODE_UP: "0"}, 4),
+    "EpdEncodeJobsFail": (
+        {'epd_router_encode_jobs_total{encoder="encode-0", end="lost"}': "+10"},
+        17,
+    ),
+    "EpdEncodersFull": (
+        {'epd_router_encode_jobs_total{encoder="encode-0", end="full"}': "+30"},
+        22,
+    ),
+    "EpdItemsEncodedTwice": ({'epd_pd_fallbacks_total{reason="lease"}': "+1"}, 22),
+    "EpdTransfersLost": ({'epd_pd_transfers_failed_total{cause="lease"}': "+1"}, 17),
+    "EpdWritesFail": ({'epd_encode_write_failures_total{path="shm"}': "+1"}, 17),
+    "EpdNoRoomForItems": ({"epd_pd_transfers_waiting": "2"}, 12),
+    "EpdNobodyPrefills": (
+        {'epd_router_instance_up{instance="prefill-0", role="prefill"}': "0"},
+        4,
+    ),
+    "EpdStoreLeftAlone": ({"epd_pd_store_breaker": "2"}, 12),
+    "EpdStorePoisoned": ({'epd_pd_store_items_total{result="poisoned"}': "+1"}, 12),
+    "EpdStoreDropsOutputs": (
+        {'epd_encode_store_drops_total{reason="store_full"}': "+30"},
+        27,
+    ),
+}
+"""For each alert what is different, and after how many minutes it must fire."""
+
+
+def notation(value: str) -> str:
+    """Return a series' values in promtool's notation, one a minute."""
+    if " " in value:
+        return value
+    return f"0{value}x{MINUTES}" if value[0] == "+" else f"{value}x{MINUTES}"
+
+
+def check(folder: Path, series: dict[str, str], minutes: int, firing: list[str]) -> None:
+    """Ask promtool whether these alerts fire by then, and no others."""
+    fires = 'count by (alertname) (ALERTS{alertstate="firing"})'
+    samples = [{"labels": f'{{alertname="{name}"}}', "value": 1} for name in firing]
+    case: dict[str, Any] = {
+        "interval": "1m",
+        "input_series": [
+            {"series": name, "values": notation(value)} for name, value in series.items()
+        ],
+        "promql_expr_test": [{"expr": fires, "eval_time": f"{minutes}m", "exp_samples": samples}],
+    }
+    file = folder / "cases.yaml"
+    document = {"rule_files": [str(ALERTS)], "evaluation_interval": "1m", "tests": [case]}
+    file.write_text(yaml.safe_dump(document), "utf-8")
+    done = subprocess.run(
+        ["promtool", "test", "rules", str(file)], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_nothing_fires_where_little_goes_wrong(tmp_path: Path) -> None:
+    check(tmp_path, WELL, MINUTES, [])
+
+
+def test_a_deployment_without_prefill_instances_and_store_is_well(tmp_path: Path) -> None:
+    fewer = {name: value for name, value in WELL.items() if "store" not in name}
+    del fewer['epd_router_instance_up{instance="prefill-0", role="prefill"}']
+    check(tmp_path, fewer, MINUTES, [])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_alert_fires_on_what_it_is_for(name: str, tmp_path: Path) -> None:
+    different, minutes = ILL[name]
+    series = {each: value for each, value in (WELL | different).items() if value is not None}
+    check(tmp_path, series, minutes, [name])
+    check(tmp_path, series, 0, [])
