@@ -26,16 +26,16 @@ def setting(name: str) -> str:
 
 IN_THE_CODE = {
     "encoders tried for one item": str(MAX_ENCODERS),
-    "attempts of encoders at one item that are refused": str(consumer.MAX_REFUSED),
+    "refused announcements of one item": str(consumer.MAX_REFUSED),
     "times that a request is sent": str(exchange.MAX_PD_ATTEMPTS),
     "prefill instances asked for one prompt": str(prefill.MAX_PREFILLS),
     "connecting to an instance": setting("connect_timeout_s"),
-    "health probes of an instance that has answered no request": (
-        f"every {setting('probe_interval_s')}, of all instances {members.PROBES_PER_S:g} a second; "
-        "at once when a request failed"
+    "interval of health probes of an instance": (
+        f"{setting('probe_interval_s')}, at most {members.PROBES_PER_S:g} probes a second in all; "
+        "at once after a failed request"
     ),
     "a health probe waits": setting("probe_timeout_s"),
-    "health probes without an answer": str(instances.PROBES_UNTIL_DOWN),
+    "unanswered health probes": str(instances.PROBES_UNTIL_DOWN),
     "failed requests in a row": (
         f"{instances.FAILURES_UNTIL_EJECTED}, for {instances.FIRST_EJECTION_S:g} s to "
         f"{instances.LONGEST_EJECTION_S:g} s"
@@ -43,7 +43,7 @@ IN_THE_CODE = {
     "instances of one router": str(tally.MAX_INSTANCES),
     "headers of a request": (
         f"{server_connection.MAX_HEAD_BYTES // KIB} KiB, "
-        f"in {server_connection.HEADERS_WITHIN_S:g} s"
+        f"within {server_connection.HEADERS_WITHIN_S:g} s"
     ),
     "JSON of a request without its long strings": f"{body.MAX_JSON_BYTES // MIB} MiB",
     "a request at `/epd/`": f"{members.MAX_BODY_BYTES // KIB} KiB",
@@ -52,7 +52,7 @@ IN_THE_CODE = {
     "`Retry-After` of a 429 of the router": f"1 s to {admission.LONGEST_RETRY_S} s",
     "a topology file": f"{problems.MAX_FILE_BYTES // MIB} MiB, {document.MAX_VALUES} values",
     "ports of instances without `launch.first_port`": (
-        f"{ports.FIRST_PORT} to {ports.LAST_PORT} without those that a hardware profile avoids"
+        f"{ports.FIRST_PORT} to {ports.LAST_PORT}, except those that a hardware profile avoids"
     ),
 }
 """What each row begins with, and its value."""
