@@ -28,8 +28,8 @@ FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 _BAD_INPUT = (ConfigError, PlatformUnavailableError, PortInUseError)
 
 EXIT_STATUSES = """Exit status: 0 done; 1 it could not be done, or the answer is no; 2 bad input: an
-option, a file, a variable, or a machine that cannot do what they ask for; 130 Ctrl-C; 143 SIGTERM,
-but 0 where that is how it is told to stop."""
+option, a file, a variable, or a machine that cannot do what they ask for; 130 Ctrl-C; 143 SIGTERM;
+0 where one of the two is the usual way to stop it, as of `up`."""
 """The same for all commands; the end of both pages of ``--help``."""
 
 _MOST_OF_AN_ERROR = 256 << 10
