@@ -126,18 +126,15 @@ class CommandLine(click.Group):
 
     def _tell_programs(self, given: Sequence[str], error: Exception, said: str, code: int) -> bool:
         """Say what is wrong in JSON, where JSON was asked for; tell whether it was."""
-        content = {
-            "schema_version": SCHEMA_VERSION,
-            "error": {"type": type(error).__name__, "message": said, "exit_status": code},
-        }
-        return self.tell_programs(given, json.dumps(content, indent=2, ensure_ascii=False))
+        content = {"type": type(error).__name__, "message": said, "exit_status": code}
+        return self.tell_programs(given, one_line(event="error", error=content))
 
     def tell_programs(self, given: Sequence[str], content: str) -> bool:
         """Put an error where JSON was asked for; false where it was not.
 
         Args:
             given: The words of the command line.
-            content: A text of JSON.
+            content: An object as a line of JSON.
         """
         if "--json" not in given:
             return False
@@ -178,7 +175,7 @@ def tells_an_error(file: Path) -> bool:
     with file.open("rb") as opened:
         begin = opened.read(_MOST_OF_AN_ERROR)
     try:
-        return set(json.loads(begin)) == {"schema_version", "error"}
+        return set(json.loads(begin)) == {"schema_version", "event", "error"}
     except (ValueError, TypeError):
         return False
 
@@ -220,14 +217,30 @@ def http_url(context: click.Context, option: click.Parameter, url: str | None) -
 
 def json_option(command: F) -> F:
     """Add ``--json``: what a command found, and what is wrong, for programs."""
-    return click.option(
-        "--json", "as_json", is_flag=True, help="For programs; errors are JSON, too."
-    )(command)
+    return _as_json("For programs; errors are JSON, too.")(command)
+
+
+def json_lines_option(command: F) -> F:
+    """Add ``--json`` to a command that tells one thing after the other: an object a line."""
+    return _as_json("For programs: one object a line; errors are JSON, too.")(command)
+
+
+def _as_json(said: str) -> Callable[[F], F]:
+    return click.option("--json", "as_json", is_flag=True, help=said)
 
 
 def print_json(**content: Any) -> None:
     """Print fields as one object, with the version of its form."""
-    click.echo(json.dumps({"schema_version": SCHEMA_VERSION, **content}, indent=2))
+    click.echo(json.dumps(_versioned(content), indent=2))
+
+
+def one_line(**content: Any) -> str:
+    """Return fields as one object in one line, with the version of its form."""
+    return json.dumps(_versioned(content), ensure_ascii=False)
+
+
+def _versioned(content: Mapping[str, Any]) -> dict[str, Any]:
+    return {"schema_version": SCHEMA_VERSION, **content}
 
 
 class _Seconds(click.FloatRange):
