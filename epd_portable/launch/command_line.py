@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import importlib.metadata
+import io
 import json
 import shlex
 import sys
@@ -15,7 +16,13 @@ from typing import Any, TypeVar
 import click
 
 from epd_portable.config.quantities import url_problem
-from epd_portable.errors import ConfigError, EPDError, PlatformUnavailableError, PortInUseError
+from epd_portable.errors import (
+    ConfigError,
+    EPDError,
+    PlatformUnavailableError,
+    PortInUseError,
+    without_passwords,
+)
 from epd_portable.launch.installed import installed_engines
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -110,8 +117,11 @@ class CommandLine(click.Group):
             sys.stdout.flush()
             return status if isinstance(status, int) else 0
         except click.ClickException as error:
-            if not self._tell_programs(given, error, error.format_message(), error.exit_code):
-                error.show()
+            said = without_passwords(error.format_message())
+            if not self._tell_programs(given, error, said, error.exit_code):
+                page = io.StringIO()
+                error.show(page)
+                click.echo(without_passwords(page.getvalue()), err=True, nl=False)
             return error.exit_code
         except EPDError as error:
             code = BAD_INPUT if isinstance(error, _BAD_INPUT) else FAILED
