@@ -127,7 +127,12 @@ class RouterClient:
         self._ask("POST", f"/epd/instances/{name}/resume")
 
     def keep(
-        self, instance: dict[str, Any], *, until: threading.Event, say: Callable[[str], None]
+        self,
+        instance: dict[str, Any],
+        *,
+        until: threading.Event,
+        say: Callable[[str], None],
+        heard: Callable[[dict[str, Any]], None] = lambda seen: None,
     ) -> None:
         """Register an instance again with every router process that comes to this address.
 
@@ -135,6 +140,7 @@ class RouterClient:
             instance: As for `join`, which it has done.
             until: Ends it.
             say: Called with a line when the router goes away, and when the instance is back.
+            heard: Called with what the router says of the instance, every time.
 
         Raises:
             LaunchError: A router refuses; or the one that had the instance has let it go, because
@@ -144,9 +150,12 @@ class RouterClient:
         while not until.is_set():
             try:
                 there = self._ask("GET", "/epd/instances")
-                if not any(each["name"] == name for each in there["instances"]):
-                    if there["router"] == self._joined:
-                        raise LaunchError(f"router {self._url} has let {name} go")
+                seen = next((each for each in there["instances"] if each["name"] == name), None)
+                if seen is not None:
+                    heard(seen)
+                elif there["router"] == self._joined:
+                    raise LaunchError(f"router {self._url} has let {name} go")
+                else:
                     self._register(instance)
                     say(f"{name} has joined again: the router has restarted")
                 away = False
