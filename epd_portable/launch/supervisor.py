@@ -369,7 +369,6 @@ class Supervisor:
             model=self._plan.model,
             url=self._plan.url,
             config=self._config,
-            tls=any(spec.tls_cert_file for spec in self._plan.processes),
             pid=os.getpid(),
             started_ticks=start_ticks(os.getpid()),
             processes=tuple(

@@ -74,7 +74,6 @@ def record(*processes: ProcessRecord, **changes: Any) -> RunRecord:
         model="demo",
         url="http://127.0.0.1:8000/v1",
         config="t.yaml",
-        tls=False,
         pid=os.getpid(),
         started_ticks=start_ticks(os.getpid()),
         processes=processes,
