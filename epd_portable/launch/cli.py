@@ -11,7 +11,6 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,8 +34,8 @@ from epd_portable.launch.command_line import (
     DefaultCommand,
     json_lines_option,
     json_option,
-    one_line,
     print_json,
+    teller,
 )
 from epd_portable.launch.file_checks import named_files, usual_checks
 from epd_portable.launch.kv import KV_CONNECTORS
@@ -488,20 +487,6 @@ def _run_folder(path: Path, *, make_secret: bool) -> Iterator[Path]:
     finally:
         os.close(descriptor)
         shutil.rmtree(path, ignore_errors=True)
-
-
-def teller(*, as_json: bool) -> Callable[[Notice], None]:
-    """Return what prints notices: lines for people, warnings among them to stderr, or objects."""
-    return _tell_programs if as_json else _tell_people
-
-
-def _tell_people(notice: Notice) -> None:
-    click.echo(notice.line, err=notice.event == "warning")
-
-
-def _tell_programs(notice: Notice) -> None:
-    time = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
-    click.echo(one_line(time=time, event=notice.event, text=notice.text, **notice.fields))
 
 
 for _command in (

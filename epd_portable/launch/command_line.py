@@ -10,6 +10,7 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +25,7 @@ from epd_portable.errors import (
     without_passwords,
 )
 from epd_portable.launch.installed import installed_engines
+from epd_portable.launch.notices import Notice
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -247,6 +249,20 @@ def print_json(**content: Any) -> None:
 def one_line(**content: Any) -> str:
     """Return fields as one object in one line, with the version of its form."""
     return json.dumps(_versioned(content), ensure_ascii=False)
+
+
+def teller(*, as_json: bool) -> Callable[[Notice], None]:
+    """Return what prints notices: lines for people, warnings among them to stderr, or objects."""
+    return _tell_programs if as_json else _tell_people
+
+
+def _tell_people(notice: Notice) -> None:
+    click.echo(notice.line, err=notice.event == "warning")
+
+
+def _tell_programs(notice: Notice) -> None:
+    time = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+    click.echo(one_line(time=time, event=notice.event, text=notice.text, **notice.fields))
 
 
 def _versioned(content: Mapping[str, Any]) -> dict[str, Any]:

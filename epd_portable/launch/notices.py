@@ -1,4 +1,4 @@
-"""What a launcher tells of its run: a line for people, an object for programs. Pure."""
+"""What commands that stay tell while they do: a line for people, an object for programs. Pure."""
 
 from __future__ import annotations
 
@@ -24,13 +24,17 @@ Event = Literal[
     "stopping",
     "draining",
     "stopped",
+    "joined",
+    "away",
+    "joined_again",
+    "left",
 ]
-"""What can happen in a run, in a word for programs; docs/operations.md says what each means."""
+"""What can happen, in a word for programs; docs/operations.md says what each means."""
 
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """Something that happened in a run.
+    """Something that happened.
 
     Attributes:
         event: What it is.

@@ -131,9 +131,13 @@ class Registrar:
 
         One that is well was let go by somebody: it stays away.
         """
-        say = functools.partial(print, flush=True)
         try:
-            client.keep(dict(instance), until=self._stop, say=say, heard=self._heard)
+            client.keep(
+                dict(instance),
+                until=self._stop,
+                say=lambda notice: print(notice.line, flush=True),
+                heard=self._heard,
+            )
         except RouterAwayError:
             raise
         except LaunchError as error:

@@ -13,6 +13,7 @@ import httpx
 
 from epd_portable.config.secret import Secret
 from epd_portable.errors import LaunchError
+from epd_portable.launch.notices import Notice
 
 _REQUEST_TIMEOUT_S = 30.0
 _LOOK_EVERY_S = 0.2
@@ -131,7 +132,7 @@ class RouterClient:
         instance: dict[str, Any],
         *,
         until: threading.Event,
-        say: Callable[[str], None],
+        say: Callable[[Notice], None],
         heard: Callable[[dict[str, Any]], None] = lambda seen: None,
     ) -> None:
         """Register an instance again with every router process that comes to this address.
@@ -139,7 +140,7 @@ class RouterClient:
         Args:
             instance: As for `join`, which it has done.
             until: Ends it.
-            say: Called with a line when the router goes away, and when the instance is back.
+            say: Is told when the router goes away, and when the instance is back.
             heard: Called with what the router says of the instance, every time.
 
         Raises:
@@ -157,11 +158,12 @@ class RouterClient:
                     raise LaunchError(f"router {self._url} has let {name} go")
                 else:
                     self._register(instance)
-                    say(f"{name} has joined again: the router has restarted")
+                    text = f"{name} has joined again: the router has restarted"
+                    say(Notice("joined_again", text, {"instance": name}))
                 away = False
             except RouterAwayError as error:
                 if not away:
-                    say(f"{error}; still trying")
+                    say(Notice("away", f"{error}; still trying"))
                 away = True
             until.wait(_KEEP_EVERY_S)
 

@@ -10,7 +10,7 @@ from epd_portable.config.routing import RouterSection
 from epd_portable.config.schema import Launch
 from epd_portable.config.secret import Secret
 from epd_portable.errors import LaunchError
-from epd_portable.launch.cli import teller
+from epd_portable.launch.command_line import teller
 from epd_portable.launch.plan import Plan, ProcessSpec
 from epd_portable.launch.supervisor import Supervisor
 
