@@ -8,7 +8,12 @@ from typing import Any
 
 import msgspec
 import pytest
-from epd_portable.router.door.hop_headers import (
+
+from epd_portable.router.choice.explanation import Explanation
+from epd_portable.router.chooser import RingChooser
+from epd_portable.router.fleet.instances import Fleet
+from epd_portable.router.hops import HopChoosing
+from epd_portable.router.ingress.hop_headers import (
     CACHE_KEY,
     ENCODER_MODEL_LABEL,
     ENCODERS,
@@ -19,11 +24,6 @@ from epd_portable.router.door.hop_headers import (
     EmbeddingRef,
     HopWish,
 )
-
-from epd_portable.router.choice.explanation import Explanation
-from epd_portable.router.chooser import RingChooser
-from epd_portable.router.fleet.instances import Fleet
-from epd_portable.router.hops import HopChoosing
 from epd_portable.router.prefill import asks_for_kv
 from epd_portable.router.settings import InstanceSettings
 from tests.unit.router.test_chooser import NOTHING, fleet, picture, settings
