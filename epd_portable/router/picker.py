@@ -58,7 +58,9 @@ AGAIN_WITHIN_S = 1.0
 """An instance went down: Envoy notices as soon, if at all, and tries another one."""
 PIECE_BYTES = 60 * 1024
 
-_KEPT_FROM_CLIENTS = frozenset({"host", "content-length", "content-type", "transfer-encoding"})
+_KEPT_FROM_CLIENTS = frozenset(
+    ("host", "content-length", "content-type", "transfer-encoding", "x-forwarded-proto")
+)
 
 
 class Picker:
@@ -347,14 +349,17 @@ class Consultation:
             if name not in given and name not in _KEPT_FROM_CLIENTS and name[0] != ":"
         ]
         response = ProcessingResponse()
-        if not self._whole_body or ("content-length" not in self._asked and not whole):
-            header_mutation(response.request_headers.response.header_mutation, given, removed)
+        in_turn = not self._whole_body or ("content-length" not in self._asked and not whole)
+        changed = (response.request_headers if in_turn else response.request_body).response
+        # There is another route for requests whose instance is named.
+        changed.clear_route_cache = True
+        if in_turn:
+            header_mutation(changed.header_mutation, given, removed)
             await self._tell(response)
             if not self._whole_body and whole:
                 await self._send_pieces("request_body", whole)
             return
         given["content-length"] = str(len(whole))
-        changed = response.request_body.response
         header_mutation(changed.header_mutation, given, [*removed, "transfer-encoding"])
         changed.body_mutation.body = whole
         await self._tell(response)
@@ -490,7 +495,9 @@ async def serve(settings: RouterSettings, folder: Path, *, listen: str, threads:
         ConfigError: An address or a file of the settings cannot be used, or Envoy ended.
     """
     router = Router(settings)
-    endpoints = envoy.Endpoints(folder / "endpoints.json", router.instances)
+    # A hop that answers elsewhere has prompts computed here.
+    duties = ("answer", "prefill") if settings.hop_keys_file else ("answer",)
+    endpoints = envoy.Endpoints(folder / "endpoints.json", router.instances, duties)
     picker = Picker(router, endpoints)
     where = listen or f"unix:{folder / 'picker.sock'}"
     config = folder / "envoy.json"
