@@ -2,8 +2,8 @@
 
 Envoy takes clients' requests in and carries answers; this process is asked about each request, over
 Envoy's protocol for external processors (`ext_proc`), which the endpoint pickers of the Gateway API
-inference extension speak. It reads the request, chooses as the router does, starts encode jobs,
-rewrites the request and names who gets it.
+inference extension speak. It reads the request, chooses as the router does, starts encode jobs, has
+a prompt computed that is computed apart, rewrites the request and names who answers it.
 
 To the router, Envoy is a server like any other: a `Consultation` is the `IncomingRequest` of a
 client, and the `Carrier` that takes it to an instance.
@@ -28,6 +28,7 @@ import grpc.aio
 import uvloop
 
 from epd_portable import log
+from epd_portable.config.roles import Duty
 from epd_portable.errors import ConfigError, EPDError, RequestError
 from epd_portable.router import envoy, ext_proc
 from epd_portable.router.carrier import Outgoing
@@ -495,8 +496,10 @@ async def serve(settings: RouterSettings, folder: Path, *, listen: str, threads:
         ConfigError: An address or a file of the settings cannot be used, or Envoy ended.
     """
     router = Router(settings)
-    # A hop that answers elsewhere has prompts computed here.
-    duties = ("answer", "prefill") if settings.hop_keys_file else ("answer",)
+    duties: set[Duty] = {"answer"}
+    if settings.hop_keys_file:
+        # Hops that answer elsewhere have prompts computed here.
+        duties.add("prefill")
     endpoints = envoy.Endpoints(folder / "endpoints.json", router.instances, duties)
     picker = Picker(router, endpoints)
     where = listen or f"unix:{folder / 'picker.sock'}"

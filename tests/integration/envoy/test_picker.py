@@ -21,10 +21,10 @@ from epd_portable.router import envoy, ext_proc
 from epd_portable.router.settings import RouterSettings
 from tests.integration.envoy.conftest import DEADLINE_S, Fronted, free_port
 from tests.integration.router.conftest import Build, Topology
-from tests.integration.router.stand_in import Received, answer, stream
+from tests.integration.router.stand_in import Received, answer, refuse, stream
 from tests.integration.router.test_access import keys_file
 from tests.integration.router.test_hops import HOP_KEY
-from tests.integration.router.test_prefill import KV, SPLIT, split
+from tests.integration.router.test_prefill import KV, SPLIT, after, compute, split
 from tests.integration.router.test_requests import RED, TEXT
 
 FULL_DUPLEX = "FULL_DUPLEX_STREAMED"
@@ -151,6 +151,24 @@ async def test_envoy_ends_with_a_picker_that_is_killed(build: Build) -> None:
                 with contextlib.suppress(httpx.ReadError, httpx.RemoteProtocolError):
                     await t.client.get("/health")
                 await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("prefill_s", [0.1, 0.6])
+async def test_a_second_try_has_the_time_of_an_instance_for_prompt_and_answer(
+    build: Build, prefill_s: float
+) -> None:
+    t = await split(build, "prefill", "decode", "decode", idle_timeout_s=0.8, wait_timeout_s=0.5)
+    t.pds[0].behaviour = after(prefill_s, compute)
+
+    async def fail_once(received: Received) -> Response:
+        first = len(t.pds[1].received) + len(t.pds[2].received) == 1
+        return await (refuse(500) if first else after(0.6, answer))(received)
+
+    for pd in t.pds[1:]:
+        pd.behaviour = fail_once
+    answered = await t.chat(TEXT)
+    assert answered.status_code == (200 if prefill_s < 0.2 else 504)
+    assert len(t.pds[0].received) == 2
 
 
 @pytest.mark.parametrize("hops", [False, True])
