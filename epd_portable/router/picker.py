@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -571,8 +572,10 @@ def main(argv: list[str] | None = None) -> int:
     log.configure()
     try:
         settings = load_settings(options.settings)
-        with tempfile.TemporaryDirectory(prefix="epd-picker-") as temporary:
-            folder: Path = options.folder or Path(temporary)
+        with contextlib.ExitStack() as held:
+            folder: Path = options.folder or Path(
+                held.enter_context(tempfile.TemporaryDirectory(prefix="epd-picker-"))
+            )
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             uvloop.run(serve(settings, folder, listen=options.listen, threads=options.threads))
     except EPDError as error:
