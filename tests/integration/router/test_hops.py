@@ -61,6 +61,11 @@ async def ask(
     return await t.client.post("/v1/chat/completions", json=body, headers=shown)
 
 
+async def until_idle(t: Topology) -> None:
+    """Wait until the router knows of every end, which clients may see before: loads decide."""
+    await t.until_health(lambda seen: not any(each["in_flight"] for each in seen.values()))
+
+
 def jobs(t: Topology) -> list[int]:
     return [len(encoder.received) for encoder in t.encoders]
 
@@ -98,6 +103,7 @@ async def test_items_are_shared_out_among_the_encoders_that_are_named(
         headers = {name: ", ".join(map(at, named))}
         answered = await ask(t, RED, BLUE, TEXT, headers=headers)
         assert answered.status_code == 200
+        await until_idle(t)
     assert jobs(t)[0] == 0
     # A repeated picture meets the same one.
     for encoder in named:
@@ -209,6 +215,7 @@ async def test_a_cache_key_leads_items_in_place_of_their_content(
     t = await topology(build, tmp_path)
     for part in (RED, BLUE) * 3:
         assert (await ask(t, part, headers={CACHE_KEY: "album-7"})).status_code == 200
+        await until_idle(t)
     assert sorted(jobs(t)) == [0, 0, 6]
 
 
