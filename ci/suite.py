@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -35,6 +36,8 @@ NPU_ENVIRONMENT = "npu environment"
 EXIT_CANNOT_START = 127
 SAYS_NOTHING_S = 60.0
 FAILURES = ("FAILED tests/", "ERROR tests/")
+TOGETHER_S = 1.0
+"""Signals within this time are one: make passes on what the whole group got."""
 FEW = 5
 """Failures of a piece; with more of them something is wrong, whatever else the machine did."""
 
@@ -128,6 +131,7 @@ class Suite:
     _running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _stopped: bool = False
+    _stopped_at: float = -math.inf
 
     def run(self) -> None:
         """Run everything to its end."""
@@ -160,12 +164,14 @@ class Suite:
         """End what runs, and begin nothing."""
         with self._changed:
             self._stopped = True
-            running = list(self._running.values())
             self._changed.notify_all()
+            now = time.monotonic()
+            if now - self._stopped_at < TOGETHER_S:
+                return
+            self._stopped_at = now
+            running = list(self._running.values())
         for process in running:
-            with contextlib.suppress(ProcessLookupError):
-                # As Ctrl-C does: pytest then ends what its fixtures started.
-                os.killpg(process.pid, signal.SIGINT)
+            interrupt(process)
 
     def _lane(self, lane: str) -> None:
         while (piece := self._next(lane)) is not None:
@@ -217,8 +223,9 @@ class Suite:
             )
             with self._changed:
                 self._running[piece.name] = process
-            if self._stopped:
-                self.stop()
+                late = self._stopped
+            if late:
+                interrupt(process)
             status = self._wait(piece, process, started)
             with self._changed:
                 del self._running[piece.name]
@@ -235,6 +242,15 @@ class Suite:
                 return process.wait(SAYS_NOTHING_S)
             except subprocess.TimeoutExpired:
                 say(f"{piece.name}: runs for {time.monotonic() - started:.0f} s")
+
+
+def interrupt(piece: subprocess.Popen[bytes]) -> None:
+    """Interrupt a piece as Ctrl-C does: pytest then ends what its fixtures started.
+
+    A second interrupt would end that.
+    """
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(piece.pid, signal.SIGINT)
 
 
 def log_name(piece: str) -> str:

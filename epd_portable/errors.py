@@ -28,10 +28,20 @@
     └── RequestError                 a client's request is refused; carries its HTTP status
 
 Errors of libraries are translated where they cross into the package, with ``from``.
-A message names the value, the limit and the remedy.
+A message names the value, the limit and the remedy; but of a URL that somebody wrote no password.
 """
 
 from __future__ import annotations
+
+import re
+
+_PASSWORD = re.compile(r"(://[^\s:/@]*):(?!\d+(?:[/?#\s,;)\]}'\"]|$))[^@\n]*@(?:\S*@)?")
+"""What stands between the name of a user and the last @ before a host: no port."""
+
+
+def without_passwords(text: str) -> str:
+    """Return a text in which no URL has a password: terminals and logs are read by others."""
+    return _PASSWORD.sub(r"\1:***@", text)
 
 
 class EPDError(Exception):
@@ -39,7 +49,14 @@ class EPDError(Exception):
 
 
 class ConfigError(EPDError):
-    """A configuration file, command-line option or environment variable is wrong."""
+    """A configuration file, command-line option or environment variable is wrong.
+
+    Args:
+        message: What is said of it, `without_passwords`.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(without_passwords(message))
 
 
 class LaunchError(EPDError):

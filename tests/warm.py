@@ -121,7 +121,7 @@ class Nursery:
         assert self._pipe.recv(16) == b"ready", f"could not be run: {' '.join(argv)}"
 
     def close(self) -> None:
-        """End it; its children must have ended."""
+        """End it, and the children that have not ended."""
         self._pipe.close()
         self._process.wait(START_S)
 
@@ -204,8 +204,13 @@ def close() -> None:
 
 
 def serve(pipe: socket.socket) -> list[str] | None:
-    """Fork a child for each request; returns None at the end, and in a child what it is to run."""
+    """Fork a child for each request; returns None at the end, and in a child what it is to run.
+
+    An interrupt, which all get at once, is for who asks and for the children: it ends when the pipe
+    does, and ends what nobody has ended then.
+    """
     running: dict[int, tuple[int, socket.socket]] = {}
+    on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
     with selectors.DefaultSelector() as selector:
         selector.register(pipe, selectors.EVENT_READ)
         pipe.send(b"ready")
@@ -214,18 +219,19 @@ def serve(pipe: socket.socket) -> list[str] | None:
                 if key.fileobj is not pipe:
                     watch = key.fd
                     selector.unregister(watch)
-                    pid, end = running.pop(watch)
-                    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                    os.close(watch)
-                    with end, contextlib.suppress(OSError):
-                        end.send(str(status).encode())
+                    reap(watch, *running.pop(watch))
                     continue
                 message, fds, _, _ = socket.recv_fds(pipe, MAX_REQUEST_BYTES, 4)
                 if not message:
+                    for pid, _ in running.values():
+                        os.kill(pid, signal.SIGTERM)
+                    for watch, (pid, end) in running.items():
+                        reap(watch, pid, end)
                     return None
                 pid = os.fork()
                 end = socket.socket(fileno=fds[0])
                 if pid == 0:
+                    signal.signal(signal.SIGINT, on_interrupt)
                     for watch, (_, other) in running.items():
                         os.close(watch)
                         other.close()
@@ -238,6 +244,14 @@ def serve(pipe: socket.socket) -> list[str] | None:
                 running[watch] = (pid, end)
                 selector.register(watch, selectors.EVENT_READ)
                 end.send(str(pid).encode())
+
+
+def reap(watch: int, pid: int, end: socket.socket) -> None:
+    """Wait for the end of a child, and tell how it was to whoever asked for it."""
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    os.close(watch)
+    with end, contextlib.suppress(OSError):
+        end.send(str(status).encode())
 
 
 def become(request: dict[str, list[str] | dict[str, str]], fds: Sequence[int]) -> list[str]:

@@ -68,7 +68,7 @@ failed=()
 for part in "${parts[@]}"; do
     read -r -a tests <<<"$(tests_of "$part")"
     .venv-npu-sim/bin/python -m pytest "${options[@]}" "${tests[@]}" </dev/null |
-        tee "$folder/$part.log" || failed+=("$part")
+        tee -i "$folder/$part.log" || failed+=("$part")
 done
 [ "${#failed[@]}" -eq 0 ] && exit
 echo "${#failed[@]} of ${#parts[@]} parts failed: ${failed[*]}"

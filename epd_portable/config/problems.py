@@ -12,7 +12,7 @@ from typing import TypeVar
 from pydantic import BaseModel, ValidationError
 
 from epd_portable.config.document import Document, KeyPath, dotted, read_yaml
-from epd_portable.errors import ConfigError
+from epd_portable.errors import ConfigError, without_passwords
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -182,7 +182,8 @@ def _as_written(value: object) -> str:
     """Return a value as YAML has it."""
     if value is None:
         return "nothing"
-    return str(value).lower() if isinstance(value, bool) else repr(value)
+    # Before it is cut: half a URL shows half a password.
+    return str(value).lower() if isinstance(value, bool) else without_passwords(repr(value))
 
 
 def _known_keys(root: type[BaseModel], path: KeyPath) -> list[str]:

@@ -17,7 +17,7 @@ from pydantic import (
 )
 
 from epd_portable.config.extensions import PathName
-from epd_portable.config.groups import BEYOND_DEFAULT, EngineArgs, Environment, Instances
+from epd_portable.config.groups import EngineArgs, Environment, Instances
 from epd_portable.config.quantities import Seconds, Size
 from epd_portable.config.roles import (
     ROLES,
@@ -174,16 +174,6 @@ class Topology(Section):
             raise ValueError("instances: there are none to join router.join; raise a count")
         if self.router.envoy:
             raise ValueError("router.join and router.envoy: there is no router here; drop one")
-        return self
-
-    @model_validator(mode="after")
-    def _envoy_knows_the_roles(self) -> Topology:
-        beyond = sorted(name for name in BEYOND_DEFAULT if getattr(self.instances, name).count)
-        if self.router.envoy and beyond:
-            raise ValueError(
-                f"router.envoy is true, and there are {', '.join(beyond)} instances: Envoy is put "
-                "in front of encode and prefill_decode instances only"
-            )
         return self
 
     @field_validator("transfer")

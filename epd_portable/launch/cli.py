@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,8 +32,10 @@ from epd_portable.launch.command_line import (
     PORT,
     CommandLine,
     DefaultCommand,
+    json_lines_option,
     json_option,
     print_json,
+    teller,
 )
 from epd_portable.launch.file_checks import named_files, usual_checks
 from epd_portable.launch.kv import KV_CONNECTORS
@@ -45,6 +47,7 @@ from epd_portable.launch.machine import (
     require_shm,
 )
 from epd_portable.launch.model import resolve_model
+from epd_portable.launch.notices import Notice
 from epd_portable.launch.options import PlatformType
 from epd_portable.launch.plan import Machine, Plan, make_plan, new_run_id, run_secret_file
 from epd_portable.launch.ports import PortsInOrder, claim, is_free, port_source, require_free
@@ -185,6 +188,9 @@ At a stop open requests have router.drain_s seconds to end; a second signal cuts
 updates the instances one after the other: each is drained, restarted and warmed up before the
 next. The SIGHUP of a terminal that is closed is a stop.
 
+With --json every line of standard output is an object with schema_version, time, event, text and
+the event's own fields (docs/operations.md); the last event is stopped, or error.
+
 \b
   epd-launch up --platform cpu --config configs/1e1pd.yaml --port 8000 --log-dir logs
 
@@ -201,6 +207,7 @@ Exit status: 0 when a stop was asked for, 1 when a process did not start, 2 on b
     help="Folder for one log file per process. By default a temporary folder, which is removed "
     "after a stop by Ctrl-C or SIGTERM and kept after a failure.",
 )
+@json_lines_option
 def up(
     platform: str | None,
     hardware: str | None,
@@ -209,6 +216,7 @@ def up(
     model: str | None,
     port: int | None,
     log_dir: Path | None,
+    as_json: bool,
 ) -> None:
     """Start a topology; users read `UP_HELP`."""
     target = find_target(platform, hardware, config)
@@ -218,13 +226,27 @@ def up(
     with _telling_places(target.traits, config, _with_shortcuts(overrides, model, port)):
         plan, clash = _plan(topology, target, run_id, machine)
     _refuse(_refusals(topology, plan, clash))
+    say = teller(as_json=as_json)
     if topology.store is not None and not (found := stored(topology.store)).usable:
-        click.echo(f"warning: store: {found.reason}", err=True)
-    _warn(plan.warnings)
+        say(Notice("warning", f"store: {found.reason}"))
+    for warning in plan.warnings:
+        say(Notice("warning", warning))
     logs = log_dir or Path(f"{_temp_dir(run_id)}-logs")
     use_log_folder(logs)
-    names = ", ".join(spec.name for spec in plan.processes)
-    click.echo(f"starting {names} on {plan.platform}; logs in {logs}")
+    names = [spec.name for spec in plan.processes]
+    say(
+        Notice(
+            "starting",
+            f"starting {', '.join(names)} on {plan.platform}; logs in {logs}",
+            {
+                "run_id": run_id,
+                "platform": plan.platform,
+                "model": plan.model,
+                "instances": names,
+                "logs": str(logs.absolute()),
+            },
+        )
+    )
     with _run_folder(_temp_dir(run_id), make_secret=topology.secret_file is None) as folder:
         Supervisor(
             plan,
@@ -233,7 +255,7 @@ def up(
             drain_s=topology.router.drain_s,
             log_dir=logs,
             temp_dir=folder,
-            say=click.echo,
+            say=say,
             config=str(config),
         ).run()
     if log_dir is None:
@@ -282,7 +304,9 @@ def plan(
     if as_json:
         print_json(**result.as_json())
     else:
-        _warn(result.warnings)
+        say = teller(as_json=False)
+        for warning in result.warnings:
+            say(Notice("warning", warning))
         click.echo(plan_table(result))
 
 
@@ -490,11 +514,6 @@ def _run_folder(path: Path, *, make_secret: bool) -> Iterator[Path]:
     finally:
         os.close(descriptor)
         shutil.rmtree(path, ignore_errors=True)
-
-
-def _warn(warnings: Iterable[str]) -> None:
-    for warning in warnings:
-        click.echo(f"warning: {warning}", err=True)
 
 
 for _command in (

@@ -5,18 +5,27 @@ from __future__ import annotations
 import contextlib
 import errno
 import importlib.metadata
+import io
 import json
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
 from epd_portable.config.quantities import url_problem
-from epd_portable.errors import ConfigError, EPDError, PlatformUnavailableError, PortInUseError
+from epd_portable.errors import (
+    ConfigError,
+    EPDError,
+    PlatformUnavailableError,
+    PortInUseError,
+    without_passwords,
+)
 from epd_portable.launch.installed import installed_engines
+from epd_portable.launch.notices import Notice
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -110,8 +119,11 @@ class CommandLine(click.Group):
             sys.stdout.flush()
             return status if isinstance(status, int) else 0
         except click.ClickException as error:
-            if not self._tell_programs(given, error, error.format_message(), error.exit_code):
-                error.show()
+            said = without_passwords(error.format_message())
+            if not self._tell_programs(given, error, said, error.exit_code):
+                page = io.StringIO()
+                error.show(page)
+                click.echo(without_passwords(page.getvalue()), err=True, nl=False)
             return error.exit_code
         except EPDError as error:
             code = BAD_INPUT if isinstance(error, _BAD_INPUT) else FAILED
@@ -126,18 +138,15 @@ class CommandLine(click.Group):
 
     def _tell_programs(self, given: Sequence[str], error: Exception, said: str, code: int) -> bool:
         """Say what is wrong in JSON, where JSON was asked for; tell whether it was."""
-        content = {
-            "schema_version": SCHEMA_VERSION,
-            "error": {"type": type(error).__name__, "message": said, "exit_status": code},
-        }
-        return self.tell_programs(given, json.dumps(content, indent=2, ensure_ascii=False))
+        content = {"type": type(error).__name__, "message": said, "exit_status": code}
+        return self.tell_programs(given, one_line(event="error", error=content))
 
     def tell_programs(self, given: Sequence[str], content: str) -> bool:
         """Put an error where JSON was asked for; false where it was not.
 
         Args:
             given: The words of the command line.
-            content: A text of JSON.
+            content: An object as a line of JSON.
         """
         if "--json" not in given:
             return False
@@ -178,7 +187,7 @@ def tells_an_error(file: Path) -> bool:
     with file.open("rb") as opened:
         begin = opened.read(_MOST_OF_AN_ERROR)
     try:
-        return set(json.loads(begin)) == {"schema_version", "error"}
+        return set(json.loads(begin)) == {"schema_version", "event", "error"}
     except (ValueError, TypeError):
         return False
 
@@ -220,14 +229,44 @@ def http_url(context: click.Context, option: click.Parameter, url: str | None) -
 
 def json_option(command: F) -> F:
     """Add ``--json``: what a command found, and what is wrong, for programs."""
-    return click.option(
-        "--json", "as_json", is_flag=True, help="Print JSON, for programs; errors too."
-    )(command)
+    return _as_json("Print JSON, for programs; errors too.")(command)
+
+
+def json_lines_option(command: F) -> F:
+    """Add ``--json`` to a command that tells one thing after the other: an object a line."""
+    return _as_json("Print one JSON object per line, for programs; errors too.")(command)
+
+
+def _as_json(said: str) -> Callable[[F], F]:
+    return click.option("--json", "as_json", is_flag=True, help=said)
 
 
 def print_json(**content: Any) -> None:
     """Print fields as one object, with the version of its form."""
-    click.echo(json.dumps({"schema_version": SCHEMA_VERSION, **content}, indent=2))
+    click.echo(json.dumps(_versioned(content), indent=2))
+
+
+def one_line(**content: Any) -> str:
+    """Return fields as one object in one line, with the version of its form."""
+    return json.dumps(_versioned(content), ensure_ascii=False)
+
+
+def teller(*, as_json: bool) -> Callable[[Notice], None]:
+    """Return what prints notices: lines for people, warnings among them to stderr, or objects."""
+    return _tell_programs if as_json else _tell_people
+
+
+def _tell_people(notice: Notice) -> None:
+    click.echo(notice.line, err=notice.event == "warning")
+
+
+def _tell_programs(notice: Notice) -> None:
+    time = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+    click.echo(one_line(time=time, event=notice.event, text=notice.text, **notice.fields))
+
+
+def _versioned(content: Mapping[str, Any]) -> dict[str, Any]:
+    return {"schema_version": SCHEMA_VERSION, **content}
 
 
 class _Seconds(click.FloatRange):

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from epd_portable.config.schema import Launch
+from epd_portable.launch.notices import Event, Notice
 
 HUNG_PROBES = 3
 """Probes in a row that a process must miss before it counts as hung, however long each took."""
@@ -50,13 +51,6 @@ class Kill:
     """End a process that does not do so itself; its exit will be reported as any other."""
 
     name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Notice:
-    """Tell the user."""
-
-    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +162,7 @@ class Lifecycle:
         state.healthy_at = now
         started = self._start_what_is_due(now)
         if self.phase is Phase.SERVING:
-            return [Notice(f"{name} is back"), *started]
+            return [Notice("back", f"{name} is back", {"instance": name}), *started]
         if all(state.healthy_at is not None for state in self._states.values()):
             self.phase = Phase.SERVING
         return started
@@ -192,7 +186,7 @@ class Lifecycle:
             return []
         state.kill_at = now + self._launch.stop_grace_s
         reason = f"has not answered as it should for {silent_s:.0f} s (launch.hung_after_s)"
-        return [Notice(f"{name} {reason}; ending it"), Stop(name)]
+        return [_end_of("ending", name, reason, "ending it"), Stop(name)]
 
     def renew(self, name: str, now: float) -> list[Action]:
         """End a process that is up and start it again at once: that is no death."""
@@ -224,7 +218,11 @@ class Lifecycle:
             state.deaths = 0
         delay_s = min(restart.first_delay_s * 2.0 ** min(state.deaths, 63), restart.max_delay_s)
         self._states[name] = _State(deaths=state.deaths + 1, restart_at=now + delay_s)
-        notice = Notice(f"{name} {how}; restarting it in {delay_s:g} s")
+        notice = Notice(
+            "exited",
+            f"{name} {how}; restarting it in {delay_s:g} s",
+            {"instance": name, "reason": how, "restart_in_s": delay_s},
+        )
         return [notice, *self._start_what_is_due(now)]
 
     def tick(self, now: float) -> list[Action]:
@@ -235,7 +233,7 @@ class Lifecycle:
                 # It must not be killed twice.
                 state.kill_at = math.inf
                 reason = f"does not end within {self._launch.stop_grace_s:g} s"
-                actions += [Notice(f"{name} {reason}; killing it"), Kill(name)]
+                actions += [_end_of("killing", name, reason, "killing it"), Kill(name)]
             elif (
                 state.started_at is not None
                 and state.healthy_at is None
@@ -247,7 +245,7 @@ class Lifecycle:
                     return [Fail(name, f"{reason} (launch.startup_timeout_s)")]
                 # Its exit follows and schedules the restart; it must not be killed twice.
                 state.started_at = None
-                actions += [Notice(f"{name} {reason}; ending it"), Kill(name)]
+                actions += [_end_of("killing", name, reason, "killing it"), Kill(name)]
         return actions
 
     def _start_what_is_due(self, now: float) -> list[Action]:
@@ -275,3 +273,7 @@ class Lifecycle:
     def _start(self, name: str, now: float) -> Start:
         self._states[name] = _State(deaths=self._states[name].deaths, started_at=now)
         return Start(name)
+
+
+def _end_of(event: Event, name: str, reason: str, remedy: str) -> Notice:
+    return Notice(event, f"{name} {reason}; {remedy}", {"instance": name, "reason": reason})

@@ -1,4 +1,4 @@
-"""What the log of a process says: how far its start is, and why it failed. Pure."""
+"""What the log of a process says: when, how far its start is, why it failed. Pure."""
 
 from __future__ import annotations
 
@@ -27,6 +27,10 @@ _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _VLLM_PREFIX = re.compile(
     r"^(\([^)]*pid=\d+\)\s*)?((DEBUG|INFO|WARNING|ERROR|CRITICAL) [\d-]+ [\d:.]+ \[[^\]]*\]\s?)?"
 )
+_TIME = re.compile(
+    r"(?:\([^)]*pid=\d+\)\s*)?(?:(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) )?"
+    r"((?:[\d-]+ )?\d\d:\d\d:\d\d(?:\.\d+)?) "
+)
 _QUIET = re.compile(r"^(\([^)]*pid=\d+\)\s*)?(INFO|DEBUG)\b|^[\d:]+ [ID] ")
 _EXCEPTION = re.compile(
     r"^([\w.]+\.)?\w*(Error|Exception|Exit|Interrupt|Timeout)(: |$)|^Fatal Python error: "
@@ -47,6 +51,12 @@ def latest_stage(output: str) -> str:
         if text in output:
             stage = meaning
     return stage
+
+
+def time_of(line: str) -> str | None:
+    """Return when a line says that it was written, in its words; ``None`` if it does not."""
+    found = _TIME.match(_ANSI.sub("", line))
+    return found[1] if found else None
 
 
 def telling_line(output: str, *, guess: bool = True) -> str:

@@ -20,7 +20,9 @@ from epd_portable.launch.command_line import (
     http_url,
     json_option,
     print_json,
+    teller,
 )
+from epd_portable.launch.notices import Notice
 from epd_portable.launch.router_client import RouterClient
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -47,7 +49,7 @@ The router warms it up, and then sends it clients' requests. The command is idem
 
 A restarted router does not know what had joined. With --keep the command keeps running, registers
 the instance again with a restarted router, and lets it leave at SIGTERM or Ctrl-C: stop the
-instance when the command has ended.
+instance when the command has ended. With --keep and --json events are one object per line.
 
 Exit status: 0 when the instance is up (with --keep: has left), 1 when it is not, 2 on bad input.
 """
@@ -189,8 +191,6 @@ def join(
     as_json: bool,
 ) -> None:
     """Register an instance at a router."""
-    if keep and as_json:
-        raise ConfigError("--keep and --json: what stays has nothing to print in the end")
     if role == "encode" and control:
         raise ConfigError("--control: encode instances have no control channel; leave it out")
     if role != "encode" and not control:
@@ -209,15 +209,19 @@ def join(
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: stop.set())
     seen = client.join(body, timeout_s=timeout_s, until=stop)
-    if as_json:
+    if as_json and not keep:
         print_json(instance=seen)
-    elif not stop.is_set():
+        return
+    say = teller(as_json=as_json)
+    told = {"instance": name, "router": router}
+    if not stop.is_set():
         problem = f"; serving all the same: {seen['problem']}" if seen["problem"] else ""
-        click.echo(f"{name} has joined {router}{problem}")
+        text = f"{name} has joined {router}{problem}"
+        say(Notice("joined", text, {**told, "problem": seen["problem"]}))
     if keep:
-        client.keep(body, until=stop, say=click.echo)
+        client.keep(body, until=stop, say=say)
         client.leave(name, timeout_s=timeout_s)
-        click.echo(f"{name} has left {router}")
+        say(Notice("left", f"{name} has left {router}", told))
 
 
 @click.command(help=LEAVE_HELP)

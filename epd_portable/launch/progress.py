@@ -1,14 +1,15 @@
-"""The lines that a user reads while a topology starts. Pure."""
+"""What a user is told while a topology starts. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from epd_portable.launch.logs import FIRST_STAGE
+from epd_portable.launch.notices import Notice
 
 
 class Progress:
-    """Turns stages of processes into lines: one for each change, and one when nothing changes.
+    """Turns stages of processes into notices: one a change, and one when nothing changes.
 
     Args:
         started_at: Time of the start.
@@ -21,23 +22,26 @@ class Progress:
         self._said_at = started_at
         self._stages: dict[str, str] = {}
 
-    def lines(self, stages: Mapping[str, str], now: float) -> list[str]:
-        """Return what to print.
+    def notices(self, stages: Mapping[str, str], now: float) -> list[Notice]:
+        """Return what to tell.
 
         Args:
             stages: How far each process is, in words.
             now: Time.
         """
-        elapsed = f"{now - self._started_at:3.0f} s"
-        lines = [
-            f"{elapsed}  {name}: {stage}"
+        elapsed_s = now - self._started_at
+        clock = f"{elapsed_s:3.0f} s"
+        told = {"elapsed_s": round(elapsed_s, 1)}
+        notices = [
+            Notice("stage", f"{clock}  {name}: {stage}", {"instance": name, "stage": stage, **told})
             for name, stage in stages.items()
             if stage != self._stages.get(name, FIRST_STAGE)
         ]
         self._stages = dict(stages)
-        if not lines and now - self._said_at >= self._quiet_s:
+        if not notices and now - self._said_at >= self._quiet_s:
             waiting = ", ".join(f"{name} ({stage})" for name, stage in stages.items())
-            lines = [f"{elapsed}  still waiting for {waiting}"]
-        if lines:
+            text = f"{clock}  still waiting for {waiting}"
+            notices = [Notice("waiting", text, {"stages": self._stages, **told})]
+        if notices:
             self._said_at = now
-        return lines
+        return notices

@@ -2,8 +2,8 @@
 
 The launcher starts it in place of a router when `RouterSection.join` names one. It registers each
 instance there once that is healthy, keeps it registered, and lets all leave at SIGTERM, before the
-launcher ends them. Its ``GET /health`` answers 200 when every instance has joined and is up; it
-says so in the form in which a router does.
+launcher ends them. Its ``GET /health`` tells what the router last said of each, in the form in
+which a router does, and answers 200 when all are up.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from epd_portable.launch.router_client import RouterAwayError, RouterClient
 
 _PROBE_TIMEOUT_S = 5.0
 _TRY_EVERY_S = 1.0
+_STARTING, _GONE = "starting", "gone"
+"""States before and after those that the router knows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,9 +69,9 @@ class Registrar:
         self._settings = settings
         self._secret = Secret.read(settings.secret_file)
         self._stop = threading.Event()
-        self._states = {
-            each["name"]: {"state": "starting", "problem": ""} for each in settings.instances
-        }
+        self._states: dict[str, dict[str, str]] = {}
+        for each in settings.instances:
+            self._is(each["name"], _STARTING)
 
     def run(self) -> None:
         """Serve until `stop`; then let every instance leave."""
@@ -106,7 +108,7 @@ class Registrar:
             told = ""
             if not self._stop.is_set():
                 self._keep(client, instance)
-        if self._states[name]["state"] == "starting":
+        if self._states[name]["state"] == _STARTING:
             return
         try:
             client.leave(name, timeout_s=settings.leave_timeout_s)
@@ -121,7 +123,7 @@ class Registrar:
             if self._stop.wait(_TRY_EVERY_S):
                 return
         seen = client.join(dict(instance), timeout_s=settings.join_timeout_s, until=self._stop)
-        self._states[name] = {"state": "up", "problem": seen["problem"]}
+        self._heard(seen)
         print(f"{name} has joined {settings.router}", flush=True)
 
     def _keep(self, client: RouterClient, instance: Mapping[str, Any]) -> None:
@@ -130,14 +132,27 @@ class Registrar:
         One that is well was let go by somebody: it stays away.
         """
         try:
-            client.keep(dict(instance), until=self._stop, say=functools.partial(print, flush=True))
+            client.keep(
+                dict(instance),
+                until=self._stop,
+                say=lambda notice: print(notice.line, flush=True),
+                heard=self._heard,
+            )
         except RouterAwayError:
             raise
         except LaunchError as error:
+            self._is(instance["name"], _GONE, reason=str(error))
             print(error, flush=True)
             if _is_healthy(instance["url"]):
                 print(f"{instance['name']} joins again when it is started again", flush=True)
                 self._stop.wait()
+
+    def _heard(self, seen: Mapping[str, Any]) -> None:
+        """Note what the router says of an instance."""
+        self._is(seen["name"], seen["state"], reason=seen["reason"], problem=seen["problem"])
+
+    def _is(self, name: str, state: str, *, reason: str = "", problem: str = "") -> None:
+        self._states[name] = {"state": state, "reason": reason, "problem": problem}
 
 
 class _Health(BaseHTTPRequestHandler):

@@ -13,6 +13,7 @@ import httpx
 
 from epd_portable.config.secret import Secret
 from epd_portable.errors import LaunchError
+from epd_portable.launch.notices import Notice
 
 _REQUEST_TIMEOUT_S = 30.0
 _LOOK_EVERY_S = 0.2
@@ -127,14 +128,20 @@ class RouterClient:
         self._ask("POST", f"/epd/instances/{name}/resume")
 
     def keep(
-        self, instance: dict[str, Any], *, until: threading.Event, say: Callable[[str], None]
+        self,
+        instance: dict[str, Any],
+        *,
+        until: threading.Event,
+        say: Callable[[Notice], None],
+        heard: Callable[[dict[str, Any]], None] = lambda seen: None,
     ) -> None:
         """Register an instance again with every router process that comes to this address.
 
         Args:
             instance: As for `join`, which it has done.
             until: Ends it.
-            say: Called with a line when the router goes away, and when the instance is back.
+            say: Is told when the router goes away, and when the instance is back.
+            heard: Called with what the router says of the instance, every time.
 
         Raises:
             LaunchError: A router refuses; or the one that had the instance has let it go, because
@@ -144,15 +151,19 @@ class RouterClient:
         while not until.is_set():
             try:
                 there = self._ask("GET", "/epd/instances")
-                if not any(each["name"] == name for each in there["instances"]):
-                    if there["router"] == self._joined:
-                        raise LaunchError(f"router {self._url} has let {name} go")
+                seen = next((each for each in there["instances"] if each["name"] == name), None)
+                if seen is not None:
+                    heard(seen)
+                elif there["router"] == self._joined:
+                    raise LaunchError(f"router {self._url} has let {name} go")
+                else:
                     self._register(instance)
-                    say(f"{name} has joined again: the router has restarted")
+                    text = f"{name} has joined again: the router has restarted"
+                    say(Notice("joined_again", text, {"instance": name}))
                 away = False
             except RouterAwayError as error:
                 if not away:
-                    say(f"{error}; still trying")
+                    say(Notice("away", f"{error}; still trying"))
                 away = True
             until.wait(_KEEP_EVERY_S)
 

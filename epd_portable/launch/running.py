@@ -66,7 +66,6 @@ class RunRecord(_Record):
         model: Name that clients use.
         url: Where clients ask.
         config: The topology file; empty where nobody said.
-        tls: Whether the router speaks HTTPS.
         pid: Of the launcher.
         started_ticks: See `ProcessRecord`.
         processes: All of the plan, in its order.
@@ -78,7 +77,6 @@ class RunRecord(_Record):
     model: str
     url: str
     config: str
-    tls: bool
     pid: int
     started_ticks: int
     processes: tuple[ProcessRecord, ...]

@@ -14,7 +14,13 @@ import yaml
 from click.shell_completion import CompletionItem
 
 from epd_portable.errors import ConfigError, LaunchError
-from epd_portable.launch.command_line import json_option, print_json
+from epd_portable.launch.command_line import (
+    json_lines_option,
+    json_option,
+    one_line,
+    print_json,
+)
+from epd_portable.launch.logs import time_of
 from epd_portable.launch.running import (
     RUN_FOLDER,
     SeenRun,
@@ -47,6 +53,9 @@ Where none runs, it shows the logs that the last failed one has left in the temp
 \b
   epd-launch logs -f encode-0
   epd-launch logs -n 100 router
+
+With --json each line is an object with schema_version, instance, time (as the log line has it, else
+null) and text, the whole line.
 """
 
 
@@ -95,21 +104,29 @@ def status(as_json: bool, prometheus: bool) -> None:
 @click.option(
     "--run", "run_id", metavar="RUN", help="Which topology, where several run: its id in `status`."
 )
-def logs(instance: str | None, follow: bool, lines: int, run_id: str | None) -> None:
+@json_lines_option
+def logs(instance: str | None, follow: bool, lines: int, run_id: str | None, as_json: bool) -> None:
     """Show logs."""
     found = _found()
     run = choose_run(found, run_id)
     chosen = logs_of(run, instance) if run else kept_logs_of(run_id, instance)
-    tails = [Tail(path, name if len(chosen) > 1 else "") for name, path in chosen.items()]
-    for tail in tails:
+    tails = {name: Tail(path) for name, path in chosen.items()}
+
+    def show(name: str, line: str) -> None:
+        if as_json:
+            click.echo(one_line(instance=name, time=time_of(line), text=line))
+        else:
+            click.echo(f"{name}: {line}" if len(tails) > 1 else line)
+
+    for name, tail in tails.items():
         for line in tail.last(lines):
-            click.echo(line)
+            show(name, line)
     while follow and run is not None:
         # Seen before the last look: what is written until it ended is shown.
         over = run.record.run_id not in {each.record.run_id for each in _found().running}
-        for tail in tails:
+        for name, tail in tails.items():
             for line in tail.new():
-                click.echo(line)
+                show(name, line)
         if over:
             click.echo(f"run {run.record.run_id} has ended", err=True)
             return
@@ -177,30 +194,25 @@ class Tail:
 
     Args:
         path: Of the log; it need not be there.
-        name: Put before each line; empty for none.
     """
 
-    def __init__(self, path: Path, name: str) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
-        self._prefix = f"{name}: " if name else ""
         self._place = 0
         self._rest = b""
 
-    def last(self, count: int) -> Iterator[str]:
+    def last(self, count: int) -> list[str]:
         """Return the last lines."""
         data = self._read(max(0, self._size() - _TAIL_BYTES))
         lines = data.decode("utf-8", "replace").splitlines()
-        return self._shown(lines[len(lines) - count :] if count < len(lines) else lines)
+        return lines[len(lines) - count :] if count < len(lines) else lines
 
-    def new(self) -> Iterator[str]:
+    def new(self) -> list[str]:
         """Return the lines that were completed since the last look."""
         # Cut meanwhile: its older part is in another file, and it begins anew.
         begin = self._place if self._size() >= self._place else 0
         *whole, self._rest = (self._rest + self._read(begin)).split(b"\n")
-        return self._shown([line.decode("utf-8", "replace") for line in whole])
-
-    def _shown(self, lines: Sequence[str]) -> Iterator[str]:
-        return (f"{self._prefix}{line}" for line in lines)
+        return [line.decode("utf-8", "replace") for line in whole]
 
     def _size(self) -> int:
         try:

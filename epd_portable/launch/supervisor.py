@@ -23,12 +23,12 @@ from epd_portable.launch.lifecycle import (
     Fail,
     Kill,
     Lifecycle,
-    Notice,
     Phase,
     Start,
     Stop,
 )
 from epd_portable.launch.logs import latest_stage, telling_line
+from epd_portable.launch.notices import Notice
 from epd_portable.launch.plan import Plan, shm_prefix
 from epd_portable.launch.probes import Probes
 from epd_portable.launch.process import Child, describe_exit
@@ -61,7 +61,7 @@ class Supervisor:
         log_dir: Existing folder for one log file a process.
         temp_dir: Existing folder for the engines' temporary files, where `find_runs` learns of the
             run; removed at the end.
-        say: Prints one line for the user.
+        say: Tells the user what happens.
         config: The topology file, for `find_runs`.
     """
 
@@ -74,7 +74,7 @@ class Supervisor:
         drain_s: float,
         log_dir: Path,
         temp_dir: Path,
-        say: Callable[[str], None],
+        say: Callable[[Notice], None],
         config: str = "",
     ) -> None:
         self._plan = plan
@@ -131,20 +131,15 @@ class Supervisor:
         self._perform(self._lifecycle.begin(started_at))
         while self._lifecycle.phase is Phase.STARTING and not self._stop_requests:
             self._step()
-            for line in progress.lines(self._stages(), time.monotonic()):
-                self._say(line)
+            for notice in progress.notices(self._stages(), time.monotonic()):
+                self._say(notice)
         if self._lifecycle.phase is Phase.SERVING and not self._stop_requests:
             for child in self._children.values():
                 for problem in child.problems(
                     timeout_s=_START_PROBE_TIMEOUT_S, secret=self._secret
                 ):
-                    self._say(f"serving all the same: {problem}")
-            self._say(
-                f"ready: {self._plan.url} ({self._census()}) in "
-                f"{time.monotonic() - started_at:.0f} s"
-            )
-            for line in self._addresses():
-                self._say(line)
+                    self._say(Notice("warning", f"serving all the same: {problem}"))
+            self._say(self._ready(elapsed_s=time.monotonic() - started_at))
 
     def main_loop(self) -> None:
         """Keep every process alive until a stop is asked for."""
@@ -163,7 +158,7 @@ class Supervisor:
         grace_s = self._launch.stop_grace_s
         asked = self._stop_requests
         if asked:
-            self._say("stopping")
+            self._say(Notice("stopping", "stopping"))
         self._tell_of_the_run("stopping")
         self._probes.close()
         if self._update:
@@ -182,6 +177,8 @@ class Supervisor:
         self._guard.close(timeout_s=grace_s + 10.0)
         if left:
             raise LaunchError(f"processes {', '.join(map(str, left))} do not end, not even killed")
+        if asked:
+            self._say(Notice("stopped", "stopped"))
 
     def _drain(self, *, until: Callable[[], bool]) -> None:
         """Ask the routers to end, and wait until they have; instances that they use go on."""
@@ -192,7 +189,8 @@ class Supervisor:
         ]
         if not routers:
             return
-        self._say(f"open requests may take {self._drain_s:g} s to end (router.drain_s)")
+        text = f"open requests may take {self._drain_s:g} s to end (router.drain_s)"
+        self._say(Notice("draining", text, {"drain_s": self._drain_s}))
         for router in routers:
             sessions.send(router.session, signal.SIGTERM)
         end = time.monotonic() + self._drain_s + _DRAIN_MARGIN_S
@@ -264,9 +262,10 @@ class Supervisor:
             self._had_terminal = False
             self._stop_requests += not self._outlives_terminal
         elif self._lifecycle.phase is not Phase.SERVING:
-            self._say("no update while the topology starts")
+            self._say(Notice("update_refused", "no update while the topology starts"))
         elif self._update:
-            self._say("an update is under way; ask again when it has ended")
+            text = "an update is under way; ask again when it has ended"
+            self._say(Notice("update_refused", text))
         else:
             self._update = RollingUpdate(
                 [spec for spec in self._plan.processes if spec.role != "router"],
@@ -304,8 +303,8 @@ class Supervisor:
                     sessions.send(self._children[name].session, signal.SIGTERM)
                 case Kill(name):
                     sessions.send(self._children[name].session, signal.SIGKILL)
-                case Notice(text):
-                    self._say(text)
+                case Notice() as notice:
+                    self._say(notice)
                 case Fail(name, reason):
                     # Still among the children if it did not end but took too long.
                     slow = self._children.get(name)
@@ -342,14 +341,23 @@ class Supervisor:
         roles = ", ".join(f"{count} {role.replace('-', '_')}" for role, count in counts.items())
         return f"{roles}, {self._plan.platform}"
 
-    def _addresses(self) -> list[str]:
-        """Return a line for each instance: who it is, and where."""
+    def _ready(self, *, elapsed_s: float) -> Notice:
+        """Say where clients ask, and of each instance who it is, and where."""
         rows = [
             (f"  {spec.name}", spec.role, spec.url, ports_text(spec.ports, but="http"))
             for spec in self._plan.processes
             if spec.role != "router"
         ]
-        return columns(rows)
+        first = f"ready: {self._plan.url} ({self._census()}) in {elapsed_s:.0f} s"
+        fields = {
+            "url": self._plan.url,
+            "elapsed_s": round(elapsed_s, 1),
+            "processes": [
+                {"name": spec.name, "role": spec.role, "url": spec.url, "ports": spec.ports}
+                for spec in self._plan.processes
+            ],
+        }
+        return Notice("ready", "\n".join([first, *columns(rows)]), fields)
 
     def _tell_of_the_run(self, phase: str) -> None:
         """Write down how the run is, for `find_runs`, when that has changed."""
@@ -361,7 +369,6 @@ class Supervisor:
             model=self._plan.model,
             url=self._plan.url,
             config=self._config,
-            tls=any(spec.tls_cert_file for spec in self._plan.processes),
             pid=os.getpid(),
             started_ticks=start_ticks(os.getpid()),
             processes=tuple(
@@ -389,7 +396,7 @@ class Supervisor:
             problem = f"`epd-launch status` shows this run as it was: {error}"
             if problem != self._record_problem:
                 self._record_problem = problem
-                self._say(f"warning: {problem}")
+                self._say(Notice("warning", problem))
 
     def _new_guard(self) -> Guard:
         guard = Guard(
@@ -408,7 +415,7 @@ class Supervisor:
             [self._log_dir / f"{name}.log" for name in self._specs],
             max_bytes=self._launch.log_max_bytes,
             files=self._launch.log_files,
-            say=self._say,
+            say=lambda line: self._say(Notice("warning", line)),
         )
 
     @contextlib.contextmanager
@@ -437,13 +444,13 @@ def _has_terminal() -> bool:
     return True
 
 
-def _whatever_happens(say: Callable[[str], None]) -> Callable[[str], None]:
+def _whatever_happens(say: Callable[[Notice], None]) -> Callable[[Notice], None]:
     """Let what cannot be printed, on a full disk or into a closed pipe, end no topology."""
 
-    def try_to(line: str) -> None:
+    def try_to(notice: Notice) -> None:
         # There is nowhere left to say that it failed.
         with contextlib.suppress(OSError):
-            say(line)
+            say(notice)
 
     return try_to
 

@@ -15,7 +15,8 @@ from typing import TypeVar
 from epd_portable.config.roles import DUTIES, Duty
 from epd_portable.config.schema import Launch
 from epd_portable.errors import LaunchError
-from epd_portable.launch.lifecycle import Action, Lifecycle, Notice
+from epd_portable.launch.lifecycle import Action, Lifecycle
+from epd_portable.launch.notices import Notice
 from epd_portable.launch.plan import ProcessSpec
 from epd_portable.launch.router_client import RouterClient
 
@@ -80,19 +81,22 @@ class RollingUpdate:
 
     def _renew_all(self) -> Steps[None]:
         names = [spec.name for spec in self._instances]
-        yield [Notice(f"updating {', '.join(names)}, one after the other")]
+        text = f"updating {', '.join(names)}, one after the other"
+        yield [Notice("updating", text, {"instances": names})]
         for done, spec in enumerate(self._instances):
             try:
                 yield from self._renew(spec)
             except LaunchError as error:
                 yield [
                     Notice(
+                        "update_failed",
                         f"the update has ended at {spec.name}: {error}; updated: "
-                        f"{', '.join(names[:done]) or 'none'}"
+                        f"{', '.join(names[:done]) or 'none'}",
+                        {"instance": spec.name, "reason": str(error), "instances": names[:done]},
                     )
                 ]
                 return
-        yield [Notice(f"updated {', '.join(names)}")]
+        yield [Notice("updated", f"updated {', '.join(names)}", {"instances": names})]
 
     def _renew(self, spec: ProcessSpec) -> Steps[None]:
         name = spec.name
@@ -104,8 +108,10 @@ class RollingUpdate:
         if not idle:
             yield [
                 Notice(
+                    "cutting",
                     f"{name} still works on requests after {self._drain_s:g} s (router.drain_s); "
-                    "they are cut"
+                    "they are cut",
+                    {"instance": name},
                 )
             ]
         if name in self._lifecycle.up():
@@ -138,8 +144,9 @@ class RollingUpdate:
         ):
             yield [
                 Notice(
-                    f"warning: {spec.name} is the only {spec.role} instance that is up; while it "
-                    f"is away {MEANWHILE[duty]}"
+                    "warning",
+                    f"{spec.name} is the only {spec.role} instance that is up; while it is away "
+                    f"{MEANWHILE[duty]}",
                 )
             ]
 

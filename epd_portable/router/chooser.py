@@ -38,9 +38,28 @@ _raws = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 class Choosing(ABC):
-    """The choices for one request."""
+    """The choices for one request.
 
-    __slots__ = ()
+    Args:
+        key: The request's id.
+        explanation: See below.
+
+    Attributes:
+        key: See above.
+        explanation: Is told of each choice; ``None`` if nobody wants to know.
+    """
+
+    __slots__ = ("explanation", "key")
+
+    def __init__(self, key: str, explanation: Explanation | None) -> None:
+        self.key = key
+        self.explanation = explanation
+
+    def tell(self, decision: Decision) -> None:
+        """Tell of a choice, where somebody wants to know."""
+        if self.explanation is not None:
+            self.explanation.decisions.append(decision)
+            logger.debug("request %s: %s", self.key, json.dumps(decision.shown()))
 
     @abstractmethod
     def pd(self, tried: Collection[str]) -> Instance | None:
@@ -115,11 +134,6 @@ def _telling(explanation: Explanation | None) -> Explanation | None:
     return explanation
 
 
-def _tell(explanation: Explanation, key: str, decision: Decision) -> None:
-    explanation.decisions.append(decision)
-    logger.debug("request %s: %s", key, json.dumps(decision.shown()))
-
-
 # By rings.
 
 
@@ -141,16 +155,15 @@ class RingChooser:
 
 
 class _ByRings(Choosing):
-    __slots__ = ("_explanation", "_instances", "_key")
+    __slots__ = ("_instances",)
 
     def __init__(self, instances: Fleet, key: str, explanation: Explanation | None) -> None:
+        super().__init__(key, explanation)
         self._instances = instances
-        self._key = key
-        self._explanation = explanation
 
     def pd(self, tried: Collection[str]) -> Instance | None:
-        chosen = self._instances.prefill_decode(self._key, exclude=tried)
-        if self._explanation is not None:
+        chosen = self._instances.prefill_decode(self.key, exclude=tried)
+        if self.explanation is not None:
             self._explain("answer", Decision(stage="decode"), chosen, tried)
         return chosen
 
@@ -158,8 +171,8 @@ class _ByRings(Choosing):
         return True
 
     def prefill(self, tried: Collection[str]) -> Instance | None:
-        chosen = self._instances.prefill_decode(self._key, tried, "prefill")
-        if self._explanation is not None:
+        chosen = self._instances.prefill_decode(self.key, tried, "prefill")
+        if self.explanation is not None:
             self._explain("prefill", Decision(stage="prefill"), chosen, tried)
         return chosen
 
@@ -168,7 +181,7 @@ class _ByRings(Choosing):
 
     def encoder(self, item: MediaItem, exclude: Collection[str]) -> Instance | None:
         chosen = self._instances.encoder(item.mm_hash, exclude)
-        if self._explanation is not None:
+        if self.explanation is not None:
             self._explain("encode", Decision(stage="encode", item=item.mm_hash), chosen, exclude)
         return chosen
 
@@ -184,7 +197,6 @@ class _ByRings(Choosing):
     def _explain(
         self, duty: Duty, decision: Decision, chosen: Instance | None, exclude: Collection[str]
     ) -> None:
-        assert self._explanation is not None
         decision.profile = "default"
         decision.filters["there"] = len(self._instances.of_duty(duty))
         tiers = list(_left(self._instances, duty, exclude))
@@ -199,7 +211,7 @@ class _ByRings(Choosing):
             decision.totals[chosen.name] = -chosen.load
             by = "an item's hash, within the load bound" if duty == "encode" else "the least load"
             decision.reason = f"by {by}; total is the load, below zero"
-        _tell(self._explanation, self._key, decision)
+        self.tell(decision)
 
 
 # By a policy.
@@ -314,12 +326,11 @@ class _ByPolicy(Choosing):
         headers: Mapping[str, str],
         explanation: Explanation | None,
     ) -> None:
+        super().__init__(headers["x-request-id"], explanation)
         self._chooser = chooser
         self._policy = chooser.policy
         self._call = call
-        self._key = headers["x-request-id"]
         self._session = headers.get(SESSION_HEADER, "") or _text(call, "session_id")
-        self._explanation = explanation
         self._blocks: tuple[tuple[int, ...], int] | None = None
 
     def pd(self, tried: Collection[str]) -> Instance | None:
@@ -327,9 +338,8 @@ class _ByPolicy(Choosing):
 
     def prefills(self, decode: Instance) -> bool:
         why = self._policy.apart(self._need("prefill"), self._chooser.observed(decode))
-        if why and self._explanation is not None:
-            decision = Decision(stage="prefill", winner=decode.name, reason=why)
-            _tell(self._explanation, self._key, decision)
+        if why:
+            self.tell(Decision(stage="prefill", winner=decode.name, reason=why))
         return not why
 
     def prefill(self, tried: Collection[str]) -> Instance | None:
@@ -344,9 +354,8 @@ class _ByPolicy(Choosing):
             why = self._policy.apart(self._need("encode", item), decode)
             if not why:
                 left.append(item)
-            elif self._explanation is not None:
-                decision = Decision(stage="encode", item=item.mm_hash, winner=pd.name, reason=why)
-                _tell(self._explanation, self._key, decision)
+            else:
+                self.tell(Decision(stage="encode", item=item.mm_hash, winner=pd.name, reason=why))
         return left
 
     def encoder(self, item: MediaItem, exclude: Collection[str]) -> Instance | None:
@@ -368,12 +377,12 @@ class _ByPolicy(Choosing):
             if not contenders:
                 continue
             decision = None
-            if self._explanation is not None:
+            if self.explanation is not None:
                 item = need.item.mm_hash if need.item else ""
                 decision = Decision(stage=need.stage, item=item)
             chosen = self._policy.choose(need, contenders, decision)
-            if self._explanation is not None and decision is not None:
-                _tell(self._explanation, self._key, decision)
+            if decision is not None:
+                self.tell(decision)
             if chosen is not None:
                 return chosen.instance
         return None
@@ -382,7 +391,7 @@ class _ByPolicy(Choosing):
         blocks, nbytes = self._prompt() if item is None else ((), 0)
         return Need(
             stage=stage,
-            key=self._key,
+            key=self.key,
             model=self._call.model,
             session=self._session,
             items=self._call.items,

@@ -10,13 +10,15 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from epd_portable.config.roles import Duty
 from epd_portable.errors import ConfigError
 from epd_portable.router.fleet.instances import Fleet, Instance
+from epd_portable.router.prefill import MAX_PREFILLS
 from epd_portable.router.settings import RouterSettings
 
 logger = logging.getLogger(__name__)
@@ -26,6 +28,8 @@ DESTINATION = "x-gateway-destination-endpoint"
 name is that of the endpoint picker protocol of the Gateway API inference extension."""
 RETRY_ON = "x-envoy-retry-on"
 """Header that says for what else Envoy tries again."""
+CLUSTER = "instances"
+"""Envoy's name of those that it sends requests to."""
 STAGE = "x-epd-stage"
 """Metadata of a stream: ``ask`` for a client's request, ``again`` for the second try of one."""
 PORT = "x-epd-port"
@@ -44,19 +48,21 @@ _PROTOCOL_OPTIONS = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
 
 
 class Endpoints:
-    """Keeps the file from which Envoy knows the prefill+decode instances.
+    """Keeps the file from which Envoy knows the instances that it sends requests to.
 
     Args:
         path: The file; Envoy watches its folder.
         instances: Those that are there.
+        duties: Of those that Envoy sends requests to; the others are asked by this process.
 
     Attributes:
         unseen: Instances that Envoy may not know yet.
     """
 
-    def __init__(self, path: Path, instances: Fleet) -> None:
+    def __init__(self, path: Path, instances: Fleet, duties: Collection[Duty]) -> None:
         self._path = path
         self._instances = instances
+        self._duties = duties
         self._addresses: dict[Instance, str] = {}
         self._version = 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -78,7 +84,7 @@ class Endpoints:
         return self._addresses[instance]
 
     def _changed(self, instance: Instance) -> None:
-        if instance.role != "prefill-decode":
+        if instance.duty not in self._duties:
             return
         if not self._is_there(instance):
             self.unseen.discard(instance)
@@ -98,7 +104,7 @@ class Endpoints:
                 raise OSError("Envoy is not configured for instances that speak HTTPS")
             found = await loop.getaddrinfo(parts.hostname, parts.port or 80)
         except OSError as error:
-            logger.error("instance %s at %s gets nothing: %s", instance.name, instance.url, error)
+            logger.error("%s at %s answers nothing: %s", instance.name, instance.url, error)
             return
         if not self._is_there(instance):
             return
@@ -114,7 +120,7 @@ class Endpoints:
         self._version += 1
         known = {
             "@type": _TYPE + "config.endpoint.v3.ClusterLoadAssignment",
-            "cluster_name": "prefill-decode",
+            "cluster_name": CLUSTER,
             "endpoints": [
                 {"lb_endpoints": [_endpoint(*_split(each)) for each in self._addresses.values()]}
             ],
@@ -127,7 +133,7 @@ class Endpoints:
 def bootstrap(settings: RouterSettings, *, endpoints: Path, picker: str) -> dict[str, Any]:
     """Return Envoy's configuration.
 
-    Clients' requests go to this process, which answers them or names a prefill+decode instance; a
+    Clients' requests go to this process, which answers them or names an instance that does; a
     second try goes to this process again before it goes to another instance. Answers go to clients
     directly. There is no page for administration.
 
@@ -257,6 +263,7 @@ def _front(settings: RouterSettings, port: int) -> Mapping[str, Any]:
         # For `RETRY_ON`.
         mutation_rules={"allow_envoy": True},
     )
+    named = {"name": DESTINATION, "present_match": True}
     return {
         "@type": _TYPE
         + "extensions.filters.network.http_connection_manager.v3.HttpConnectionManager",
@@ -276,18 +283,26 @@ def _front(settings: RouterSettings, port: int) -> Mapping[str, Any]:
                     "include_request_attempt_count": True,
                     # Envoy holds a body until it is asked for it, and for a second try.
                     "request_body_buffer_limit": 2 * settings.max_body_bytes,
-                    "routes": [{"match": {"prefix": "/"}, "route": _route(settings)}],
+                    # Without it Envoy finds no route a second time; it is not for instances.
+                    "request_headers_to_remove": ["x-forwarded-proto"],
+                    "routes": [
+                        # Until an instance is named, others may be silent for as long as it.
+                        _route(settings, {"headers": [named]}, settings.idle_timeout_s),
+                        _route(settings, {}, _longest_s(settings)),
+                    ],
                 }
             ]
         },
     }
 
 
-def _route(settings: RouterSettings) -> Mapping[str, Any]:
-    return {
-        "cluster": "prefill-decode",
+def _route(
+    settings: RouterSettings, match: Mapping[str, Any], silent_s: float
+) -> Mapping[str, Any]:
+    action = {
+        "cluster": CLUSTER,
         "timeout": "0s",
-        "idle_timeout": f"{settings.idle_timeout_s:g}s",
+        "idle_timeout": f"{silent_s:g}s",
         "flush_timeout": f"{settings.send_timeout_s:g}s",
         "retry_policy": {
             # This process adds 5xx where another instance could answer.
@@ -296,12 +311,13 @@ def _route(settings: RouterSettings) -> Mapping[str, Any]:
             "retry_back_off": {"base_interval": "0.001s", "max_interval": "0.01s"},
         },
     }
+    return {"match": {"prefix": "/", **match}, "route": action}
 
 
 def _instances(settings: RouterSettings, endpoints: Path) -> Mapping[str, Any]:
     again = _processor(settings, {STAGE: "again"}, {"response_header_mode": "SKIP"})
     return {
-        "name": "prefill-decode",
+        "name": CLUSTER,
         "type": "EDS",
         "connect_timeout": f"{settings.connect_timeout_s:g}s",
         "eds_cluster_config": {
@@ -385,8 +401,6 @@ def _processor(
         mode: What is sent beyond the default, which is headers.
         more: Fields of the filter.
     """
-    longest_s = settings.admission.max_wait_s + settings.wait_timeout_s
-    longest_s += settings.nack_grace_s + MESSAGE_TIMEOUT_S
     return {
         "@type": _TYPE + "extensions.filters.http.ext_proc.v3.ExternalProcessor",
         "grpc_service": {
@@ -394,10 +408,17 @@ def _processor(
             "initial_metadata": [{"key": name, "value": value} for name, value in told.items()],
         },
         "processing_mode": mode,
-        "message_timeout": f"{longest_s:g}s",
+        "message_timeout": f"{_longest_s(settings):g}s",
         "status_on_error": {"code": 503},
         **more,
     }
+
+
+def _longest_s(settings: RouterSettings) -> float:
+    """Return how long this process may take until it names an instance."""
+    prefill_s = MAX_PREFILLS * (settings.connect_timeout_s + settings.idle_timeout_s)
+    waits_s = settings.admission.max_wait_s + settings.wait_timeout_s + settings.nack_grace_s
+    return float(prefill_s + waits_s + MESSAGE_TIMEOUT_S)
 
 
 def _picker(where: str) -> Mapping[str, Any]:

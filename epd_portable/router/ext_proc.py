@@ -64,6 +64,7 @@ MESSAGES: Mapping[str, Mapping[str, Field]] = {
         "status": (1, "int32"),
         "header_mutation": (2, "HeaderMutation"),
         "body_mutation": (3, "BodyMutation"),
+        "clear_route_cache": (5, "bool"),
     },
     "HeaderMutation": {
         "set_headers": (1, "*HeaderValueOption"),

@@ -10,6 +10,8 @@ from typing import Any
 import msgspec
 
 from epd_portable.errors import RequestError
+from epd_portable.router.choice.profile import Decision
+from epd_portable.router.choice.situation import Stage
 from epd_portable.router.chooser import Choosing
 from epd_portable.router.contents.body import Call
 from epd_portable.router.contents.media import MediaItem
@@ -31,6 +33,8 @@ from epd_portable.router.prefill import asks_for_kv, brings_kv
 
 LOAD_BOUND = 1.25
 """No named encoder gets more than this multiple of its share, while another one has room."""
+OTHERWISE = "what the hop says beside it counts, else the router chooses"
+"""What is done where a header names nobody who can have it."""
 
 
 class HopChoosing(Choosing):
@@ -60,6 +64,7 @@ class HopChoosing(Choosing):
     )
 
     def __init__(self, named: HopWish, call: Call, instances: Fleet, inner: Choosing) -> None:
+        super().__init__(inner.key, inner.explanation)
         self._named = named
         self._call = call
         self._instances = instances
@@ -74,7 +79,7 @@ class HopChoosing(Choosing):
         self._places = {item.mm_hash: place for place, item in enumerate(call.items)}
         self._encoders = [places.encoder(ENCODERS, each) for each in named.encoders]
         self._by_item = {
-            call.items[index].mm_hash: places.encoder(MAPPING, address)
+            call.items[index].mm_hash: (MAPPING, places.encoder(MAPPING, address))
             for index, address in named.mapping.items()
             if _is_place(MAPPING, index, call)
         }
@@ -84,8 +89,8 @@ class HopChoosing(Choosing):
             if name not in self._places and _is_place(REFS, index, call):
                 name = call.items[index].mm_hash
             if ref.encoder_host:
-                self._by_item.setdefault(name, places.encoder(REFS, ref.encoder_host))
-        for each in (*self._encoders, *self._by_item.values()):
+                self._by_item.setdefault(name, (REFS, places.encoder(REFS, ref.encoder_host)))
+        for each in (*self._encoders, *(encoder for _, encoder in self._by_item.values())):
             self._check_model(each)
 
     def pd(self, tried: Collection[str]) -> Instance | None:
@@ -93,10 +98,12 @@ class HopChoosing(Choosing):
         first = self._prefiller
         if asks_for_kv(self._call):
             if first is not None:
-                return first if _fits(first, tried) else None
+                otherwise = "nobody else computes for a hop that wants this one"
+                return self._taken("prefill", first, tried, otherwise)
             return self._inner.prefill(tried)
-        if first is not None and first.duty == "answer" and _fits(first, tried):
-            return first
+        if first is not None and first.duty == "answer":
+            chosen = self._taken("decode", first, tried, OTHERWISE)
+            return chosen or self._inner.pd(tried)
         return self._inner.pd(tried)
 
     def prefills(self, decode: Instance) -> bool:
@@ -110,9 +117,10 @@ class HopChoosing(Choosing):
     def prefill(self, tried: Collection[str]) -> Instance | None:
         """See `Choosing`."""
         first = self._prefiller
-        if first is not None and first.duty == "prefill" and _fits(first, tried):
-            return first
-        return self._inner.prefill(tried)
+        chosen = None
+        if first is not None and first.duty == "prefill":
+            chosen = self._taken("prefill", first, tried, OTHERWISE)
+        return chosen or self._inner.prefill(tried)
 
     def apart(self, items: Sequence[MediaItem], pd: Instance) -> Sequence[MediaItem]:
         """See `Choosing`."""
@@ -124,18 +132,17 @@ class HopChoosing(Choosing):
 
     def encoder(self, item: MediaItem, exclude: Collection[str]) -> Instance | None:
         """See `Choosing`."""
-        first = self._by_item.get(item.mm_hash)
-        if first is not None and _fits(first, exclude):
-            return first
-        key = item.mm_hash
-        if self._named.cache_key:
-            key = f"{self._named.cache_key}/{self._places.get(item.mm_hash, item.mm_hash)}"
-        chosen = _near(key, self._encoders, exclude)
+        chosen = None
+        if item.mm_hash in self._by_item:
+            header, first = self._by_item[item.mm_hash]
+            chosen = self._taken("encode", first, exclude, OTHERWISE, header=header, item=item)
+        if chosen is None and self._encoders:
+            chosen = self._near(ENCODERS, self._encoders, item, exclude)
         if chosen is None and self._named.model:
             # No other one makes of an item what the language model was trained with.
-            return _near(key, self._of_model(), exclude)
+            return self._near(MODEL, self._of_model(), item, exclude)
         if chosen is None and self._named.cache_key:
-            chosen = _near(key, self._instances.of_duty("encode"), exclude)
+            chosen = self._near(CACHE_KEY, self._instances.of_duty("encode"), item, exclude)
         return chosen or self._inner.encoder(item, exclude)
 
     def asks(self, pd: Instance, items: Iterable[MediaItem]) -> None:
@@ -149,6 +156,65 @@ class HopChoosing(Choosing):
     def has_not(self, item: MediaItem, encoder: Instance) -> None:
         """See `Choosing`."""
         self._inner.has_not(item, encoder)
+
+    def _taken(
+        self,
+        stage: Stage,
+        named: Instance,
+        exclude: Collection[str],
+        otherwise: str,
+        *,
+        header: str = PREFILLER,
+        item: MediaItem | None = None,
+    ) -> Instance | None:
+        """Return the instance that a header names if that can have it, and explain it.
+
+        Args:
+            stage: Of the request.
+            named: By the header.
+            exclude: Names of instances that must not have it.
+            otherwise: What is done if it cannot.
+            header: See above.
+            item: Which is to be encoded, if one is.
+        """
+        fits = _fits(named, exclude)
+        decision = Decision(stage=stage, item=item.mm_hash if item else "", header=header)
+        if fits:
+            decision.winner, decision.reason = named.name, "named"
+        else:
+            why = "was tried" if named.name in exclude else f"is {named.state}"
+            decision.reason = f"{named.name} is named and {why}: {otherwise}"
+        self.tell(decision)
+        return named if fits else None
+
+    def _near(
+        self,
+        header: str,
+        candidates: Collection[Instance],
+        item: MediaItem,
+        exclude: Collection[str],
+    ) -> Instance | None:
+        """Return who of those that a header leaves should have an item, and explain it."""
+        key, by = item.mm_hash, "an item's hash"
+        if self._named.cache_key:
+            key = f"{self._named.cache_key}/{self._places.get(item.mm_hash, item.mm_hash)}"
+            by = CACHE_KEY
+        left = [each for each in candidates if _fits(each, exclude)]
+        chosen = _nearest(key, left) if left else None
+        if self.explanation is not None:
+            there = len(self._instances.of_duty("encode"))
+            decision = Decision(stage="encode", item=item.mm_hash, header=header)
+            decision.filters = {"there": there, header: len(candidates), "usable": len(left)}
+            decision.totals = {each.name: -each.load for each in left}
+            if chosen is not None:
+                decision.winner = chosen.name
+                decision.reason = f"by {by}, within the load bound; total is the load, below zero"
+            elif header == MODEL:
+                decision.reason = "none of those that have the model can have it, and no other may"
+            else:
+                decision.reason = f"none of those can have it: {OTHERWISE}"
+            self.tell(decision)
+        return chosen
 
     def _of_model(self) -> list[Instance]:
         """Return encoders that have the model, or may: they have no label.
@@ -246,14 +312,11 @@ def _has_model(encoder: Instance, model: str) -> bool:
     return encoder.settings.labels.get(ENCODER_MODEL_LABEL, model) == model
 
 
-def _near(key: str, candidates: Iterable[Instance], exclude: Collection[str]) -> Instance | None:
+def _nearest(key: str, left: Collection[Instance]) -> Instance:
     """Return the instance that a key leads to among those with room; any if none has."""
-    left = [each for each in candidates if _fits(each, exclude)]
-    if not left:
-        return None
     share = LOAD_BOUND * (sum(each.load for each in left) + 1) / sum(each.weight for each in left)
-    left.sort(key=lambda each: hashlib.blake2b(f"{key}\0{each.name}".encode()).digest())
-    return next((each for each in left if each.load < math.ceil(share * each.weight)), left[0])
+    near = sorted(left, key=lambda each: hashlib.blake2b(f"{key}\0{each.name}".encode()).digest())
+    return next((each for each in near if each.load < math.ceil(share * each.weight)), near[0])
 
 
 def _is_place(header: str, index: int, call: Call) -> bool:

@@ -2,8 +2,8 @@
 
 Envoy takes clients' requests in and carries answers; this process is asked about each request, over
 Envoy's protocol for external processors (`ext_proc`), which the endpoint pickers of the Gateway API
-inference extension speak. It reads the request, chooses as the router does, starts encode jobs,
-rewrites the request and names who gets it.
+inference extension speak. It reads the request, chooses as the router does, starts encode jobs, has
+a prompt computed that is computed apart, rewrites the request and names who answers it.
 
 To the router, Envoy is a server like any other: a `Consultation` is the `IncomingRequest` of a
 client, and the `Carrier` that takes it to an instance.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -28,6 +29,7 @@ import grpc.aio
 import uvloop
 
 from epd_portable import log
+from epd_portable.config.roles import Duty
 from epd_portable.errors import ConfigError, EPDError, RequestError
 from epd_portable.router import envoy, ext_proc
 from epd_portable.router.carrier import Outgoing
@@ -58,7 +60,9 @@ AGAIN_WITHIN_S = 1.0
 """An instance went down: Envoy notices as soon, if at all, and tries another one."""
 PIECE_BYTES = 60 * 1024
 
-_KEPT_FROM_CLIENTS = frozenset({"host", "content-length", "content-type", "transfer-encoding"})
+_KEPT_FROM_CLIENTS = frozenset(
+    ("host", "content-length", "content-type", "transfer-encoding", "x-forwarded-proto")
+)
 
 
 class Picker:
@@ -347,14 +351,17 @@ class Consultation:
             if name not in given and name not in _KEPT_FROM_CLIENTS and name[0] != ":"
         ]
         response = ProcessingResponse()
-        if not self._whole_body or ("content-length" not in self._asked and not whole):
-            header_mutation(response.request_headers.response.header_mutation, given, removed)
+        in_turn = not self._whole_body or ("content-length" not in self._asked and not whole)
+        changed = (response.request_headers if in_turn else response.request_body).response
+        # There is another route for requests whose instance is named.
+        changed.clear_route_cache = True
+        if in_turn:
+            header_mutation(changed.header_mutation, given, removed)
             await self._tell(response)
             if not self._whole_body and whole:
                 await self._send_pieces("request_body", whole)
             return
         given["content-length"] = str(len(whole))
-        changed = response.request_body.response
         header_mutation(changed.header_mutation, given, [*removed, "transfer-encoding"])
         changed.body_mutation.body = whole
         await self._tell(response)
@@ -490,7 +497,11 @@ async def serve(settings: RouterSettings, folder: Path, *, listen: str, threads:
         ConfigError: An address or a file of the settings cannot be used, or Envoy ended.
     """
     router = Router(settings)
-    endpoints = envoy.Endpoints(folder / "endpoints.json", router.instances)
+    duties: set[Duty] = {"answer"}
+    if settings.hop_keys_file:
+        # Hops that answer elsewhere have prompts computed here.
+        duties.add("prefill")
+    endpoints = envoy.Endpoints(folder / "endpoints.json", router.instances, duties)
     picker = Picker(router, endpoints)
     where = listen or f"unix:{folder / 'picker.sock'}"
     config = folder / "envoy.json"
@@ -570,8 +581,10 @@ def main(argv: list[str] | None = None) -> int:
     log.configure()
     try:
         settings = load_settings(options.settings)
-        with tempfile.TemporaryDirectory(prefix="epd-picker-") as temporary:
-            folder: Path = options.folder or Path(temporary)
+        with contextlib.ExitStack() as held:
+            folder: Path = options.folder or Path(
+                held.enter_context(tempfile.TemporaryDirectory(prefix="epd-picker-"))
+            )
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             uvloop.run(serve(settings, folder, listen=options.listen, threads=options.threads))
     except EPDError as error:

@@ -9,6 +9,7 @@ import itertools
 import re
 import shlex
 import subprocess
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from epd_portable.config.roles import ROLES
 from epd_portable.config.schema import Topology
 from epd_portable.config.store import StoreSection
 from epd_portable.connector.stores.metrics import StoreMetrics
+from epd_portable.launch.notices import Event
 from epd_portable.router import server
 from epd_portable.runners.receiver_metrics import PlacerMetrics, ReceiverMetrics
 from epd_portable.runners.sender_metrics import SenderMetrics
@@ -466,6 +468,13 @@ def test_every_event_of_a_trace_is_explained() -> None:
     first_cells = re.findall(r"^\| ([^|]+) \|", section, re.MULTILINE)
     named = {span for cell in first_cells for span in CODE.findall(cell)}
     assert named == literals_of_calls("trace")
+
+
+def test_the_events_that_the_launcher_tells_programs_are_those_of_the_table() -> None:
+    _, _, section = read(OPERATIONS).partition("## Events for programs")
+    rows = re.findall(r"^\| (`.*?) \|", section.partition("\n## ")[0], re.MULTILINE)
+    told = sorted(name for row in rows for name in CODE.findall(row))
+    assert told == sorted([*typing.get_args(Event), "error"])
 
 
 def test_every_metric_of_an_instance_is_documented_with_its_type_label_and_meaning() -> None:

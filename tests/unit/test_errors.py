@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from epd_portable import errors
-from epd_portable.errors import EPDError, RequestError
+from epd_portable.errors import ConfigError, EPDError, RequestError
 
 CLASSES = {
     name: value
@@ -36,6 +38,23 @@ def test_every_error_is_in_the_tree_of_the_docstring_below_its_base() -> None:
 
 def test_every_error_says_what_it_means() -> None:
     assert [name for name, cls in CLASSES.items() if not cls.__doc__] == []
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("redis://:pw@h", "redis://:***@h"),
+        ("--set url=redis://me:p@s:s/w0rd@h:6379/0 is", "--set url=redis://me:***@h:6379/0 is"),
+        ("redis://:my pass@h", "redis://:***@h"),
+        ("a http://u:p@h:1, b http://u:q@i:2", "a http://u:***@h:1, b http://u:***@i:2"),
+        ("redis://me@h:6379", "redis://me@h:6379"),
+        ("'http://10.0.0.1:8000' names b@c", "'http://10.0.0.1:8000' names b@c"),
+        ("http://h:80/a@b", "http://h:80/a@b"),
+        ("write it as http://10.0.0.1:8000", "write it as http://10.0.0.1:8000"),
+    ],
+)
+def test_a_message_shows_no_password_of_a_url(said: str, shown: str) -> None:
+    assert str(ConfigError(said)) == shown
 
 
 def test_a_refused_request_carries_its_answer() -> None:

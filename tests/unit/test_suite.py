@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from ci import suite
@@ -176,6 +178,63 @@ def test_a_stop_interrupts_what_runs_as_the_keyboard_would_and_begins_nothing(
     assert made.outcomes["long"].status in (1, 130, -signal.SIGINT)
     assert made.outcomes["next"].why == "stopped"
     assert suite.verdict(made) == 1
+
+
+ENGINE = """
+import os, pathlib, signal, sys
+pathlib.Path(os.environ["PYTHONPATH"], "engine").write_text(str(os.getpid()))
+signal.pause()
+"""
+STARTS_ONE = """
+import pathlib, sys
+import pytest
+from epd_portable.bench import servers
+from tests import forked
+
+HERE = pathlib.Path(__file__).parent
+
+@pytest.fixture(scope="session")
+def fork():
+    nursery = forked.nursery("fractions")
+    try:
+        yield forked.popen_of(nursery)
+    finally:
+        nursery.close()
+
+def test_which_waits_until_it_is_ready(fork):
+    command = [sys.executable, "-m", "slow"]
+    server = servers.Server(
+        name="engine", argv=command, env={"PYTHONPATH": str(HERE)}, url="http://127.0.0.1:1",
+        log=HERE / "log", ready="never", popen=fork,
+    )
+    with server:
+        pass
+"""
+
+
+def test_a_stop_while_an_engine_starts_leaves_none_behind(folder: Path) -> None:
+    """As tests with engines start them: forked, in a session of its own."""
+    (folder / "slow.py").write_text(ENGINE)
+    (folder / "test_it.py").write_text(STARTS_ONE)
+    argv = [sys.executable, "-m", "pytest", "-c", "/dev/null", "-p", "no:cacheprovider"]
+    made = Suite([Piece(name="engines", argv=[*argv, str(folder / "test_it.py")], lane="a")])
+
+    def signal_when_it_starts() -> None:
+        end_s = time.monotonic() + DEADLINE_S
+        while not (folder / "engine").exists() and time.monotonic() < end_s:
+            time.sleep(0.01)
+        # The group gets it, and make passes it on to this one once more.
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    sender = threading.Thread(target=signal_when_it_starts)
+    with suite.stopping(made):
+        sender.start()
+        made.run()
+        sender.join()
+    assert made.outcomes["engines"].status == pytest.ExitCode.INTERRUPTED
+    assert not psutil.pid_exists(int((folder / "engine").read_text()))
 
 
 def test_a_resumed_run_leaves_out_what_passed_on_the_same_commit(

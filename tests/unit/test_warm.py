@@ -71,6 +71,22 @@ def test_children_run_side_by_side_and_can_be_talked_to_and_killed(nursery: Nurs
         child.stdout.close()
 
 
+def test_an_interrupt_is_for_children_and_not_for_the_process_that_they_are_forked_from(
+    nursery: Nursery,
+) -> None:
+    os.kill(nursery._process.pid, signal.SIGINT)
+    result = nursery.run("-c", "import os, signal; os.kill(os.getpid(), 2)", timeout=END_S)
+    assert result.returncode == 1
+    assert result.stderr.endswith("KeyboardInterrupt\n")
+
+
+def test_what_nobody_has_ended_ends_with_the_process_that_it_was_forked_from() -> None:
+    made = Nursery("fractions")
+    child = made.popen("-c", "import signal; signal.pause()")
+    made.close()
+    assert child.wait(END_S) == -signal.SIGTERM
+
+
 def test_a_child_that_takes_too_long_is_killed(nursery: Nursery) -> None:
     with pytest.raises(subprocess.TimeoutExpired):
         nursery.run("-c", "import signal; signal.pause()", timeout=0.05)

@@ -31,6 +31,7 @@ class Decision:
         stage: Of the request.
         item: Name of the item that is to be encoded, or empty.
         profile: That decided, or empty.
+        header: Of a trusted hop, that decided or left only some; or empty.
         filters: How many instances there were, and how many each filter left.
         scores: What each scorer gave the instances that were left, times its weight, by instance.
         totals: Their sums.
@@ -41,6 +42,7 @@ class Decision:
     stage: Stage
     item: str = ""
     profile: str = ""
+    header: str = ""
     filters: dict[str, int] = field(default_factory=dict)
     scores: dict[str, dict[str, float]] = field(default_factory=dict)
     totals: dict[str, float] = field(default_factory=dict)
@@ -55,6 +57,8 @@ class Decision:
             said["item"] = self.item[:16]
         if self.profile:
             said["profile"] = self.profile
+        if self.header:
+            said["header"] = self.header
         if self.filters:
             said["filters"] = self.filters
         if best:

@@ -36,6 +36,17 @@ from tests.integration.router.test_faults import (
     test_a_body_that_does_not_come_is_refused_in_time,
     test_what_is_no_request_gets_no_500_and_hangs_nobody,
 )
+from tests.integration.router.test_hops import (
+    test_a_cache_key_leads_items_in_place_of_their_content,
+    test_a_client_is_not_heard,
+    test_an_output_that_is_somewhere_is_asked_for_there,
+    test_beside_a_prefill_instance_it_coordinates_for_a_picker_and_a_decode_side,
+    test_items_are_shared_out_among_the_encoders_that_are_named,
+    test_kv_that_a_hop_has_goes_to_the_instance_that_answers,
+    test_what_a_hop_cannot_mean_is_refused,
+    test_when_those_that_are_named_fail_others_are_asked,
+    test_who_is_named_gets_the_request_and_its_items,
+)
 from tests.integration.router.test_items_of_a_request import (
     test_a_request_is_answered_without_an_item_that_cannot_be_had_and_says_so,
 )
@@ -54,6 +65,24 @@ from tests.integration.router.test_not_wanted import (
     build_connected,
     test_a_client_that_leaves_before_the_instance_was_asked_wants_its_items_no_more,
     test_what_is_sent_again_by_other_transfers_is_not_wanted_by_the_first,
+)
+from tests.integration.router.test_prefill import (
+    test_a_client_that_leaves_ends_the_prefill,
+    test_a_lost_decode_instance_is_followed_by_another_with_kv_of_its_own,
+    test_a_prefill_instance_that_is_gone_costs_no_answer,
+    test_a_prompt_is_computed_by_one_instance_and_answered_by_the_other,
+    test_a_prompt_that_is_refused_the_second_time_is_refused,
+    test_a_silent_decode_instance_is_given_up_however_long_the_prefill_took,
+    test_a_silent_prefill_instance_costs_no_answer,
+    test_an_answer_is_streamed_by_the_decode_instance,
+    test_another_prefill_instance_is_asked_and_then_the_decode_instance,
+    test_items_go_to_the_prefill_instance_and_media_to_both,
+    test_kv_of_a_client_is_not_passed_on,
+    test_prompts_of_other_interfaces_are_computed_apart_too,
+    test_replicas_share_requests_and_get_no_items,
+    test_what_a_prefill_instance_refuses_is_refused,
+    test_who_encodes_by_role_gets_no_items,
+    test_without_a_decode_instance_nobody_answers,
 )
 from tests.integration.router.test_requests import (
     test_a_large_image_arrives_unchanged,

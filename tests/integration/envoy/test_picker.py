@@ -21,7 +21,10 @@ from epd_portable.router import envoy, ext_proc
 from epd_portable.router.settings import RouterSettings
 from tests.integration.envoy.conftest import DEADLINE_S, Fronted, free_port
 from tests.integration.router.conftest import Build, Topology
-from tests.integration.router.stand_in import Received, answer, stream
+from tests.integration.router.stand_in import Received, answer, refuse, stream
+from tests.integration.router.test_access import keys_file
+from tests.integration.router.test_hops import HOP_KEY
+from tests.integration.router.test_prefill import KV, SPLIT, after, compute, split
 from tests.integration.router.test_requests import RED, TEXT
 
 FULL_DUPLEX = "FULL_DUPLEX_STREAMED"
@@ -150,6 +153,39 @@ async def test_envoy_ends_with_a_picker_that_is_killed(build: Build) -> None:
                 await asyncio.sleep(0.02)
 
 
+@pytest.mark.parametrize("prefill_s", [0.1, 0.6])
+async def test_a_second_try_has_the_time_of_an_instance_for_prompt_and_answer(
+    build: Build, prefill_s: float
+) -> None:
+    t = await split(build, "prefill", "decode", "decode", idle_timeout_s=0.8, wait_timeout_s=0.5)
+    t.pds[0].behaviour = after(prefill_s, compute)
+
+    async def fail_once(received: Received) -> Response:
+        first = len(t.pds[1].received) + len(t.pds[2].received) == 1
+        return await (refuse(500) if first else after(0.6, answer))(received)
+
+    for pd in t.pds[1:]:
+        pd.behaviour = fail_once
+    answered = await t.chat(TEXT)
+    assert answered.status_code == (200 if prefill_s < 0.2 else 504)
+    assert len(t.pds[0].received) == 2
+
+
+@pytest.mark.parametrize("hops", [False, True])
+async def test_envoy_knows_prefill_instances_only_where_a_hop_may_ask_them(
+    build: Build, tmp_path: Path, hops: bool
+) -> None:
+    key = {"hop_keys_file": keys_file(tmp_path, HOP_KEY)} if hops else {}
+    t = await split(build, encoders=1, **key)
+    known = json.loads((tmp_path / "picker" / "endpoints.json").read_text())
+    [resource] = known["resources"]
+    ports = {
+        each["endpoint"]["address"]["socket_address"]["port_value"]
+        for each in resource["endpoints"][0]["lb_endpoints"]
+    }
+    assert ports == {pd.serving.port for pd in t.pds if hops or pd.role == "decode"}
+
+
 async def test_two_clients_with_one_request_id_are_two_requests(build: Build) -> None:
     t = await build(encoders=0)
     body = {"messages": [{"role": "user", "content": "hello"}]}
@@ -178,9 +214,10 @@ def gateway(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
+@pytest.mark.parametrize("roles", [("prefill-decode",), SPLIT], ids=" ".join)
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_a_gateway_that_streams_bodies_both_ways_is_served(
-    build: Build, tmp_path: Path, streamed: bool
+    build: Build, tmp_path: Path, streamed: bool, roles: tuple[str, ...]
 ) -> None:
     item = {"mm_hash": "h", "source": "transfer", "path": "shm", "encoder": "encode-0"}
     outcome = {"instance": "pd-0", "items": [item]}
@@ -190,7 +227,7 @@ async def test_a_gateway_that_streams_bodies_both_ways_is_served(
             return await stream(events)(received)
         return JSONResponse({"choices": ["x" * 200_000], "ec_transfer_params": outcome})
 
-    t = await build(behaviour=generate, item_outcomes=False)
+    t = await split(build, *roles, encoders=1, behaviour=generate, item_outcomes=False)
     folder = tmp_path / "picker"
     settings = t.settings.model_copy(update={"port": free_port()})
     config = gateway(
@@ -224,7 +261,9 @@ async def test_a_gateway_that_streams_bodies_both_ways_is_served(
         [transfer] = t.pd.received[0].params["transfers"]
         [job] = t.encoders[0].received[0].params["transfers"]
         assert transfer["transfer_id"] == job["transfer_id"]
-        assert t.pd.received[0].body["messages"][0]["content"][1]["text"] == large
+        answered = t.pds[-1].received[0].body
+        assert answered["messages"][0]["content"][1]["text"] == large
+        assert answered.get("kv_transfer_params") == (KV if roles == SPLIT else None)
     finally:
         process.terminate()
         await process.wait()

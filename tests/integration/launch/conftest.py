@@ -240,6 +240,7 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Run]]:
         specs: dict[str, dict[str, Any]] | None = None,
         drain_s: float = 30.0,
         secret: str = "0" * 64,
+        as_json: bool = False,
         **launch: Any,
     ) -> Run:
         """Start a topology; what is named beside it are keys of ``launch``.
@@ -247,7 +248,7 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Run]]:
         ``specs`` are further fields of processes, by their names.
         """
         launch = {"stop_grace_s": 2.0, **launch}
-        settings = {"drain_s": drain_s, "secret": secret}
+        settings = {"drain_s": drain_s, "secret": secret, "as_json": as_json}
         runs.append(Run(tmp_path, servers, launch, popen or {}, specs or {}, **settings))
         return runs[-1]
 

@@ -10,6 +10,7 @@ from epd_portable.config.routing import RouterSection
 from epd_portable.config.schema import Launch
 from epd_portable.config.secret import Secret
 from epd_portable.errors import LaunchError
+from epd_portable.launch.command_line import teller
 from epd_portable.launch.plan import Plan, ProcessSpec
 from epd_portable.launch.supervisor import Supervisor
 
@@ -32,7 +33,7 @@ def main() -> None:
         drain_s=raw.get("drain_s", RouterSection().drain_s),
         log_dir=Path(raw["log_dir"]),
         temp_dir=Path(raw["temp_dir"]),
-        say=lambda line: print(line, flush=True),
+        say=teller(as_json=raw.get("as_json", False)),
     )
     try:
         supervisor.run()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 
 from epd_portable.launch.running import STATE_FILE, ProcessRecord, RunRecord, start_ticks
@@ -41,6 +43,30 @@ def test_a_run_tells_where_its_instances_are_and_what_became_of_them(launch: Lau
 
     assert run.stop(signal.SIGTERM) == 0
     assert not run.temp_dir.exists()
+
+
+def test_a_run_is_told_to_programs_as_one_object_a_line(launch: Launch) -> None:
+    run = launch({"encode-0": [], "router": []}, as_json=True, restart={"first_delay_s": 0.1})
+    run.wait_for('"event": "ready"')
+    os.kill(run.pid_of("encode-0"), signal.SIGKILL)
+    run.wait_for('"event": "back"')
+    assert run.stop(signal.SIGTERM) == 0
+    told = [json.loads(line) for line in run.all_lines()]
+    assert all(each["schema_version"] == 1 and each["text"] for each in told)
+    assert all(datetime.fromisoformat(each["time"]).tzinfo for each in told)
+    by_event = {each["event"]: each for each in told}
+    assert list(by_event)[-6:] == ["ready", "exited", "back", "stopping", "draining", "stopped"]
+    stages = [each for each in told if each["event"] == "stage"]
+    assert {each["instance"] for each in stages} == {"encode-0", "router"}
+    assert "ready" in {each["stage"] for each in stages}
+    ready = by_event["ready"]
+    assert ready["url"] == f"http://127.0.0.1:{run.ports['router']}/v1"
+    assert {each["name"]: each["url"] for each in ready["processes"]} == {
+        name: f"http://127.0.0.1:{port}" for name, port in run.ports.items()
+    }
+    exited = by_event["exited"]
+    assert (exited["instance"], exited["restart_in_s"]) == ("encode-0", 0.1)
+    assert exited["reason"].startswith("was killed by SIGKILL")
 
 
 def test_a_folder_that_takes_no_file_ends_no_topology(launch: Launch) -> None:

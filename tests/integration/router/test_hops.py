@@ -12,6 +12,7 @@ import httpx
 import pytest
 from starlette.responses import Response
 
+from epd_portable.router.choice.explanation import HEADER as EXPLAIN
 from epd_portable.router.ingress.hop_headers import (
     CACHE_KEY,
     ENCODER_MODEL_LABEL,
@@ -25,7 +26,7 @@ from epd_portable.router.ingress.hop_headers import (
 )
 from tests.integration.router.conftest import Build, Topology
 from tests.integration.router.stand_in import DEADLINE_S, Received, StandIn, answer, refuse
-from tests.integration.router.test_access import keys_file
+from tests.integration.router.test_access import bearer, keys_file
 from tests.integration.router.test_failures import until_told_to_encode
 from tests.integration.router.test_prefill import ASKED_FOR_KV, KV, compute
 from tests.integration.router.test_requests import BLUE, RED, TEXT
@@ -58,6 +59,11 @@ async def ask(
     body = {"messages": [{"role": "user", "content": list(parts)}], **fields}
     shown = {KEY: key, **headers} if key else headers
     return await t.client.post("/v1/chat/completions", json=body, headers=shown)
+
+
+async def until_idle(t: Topology) -> None:
+    """Wait until the router knows of every end, which clients may see before: loads decide."""
+    await t.until_health(lambda seen: not any(each["in_flight"] for each in seen.values()))
 
 
 def jobs(t: Topology) -> list[int]:
@@ -97,6 +103,7 @@ async def test_items_are_shared_out_among_the_encoders_that_are_named(
         headers = {name: ", ".join(map(at, named))}
         answered = await ask(t, RED, BLUE, TEXT, headers=headers)
         assert answered.status_code == 200
+        await until_idle(t)
     assert jobs(t)[0] == 0
     # A repeated picture meets the same one.
     for encoder in named:
@@ -125,6 +132,28 @@ async def test_when_those_that_are_named_fail_others_are_asked(
     assert answered.status_code == 200
     assert len(t.pds[1].received) == 1
     assert sum(jobs(t)[1:]) > 0
+
+
+async def test_who_holds_a_key_is_told_what_the_headers_of_a_hop_decided(
+    build: Build, tmp_path: Path
+) -> None:
+    keys = tmp_path / "clients"
+    keys.mkdir()
+    t = await topology(build, tmp_path, api_keys_file=keys_file(keys, "c" * 20))
+    headers = {
+        **bearer("c" * 20),
+        EXPLAIN: "1",
+        PREFILLER: at(t.pds[1]),
+        MAPPING: json.dumps({"0": at(t.encoders[2])}),
+    }
+    answered = await ask(t, RED, TEXT, headers=headers)
+    decode, encode, *_ = json.loads(answered.headers[EXPLAIN])
+    assert decode == {"stage": "decode", "header": PREFILLER, "winner": "pd-1", "reason": "named"}
+    assert (encode["stage"], encode["header"], encode["winner"]) == ("encode", MAPPING, "encode-2")
+    # Who is not known is asked by nobody, and the error says which header named it.
+    refused = await ask(t, RED, TEXT, headers={**headers, PREFILLER: "10.0.0.1:80"})
+    assert refused.status_code == 403
+    assert f"{PREFILLER}: '10.0.0.1:80' is no instance" in refused.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("key", [None, HOP_KEY])
@@ -186,6 +215,7 @@ async def test_a_cache_key_leads_items_in_place_of_their_content(
     t = await topology(build, tmp_path)
     for part in (RED, BLUE) * 3:
         assert (await ask(t, part, headers={CACHE_KEY: "album-7"})).status_code == 200
+        await until_idle(t)
     assert sorted(jobs(t)) == [0, 0, 6]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import sys
 from asyncio.subprocess import PIPE, STDOUT, Process
@@ -76,19 +77,25 @@ class Kept:
     process: Process
     topology: Topology
     where: tuple[str, ...]
+    as_json: bool
 
-    async def says(self, words: str) -> None:
+    async def says(self, words: str, event: str) -> None:
         assert self.process.stdout is not None
         line = await asyncio.wait_for(self.process.stdout.readline(), DEADLINE_S)
-        assert words in line.decode()
+        text = line.decode()
+        if self.as_json:
+            told = json.loads(text)
+            assert (told["schema_version"], told["event"]) == (1, event)
+            text = told["error"]["message"] if event == "error" else told["text"]
+        assert words in text
 
     async def has_left(self) -> bool:
         health = await self.topology.health()
         return "encode-7" not in health.json()["instances"]
 
 
-@pytest.fixture
-async def kept(build: Build, tmp_path: Path) -> AsyncIterator[Kept]:
+@pytest.fixture(params=[False, True], ids=["text", "json"])
+async def kept(request: pytest.FixtureRequest, build: Build, tmp_path: Path) -> AsyncIterator[Kept]:
     secret = str(tmp_path / "secret")
     make_secret_file(secret)
     t = await build(secret_file=secret, registration=True)
@@ -97,10 +104,11 @@ async def kept(build: Build, tmp_path: Path) -> AsyncIterator[Kept]:
     where = ("--router", t.router.url, "--secret-file", secret)
     words = ("join", "encode-7", *where, "--role", "encode", "--url", newcomer.serving.url)
     command = (sys.executable, "-u", "-m", "epd_portable.launch.cli", *words, "--keep")
+    command += ("--json",) if request.param else ()
     process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=STDOUT)
     try:
-        joined = Kept(process, t, where)
-        await joined.says("encode-7 has joined")
+        joined = Kept(process, t, where, request.param)
+        await joined.says("encode-7 has joined", "joined")
         yield joined
     finally:
         if process.returncode is None:
@@ -113,19 +121,19 @@ async def test_a_kept_instance_joins_again_after_a_restart_of_the_router(kept: K
     t = kept.topology
     await t.until_health(lambda seen: "encode-7" in seen)
     await t.router.stop()
-    await kept.says("cannot be reached")
+    await kept.says("cannot be reached", "away")
     await t.start_router_again()
-    await kept.says("encode-7 has joined again")
+    await kept.says("encode-7 has joined again", "joined_again")
     await t.until_health(lambda seen: seen["encode-7"]["state"] == "up")
     kept.process.send_signal(signal.SIGTERM)
-    await kept.says("encode-7 has left")
+    await kept.says("encode-7 has left", "left")
     assert await kept.process.wait() == 0
     assert await kept.has_left()
 
 
 async def test_a_kept_instance_that_is_told_to_leave_stays_away(kept: Kept) -> None:
     await run("leave", "encode-7", *kept.where)
-    await kept.says("has let encode-7 go")
+    await kept.says("has let encode-7 go", "error")
     assert await kept.process.wait() == 1
     assert await kept.has_left()
 

@@ -251,6 +251,48 @@ async def test_a_prefill_instance_that_is_gone_costs_no_answer(build: Build) -> 
     assert (await t.client.get("/health")).status_code == 200
 
 
+def after(delay_s: float, behaviour: Behaviour) -> Behaviour:
+    async def behave(received: Received) -> Response:
+        await asyncio.sleep(delay_s)
+        return await behaviour(received)
+
+    return behave
+
+
+async def never(received: Received) -> Response:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+async def test_a_silent_prefill_instance_costs_no_answer(build: Build) -> None:
+    t = await split(build, idle_timeout_s=0.8, wait_timeout_s=0.5)
+    t.pds[0].behaviour = never
+    t.pds[1].behaviour = after(0.6, answer)
+    assert (await t.chat(TEXT)).status_code == 200
+    assert await t.metric(rung("local_prefill")) == 1
+
+
+async def test_a_silent_decode_instance_is_given_up_however_long_the_prefill_took(
+    build: Build,
+) -> None:
+    t = await split(build, idle_timeout_s=0.8, wait_timeout_s=0.5)
+    t.pds[0].behaviour = after(0.6, compute)
+    t.pds[1].behaviour = never
+    answered = await t.chat(TEXT)
+    assert (answered.status_code, answered.json()["error"]["code"]) == (504, "timeout")
+    assert t.pds[1].received[0].body["kv_transfer_params"] == KV
+
+
+async def test_a_client_that_leaves_ends_the_prefill(build: Build) -> None:
+    t = await split(build)
+    t.pds[0].behaviour = never
+    asking = asyncio.create_task(t.chat(TEXT))
+    await t.pds[0].until(lambda pd: len(pd.received) == 1)
+    asking.cancel()
+    await t.pds[0].until(lambda pd: pd.aborted == 1)
+    assert not t.pds[1].received
+
+
 async def test_what_a_prefill_instance_refuses_is_refused(build: Build) -> None:
     t = await split(build)
     t.pds[0].behaviour = refuse(400, "the prompt is too long")
@@ -272,9 +314,33 @@ async def test_a_lost_decode_instance_is_followed_by_another_with_kv_of_its_own(
 
     for pd in t.pds[1:]:
         pd.behaviour = first_fails
+
+    async def compute_elsewhere(received: Received) -> Response:
+        blocks = [[len(t.pds[0].received)] * 100 * len(t.pds[0].received)]
+        return JSONResponse({"kv_transfer_params": {**KV, "remote_block_ids": blocks}})
+
+    t.pds[0].behaviour = compute_elsewhere
     assert (await t.chat(TEXT)).status_code == 200
     assert len(t.pds[0].received) == 2
+    told = [pd.received[0].body["kv_transfer_params"]["remote_block_ids"] for pd in t.pds[1:]]
+    assert sorted(told) == [[[1] * 100], [[2] * 200]]
     assert await t.metric(rung("pd_again")) == 1
+
+
+async def test_a_prompt_that_is_refused_the_second_time_is_refused(build: Build) -> None:
+    t = await split(build, "prefill", "decode", "decode")
+    refused = refuse(400, "the prompt is too long")
+    for pd in t.pds[1:]:
+        pd.behaviour = refuse(500)
+
+    async def refuse_second(received: Received) -> Response:
+        return await (compute if len(t.pds[0].received) == 1 else refused)(received)
+
+    t.pds[0].behaviour = refuse_second
+    answered = await t.chat(TEXT)
+    assert answered.status_code == 400
+    assert answered.json()["error"]["message"] == "the prompt is too long"
+    assert sum(len(pd.received) for pd in t.pds[1:]) == 1
 
 
 async def test_without_a_decode_instance_nobody_answers(build: Build) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
 import sys
+import threading
 from asyncio.subprocess import PIPE, STDOUT, Process
 from pathlib import Path
 
@@ -26,6 +26,21 @@ async def says(process: Process, words: str) -> None:
         line = await asyncio.wait_for(process.stdout.readline(), DEADLINE_S)
         assert line, f"{words!r} was not said: {seen}"
         seen += line.decode()
+
+
+async def told(port: int, instance: StandIn) -> tuple[int, str, str]:
+    """Return the status of what a registrar tells, and state and reason of an instance."""
+    async with httpx.AsyncClient(trust_env=False) as client:
+        health = await client.get(f"http://127.0.0.1:{port}/health")
+    seen = health.json()["instances"][instance.name]
+    return health.status_code, seen["state"], seen["reason"]
+
+
+async def until_told(port: int, instance: StandIn, status: int, state: str) -> None:
+    end_s = asyncio.get_running_loop().time() + DEADLINE_S
+    while (last := await told(port, instance))[:2] != (status, state):
+        assert asyncio.get_running_loop().time() < end_s, last
+        await asyncio.sleep(0.05)
 
 
 async def test_instances_join_stay_and_leave_with_their_launcher(
@@ -52,20 +67,25 @@ async def test_instances_join_stay_and_leave_with_their_launcher(
     )
     try:
         await says(process, f"{newcomer.name} has joined")
-        async with httpx.AsyncClient(trust_env=False) as client:
-            health = await client.get(f"http://127.0.0.1:{port}/health")
-        assert health.status_code == 200
-        assert json.loads(health.text)["instances"][newcomer.name]["state"] == "up"
+        assert await told(port, newcomer) == (200, "up", "")
         await t.until_health(lambda seen: seen[newcomer.name]["state"] == "up")
+        # It tells what the router says, not what it was once told.
+        client = RouterClient(t.router.url, Secret.read(secret))
+        stop = threading.Event()
+        await asyncio.to_thread(client.drain, newcomer.name, timeout_s=DEADLINE_S, until=stop)
+        await until_told(port, newcomer, 503, "draining")
+        await asyncio.to_thread(client.resume, newcomer.name)
+        await until_told(port, newcomer, 200, "up")
         await t.router.stop()
         await says(process, "cannot be reached")
         await t.start_router_again()
         await says(process, "has joined again")
         # Somebody lets it go: it stays away until its launcher is started again.
-        client = RouterClient(t.router.url, Secret.read(secret))
         await asyncio.to_thread(client.leave, newcomer.name, timeout_s=DEADLINE_S)
         await says(process, "joins again when it is started again")
         assert newcomer.name not in (await t.health()).json()["instances"]
+        status, state, reason = await told(port, newcomer)
+        assert (status, state) == (503, "gone") and "has let" in reason
         process.send_signal(signal.SIGTERM)
         assert await asyncio.wait_for(process.wait(), DEADLINE_S) == 0
     finally:

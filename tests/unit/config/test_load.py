@@ -274,10 +274,9 @@ def test_prefill_instances_may_be_alone_behind_a_hop_that_answers() -> None:
     assert parse_topology(text, "cpu").instances.prefill.count == 1
 
 
-def test_envoy_is_not_put_in_front_of_every_role() -> None:
-    text = "model: demo\ninstances: {epd: {}}\nrouter: {envoy: true}"
-    lines = problems(text)
-    assert any("router.envoy (line 3) is true" in line for line in lines)
+def test_envoy_is_put_in_front_of_every_role() -> None:
+    text = "model: demo\ninstances: {e: {}, p: {}, d: {}, epd: {}}\nrouter: {envoy: true}"
+    assert parse_topology(text, "cpu").router.envoy
 
 
 def test_an_encoder_split_over_devices_is_refused_before_anything_starts() -> None:

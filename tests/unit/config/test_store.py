@@ -31,11 +31,43 @@ def test_what_does_not_go_together_is_refused(text: str, said: str) -> None:
         parse_topology(HEAD + text, "cpu")
 
 
-def test_a_password_in_a_url_is_refused_and_not_repeated() -> None:
-    text = HEAD + "{kind: redis, url: 'redis://user:hunter2@h:1'}"
-    with pytest.raises(ConfigError, match="EPD_STORE_PASSWORD") as error:
-        parse_topology(text, "cpu")
+URL = "redis://:hunter2@h:1"
+"""Its password is refused, and not repeated."""
+STORED = HEAD + "{kind: redis, url: 'redis://h:1'}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides"),
+    [
+        (f"{HEAD}{{kind: redis, url: '{URL}'}}", []),
+        (f"{HEAD}{{kind: redis, url: ['{URL}']}}", []),
+        (f"model: demo\ntransfer: {{path: '{URL}'}}", []),
+        (f"{HEAD}{{kind: '{'x' * 177}{URL}'}}", []),
+        (f"model: demo\nrouter: {{join: '{URL}'}}", []),
+        (f"model: demo\n'{URL}': 3", []),
+        (f"model: demo\n? [{URL}]\n: 3", []),
+        (f"model: demo\nstore: !!int '{URL}'", []),
+        (f"{STORED}platform: {{cpu: {{store: {{url: '{URL}'}}}}}}", []),
+        (f"{STORED}platform: {{npu: {{store: {{url: '{URL}'}}}}}}", []),
+        (f"{STORED}platform: {{npu: {{store: '{URL}'}}}}", []),
+        (STORED, [f"store.url={URL}"]),
+        (STORED, [f"store={{kind: redis, url: '{URL}'}}"]),
+        (STORED, [f"store.path={URL}"]),
+        (STORED, [f"store.max_bytes={URL}"]),
+        (STORED, [f"store.url: {URL}"]),
+        (STORED, [f"store.url={{{URL}"]),
+        (STORED, [f"platform.cpu.store.url={URL}"]),
+    ],
+)
+def test_a_password_in_a_url_is_refused_and_not_repeated(text: str, overrides: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_topology(text, "cpu", overrides=overrides)
     assert "hunter2" not in str(error.value)
+
+
+def test_who_writes_a_password_into_a_url_is_told_where_it_belongs() -> None:
+    with pytest.raises(ConfigError, match=r"\(--set store.url=redis://:\*\*\*@h:1\): .*PASSWORD"):
+        parse_topology(STORED, "cpu", overrides=[f"store.url={URL}"])
 
 
 def test_a_store_travels_to_instances_as_it_was_written() -> None:

@@ -48,9 +48,13 @@ def test_every_command_has_a_short_help(command: CommandLine, name: str) -> None
     assert CliRunner().invoke(command, [name, "-h"]).exit_code == 0
 
 
-@pytest.mark.parametrize("name", sorted(set(launch.main.commands) - {"up", "logs"}))
-def test_what_a_command_finds_can_be_had_as_json(name: str) -> None:
-    options = {option for each in launch.main.commands[name].params for option in each.opts}
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [(command, name) for command in COMMANDS.values() for name in command.commands],
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)
+def test_what_a_command_finds_can_be_had_as_json(command: CommandLine, name: str) -> None:
+    options = {option for each in command.commands[name].params for option in each.opts}
     assert "--json" in options
 
 
@@ -98,12 +102,15 @@ def test_a_page_that_cannot_be_printed_is_one_line() -> None:
     )
 
 
-def test_an_error_is_json_where_json_is_asked_for() -> None:
-    result = CliRunner().invoke(launch.main, ["plan", "--json"])
+@pytest.mark.parametrize("name", ["plan", "up"])
+def test_an_error_is_one_line_of_json_where_json_is_asked_for(name: str) -> None:
+    result = CliRunner().invoke(launch.main, [name, "--json"])
     assert result.exit_code == 2
+    assert len(result.stdout.splitlines()) == 1
     assert result.stderr == ""
     assert json.loads(result.stdout) == {
         "schema_version": 1,
+        "event": "error",
         "error": {
             "type": "MissingParameter",
             "message": "Missing option '--config'.",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from epd_portable.config.schema import Launch, Restart
-from epd_portable.launch.lifecycle import Fail, Kill, Lifecycle, Notice, Phase, Start, Stop
+from epd_portable.launch.lifecycle import Fail, Kill, Lifecycle, Phase, Start, Stop
+from epd_portable.launch.notices import Notice
 
 LAUNCH = Launch(
     startup_timeout_s=100.0,
@@ -11,6 +12,8 @@ LAUNCH = Launch(
     hung_after_s=30.0,
     restart=Restart(first_delay_s=1.0, max_delay_s=5.0, healthy_after_s=60.0),
 )
+
+BACK = Notice("back", "encode-0 is back", {"instance": "encode-0"})
 
 
 def new() -> Lifecycle:
@@ -66,14 +69,18 @@ def test_a_start_that_takes_too_long_ends_everything() -> None:
 def test_a_death_while_serving_is_answered_with_a_restart_after_a_pause() -> None:
     lifecycle = serving()
     (notice,) = lifecycle.exited("encode-0", "was killed by SIGKILL", 10.0)
-    assert notice == Notice("encode-0 was killed by SIGKILL; restarting it in 1 s")
+    assert notice == Notice(
+        "exited",
+        "encode-0 was killed by SIGKILL; restarting it in 1 s",
+        {"instance": "encode-0", "reason": "was killed by SIGKILL", "restart_in_s": 1.0},
+    )
     assert lifecycle.phase is Phase.SERVING
     assert lifecycle.pending() == []
     assert lifecycle.tick(10.9) == []
     assert lifecycle.tick(11.0) == [Start("encode-0")]
     assert lifecycle.tick(11.1) == []
     assert lifecycle.pending() == ["encode-0"]
-    assert lifecycle.healthy("encode-0", 20.0) == [Notice("encode-0 is back")]
+    assert lifecycle.healthy("encode-0", 20.0) == [BACK]
 
 
 def restart_delay(lifecycle: Lifecycle, now: float) -> float:
@@ -103,7 +110,8 @@ def test_one_process_dying_leaves_the_pause_of_another_alone() -> None:
     restart_delay(lifecycle, 10.0)
     restart_delay(lifecycle, 20.0)
     (notice,) = lifecycle.exited("router", "died", 30.0)
-    assert notice == Notice("router died; restarting it in 1 s")
+    assert isinstance(notice, Notice)
+    assert notice.text == "router died; restarting it in 1 s"
 
 
 def test_a_restart_that_hangs_is_ended_once_and_tried_again() -> None:
@@ -140,7 +148,9 @@ def test_one_that_is_silent_for_long_is_asked_to_end_then_killed_then_started_ag
     assert lifecycle.up() == ["router"]
     assert lifecycle.tick(144.9) == []
     notice, kill = lifecycle.tick(145.0)
-    assert notice == Notice("encode-0 does not end within 15 s; killing it")
+    assert isinstance(notice, Notice)
+    assert notice.event == "killing"
+    assert notice.text == "encode-0 does not end within 15 s; killing it"
     assert kill == Kill("encode-0")
     assert lifecycle.tick(200.0) == []
     assert restart_delay(lifecycle, 200.0) == 1.0
@@ -205,7 +215,7 @@ def test_one_that_is_renewed_is_started_at_once_and_has_not_died() -> None:
     assert lifecycle.up() == ["router"]
     assert lifecycle.exited("encode-0", "exited with status 0", 11.0) == [Start("encode-0")]
     assert lifecycle.pending() == ["encode-0"]
-    assert lifecycle.healthy("encode-0", 20.0) == [Notice("encode-0 is back")]
+    assert lifecycle.healthy("encode-0", 20.0) == [BACK]
     assert lifecycle.up() == ["encode-0", "router"]
     assert restart_delay(lifecycle, 30.0) == 1.0
 
@@ -223,7 +233,8 @@ def test_one_that_dies_after_its_renewal_is_started_again_by_the_rules() -> None
     lifecycle.renew("encode-0", 10.0)
     lifecycle.exited("encode-0", "exited with status 0", 11.0)
     (notice,) = lifecycle.exited("encode-0", "exited with status 1", 12.0)
-    assert notice == Notice("encode-0 exited with status 1; restarting it in 1 s")
+    assert isinstance(notice, Notice)
+    assert notice.text == "encode-0 exited with status 1; restarting it in 1 s"
 
 
 def test_deaths_without_end_do_not_overflow() -> None:
@@ -279,7 +290,7 @@ def test_neighbours_that_died_together_start_again_one_at_a_time_whoever_is_firs
     assert lifecycle.tick(11.0) == [Start("encode-0")]
     assert lifecycle.tick(12.0) == []
     assert lifecycle.waiting() == {"decode-0": ["encode-0"]}
-    assert lifecycle.healthy("encode-0", 20.0) == [Notice("encode-0 is back"), Start("decode-0")]
+    assert lifecycle.healthy("encode-0", 20.0) == [BACK, Start("decode-0")]
 
 
 def test_who_waits_for_a_neighbour_starts_when_that_dies_again() -> None:

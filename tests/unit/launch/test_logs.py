@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from epd_portable.launch.logs import latest_stage, telling_line
+from epd_portable.launch.logs import latest_stage, telling_line, time_of
+from epd_portable.launch.notices import Notice
 from epd_portable.launch.progress import Progress
 
 ENGINE_FAILURE = """\
@@ -78,10 +79,33 @@ def test_the_stage_is_the_last_milestone_in_the_log() -> None:
 
 def test_progress_tells_each_change_once_and_breaks_long_silence() -> None:
     progress = Progress(started_at=100.0, quiet_s=10.0)
-    assert progress.lines({"a": "importing", "b": "importing"}, 101.0) == []
-    assert progress.lines({"a": "loading", "b": "importing"}, 105.0) == ["  5 s  a: loading"]
-    assert progress.lines({"a": "loading", "b": "importing"}, 114.0) == []
-    assert progress.lines({"a": "loading", "b": "importing"}, 115.0) == [
-        " 15 s  still waiting for a (loading), b (importing)"
+    assert progress.notices({"a": "importing", "b": "importing"}, 101.0) == []
+    stages = {"a": "loading", "b": "importing"}
+    assert progress.notices(stages, 105.0) == [
+        Notice(
+            "stage",
+            "  5 s  a: loading",
+            {"instance": "a", "stage": "loading", "elapsed_s": 5.0},
+        )
     ]
-    assert progress.lines({"a": "loading", "b": "importing"}, 116.0) == []
+    assert progress.notices(stages, 114.0) == []
+    (waiting,) = progress.notices(stages, 115.0)
+    assert waiting.text == " 15 s  still waiting for a (loading), b (importing)"
+    assert (waiting.event, waiting.fields) == ("waiting", {"stages": stages, "elapsed_s": 15.0})
+    assert progress.notices(stages, 116.0) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "time"),
+    [
+        ("(EngineCore pid=11) ERROR 01-31 12:00:05 [core.py:9] no", "01-31 12:00:05"),
+        ("\x1b[1;36m(APIServer pid=1)\x1b[0;0m INFO 01-31 12:00:00 [a.py:9] x", "01-31 12:00:00"),
+        ("12:00:06 I router epd_portable.router: router for m", "12:00:06"),
+        ("(EngineCore pid=11) 12:00:06 W pd-0 epd_portable.x: y", "12:00:06"),
+        ('INFO:     127.0.0.1:1 - "GET /health HTTP/1.1" 200 OK', None),
+        ("ValueError: at 12:00:05 no", None),
+        ("", None),
+    ],
+)
+def test_the_time_of_a_line_is_told_as_it_is_written(line: str, time: str | None) -> None:
+    assert time_of(line) == time

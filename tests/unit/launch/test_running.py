@@ -74,7 +74,6 @@ def record(*processes: ProcessRecord, **changes: Any) -> RunRecord:
         model="demo",
         url="http://127.0.0.1:8000/v1",
         config="t.yaml",
-        tls=False,
         pid=os.getpid(),
         started_ticks=start_ticks(os.getpid()),
         processes=processes,
@@ -174,6 +173,13 @@ def test_logs_are_shown_of_all_or_of_one(folder: Path, tmp_path: Path) -> None:
     write_record(folder, record(*(process(name, log=log) for name, log in logs.items())))
     assert ask("logs", "-n", "1").stdout == ("encode-0: encode-0 says 29\nrouter: router says 29\n")
     assert ask("logs", "-n", "2", "router").stdout == "router says 28\nrouter says 29\n"
+    assert json.loads(ask("logs", "--json", "-n", "1", "router").stdout) == {
+        "schema_version": 1,
+        "instance": "router",
+        "time": None,
+        "text": "router says 29",
+    }
+    assert len(ask("logs", "--json").stdout.splitlines()) == 40
     refused = ask("logs", "encode-9")
     assert refused.exit_code == 2
     assert f"run {RUN} has no process encode-9; there are encode-0, router" in refused.stderr
@@ -195,13 +201,13 @@ def test_logs_of_the_last_failed_run_are_shown_where_none_runs(
 def test_a_log_that_was_cut_is_followed_from_its_beginning(tmp_path: Path) -> None:
     log = tmp_path / "a.log"
     log.write_text("one\ntwo\n")
-    tail = Tail(log, "a")
-    assert list(tail.last(1)) == ["a: two"]
+    tail = Tail(log)
+    assert tail.last(1) == ["two"]
     with log.open("a") as file:
         file.write("three\nfo")
-    assert list(tail.new()) == ["a: three"]
+    assert tail.new() == ["three"]
     log.write_text("ur\n")
-    assert list(tail.new()) == ["a: four"]
+    assert tail.new() == ["four"]
 
 
 @pytest.mark.parametrize(
