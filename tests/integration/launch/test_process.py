@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from epd_portable.launch import sessions
-from epd_portable.launch.plan import ProcessSpec
+from epd_portable.launch.plan import ProcessSpec, new_run_id
 from epd_portable.launch.process import Child
 from epd_portable.launch.rotation import rotate
 
@@ -35,7 +35,7 @@ def said_by(folder: Path, cores: tuple[tuple[int, ...], ...], shm_name: str = ""
         cores=cores,
         shm_name=shm_name,
     )
-    child = Child(spec, log_dir=folder, run_id="00c0ffee", environ=os.environ)
+    child = Child(spec, log_dir=folder, run_id=new_run_id(), environ=os.environ)
     end_s = time.monotonic() + DEADLINE_S
     while child.exit_status() is None and time.monotonic() < end_s:
         time.sleep(0.01)
@@ -85,7 +85,7 @@ def test_what_a_process_said_since_its_start_is_found_after_its_log_was_cut(tmp_
     code = WAITS % (tmp_path / "go")
     argv = (sys.executable, "-c", code)
     spec = ProcessSpec(name="x", role="encode", argv=argv, env={}, url="http://x", ports={})
-    child = Child(spec, log_dir=tmp_path, run_id="00c0ffee", environ=os.environ)
+    child = Child(spec, log_dir=tmp_path, run_id=new_run_id(), environ=os.environ)
     end_s = time.monotonic() + DEADLINE_S
     while not child.output():
         assert time.monotonic() < end_s

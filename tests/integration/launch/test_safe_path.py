@@ -13,7 +13,7 @@ from epd_portable.config.instance import PlatformName
 from epd_portable.errors import LaunchError, PlatformUnavailableError
 from epd_portable.launch import machine
 from epd_portable.launch.guard import Guard
-from epd_portable.launch.plan import ProcessSpec
+from epd_portable.launch.plan import ProcessSpec, new_run_id
 from epd_portable.launch.process import Child
 from epd_portable.launch.safe_path import safe_cwd, safe_environ
 from epd_portable.platforms.traits import TRAITS
@@ -45,7 +45,7 @@ def start(here: Path, *argv: str, **env: str) -> Child:
     spec = ProcessSpec(
         name="x", role="router", argv=(sys.executable, *argv), env=env, url="http://x", ports={}
     )
-    child = Child(spec, log_dir=here, run_id="00c0ffee", environ=os.environ)
+    child = Child(spec, log_dir=here, run_id=new_run_id(), environ=os.environ)
     assert child._process.wait(60) is not None
     return child
 
@@ -87,9 +87,10 @@ def test_who_counts_devices_imports_none(here: Path, platform: PlatformName) -> 
 
 def test_the_guard_imports_none(here: Path) -> None:
     (here / "temp").mkdir()
+    run_id = new_run_id()
     guard = Guard(
-        run_id="00c0ffee",
-        shm_prefix="epd-00c0ffee-",
+        run_id=run_id,
+        shm_prefix=f"epd-{run_id}-",
         temp_dir=here / "temp",
         grace_s=1.0,
         log=here / "guard.log",
