@@ -153,7 +153,10 @@ def _behind(error: ValidationError, document: Document) -> list[str]:
         if item["type"] != "extra_forbidden" or path[:1] == (GROUPS,):
             unclear.add(path)
     try:
-        Topology.model_validate({"model": "unknown", **_without(document.data, (), wrong)})
+        # A value is wrong as a whole if something is within it.
+        within = {path[:length] for path in wrong for length in range(1, len(path) + 1)}
+        right = _without(document.data, (), wrong, within)
+        Topology.model_validate({"model": "unknown", **right})
     except ValidationError as behind:
         clear = [
             item
@@ -166,15 +169,17 @@ def _behind(error: ValidationError, document: Document) -> list[str]:
     return []
 
 
-def _without(data: Mapping[str, Any], here: KeyPath, wrong: Collection[KeyPath]) -> dict[str, Any]:
-    """Return data without the keys that are wrong."""
+def _without(
+    data: Mapping[str, Any], here: KeyPath, wrong: Collection[KeyPath], within: Collection[KeyPath]
+) -> dict[str, Any]:
+    """Return data without the sections that are wrong, and the values that are ``within``."""
     kept = {}
     for key, value in data.items():
         path = (*here, key)
         if isinstance(value, dict):
             if path not in wrong:
-                kept[key] = _without(value, path, wrong)
-        elif not any(each[: len(path)] == path for each in wrong):
+                kept[key] = _without(value, path, wrong, within)
+        elif path not in within:
             kept[key] = value
     return kept
 

@@ -87,12 +87,16 @@ async def test_it_shows_the_instances_and_turns_red_when_one_is_gone(
 
 
 async def test_a_timeline_has_the_encoder_beside_the_prefill(build: Build, page: Page) -> None:
+    encoded = asyncio.Event()
+
     async def encoding(received: Received) -> Response:
         await asyncio.sleep(0.1)
+        encoded.set()
         return await answer(received)
 
     async def answering(received: Received) -> Response:
         if received.params:
+            await encoded.wait()
             await asyncio.sleep(0.2)
         return await answer(received)
 
