@@ -208,6 +208,7 @@ HOOKS: tuple[Relied, ...] = (
     ),
     # What is read of requests and steps.
     Relied(owner="v1.request.Request", by=_CONNECTOR, names=("ec_transfer_params",), since=(0, 26)),
+    Relied(owner="v1.request.Request", by=_COMPAT, names=("kv_transfer_params",)),
     Relied(
         owner="v1.request.Request",
         by=(*_CONNECTOR, "scheduling/encoder_cache.py"),

@@ -21,6 +21,7 @@ from epd_portable.vllm_plugin.weights import identity
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.v1.request import Request
 
     from epd_portable.config.instance import InstanceConfig
     from epd_portable.platforms.base import Platform
@@ -316,6 +317,11 @@ def encodes_in_background(vllm_config: VllmConfig, instance: InstanceConfig) -> 
         and not vllm_config.use_v2_model_runner
         and vllm_config.lora_config is None
     )
+
+
+def awaits_kv(request: Request) -> bool:
+    """Tell whether another instance has computed a request's prompt, and its KV is to be read."""
+    return bool((request.kv_transfer_params or {}).get("do_remote_prefill"))
 
 
 def encode(model: Any, modality: str, media: Any, device: torch.device) -> torch.Tensor:

@@ -508,6 +508,8 @@ class EPDConnector(ECConnectorBase):
 
     def _prompt_items(self, request: Request) -> list[PromptItem]:
         assert self._metadata is not None
+        # Of a prompt whose KV comes no item is encoded before a step is known to need it.
+        beside = self._in_background and not compat.awaits_kv(request)
         return [
             PromptItem(
                 input_id=index,
@@ -518,7 +520,7 @@ class EPDConnector(ECConnectorBase):
                 tensor=self._tensor(feature),
                 modality=feature.modality,
                 has_media=self._metadata.has_media(feature),
-                media=feature.data if self._in_background and feature.data else None,
+                media=feature.data if beside and feature.data else None,
             )
             for index, feature in enumerate(request.mm_features)
         ]

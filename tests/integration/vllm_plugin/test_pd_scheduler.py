@@ -108,8 +108,9 @@ class Engine:
         transfer: bool = False,
         text: int = TEXT,
         items: int = 1,
+        kv: bool = False,
     ) -> None:
-        """Add a request of ``text`` tokens of text, items and text."""
+        """Add a request of ``text`` tokens of text, items and text; or whose KV is elsewhere."""
         from vllm import SamplingParams
         from vllm.multimodal.inputs import (
             MultiModalFeatureSpec,
@@ -130,14 +131,16 @@ class Engine:
         }
         name = f"item of {request_id}"
         expected = ExpectedTransfer(transfer_id=f"to {request_id}", mm_hash=name, media=pixels)
-        params = to_params(PrefillParams(transfers=(expected,)))
+        extra: dict[str, Any] = {"kv_transfer_params": {"do_remote_prefill": True}} if kv else {}
+        if transfer:
+            extra["ec_transfer_params"] = to_params(PrefillParams(transfers=(expected,)))
         self.scheduler.add_request(
             Request(
                 request_id=request_id,
                 prompt_token_ids=[1] * (text + items * ITEM + TEXT),
                 sampling_params=SamplingParams(
                     max_tokens=1,
-                    extra_args={"ec_transfer_params": params} if transfer else None,
+                    extra_args=extra or None,
                 ),
                 pooling_params=None,
                 mm_features=[
@@ -250,6 +253,17 @@ def test_beside_the_steps_an_item_is_encoded_while_text_is_computed(engine_besid
     assert engine.encoded_beside == ["item of r"]
     assert engine.step() == {"r": ITEM + TEXT}
     assert engine.encoded == []
+    assert engine.ended == {"r": "length"}
+
+
+def test_an_item_of_a_prompt_whose_kv_comes_is_encoded_by_a_step_that_needs_it_only(
+    engine_beside: Engine,
+) -> None:
+    engine = engine_beside
+    # No KV connector is there to bring it.
+    engine.arrive("r", pixels=True, kv=True)
+    engine.step_until(lambda: bool(engine.ended))
+    assert (engine.encoded, engine.encoded_beside) == ([("r", 0)], [])
     assert engine.ended == {"r": "length"}
 
 
