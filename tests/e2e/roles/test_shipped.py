@@ -219,6 +219,7 @@ def test_kv_that_is_gone_is_computed_again(served: Served) -> None:
     told = computed["kv_transfer_params"]
     answer = served.instance("decode-0", body(content, kv_transfer_params=told))
     assert answer["choices"][0]["message"]["content"] == served.expected(content)
+    wait_until(lambda: not every_instance_is_up(served.split), "the router knows")
     wait_until(lambda: every_instance_is_up(served.split), "it is back", within_s=RESTART_S)
 
 
