@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +10,7 @@ import psutil
 import pytest
 
 from epd_portable.demo.score import evaluate
+from epd_portable.envs import EPD_RUN_ID
 from tests.e2e.asking import ask, ask_all, ask_streamed, assert_close
 from tests.e2e.cases import REPEATED, SINGLE, mixed_32
 from tests.e2e.engines import shared_memory, wait_until
@@ -71,13 +71,14 @@ def test_a_killed_launcher_leaves_no_process_no_port_and_no_shared_memory(
     assert any(path.name.startswith("epd-") for path in shared)
     assert len(family) >= 7
     assert len(ports) >= 5
+    (run_id,) = {runs_for(each) for each in family} - {""}
     launcher.kill()
-    killed_s = time.time()
     wait_until(lambda: not any(map(alive, family)), "every process has ended")
     wait_until(lambda: not any(path.exists() for path in shared), "shared memory is removed")
-    # Processes of other tests that have begun since may be given the same ports.
+    # Other tests may be given the same ports by now.
     for port in ports:
-        assert [each for each in listeners(port) if each.create_time() < killed_s] == []
+        of_the_run = [each for each in listeners(port) if runs_for(each) == run_id]
+        assert of_the_run == []
 
 
 def listeners(port: int) -> Iterator[psutil.Process]:
@@ -86,6 +87,13 @@ def listeners(port: int) -> Iterator[psutil.Process]:
             for connection in process.net_connections("tcp"):
                 if (connection.status, connection.laddr.port) == (psutil.CONN_LISTEN, port):
                     yield process
+
+
+def runs_for(process: psutil.Process) -> str:
+    """Return the run that a process belongs to; empty if it has ended, or belongs to none."""
+    with contextlib.suppress(psutil.Error):
+        return process.environ().get(EPD_RUN_ID.name, "")
+    return ""
 
 
 def alive(process: psutil.Process) -> bool:
