@@ -81,6 +81,18 @@ class PathEntry:
     before: str = ""
 
 
+_BY_LIBRARY = TransportCapabilities(
+    same_host=False,
+    same_platform=False,
+    devices_only=False,
+    device_memory=False,
+    zero_copy=True,
+    one_sided=True,
+    plain_off_host=True,
+    fenced=False,
+)
+"""Of a library that writes into a registered pool of the consumer's."""
+
 PATHS: tuple[PathEntry, ...] = (
     PathEntry(
         name="ipc",
@@ -121,16 +133,7 @@ PATHS: tuple[PathEntry, ...] = (
         transport="epd_portable.connector.transports.nixl:NixlTransport",
         receiver="epd_portable.connector.transports.nixl:NixlReceiver",
         in_worker=False,
-        capabilities=TransportCapabilities(
-            same_host=False,
-            same_platform=False,
-            devices_only=False,
-            device_memory=False,
-            zero_copy=True,
-            one_sided=True,
-            plain_off_host=True,
-            fenced=False,
-        ),
+        capabilities=_BY_LIBRARY,
         summary="NIXL writes into the consumer's registered pool, by RDMA where there is any",
         library="nixl",
         extra="kv",
@@ -141,16 +144,7 @@ PATHS: tuple[PathEntry, ...] = (
         transport="epd_portable.connector.transports.mooncake:MooncakeTransport",
         receiver="epd_portable.connector.transports.mooncake:MooncakeReceiver",
         in_worker=False,
-        capabilities=TransportCapabilities(
-            same_host=False,
-            same_platform=False,
-            devices_only=False,
-            device_memory=False,
-            zero_copy=True,
-            one_sided=True,
-            plain_off_host=True,
-            fenced=False,
-        ),
+        capabilities=_BY_LIBRARY,
         summary="Mooncake writes into the consumer's registered pool, by RDMA where there is any",
         library="mooncake",
         extra="mooncake",
