@@ -189,7 +189,7 @@ class Instances(Section):
     @model_validator(mode="before")
     @classmethod
     def _others_are_named(cls, data: Any) -> Any:
-        if isinstance(data, dict) and data.keys() & BEYOND_DEFAULT:
+        if isinstance(data, dict) and data.keys() & _BEYOND_DEFAULT:
             return {"encode": {"count": 0}, "prefill_decode": {"count": 0}, **data}
         return data
 
@@ -225,5 +225,5 @@ class Instances(Section):
         return {role: self.of(role).count for role in ROLES}
 
 
-BEYOND_DEFAULT = frozenset(map(group_of, ROLES)) - {"encode", "prefill_decode"}
+_BEYOND_DEFAULT = frozenset(map(group_of, ROLES)) - {"encode", "prefill_decode"}
 """Groups that a topology has only if its file names one."""
