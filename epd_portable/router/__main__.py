@@ -11,6 +11,7 @@ import uvloop
 
 from epd_portable import log
 from epd_portable.errors import EPDError
+from epd_portable.router.http import open_files
 from epd_portable.router.server import Router
 from epd_portable.router.serving import Stopping, listen, reserve, serve
 from epd_portable.router.settings import RouterSettings, load_settings
@@ -77,6 +78,7 @@ async def _serve(settings: RouterSettings) -> None:
     host, port = address.getsockname()[:2]
     scheme = "https" if settings.tls_cert_file else "http"
     logger.info("router for %s on %s://%s:%d", settings.model, scheme, host, port)
+    open_files.raise_limit()
     if alone:
         await serve(Router(settings), [address, *admin], stop)
     else:

@@ -682,6 +682,8 @@ def silent(pd: Instance, point: Point) -> Failed:
 def _failed(pd: Instance, error: UpstreamError, point: Point) -> Failed:
     """Return what an error of the connection is to the request."""
     pd.failed(error.fault)
+    if error.fault is Fault.OWN:
+        return Failed(Trouble.NO_PD, point, str(error))
     if error.fault is Fault.SILENT:
         return silent(pd, point)
     return Failed(Trouble.PD_LOST, point, f"instance {pd.name} was lost: {error}")

@@ -40,6 +40,7 @@ from epd_portable.router.delivery import Attempt
 from epd_portable.router.exchange import ANSWER_HEADERS, silent
 from epd_portable.router.ext_proc import ProcessingRequest, ProcessingResponse, header_mutation
 from epd_portable.router.fleet.instances import Instance
+from epd_portable.router.http import open_files
 from epd_portable.router.http.incoming import ClientGoneError
 from epd_portable.router.http.replies import Reply, error_reply
 from epd_portable.router.http.upstream_connection import Fault
@@ -579,6 +580,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     options = parser.parse_args(argv)
     log.configure()
+    open_files.raise_limit()
     try:
         settings = load_settings(options.settings)
         with contextlib.ExitStack() as held:

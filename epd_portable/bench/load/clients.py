@@ -20,6 +20,7 @@ from epd_portable.bench.load.bodies import body_of, request_parts
 from epd_portable.bench.load.commands import Ask, ClientsDone, Command, Prepare, Send, TimedAnswer
 from epd_portable.bench.load.stages import request_id
 from epd_portable.bench.router.raw_http import MessageProtocol
+from epd_portable.router.http import open_files
 
 _CONNECT_TIMEOUT_S = 20.0
 _SPIN_S = 0.002
@@ -230,6 +231,7 @@ class _Clients:
 
 def main() -> None:
     """Carry out commands until standard input ends."""
+    open_files.raise_limit()
     carry_out_commands(Command, _Clients().carry_out)
 
 

@@ -16,6 +16,7 @@ from epd_portable.bench.router.stand import Cores, LoadProcess, PlayedInstances,
 from epd_portable.bench.scratch import scratch_folder
 from epd_portable.bench.servers import Server
 from epd_portable.bench.stats import quantile
+from epd_portable.router.http import open_files
 
 HEAVY_NICENESS = 10
 """Bodies of many megabytes come from a process that stands back for the one that is timed."""
@@ -227,7 +228,7 @@ class Stage:
 def set_up(sides: Sequence[Side], effort: Effort, cores: Cores) -> Iterator[Stage]:
     """Start everything that all cases need; nothing of it is left afterwards."""
     with ExitStack() as stack:
-        stack.enter_context(stand.many_files())
+        open_files.raise_limit()
         folder, secret_file = stack.enter_context(scratch_folder())
         addresses = stand.pair()
         instances = PlayedInstances(addresses, secret_file, cores, folder)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -390,16 +390,3 @@ def connections(server: Server) -> tuple[int, int]:
                 from_clients += each.laddr.port == port
                 others += each.laddr.port != port
     return from_clients, others
-
-
-@contextlib.contextmanager
-def many_files() -> Iterator[None]:
-    """Let this process and those that it starts open as many files as the system allows."""
-    import resource
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

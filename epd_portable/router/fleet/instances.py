@@ -346,7 +346,7 @@ class Instance:
 
     def failed(self, failure: Failure) -> None:
         """A request to it failed, and not for what the request asked."""
-        if not self.healthy:
+        if not self.healthy or failure is Fault.OWN:
             return
         self.suspected = True
         if self._owner.decides:

@@ -153,7 +153,7 @@ class HealthProbes:
             url = instance.url + "/health"
             status, _, _ = await self._upstream.ask("GET", url, timeout_s=self._timeout_s)
         except UpstreamError as error:
-            if not self._is_there(instance):
+            if not self._is_there(instance) or error.fault is Fault.OWN:
                 return
             if error.fault is Fault.SILENT:
                 instance.seen_silent()

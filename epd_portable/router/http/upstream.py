@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,6 +12,7 @@ from dataclasses import dataclass
 import anyio
 
 from epd_portable.router.contents.cut_text import Segments
+from epd_portable.router.http import open_files
 from epd_portable.router.http.upstream_connection import (
     NEVER,
     Fault,
@@ -19,9 +22,12 @@ from epd_portable.router.http.upstream_connection import (
     silence,
 )
 
+logger = logging.getLogger(__name__)
+
 KEEPALIVE_S = 4.0
 """Idle connections are dropped before the five seconds after which servers close them."""
 _SWEEP_EVERY_S = 1.0
+_SAY_EVERY_S = 10.0
 _REPEATABLE = frozenset({"GET"})
 """Methods of requests that may be sent again when nothing of an answer has come."""
 
@@ -57,6 +63,7 @@ class Upstream:
         self._resting: dict[str, list[UpstreamConnection]] = {}
         self._sweeping: asyncio.TimerHandle | None = None
         self._tls: ssl.SSLContext | None = None
+        self._said_at = -math.inf
 
     async def close(self) -> None:
         """Close every connection."""
@@ -213,6 +220,8 @@ class Upstream:
                     ssl=self._tls if origin.secure else None,
                 )
         except OSError as error:
+            if error.errno in open_files.USED_UP:
+                raise self._used_up(error) from error
             raise UpstreamError(Fault.REFUSED, f"{type(error).__name__}: {error}") from error
         if not limit.cancelled_caught:
             self._connections.add(connection)
@@ -220,6 +229,18 @@ class Upstream:
         if within_s == left_s:
             raise silence()
         raise UpstreamError(Fault.REFUSED, "it does not accept connections in time")
+
+    def _used_up(self, error: OSError) -> UpstreamError:
+        """Return what it is that no connection can be opened here; also say so, now and then."""
+        why = (
+            f"the router can open no more connections: {error}; it has {len(self._connections)} to "
+            "instances: raise its limit of open files (ulimit -Hn), or start more routers"
+        )
+        now = asyncio.get_running_loop().time()
+        if now - self._said_at >= _SAY_EVERY_S:
+            self._said_at = now
+            logger.error(why)
+        return UpstreamError(Fault.OWN, why)
 
     # Connections that no request uses.
 

@@ -39,6 +39,8 @@ class Fault(enum.Enum):
     """Nothing came for longer than the limit."""
     BROKEN = "broken"
     """What came is no HTTP."""
+    OWN = "own"
+    """This process can open no connection, to whomever: nothing is known of the instance."""
 
 
 class UpstreamError(EPDError):

@@ -22,6 +22,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from epd_portable.connector.curve import read_keys
+from epd_portable.router.http import open_files
 from epd_portable.router.server import Router
 from epd_portable.router.settings import RouterSettings
 from epd_portable.wire.messages import NackCode
@@ -33,6 +34,9 @@ REQUESTS = 1000
 LEAVING = 100
 EVENTS = 8
 IDLE_S = 3.0
+DEADLINE_S = 30.0
+FILES_PER_CLIENT = 6
+"""Two ends each of a client's connection, an instance's and an encoder's."""
 CLEAR = {
     (400, "item_refused"),
     (400, 400),
@@ -125,9 +129,14 @@ class Storm:
     seed: int
     url: str
     http: aiohttp.ClientSession
+    turns: asyncio.Semaphore
     outcomes: Counter[str] = field(default_factory=Counter)
 
     async def client(self, number: int) -> None:
+        async with self.turns:
+            await self._client(number)
+
+    async def _client(self, number: int) -> None:
         dice = random.Random(f"{self.seed} {number}")
         parts: list[Any] = dice.choice([["text"], [RED], [RED, BLUE]])
         content = [{"type": "text", "text": "hi"} if part == "text" else part for part in parts]
@@ -195,19 +204,71 @@ def collected() -> Iterator[None]:
     gc.collect()
 
 
+@pytest.fixture
+def at_once() -> int:
+    """How many clients the limit of open files allows: connections have both their ends here."""
+    return min(REQUESTS, open_files.raise_limit() // FILES_PER_CLIENT)
+
+
 # A server of asyncio that is closed forgets the sockets that it is just accepting.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(("media", "seed"), [("concurrent", 1), ("metadata", 2)])
-async def test_nothing_is_left_of_a_storm(seed: int, media: str) -> None:
-    keys = read_keys(secret_file())
-    controls = [ControlEnd(keys) for _ in range(2)]
-    encoders = [Wild(f"encode-{n}", "encode", seed=seed) for n in range(2)]
-    pds = [
-        Wild(f"pd-{n}", "prefill-decode", seed=seed, control=control)
-        for n, control in enumerate(controls)
-    ]
-    await asyncio.gather(*(each.serving.start() for each in encoders + pds))
-    settings = RouterSettings.model_validate(
+async def test_nothing_is_left_of_a_storm(seed: int, media: str, at_once: int) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        keys = read_keys(secret_file())
+        controls = [ControlEnd(keys) for _ in range(2)]
+        for control in controls:
+            stack.callback(control.close)
+        encoders = [Wild(f"encode-{n}", "encode", seed=seed) for n in range(2)]
+        pds = [
+            Wild(f"pd-{n}", "prefill-decode", seed=seed, control=control)
+            for n, control in enumerate(controls)
+        ]
+        for each in encoders + pds:
+            await each.serving.start()
+            stack.push_async_callback(each.serving.stop)
+        router = Router(settings_for(encoders + pds, media))
+        serving = RouterServing(router)
+        await serving.start()
+        stack.push_async_callback(serving.stop)
+        for control in controls:
+            reader = asyncio.create_task(read_all(control))
+            stack.callback(reader.cancel)
+        await asyncio.sleep(0.3)
+        before = asyncio.all_tasks()
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        async with aiohttp.ClientSession(connector=connector) as http:
+            storm = Storm(seed, serving.url, http, asyncio.Semaphore(at_once))
+            clients = asyncio.gather(*(storm.client(number) for number in range(REQUESTS)))
+            await asyncio.sleep(1.0)
+            await asyncio.gather(*(each.killed_and_back(0.4) for each in encoders))
+            await asyncio.gather(*(each.killed_and_back(0.4) for each in pds))
+            await clients
+            for each in encoders + pds:
+                each.calm = True
+            with anyio.fail_after(DEADLINE_S):
+                while not all(instance.preferred for instance in router.instances.all):
+                    await asyncio.sleep(0.05)
+            after = Storm(seed, serving.url, http, asyncio.Semaphore(at_once))
+            await asyncio.gather(*(after.client(number) for number in range(1, 10)))
+            assert after.outcomes["whole"] + after.outcomes["stream"] == 9, after.outcomes
+
+        assert sum(storm.outcomes.values()) == REQUESTS
+        # Jobs of answered requests may still be answered for a while.
+        with anyio.fail_after(DEADLINE_S):
+            while router.in_flight or router.exchange._jobs or not is_quiet(router):
+                await asyncio.sleep(0.05)
+        # Probes and connections that end have tasks too, but others after a while.
+        left = {task for task in asyncio.all_tasks() - before if not is_server(task)}
+        with anyio.move_on_after(DEADLINE_S):
+            while left:
+                await asyncio.sleep(0.1)
+                left &= asyncio.all_tasks()
+        assert not left
+
+
+def settings_for(instances: list[Wild], media: str) -> RouterSettings:
+    return RouterSettings.model_validate(
         {
             "port": 0,
             "model": "demo",
@@ -218,7 +279,7 @@ async def test_nothing_is_left_of_a_storm(seed: int, media: str) -> None:
                     "url": each.serving.url,
                     "control": each.control.address if each.control else "",
                 }
-                for each in encoders + pds
+                for each in instances
             ],
             "secret_file": secret_file(),
             "registration": False,
@@ -230,47 +291,6 @@ async def test_nothing_is_left_of_a_storm(seed: int, media: str) -> None:
             "idle_timeout_s": IDLE_S,
         }
     )
-    router = Router(settings)
-    serving = RouterServing(router)
-    await serving.start()
-    readers = [asyncio.create_task(read_all(control)) for control in controls]
-    await asyncio.sleep(0.3)
-    before = asyncio.all_tasks()
-    connector = aiohttp.TCPConnector(limit=0, force_close=True)
-    async with aiohttp.ClientSession(connector=connector) as http:
-        storm = Storm(seed, serving.url, http)
-        clients = [asyncio.create_task(storm.client(number)) for number in range(REQUESTS)]
-        await asyncio.sleep(1.0)
-        await asyncio.gather(*(each.killed_and_back(0.4) for each in encoders))
-        await asyncio.gather(*(each.killed_and_back(0.4) for each in pds))
-        await asyncio.gather(*clients)
-        for each in encoders + pds:
-            each.calm = True
-        with anyio.fail_after(5):
-            while not all(instance.preferred for instance in router.instances.all):
-                await asyncio.sleep(0.05)
-        after = Storm(seed, serving.url, http)
-        await asyncio.gather(*(after.client(number) for number in range(1, 10)))
-        assert after.outcomes["whole"] + after.outcomes["stream"] == 9, after.outcomes
-
-    assert sum(storm.outcomes.values()) == REQUESTS
-    # Jobs of answered requests may still be answered for a while.
-    with anyio.fail_after(10):
-        while router.in_flight or router.exchange._jobs or not is_quiet(router):
-            await asyncio.sleep(0.05)
-    # Probes and connections that end have tasks too, but others after a while.
-    left = {task for task in asyncio.all_tasks() - before if not is_server(task)}
-    with anyio.move_on_after(10):
-        while left:
-            await asyncio.sleep(0.1)
-            left &= asyncio.all_tasks()
-    assert not left
-    for reader in readers:
-        reader.cancel()
-    await serving.stop()
-    await asyncio.gather(*(each.serving.stop() for each in encoders + pds))
-    for control in controls:
-        control.close()
 
 
 def is_server(task: asyncio.Task[Any]) -> bool:
