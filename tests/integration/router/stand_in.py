@@ -31,6 +31,7 @@ from epd_portable.router.server import Router
 from epd_portable.router.serving import listen
 from epd_portable.wire import codec
 from epd_portable.wire.messages import LOAD_PATH, AnyMessage, LoadReport, LoadWanted, Nack, NackCode
+from tests.listening import stop_listening
 
 DEADLINE_S = 10.0
 
@@ -123,8 +124,8 @@ class Serving:
         if self._server is None or self._task is None:
             return
         self._server.should_exit = True
-        for listener in self._server.servers:
-            listener.close()
+        for listening in self._server.servers:
+            await stop_listening(listening)
         self.drop_connections()
         await self._task
         # Connections that were accepted in between.
@@ -158,8 +159,8 @@ class RouterServing(Serving):
     async def stop(self) -> None:
         if self._listening is None:
             return
-        self._listening.close()
-        self._listening = None
+        listening, self._listening = self._listening, None
+        await stop_listening(listening)
         while self._clients.open or self._clients.tasks:
             self.drop_connections()
             await asyncio.sleep(0.01)

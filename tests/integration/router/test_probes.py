@@ -14,6 +14,7 @@ from epd_portable.router.http.upstream import Upstream
 from epd_portable.router.http.upstream_connection import Fault
 from epd_portable.router.settings import InstanceSettings, RouterSettings
 from tests.integration.router.stand_in import DEADLINE_S
+from tests.listening import stop_listening
 
 
 class Asked:
@@ -32,7 +33,7 @@ class Asked:
 
     async def stop(self) -> None:
         assert self._server is not None
-        self._server.close()
+        await stop_listening(self._server)
         for writer in self._open:
             writer.close()
         await self._server.wait_closed()

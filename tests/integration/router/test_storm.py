@@ -199,7 +199,7 @@ async def read_all(control: ControlEnd) -> None:
 
 @pytest.fixture(autouse=True)
 def collected() -> Iterator[None]:
-    """Collect what a storm left in its event loop here, and not while another test runs."""
+    """Fail here, and not in another test, for what a storm left in its event loop."""
     yield
     gc.collect()
 
@@ -210,8 +210,6 @@ def at_once() -> int:
     return min(REQUESTS, open_files.raise_limit() // FILES_PER_CLIENT)
 
 
-# A server of asyncio that is closed forgets the sockets that it is just accepting.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(("media", "seed"), [("concurrent", 1), ("metadata", 2)])
 async def test_nothing_is_left_of_a_storm(seed: int, media: str, at_once: int) -> None:
     async with contextlib.AsyncExitStack() as stack:

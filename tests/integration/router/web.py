@@ -8,6 +8,8 @@ import ssl
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
+from tests.listening import stop_listening
+
 Answer = Callable[[asyncio.StreamWriter], Awaitable[None]]
 
 
@@ -40,7 +42,7 @@ class Site:
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
-        self._server.close()
+        await stop_listening(self._server)
         for serving in tuple(self._serving):
             serving.cancel()
         await asyncio.gather(*self._serving, return_exceptions=True)

@@ -23,6 +23,7 @@ from epd_portable.router.http.upstream_connection import (
     UpstreamConnection,
     UpstreamError,
 )
+from tests.listening import stop_listening
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
@@ -77,7 +78,7 @@ async def listening() -> AsyncIterator[Open]:
 
     yield start
     for server, instance in servers:
-        server.close()
+        await stop_listening(server)
         for _, writer in instance.connections:
             writer.transport.abort()
 
