@@ -69,6 +69,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 async def _serve(settings: RouterSettings) -> None:
+    allowed = open_files.raise_limit()
     stop = Stopping()
     stop.on_signals()
     alone = settings.workers == 1
@@ -78,7 +79,7 @@ async def _serve(settings: RouterSettings) -> None:
     host, port = address.getsockname()[:2]
     scheme = "https" if settings.tls_cert_file else "http"
     logger.info("router for %s on %s://%s:%d", settings.model, scheme, host, port)
-    open_files.raise_limit()
+    open_files.warn_of_few(allowed)
     if alone:
         await serve(Router(settings), [address, *admin], stop)
     else:

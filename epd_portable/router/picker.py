@@ -580,7 +580,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     options = parser.parse_args(argv)
     log.configure()
-    open_files.raise_limit()
+    open_files.warn_of_few(open_files.raise_limit())
     try:
         settings = load_settings(options.settings)
         with contextlib.ExitStack() as held:

@@ -34,6 +34,11 @@ def raise_limit() -> int:
         return WANTED if soft == unlimited else soft
     allowed = WANTED if hard == unlimited else min(hard, WANTED)
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    return allowed
+
+
+def warn_of_few(allowed: int) -> None:
+    """Say how many requests at a time so many files are enough for, if these are not many."""
     if allowed < ENOUGH:
         logger.warning(
             "this process may have %d files open: about %d requests at a time; raise the hard "
@@ -41,4 +46,3 @@ def raise_limit() -> int:
             allowed,
             allowed // PER_REQUEST,
         )
-    return allowed

@@ -16,7 +16,8 @@ import psutil
 import pytest
 
 from epd_portable.router.http import open_files
-from tests.integration.router.conftest import Build, Topology
+from epd_portable.router.server import Router
+from tests.integration.router.conftest import Build
 from tests.integration.router.stand_in import RouterServing
 from tests.integration.router.test_process import SETTINGS
 from tests.integration.router.test_requests import RED, TEXT
@@ -25,17 +26,18 @@ FEW = 256
 
 
 @contextlib.asynccontextmanager
-async def no_files(t: Topology) -> AsyncIterator[None]:
+async def no_files(router: Router) -> AsyncIterator[None]:
     """Have every file open that this process may have, and no connection to an instance."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.ExitStack() as held:
         lowest = held.enter_context(socket.socket()).fileno()
         resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 1, hard))
         try:
-            # Once more for a connection that a probe opened in between.
-            for _ in range(2):
-                for each in (*t.encoders, t.pd):
-                    each.serving.drop_connections()
+            # One that a probe is using rests a moment later.
+            while router.upstream._connections:
+                for resting in router.upstream._resting.values():
+                    for connection in resting:
+                        connection.drop()
                 await asyncio.sleep(0.01)
                 with contextlib.suppress(OSError):
                     while True:
@@ -51,10 +53,10 @@ async def test_a_router_without_files_says_so_and_takes_no_instance_for_gone(
 ) -> None:
     t = await build(probe_interval_s=0.05)
     assert (await t.chat(part)).status_code == 200
-    async with no_files(t):
+    assert isinstance(t.router, RouterServing)
+    async with no_files(t.router.router):
         response = await t.chat(part)
         await asyncio.sleep(0.5)
-        assert isinstance(t.router, RouterServing)
         seen = {each.state for each in t.router.router.instances.all}
     assert response.status_code == 503
     message = response.json()["error"]["message"]

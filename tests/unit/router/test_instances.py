@@ -24,7 +24,7 @@ from epd_portable.router.fleet.tally import Tally
 from epd_portable.router.http.upstream_connection import Fault
 from epd_portable.router.settings import InstanceSettings, Role
 
-FAILURES: list[Failure] = [*Fault, "error"]
+FAILURES: list[Failure] = [*(fault for fault in Fault if fault is not Fault.OWN), "error"]
 
 
 class Clock:
