@@ -55,6 +55,8 @@ class Together:
             "secret_file": secret_file(),
             "registration": True,
             "probe_interval_s": 0.2,
+            # A stand-in answers before its item is encoded; jobs that are left seem to be a queue.
+            "elastic_encode": False,
             "unknown_media": "pass",
             "instances": [
                 {"name": i.name, "role": i.role, "url": i.serving.url, "control": address}
