@@ -28,7 +28,7 @@ from ci.venv import ROOT
 
 FOLDER = ROOT / ".suite"
 STATE = FOLDER / "passed.json"
-WORKERS = ("-n", "4", "--dist=loadgroup", "--no-loadscope-reorder")
+WORKERS = ("-n", "4", "--dist=loadfile", "--no-loadscope-reorder")
 """A module stays with one worker; those that take long and mostly wait are named first."""
 PYTEST = (".venv/bin/python", "-m", "pytest")
 NPU_PYTEST = (".venv-npu-sim/bin/python", "-m", "pytest", "--require-device=npu")

@@ -113,15 +113,7 @@ def pytest_unconfigure() -> None:
         warm.close()
 
 
-def _share_out(items: list[pytest.Item]) -> None:
-    """Say which tests of `pytest -n` one worker takes together: with --dist=loadgroup."""
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(item.nodeid.split("::")[0]))
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    _share_out(items)
     if config.getoption("--full"):
         return
     left_out = [item for item in items if item.get_closest_marker("full")]
