@@ -92,7 +92,8 @@ class Consumer:
         return CommandDone()
 
     def close(self) -> None:
-        """Stop receiving."""
+        """Stop receiving, when what was placed has been traced."""
+        self._placer.close()
         self._receiver.close()
         self._endpoint.close()
 
