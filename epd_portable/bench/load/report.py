@@ -184,9 +184,9 @@ def _search_table(brackets: dict[str, dict[str, Bracket]], setting: Setting) -> 
     first = setting.sides[0].name
     about = {point.key: f"{point.mix.about}" for point in plan.points}
     for key, by_side in brackets.items():
-        own = by_side[first].met
+        own = by_side[first]
         for side, bracket in by_side.items():
-            ratio = f"{own / bracket.met:.2f}" if side != first and bracket.met and own else "–"
+            ratio = "–" if side == first else _times_as_high(own, bracket)
             met = f"{bracket.met:g}" if bracket.met else f"below {plan.search.low:g}"
             missed = "–" if math.isinf(bracket.missed) else f"{bracket.missed:g}"
             rows.append((f"{about[key]}: {side}", ratio, met, missed))
@@ -195,6 +195,14 @@ def _search_table(brackets: dict[str, dict[str, Bracket]], setting: Setting) -> 
         columns=("request: side", f"{first} by side", "met, 1/s", "missed, 1/s"),
         rows=tuple(rows),
     )
+
+
+def _times_as_high(own: Bracket, other: Bracket) -> str:
+    """Return the ratio of two rates; a bound of it where a search ended at its highest rate."""
+    if not own.met or not other.met or (math.isinf(own.missed) and math.isinf(other.missed)):
+        return "–"
+    bound = "≥ " if math.isinf(own.missed) else "≤ " if math.isinf(other.missed) else ""
+    return f"{bound}{own.met / other.met:.2f}"
 
 
 def _kinds(turns: Sequence[SideTurn]) -> list[str]:

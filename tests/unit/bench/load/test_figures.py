@@ -251,6 +251,28 @@ def test_every_row_of_every_table_has_a_cell_for_each_column() -> None:
         assert {len(row) for row in table.rows} == {len(table.columns)}, table.title
 
 
+@pytest.mark.parametrize(
+    ("ours", "replicas", "shown"),
+    [
+        (Bracket(met=3.0, missed=3.2), Bracket(met=2.0, missed=2.1), "1.50"),
+        (Bracket(met=4.0), Bracket(met=2.0, missed=2.1), "≥ 2.00"),
+        (Bracket(met=2.0, missed=2.1), Bracket(met=4.0), "≤ 0.50"),
+        (Bracket(met=4.0), Bracket(met=4.0), "–"),
+        (Bracket(met=0.0, missed=1.0), Bracket(met=4.0), "–"),
+    ],
+)
+def test_where_a_search_ended_at_its_highest_rate_the_ratio_is_a_bound(
+    ours: Bracket, replicas: Bracket, shown: str
+) -> None:
+    sought = dataclasses.replace(POINT, rate=0.0)
+    searched = results(turn("ours", request()), turn("replicas", request()))
+    searched.brackets[sought.key] = {"ours": ours, "replicas": replicas}
+    page = load_report.make_report(
+        searched, setting(points=(sought,), search=SearchRange(low=1.0, high=4.0))
+    )
+    assert page.tables[0].rows[1][1] == shown
+
+
 def test_charts_have_one_value_for_each_place_and_stages_where_there_are_traces() -> None:
     found = results(turn("ours", request(), traced=traced()), turn("replicas", request()))
     *charts, timeline = make_charts(found, setting())
