@@ -23,7 +23,6 @@ PER_LIFE = 4
 
 def open_files() -> Counter[str]:
     """Return the open descriptors of this process by kind, mapped pools and threads."""
-    gc.collect()
     kinds: Counter[str] = Counter()
     for descriptor in os.listdir("/proc/self/fd"):
         try:
@@ -38,6 +37,7 @@ def open_files() -> Counter[str]:
 
 def kept_files() -> Counter[str]:
     """Return what stays open: ZMQ closes its ends, and tries others, in threads of its own."""
+    gc.collect()
     kept = open_files()
     for _ in range(20):
         time.sleep(0.02)

@@ -54,13 +54,15 @@ def keep(section: StoreSection, name: str, metadata: Any = GRID) -> str:
 
 @pytest.fixture
 def section(tmp_path: Path) -> StoreSection:
-    return StoreSection(kind="file", path=str(tmp_path / "store"))
+    return StoreSection(kind="file", path=str(tmp_path / "store"), timeout_ms=10_000)
 
 
 async def learned(build: Build, section: StoreSection, **settings: Any) -> tuple[Topology, str]:
     """Return a topology whose router knows the namespace, and the router's name of `RED`."""
     t = await build(encoding=encoding(), store=section.model_dump(), **settings)
     assert (await t.chat(RED)).status_code == 200
+    # The encoder may say what it writes after the request was answered.
+    await t.until_metric('epd_router_items_total{outcome="encoded"}', 1)
     name = parts(t.encoders[0].received[0])[0]["uuid"]
     for instance in t.encoders + t.pds:
         instance.received.clear()
