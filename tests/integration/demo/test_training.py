@@ -11,11 +11,11 @@ from transformers import AutoTokenizer
 from epd_portable.demo import MODEL_DIR
 from epd_portable.demo.blueprint import IMAGE_MEAN, IMAGE_STD, MAX_PIXELS, MIN_PIXELS
 from epd_portable.demo.dialogues import IMAGE, Dialogue, canonical_question
-from epd_portable.demo.initial import TowerClassifier
-from epd_portable.demo.lessons import TOKENS_PER_PICTURE, Teacher, patchify, picture_grid
 from epd_portable.demo.pictures import TRAINING_SEEDS, QuestionKind, draw
-from epd_portable.demo.train import Recipe, exact_match, lesson, train
 from epd_portable.platforms import torchvision_guard
+from tools.demo_training.initial import TowerClassifier
+from tools.demo_training.lessons import TOKENS_PER_PICTURE, Teacher, patchify, picture_grid
+from tools.demo_training.train import Recipe, exact_match, lesson, train
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -138,9 +138,9 @@ def test_a_short_run_writes_a_complete_model(
     torchvision_guard.install()
     # A good start and a fair judgement take hundreds of pictures; this model is only written.
     monkeypatch.setattr(
-        "epd_portable.demo.train.exact_match",
+        "tools.demo_training.train.exact_match",
         lambda teacher, seeds: exact_match(teacher, seeds[:4]),
     )
-    monkeypatch.setattr("epd_portable.demo.initial._WHITENING_PICTURES", 20)
+    monkeypatch.setattr("tools.demo_training.initial._WHITENING_PICTURES", 20)
     train(Recipe(steps=2, tower_steps=1, pictures=4), tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {p.name for p in MODEL_DIR.iterdir()}

@@ -15,8 +15,8 @@ import transformers
 from transformers import Qwen2Tokenizer
 
 from epd_portable.demo.blueprint import build_config
-from epd_portable.demo.lessons import patchify
 from epd_portable.demo.pictures import COLOURS, COUNT_WORDS, SHAPES, TRAINING_SEEDS, Scene, draw
+from tools.demo_training.lessons import patchify
 
 _EMBEDDING_STD = 0.05
 _WHITENING_PICTURES = 400

@@ -1,4 +1,4 @@
-"""Trains the demo model from scratch: ``python -m epd_portable.demo.train --out DIR``.
+"""Trains the demo model from scratch: ``python -m tools.demo_training.train --out DIR``.
 
 One CPU core is enough. The same seed and number of steps give the same data; weights agree up to
 the floating-point behaviour of the machine.
@@ -32,8 +32,6 @@ from epd_portable.demo.dialogues import (
     several_pictures,
     without_picture,
 )
-from epd_portable.demo.initial import TowerClassifier, new_model
-from epd_portable.demo.lessons import Teacher
 from epd_portable.demo.pictures import (
     HELD_OUT_SEEDS,
     TRAINING_SEEDS,
@@ -42,6 +40,8 @@ from epd_portable.demo.pictures import (
     draw,
 )
 from epd_portable.platforms import torchvision_guard
+from tools.demo_training.initial import TowerClassifier, new_model
+from tools.demo_training.lessons import Teacher
 
 _REPORT_EVERY = 50
 _EVALUATE_EVERY = 300

@@ -1,0 +1,1 @@
+"""Trains the bundled demo model; not part of the package."""
