@@ -33,7 +33,7 @@ Ended: TypeAlias = subprocess.CompletedProcess[str]
 MAX_REQUEST_BYTES = 1 << 20
 PRELOADED = (
     "torch.distributed",
-    "epd_portable.launch.plan",
+    "epd_portable.launch.plan.processes",
     "epd_portable.platforms.collectives_torch",
     "epd_portable.platforms.cpu",
     "epd_portable.runners.sender",

@@ -30,8 +30,8 @@ from epd_portable.bench.store_command import store_command
 from epd_portable.config.extensions import BUILT_IN_PATHS
 from epd_portable.config.instance import PlatformName
 from epd_portable.errors import MeasurementError
-from epd_portable.launch.command_line import JsonFileCommandLine
-from epd_portable.launch.options import PlatformType
+from epd_portable.launch.commands.command_line import JsonFileCommandLine
+from epd_portable.launch.commands.options import PlatformType
 
 DEFAULT_SIZES = ("4KiB", "64KiB", "1MiB", "4MiB", "16MiB", "64MiB")
 

@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 import psutil
 
-from epd_portable.launch.command_line import SCHEMA_VERSION
+from epd_portable.launch.commands.command_line import SCHEMA_VERSION
 
 Plain: TypeAlias = "str | int | float | bool | Sequence[Plain] | dict[str, Plain] | None"
 """What JSON can hold."""

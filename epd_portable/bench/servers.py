@@ -17,11 +17,11 @@ import httpx
 from pydantic import JsonValue
 
 from epd_portable.errors import LaunchError, MeasurementError
-from epd_portable.launch import sessions
-from epd_portable.launch.engine import render_arguments
-from epd_portable.launch.machine import has_compiler
-from epd_portable.launch.model import resolve_model
-from epd_portable.launch.ports import port_source
+from epd_portable.launch.plan.engine import render_arguments
+from epd_portable.launch.plan.machine import has_compiler
+from epd_portable.launch.plan.model import resolve_model
+from epd_portable.launch.plan.ports import port_source
+from epd_portable.launch.run import sessions
 from epd_portable.launch.safe_path import safe_environ
 from epd_portable.platforms.traits import TRAITS
 

@@ -8,7 +8,7 @@ import click
 
 from epd_portable.bench import console, report, store
 from epd_portable.bench.options import file_options, read_sizes
-from epd_portable.launch.options import PlatformType
+from epd_portable.launch.commands.options import PlatformType
 
 HELP = """Measure how long a load of an encoder output from a store takes.
 

@@ -25,9 +25,8 @@ from epd_portable.config.schema import Topology
 from epd_portable.config.secret import Secret, make_secret_file
 from epd_portable.connector.stores.base import make_store
 from epd_portable.errors import ConfigError, EPDError, PortInUseError
-from epd_portable.launch import members, status
-from epd_portable.launch.check import inspect, planned, stored
-from epd_portable.launch.command_line import (
+from epd_portable.launch.commands import members, status
+from epd_portable.launch.commands.command_line import (
     FAILED,
     PORT,
     CommandLine,
@@ -37,31 +36,32 @@ from epd_portable.launch.command_line import (
     print_json,
     teller,
 )
-from epd_portable.launch.file_checks import named_files, usual_checks
-from epd_portable.launch.kv import KV_CONNECTORS
-from epd_portable.launch.machine import (
+from epd_portable.launch.commands.options import PlatformType
+from epd_portable.launch.notices import Notice
+from epd_portable.launch.plan.check import inspect, planned, stored
+from epd_portable.launch.plan.file_checks import named_files, usual_checks
+from epd_portable.launch.plan.kv import KV_CONNECTORS
+from epd_portable.launch.plan.machine import (
     assumed_machine,
     described_machine,
     probed_machine,
     require_module,
     require_shm,
 )
-from epd_portable.launch.model import resolve_model
-from epd_portable.launch.notices import Notice
-from epd_portable.launch.options import PlatformType
-from epd_portable.launch.plan import Machine, Plan, make_plan, new_run_id, run_secret_file
-from epd_portable.launch.ports import PortsInOrder, claim, is_free, port_source, require_free
-from epd_portable.launch.private_files import make_private_folder, use_log_folder
-from epd_portable.launch.running import RUN_FOLDER
-from epd_portable.launch.show import findings_table, plan_table
-from epd_portable.launch.supervisor import Supervisor
-from epd_portable.launch.target import (
+from epd_portable.launch.plan.model import resolve_model
+from epd_portable.launch.plan.ports import PortsInOrder, claim, is_free, port_source, require_free
+from epd_portable.launch.plan.processes import Machine, Plan, make_plan, new_run_id, run_secret_file
+from epd_portable.launch.plan.target import (
     Target,
     find_hardware,
     find_target,
     profile_names,
     require_platform,
 )
+from epd_portable.launch.plan.text import findings_table, plan_table
+from epd_portable.launch.run.private_files import make_private_folder, use_log_folder
+from epd_portable.launch.run.running import RUN_FOLDER
+from epd_portable.launch.run.supervisor import Supervisor
 from epd_portable.platforms.traits import TRAITS, PlatformTraits
 
 F = TypeVar("F", bound=Callable[..., Any])

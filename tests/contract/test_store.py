@@ -18,7 +18,7 @@ from epd_portable.config.store import StoreSection
 from epd_portable.connector.stores.base import Entry, Store, make_store
 from epd_portable.connector.stores.entry import Seal
 from epd_portable.errors import CorruptEntryError, StoreError, StoreFullError
-from epd_portable.launch.ports import port_source
+from epd_portable.launch.plan.ports import port_source
 from epd_portable.wire.descriptors import DTYPE_BYTES, TensorSpec
 from tests.servers import RedisServer
 

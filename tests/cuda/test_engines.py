@@ -19,7 +19,7 @@ import pytest
 
 from epd_portable.bench import servers
 from epd_portable.config.load import load_topology
-from epd_portable.launch.machine import has_shares
+from epd_portable.launch.plan.machine import has_shares
 from epd_portable.platforms import registry
 from epd_portable.platforms.traits import TRAITS
 from tests.e2e.asking import ask, ask_all, assert_equal, picture

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from epd_portable.launch import installed
+from epd_portable.launch.plan import installed
 from tests.e2e.asking import ask, ask_all, ask_streamed, assert_equal, picture, text
 from tests.e2e.cases import ASK, REPEATED, SINGLE, mixed_32
 from tests.e2e.conftest import Pair

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from epd_portable.launch import sessions
+from epd_portable.launch.run import sessions
 
 SHM = Path("/dev/shm")
 

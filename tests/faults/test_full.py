@@ -17,8 +17,8 @@ import httpx
 import pytest
 
 from epd_portable.connector.pool import SHM_FOLDER
-from epd_portable.launch import sessions
-from epd_portable.launch.ports import port_source
+from epd_portable.launch.plan.ports import port_source
+from epd_portable.launch.run import sessions
 
 ROOT = Path(__file__).parents[2]
 SHM_BYTES = 1 << 20

@@ -19,7 +19,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from epd_portable.launch.ports import port_source
+from epd_portable.launch.plan.ports import port_source
 from tests.faults.small.pictures import Picture
 from tests.faults.small.workers import WEIGHTS
 from tests.faults.test_full import ROOT, small_shm

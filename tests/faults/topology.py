@@ -22,9 +22,9 @@ import httpx
 
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.config.store import StoreSection
-from epd_portable.launch import sessions
-from epd_portable.launch.plan import shm_prefix
-from epd_portable.launch.ports import is_free, port_source
+from epd_portable.launch.plan.ports import is_free, port_source
+from epd_portable.launch.plan.processes import shm_prefix
+from epd_portable.launch.run import sessions
 from epd_portable.router.settings import InstanceSettings, RouterSettings
 from tests.faults import census
 from tests.faults.census import Census

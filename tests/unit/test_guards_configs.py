@@ -9,8 +9,8 @@ import pytest
 
 from epd_portable.config.instance import PlatformName
 from epd_portable.config.load import PLATFORMS, load_topology
-from epd_portable.launch.model import ModelSource
-from epd_portable.launch.plan import Machine, make_plan
+from epd_portable.launch.plan.model import ModelSource
+from epd_portable.launch.plan.processes import Machine, make_plan
 from epd_portable.platforms.traits import TRAITS
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"

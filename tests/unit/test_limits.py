@@ -8,7 +8,7 @@ from pathlib import Path
 from epd_portable.config import document, problems
 from epd_portable.config.routing import MAX_ENCODERS
 from epd_portable.connector import consumer
-from epd_portable.launch import ports
+from epd_portable.launch.plan import ports
 from epd_portable.router import exchange, prefill
 from epd_portable.router.contents import body
 from epd_portable.router.fleet import instances, members, tally

@@ -10,7 +10,7 @@ import msgspec
 
 from epd_portable.bench.load.record import SideTurn
 from epd_portable.errors import ConfigError
-from epd_portable.launch.command_line import tells_an_error
+from epd_portable.launch.commands.command_line import tells_an_error
 
 
 def read_turns(path: Path, fingerprint: str) -> tuple[list[SideTurn], float | None]:

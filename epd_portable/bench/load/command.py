@@ -21,7 +21,7 @@ from epd_portable.bench.load.sides import read_sides
 from epd_portable.bench.load.stand import Ground
 from epd_portable.bench.options import output_options
 from epd_portable.errors import ConfigError, MeasurementError
-from epd_portable.launch.options import PlatformType
+from epd_portable.launch.commands.options import PlatformType
 
 HELP = """Compare sides under load: a topology, replicas of plain vLLM, vLLM's own example.
 

@@ -16,8 +16,8 @@ from pydantic import JsonValue
 from epd_portable.bench import servers
 from epd_portable.bench.router.stand import pinned
 from epd_portable.config.schema import Topology
-from epd_portable.launch.engine import ROLE_ARGS, cpu_env
-from epd_portable.launch.seats import Seat
+from epd_portable.launch.plan.engine import ROLE_ARGS, cpu_env
+from epd_portable.launch.plan.placement import Seat
 from epd_portable.platforms.traits import TRAITS
 
 PEERS = {

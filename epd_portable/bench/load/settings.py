@@ -18,8 +18,8 @@ from epd_portable.config.instance import PlatformName
 from epd_portable.config.load import load_topology, parse_topology
 from epd_portable.config.schema import Topology
 from epd_portable.errors import ConfigError
-from epd_portable.launch.file_checks import usual_checks
-from epd_portable.launch.machine import allowed_cores, assumed_machine
+from epd_portable.launch.plan.file_checks import usual_checks
+from epd_portable.launch.plan.machine import allowed_cores, assumed_machine
 from epd_portable.platforms.traits import TRAITS
 
 INSTANCE_BYTES = 9 << 28

@@ -11,7 +11,7 @@ from typing import Literal
 from epd_portable.config.groups import Instances
 from epd_portable.config.schema import Topology
 from epd_portable.errors import ConfigError
-from epd_portable.launch.assign import seats
+from epd_portable.launch.plan.assign import seats
 
 SideKind = Literal["topology", "replicas", "upstream", "url"]
 EXAMPLES = "ours=configs/1e1pd.yaml, replicas:2, upstream:1E1PD, there=url:http://127.0.0.1:8000"

@@ -26,8 +26,8 @@ from epd_portable.config.groups import Instances
 from epd_portable.config.instance import PlatformName
 from epd_portable.config.schema import Topology
 from epd_portable.errors import MeasurementError
-from epd_portable.launch.assign import seats
-from epd_portable.launch.sessions import SHM
+from epd_portable.launch.plan.assign import seats
+from epd_portable.launch.run.sessions import SHM
 from epd_portable.platforms.traits import TRAITS
 
 _PROBE_WORDS = 1000

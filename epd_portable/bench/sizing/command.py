@@ -18,7 +18,7 @@ from epd_portable.bench.sizing import scaling, search, stages
 from epd_portable.bench.sizing.measure import MeasuredStages, Probe, analyse
 from epd_portable.bench.sizing.simulate import EncoderChoice, RoutingRules
 from epd_portable.errors import ConfigError, MeasurementError
-from epd_portable.launch.command_line import http_url
+from epd_portable.launch.commands.command_line import http_url
 
 F = TypeVar("F", bound=Callable[..., Any])
 

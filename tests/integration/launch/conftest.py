@@ -19,9 +19,9 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from epd_portable.launch import sessions
-from epd_portable.launch.ports import is_free, port_source
-from epd_portable.launch.running import RUN_FOLDER
+from epd_portable.launch.plan.ports import is_free, port_source
+from epd_portable.launch.run import sessions
+from epd_portable.launch.run.running import RUN_FOLDER
 
 HERE = Path(__file__).parent
 DEADLINE_S = 30.0
@@ -158,7 +158,7 @@ class Run:
 
     def guard_pids(self) -> list[int]:
         """Return the pids of the living guards of the run."""
-        wanted = [b"epd_portable.launch.guard", b"--run-id", self.run_id.encode()]
+        wanted = [b"epd_portable.launch.run.guard", b"--run-id", self.run_id.encode()]
         found = []
         for path in Path("/proc").glob("[0-9]*/cmdline"):
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):

@@ -10,9 +10,9 @@ from epd_portable.config.routing import RouterSection
 from epd_portable.config.schema import Launch
 from epd_portable.config.secret import Secret
 from epd_portable.errors import LaunchError
-from epd_portable.launch.command_line import teller
-from epd_portable.launch.plan import Plan, ProcessSpec
-from epd_portable.launch.supervisor import Supervisor
+from epd_portable.launch.commands.command_line import teller
+from epd_portable.launch.plan.processes import Plan, ProcessSpec
+from epd_portable.launch.run.supervisor import Supervisor
 
 
 def main() -> None:

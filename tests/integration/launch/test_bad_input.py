@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from epd_portable.launch.plan import new_run_id, shm_prefix
-from epd_portable.launch.sessions import SHM
+from epd_portable.launch.plan.processes import new_run_id, shm_prefix
+from epd_portable.launch.run.sessions import SHM
 from tests import warm
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from epd_portable.launch import sessions
-from epd_portable.launch.plan import ProcessSpec, new_run_id
-from epd_portable.launch.process import Child
-from epd_portable.launch.rotation import rotate
+from epd_portable.launch.plan.processes import ProcessSpec, new_run_id
+from epd_portable.launch.run import sessions
+from epd_portable.launch.run.process import Child
+from epd_portable.launch.run.rotation import rotate
 
 DEADLINE_S = 30.0
 CODE = """

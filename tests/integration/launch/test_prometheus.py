@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from epd_portable.launch.ports import port_source
+from epd_portable.launch.plan.ports import port_source
 from tests.integration.launch.conftest import DEADLINE_S, Run
 from tests.integration.launch.test_real_router import run  # noqa: F401 - a fixture
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from epd_portable.config.secret import make_secret_file
-from epd_portable.launch.ports import port_source
+from epd_portable.launch.plan.ports import port_source
 from epd_portable.router.settings import RouterSettings
 from tests.integration.launch.conftest import Options
 

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from epd_portable.config.secret import Secret
 from epd_portable.launch.cli import _run_folder, main
-from epd_portable.launch.plan import run_secret_file
+from epd_portable.launch.plan.processes import run_secret_file
 
 CONFIG = str(Path(__file__).parents[3] / "configs" / "1e1pd.yaml")
 

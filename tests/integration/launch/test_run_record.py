@@ -9,7 +9,7 @@ from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
-from epd_portable.launch.running import STATE_FILE, ProcessRecord, RunRecord, start_ticks
+from epd_portable.launch.run.running import STATE_FILE, ProcessRecord, RunRecord, start_ticks
 from tests.integration.launch.conftest import Run
 
 Launch = Callable[..., Run]

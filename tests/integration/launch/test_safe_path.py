@@ -11,10 +11,10 @@ import pytest
 
 from epd_portable.config.instance import PlatformName
 from epd_portable.errors import LaunchError, PlatformUnavailableError
-from epd_portable.launch import machine
-from epd_portable.launch.guard import Guard
-from epd_portable.launch.plan import ProcessSpec, new_run_id
-from epd_portable.launch.process import Child
+from epd_portable.launch.plan import machine
+from epd_portable.launch.plan.processes import ProcessSpec, new_run_id
+from epd_portable.launch.run.guard import Guard
+from epd_portable.launch.run.process import Child
 from epd_portable.launch.safe_path import safe_cwd, safe_environ
 from epd_portable.platforms.traits import TRAITS
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from epd_portable.launch import sessions
+from epd_portable.launch.run import sessions
 
 OWNER = """
 import multiprocessing.shared_memory, signal, sys, time

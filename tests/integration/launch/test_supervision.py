@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from epd_portable import envs
-from epd_portable.launch import sessions
+from epd_portable.launch.run import sessions
 from tests.integration.launch.conftest import ROUTES
 
 Launch = Callable[..., Any]

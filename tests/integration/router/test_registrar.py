@@ -12,9 +12,9 @@ from pathlib import Path
 import httpx
 
 from epd_portable.config.secret import Secret, make_secret_file
-from epd_portable.launch.ports import port_source
-from epd_portable.launch.registrar import RegistrarSettings
-from epd_portable.launch.router_client import RouterClient
+from epd_portable.launch.plan.ports import port_source
+from epd_portable.launch.plan.registration import RegistrarSettings
+from epd_portable.launch.run.router_client import RouterClient
 from tests.integration.router.conftest import Build
 from tests.integration.router.stand_in import DEADLINE_S, StandIn
 
@@ -61,7 +61,13 @@ async def test_instances_join_stay_and_leave_with_their_launcher(
         leave_timeout_s=30,
     )
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "epd_portable.launch.registrar", "--settings", settings.as_json()),
+        *(
+            sys.executable,
+            "-m",
+            "epd_portable.launch.run.registrar",
+            "--settings",
+            settings.as_json(),
+        ),
         stdout=PIPE,
         stderr=STDOUT,
     )
@@ -113,7 +119,13 @@ async def test_at_its_end_every_instance_leaves(build: Build, tmp_path: Path) ->
         leave_timeout_s=30,
     )
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "epd_portable.launch.registrar", "--settings", settings.as_json()),
+        *(
+            sys.executable,
+            "-m",
+            "epd_portable.launch.run.registrar",
+            "--settings",
+            settings.as_json(),
+        ),
         stdout=PIPE,
         stderr=STDOUT,
     )

@@ -10,7 +10,7 @@ import torch
 
 from epd_portable.demo import MODEL_DIR
 from epd_portable.errors import EngineError
-from epd_portable.launch.engine import SCHEDULER_CLS
+from epd_portable.launch.plan.engine import SCHEDULER_CLS
 from epd_portable.platforms import registry
 
 pytestmark = pytest.mark.needs_vllm

@@ -12,7 +12,7 @@ import pytest
 
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.demo import MODEL_DIR
-from epd_portable.launch.engine import CONNECTOR, ROLE_ARGS, SCHEDULER_CLS
+from epd_portable.launch.plan.engine import CONNECTOR, ROLE_ARGS, SCHEDULER_CLS
 from epd_portable.wire.params import EncodeParams, EncodeTransfer, to_params
 from tests.keyring import secret, secret_file
 

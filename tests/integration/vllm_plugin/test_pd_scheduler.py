@@ -20,7 +20,7 @@ from epd_portable.bench.servers import free_port
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.connector.control import ControlClients
 from epd_portable.demo import MODEL_DIR
-from epd_portable.launch.engine import CONNECTOR, SCHEDULER_CLS
+from epd_portable.launch.plan.engine import CONNECTOR, SCHEDULER_CLS
 from epd_portable.platforms.traits import TRAITS
 from epd_portable.wire.messages import EncodeFailed, LoadReport, LoadWanted
 from epd_portable.wire.params import ExpectedTransfer, PrefillParams, to_params

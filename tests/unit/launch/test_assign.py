@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from epd_portable.config.groups import InstanceGroup
 from epd_portable.errors import ConfigError
-from epd_portable.launch.assign import assign_cores, assign_devices, core_warnings
+from epd_portable.launch.plan.assign import assign_cores, assign_devices, core_warnings
 
 
 def groups(encode: dict[str, Any], prefill_decode: dict[str, Any]) -> dict[str, InstanceGroup]:

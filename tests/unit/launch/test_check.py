@@ -11,7 +11,7 @@ import pytest
 
 from epd_portable.config.store import StoreSection
 from epd_portable.errors import UnsupportedError
-from epd_portable.launch import check
+from epd_portable.launch.plan import check
 from epd_portable.platforms.base import Availability, MemoryInfo
 from epd_portable.platforms.traits import TRAITS
 

@@ -17,9 +17,9 @@ from click.testing import CliRunner
 
 from epd_portable.bench import cli as bench
 from epd_portable.launch import cli as launch
-from epd_portable.launch.check import Finding
-from epd_portable.launch.command_line import EXIT_STATUSES, CommandLine, tells_an_error
-from epd_portable.launch.show import findings_table
+from epd_portable.launch.commands.command_line import EXIT_STATUSES, CommandLine, tells_an_error
+from epd_portable.launch.plan.check import Finding
+from epd_portable.launch.plan.text import findings_table
 
 ROOT = Path(__file__).resolve().parents[3]
 COMMANDS = {"epd-launch": launch.main, "epd-bench": bench.main}

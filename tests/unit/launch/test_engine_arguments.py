@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from epd_portable.launch.engine_arguments import (
+from epd_portable.launch.plan.engine_arguments import (
     EngineArguments,
     installed_arguments,
     read_arguments,

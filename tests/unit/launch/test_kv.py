@@ -11,7 +11,7 @@ import pytest
 from epd_portable.config.load import parse_topology
 from epd_portable.config.schema import Topology
 from epd_portable.errors import ConfigError
-from epd_portable.launch.kv import KV_CONNECTORS, KVEnd, kv_connector, kv_ports
+from epd_portable.launch.plan.kv import KV_CONNECTORS, KVEnd, kv_connector, kv_ports
 from epd_portable.platforms.traits import TRAITS
 
 SPLIT = "instances: {p: {}, d: {}}"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from epd_portable.config.schema import Launch, Restart
-from epd_portable.launch.lifecycle import Fail, Kill, Lifecycle, Phase, Start, Stop
 from epd_portable.launch.notices import Notice
+from epd_portable.launch.run.lifecycle import Fail, Kill, Lifecycle, Phase, Start, Stop
 
 LAUNCH = Launch(
     startup_timeout_s=100.0,

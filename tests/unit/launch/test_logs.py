@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from epd_portable.launch.logs import latest_stage, telling_line, time_of
 from epd_portable.launch.notices import Notice
-from epd_portable.launch.progress import Progress
+from epd_portable.launch.run.logs import latest_stage, telling_line, time_of
+from epd_portable.launch.run.progress import Progress
 
 ENGINE_FAILURE = """\
 (APIServer pid=10) INFO 01-31 12:00:00 [api_server.py:9] vLLM API server version 0.32.0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from epd_portable.launch.machine import has_compiler, has_shares, memory_nodes, quota_cores
+from epd_portable.launch.plan.machine import has_compiler, has_shares, memory_nodes, quota_cores
 from epd_portable.platforms.traits import TRAITS
 
 

@@ -13,10 +13,10 @@ import pytest
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.config.load import PLATFORMS, parse_topology
 from epd_portable.errors import ConfigError
-from epd_portable.launch.engine import render_arguments
-from epd_portable.launch.model import ModelSource
-from epd_portable.launch.plan import Machine, Plan, ProcessSpec, make_plan
-from epd_portable.launch.show import plan_table
+from epd_portable.launch.plan.engine import render_arguments
+from epd_portable.launch.plan.model import ModelSource
+from epd_portable.launch.plan.processes import Machine, Plan, ProcessSpec, make_plan
+from epd_portable.launch.plan.text import plan_table
 from epd_portable.media.limits import MediaLimits
 from epd_portable.platforms.traits import TRAITS
 from epd_portable.router.settings import load_settings
@@ -300,7 +300,7 @@ def test_every_instance_asks_for_the_token_before_all_other_middleware() -> None
 def test_servers_that_do_not_know_the_transfer_parameters_get_a_bridge(
     monkeypatch: pytest.MonkeyPatch, version: tuple[int, int] | None, bridged: bool
 ) -> None:
-    monkeypatch.setattr("epd_portable.launch.installed.vllm_version", lambda: version)
+    monkeypatch.setattr("epd_portable.launch.plan.installed.vllm_version", lambda: version)
     bridge = "epd_portable.vllm_plugin.params_bridge.ParamsMiddleware"
     encode, pd, _ = plan_of(TEXT, "cpu").processes
     assert [bridge in encode.argv, bridge in pd.argv] == [bridged, bridged]

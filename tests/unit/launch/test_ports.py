@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from epd_portable.errors import ConfigError, LaunchError, PortInUseError
-from epd_portable.launch.ports import (
+from epd_portable.launch.plan.ports import (
     FIRST_PORT,
     LAST_PORT,
     PortsInOrder,
@@ -39,7 +39,9 @@ def test_the_search_wraps_around_and_ends() -> None:
 def test_a_port_that_one_run_was_given_is_given_to_no_other_before_anybody_listens() -> None:
     run_id = f"{random.randrange(1 << 32):08x}"
     mine = port_source(run_id)()
-    claims = "from epd_portable.launch.ports import port_source; print(port_source({run_id!r})())"
+    claims = (
+        "from epd_portable.launch.plan.ports import port_source; print(port_source({run_id!r})())"
+    )
     other = [sys.executable, "-c", claims.format(run_id=run_id)]
     found = [int(subprocess.check_output(other)) for _ in range(2)]
     assert is_free(mine)

@@ -16,14 +16,14 @@ import yaml
 from click.testing import CliRunner, Result
 
 from epd_portable.launch.cli import main
-from epd_portable.launch.running import (
+from epd_portable.launch.commands.status import Tail, duration
+from epd_portable.launch.run.running import (
     ProcessRecord,
     RunRecord,
     find_runs,
     start_ticks,
     write_record,
 )
-from epd_portable.launch.status import Tail, duration
 
 RUN = "0badcafe"
 

@@ -8,10 +8,10 @@ import pytest
 
 from epd_portable.config.load import parse_topology
 from epd_portable.errors import ConfigError
-from epd_portable.launch.model import ModelSource
-from epd_portable.launch.plan import Machine, Plan, make_plan
-from epd_portable.launch.sharing import Tenant, UsedDevice
-from epd_portable.launch.show import plan_table
+from epd_portable.launch.plan.model import ModelSource
+from epd_portable.launch.plan.processes import Machine, Plan, make_plan
+from epd_portable.launch.plan.sharing import Tenant, UsedDevice
+from epd_portable.launch.plan.text import plan_table
 from epd_portable.platforms.traits import TRAITS
 
 ONE_DEVICE = """

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from epd_portable.errors import ConfigError
-from epd_portable.launch.target import find_hardware, find_target
+from epd_portable.launch.plan.target import find_hardware, find_target
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 CONFIG = CONFIGS / "1e1pd.yaml"

@@ -33,8 +33,8 @@ import epd_portable
 from epd_portable import envs
 from epd_portable.bench import cli as bench
 from epd_portable.launch import cli as launch
-from epd_portable.launch import file_checks
-from epd_portable.launch.engine_arguments import Argument, EngineArguments
+from epd_portable.launch.plan import file_checks
+from epd_portable.launch.plan.engine_arguments import Argument, EngineArguments
 
 PACKAGE = Path(epd_portable.__file__).parent
 TABLE = Path(__file__).with_name("wrong_inputs.yaml")

@@ -11,8 +11,8 @@ from epd_portable.bench.load.peers import example_engine, example_proxy, plain_e
 from epd_portable.bench.servers import Server
 from epd_portable.config.load import load_topology
 from epd_portable.config.schema import Topology
-from epd_portable.launch.model import resolve_model
-from epd_portable.launch.plan import Machine, make_plan
+from epd_portable.launch.plan.model import resolve_model
+from epd_portable.launch.plan.processes import Machine, make_plan
 from epd_portable.platforms.traits import TRAITS
 
 ROOT = Path(__file__).resolve().parents[4]

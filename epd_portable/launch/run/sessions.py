@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SHM = Path("/dev/shm")
+
 _POLL_S = 0.05
 _TRACKER_PATIENCE_S = 2.0
 _KILL_PATIENCE_S = 5.0

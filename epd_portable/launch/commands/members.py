@@ -15,7 +15,7 @@ from epd_portable.config.quantities import url_problem
 from epd_portable.config.roles import ROLES
 from epd_portable.config.secret import Secret, make_secret_file
 from epd_portable.errors import ConfigError
-from epd_portable.launch.command_line import (
+from epd_portable.launch.commands.command_line import (
     SECONDS,
     http_url,
     json_option,
@@ -23,7 +23,7 @@ from epd_portable.launch.command_line import (
     teller,
 )
 from epd_portable.launch.notices import Notice
-from epd_portable.launch.router_client import RouterClient
+from epd_portable.launch.run.router_client import RouterClient
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -15,10 +15,10 @@ from typing import TypeVar
 from epd_portable.config.roles import DUTIES, Duty
 from epd_portable.config.schema import Launch
 from epd_portable.errors import LaunchError
-from epd_portable.launch.lifecycle import Action, Lifecycle
 from epd_portable.launch.notices import Notice
-from epd_portable.launch.plan import ProcessSpec
-from epd_portable.launch.router_client import RouterClient
+from epd_portable.launch.plan.processes import ProcessSpec
+from epd_portable.launch.run.lifecycle import Action, Lifecycle
+from epd_portable.launch.run.router_client import RouterClient
 
 T = TypeVar("T")
 Steps = Generator[list[Action], None, T]

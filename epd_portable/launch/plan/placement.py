@@ -9,7 +9,7 @@ from epd_portable.config.groups import Instances
 from epd_portable.config.schema import Topology
 from epd_portable.connector import registry
 from epd_portable.errors import ConfigError
-from epd_portable.launch.assign import CoreAssignment, Cores, assign_cores, assign_devices
+from epd_portable.launch.plan.assign import CoreAssignment, Cores, assign_cores, assign_devices
 from epd_portable.platforms.traits import PlatformTraits
 
 

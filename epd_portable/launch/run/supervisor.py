@@ -14,10 +14,13 @@ from types import FrameType
 from epd_portable.config.schema import Launch
 from epd_portable.config.secret import Secret
 from epd_portable.errors import LaunchError
-from epd_portable.launch import sessions
-from epd_portable.launch.guard import Guard
-from epd_portable.launch.leftovers import mapped_files, remove_unused
-from epd_portable.launch.lifecycle import (
+from epd_portable.launch.notices import Notice
+from epd_portable.launch.plan.processes import Plan, shm_prefix
+from epd_portable.launch.plan.text import columns, ports_text
+from epd_portable.launch.run import sessions
+from epd_portable.launch.run.guard import Guard
+from epd_portable.launch.run.leftovers import mapped_files, remove_unused
+from epd_portable.launch.run.lifecycle import (
     HUNG_PROBES,
     Action,
     Fail,
@@ -27,17 +30,14 @@ from epd_portable.launch.lifecycle import (
     Start,
     Stop,
 )
-from epd_portable.launch.logs import latest_stage, telling_line
-from epd_portable.launch.notices import Notice
-from epd_portable.launch.plan import Plan, shm_prefix
-from epd_portable.launch.probes import Probes
-from epd_portable.launch.process import Child, describe_exit
-from epd_portable.launch.progress import Progress
-from epd_portable.launch.rotation import Rotation
-from epd_portable.launch.router_client import RouterClient
-from epd_portable.launch.running import ProcessRecord, RunRecord, start_ticks, write_record
-from epd_portable.launch.show import columns, ports_text
-from epd_portable.launch.update import RollingUpdate
+from epd_portable.launch.run.logs import latest_stage, telling_line
+from epd_portable.launch.run.probes import Probes
+from epd_portable.launch.run.process import Child, describe_exit
+from epd_portable.launch.run.progress import Progress
+from epd_portable.launch.run.rotation import Rotation
+from epd_portable.launch.run.router_client import RouterClient
+from epd_portable.launch.run.running import ProcessRecord, RunRecord, start_ticks, write_record
+from epd_portable.launch.run.update import RollingUpdate
 
 _STEP_S = 0.1
 _START_PROBE_EVERY_S = 0.5

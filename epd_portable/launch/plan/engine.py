@@ -13,10 +13,10 @@ from epd_portable.config.instance import InstanceConfig
 from epd_portable.config.roles import group_of
 from epd_portable.config.schema import Topology
 from epd_portable.errors import ConfigError
-from epd_portable.launch import installed
-from epd_portable.launch.kv import KVEnd
-from epd_portable.launch.model import ModelSource
-from epd_portable.launch.seats import Seat
+from epd_portable.launch.plan import installed
+from epd_portable.launch.plan.kv import KVEnd
+from epd_portable.launch.plan.model import ModelSource
+from epd_portable.launch.plan.placement import Seat
 from epd_portable.platforms.traits import PlatformTraits
 
 SCHEDULER_CLS = "epd_portable.vllm_plugin.scheduler.make_scheduler"

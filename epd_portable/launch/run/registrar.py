@@ -1,4 +1,4 @@
-"""``python -m epd_portable.launch.registrar``: takes a router's place where instances join another.
+"""``python -m epd_portable.launch.run.registrar``: stands in for a router that is elsewhere.
 
 The launcher starts it in place of a router when `RouterSection.join` names one. It registers each
 instance there once that is healthy, keeps it registered, and lets all leave at SIGTERM, before the
@@ -15,7 +15,6 @@ import sys
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -24,38 +23,13 @@ import httpx
 
 from epd_portable.config.secret import Secret
 from epd_portable.errors import LaunchError
-from epd_portable.launch.router_client import RouterAwayError, RouterClient
+from epd_portable.launch.plan.registration import RegistrarSettings
+from epd_portable.launch.run.router_client import RouterAwayError, RouterClient
 
 _PROBE_TIMEOUT_S = 5.0
 _TRY_EVERY_S = 1.0
 _STARTING, _GONE = "starting", "gone"
 """States before and after those that the router knows."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RegistrarSettings:
-    """What the launcher tells it.
-
-    Attributes:
-        router: Base address of the router.
-        secret_file: Of the deployment.
-        port: On the loopback address, for ``/health``.
-        instances: What the router is told of each: ``name``, ``role``, ``url``, ``control``,
-            ``weight`` and ``labels``.
-        join_timeout_s: Longest time that the router may take to warm an instance up.
-        leave_timeout_s: Longest wait for what an instance works on when it leaves.
-    """
-
-    router: str
-    secret_file: str
-    port: int
-    instances: tuple[Mapping[str, Any], ...]
-    join_timeout_s: float
-    leave_timeout_s: float
-
-    def as_json(self) -> str:
-        """Return the argument ``--settings``."""
-        return json.dumps(asdict(self))
 
 
 class Registrar:

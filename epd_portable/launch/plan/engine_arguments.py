@@ -18,7 +18,7 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
-from epd_portable.launch.installed import installed_engines
+from epd_portable.launch.plan.installed import installed_engines
 
 _ENGINE_FILE = "engine/arg_utils.py"
 _SERVER_FILES = "entrypoints/**/cli_args.py"

@@ -7,10 +7,10 @@ import shlex
 import textwrap
 from collections.abc import Mapping, Sequence
 
-from epd_portable.launch.check import Finding
-from epd_portable.launch.fit import HardwareFit
-from epd_portable.launch.plan import Plan, ProcessSpec
-from epd_portable.launch.sharing import Tenant, UsedDevice
+from epd_portable.launch.plan.check import Finding
+from epd_portable.launch.plan.fit import HardwareFit
+from epd_portable.launch.plan.processes import Plan, ProcessSpec
+from epd_portable.launch.plan.sharing import Tenant, UsedDevice
 from epd_portable.platforms.traits import TRAITS
 
 _NARROWEST = 24

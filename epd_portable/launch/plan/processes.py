@@ -19,14 +19,14 @@ from epd_portable.config.schema import Topology
 from epd_portable.connector.curve import is_off_host
 from epd_portable.connector.registry import offered
 from epd_portable.errors import ConfigError
-from epd_portable.launch.assign import Cores, core_warnings
-from epd_portable.launch.engine import engine_argv, engine_env
-from epd_portable.launch.fit import HardwareFit, fit, memory_warnings
-from epd_portable.launch.kv import KVChoice, KVEnd, kv_connector, kv_ports
-from epd_portable.launch.model import ModelSource
-from epd_portable.launch.registrar import RegistrarSettings
-from epd_portable.launch.seats import place_instances
-from epd_portable.launch.sharing import (
+from epd_portable.launch.plan.assign import Cores, core_warnings
+from epd_portable.launch.plan.engine import engine_argv, engine_env
+from epd_portable.launch.plan.fit import HardwareFit, fit, memory_warnings
+from epd_portable.launch.plan.kv import KVChoice, KVEnd, kv_connector, kv_ports
+from epd_portable.launch.plan.model import ModelSource
+from epd_portable.launch.plan.placement import place_instances
+from epd_portable.launch.plan.registration import RegistrarSettings
+from epd_portable.launch.plan.sharing import (
     UsedDevice,
     check_collective,
     check_shares,
@@ -34,7 +34,7 @@ from epd_portable.launch.sharing import (
     starts_after,
     used_devices,
 )
-from epd_portable.launch.target import Hardware
+from epd_portable.launch.plan.target import Hardware
 from epd_portable.media.limits import MediaLimits
 from epd_portable.platforms.traits import PlatformTraits
 from epd_portable.router.settings import (
@@ -460,7 +460,7 @@ def _registrar(
         argv=(
             sys.executable,
             "-m",
-            "epd_portable.launch.registrar",
+            "epd_portable.launch.run.registrar",
             "--settings",
             settings.as_json(),
         ),

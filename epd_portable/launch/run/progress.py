@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from epd_portable.launch.logs import FIRST_STAGE
 from epd_portable.launch.notices import Notice
+from epd_portable.launch.run.logs import FIRST_STAGE
 
 
 class Progress:

@@ -17,8 +17,8 @@ from epd_portable.config.roles import ROLES, group_of
 from epd_portable.config.secret import Secret
 from epd_portable.config.store import StoreSection
 from epd_portable.errors import ConfigError
-from epd_portable.launch.engine import owned_variables
-from epd_portable.launch.engine_arguments import EngineArguments, installed_arguments
+from epd_portable.launch.plan.engine import owned_variables
+from epd_portable.launch.plan.engine_arguments import EngineArguments, installed_arguments
 from epd_portable.platforms.traits import PlatformTraits
 from epd_portable.router.ingress.access import ApiKeys
 

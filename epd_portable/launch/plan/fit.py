@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from epd_portable.config.roles import ROLES, TAKES_ITEMS, group_of
 from epd_portable.config.schema import Topology
 from epd_portable.connector import registry
-from epd_portable.launch.sharing import utilization
-from epd_portable.launch.target import Hardware
+from epd_portable.launch.plan.sharing import utilization
+from epd_portable.launch.plan.target import Hardware
 from epd_portable.platforms.traits import PlatformTraits
 
 ITEM_BYTES = 32 << 20

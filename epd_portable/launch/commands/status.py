@@ -14,14 +14,15 @@ import yaml
 from click.shell_completion import CompletionItem
 
 from epd_portable.errors import ConfigError, LaunchError
-from epd_portable.launch.command_line import (
+from epd_portable.launch.commands.command_line import (
     json_lines_option,
     json_option,
     one_line,
     print_json,
 )
-from epd_portable.launch.logs import time_of
-from epd_portable.launch.running import (
+from epd_portable.launch.plan.text import columns, ports_text
+from epd_portable.launch.run.logs import time_of
+from epd_portable.launch.run.running import (
     RUN_FOLDER,
     SeenRun,
     SeenRuns,
@@ -29,7 +30,6 @@ from epd_portable.launch.running import (
     kept_logs,
     runs_as_json,
 )
-from epd_portable.launch.show import columns, ports_text
 
 _LOOK_EVERY_S = 0.3
 _TAIL_BYTES = 256 << 10

@@ -17,11 +17,11 @@ from urllib.parse import urlsplit
 from epd_portable import envs
 from epd_portable.config.secret import Secret
 from epd_portable.errors import LaunchError
-from epd_portable.launch.plan import ProcessSpec
-from epd_portable.launch.private_files import open_log
-from epd_portable.launch.router_client import trusting
+from epd_portable.launch.plan.processes import ProcessSpec
+from epd_portable.launch.run.private_files import open_log
+from epd_portable.launch.run.router_client import trusting
+from epd_portable.launch.run.sessions import SHM
 from epd_portable.launch.safe_path import safe_cwd, safe_environ
-from epd_portable.launch.sessions import SHM
 
 _TAIL_BYTES = 256 << 10
 _OF_ONE_ENGINE = ("PROMETHEUS_MULTIPROC_DIR", envs.EPD_METRICS_DIR.name)

@@ -24,8 +24,8 @@ from epd_portable.errors import (
     PortInUseError,
     without_passwords,
 )
-from epd_portable.launch.installed import installed_engines
 from epd_portable.launch.notices import Notice
+from epd_portable.launch.plan.installed import installed_engines
 
 F = TypeVar("F", bound=Callable[..., Any])
 

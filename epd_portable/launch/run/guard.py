@@ -20,8 +20,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from epd_portable.errors import LaunchError
-from epd_portable.launch import sessions
-from epd_portable.launch.private_files import open_log
+from epd_portable.launch.run import sessions
+from epd_portable.launch.run.private_files import open_log
 from epd_portable.launch.safe_path import safe_environ
 
 
@@ -39,7 +39,7 @@ class Guard:
     def __init__(
         self, *, run_id: str, shm_prefix: str, temp_dir: Path, grace_s: float, log: Path
     ) -> None:
-        argv = [sys.executable, "-m", "epd_portable.launch.guard"]
+        argv = [sys.executable, "-m", "epd_portable.launch.run.guard"]
         argv += ["--run-id", run_id, "--shm-prefix", shm_prefix]
         argv += ["--temp-dir", str(temp_dir), "--grace-s", str(grace_s)]
         with open_log(log) as output:

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from string import Template
 
+from epd_portable.connector.pool import SHM_FOLDER
 from epd_portable.errors import ConfigError, LaunchError, PlatformUnavailableError
-from epd_portable.launch.plan import Machine
+from epd_portable.launch.plan.processes import Machine
 from epd_portable.launch.safe_path import safe_environ
-from epd_portable.launch.sessions import SHM
 from epd_portable.platforms.traits import PlatformTraits
 
 _PROBE_TIMEOUT_S = 120.0
@@ -195,13 +195,13 @@ def require_shm(pool_bytes: int, pools: int) -> None:
     Raises:
         ConfigError: They do not.
     """
-    stats = os.statvfs(SHM)
+    stats = os.statvfs(SHM_FOLDER)
     free = stats.f_bavail * stats.f_frsize
     if pool_bytes * pools > free:
         raise ConfigError(
-            f"transfer.pool_bytes: {pools} × {pool_bytes / 2**20:.0f} MiB do not fit into {SHM} "
-            f"({free / 2**20:.0f} MiB free); lower it, remove old files there, or enlarge it "
-            "(docker run --shm-size)"
+            f"transfer.pool_bytes: {pools} × {pool_bytes / 2**20:.0f} MiB do not fit into "
+            f"{SHM_FOLDER} ({free / 2**20:.0f} MiB free); lower it, remove old files there, or "
+            "enlarge it (docker run --shm-size)"
         )
 
 

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from epd_portable.launch.sessions import SHM
+from epd_portable.launch.run.sessions import SHM
 
 
 def mapped_files(pids: Iterable[int]) -> set[Path]:

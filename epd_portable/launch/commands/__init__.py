@@ -1,0 +1,1 @@
+"""Commands of `epd-launch` beside `up`, `plan` and `check`, and what commands have in common."""

@@ -1,0 +1,1 @@
+"""The processes of a plan: started, watched, updated and ended."""
