@@ -28,8 +28,8 @@ from ci.venv import ROOT
 
 FOLDER = ROOT / ".suite"
 STATE = FOLDER / "passed.json"
-WORKERS = ("-n", "4", "--no-loadscope-reorder")
-"""A file stays with one worker, see tests/conftest.py; what takes long and waits is named first."""
+WORKERS = ("-n", "4", "--dist=loadfile", "--no-loadscope-reorder")
+"""A file stays with one worker; those that take long and mostly wait are named first."""
 PYTEST = (".venv/bin/python", "-m", "pytest")
 NPU_PYTEST = (".venv-npu-sim/bin/python", "-m", "pytest", "--require-device=npu")
 NPU_ENVIRONMENT = "npu environment"

@@ -113,19 +113,6 @@ def pytest_unconfigure() -> None:
         warm.close()
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give each worker of `pytest -n` whole files, and one of them all that import vLLM."""
-    from xdist.scheduler.loadscope import LoadScopeScheduling
-
-    class WholeFiles(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.split("::")[0]
-            return "vllm_plugin" if "/vllm_plugin/" in file else file
-
-    return WholeFiles(config, log)
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--full"):
         return

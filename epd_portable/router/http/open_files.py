@@ -29,10 +29,8 @@ def raise_limit() -> int:
         How many it may have open now.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    unlimited = resource.RLIM_INFINITY
-    if soft == unlimited or soft >= WANTED:
-        return WANTED if soft == unlimited else soft
-    allowed = WANTED if hard == unlimited else min(hard, WANTED)
+    # No limit at all is none that Linux takes for open files.
+    allowed = max(soft, min(hard, WANTED))
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     return allowed
 

@@ -26,6 +26,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from epd_portable.connector.curve import CurveKeys
+from epd_portable.router.http import open_files
 from epd_portable.router.http.server_connection import Clients, ServerConnection
 from epd_portable.router.server import Router
 from epd_portable.router.serving import listen
@@ -34,6 +35,13 @@ from epd_portable.wire.messages import LOAD_PATH, AnyMessage, LoadReport, LoadWa
 from tests.listening import stop_listening
 
 DEADLINE_S = 10.0
+FILES_PER_REQUEST = 8
+"""Both ends of its connections to the router, an instance and encoders, and some to spare."""
+
+
+def at_once(most: int) -> int:
+    """Return how many requests at a time the limit of open files allows."""
+    return min(most, open_files.raise_limit() // FILES_PER_REQUEST)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,9 +12,16 @@ import httpx
 import pytest
 from starlette.responses import JSONResponse, Response
 
-from epd_portable.router.http import open_files
 from tests.integration.router.conftest import Build, Topology
-from tests.integration.router.stand_in import DEADLINE_S, Received, StandIn, answer, refuse, stream
+from tests.integration.router.stand_in import (
+    DEADLINE_S,
+    Received,
+    StandIn,
+    answer,
+    at_once,
+    refuse,
+    stream,
+)
 from tests.integration.router.test_access import KEY, OTHER_KEY, bearer, keys_file
 from tests.integration.router.test_choice import png
 from tests.integration.router.test_failures import forever
@@ -87,16 +94,11 @@ async def line_up(t: Topology, *asked: dict[str, str]) -> list[asyncio.Task[http
 # -- nothing is dropped ----------------------------------------------------------------------------
 
 
-@pytest.fixture
-def at_once() -> int:
-    """200, or how many the limit of open files allows: a request's connections end here, too."""
-    return min(200, open_files.raise_limit() // 8)
-
-
 @pytest.mark.parametrize("limits", [{}, {"encode": {"max_items": 4}}, {"max_requests": 3}])
 async def test_many_requests_at_once_on_one_slow_encoder_are_all_answered(
-    build: Build, limits: dict[str, Any], at_once: int
+    build: Build, limits: dict[str, Any]
 ) -> None:
+    count = at_once(200)
     at_work = most = 0
     encoder_works = asyncio.Lock()
     encoded: dict[str, asyncio.Event] = {}
@@ -124,13 +126,13 @@ async def test_many_requests_at_once_on_one_slow_encoder_are_all_answered(
     pool = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=t.router.url, timeout=240, limits=pool) as client:
         t.client, own = client, t.client
-        asked = [ask(t, str(n), image(b"picture %d" % n)) for n in range(at_once)]
+        asked = [ask(t, str(n), image(b"picture %d" % n)) for n in range(count)]
         answers = await asyncio.gather(*asked)
         t.client = own
-    assert [each.status_code for each in answers] == [200] * at_once
-    assert [each.json()["name"] for each in answers] == [str(n) for n in range(at_once)]
-    assert len(t.encoders[0].received) == at_once
-    assert most <= (4 if "encode" in limits else 3 if limits else at_once)
+    assert [each.status_code for each in answers] == [200] * count
+    assert [each.json()["name"] for each in answers] == [str(n) for n in range(count)]
+    assert len(t.encoders[0].received) == count
+    assert most <= (4 if "encode" in limits else 3 if limits else count)
 
 
 # -- beyond the queue ------------------------------------------------------------------------------

@@ -22,11 +22,17 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from epd_portable.connector.curve import read_keys
-from epd_portable.router.http import open_files
 from epd_portable.router.server import Router
 from epd_portable.router.settings import RouterSettings
 from epd_portable.wire.messages import NackCode
-from tests.integration.router.stand_in import ControlEnd, Received, RouterServing, StandIn, refuse
+from tests.integration.router.stand_in import (
+    ControlEnd,
+    Received,
+    RouterServing,
+    StandIn,
+    at_once,
+    refuse,
+)
 from tests.integration.router.test_requests import BLUE, RED
 from tests.keyring import secret_file
 
@@ -35,8 +41,6 @@ LEAVING = 100
 EVENTS = 8
 IDLE_S = 3.0
 DEADLINE_S = 30.0
-FILES_PER_CLIENT = 6
-"""Two ends each of a client's connection, an instance's and an encoder's."""
 CLEAR = {
     (400, "item_refused"),
     (400, 400),
@@ -204,14 +208,8 @@ def collected() -> Iterator[None]:
     gc.collect()
 
 
-@pytest.fixture
-def at_once() -> int:
-    """How many clients the limit of open files allows: connections have both their ends here."""
-    return min(REQUESTS, open_files.raise_limit() // FILES_PER_CLIENT)
-
-
 @pytest.mark.parametrize(("media", "seed"), [("concurrent", 1), ("metadata", 2)])
-async def test_nothing_is_left_of_a_storm(seed: int, media: str, at_once: int) -> None:
+async def test_nothing_is_left_of_a_storm(seed: int, media: str) -> None:
     async with contextlib.AsyncExitStack() as stack:
         keys = read_keys(secret_file())
         controls = [ControlEnd(keys) for _ in range(2)]
@@ -236,7 +234,7 @@ async def test_nothing_is_left_of_a_storm(seed: int, media: str, at_once: int) -
         before = asyncio.all_tasks()
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         async with aiohttp.ClientSession(connector=connector) as http:
-            storm = Storm(seed, serving.url, http, asyncio.Semaphore(at_once))
+            storm = Storm(seed, serving.url, http, asyncio.Semaphore(at_once(REQUESTS)))
             clients = asyncio.gather(*(storm.client(number) for number in range(REQUESTS)))
             await asyncio.sleep(1.0)
             await asyncio.gather(*(each.killed_and_back(0.4) for each in encoders))
@@ -247,7 +245,7 @@ async def test_nothing_is_left_of_a_storm(seed: int, media: str, at_once: int) -
             with anyio.fail_after(DEADLINE_S):
                 while not all(instance.preferred for instance in router.instances.all):
                     await asyncio.sleep(0.05)
-            after = Storm(seed, serving.url, http, asyncio.Semaphore(at_once))
+            after = Storm(seed, serving.url, http, asyncio.Semaphore(at_once(REQUESTS)))
             await asyncio.gather(*(after.client(number) for number in range(1, 10)))
             assert after.outcomes["whole"] + after.outcomes["stream"] == 9, after.outcomes
 
