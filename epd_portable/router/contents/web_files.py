@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import binascii
 import contextlib
+import math
 import mmap
 import re
 import socket
@@ -47,8 +48,9 @@ MAX_ADDRESSES = 4
 """Of one name, that are tried one after the other."""
 CONNECT_S = 3.0
 """Longest time of connecting to one of them."""
-LOOKUPS = 8
-"""Names that are looked up at a time."""
+LOOKUPS = 64
+LOOKUPS_OF_DOMAIN = 4
+"""Names that are looked up at a time, in all and below one domain."""
 MAX_HEAD_BYTES = 64 * 1024
 """Of an answer's headers, with all that comes before them."""
 HEAD_PIECE_BYTES = 4096
@@ -95,23 +97,22 @@ class WebFiles:
         self._settings = settings
         self._bodies = bodies
         self._domains = Domains(settings.allowed_domains)
-        self._names = ThreadPoolExecutor(LOOKUPS, "epd-names")
-        network = _CheckedNetwork(
-            AddressPolicy(settings.allowed_networks), resolve or _resolve, self._names
+        self._network = _CheckedNetwork(
+            AddressPolicy(settings.allowed_networks), resolve or _resolve
         )
         self._pool = httpcore.AsyncConnectionPool(
             ssl_context=httpx.create_ssl_context(trust_env=True),
             max_connections=None,
             # What a server sends beyond its answer must not answer the next request.
             max_keepalive_connections=0,
-            network_backend=network,
+            network_backend=self._network,
         )
         self._turns = _Turns(settings.max_fetches, settings.max_fetches_per_host)
 
     async def close(self) -> None:
         """Close connections."""
         await self._pool.aclose()
-        self._names.shutdown(wait=False, cancel_futures=True)
+        self._network.close()
 
     def check(self, target: WebTarget) -> None:
         """Check that something is fetched from a host.
@@ -264,11 +265,16 @@ class WebFiles:
 class _CheckedNetwork(httpcore.AsyncNetworkBackend):
     """Connects to addresses that were checked, and to no other of a name."""
 
-    def __init__(self, policy: AddressPolicy, resolve: Resolve, names: ThreadPoolExecutor) -> None:
+    def __init__(self, policy: AddressPolicy, resolve: Resolve) -> None:
         self._policy = policy
         self._resolve = resolve
-        self._names = names
+        self._names = ThreadPoolExecutor(LOOKUPS, "epd-names")
+        self._lookups = _Turns(LOOKUPS, LOOKUPS_OF_DOMAIN)
         self._network = httpcore.AnyIOBackend()
+
+    def close(self) -> None:
+        """Look up no more; a thread that waits for a name server is left alone."""
+        self._names.shutdown(wait=False, cancel_futures=True)
 
     async def connect_tcp(
         self,
@@ -314,9 +320,11 @@ class _CheckedNetwork(httpcore.AsyncNetworkBackend):
         await anyio.sleep(seconds)
 
     async def _addresses(self, host: str, port: int) -> list[str]:
-        loop = asyncio.get_running_loop()
+        turn = contextlib.AsyncExitStack()
+        domain = ".".join(host.rsplit(".", 2)[-2:])
+        await turn.enter_async_context(self._lookups.at(domain, math.inf))
         try:
-            found = await loop.run_in_executor(self._names, self._resolve, host, port)
+            found = await asyncio.shield(self._looked_up(turn, host, port))
         except (OSError, UnicodeError) as error:
             raise _failed("its host is not known") from error
         if not found:
@@ -324,6 +332,15 @@ class _CheckedNetwork(httpcore.AsyncNetworkBackend):
         if not all(self._policy.allows(address) for address in found):
             raise _not_public()
         return found
+
+    async def _looked_up(
+        self, turn: contextlib.AsyncExitStack, host: str, port: int
+    ) -> list[str]:
+        """Keep the turn until the thread is free: the system waits for a name server that does not
+        answer for longer than a fetch does."""
+        async with turn:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._names, self._resolve, host, port)
 
 
 class _Stream(httpcore.AsyncNetworkStream):

@@ -555,6 +555,35 @@ async def test_what_is_on_its_way_counts_as_memory(world: World) -> None:
     world.tally.hold_body(-(128 << 20) + (1 << 18))
 
 
+async def test_names_that_are_looked_up_for_long_hold_no_other_name_up(world: World) -> None:
+    world.site.pages = dict.fromkeys(("/a.png", "/b.png"), plain(PNG))
+    answered, resolve = threading.Event(), world.resolve
+    slow = [f"n{number}.slow.test" for number in range(12)]
+
+    def look_up(host: str, port: int) -> list[str]:
+        found = resolve(host, port)
+        if host in slow:
+            answered.wait(30)
+        return found
+
+    world.resolve = look_up  # type: ignore[method-assign]
+    world.names |= dict.fromkeys(slow, ["127.0.0.1"])
+    fetcher = world.fetcher(timeout_s=30.0)
+    waiting = [asyncio.create_task(get(fetcher, world.url(host=name))) for name in slow]
+    try:
+        await world.site.until(lambda: len(world.looked_up) == web_files.LOOKUPS_OF_DOMAIN)
+        assert await get(fetcher, world.url()) == [("image/png", PNG)]
+        # Who gives up leaves the thread where it is: nobody else of the domain has it yet.
+        for task in waiting[:8]:
+            task.cancel()
+        await asyncio.gather(*waiting[:8], return_exceptions=True)
+        assert await get(fetcher, world.url("/b.png")) == [("image/png", PNG)]
+        assert sum(name in slow for name in world.looked_up) == web_files.LOOKUPS_OF_DOMAIN
+    finally:
+        answered.set()
+    assert await asyncio.gather(*waiting[8:]) == [[("image/png", PNG)]] * 4
+
+
 async def test_a_lookup_that_hangs_ends_in_time(world: World) -> None:
     go_on = threading.Event()
 
