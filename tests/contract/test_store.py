@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import multiprocessing
 import os
 import secrets
+import socket
 import subprocess
 import threading
 import time
@@ -368,6 +371,73 @@ def test_entries_that_others_have_removed_are_not_counted_for_ever(
         store.close()
 
 
+@pytest.mark.needs_redis
+def test_what_others_plant_in_place_of_a_head_is_not_read_and_harms_no_other_entry(
+    server: RedisServer,
+) -> None:
+    store = make_store(server.section(timeout_ms=60000))
+    with server.client() as client:
+        client.flushall()
+        store.save_caches([entry("cat"), entry("long")])
+        client.hset(f"epd:1:entry:{key('long')}", "h", bytes(1 << 20))
+        client.set(f"epd:1:entry:{key('other type')}", b"x")
+        client.config_resetstat()
+        names = ("long", "other type", "bird", "cat")
+        found = store.has_caches([key(name) for name in names])
+        assert found[:3] == [b"", b"", None]
+        assert SEAL.open(found[3] or b"", key("cat")).mm_hash == "cat"
+        assert client.info("stats")["total_net_output_bytes"] < 1 << 16
+        for name in ("long", "other type"):
+            store.discard(key(name))
+        store.save_caches([entry("long"), entry("other type")])
+        assert all(loaded(store, name) is not None for name in ("long", "other type", "cat"))
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("begin", "piece"),
+    [(b"", b"x"), (b"*1\r\n$%d\r\n" % (1 << 40), b"x"), (b"*1\r\n$", b"9")],
+    ids=["a line without an end", "a value without an end", "a length without an end"],
+)
+def test_a_server_that_answers_without_an_end_is_not_read_to_it(begin: bytes, piece: bytes) -> None:
+    most_sent = 0
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answer() -> None:
+            nonlocal most_sent
+            while True:
+                try:
+                    connection, _ = listening.accept()
+                except OSError:
+                    return
+                with connection, contextlib.suppress(OSError):
+                    while data := connection.recv(65536):
+                        if b"EVAL" not in data and b"HMGET" not in data:
+                            hello = b"%1\r\n+proto\r\n:3\r\n" if b"HELLO" in data else b"+OK\r\n"
+                            connection.sendall(hello + b"+OK\r\n" * (data.count(b"*") - 1))
+                            continue
+                        connection.sendall(begin)
+                        sent = 0
+                        while sent < 64 * MiB:
+                            sent += connection.send(piece * 65536)
+                            most_sent = max(sent, most_sent)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        url = f"redis://127.0.0.1:{listening.getsockname()[1]}"
+        store = make_store(StoreSection(kind="redis", url=url, timeout_ms=60000))
+        for ask in (
+            lambda: store.has_caches([key("cat")]),
+            lambda: store.load_cache(key("cat"), memoryview(bytearray(4096))),
+        ):
+            with pytest.raises(StoreError):
+                ask()
+        store.close()
+        listening.shutdown(socket.SHUT_RDWR)
+    thread.join(30)
+    assert 0 < most_sent < 32 * MiB  # What the two sockets hold.
+
+
 # -- files alone -----------------------------------------------------------------------------------
 
 
@@ -418,6 +488,72 @@ def test_links_devices_and_pipes_are_not_opened(tmp_path: Path) -> None:
     os.mkfifo(path)
     with pytest.raises(StoreError):
         loaded(store, "cat")
+
+
+def planted(path: Path, text: str) -> None:
+    """Write a safetensors file as others could, older than every entry."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(len(text).to_bytes(8, "little") + text.encode())
+    os.utime(path, (1, 1))
+
+
+@pytest.mark.parametrize(
+    "head", ['{"mm_hash": 5}', "{}", "[", '{"mm_hash": "../x"}', "[" * 60000], ids=range(5)
+)
+def test_what_others_plant_keeps_no_room_from_being_made(tmp_path: Path, head: str) -> None:
+    store = of_files(tmp_path, layout="vllm", max_bytes=MiB)
+    store.save_caches([entry("cat")])
+    (path,) = files(tmp_path / "epd-store-1")
+    planted(path.with_name("bad.safetensors"), json.dumps({"__metadata__": {"epd_head": head}}))
+    (path.parent / "loop").symlink_to("loop")
+    (path.parent / "loop.safetensors").symlink_to("loop.safetensors")
+    os.mkfifo(path.parent / "pipe.safetensors")
+    for number in range(8):
+        store.save_caches([entry(f"{number}", MiB // 4)])
+    assert not path.with_name("bad.safetensors").exists()
+    assert loaded(store, "7", MiB // 4) is not None
+
+
+@pytest.mark.parametrize("plant", [Path.symlink_to, os.mkfifo], ids=["link", "pipe"])
+def test_what_is_no_file_harms_no_other_entry_and_goes(
+    tmp_path: Path, plant: Callable[..., None]
+) -> None:
+    store = of_files(tmp_path)
+    store.save_caches([entry("cat"), entry("dog")])
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_bytes(b"x" * 4096)
+    path = next(each for each in files(tmp_path) if key("cat") in each.name)
+    path.unlink()
+    plant(path, *([elsewhere] if plant is Path.symlink_to else []))
+    bad, good = store.has_caches([key("cat"), key("dog")])
+    assert bad == b"" and good
+    store.discard(key("cat"))
+    assert not os.path.lexists(path) and elsewhere.read_bytes() == b"x" * 4096
+    store.save_caches([entry("cat")])
+    assert loaded(store, "cat") is not None
+
+
+@pytest.mark.parametrize("name", ["epd-store-1", "epd-store-1/usage", "cat"])
+def test_a_link_in_a_folders_or_files_place_is_not_followed(tmp_path: Path, name: str) -> None:
+    elsewhere, root = tmp_path / "elsewhere", tmp_path / "root"
+    (root / name).parent.mkdir(parents=True)
+    if name.endswith("usage"):
+        elsewhere.write_bytes(b"mine")
+    else:
+        elsewhere.mkdir()
+    (root / name).symlink_to(elsewhere)
+    store = of_files(root, layout="vllm")
+    with contextlib.suppress(StoreError):
+        store.save_caches([entry("cat")])
+    assert elsewhere.is_dir() or elsewhere.read_bytes() == b"mine"
+    assert not elsewhere.is_dir() or not any(elsewhere.iterdir())
+
+
+def test_a_folder_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "epd-store-1").mkdir()
+    (tmp_path / "epd-store-1").chmod(0o777)
+    with pytest.raises(StoreError, match="chmod 700"):
+        of_files(tmp_path).save_caches([entry("cat")])
 
 
 def test_a_writer_that_holds_the_lock_holds_others_up_for_a_limited_time(tmp_path: Path) -> None:
@@ -484,5 +620,27 @@ def test_what_vllms_example_wrote_is_read_and_its_own_other_names_are_not(tmp_pa
     for name in ("cat", "horse", "../bird", "."):
         assert store.example(name) is None  # type: ignore[attr-defined]
     (tmp_path / "bird" / "encoder_cache.safetensors").write_bytes(b"x" * 100)
+    with pytest.raises(CorruptEntryError):
+        store.example("bird")  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        {"dtype": "F32", "shape": [128 * MiB], "data_offsets": [0, 512 * MiB]},
+        {"dtype": "F32", "shape": [4], "data_offsets": [-16, 0]},
+        {"dtype": "F32", "shape": [4], "data_offsets": ["0", "16"]},
+        {"dtype": "F32", "shape": [-4], "data_offsets": [0, -16]},
+        {"dtype": "F32", "shape": 4, "data_offsets": [0, 16]},
+        {"dtype": ["F32"], "shape": [4], "data_offsets": [0, 16]},
+        {"dtype": "F32", "shape": [4]},
+    ],
+    ids=range(7),
+)
+def test_what_no_example_writes_is_not_read(tmp_path: Path, tensor: object) -> None:
+    path = tmp_path / "bird" / "encoder_cache.safetensors"
+    planted(path, json.dumps({"ec_cache": tensor}))
+    os.truncate(path, 600 * MiB)
+    store = of_files(tmp_path, layout="vllm", queue_bytes=256 * MiB)
     with pytest.raises(CorruptEntryError):
         store.example("bird")  # type: ignore[attr-defined]

@@ -2,7 +2,8 @@
 
 Files appear whole, by rename, and are used by whoever finds them; the seal in each says whether it
 is what it should be. What all writers share is one small file, locked while they count bytes and
-remove what was not used for the longest time.
+remove what was not used for the longest time. Only the engines' user can write in the folder; what
+is there all the same and is no file of ours, such as a link, is not followed and harms nobody.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 
 from epd_portable.config.store import StoreSection
 from epd_portable.connector.stores.base import Entry, Store
-from epd_portable.connector.stores.entry import MAX_HEAD_BYTES
+from epd_portable.connector.stores.entry import MAX_HEAD_BYTES, unsealed_name
 from epd_portable.errors import CorruptEntryError, StoreError, StoreFullError
 from epd_portable.wire.descriptors import TensorSpec
 
@@ -44,6 +45,7 @@ _NAMES = {name: dtype for dtype, name in _DTYPES.items()}
 _KEY = re.compile(r"[0-9a-f]{16}-[0-9a-f]{32}", re.ASCII)
 _ALIAS = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:@-]{0,199}", re.ASCII)
 _MAX_HEADER_BYTES = 2 * MAX_HEAD_BYTES
+_NO_LINK = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _LEFT_AFTER_S = 600.0
 """Unfinished files of writers that have died are removed when they are this old."""
@@ -77,6 +79,7 @@ class FileStore(Store):
         self._ttl_s = section.ttl_s
         self._timeout_s = section.timeout_s
         self._aliases = self.takes_examples = section.layout == "vllm"
+        self._max_example_bytes = min(section.queue_bytes, section.max_bytes)
 
     def has_caches(self, keys: Sequence[str]) -> list[bytes | None]:
         """See `Store`."""
@@ -135,14 +138,18 @@ class FileStore(Store):
                 return None  # Ours, by its other name.
             try:
                 found = header[TENSOR]
-                spec = TensorSpec(
-                    shape=tuple(int(size) for size in found["shape"]), dtype=_NAMES[found["dtype"]]
-                )
+                spec = TensorSpec(shape=tuple(found["shape"]), dtype=_NAMES[found["dtype"]])
                 first, end = found["data_offsets"]
+                is_one = end - first == spec.nbytes and first >= 0
             except (KeyError, TypeError, ValueError) as error:
                 raise CorruptEntryError(f"{path} holds no {TENSOR} as vLLM writes it") from error
-            data = os.pread(file, spec.nbytes, begin + int(first))
-            if end - first != spec.nbytes or len(data) != spec.nbytes:
+            if not is_one or spec.nbytes > self._max_example_bytes:
+                raise CorruptEntryError(
+                    f"{path} has bytes {first} to {end} for {spec}; at most "
+                    f"{self._max_example_bytes} are read (store.queue_bytes)"
+                )
+            data = os.pread(file, spec.nbytes, begin + first)
+            if len(data) != spec.nbytes:
                 raise CorruptEntryError(f"{path} holds {len(data)} bytes of {spec}")
             return spec, data
 
@@ -166,13 +173,11 @@ class FileStore(Store):
             yield file
 
     def _head(self, key: str) -> bytes | None:
-        with _translated(f"entry {key} cannot be read"), self._opened(key) as file:
-            if file is None:
-                return None
-            try:
-                return _head_in(_read_header(file, key)[1])
-            except CorruptEntryError:
-                return b""  # No seal fits it, and whoever asked has it removed.
+        try:
+            with _translated(f"entry {key} cannot be read"), self._opened(key) as file:
+                return None if file is None else _head_in(_read_header(file, key)[1])
+        except CorruptEntryError:
+            return b""  # No seal fits it, and whoever asked has it removed.
 
     def _save(self, entry: Entry) -> int:
         path = self._path(entry.key)
@@ -183,10 +188,10 @@ class FileStore(Store):
                 raise StoreFullError(
                     f"an entry of {nbytes} bytes: store.max_bytes is {self._max_bytes}"
                 )
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with contextlib.suppress(FileNotFoundError):
-                nbytes -= path.stat().st_size  # It takes this one's place.
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                nbytes -= path.lstat().st_size  # It takes this one's place.
             gone = self._make_room(nbytes)
+            path.parent.mkdir(parents=True, exist_ok=True)
             try:
                 self._write(path, header, entry)
             except OSError as error:
@@ -217,6 +222,8 @@ class FileStore(Store):
     def _make_alias(self, draft: Path, name: str) -> None:
         alias = self._root / name / EXAMPLE_FILE
         alias.parent.mkdir(exist_ok=True)
+        if alias.parent.is_symlink():
+            return
         link = draft.with_suffix(".link")
         os.link(draft, link)
         link.replace(alias)
@@ -252,7 +259,7 @@ class FileStore(Store):
             for name in names:
                 path = Path(folder, name)
                 try:
-                    found = path.stat()
+                    found = path.lstat()
                 except FileNotFoundError:
                     continue
                 if path.parent.name == "drafts":
@@ -268,13 +275,13 @@ class FileStore(Store):
 
     def _remove_alias(self, path: Path) -> None:
         """Remove an entry's other name, if that is still its own."""
-        with contextlib.suppress(OSError, CorruptEntryError, ValueError), _regular(path) as file:
+        with contextlib.suppress(OSError, CorruptEntryError), _regular(path) as file:
             if file is None:
                 return
-            head = _head_in(_read_header(file, path.name)[1])
-            name = json.loads(head[head.index(b"{") :])["mm_hash"]
+            name = unsealed_name(_head_in(_read_header(file, path.name)[1]))
             alias = self._root / name / EXAMPLE_FILE
-            if _ALIAS.fullmatch(name) and alias.samefile(path):
+            is_link = alias.parent.is_symlink()
+            if _ALIAS.fullmatch(name) and not is_link and alias.samefile(path):
                 alias.unlink()
                 alias.parent.rmdir()
 
@@ -283,12 +290,20 @@ class FileStore(Store):
         """Keep other writers from counting.
 
         Raises:
-            StoreError: One of them has not ended within the time limit.
+            StoreError: One of them has not ended within the time limit, or somebody else may write
+                here.
         """
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path = self._folder / "usage"
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        folder, path = self._folder.lstat(), self._folder / "usage"
+        if not stat.S_ISDIR(folder.st_mode) or folder.st_mode & 0o022:
+            raise StoreError(
+                f"{self._folder} is a link, or others may write to it: make it a folder that only "
+                "the engines' user can enter (chmod 700)"
+            )
+        file = os.open(path, os.O_RDWR | os.O_CREAT | _NO_LINK, 0o600)
         try:
+            if os.fstat(file).st_uid != folder.st_uid:
+                raise StoreError(f"{self._folder} and {path} have different owners")
             end_s = time.monotonic() + self._timeout_s
             while True:
                 try:
@@ -371,10 +386,14 @@ def _write_all(file: int, data: memoryview) -> None:
 def _regular(path: Path) -> Iterator[int | None]:
     """Open a file to read; ``None`` if there is none. Links and devices are no entries."""
     try:
-        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        file = os.open(path, os.O_RDONLY | _NO_LINK)
     except (FileNotFoundError, NotADirectoryError):
         yield None
         return
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise CorruptEntryError(f"{path} is a link") from error
     try:
         if not stat.S_ISREG(os.fstat(file).st_mode):
             raise CorruptEntryError(f"{path} is no regular file")

@@ -62,6 +62,23 @@ return gone
 """
 """Counts an entry that is about to be written, and removes as many others as that needs."""
 
+_ASK = """
+local heads, most, ttl_ms, expires = {}, tonumber(ARGV[1]), ARGV[2], ARGV[3]
+for number = 2, #KEYS do
+  local entry = KEYS[number]
+  local size = redis.pcall('HSTRLEN', entry, 'h')
+  heads[number - 1] = ''
+  if type(size) == 'number' and size <= most then
+    heads[number - 1] = redis.call('HGET', entry, 'h')
+    redis.pcall('PEXPIRE', entry, ttl_ms)
+    redis.pcall('ZADD', KEYS[1], 'XX', expires, entry)
+  end
+end
+return heads
+"""
+"""Tells heads, and notes that they are used, if the server has memory for that. What no head can be
+is told as an empty one, which has no seal."""
+
 
 class RedisStore(Store):
     """See `Store`.
@@ -97,6 +114,7 @@ class RedisStore(Store):
         self._where = section.where
         self._max_bytes = section.max_bytes
         self._ttl_ms = int(section.ttl_s * 1000)
+        self._timeout_s = section.timeout_s
         pool = redis.BlockingConnectionPool.from_url(
             section.url,
             max_connections=_MAX_CONNECTIONS,
@@ -116,18 +134,13 @@ class RedisStore(Store):
         """See `Store`."""
         if not keys:
             return []
-        expires = _now_ms() + self._ttl_ms
-        with self._translated("asking"), self._client.pipeline(transaction=False) as pipe:
-            for key in keys:
-                pipe.hget(_ENTRY + key, _HEAD)
-                pipe.pexpire(_ENTRY + key, self._ttl_ms)
-                pipe.zadd(_INDEX, {_ENTRY + key: expires}, xx=True)
-            # A server without memory tells what it has, and takes no note that it was used.
-            heads: list[bytes | None] = pipe.execute(raise_on_error=False)[::3]
-            for head in heads:
-                if isinstance(head, Exception):
-                    raise head
-            return heads
+        names = [_INDEX, *(_ENTRY + key for key in keys)]
+        limits = (MAX_HEAD_BYTES, self._ttl_ms, _now_ms() + self._ttl_ms)
+        with self._translated("asking"), self._connection() as connection:
+            connection.send_command("EVAL", _ASK, len(names), *names, *limits)
+            reply = self._reply(connection)
+            reply.begin(len(keys))
+            return [_small_value(reply) for _ in keys]
 
     def save_caches(self, entries: Sequence[Entry]) -> int:
         """See `Store`."""
@@ -161,7 +174,7 @@ class RedisStore(Store):
             for number, part in enumerate(_parts(into)):
                 wanted = [f"{_PART}{number}"] if number else [_HEAD, f"{_PART}0"]
                 connection.send_command("HMGET", _ENTRY + key, *wanted)
-                reply = RawReply(connection._sock.recv_into)
+                reply = self._reply(connection)
                 reply.begin(len(wanted))
                 if not number:
                     head = _small_value(reply)
@@ -192,6 +205,18 @@ class RedisStore(Store):
         """See `Store`."""
         self._client.close()
         self._client.connection_pool.disconnect()
+
+    def _reply(self, connection: Any) -> RawReply:
+        """Return a reply, all of which must be there in time: not each piece of it."""
+        end_s = time.monotonic() + self._timeout_s
+
+        def receive_into(memory: memoryview) -> int:
+            if time.monotonic() > end_s:
+                raise TimeoutError(f"its answer takes longer than {self._timeout_s:g} s")
+            received: int = connection._sock.recv_into(memory)
+            return received
+
+        return RawReply(receive_into)
 
     @contextlib.contextmanager
     def _connection(self) -> Iterator[Any]:

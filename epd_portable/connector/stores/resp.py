@@ -1,8 +1,8 @@
 """A reply of a Redis server, read from its socket into memory of the caller's.
 
-A client makes an object of every value it reads, which is then copied to where it belongs; of
-outputs of megabytes that is most of the time. This reads what ``HMGET`` answers (RESP 2 and 3):
-arrays of values, each of a length that is told before it.
+A client makes an object of every value it reads, however long, which is then copied to where it
+belongs; of outputs of megabytes that is most of the time. This reads arrays of values, each of a
+length that is told before it, as ``HMGET`` answers them (RESP 2 and 3).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 _AHEAD_BYTES = 4096
 """Read at once while it is not known how much comes."""
+_MAX_LINE_BYTES = 4096
 _NOTHING = (b"$-1", b"_")
 
 
@@ -69,6 +70,8 @@ class RawReply:
 
     def _line(self) -> bytes:
         while b"\r\n" not in self._ahead:
+            if len(self._ahead) > _MAX_LINE_BYTES:
+                raise ReplyError(f"a line of more than {_MAX_LINE_BYTES} bytes")
             piece = memoryview(bytearray(_AHEAD_BYTES))
             self._ahead += piece[: self._received(piece)]
         line, _, self._ahead = self._ahead.partition(b"\r\n")

@@ -333,11 +333,9 @@ class _CheckedNetwork(httpcore.AsyncNetworkBackend):
             raise _not_public()
         return found
 
-    async def _looked_up(
-        self, turn: contextlib.AsyncExitStack, host: str, port: int
-    ) -> list[str]:
-        """Keep the turn until the thread is free: the system waits for a name server that does not
-        answer for longer than a fetch does."""
+    async def _looked_up(self, turn: contextlib.AsyncExitStack, host: str, port: int) -> list[str]:
+        # The system waits for a name server that does not answer for longer than a fetch does, and
+        # the turn is that of the thread.
         async with turn:
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(self._names, self._resolve, host, port)

@@ -567,7 +567,7 @@ async def test_names_that_are_looked_up_for_long_hold_no_other_name_up(world: Wo
         return found
 
     world.resolve = look_up  # type: ignore[method-assign]
-    world.names |= dict.fromkeys(slow, ["127.0.0.1"])
+    world.names |= {name: ["127.0.0.1"] for name in slow}
     fetcher = world.fetcher(timeout_s=30.0)
     waiting = [asyncio.create_task(get(fetcher, world.url(host=name))) for name in slow]
     try:
