@@ -130,7 +130,7 @@ class Endpoints:
         new.replace(self._path)
 
 
-def bootstrap(settings: RouterSettings, *, endpoints: Path, picker: str) -> dict[str, Any]:
+def bootstrap(settings: RouterSettings, *, endpoints: Path, picker: Path) -> dict[str, Any]:
     """Return Envoy's configuration.
 
     Clients' requests go to this process, which answers them or names an instance that does; a
@@ -140,7 +140,7 @@ def bootstrap(settings: RouterSettings, *, endpoints: Path, picker: str) -> dict
     Args:
         settings: Of the router; clients find Envoy at its host and port.
         endpoints: File of `Endpoints`.
-        picker: Where this process serves Envoy, ``unix:/path`` or ``host:port``.
+        picker: Socket at which this process serves Envoy.
     """
     ports = [settings.port, *([settings.admin_port] if settings.admin_port else [])]
     return {
@@ -421,13 +421,8 @@ def _longest_s(settings: RouterSettings) -> float:
     return float(prefill_s + waits_s + MESSAGE_TIMEOUT_S)
 
 
-def _picker(where: str) -> Mapping[str, Any]:
-    if where.startswith("unix:"):
-        endpoint: Mapping[str, Any] = {
-            "endpoint": {"address": {"pipe": {"path": where.removeprefix("unix:")}}}
-        }
-    else:
-        endpoint = _endpoint(*_split(where))
+def _picker(socket: Path) -> Mapping[str, Any]:
+    endpoint = {"endpoint": {"address": {"pipe": {"path": str(socket)}}}}
     return {
         "name": "picker",
         "type": "STATIC",

@@ -93,6 +93,12 @@ class Picker:
     async def _process(
         self, messages: AsyncIterator[Any], context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
+        # Answers tell the token by which instances know this deployment.
+        if not context.peer().startswith("unix:") and not context.peer_identities():
+            await context.abort(
+                grpc.StatusCode.UNAUTHENTICATED,
+                "connect to the picker's UNIX socket, or show a certificate of its --gateway-ca",
+            )
         told = dict(context.invocation_metadata() or ())
         if told.get(envoy.STAGE) != "again":
             await Consultation(self, context, int(told.get(envoy.PORT, 0))).hold(messages)
@@ -485,18 +491,30 @@ def _immediate(status: int, headers: Mapping[str, str], body: bytes) -> Any:
     return response
 
 
-async def serve(settings: RouterSettings, folder: Path, *, listen: str, threads: int) -> None:
+async def serve(
+    settings: RouterSettings,
+    folder: Path,
+    *,
+    listen: str = "",
+    gateway_ca: Path | None = None,
+    threads: int,
+) -> None:
     """Answer Envoy until a signal comes, or Envoy ends.
 
     Args:
         settings: Of the router; clients find Envoy at its host and port.
         folder: For what Envoy reads.
-        listen: Where an Envoy of others asks, ``host:port``; empty starts one.
+        listen: Where a gateway of others asks, ``unix:path`` or ``host:port``; empty starts an
+            Envoy.
+        gateway_ca: Certificates that sign the gateway's, which it shows at ``host:port``.
         threads: Of the Envoy that is started.
 
     Raises:
         ConfigError: An address or a file of the settings cannot be used, or Envoy ended.
     """
+    own = folder / "picker.sock"
+    server = grpc.aio.server(options=[("grpc.max_receive_message_length", -1)])
+    _listen(server, settings, listen or f"unix:{own}", gateway_ca)
     router = Router(settings)
     duties: set[Duty] = {"answer"}
     if settings.hop_keys_file:
@@ -504,16 +522,10 @@ async def serve(settings: RouterSettings, folder: Path, *, listen: str, threads:
         duties.add("prefill")
     endpoints = envoy.Endpoints(folder / "endpoints.json", router.instances, duties)
     picker = Picker(router, endpoints)
-    where = listen or f"unix:{folder / 'picker.sock'}"
     config = folder / "envoy.json"
-    written = envoy.bootstrap(settings, endpoints=folder / "endpoints.json", picker=where)
+    written = envoy.bootstrap(settings, endpoints=folder / "endpoints.json", picker=own)
     config.write_text(json.dumps(written, indent=1))
-    server = grpc.aio.server(options=[("grpc.max_receive_message_length", -1)])
     server.add_generic_rpc_handlers((picker.service(),))
-    try:
-        server.add_insecure_port(where)
-    except RuntimeError as error:
-        raise ConfigError(f"picker address {where} cannot be used: {error}") from error
     stop = Stopping()
     stop.on_signals()
     await router.open()
@@ -544,6 +556,31 @@ async def serve(settings: RouterSettings, folder: Path, *, listen: str, threads:
         await router.close()
 
 
+def _listen(
+    server: grpc.aio.Server, settings: RouterSettings, where: str, gateway_ca: Path | None
+) -> None:
+    """Listen where nobody but a gateway can ask: at a UNIX socket, or with certificates of both."""
+    secured = (settings.tls_key_file, settings.tls_cert_file, gateway_ca)
+    is_socket = where.startswith("unix:")
+    if (is_socket and gateway_ca) or (not is_socket and not all(secured)):
+        raise ConfigError(
+            f"--listen {where}: answers of the picker tell the token of the instances; listen at "
+            "unix:PATH, where the socket's permissions say who may ask, or at HOST:PORT with "
+            "--gateway-ca FILE and tls_cert_file and tls_key_file in the settings"
+        )
+    try:
+        if is_socket:
+            server.add_insecure_port(where)
+            return
+        key, chain, trusted = (Path(each).read_bytes() for each in secured if each)
+        credentials = grpc.ssl_server_credentials(
+            [(key, chain)], root_certificates=trusted, require_client_auth=True
+        )
+        server.add_secure_port(where, credentials)
+    except (RuntimeError, OSError) as error:
+        raise ConfigError(f"picker address {where} cannot be used: {error}") from error
+
+
 def main(argv: list[str] | None = None) -> int:
     """Serve until SIGINT or SIGTERM: answers that have begun end first, for ``drain_s`` at most.
 
@@ -562,10 +599,17 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument(
         "--listen",
-        metavar="HOST:PORT",
+        metavar="ADDRESS",
         default="",
-        help="serve the endpoint picker protocol here, for a gateway of your own, as in "
-        "127.0.0.1:9002; without it an Envoy is started",
+        help="serve the endpoint picker protocol for a gateway of your own, at unix:PATH, or at "
+        "HOST:PORT with --gateway-ca; without it an Envoy is started",
+    )
+    parser.add_argument(
+        "--gateway-ca",
+        type=Path,
+        metavar="FILE",
+        help="certificates in PEM that sign the gateway's, which it must show at HOST:PORT; this "
+        "end shows tls_cert_file of the settings",
     )
     parser.add_argument(
         "--threads",
@@ -588,7 +632,15 @@ def main(argv: list[str] | None = None) -> int:
                 held.enter_context(tempfile.TemporaryDirectory(prefix="epd-picker-"))
             )
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            uvloop.run(serve(settings, folder, listen=options.listen, threads=options.threads))
+            uvloop.run(
+                serve(
+                    settings,
+                    folder,
+                    listen=options.listen,
+                    gateway_ca=options.gateway_ca,
+                    threads=options.threads,
+                )
+            )
     except EPDError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -7,17 +7,23 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import httpx
 import pytest
 from starlette.responses import JSONResponse, Response
 
+from epd_portable.config.secret import INSTANCE_TOKEN_HEADER
 from epd_portable.errors import ConfigError
 from epd_portable.router import envoy, ext_proc
+from epd_portable.router.picker import Picker
+from epd_portable.router.picker import main as picker_main
+from epd_portable.router.server import Router
 from epd_portable.router.settings import RouterSettings
 from tests.integration.envoy.conftest import DEADLINE_S, Fronted, free_port
 from tests.integration.router.conftest import Build, Topology
@@ -26,6 +32,7 @@ from tests.integration.router.test_access import keys_file
 from tests.integration.router.test_hops import HOP_KEY
 from tests.integration.router.test_prefill import KV, SPLIT, after, compute, split
 from tests.integration.router.test_requests import RED, TEXT
+from tests.keyring import secret, secret_file
 
 FULL_DUPLEX = "FULL_DUPLEX_STREAMED"
 
@@ -234,7 +241,7 @@ async def test_a_gateway_that_streams_bodies_both_ways_is_served(
         envoy.bootstrap(
             settings,
             endpoints=folder / "endpoints.json",
-            picker=f"unix:{folder / 'picker.sock'}",
+            picker=folder / "picker.sock",
         )
     )
     path = tmp_path / "gateway.json"
@@ -269,6 +276,158 @@ async def test_a_gateway_that_streams_bodies_both_ways_is_served(
         await process.wait()
 
 
+@contextlib.asynccontextmanager
+async def listening(t: Topology, folder: Path, *options: str, **more: Any) -> AsyncIterator[Path]:
+    """Run a picker for gateways of others; give the file of its instances."""
+    settings = t.settings.model_copy(update={"port": free_port(), **more})
+    written = folder / "settings.json"
+    written.write_text(settings.model_dump_json())
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "epd_portable.router.picker", "--settings", f"@{written}"),
+        *("--folder", str(folder), *options),
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert process.stderr is not None
+    said = b""
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            while b"by Envoy as in" not in said:
+                line = await process.stderr.readline()
+                assert line, said.decode()
+                said += line
+        yield folder / "endpoints.json"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        await process.communicate()
+
+
+def certificate(folder: Path, name: str) -> tuple[Path, Path]:
+    """Make a certificate that signs itself, and its key."""
+    cert, key = folder / f"{name}.crt", folder / f"{name}.key"
+    made = ("req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", f"/CN={name}")
+    names = ("-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1")
+    command = ["openssl", *made, *names, "-keyout", str(key), "-out", str(cert)]
+    subprocess.run(command, check=True, capture_output=True, timeout=DEADLINE_S)
+    return cert, key
+
+
+def stranger(channel: grpc.aio.Channel) -> grpc.aio.StreamStreamCall[Any, Any]:
+    return channel.stream_stream(
+        "/{}/{}".format(*ext_proc.METHOD),
+        request_serializer=ext_proc.ProcessingRequest.SerializeToString,
+        response_deserializer=ext_proc.ProcessingResponse.FromString,
+    )(iter([ext_proc.ProcessingRequest(request_headers={"end_of_stream": True})]))
+
+
+@pytest.mark.parametrize("over", ["unix", "tls"])
+async def test_a_gateway_of_others_asks_where_nobody_else_can(
+    build: Build, tmp_path: Path, over: str
+) -> None:
+    t = await build(encoders=1)
+    port, cluster = free_port(), {}
+    where, options, more = f"unix:{tmp_path / 'asked.sock'}", (), {}
+    cert, key = certificate(tmp_path, "picker")
+    if over == "tls":
+        gateway_cert, gateway_key = certificate(tmp_path, "gateway")
+        where, options = f"127.0.0.1:{port}", ("--gateway-ca", str(gateway_cert))
+        more = {"tls_cert_file": str(cert), "tls_key_file": str(key)}
+        common = {
+            "tls_certificates": [
+                {
+                    "certificate_chain": {"filename": str(gateway_cert)},
+                    "private_key": {"filename": str(gateway_key)},
+                }
+            ],
+            "validation_context": {"trusted_ca": {"filename": str(cert)}},
+        }
+        kind = "type.googleapis.com/envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext"
+        secured = {"@type": kind, "common_tls_context": common}
+        cluster = {"transport_socket": {"name": "tls", "typed_config": secured}}
+    folder = tmp_path / "own"
+    folder.mkdir()
+    async with listening(t, folder, "--listen", where, *options, **more) as endpoints:
+        settings = t.settings.model_copy(update={"port": free_port()})
+        config = envoy.bootstrap(settings, endpoints=endpoints, picker=tmp_path / "asked.sock")
+        [asked] = [
+            each for each in config["static_resources"]["clusters"] if each["name"] == "picker"
+        ]
+        asked |= cluster
+        if cluster:
+            [each] = asked["load_assignment"]["endpoints"][0]["lb_endpoints"]
+            address = {"address": "127.0.0.1", "port_value": port}
+            each["endpoint"]["address"] = {"socket_address": address}
+        path = tmp_path / "gateway.json"
+        path.write_text(json.dumps(config))
+        process = await envoy.start(path, threads=1)
+        try:
+            base = f"http://127.0.0.1:{settings.port}"
+            async with httpx.AsyncClient(base_url=base, timeout=DEADLINE_S) as client:
+                while True:
+                    with contextlib.suppress(httpx.TransportError):
+                        if (await client.get("/health")).status_code == 200:
+                            break
+                    await asyncio.sleep(0.02)
+                body = {"messages": [{"role": "user", "content": [RED]}]}
+                assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+            token = secret().instance_token()
+            assert t.pd.received[-1].headers[INSTANCE_TOKEN_HEADER] == token
+        finally:
+            process.terminate()
+            await process.wait()
+        if over == "unix":
+            assert not (tmp_path / "asked.sock").stat().st_mode & 0o022
+            return
+        trusted = cert.read_bytes()
+        other = tuple(each.read_bytes() for each in reversed(certificate(tmp_path, "other")))
+        for known in (
+            grpc.ssl_channel_credentials(trusted),
+            grpc.ssl_channel_credentials(trusted, *other),
+        ):
+            async with grpc.aio.secure_channel(f"localhost:{port}", known) as channel:
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await stranger(channel).read()
+            assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
+        async with grpc.aio.insecure_channel(where) as channel:
+            with pytest.raises(grpc.aio.AioRpcError):
+                await stranger(channel).read()
+
+
+async def test_whoever_opens_another_port_tells_strangers_nothing(build: Build) -> None:
+    t = await build(encoders=0)
+    router = Router(t.settings)
+    await router.open()
+    endpoints = envoy.Endpoints(Path(t.settings.secret_file).with_name("e"), router.instances, [])
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((Picker(router, endpoints).service(),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        with pytest.raises(grpc.aio.AioRpcError, match="UNIX socket") as refused:
+            await stranger(channel).read()
+    assert refused.value.code() == grpc.StatusCode.UNAUTHENTICATED
+    await server.stop(None)
+    await router.close()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--listen", "127.0.0.1:9002"],
+        ["--listen", "127.0.0.1:9002", "--gateway-ca", "/ca.pem"],
+        ["--listen", "unix:/tmp/p.sock", "--gateway-ca", "/ca.pem"],
+    ],
+    ids=range(3),
+)
+def test_a_port_that_anybody_may_ask_is_refused_with_the_remedy(
+    options: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    settings = {"port": 8000, "model": "demo", "instances": [], "secret_file": secret_file()}
+    given = ["--settings", json.dumps(settings), "--folder", str(tmp_path), *options]
+    assert picker_main(given) == 2
+    assert "--gateway-ca FILE and tls_cert_file" in capsys.readouterr().err
+
+
 def test_a_second_port_and_tls_are_configured() -> None:
     settings = RouterSettings.model_validate(
         {
@@ -280,7 +439,7 @@ def test_a_second_port_and_tls_are_configured() -> None:
             "instances": [],
         }
     )
-    config = envoy.bootstrap(settings, endpoints=Path("/e.json"), picker="127.0.0.1:9")
+    config = envoy.bootstrap(settings, endpoints=Path("/e.json"), picker=Path("/p.sock"))
     listeners = config["static_resources"]["listeners"]
     ports = [each["address"]["socket_address"]["port_value"] for each in listeners]
     assert ports == [8000, 8001]
