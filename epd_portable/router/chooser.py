@@ -24,8 +24,9 @@ from epd_portable.router.choice.profile import MOST_SHOWN, Decision
 from epd_portable.router.choice.situation import ROLE_LABEL, Need, Stage
 from epd_portable.router.contents.body import Call
 from epd_portable.router.contents.media import MediaItem
-from epd_portable.router.fleet.engine_loads import EngineLoad, EngineLoads
+from epd_portable.router.fleet.engine_loads import EngineLoads
 from epd_portable.router.fleet.instances import Fleet, Instance
+from epd_portable.router.fleet.tally import RowChanges
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ class Choosing(ABC):
     """The choices for one request.
 
     Args:
-        key: The request's id.
+        key: The request's id, for the log.
         explanation: See below.
 
     Attributes:
@@ -162,7 +163,7 @@ class _ByRings(Choosing):
         self._instances = instances
 
     def pd(self, tried: Collection[str]) -> Instance | None:
-        chosen = self._instances.prefill_decode(self.key, exclude=tried)
+        chosen = self._instances.prefill_decode(tried)
         if self.explanation is not None:
             self._explain("answer", Decision(stage="decode"), chosen, tried)
         return chosen
@@ -171,7 +172,7 @@ class _ByRings(Choosing):
         return True
 
     def prefill(self, tried: Collection[str]) -> Instance | None:
-        chosen = self._instances.prefill_decode(self.key, tried, "prefill")
+        chosen = self._instances.prefill_decode(tried, "prefill")
         if self.explanation is not None:
             self._explain("prefill", Decision(stage="prefill"), chosen, tried)
         return chosen
@@ -218,14 +219,17 @@ class _ByRings(Choosing):
 
 
 class Observed:
-    """An instance as a policy sees it; a `Contender`.
+    """An instance as a policy sees it, as it was when it was looked at last; a `Contender`.
 
     Attributes:
         instance: See above.
         name: Of the instance, as the next ones.
     """
 
-    __slots__ = ("_loads", "holdings", "instance", "labels", "name", "role", "weight")
+    __slots__ = (
+        *("_loads", "computes_for", "holdings", "instance", "labels", "load", "name", "owed_s"),
+        *("reported", "role", "version", "weight"),
+    )
 
     def __init__(self, instance: Instance, holdings: Holdings, loads: EngineLoads | None) -> None:
         self._loads = loads
@@ -235,26 +239,16 @@ class Observed:
         self.labels: Mapping[str, str] = {ROLE_LABEL: instance.role, **instance.settings.labels}
         self.weight = instance.weight
         self.holdings = holdings
+        self.version = 0
+        self.look()
 
-    @property
-    def load(self) -> int:
-        """See `Contender`."""
-        return self.instance.load
-
-    @property
-    def owed_s(self) -> float:
-        """See `Contender`."""
-        return self.instance.owed_s
-
-    @property
-    def computes_for(self) -> int:
-        """See `Contender`."""
-        return self.instance.computes_for
-
-    @property
-    def reported(self) -> EngineLoad | None:
-        """See `Contender`."""
-        return None if self._loads is None else self._loads.of(self.instance)
+    def look(self) -> None:
+        """Take over how busy it is."""
+        self.version += 1
+        self.load = self.instance.load
+        self.owed_s = self.instance.owed_s
+        self.computes_for = self.instance.computes_for
+        self.reported = None if self._loads is None else self._loads.of(self.instance)
 
 
 class PolicyChooser:
@@ -283,6 +277,9 @@ class PolicyChooser:
         self.instances = instances
         self.deciders = deciders
         self._observed: dict[Instance, Observed] = {}
+        self._tiers: dict[Duty, list[tuple[Observed, ...]]] = {}
+        self._rows: dict[int, Observed] = {}
+        self._changes: RowChanges | None = None
         for instance in instances.all:
             self._changed(instance)
         instances.watch(self._changed)
@@ -293,15 +290,38 @@ class PolicyChooser:
         """See `Chooser`."""
         return _ByPolicy(self, call, headers, _telling(explanation))
 
-    def tiers(self, duty: Duty, exclude: Collection[str]) -> Iterator[list[Observed]]:
-        """Yield whom to choose from: those that are preferred, then the other usable ones."""
-        for tier in _left(self.instances, duty, exclude):
-            yield [self._observed[each] for each in tier]
+    def tiers(self, duty: Duty, exclude: Collection[str]) -> Iterator[Sequence[Observed]]:
+        """Yield whom to choose from: those that are preferred, then the other usable ones.
+
+        Without anybody to exclude they are the same objects until an instance changes.
+        """
+        self._look()
+        tiers = self._tiers.get(duty)
+        if tiers is None:
+            found = self.instances.tiers(duty)
+            tiers = [tuple(self._observed[each] for each in tier) for tier in found]
+            self._tiers[duty] = tiers
+        for tier in tiers:
+            yield [each for each in tier if each.name not in exclude] if exclude else tier
 
     def observed(self, instance: Instance) -> Observed:
         """Return an instance as the policy sees it."""
         found = self._observed.get(instance)
-        return found if found is not None else self._of(instance)
+        if found is None:
+            return self._of(instance)
+        found.look()
+        return found
+
+    def _look(self) -> None:
+        """Look at those instances that have been given something, or have told their load."""
+        if self._changes is None:
+            self._changes = RowChanges(self.instances.tally, self._rows)
+        for row in self._changes.take():
+            if observed := self._rows.get(row):
+                observed.look()
+        for instance in self._loads.news() if self._loads is not None else ():
+            if observed := self._observed.get(instance):
+                observed.look()
 
     def _of(self, instance: Instance) -> Observed:
         policy = self.policy
@@ -309,10 +329,13 @@ class PolicyChooser:
         return Observed(instance, holdings, self._loads)
 
     def _changed(self, instance: Instance) -> None:
+        self._tiers.clear()
         if self.instances.get(instance.name) is not instance:
-            self._observed.pop(instance, None)
+            if self._observed.pop(instance, None) is not None:
+                del self._rows[instance.row]
         elif instance not in self._observed:
-            self._observed[instance] = self._of(instance)
+            self._observed[instance] = self._rows[instance.row] = self._of(instance)
+            self._changes = None
         elif not instance.healthy:
             # Who comes back may be another process.
             self._observed[instance].holdings.clear()
@@ -332,6 +355,7 @@ class _ByPolicy(Choosing):
         self._call = call
         self._session = headers.get(SESSION_HEADER, "") or _text(call, "session_id")
         self._blocks: tuple[tuple[int, ...], int] | None = None
+        self._chance = f"{chooser.instances.chance.getrandbits(64):x}"
 
     def pd(self, tried: Collection[str]) -> Instance | None:
         return self._chosen("answer", self._need("decode"), tried)
@@ -391,7 +415,7 @@ class _ByPolicy(Choosing):
         blocks, nbytes = self._prompt() if item is None else ((), 0)
         return Need(
             stage=stage,
-            key=self.key,
+            key=self._chance,
             model=self._call.model,
             session=self._session,
             items=self._call.items,

@@ -33,9 +33,10 @@ from prometheus_client.multiprocess import mark_process_dead
 from epd_portable.config.secret import SIGNATURE_SCHEME
 from epd_portable.errors import LaunchError, RequestError
 from epd_portable.router.fleet.control import ControlChannels
-from epd_portable.router.fleet.instances import Failure, Fleet, Instance, InstanceView
+from epd_portable.router.fleet.instances import Failure, Fleet, Instance
 from epd_portable.router.fleet.members import States
 from epd_portable.router.fleet.tally import Tally
+from epd_portable.router.fleet.view import InstanceView
 from epd_portable.router.http.replies import Reply, error_reply, json_reply, unavailable
 from epd_portable.router.http.upstream_connection import Fault
 from epd_portable.router.observability.status import Gathered, ProcessStatus, StatusPage

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -21,7 +22,27 @@ from epd_portable.router.choice.situation import (
 )
 
 
-class StageFilter:
+class StandingFilter(ABC):
+    """Keeps instances by what never changes of them, so that one look at each is enough."""
+
+    def __init__(self) -> None:
+        self._last: dict[Stage, tuple[Sequence[Contender], Sequence[Contender]]] = {}
+
+    @abstractmethod
+    def keeps(self, contender: Contender) -> bool:
+        """Tell whether a contender is kept."""
+
+    def keep(self, need: Need, contenders: Sequence[Contender]) -> Sequence[Contender]:
+        """See `Filter`."""
+        last, kept = self._last.get(need.stage, ((), ()))
+        # They are compared by identity first, in a moment.
+        if last != contenders:
+            kept = tuple(filter(self.keeps, contenders))
+            self._last[need.stage] = contenders[:], kept
+        return kept
+
+
+class StageFilter(StandingFilter):
     """``encode-filter``, ``prefill-filter``, ``decode-filter``: those whose role has the stage.
 
     Args:
@@ -29,12 +50,12 @@ class StageFilter:
     """
 
     def __init__(self, stage: Stage) -> None:
+        super().__init__()
         self._stage = stage
 
-    def keep(self, need: Need, contenders: Sequence[Contender]) -> Sequence[Contender]:
-        """See `Filter`."""
-        wanted = self._stage
-        return [each for each in contenders if wanted in stages(label(each, ROLE_LABEL) or "")]
+    def keeps(self, contender: Contender) -> bool:
+        """See `StandingFilter`."""
+        return self._stage in stages(label(contender, ROLE_LABEL) or "")
 
 
 class ByLabel(Parameters):
@@ -51,21 +72,18 @@ class ByLabel(Parameters):
     allowsNoLabel: bool = False
 
 
-class LabelFilter:
+class LabelFilter(StandingFilter):
     """``by-label``: those whose label has one of some values."""
 
     def __init__(self, name: str, given: Mapping[str, Any]) -> None:
+        super().__init__()
         self._wanted = read_parameters(ByLabel, name, given)
         self._values = frozenset(self._wanted.validValues)
 
-    def keep(self, need: Need, contenders: Sequence[Contender]) -> Sequence[Contender]:
-        """See `Filter`."""
-        wanted, kept = self._wanted, []
-        for each in contenders:
-            value = label(each, wanted.label)
-            if wanted.allowsNoLabel if value is None else value in self._values:
-                kept.append(each)
-        return kept
+    def keeps(self, contender: Contender) -> bool:
+        """See `StandingFilter`."""
+        value = label(contender, self._wanted.label)
+        return self._wanted.allowsNoLabel if value is None else value in self._values
 
 
 class Expression(Parameters):
@@ -92,20 +110,19 @@ class LabelSelector(Parameters):
     matchExpressions: tuple[Expression, ...] = ()
 
 
-class LabelSelectorFilter:
+class LabelSelectorFilter(StandingFilter):
     """``label-selector-filter``: those whose labels fulfil all conditions."""
 
     def __init__(self, name: str, given: Mapping[str, Any]) -> None:
+        super().__init__()
         self._wanted = read_parameters(LabelSelector, name, given)
 
-    def keep(self, need: Need, contenders: Sequence[Contender]) -> Sequence[Contender]:
-        """See `Filter`."""
-        return [
-            each
-            for each in contenders
-            if all(label(each, key) == value for key, value in self._wanted.matchLabels.items())
-            and all(expression.holds(each) for expression in self._wanted.matchExpressions)
-        ]
+    def keeps(self, contender: Contender) -> bool:
+        """See `StandingFilter`."""
+        wanted = self._wanted
+        return all(
+            label(contender, key) == value for key, value in wanted.matchLabels.items()
+        ) and all(expression.holds(contender) for expression in wanted.matchExpressions)
 
 
 class EncoderTypeFilter:

@@ -2,47 +2,37 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 K = TypeVar("K", bound=Hashable)
 
 
-class Recent(Generic[K]):
+class Recent(dict[K, None]):
     """The latest of what was used, at most so many; the one unused for longest goes first.
 
     Args:
         most: How many.
     """
 
-    __slots__ = ("_keys", "_most")
+    __slots__ = ("_most",)
 
     def __init__(self, most: int) -> None:
+        super().__init__()
         self._most = most
-        self._keys: dict[K, None] = {}
-
-    def __contains__(self, key: K) -> bool:
-        return key in self._keys
-
-    def __len__(self) -> int:
-        return len(self._keys)
 
     def use(self, keys: Iterable[K]) -> None:
         """Take keys as used, the last one last."""
-        known = self._keys
         for key in keys:
-            known.pop(key, None)
-            known[key] = None
-        while len(known) > self._most:
-            del known[next(iter(known))]
+            self.pop(key, None)
+            self[key] = None
+        while len(self) > self._most:
+            del self[next(iter(self))]
 
     def forget(self, key: K) -> None:
         """Take a key as gone, if it is there."""
-        self._keys.pop(key, None)
-
-    def clear(self) -> None:
-        """Take all as gone."""
-        self._keys.clear()
+        self.pop(key, None)
 
 
 class Holdings:
@@ -65,13 +55,23 @@ class Holdings:
         self.items: Recent[str] = Recent(items)
         self.blocks: Recent[int] = Recent(blocks)
 
-    def prefix(self, blocks: Sequence[int]) -> int:
-        """Return how many of a request's first blocks are here."""
-        known = self.blocks
-        for count, block in enumerate(blocks):
-            if block not in known:
-                return count
-        return len(blocks)
+    def prefix(self, blocks: Sequence[int], guess: int = 0) -> int:
+        """Return how many of a request's first blocks are here.
+
+        Who has a block has those before it, too: they are named and kept together.
+
+        Args:
+            blocks: Of the request.
+            guess: How many that may be; a right one takes two looks.
+        """
+        known, count = self.blocks, len(blocks)
+        if guess and blocks[guess - 1] not in known:
+            low, high = 0, guess - 1
+        elif guess < count and blocks[guess] in known:
+            low, high = guess + 1, count
+        else:
+            return guess
+        return bisect.bisect_left(blocks, True, low, high, key=lambda block: block not in known)
 
     def use_prefix(self, blocks: Sequence[int]) -> None:
         """Take a request's blocks as computed here; the first of them stays longest."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import JsonValue
 
 from epd_portable.router.choice.plugin import Parameters, read_parameters
-from epd_portable.router.choice.situation import Contender, Need, place
+from epd_portable.router.choice.situation import Contender, Need
 
 
 class Picking(Parameters):
@@ -22,10 +24,7 @@ class Picking(Parameters):
 
 
 class MaxScorePicker:
-    """``max-score-picker``: the best one; of equals, whom the need's key leads to.
-
-    So many equal instances share what comes.
-    """
+    """``max-score-picker``: the best one; of equals, any."""
 
     def __init__(self, name: str, given: Mapping[str, Any]) -> None:
         read_parameters(Picking, name, given)
@@ -35,15 +34,12 @@ class MaxScorePicker:
     ) -> Contender:
         """See `ScorePicker`."""
         best = max(scores)
-        equal = [each for each, score in zip(contenders, scores, strict=True) if score == best]
-        return equal[0] if len(equal) == 1 else _near(need, equal, [1.0] * len(equal))
+        equal = [index for index, score in enumerate(scores) if score == best]
+        return contenders[equal[int(need.chance() * len(equal))]]
 
 
 class WeightedRandomPicker:
-    """``weighted-random-picker``: each as often as its score is high.
-
-    The chance comes from the need's key, so the same need has the same answer.
-    """
+    """``weighted-random-picker``: each as often as its score is high."""
 
     def __init__(self, name: str, given: Mapping[str, Any]) -> None:
         read_parameters(Picking, name, given)
@@ -52,8 +48,10 @@ class WeightedRandomPicker:
         self, need: Need, contenders: Sequence[Contender], scores: Sequence[float]
     ) -> Contender:
         """See `ScorePicker`."""
-        weights = scores if max(scores) > 0 else [1.0] * len(scores)
-        return _near(need, contenders, weights)
+        if max(scores) <= 0:
+            scores = [1.0] * len(scores)
+        pairs = zip(contenders, scores, strict=True)
+        return _any(need, contenders, [each.weight * score for each, score in pairs])
 
 
 class RandomPicker:
@@ -66,11 +64,11 @@ class RandomPicker:
         self, need: Need, contenders: Sequence[Contender], scores: Sequence[float]
     ) -> Contender:
         """See `ScorePicker`."""
-        return _near(need, contenders, [1.0] * len(contenders))
+        return _any(need, contenders, [each.weight for each in contenders])
 
 
-def _near(need: Need, contenders: Sequence[Contender], weights: Sequence[float]) -> Contender:
-    # An item's own key, so that the items of one request do not go the same way.
-    key = f"{need.key}\0{need.item.mm_hash}" if need.item else need.key
-    near = [place(key, each) * one for each, one in zip(contenders, weights, strict=True)]
-    return contenders[max(range(len(near)), key=near.__getitem__)]
+def _any(need: Need, contenders: Sequence[Contender], weights: Sequence[float]) -> Contender:
+    sums = list(itertools.accumulate(weights))
+    index = bisect.bisect_right(sums, need.chance() * sums[-1])
+    # Rounding may lead beyond the last one.
+    return contenders[min(index, len(contenders) - 1)]

@@ -157,6 +157,7 @@ class Policy:
             if getattr(section, name) not in (None, [], {})
         ]
         self._made: dict[str, object] = {}
+        self._built_in = {each.known_as for each in section.plugins if each.type in BUILT_IN}
         self.wants_blocks = False
         self.wants_loads = False
         self._failures = Failures("deciders")
@@ -236,7 +237,7 @@ class Policy:
                     f"profile {section.name!r}: {name!r} is no filter, scorer or picker; name it "
                     "in the handler's parameters, or leave it out"
                 )
-        return Profile(section.name, filters, scorers, picker)
+        return Profile(section.name, filters, scorers, picker, trusted=self._built_in)
 
     def _named(self, name: str, where: str) -> object:
         if name not in self._made:

@@ -5,18 +5,22 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from epd_portable.router.choice.pickers import MaxScorePicker
 from epd_portable.router.choice.plugin import Filter, ScorePicker, Scorer
 from epd_portable.router.choice.situation import Contender, Need, Stage
+from epd_portable.router.choice.standing import Standing, StandingScorer
 
 logger = logging.getLogger(__name__)
 
 SAID_EVERY_S = 60.0
 """A plug-in that fails is said to do so no more often than this."""
+MOST_STANDING = 4
+"""Groups of contenders whose scores are kept: filters may leave others for the next request."""
 MOST_SHOWN = 16
 """Instances of one decision that are explained; the best ones."""
 
@@ -110,6 +114,7 @@ class Profile:
         filters: By name, in their order.
         scorers: By name, with their weights.
         picker: Its name and itself.
+        trusted: Names of those that answer what they should, so that nobody checks it.
     """
 
     def __init__(
@@ -118,11 +123,20 @@ class Profile:
         filters: Mapping[str, Filter],
         scorers: Mapping[str, tuple[Scorer, float]],
         picker: tuple[str, ScorePicker] | None = None,
+        *,
+        trusted: Collection[str] = (),
     ) -> None:
         self.name = name
         self._filters = dict(filters)
-        self._scorers = dict(scorers)
+        self._standing_scorers = {
+            key: (scorer, weight)
+            for key, (scorer, weight) in scorers.items()
+            if isinstance(scorer, StandingScorer) and key in trusted
+        }
+        self._scorers = {k: each for k, each in scorers.items() if k not in self._standing_scorers}
+        self._standing: deque[Standing] = deque(maxlen=MOST_STANDING)
         self._picker_name, self._picker = picker or ("max-score-picker", MaxScorePicker("", {}))
+        self._trusted = trusted
         self._failures = Failures(f"profile {name}")
 
     def choose(
@@ -161,7 +175,10 @@ class Profile:
 
     def _kept(self, name: str, one: Filter, need: Need, contenders: Sequence[C]) -> Sequence[C]:
         try:
-            names = {each.name for each in one.keep(need, contenders)}
+            kept = one.keep(need, contenders)
+            if name in self._trusted:
+                return cast("Sequence[C]", kept)
+            names = {each.name for each in kept}
         except Exception as error:
             self._failures.say(name, repr(error))
             return contenders
@@ -170,26 +187,55 @@ class Profile:
     def _scored(
         self, need: Need, contenders: Sequence[C], decision: Decision | None
     ) -> list[float]:
-        totals = [0.0] * len(contenders)
+        standing = self._standing_of(need.stage, contenders)
+        totals = standing.totals()
+        if decision is not None:
+            for name, parts in standing.parts().items():
+                for each, part in zip(contenders, parts, strict=True):
+                    decision.scores.setdefault(each.name, {})[name] = part
         for name, (one, weight) in self._scorers.items():
             try:
-                scores = [float(score) for score in one.score(need, contenders)]
-                if len(scores) != len(contenders) or not all(map(math.isfinite, scores)):
-                    raise ValueError(f"answered {scores[:8]!r} for {len(contenders)} contenders")
+                scores = one.score(need, contenders)
+                if name not in self._trusted:
+                    scores = _checked(scores, len(contenders))
             except Exception as error:
                 self._failures.say(name, repr(error))
                 continue
-            for index, score in enumerate(scores):
-                part = weight * (score if 0.0 <= score <= 1.0 else float(score > 0))
-                totals[index] += part
-                if decision is not None:
-                    decision.scores.setdefault(contenders[index].name, {})[name] = part
+            if any(scores):
+                pairs = zip(totals, scores, strict=True)
+                totals = [total + weight * score for total, score in pairs]
+            if decision is not None:
+                for each, score in zip(contenders, scores, strict=True):
+                    decision.scores.setdefault(each.name, {})[name] = weight * score
         return totals
+
+    def _standing_of(self, stage: Stage, contenders: Sequence[C]) -> Standing:
+        for one in self._standing:
+            # They are compared by identity first, in a moment.
+            if one.stage == stage and one.contenders == contenders:
+                return one
+        one = Standing(stage, contenders, self._standing_scorers)
+        self._standing.appendleft(one)
+        return one
 
     def _picked(self, need: Need, contenders: Sequence[C], totals: list[float]) -> C:
         try:
             chosen = self._picker.pick(need, contenders, totals)
+            if self._picker_name in self._trusted:
+                return cast("C", chosen)
             return next(each for each in contenders if each is chosen)
         except Exception as error:
             self._failures.say(self._picker_name, repr(error))
             return contenders[max(range(len(totals)), key=totals.__getitem__)]
+
+
+def _checked(scores: Sequence[float], count: int) -> list[float]:
+    """Return scores between 0 and 1.
+
+    Raises:
+        ValueError: They are no numbers, or not so many.
+    """
+    found = [float(score) for score in scores]
+    if len(found) != count or not all(map(math.isfinite, found)):
+        raise ValueError(f"answered {found[:8]!r} for {count} contenders")
+    return [min(max(score, 0.0), 1.0) for score in found]

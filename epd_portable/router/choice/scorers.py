@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, JsonValue
 
 from epd_portable.router.choice.filters import takes_type
 from epd_portable.router.choice.plugin import NoParameters, Parameters, read_parameters
-from epd_portable.router.choice.situation import Contender, Need, place
+from epd_portable.router.choice.situation import Contender, Need, Stage, place
+from epd_portable.router.choice.standing import StandingScorer
 
 Count = Annotated[int, Field(ge=1)]
 Part = Annotated[float, Field(ge=0, le=1, strict=False)]
@@ -36,19 +37,13 @@ def reports(contenders: Sequence[Contender], what: Told) -> list[float] | None:
 
     ``None`` unless all have: what one says and what the router counts of another do not compare.
     """
-    found = []
-    for each in contenders:
-        told = None if each.reported is None else getattr(each.reported, what)
-        if told is None:
-            return None
-        found.append(told / each.weight)
-    return found
+    told = [_told(each, what) for each in contenders]
+    return None if None in told else cast("list[float]", told)
 
 
-def _least(found: Sequence[float]) -> list[float]:
-    """Return 1 for the least, 0 for the greatest, and even between them."""
-    least, most = min(found), max(found)
-    return [(most - one) / (most - least) if most > least else 1.0 for one in found]
+def _told(contender: Contender, what: Told) -> float | None:
+    told = None if contender.reported is None else getattr(contender.reported, what)
+    return None if told is None else told / contender.weight
 
 
 class ActiveRequests(Parameters):
@@ -65,7 +60,7 @@ class ActiveRequests(Parameters):
     maxBusyScore: Part = 1.0
 
 
-class ActiveRequestScorer:
+class ActiveRequestScorer(StandingScorer):
     """``active-request-scorer``: the fewer requests of this router an instance works on.
 
     1 for an idle one, 0 for the busiest one.
@@ -74,19 +69,26 @@ class ActiveRequestScorer:
     def __init__(self, name: str, given: Mapping[str, Any]) -> None:
         self._p = read_parameters(ActiveRequests, name, given)
 
-    def score(self, need: Need, contenders: Sequence[Contender]) -> Sequence[float]:
-        """See `Scorer`."""
-        found = loads(contenders)
-        most = max(found)
+    def measure(self, stage: Stage, contender: Contender) -> float:
+        """See `StandingScorer`."""
+        return contender.load / contender.weight
+
+    def scale(self, measures: Sequence[float]) -> float:
+        """See `StandingScorer`."""
+        return max(measures)
+
+    def rate(self, measures: Sequence[float], scale: float) -> list[float]:
+        """See `StandingScorer`."""
         idle, best = self._p.idleThreshold, self._p.maxBusyScore
-        return [1.0 if one <= idle else best * (most - one) / most for one in found]
+        return [1.0 if one <= idle else best * (scale - one) / scale for one in measures]
 
 
-class QueueScorer:
-    """``queue-scorer``: 1 for the shortest queue, 0 for the longest, and even between them.
+_Both = tuple[float | None, float]
+"""What a contender tells of itself, and its load as the router counts it."""
 
-    Queues are those that the instances tell; of encode instances, of items. Where one does not
-    tell, the router's own count of what each works on stands for all.
+
+class _ByReports(StandingScorer):
+    """By what the instances tell; where one does not tell, by the router's own count for all.
 
     Attributes:
         wants_loads: See `Policy`.
@@ -98,19 +100,82 @@ class QueueScorer:
     def __init__(self, name: str, given: Mapping[str, Any]) -> None:
         read_parameters(NoParameters, name, given)
 
-    def score(self, need: Need, contenders: Sequence[Contender]) -> Sequence[float]:
-        """See `Scorer`."""
-        what: Told = "items" if need.stage == "encode" else self._what
-        return _least(reports(contenders, what) or loads(contenders))
+    def measure(self, stage: Stage, contender: Contender) -> _Both:
+        """See `StandingScorer`."""
+        # Queues of encode instances are such of items.
+        what: Told = "items" if stage == "encode" and self._what != "pixels" else self._what
+        return _told(contender, what), contender.load / contender.weight
+
+    def scale(self, measures: Sequence[_Both]) -> tuple[int, float, float]:
+        """Return which of both counts for all, its least and its most."""
+        found: list[Any] = [told for told, _ in measures]
+        which = int(None in found)
+        if which:
+            found = [load for _, load in measures]
+        return which, min(found), max(found)
+
+    def rate(self, measures: Sequence[Any], scale: tuple[int, float, float]) -> list[float]:
+        """Return 1 for the least, 0 for the most, and even between them."""
+        which, least, most = scale
+        span = most - least
+        if not span:
+            return [1.0] * len(measures)
+        return [(most - one[which]) / span for one in measures]
 
 
-class RunningScorer(QueueScorer):
+class QueueScorer(_ByReports):
+    """``queue-scorer``: 1 for the shortest queue, 0 for the longest, and even between them.
+
+    Queues are those that the instances tell; of encode instances, of items. Where one does not
+    tell, the router's own count of what each works on stands for all.
+    """
+
+
+class RunningScorer(_ByReports):
     """``running-requests-size-scorer``: the same by the requests that engines compute for."""
 
     _what = "running"
 
 
-class KvCacheScorer:
+class EncodePixelsScorer(_ByReports):
+    """``encode-pixels-scorer``: 1 for the encoder with the fewest pixels to do, 0 for the most.
+
+    By items where one does not tell.
+    """
+
+    _what = "pixels"
+
+
+class LoadAware(Parameters):
+    """Of ``load-aware-scorer``.
+
+    Attributes:
+        threshold: From so many requests on an instance counts as full.
+    """
+
+    threshold: Count = 128
+
+
+class LoadAwareScorer(_ByReports):
+    """``load-aware-scorer``: 0.5 where nothing waits, and 0 from a threshold on.
+
+    By queues as `QueueScorer`.
+    """
+
+    def __init__(self, name: str, given: Mapping[str, Any]) -> None:
+        self._full = read_parameters(LoadAware, name, given).threshold
+
+    def scale(self, measures: Sequence[_Both]) -> tuple[int, float, float]:
+        """Return which of both counts for all, and the ends of the scale."""
+        return int(any(told is None for told, _ in measures)), 0.0, float(self._full)
+
+    def rate(self, measures: Sequence[Any], scale: tuple[int, float, float]) -> list[float]:
+        """See `StandingScorer`."""
+        which, _, full = scale
+        return [0.5 * (1 - min(one[which] / full, 1.0)) for one in measures]
+
+
+class KvCacheScorer(StandingScorer):
     """``kv-cache-utilization-scorer``: the part of its KV cache that an instance says is free.
 
     Who does not tell gets the mean of those that do; 0 for all if none does.
@@ -124,62 +189,21 @@ class KvCacheScorer:
     def __init__(self, name: str, given: Mapping[str, Any]) -> None:
         read_parameters(NoParameters, name, given)
 
-    def score(self, need: Need, contenders: Sequence[Contender]) -> Sequence[float]:
-        """See `Scorer`."""
-        told = [each.reported for each in contenders]
-        used = [one.kv_used if one is not None else None for one in told]
-        known = [1 - one for one in used if one is not None]
-        mean = sum(known) / len(known) if known else 0.0
-        return [mean if one is None else 1 - one for one in used]
+    def measure(self, stage: Stage, contender: Contender) -> float | None:
+        """See `StandingScorer`."""
+        used = None if contender.reported is None else contender.reported.kv_used
+        return None if used is None else 1 - used
 
+    def scale(self, measures: Sequence[float | None]) -> float:
+        """Return what is given to who does not tell."""
+        if None not in measures:
+            return 0.0
+        known = [one for one in measures if one is not None]
+        return sum(known) / len(known) if known else 0.0
 
-class EncodePixelsScorer:
-    """``encode-pixels-scorer``: 1 for the encoder with the fewest pixels to do, 0 for the most.
-
-    By items where one does not tell.
-
-    Attributes:
-        wants_loads: See `Policy`.
-    """
-
-    wants_loads = True
-
-    def __init__(self, name: str, given: Mapping[str, Any]) -> None:
-        read_parameters(NoParameters, name, given)
-
-    def score(self, need: Need, contenders: Sequence[Contender]) -> Sequence[float]:
-        """See `Scorer`."""
-        return _least(reports(contenders, "pixels") or loads(contenders))
-
-
-class LoadAware(Parameters):
-    """Of ``load-aware-scorer``.
-
-    Attributes:
-        threshold: From so many requests on an instance counts as full.
-    """
-
-    threshold: Count = 128
-
-
-class LoadAwareScorer:
-    """``load-aware-scorer``: 0.5 where nothing waits, and 0 from a threshold on.
-
-    By queues as `QueueScorer`.
-
-    Attributes:
-        wants_loads: See `Policy`.
-    """
-
-    wants_loads = True
-
-    def __init__(self, name: str, given: Mapping[str, Any]) -> None:
-        self._full = read_parameters(LoadAware, name, given).threshold
-
-    def score(self, need: Need, contenders: Sequence[Contender]) -> Sequence[float]:
-        """See `Scorer`."""
-        found = reports(contenders, "items" if need.stage == "encode" else "waiting")
-        return [0.5 * (1 - min(one / self._full, 1.0)) for one in found or loads(contenders)]
+    def rate(self, measures: Sequence[float | None], scale: float) -> list[float]:
+        """See `StandingScorer`."""
+        return [scale if one is None else one for one in measures]
 
 
 class EncodeLoad(Parameters):
@@ -234,17 +258,23 @@ class EncodeLoadScorer:
         return takes_type(contender, frozenset(wanted))
 
 
-class EncodeTimeScorer:
+class EncodeTimeScorer(StandingScorer):
     """``encode-time-scorer``: the sooner an encoder has done what it was given, in seconds.
 
     1 for one that has nothing, 0 for the one that needs longest.
     """
 
-    def score(self, need: Need, contenders: Sequence[Contender]) -> Sequence[float]:
-        """See `Scorer`."""
-        found = [each.owed_s / each.weight for each in contenders]
-        most = max(found)
-        return [1 - one / most if most > 0 else 1.0 for one in found]
+    def measure(self, stage: Stage, contender: Contender) -> float:
+        """See `StandingScorer`."""
+        return contender.owed_s / contender.weight
+
+    def scale(self, measures: Sequence[float]) -> float:
+        """See `StandingScorer`."""
+        return max(measures)
+
+    def rate(self, measures: Sequence[float], scale: float) -> list[float]:
+        """See `StandingScorer`."""
+        return [1 - one / scale if scale > 0 else 1.0 for one in measures]
 
 
 # By what an instance has.
@@ -310,7 +340,12 @@ class PrefixCacheScorer:
         blocks = need.blocks
         if not blocks:
             return [0.0] * len(contenders)
-        return [each.holdings.prefix(blocks) / len(blocks) for each in contenders]
+        found, matched = [0.0] * len(contenders), 0
+        for index in [i for i, each in enumerate(contenders) if blocks[0] in each.holdings.blocks]:
+            # Mostly as many as another one has: of a system prompt, say.
+            matched = contenders[index].holdings.prefix(blocks, matched)
+            found[index] = matched / len(blocks)
+        return found
 
 
 class EmbeddingsCache(Parameters):
@@ -418,16 +453,23 @@ class ConsistentHashScorer:
         return _first(contenders, near)
 
 
-class WeightScorer:
+class WeightScorer(StandingScorer):
     """``weight-scorer``: an instance's ``weight`` in proportion to the greatest one."""
 
     def __init__(self, name: str, given: Mapping[str, Any]) -> None:
         read_parameters(NoParameters, name, given)
 
-    def score(self, need: Need, contenders: Sequence[Contender]) -> Sequence[float]:
-        """See `Scorer`."""
-        most = max(each.weight for each in contenders)
-        return [each.weight / most for each in contenders]
+    def measure(self, stage: Stage, contender: Contender) -> float:
+        """See `StandingScorer`."""
+        return contender.weight
+
+    def scale(self, measures: Sequence[float]) -> float:
+        """See `StandingScorer`."""
+        return max(measures)
+
+    def rate(self, measures: Sequence[float], scale: float) -> list[float]:
+        """See `StandingScorer`."""
+        return [one / scale for one in measures]
 
 
 def _first(contenders: Sequence[Contender], near: Sequence[float]) -> list[float]:

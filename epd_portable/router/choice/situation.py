@@ -61,7 +61,7 @@ class Need:
 
     Attributes:
         stage: That it is chosen for.
-        key: Of the request; decides between equals.
+        key: Random bits of the router, one for each request: no client chooses by them.
         model: That the client names, or empty.
         session: The client's name for its conversation, or empty.
         items: Of the request.
@@ -88,6 +88,11 @@ class Need:
         if self.item is not None:
             return self.item.mm_hash
         return self.session or self.key
+
+    def chance(self) -> float:
+        """Return a number from 0 to below 1, always the same one; decides between equals."""
+        # Another one for each item, so that the items of one request do not go the same way.
+        return _hash(f"{self.key}\0{self.item.mm_hash}" if self.item else self.key) / _TOP
 
 
 class Reported(Protocol):
@@ -150,6 +155,10 @@ class Contender(Protocol):
         """How busy it has said, within the last seconds, that it is; ``None`` if it has not."""
 
     @property
+    def version(self) -> int:
+        """Is another one whenever something above is."""
+
+    @property
     def holdings(self) -> Holdings:
         """What it most likely has in its caches."""
 
@@ -166,6 +175,7 @@ class Snapshot:
     owed_s: float = 0.0
     computes_for: int = 0
     reported: Reported | None = None
+    version: int = 0
     holdings: Holdings = field(default_factory=Holdings)
 
 
@@ -194,6 +204,10 @@ def place(key: str, contender: Contender) -> float:
     Returns:
         A positive number; the larger the nearer.
     """
-    text = f"{key}\0{contender.name}".encode("utf-8", "surrogatepass")
-    number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
+    number = _hash(f"{key}\0{contender.name}")
     return contender.weight / -math.log((number + 0.5) / _TOP)
+
+
+def _hash(text: str) -> int:
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "big")

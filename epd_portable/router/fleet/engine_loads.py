@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from urllib.parse import urlencode
 
@@ -87,7 +88,8 @@ class EngineLoads:
         self._control = control
         self._upstream = upstream
         self._clock = clock
-        self._told: dict[str, _Told] = {}
+        self._told: dict[Instance, _Told] = {}  # Who told last is last.
+        self._news: set[Instance] = set()
         self._asking: dict[Instance, asyncio.Task[None]] = {}
         self._looking: asyncio.Task[None] | None = None
         self._wanted_at = -WANT_EVERY_S
@@ -109,7 +111,18 @@ class EngineLoads:
         """Take in what an instance tells."""
         instance = self._instances.get(name)
         if instance is not None:
-            self._told[name] = _Told(load, self._clock(), instance.load)
+            self._forget(instance)
+            self._told[instance] = _Told(load, self._clock(), instance.load)
+
+    def news(self) -> Collection[Instance]:
+        """Return who has told a load since this was asked, or of whom it is not known any more."""
+        oldest = self._clock() - OLD_AFTER_S
+        for instance in [
+            *itertools.takewhile(lambda each: self._told[each].at < oldest, self._told)
+        ]:
+            self._forget(instance)
+        news, self._news = self._news, set()
+        return news
 
     def of(self, instance: Instance) -> EngineLoad | None:
         """Return how busy an instance is; ``None`` if that is not known, or not any more.
@@ -117,7 +130,7 @@ class EngineLoads:
         What this router has given to it since it told, and what it has given and the engine does
         not compute, waits there, whether or not the engine knows of it already.
         """
-        told = self._told.get(instance.name)
+        told = self._told.get(instance)
         if told is None:
             return None
         age_s = self._clock() - told.at
@@ -142,7 +155,11 @@ class EngineLoads:
     def _changed(self, instance: Instance) -> None:
         if not instance.healthy:
             # Who comes back may be another process.
-            self._told.pop(instance.name, None)
+            self._forget(instance)
+
+    def _forget(self, instance: Instance) -> None:
+        self._told.pop(instance, None)
+        self._news.add(instance)
 
     async def _look(self) -> None:
         while True:

@@ -13,19 +13,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import random
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from types import TracebackType
 from typing import Literal, TypeAlias
 
 import anyio
-import msgspec
 
 from epd_portable.config.roles import DUTIES, Duty, Role
 from epd_portable.errors import EPDError
 from epd_portable.router.fleet.ring import Ring, hashes
 from epd_portable.router.fleet.tally import MAX_INSTANCES, ROWS, Tally
+from epd_portable.router.fleet.view import InstanceView
 from epd_portable.router.http.upstream_connection import Fault
 from epd_portable.router.settings import InstanceSettings
 
@@ -54,32 +55,6 @@ _WORDS: dict[Failure, str] = {
     "error": "answered with an error of its own",
 }
 _RINGS: tuple[Duty, ...] = ("encode", "answer", "prefill")
-
-
-class InstanceView(msgspec.Struct, frozen=True, kw_only=True):
-    """What one process tells another of an instance.
-
-    Attributes:
-        name: From the settings, as `role`, `url`, `control`, `weight` and `labels`.
-        row: In the tally.
-        registered: See `Instance`, as the rest.
-    """
-
-    name: str
-    role: Role
-    url: str
-    control: str
-    weight: float
-    labels: Mapping[str, str]
-    row: int
-    registered: bool
-    healthy: bool
-    is_introduced: bool
-    draining: bool
-    suspected: bool
-    ejected: bool
-    reason: str
-    problem: str
 
 
 class Use:
@@ -513,10 +488,12 @@ class Fleet:
         report: Another process decides how instances are: it is told of failed requests, and
             of an answer (``None``) of one that was suspected. `take` says what it decides.
         clock: Like ``time.monotonic``.
+        chance: Decides between equals: nothing that a client sends does.
 
     Attributes:
-        tally: See above.
+        tally: See above, as the next ones.
         clock: See above.
+        chance: See above.
         decides: Whether this process decides how instances are.
         version: Counts the changes.
     """
@@ -527,9 +504,11 @@ class Fleet:
         *,
         report: Callable[[Instance, Failure | None], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        chance: random.Random | None = None,
     ) -> None:
         self.tally = tally or Tally()
         self.clock = clock
+        self.chance = chance or random.Random()
         self.decides = report is None
         self.version = 0
         self._report = report
@@ -621,17 +600,16 @@ class Fleet:
         return None
 
     def prefill_decode(
-        self, key: str, exclude: Collection[str] = (), duty: Duty = "answer"
+        self, exclude: Collection[str] = (), duty: Duty = "answer"
     ) -> Instance | None:
         """Return the usable instance that should answer a request, or prefill it for another.
 
         Args:
-            key: Of the request; decides between equals.
             exclude: Names of instances that must not have it.
             duty: What is asked.
         """
         for ring in self._rings[duty]:
-            if chosen := ring.lightest(key, self._within(ring, exclude)):
+            if chosen := ring.lightest(self.chance, self._within(ring, exclude)):
                 return chosen
         return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import random
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import Generic, Protocol, TypeVar
@@ -104,23 +105,19 @@ class Ring(Generic[_T]):
         # Other processes count meanwhile, so that all may be above what was the limit.
         return best
 
-    def lightest(self, key: str, exclude: Sequence[_T]) -> _T | None:
+    def lightest(self, chance: random.Random, exclude: Sequence[_T]) -> _T | None:
         """Return the instance with the least load for its weight; of many, the lighter of two."""
         count = len(self.instances)
         if count == len(exclude):
             return None
-        first, second = hashes(key)
         if count > FEW:
-            one = first % count
-            other = (one + 1 + second % (count - 1)) % count
+            one = chance.randrange(count)
+            other = (one + 1 + chance.randrange(count - 1)) % count
             pair = (self._at(one, exclude), self._at(other, exclude))
             return min(pair, key=lambda instance: instance.load / instance.weight)
-        loads = [
-            (i.load / i.weight, _mixed(first ^ i.point), i)
-            for i in self.instances
-            if i not in exclude
-        ]
-        return min(loads, key=lambda each: each[:2])[2]
+        loads = [(i.load / i.weight, i) for i in self.instances if i not in exclude]
+        least = min(load for load, _ in loads)
+        return chance.choice([instance for load, instance in loads if load == least])
 
     def _at(self, index: int, exclude: Sequence[_T]) -> _T:
         while self.instances[index] in exclude:
@@ -151,8 +148,3 @@ def hashes(key: str) -> tuple[int, int]:
     """Return two places on the ring for a key."""
     digest = hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=16).digest()
     return int.from_bytes(digest[:8], "big"), int.from_bytes(digest[8:], "big")
-
-
-def _mixed(number: int) -> int:
-    number = (number * 0x9E3779B97F4A7C15) & _MASK
-    return ((number ^ (number >> 32)) * 0xD6E8FEB86659FD93) & _MASK

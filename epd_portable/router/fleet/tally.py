@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Iterable, Iterator
 
 MAX_INSTANCES = 10_000
 
@@ -11,6 +12,10 @@ ROWS = MAX_INSTANCES + 64
 """More than instances: the row of one that has left may be in use still."""
 _UNSEEN = 0
 _NOBODY = (1 << 63) - 1
+_IN_FLIGHT, _HELD, _COMPUTING, _OWED_MS = _COUNTS = range(4)
+"""What is counted of each instance by each process, in the order in which it lies in the memory."""
+_ROWS_AT_ONCE = 32
+"""Are compared first, to find what has changed."""
 
 
 class Tally:
@@ -23,6 +28,9 @@ class Tally:
         memory: At least `nbytes` bytes, zero at first; of this process alone unless given.
         columns: Processes.
         column: That of this process.
+
+    Attributes:
+        rows: The part of the memory with what is counted of instances, in equal parts.
     """
 
     def __init__(
@@ -31,54 +39,53 @@ class Tally:
         if memory is None:
             memory = memoryview(bytearray(self.nbytes(columns)))
         self._columns, self._column = columns, column
-        parts = (8 * columns, 8 * columns, 8 * columns, 8 * ROWS, *4 * (4 * ROWS * columns,))
+        row_bytes = 4 * len(_COUNTS) * columns
+        parts = (8 * columns, 8 * columns, 8 * columns, 8 * ROWS, row_bytes * ROWS)
         ends = list(itertools.accumulate(parts, initial=0))
         part = [memory[begin:end] for begin, end in itertools.pairwise(ends)]
         self._seen = part[0].cast("q")
         self._body_bytes = part[1].cast("q")
         self._alive = part[2].cast("d")
         self._answered = part[3].cast("d")
-        self._in_flight = part[4].cast("i")
-        self._held = part[5].cast("i")
-        self._computing = part[6].cast("i")
-        self._owed_ms = part[7].cast("i")
+        self.rows = part[4]
+        self._counts = part[4].cast("i")
 
     @staticmethod
     def nbytes(columns: int) -> int:
         """Return how much memory a tally of so many columns takes."""
-        return 3 * 8 * columns + 8 * ROWS + 4 * 4 * ROWS * columns
+        return 3 * 8 * columns + 8 * ROWS + 4 * len(_COUNTS) * columns * ROWS
 
     def work(self, row: int, change: int) -> None:
         """Count requests or jobs of this process."""
-        self._in_flight[row * self._columns + self._column] += change
+        self._counts[self._at(row, _IN_FLIGHT) + self._column] += change
 
     def hold(self, row: int, change: int) -> None:
         """Count reasons of this process for which an instance must not leave."""
-        self._held[row * self._columns + self._column] += change
+        self._counts[self._at(row, _HELD) + self._column] += change
 
     def compute(self, row: int, change: int) -> None:
         """Count requests of this process that an instance computes for: they wait for no item."""
-        self._computing[row * self._columns + self._column] += change
+        self._counts[self._at(row, _COMPUTING) + self._column] += change
 
     def owe(self, row: int, ms: int) -> None:
         """Count milliseconds of encoding that this process has given to an instance."""
-        self._owed_ms[row * self._columns + self._column] += ms
+        self._counts[self._at(row, _OWED_MS) + self._column] += ms
 
     def load(self, row: int) -> int:
         """Return what is in flight in all processes."""
-        return self._sum(self._in_flight, row)
+        return self._sum(row, _IN_FLIGHT)
 
     def held(self, row: int) -> int:
         """Return how many reasons all processes have for which an instance must not leave."""
-        return self._sum(self._held, row)
+        return self._sum(row, _HELD)
 
     def computing(self, row: int) -> int:
         """Return for how many requests of all processes an instance computes."""
-        return self._sum(self._computing, row)
+        return self._sum(row, _COMPUTING)
 
     def owed_ms(self, row: int) -> int:
         """Return how many milliseconds of encoding all processes wait for."""
-        return self._sum(self._owed_ms, row)
+        return self._sum(row, _OWED_MS)
 
     def answered(self, row: int, at: float) -> None:
         """Note when an instance has answered last, to any process."""
@@ -121,16 +128,42 @@ class Tally:
 
     def clear_column(self, column: int) -> None:
         """Forget what a process had in flight: it has ended."""
-        for row in range(ROWS):
-            self._in_flight[row * self._columns + column] = 0
-            self._held[row * self._columns + column] = 0
-            self._computing[row * self._columns + column] = 0
-            self._owed_ms[row * self._columns + column] = 0
+        for at in range(column, len(self._counts), self._columns):
+            self._counts[at] = 0
         self._body_bytes[column] = 0
         self._seen[column] = _NOBODY
 
-    def _sum(self, counts: memoryview[int], row: int) -> int:
+    def _at(self, row: int, count: int) -> int:
+        return (row * len(_COUNTS) + count) * self._columns
+
+    def _sum(self, row: int, count: int) -> int:
+        begin = self._at(row, count)
         if self._columns == 1:
-            return counts[row]
-        begin = row * self._columns
-        return sum(counts[begin : begin + self._columns])
+            return self._counts[begin]
+        return sum(self._counts[begin : begin + self._columns])
+
+
+class RowChanges:
+    """Which rows of a tally were written since they were looked at, whichever process did it.
+
+    Args:
+        tally: In which is counted.
+        rows: That are looked at; others beside them, too.
+    """
+
+    def __init__(self, tally: Tally, rows: Iterable[int]) -> None:
+        self._memory = tally.rows
+        self._size = len(tally.rows) // ROWS
+        self._seen = dict.fromkeys((row // _ROWS_AT_ONCE for row in rows), b"")
+
+    def take(self) -> Iterator[int]:
+        """Yield each row that was written since; all of them at first."""
+        memory, size = self._memory, self._size
+        for part, before in self._seen.items():
+            begin = part * _ROWS_AT_ONCE * size
+            after = bytes(memory[begin : begin + _ROWS_AT_ONCE * size])
+            if after != before:
+                self._seen[part] = after
+                for at in range(0, len(after), size):
+                    if after[at : at + size] != before[at : at + size]:
+                        yield (begin + at) // size

@@ -53,7 +53,7 @@ def settings(name: str, role: Role, **more: Any) -> InstanceSettings:
 
 
 def fleet(encoders: int = 0, pds: int = 0) -> Fleet:
-    instances = Fleet()
+    instances = Fleet(chance=random.Random(7))
     for number in range(encoders):
         instances.add(settings(f"e{number}", "encode")).seen_well()
     for number in range(pds):
@@ -187,7 +187,20 @@ def test_a_repeated_picture_is_encoded_where_it_was_once(busy: bool) -> None:
                 # One falls behind for a while; it has fewer than what the scorers weigh.
                 working.enter_context(encoder.working())
     assert runs == len(set(names))
-    assert min(len(cache) for cache in caches.values()) > 30
+    assert min(len(cache) for cache in caches.values()) > 15
+
+
+@pytest.mark.parametrize("by_policy", [False, True])
+@pytest.mark.parametrize("pds", [4, 200])
+def test_no_id_of_a_request_leads_to_an_instance(pds: int, by_policy: bool) -> None:
+    instances = fleet(pds=pds)
+    one = chooser(instances) if by_policy else RingChooser(instances)
+    with contextlib.ExitStack() as working:
+        for _ in range(10 * pds):
+            pd = begun(one, "the same id").pd(())
+            assert pd is not None
+            working.enter_context(pd.working())
+        assert max(each.load for each in instances.all) <= 14
 
 
 # What a policy is told of the instances.

@@ -1,16 +1,22 @@
 from __future__ import annotations
 
+import random
 from collections.abc import AsyncIterator
 
 import pytest
 
+from epd_portable.config.choice import parse_choice
+from epd_portable.router.choice.explanation import Explanation
+from epd_portable.router.choice.policy import Policy
+from epd_portable.router.chooser import PolicyChooser
 from epd_portable.router.fleet.control import ControlChannels
 from epd_portable.router.fleet.engine_loads import OLD_AFTER_S, EngineLoads
-from epd_portable.router.fleet.instances import Fleet
+from epd_portable.router.fleet.instances import Fleet, Use
+from epd_portable.router.fleet.tally import Tally
 from epd_portable.router.http.upstream import Upstream
 from epd_portable.wire.messages import LoadReport
 from tests.keyring import keys
-from tests.unit.router.test_chooser import fleet
+from tests.unit.router.test_chooser import begun, fleet, settings
 
 
 class Clock:
@@ -71,3 +77,69 @@ async def test_what_was_given_since_waits_there_too(control: ControlChannels) ->
     with encoder.working():
         known = loads.of(encoder)
         assert known is not None and (known.items, known.pixels) == (4, 7)
+
+
+BUSY = """
+plugins:
+- {type: decode-filter}
+- {type: queue-scorer}
+- {type: kv-cache-utilization-scorer}
+- {type: active-request-scorer}
+- {type: load-aware-scorer}
+schedulingProfiles:
+- name: decode
+  plugins:
+  - {pluginRef: decode-filter}
+  - {pluginRef: queue-scorer, weight: 2}
+  - {pluginRef: kv-cache-utilization-scorer, weight: 3}
+  - {pluginRef: active-request-scorer}
+  - {pluginRef: load-aware-scorer}
+"""
+
+
+async def test_each_choice_knows_what_was_given_and_told_until_then(
+    control: ControlChannels,
+) -> None:
+    memory = memoryview(bytearray(Tally.nbytes(2)))
+    instances = Fleet(Tally(memory, columns=2))
+    elsewhere = Tally(memory, columns=2, column=1)
+    for number in range(40):
+        instances.add(settings(f"pd{number}", "prefill-decode")).seen_well()
+    clock, chance = Clock(), random.Random(5)
+    loads = EngineLoads(instances, control, Upstream(), clock)
+
+    def policy() -> PolicyChooser:
+        return PolicyChooser(instances, Policy(parse_choice(BUSY)), deciders=True, loads=loads)
+
+    def said(one: PolicyChooser, tried: list[str]) -> dict[str, object]:
+        explanation = Explanation()
+        begun(one, explanation=explanation).pd(tried)
+        (decision,) = explanation.decisions
+        return {"filters": decision.filters, **{k: round(v, 9) for k, v in decision.totals.items()}}
+
+    seasoned = policy()
+    uses: list[Use] = []
+    for step in range(400):
+        some = chance.choice(instances.all)
+        event = chance.randrange(6)
+        if event == 0 and uses:
+            uses.pop(chance.randrange(len(uses))).__exit__(None, None, None)
+        elif event == 1:
+            uses.append(some.working())
+            uses[-1].__enter__()
+        elif event == 2:
+            elsewhere.work(some.row, 1)
+        elif event == 3:
+            clock.now += chance.choice([0.01, 1.0])
+        elif step % 50 == 49:
+            some.seen_gone("killed")
+        elif step % 70 == 69:
+            instances.remove(some.name)
+            instances.add(settings(f"new{step}", "prefill-decode")).seen_well()
+        else:
+            for each in instances.all if step < 200 else (some,):
+                load = LoadReport(waiting=chance.randrange(4), running=1, kv_used=chance.random())
+                loads.told(each.name, load)
+        tried = [some.name] if step % 7 == 0 else []
+        # One that has never chosen before looks at everybody.
+        assert said(seasoned, tried) == said(policy(), tried)

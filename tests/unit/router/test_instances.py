@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -43,7 +44,7 @@ def named(name: str, role: Role = "encode") -> InstanceSettings:
 
 def of(count: int, role: Role = "encode") -> Fleet:
     """Return instances that are all up."""
-    instances = Fleet(clock=Clock())
+    instances = Fleet(clock=Clock(), chance=random.Random(7))
     for number in range(count):
         instances.add(named(f"i-{number}", role)).seen_well()
     return instances
@@ -177,7 +178,7 @@ async def test_ejected_ones_come_back_when_they_would_be_more_than_half_of_the_u
 def test_a_prefill_decode_instance_that_failed_is_not_preferred_either() -> None:
     instances = of(2, "prefill-decode")
     CUT(found(instances, "i-0"))
-    assert {i.name for n in range(20) if (i := instances.prefill_decode(str(n)))} == {"i-1"}
+    assert {i.name for _ in range(20) if (i := instances.prefill_decode())} == {"i-1"}
 
 
 @pytest.mark.parametrize("failure", FAILURES)
@@ -240,7 +241,7 @@ class Lives(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.loop = asyncio.new_event_loop()
-        self.instances = Fleet(clock=Clock())
+        self.instances = Fleet(clock=Clock(), chance=random.Random(7))
         self.works: list[Any] = []
         self.count = 0
 
@@ -282,7 +283,7 @@ class Lives(RuleBasedStateMachine):
 
     @rule(key=st.text(max_size=3))
     def work(self, key: str) -> None:
-        for instance in (self.instances.encoder(key), self.instances.prefill_decode(key)):
+        for instance in (self.instances.encoder(key), self.instances.prefill_decode()):
             if instance is not None:
                 self.works.append(instance.working())
                 self.works[-1].__enter__()
@@ -296,14 +297,14 @@ class Lives(RuleBasedStateMachine):
     def only_usable_ones_are_chosen_the_preferred_first_and_excluded_ones_never(self) -> None:
         everybody = self.instances.all
         for role, choose in (
-            ("encode", self.instances.encoder),
+            ("encode", lambda exclude: self.instances.encoder("key", exclude)),
             ("prefill-decode", self.instances.prefill_decode),
         ):
             names = [i.name for i in everybody if i.role == role]
             for exclude in ([], names[:1], names[::2], names):
                 left = [i for i in everybody if i.name in names and i.name not in exclude]
                 usable = [i for i in left if i.usable]
-                instance = choose("key", exclude)
+                instance = choose(exclude)
                 assert (instance is None) == (not usable)
                 if instance is not None:
                     assert instance in ([i for i in left if i.preferred] or usable)
@@ -384,22 +385,19 @@ def test_a_busy_encoder_is_passed_over_for_the_same_other_one() -> None:
     assert len({chosen(instances, "item") for _ in range(5)} | {favourite}) == 2
 
 
-@given(st.text(), loads)
+@given(loads)
 @settings(deadline=None)
-def test_of_few_the_least_busy_has_a_request(key: str, given_loads: list[int]) -> None:
+def test_of_few_the_least_busy_has_a_request(given_loads: list[int]) -> None:
     instances = of(len(given_loads), "prefill-decode")
     busy(instances, {f"i-{n}": load for n, load in enumerate(given_loads)})
-    instance = instances.prefill_decode(key)
+    instance = instances.prefill_decode()
     assert instance is not None
     assert instance.load == min(given_loads)
 
 
-def test_the_key_decides_between_equals() -> None:
+def test_chance_decides_between_equals() -> None:
     instances = of(3, "prefill-decode")
-    shares: Counter[str] = Counter()
-    for n in range(300):
-        (name,) = {i.name for _ in range(2) if (i := instances.prefill_decode(f"request-{n}"))}
-        shares[name] += 1
+    shares = Counter(i.name for _ in range(300) if (i := instances.prefill_decode()))
     assert len(shares) == 3
     assert min(shares.values()) > 60
 
@@ -407,8 +405,8 @@ def test_the_key_decides_between_equals() -> None:
 def test_of_many_the_lighter_of_two_has_a_request() -> None:
     count = 10 * FEW
     instances = of(count, "prefill-decode")
-    for n in range(20 * count):
-        instance = instances.prefill_decode(f"request-{n}")
+    for _ in range(20 * count):
+        instance = instances.prefill_decode()
         assert instance is not None
         instance.working().__enter__()
     assert max(instance.load for instance in instances.all) <= 24
@@ -416,7 +414,7 @@ def test_of_many_the_lighter_of_two_has_a_request() -> None:
 
 def test_without_instances_nothing_is_chosen() -> None:
     assert Fleet().encoder("item") is None
-    assert Fleet().prefill_decode("request") is None
+    assert Fleet().prefill_decode() is None
     assert not of(1).any_usable("answer")
     assert of(1).any_usable("encode")
 
@@ -545,8 +543,8 @@ def test_load_is_that_of_all_processes(two: Two) -> None:
         assert [i.load for i in deciding.all] == [i.load for i in other.all] == [2, 0, 1, 0]
         assert [i.in_flight for i in other.all] == [1, 0, 1, 0]
         for instances in (deciding, other):
-            for key in "abc":
-                pd = instances.prefill_decode(key)
+            for _ in range(3):
+                pd = instances.prefill_decode()
                 assert pd is not None
                 assert pd.name == "q"
     favourite = chosen(other, "item")
