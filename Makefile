@@ -33,7 +33,7 @@ check: env  ## Check format, lint, types and import layers
 unit: env  ## Run the unit tests (half a minute, no engine)
 	$(BIN)/python -m pytest -n 2 --dist=loadfile --no-loadscope-reorder tests/unit
 
-test: env  ## Run the checks and every test that this machine can run: about 15 minutes on two cores
+test: env  ## Run the checks and what of the tests fits a quarter of an hour on two cores
 	@ci/system_packages.sh
 	@$(PYTHON) -m ci.suite
 

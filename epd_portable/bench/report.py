@@ -8,13 +8,14 @@ import importlib.metadata
 import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
 import psutil
 
+from epd_portable.bench.measured import digests
 from epd_portable.launch.commands.command_line import SCHEMA_VERSION
 
 Plain: TypeAlias = "str | int | float | bool | Sequence[Plain] | dict[str, Plain] | None"
@@ -60,6 +61,7 @@ class Conditions:
         memory_bytes: Of the machine.
         load_before: One-minute load average before anything was started.
         load_after: The same at the end; holds the load of the measurement itself too.
+        measured: Digests of the modules that the figures are about; see `digests`.
     """
 
     date: str
@@ -70,6 +72,7 @@ class Conditions:
     memory_bytes: int
     load_before: float
     load_after: float
+    measured: dict[str, str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,11 +103,12 @@ def load_average() -> float:
     return round(os.getloadavg()[0], 2)
 
 
-def conditions(load_before: float) -> Conditions:
+def conditions(load_before: float, *, measured: Iterable[str] = ()) -> Conditions:
     """Describe this process's machine, now.
 
     Args:
         load_before: `load_average` before the measurement.
+        measured: Names of the modules that the figures are about, a few.
     """
     versions = {}
     for name in _DISTRIBUTIONS:
@@ -121,6 +125,7 @@ def conditions(load_before: float) -> Conditions:
         memory_bytes=psutil.virtual_memory().total,
         load_before=load_before,
         load_after=load_average(),
+        measured=digests(measured),
     )
 
 

@@ -29,6 +29,11 @@ from epd_portable.wire.params import ExpectedTransfer, PrefillParams
 ITEM_TOKENS = 4
 _TIMEOUT_S = 3600.0
 _WARM_UP = 20
+_MEASURED = (
+    "epd_portable.runners.receiver",
+    "epd_portable.scheduling.encoder_cache",
+    "epd_portable.scheduling.preallocator",
+)
 _TENSOR = TensorSpec(shape=(ITEM_TOKENS, WIDTH), dtype=DTYPE)
 
 
@@ -115,7 +120,7 @@ def make_report(samples: Sequence[StepSample], *, command: str, load_before: flo
     return Report(
         title="The package's work in a step of a prefill+decode engine",
         command=command,
-        conditions=conditions(load_before),
+        conditions=conditions(load_before, measured=_MEASURED),
         notes=(
             "A receiver with a real pool and control channel, no engine and no model; the loop "
             "that asks is Python's, as vLLM's is.",

@@ -45,6 +45,9 @@ _WARM_UP = 3
 TURNS = 5
 """All that is compared takes so many turns."""
 _TIMEOUT_MS = 60_000.0
+_MEASURED = tuple(
+    f"epd_portable.connector.stores.{name}" for name in ("entry", "file", "loader", "redis", "resp")
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -501,7 +504,7 @@ def make_report(
     return Report(
         title="Encoder outputs from a store",
         command=command,
-        conditions=conditions(load_before),
+        conditions=conditions(load_before, measured=_MEASURED),
         notes=(
             "Written: sealed and in the store. Asked: the router's question. Ready: from a "
             "request's arrival at the PD instance until the item is in its slot, loaded and "

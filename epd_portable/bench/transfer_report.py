@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 
 from epd_portable.bench.chart import Chart, Series
 from epd_portable.bench.report import Plain, Report, Table, conditions, format_bytes
 from epd_portable.bench.stats import paired_ratio, quantile, summarize
 from epd_portable.bench.transfer import TransferCase, TransferPlace, TransferSample
+from epd_portable.connector import registry
 
 Groups = dict[TransferCase, list[TransferSample]]
 
@@ -38,7 +39,7 @@ def make_report(
     return Report(
         title="From the encoder's output to the placed tensor, by path and size",
         command=command,
-        conditions=conditions(load_before),
+        conditions=conditions(load_before, measured=_measured(groups)),
         notes=(
             _where(place, left_out),
             "One producer and one consumer process for each path, no engine; the combinations take "
@@ -52,7 +53,7 @@ def make_report(
             "pairs with their quartiles. Other times are medians over all rounds.",
             *_on_devices(place),
         ),
-        tables=(_ratios(groups), _parts(groups)),
+        tables=(_ratios(groups), *_between(groups), _parts(groups)),
         summary=[
             {"platform": place.platform, **_summary(case, group)} for case, group in groups.items()
         ],
@@ -97,6 +98,16 @@ def by_case(samples: Sequence[TransferSample]) -> Groups:
         case = TransferCase(path=each.path, nbytes=each.nbytes, encode_s=each.encode_s)
         groups.setdefault(case, []).append(each)
     return groups
+
+
+def _measured(groups: Groups) -> Iterator[str]:
+    """Yield the modules of both ends of the paths, and of what encrypts."""
+    for path in {case.path for case in groups}:
+        entry = registry.entry(path)
+        yield from (
+            target.partition(":")[0] for target in (entry.transport, entry.receiver) if target
+        )
+    yield "epd_portable.connector.curve"
 
 
 def _grant(group: Sequence[TransferSample]) -> str:
@@ -159,6 +170,28 @@ def _ratios(groups: Groups) -> Table:
             "rounds",
         ),
         rows=tuple(rows),
+    )
+
+
+def _between(groups: Groups) -> Iterator[Table]:
+    """Yield the table of each path by each other; none of one path alone."""
+    paths = tuple(dict.fromkeys(case.path for case in groups))
+    if len(paths) == 1:
+        return
+
+    def ratio(case: TransferCase, path: str) -> str:
+        group, peers = groups[case], groups.get(dataclasses.replace(case, path=path), [])
+        if path == case.path or len(peers) != len(group):
+            return "–"
+        return str(paired_ratio([each.total_s for each in group], [each.total_s for each in peers]))
+
+    yield Table(
+        title="By another path, each item by that of the same round",
+        columns=("path, size, grant", *(f"by {path}" for path in paths)),
+        rows=tuple(
+            (_name(case, group), *(ratio(case, path) for path in paths))
+            for case, group in groups.items()
+        ),
     )
 
 

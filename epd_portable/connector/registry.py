@@ -489,7 +489,7 @@ def _within_host(path: PathEntry) -> str:
 def _reserve(path: PathEntry, platform: str) -> str:
     """Return why a platform offers a path only to who asks for it; empty if it always does."""
     if not path.capabilities.one_sided and not TRAITS[platform].needs_device_copy:
-        return f"on {platform} only when asked for: without device memory tcp is faster"
+        return f"on {platform} only when asked for: without device memory tcp does, and encrypts"
     if path.protocol and _protocol(path, platform) not in path.tried:
         return f"on {platform} only when asked for: it was never run there"
     return ""

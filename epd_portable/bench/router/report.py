@@ -12,6 +12,11 @@ from epd_portable.bench.router.stand import Side
 from epd_portable.bench.stats import Ratio, paired_ratio, quantile
 
 NONE = "–"
+_MEASURED = (
+    "epd_portable.router.exchange",
+    "epd_portable.router.http.server_connection",
+    "epd_portable.router.http.upstream_connection",
+)
 _CLOCKS = (("CPU", "CPU time"), ("wall", "Wall time"), ("counted", "Counted"))
 
 
@@ -65,7 +70,7 @@ def make_report(results: CaseResults, *, command: str, load_before: float) -> Re
     return Report(
         title="What the router costs",
         command=command,
-        conditions=conditions(load_before),
+        conditions=conditions(load_before, measured=_MEASURED),
         notes=_notes(results),
         tables=(*tables, _measuring_table(results)),
         summary=summary,

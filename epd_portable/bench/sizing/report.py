@@ -12,6 +12,7 @@ from epd_portable.bench.sizing.scaling import Growth, Study
 from epd_portable.bench.sizing.search import Candidate, LatencyLimits, SizingQuestion, recommend
 from epd_portable.bench.sizing.simulate import Deployment, Outcome
 
+_MEASURED = ("epd_portable.bench.sizing.engine", "epd_portable.bench.sizing.simulate")
 NOT_MODELLED = (
     "Not modelled: prefix and encoder caches (every picture is new), KV cache memory, the receive "
     "pool, faults, networks with contention, attention that grows with the context."
@@ -82,7 +83,7 @@ def make_report(answer: SizingAnswer, *, command: str, load_before: float) -> Re
     return Report(
         title="Sizing",
         command=command,
-        conditions=conditions(load_before),
+        conditions=conditions(load_before, measured=_MEASURED),
         tables=tuple(tables),
         summary=_summary(answer),
         samples=[_sample(each) for each in answer.candidates]

@@ -90,9 +90,8 @@ class TransferStage(_Times):
 
     Attributes:
         base_s: Of every item: messages, threads. 0.9 ms by ``shm`` up to 1 MiB without an engine
-            (docs/measurements/2026-11-items.md).
-        byte_s: For each byte; by ``shm`` 13.3 GB/s at 64 MiB
             (docs/measurements/2026-11-transfer.md).
+        byte_s: For each byte; by ``shm`` 12 GB/s at 64 MiB (the same).
         embedding_bytes: Of one embedding: hidden size × bytes of the dtype.
     """
 

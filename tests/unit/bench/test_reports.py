@@ -72,7 +72,7 @@ def test_a_page_begins_with_its_command_and_says_where_it_ran_without_a_host_nam
 
 
 def test_transfers_are_shown_by_path_and_rising_size_with_the_ratio_first() -> None:
-    ratios, parts = transfer_page().tables
+    ratios, between, parts = transfer_page().tables
     assert [row[0] for row in ratios.rows] == [
         "tcp, 1 MiB, granted before",
         "shm, 4 KiB, granted before",
@@ -83,6 +83,31 @@ def test_transfers_are_shown_by_path_and_rising_size_with_the_ratio_first() -> N
     assert ratios.rows[0][1:4] == ("2.00 (2.00–2.00)", "15.00", "19.00")
     assert parts.rows[1][1:] == ("1.000", "6.000", "2.000", "1.000", "3.000", "1.0")
     assert parts.rows[2][-1] == "1.5"
+    assert between.columns[1:] == ("by tcp", "by shm")
+    assert not any(re.search(r"\d", cell) for row in between.rows for cell in row[1:])
+
+
+def test_a_path_is_compared_with_another_round_by_round() -> None:
+    rounds = [
+        (transfer_sample("shm", 4096, each), transfer_sample("tcp", 4096, 3 * each))
+        for each in (1, 5)
+    ]
+    page = transfer_report.make_report(
+        [sample for both in rounds for sample in both],
+        CPU,
+        left_out={},
+        command=COMMAND,
+        load_before=0.25,
+    )
+    assert [row[1:] for row in page.tables[1].rows] == [
+        ("–", "0.33 (0.33–0.33)"),
+        ("3.00 (3.00–3.00)", "–"),
+    ]
+    one_path = [sample for sample, _ in rounds]
+    page = transfer_report.make_report(
+        one_path, CPU, left_out={}, command=COMMAND, load_before=0.25
+    )
+    assert len(page.tables) == 2
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,391 @@
+"""The tables of measurements once more, from the samples in the file, by code of its own.
+
+Nothing here is shared with `epd_portable.bench`, whose reports are what is checked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from statistics import fmean
+from typing import Any
+
+Document = dict[str, Any]
+Row = dict[str, str]
+"""Cells by column: the first of a row, which names it, and those that can be computed."""
+
+
+def quantile(values: Iterable[float], share: float) -> float:
+    """Return the value below which a share of all lies, between its neighbours."""
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    below = math.floor(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+
+
+def median(values: Iterable[float]) -> float:
+    """Return the middle one."""
+    return quantile(values, 0.5)
+
+
+def ratio(values: Sequence[float], peers: Sequence[float]) -> str:
+    """Return the median of the ratios of pairs, with their quartiles."""
+    pairs = [value / peer for value, peer in zip(values, peers, strict=True)]
+    return f"{median(pairs):.2f} ({quantile(pairs, 0.25):.2f}–{quantile(pairs, 0.75):.2f})"
+
+
+def grouped(samples: Iterable[Document], *names: str) -> dict[tuple[Any, ...], list[Document]]:
+    """Return samples by what they are of."""
+    found: dict[tuple[Any, ...], list[Document]] = defaultdict(list)
+    for each in samples:
+        found[tuple(each[name] for name in names)].append(each)
+    return found
+
+
+def column(group: Iterable[Document], name: str) -> list[float]:
+    """Return one value of each sample."""
+    return [each[name] for each in group]
+
+
+# -- transfer --------------------------------------------------------------------------------------
+
+
+def _size(nbytes: int) -> str:
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes % size == 0:
+            return f"{nbytes // size} {unit}"
+    return f"{nbytes} B"
+
+
+def _transfers(document: Document) -> Iterator[tuple[Row, tuple[Any, ...], list[Document]]]:
+    for case, group in grouped(document["samples"], "path", "nbytes", "encode_s").items():
+        before = sum(each["granted_before"] for each in group) > len(group) / 2
+        grant = "granted before" if before else "granted after"
+        yield {"path, size, grant": f"{case[0]}, {_size(case[1])}, {grant}"}, case, group
+
+
+def against_memcpy(document: Document) -> Iterator[Row]:
+    """Transfers beside plain copies."""
+    for name, (_, nbytes, _), group in _transfers(document):
+        total = column(group, "total_s")
+        yield name | {
+            "ratio": ratio(total, column(group, "memcpy_s")),
+            "median, ms": f"{median(total) * 1e3:.2f}",
+            "p90, ms": f"{quantile(total, 0.9) * 1e3:.2f}",
+            "memcpy, ms": f"{median(column(group, 'memcpy_s')) * 1e3:.3f}",
+            "GB/s": f"{nbytes / median(total) / 1e9:.3g}",
+            "rounds": str(len(group)),
+        }
+
+
+def by_another_path(document: Document) -> Iterator[Row]:
+    """Transfers beside those of other paths in the same round."""
+    cases = {case: column(group, "total_s") for _, case, group in _transfers(document)}
+    for name, case, group in _transfers(document):
+        total = column(group, "total_s")
+        yield name | {
+            f"by {path}": "–" if path == case[0] else ratio(total, cases[(path, *case[1:])])
+            for path, *_ in cases
+        }
+
+
+def where_the_time_goes(document: Document) -> Iterator[Row]:
+    """Parts of transfers."""
+    parts = {
+        "wait for grant": ("grant_wait_s",),
+        "write": ("write_s",),
+        "written to landed": ("notice_s",),
+        "landed to placed": ("place_s",),
+        "control": ("grant_wait_s", "notice_s"),
+    }
+    for name, _, group in _transfers(document):
+        times = {
+            part: median(sum(each[key] for key in keys) for each in group)
+            for part, keys in parts.items()
+        }
+        yield (
+            name
+            | {part: f"{value * 1e3:.3f}" for part, value in times.items()}
+            | {"turns, mean": f"{fmean(column(group, 'turns')):.1f}"}
+        )
+
+
+# -- steps and stores ------------------------------------------------------------------------------
+
+
+def steps(document: Document) -> Iterator[Row]:
+    """The package's work in a step."""
+    for (decoding, items, waiting), group in grouped(
+        document["samples"], "decoding", "items", "waiting"
+    ).items():
+        step, asking = column(group, "step_s"), median(column(group, "asking_s"))
+        yield {
+            "decoding × items": f"{decoding} × {items}",
+            "waiting": str(waiting),
+            "ratio": f"{median(step) / asking:.2f}",
+            "p50": f"{median(step) * 1e6:.1f}",
+            "p90": f"{quantile(step, 0.9) * 1e6:.1f}",
+            "only asking, p50": f"{asking * 1e6:.1f}",
+        }
+
+
+def stores(document: Document) -> Iterator[Row]:
+    """Entries of a store by size."""
+    entries = [each for each in document["samples"] if "kind" in each]
+    for (kind, nbytes), group in grouped(entries, "kind", "nbytes").items():
+        row = {"store": kind, "MiB": f"{nbytes / (1 << 20):g}"}
+        for title, peer, own in (
+            ("written / SET", "set_s", "save_s"),
+            ("ready / GET", "get_s", "ready_s"),
+        ):
+            known = all(each["get_s"] for each in group)
+            value = median(each[peer] / each[own] for each in group) if known else None
+            row[title] = "–" if value is None else f"{value:.2f}"
+        for title, own in (
+            ("written", "save_s"),
+            ("asked", "ask_s"),
+            ("ready", "ready_s"),
+            ("plain copy", "memcpy_s"),
+        ):
+            row[title] = f"{median(column(group, own)) * 1e3:.2f}"
+        yield row
+
+
+def pictures_from_a_store(document: Document) -> Iterator[Row]:
+    """Items of real engines, loaded and encoded."""
+    engines = [each for each in document["samples"] if "pixels" in each]
+    for (pixels,), group in grouped(engines, "pixels").items():
+        ready, encoded = column(group, "ready_s"), column(group, "encode_s")
+        shares = [a / b for a, b in zip(ready, encoded, strict=True)]
+        yield {
+            "picture": f"{pixels} × {pixels}",
+            "KiB": str(group[0]["nbytes"] >> 10),
+            "ratio": f"{median(shares):.3f}",
+            "ready from the store": f"{median(ready) * 1e3:.2f}",
+            "encoded": f"{median(encoded) * 1e3:.1f}",
+        }
+
+
+# -- the router ------------------------------------------------------------------------------------
+
+
+def _three_digits(value: float) -> str:
+    if value == 0:
+        return "0"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
+
+
+def router_figures(document: Document) -> Iterator[Row]:
+    """What the router costs; sides beside each other, turn by turn."""
+    for figure in document["summary"]["figures"]:
+        found: dict[str, list[float]] = defaultdict(list)
+        for turn in document["samples"]:
+            if turn["case"] == figure["case"] and figure["figure"] in turn["values"]:
+                found[turn["side"]].append(turn["values"][figure["figure"]])
+        row = {"what": figure["what"]}
+        for side, values in found.items():
+            spread = f" ({_three_digits(min(values))}–{_three_digits(max(values))})"
+            row[side] = _three_digits(median(values)) + (spread if len(values) > 1 else "")
+        higher = figure["what"].endswith(("requests/s", "tokens/s", "bodies/s"))
+        for side, values in found.items():
+            for peer, others in found.items():
+                if side == peer or len(values) != len(others) or min(*values, *others) <= 0:
+                    continue
+                shown = ratio(values, others) if higher else ratio(others, values)
+                one = (
+                    len(set(shown.replace("(", "").replace(")", "").replace("–", " ").split())) == 1
+                )
+                row[f"{side} by {peer}"] = shown.partition(" ")[0] if one else shown
+        yield row
+
+
+def router_measuring(document: Document) -> Iterator[Row]:
+    """How busy the cores of a measurement of the router were."""
+    for each in document["summary"]["measuring"]:
+        if not each["wall_s"]:
+            continue
+        row = {"case, side": f"{each['case']}, {each['side']}"}
+        for title, name in (
+            ("its core: itself", "measured_cpu_s"),
+            ("clients", "load_cpu_s"),
+            ("instances", "instances_cpu_s"),
+        ):
+            row[title] = f"{each[name] / each['wall_s']:.0%}" if each[name] else "–"
+        yield row | {
+            "requests": f"{each['requests']:,}",
+            "not right": f"{each['not_right']:,}",
+        }
+
+
+# -- a topology under load -------------------------------------------------------------------------
+
+
+def _rounds(document: Document) -> dict[str, dict[str, list[Document]]]:
+    """Return the turns that count, by point and side: rounds in which no side was refused."""
+    bad = {(each["point"], each["turn"]) for each in document["samples"] if each.get("refused")}
+    found: dict[str, dict[str, list[Document]]] = defaultdict(lambda: defaultdict(list))
+    for each in sorted(document["samples"], key=lambda each: each["turn"]):
+        if (each["point"], each["turn"]) not in bad:
+            found[each["point"]][each["side"]].append(each)
+    return found
+
+
+def _sides(document: Document) -> Iterator[tuple[Row, list[Document]]]:
+    for point, by_side in _rounds(document).items():
+        for side in document["summary"]["facts"]["sides"]:
+            yield {"load: side": f"{point}: {side}"}, by_side[side]
+
+
+def what_became_of_pictures(document: Document) -> Iterator[Row]:
+    """Items by outcome."""
+    for name, turns in _sides(document):
+        outcomes: dict[str, float] = defaultdict(float)
+        for turn in turns:
+            for outcome, count in turn["counted"]["outcomes"].items():
+                outcomes[outcome] += count
+        if outcomes:
+            parts = (f"{outcome} {outcomes[outcome]:.0f}" for outcome in sorted(outcomes))
+            yield name | {"items": ", ".join(parts)}
+
+
+def _saved(turns: Sequence[Document]) -> Row:
+    def total(*path: str) -> float:
+        return sum(turn["counted"].get(path[0], {}).get(path[1], 0.0) for turn in turns)
+
+    pictures = sum(each["pictures"] for turn in turns for each in turn["requests"])
+    runs = total("encoded", "encoder") + total("encoded", "local")
+    row = {}
+    if pictures and runs:
+        row = {
+            "pictures": str(pictures),
+            "of these different in their round": str(
+                sum(turn["distinct_pictures"] for turn in turns)
+            ),
+            "encoder runs": f"{runs:.0f}",
+        }
+    tokens = sum(turn["counted"]["prefix_queries"] for turn in turns)
+    hits = sum(turn["counted"]["prefix_hits"] for turn in turns)
+    return row | {
+        "prompt tokens": f"{tokens:.0f}",
+        "found in a prefix cache": f"{hits / tokens:.1%}",
+    }
+
+
+def what_caches_saved(document: Document) -> Iterator[Row]:
+    """Encoder runs, and prompt tokens in prefix caches."""
+    for name, turns in _sides(document):
+        yield name | _saved(turns)
+
+
+def what_caches_saved_by_round(document: Document) -> Iterator[Row]:
+    """The same, round by round."""
+    for (number, side), turns in grouped(document["samples"], "turn", "side").items():
+        yield {"round, side": f"{number + 1}, {side}"} | _saved(turns)
+
+
+# -- sizing ----------------------------------------------------------------------------------------
+
+
+def _latencies(sample: Document) -> Row:
+    kinds = sample["kinds"]
+    return {
+        "TTFT p99 text, s": f"{kinds['text']['ttft_p99']:.3g}",
+        "pictures, s": f"{kinds['pictures']['ttft_p99']:.3g}",
+        "TPOT p99, ms": f"{max(kind['tpot_p99'] for kind in kinds.values()) * 1000:.3g}",
+    }
+
+
+def highest_rates(document: Document) -> Iterator[Row]:
+    """Ways to use a number of devices."""
+    found = [each for each in document["samples"] if "capacities" in each]
+    for each in found:
+        stage, share = max(
+            ((name, each["rate"] / most) for name, most in each["capacities"].items()),
+            key=lambda pair: pair[1],
+        )
+        yield {
+            "deployment": each["deployment"],
+            "by replicas": f"{each['rate'] / found[0]['rate']:.2f}",
+            "requests/s": f"{each['rate']:.3g}",
+            "goodput/s": f"{each['goodput']:.3g}",
+            "nearest to full": f"{stage} {share:.0%}",
+            "breaks first above": each["limit"],
+        } | _latencies(each)
+
+
+def _devices(deployment: str) -> int:
+    encoders, _, engines = deployment.removesuffix("pd").partition("e")
+    return int(encoders) + int(engines)
+
+
+def what_grows(document: Document) -> Iterator[Row]:
+    """What a size of deployment needs."""
+    rows = {each["deployment"]: each for each in document["samples"] if "workers" in each}
+    for deployment, each in rows.items():
+        yield {
+            "devices": f"{_devices(deployment):,}",
+            "deployment": deployment,
+            "requests/s": f"{each['rate']:,.0f}",
+            "router, cores": f"{each['router_cores']:.2f}",
+            "processes needed": str(each["workers_needed"]),
+            "control messages/s": f"{each['messages']:,.0f}",
+            "pairs": f"{each['pairs']:,}",
+            "connections kept": f"{each['connections']:,}",
+            "items that open one": f"{each['reconnected']:.0%}",
+            "health asked every, s": f"{each['health_age_s']:.0f}",
+            "router memory, MB": f"{each['router_bytes'] / 1e6:,.1f}",
+        }
+
+
+def what_was_simulated(document: Document) -> Iterator[Row]:
+    """What the simulation saw; how long it took is in the tables only."""
+    for each in document["samples"]:
+        if "workers" in each:
+            yield {
+                "devices, router processes": f"{_devices(each['deployment']):,}, {each['workers']}",
+                "within limits": f"{each['within']:.1%}",
+                "router busy": f"{each['busy']['router']:.0%}",
+                "router waited, longest, s": f"{each['longest_wait_s']['router']:.3g}",
+                "encoders busy": f"{each['busy']['encode']:.0%}",
+            } | _latencies(each)
+
+
+def full_routers(document: Document) -> Iterator[Row]:
+    """Devices at which processes of the router are full."""
+    for workers, devices in document["summary"]["knees"].items():
+        yield {"processes": workers, "devices": f"{devices:,}"}
+
+
+def as_written(document: Document) -> Iterator[Row]:
+    """Nothing that samples would show: constants of the package."""
+    for table in document["tables"]:
+        if table["title"].startswith("Limits of the package"):
+            for row in table["rows"]:
+                yield dict(zip(table["columns"], row, strict=True))
+
+
+TABLES: dict[tuple[str, str], Callable[[Document], Iterator[Row]]] = {
+    ("Against memcpy of the same bytes", "path, size, grant"): against_memcpy,
+    ("By another path", "path, size, grant"): by_another_path,
+    ("Where the time goes", "path, size, grant"): where_the_time_goes,
+    ("Times in µs", "decoding × items"): steps,
+    ("Medians in ms; ratios: redis-benchmark", "store"): stores,
+    ("Real engines: a picture from the store", "picture"): pictures_from_a_store,
+    ("CPU time", "what"): router_figures,
+    ("Wall time", "what"): router_figures,
+    ("Counted", "what"): router_figures,
+    ("The measuring itself", "case, side"): router_measuring,
+    ("What became of the pictures", "load: side"): what_became_of_pictures,
+    ("What caches saved", "load: side"): what_caches_saved,
+    ("What caches saved", "round, side"): what_caches_saved_by_round,
+    ("Highest rate within the limits", "deployment"): highest_rates,
+    ("What grows", "devices"): what_grows,
+    ("What the simulation saw", "devices, router processes"): what_was_simulated,
+    ("Where so many processes of the router are full", "processes"): full_routers,
+    ("Limits of the package", "limit"): as_written,
+}
+"""By the beginning of a table's heading, and the name of its first column."""
