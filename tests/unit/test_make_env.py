@@ -497,8 +497,18 @@ def npu_env(env: Venv, monkeypatch: pytest.MonkeyPatch) -> Venv:
     return env
 
 
-def test_a_machine_with_the_compiler_and_the_wheels_can_have_the_simulation(npu_env: Venv) -> None:
+def test_a_machine_with_the_compiler_and_the_wheels_can_have_the_simulation(
+    npu_env: Venv, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def has(_: FakeInstaller, requirement: str, *, source: bool) -> bool:
+        asked.append(requirement)
+        return True
+
+    monkeypatch.setattr(FakeInstaller, "has", has)
     npu_sim_env.check_available()
+    assert {"torch-npu==2.13.0", "vllm-ascend==0.30.0rc2", "vllm-ascend==0.23.0"} <= set(asked)
 
 
 def test_a_machine_without_gcc_is_told_so(npu_env: Venv, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,9 +158,11 @@ def test_label_values_in_expressions_are_those_that_are_counted() -> None:
     record = Path(__file__).resolve().parents[2] / "epd_portable/router/observability/record.py"
     words = record.read_text("utf-8")
     roles = set(re.findall(r'"([a-z-]+)"', (record.parents[2] / "config/roles.py").read_text()))
+    seen = set()
     for rule in rules():
         for selector in selectors(promql_parser.parse(rule["expr"])):
             for matcher in selector.matchers.matchers:
+                seen.add(matcher.name)
                 for value in matcher.value.split("|"):
                     if matcher.name == "role":
                         assert value in roles
@@ -170,3 +172,4 @@ def test_label_values_in_expressions_are_those_that_are_counted() -> None:
                         assert value in get_args(Ask)
                     elif selector.name.startswith("epd_encode_store"):
                         assert value in get_args(Drop)
+    assert {"role", "rung"} <= seen

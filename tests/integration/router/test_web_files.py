@@ -387,6 +387,7 @@ async def test_nothing_of_the_router_is_told_to_a_site(world: World) -> None:
     fetcher = world.fetcher(cache_bytes=0)
     await get(fetcher, world.url())
     await get(fetcher, world.url())
+    assert len(world.site.heads) == 2
     for head in world.site.heads:
         names = {line.split(b":")[0].lower() for line in head.split(b"\r\n")[1:] if line}
         assert names == {b"host", b"accept", b"accept-encoding", b"user-agent", b"connection"}

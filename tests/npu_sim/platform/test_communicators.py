@@ -72,7 +72,9 @@ def test_a_process_makes_one_communicator_at_a_time_whatever_is_asked_at_once(
 def test_every_communicator_is_destroyed_when_its_group_closes(printed: str) -> None:
     # What is left until a process ends is destroyed there.
     while_all_live = printed.partition("AFTER")[0]
-    for happened in events(while_all_live).values():
+    found = events(while_all_live)
+    assert len(found) == PROCESSES
+    for happened in found.values():
         assert [what for what, _ in happened].count("destroyed") == GROUPS
 
 

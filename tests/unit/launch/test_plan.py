@@ -307,9 +307,12 @@ def test_servers_that_do_not_know_the_transfer_parameters_get_a_bridge(
 
 
 def test_only_encode_instances_keep_copies_and_none_if_the_file_says_so() -> None:
-    text = TEXT + "instances: {encode: {host_cache_bytes: 0}}"
-    for spec in plan_of(text, "cpu").processes[:2]:
-        assert "host_cache_bytes" not in connector(spec)["ec_connector_extra_config"]
+    def kept(text: str) -> list[bool]:
+        specs = plan_of(text, "cpu").processes[:2]
+        return ["host_cache_bytes" in connector(one)["ec_connector_extra_config"] for one in specs]
+
+    assert kept(TEXT) == [True, False]
+    assert kept(TEXT + "instances: {encode: {host_cache_bytes: 0}}") == [False, False]
 
 
 def test_limits_of_media_reach_the_router_and_the_instances() -> None:

@@ -98,4 +98,6 @@ def test_many_instances_have_an_address_each_on_the_loopback_network() -> None:
 
 
 def test_a_choice_takes_time() -> None:
-    assert all(each > 0 for each in choice.measure(50, 3).values())
+    measured = choice.measure(50, 3)
+    assert measured.keys() == {"encode", "prefill-decode"}
+    assert all(each > 0 for each in measured.values())
