@@ -32,8 +32,8 @@ class Ratio:
 
     Attributes:
         median: Of the ratios of each pair.
-        low: First quartile of these ratios; with `high` it shows the noise.
-        high: Third quartile.
+        low: First quartile of these ratios, of few the lowest; with `high` it shows the noise.
+        high: Third quartile, or the highest.
     """
 
     median: float

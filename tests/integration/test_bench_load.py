@@ -306,17 +306,20 @@ def test_the_highest_rate_is_looked_for_on_all_sides(played: Played, tmp_path: P
     file = tmp_path / "load.json"
     result = load(
         *("--side", f"fast=url:{fast.url}", "--side", f"slow=url:{slow.url}"),
-        *("--goodput", "2:4", "--precision", "1", "--ttft-ms", "1500", "--rounds", "1"),
+        *("--goodput", "2:4", "--precision", "1", "--ttft-ms", "1500"),
         *("--json", str(file)),
     )
     assert result.exit_code == 0, result.output
     (found,) = json.loads(file.read_text())["summary"]["search"].values()
-    assert found == {"fast": {"met": 4.0, "missed": None}, "slow": {"met": None, "missed": 2.0}}
+    assert found == {
+        "fast": {"met": 4.0, "missed": None, "met_above": []},
+        "slow": {"met": None, "missed": 2.0, "met_above": []},
+    }
     asked = len(fast.bodies)
     assert (
         load(
             *("--side", f"fast=url:{fast.url}", "--side", f"slow=url:{slow.url}"),
-            *("--goodput", "2:4", "--precision", "1", "--ttft-ms", "1500", "--rounds", "1"),
+            *("--goodput", "2:4", "--precision", "1", "--ttft-ms", "1500"),
             *("--json", str(file), "--resume", "--warm-up", "0"),
         ).exit_code
         == 0
@@ -345,6 +348,13 @@ def test_recorded_traffic_is_replayed(played: Played, tmp_path: Path) -> None:
         (["--side", "hope", "--rate", "1"], "expected NAME=WHAT"),
         (["--side", "url:http://127.0.0.1:1"], "nothing says how often to ask"),
         (["--side", "url:http://127.0.0.1:1", "--goodput", "1:2"], "--goodput needs a limit"),
+        (
+            [
+                *("--side", "url:http://127.0.0.1:1", "--goodput", "1:2", "--tpot-ms", "9"),
+                *("--rounds", "2"),
+            ],
+            "give 3 or more",
+        ),
         (["--side", "replicas:2", "--side", "b=replicas:3", "--rate", "1"], "divided equally"),
         (["--side", "none.yaml", "--rate", "1"], "none.yaml"),
         (["--side", "url:http://127.0.0.1:1", "--rate", "1", "--resume"], "name it by --json"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import importlib.util
 import tempfile
 from pathlib import Path
@@ -11,13 +12,12 @@ from typing import Any, cast
 import click
 
 from epd_portable.bench import chart, console, report
-from epd_portable.bench.load import archive, charts, checkpoint, guard, settings, show
+from epd_portable.bench.load import archive, charts, checkpoint, guard, peers, settings, show
 from epd_portable.bench.load import report as load_report
 from epd_portable.bench.load.measure import LoadResults, Measurement
-from epd_portable.bench.load.peers import PEERS
-from epd_portable.bench.load.plan import Limits, LoadPlan, LoadPoint
+from epd_portable.bench.load.plan import ROUNDS, Limits, LoadPlan, LoadPoint
 from epd_portable.bench.load.requests import read_trace
-from epd_portable.bench.load.sides import read_sides
+from epd_portable.bench.load.sides import read_sides, with_proxy
 from epd_portable.bench.load.stand import Ground
 from epd_portable.bench.options import output_options
 from epd_portable.errors import ConfigError, MeasurementError
@@ -30,12 +30,17 @@ Sides, each as NAME=WHAT or WHAT; ratios are of the first by each of the others:
   ours=configs/1e1pd.yaml        a topology, started by epd-launch
   tcp=configs/1e1pd.yaml,transfer.path=tcp    the same with other keys
   replicas:2                     two replicas of plain vLLM; requests go to them in turns
+  replicas:1                     one plain vLLM over all cores or devices
+  dp:2                           one plain vLLM with --data-parallel-size 2
   upstream:1E1PD                 vLLM's own ECExampleConnector over /dev/shm, with a proxy
+  replicas:2,tuned               on a CPU with the executor, threads and freedom of API servers that
+                                 epd-launch gives its own instances; so dp:2 and upstream:1E1PD.
+                                 Without it plain vLLM runs as it does by itself
   there=url:http://h:1,http://h:2    servers that run already; requests go to them in turns
 
 \b
 Three rates, with a picture in one of ten requests:
-  epd-bench load --side ours=configs/1e1pd.yaml --side replicas:2 --side upstream:1E1PD \\
+  epd-bench load --side ours=configs/1e1pd.yaml --side replicas:2 --side replicas:2,tuned \\
     --model shape --rate 2,6,10 --share 0.1 --pictures 1 --size 448 --json load.json
 Several loads in one run:
   ... --point rate=6,share=0.1 --point rate=2,share=0.3,pictures=4
@@ -114,12 +119,11 @@ input.
     "auto: together where memory allows.",
 )
 @click.option(
-    "--peers",
-    type=click.Choice(list(PEERS)),
-    default="stock",
-    show_default=True,
-    help="Plain vLLM on a CPU. stock: with its defaults, a worker process for each engine; tuned: "
-    "with the executor and threads that epd-launch gives its instances.",
+    "--upstream-proxy",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="The proxy of vLLM's example, disagg_epd_proxy.py of its release; without it a stand-in "
+    "is measured, and called so.",
 )
 @click.option(
     "--preset",
@@ -220,8 +224,7 @@ input.
 )
 @click.option(
     "--rounds",
-    default=3,
-    show_default=True,
+    show_default="three, and more until 30 requests with pictures are behind each figure",
     type=click.IntRange(min=1),
     help="Times that every load is measured on every side.",
 )
@@ -332,7 +335,9 @@ def _run(options: dict[str, Any]) -> None:
     plan = _plan(options)
     progress = show.LoadBar()
     asked = settings.SidesAsked(
-        sides=read_sides(options["side_texts"]),
+        sides=with_proxy(
+            read_sides(options["side_texts"]), real=options["upstream_proxy"] is not None
+        ),
         platform=options["platform"],
         settings=(
             *options["overrides"],
@@ -353,6 +358,7 @@ def _run(options: dict[str, Any]) -> None:
     together = options["up"] == "together" or (
         options["up"] == "auto" and settings.fits_together(asked, allotment)
     )
+    proxy: Path | None = options["upstream_proxy"]
     facts: dict[str, Any] = {
         "sides": {side.name: side.what for side in asked.sides},
         "platform": asked.platform,
@@ -360,12 +366,12 @@ def _run(options: dict[str, Any]) -> None:
         "settings": list(asked.settings),
         "units": allotment.units,
         "stages": options["stages"],
-        "peers": options["peers"],
+        "proxy": None if proxy is None else hashlib.sha256(proxy.read_bytes()).hexdigest(),
     }
     setting = load_report.Setting(
         plan=plan,
         sides=asked.sides,
-        equal=f"{settings.equal_words(asked, allotment)} {PEERS[options['peers']]}",
+        equal=f"{settings.equal_words(asked, allotment)} {peers.words(asked.sides)}",
         together=together,
         facts=facts,
         fingerprint=plan.fingerprint(**facts),
@@ -397,7 +403,7 @@ def _run(options: dict[str, Any]) -> None:
             allotment=allotment,
             folder=Path(folder),
             stages=options["stages"],
-            tuned=options["peers"] == "tuned",
+            upstream_proxy=None if proxy is None else proxy.resolve(),
             report=progress.say,
         )
         Measurement(
@@ -417,6 +423,8 @@ def _run(options: dict[str, Any]) -> None:
         options["markdown_file"],
         options["png_file"],
     )
+    for line in load_report.few_pictures(results, setting):
+        progress.say(f"warning: {line}; give more --rounds or --seconds")
     _judge(results, setting, allow_fallback=options["allow_fallback"])
     if recorded is not None:
         worse = options["worse"]
@@ -454,6 +462,11 @@ def _plan(options: dict[str, Any]) -> LoadPlan:
             raise ConfigError("--goodput needs a limit: --ttft-ms, --tpot-ms or both")
         if any(point.rate or point.concurrency for point in points) or options["replay_file"]:
             raise ConfigError("--goodput looks for the rate itself: leave rates out of the points")
+        if options["rounds"] is not None and options["rounds"] < ROUNDS:
+            raise ConfigError(
+                f"--goodput with --rounds {options['rounds']}: one round more or less decides "
+                f"whether a rate is met; give {ROUNDS} or more, or leave --rounds out"
+            )
     replay_file: Path | None = options["replay_file"]
     replay = read_trace(replay_file) if replay_file else ()
     if replay_file:
@@ -464,7 +477,7 @@ def _plan(options: dict[str, Any]) -> LoadPlan:
         points=tuple(points),
         seconds=options["seconds"],
         requests=options["requests"],
-        rounds=options["rounds"],
+        rounds=options["rounds"] or 0,
         warm_up=options["warm_up"],
         seed=options["seed"],
         limits=Limits(
@@ -488,7 +501,7 @@ def _judge(results: LoadResults, setting: load_report.Setting, *, allow_fallback
     missing = [
         point
         for point in load_report.measured_points(results, setting)
-        if len(results.good(point)) < setting.plan.rounds
+        if len(results.good(point)) < setting.plan.rounds_of(point)
     ]
     if missing:
         raise MeasurementError(

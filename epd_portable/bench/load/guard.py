@@ -7,12 +7,8 @@ from typing import Any
 
 from epd_portable.errors import ConfigError
 
-GUARDED = (
-    ("text", "TTFT p99"),
-    ("pictures", "TTFT p50"),
-    ("all", "TPOT p99"),
-)
-"""Kinds of requests and their quantities by which users decide."""
+GUARDED = ("TTFT p99 of text", "TTFT p50 of pictures", "TPOT p99 of all")
+"""Ratios of a summary that are not all noise in a short run."""
 
 
 def regressions(summary: dict[str, Any], recorded: dict[str, Any], *, worse: float) -> list[str]:
@@ -49,16 +45,10 @@ def _pairs(summary: dict[str, Any], recorded: dict[str, Any]) -> Iterator[tuple[
     for load, point in summary["points"].items():
         ratios = recorded["points"].get(load, {}).get("ratios", {})
         for side in point["ratios"].keys() & ratios.keys():
-            for kind, quantity in GUARDED:
-                now = _median(point["ratios"][side], kind, quantity)
-                before = _median(ratios[side], kind, quantity)
+            for what in GUARDED:
+                now, before = (of[side].get(what) for of in (point["ratios"], ratios))
                 if now is not None and before is not None:
-                    yield f"{load}, {quantity} of {kind} by {side}", now, before
-
-
-def _median(ratios: dict[str, Any], kind: str, quantity: str) -> float | None:
-    ratio = ratios.get(kind, {}).get(quantity)
-    return None if ratio is None else float(ratio["median"])
+                    yield f"{load}, {what} by {side}", now["median"], before["median"]
 
 
 def _loads(summary: dict[str, Any]) -> str:

@@ -14,9 +14,9 @@ import msgspec
 from epd_portable.bench.load import watch
 from epd_portable.bench.load.commands import Ask, ClientsDone, Command, Prepare, Send
 from epd_portable.bench.load.figures import meets
-from epd_portable.bench.load.plan import LoadPlan, LoadPoint
+from epd_portable.bench.load.plan import ROUNDS, LoadPlan, LoadPoint
 from epd_portable.bench.load.record import SideTurn, TracedTurn, records, refusal
-from epd_portable.bench.load.search import Bracket, GoodputSearch
+from epd_portable.bench.load.search import Findings, GoodputSearch
 from epd_portable.bench.load.sides import LoadSide
 from epd_portable.bench.load.stages import request_stages
 from epd_portable.bench.load.stand import Ground, StandingSide, stand_up, words_per_token
@@ -42,7 +42,7 @@ class LoadResults:
         words_per_token: With which texts were made; 0 before a side has told.
         tokens_known: Whether a side could tell.
         startup_s: Seconds from the start to readiness, by side; of the last start.
-        brackets: Of each point whose rate was sought: what is known of each side.
+        found: Of each point whose rate was sought: what is known of each side.
         trace_dirs: Where sides wrote event traces.
     """
 
@@ -50,7 +50,7 @@ class LoadResults:
     words_per_token: float = 0.0
     tokens_known: bool = True
     startup_s: dict[str, float] = field(default_factory=dict)
-    brackets: dict[str, dict[str, Bracket]] = field(default_factory=dict)
+    found: dict[str, dict[str, Findings]] = field(default_factory=dict)
     trace_dirs: dict[str, Path] = field(default_factory=dict)
 
     def good(self, point: LoadPoint) -> list[list[SideTurn]]:
@@ -135,9 +135,7 @@ class Measurement:
             MeasurementError: Something is not as it must be.
         """
         plan = self._plan
-        if plan.search is None and all(
-            len(self._results.good(point)) >= plan.rounds for point in plan.points
-        ):
+        if plan.search is None and not any(self._missing().values()):
             return
         cores = frozenset(self._ground.allotment.rest)
         with ExitStack() as stack:
@@ -152,13 +150,10 @@ class Measurement:
 
     def _measure_points(self) -> None:
         """Measure all points once, then again: what disturbs a while disturbs all of them."""
-        plan = self._plan
-        missing = {
-            point: max(0, plan.rounds - len(self._results.good(point))) for point in plan.points
-        }
+        missing = self._missing()
         one_s = {point: self._expected_s(point) for point in missing}
         self._progress.expect(sum(missing[point] * one_s[point] for point in missing))
-        for index in range(plan.rounds):
+        for index in range(max(missing.values())):
             due = [point for point, count in missing.items() if index < count]
             if self._together:
                 for point in due:
@@ -166,32 +161,43 @@ class Measurement:
             else:
                 self._round_of_all(due)
 
+    def _missing(self) -> dict[LoadPoint, int]:
+        """Return how many rounds of each point are still to be measured."""
+        return {
+            point: max(0, self._plan.rounds_of(point) - len(self._results.good(point)))
+            for point in self._plan.points
+        }
+
     def _search(self) -> None:
         search, plan = self._plan.search, self._plan
         assert search is not None
         for sought in plan.points:
-            self._progress.expect(ABOUT_RATES * plan.rounds * self._expected_s(sought))
+            self._progress.expect(ABOUT_RATES * ROUNDS * self._expected_s(sought))
             finding = GoodputSearch.among(search, [side.name for side in self._sides])
-            self._results.brackets[sought.key] = finding.brackets
+            self._results.found[sought.key] = finding.sides
             while (rate := finding.next_rate()) is not None:
-                finding.learn(rate, self._measure_rate(sought, rate))
-            for side, bracket in finding.brackets.items():
-                self._progress.say(f"{side}: {sought.mix.about}: {bracket}")
+                again = finding.asked[rate] + 1
+                finding.learn(rate, self._measure_rate(sought, rate, times=again))
+            for side, findings in finding.sides.items():
+                self._progress.say(
+                    f"{side}: {sought.mix.about}: met {findings.met:g}/s, missed "
+                    f"{findings.missed:g}/s, and above that met {findings.above}"
+                )
         self._keep(self._results)
 
-    def _measure_rate(self, sought: LoadPoint, rate: float) -> dict[str, bool]:
+    def _measure_rate(self, sought: LoadPoint, rate: float, *, times: int) -> dict[str, bool]:
+        """Measure a rate until there are so many times its rounds; return who met the limits."""
         plan = self._plan
         point = dataclasses.replace(sought, rate=rate)
-        while len(self._results.good(point)) < plan.rounds:
+        wanted = plan.rounds_of(point) * times
+        while len(self._results.good(point)) < wanted:
             if not self._round(point):
                 raise MeasurementError(self._results.refused()[-1])
         rounds = self._results.good(point)
-        assert plan.search is not None
         return {
             side.name: meets(
                 [turn for turns in rounds for turn in turns if turn.side == side.name],
                 plan.limits,
-                plan.search.quantile,
             )
             for side in self._sides
         }

@@ -1,8 +1,9 @@
-"""Plain vLLM beside a topology: replicas, and the example of disaggregated encoders.
+"""Plain vLLM beside a topology: replicas, ranks, and the example of disaggregated encoders.
 
 They get the topology's model, engine arguments and environment, and the same cores or devices. On a
-CPU they run as vLLM does by itself there, with a worker process beside each engine; or *tuned*:
-with the executor and the threads that the launcher gives its own instances.
+CPU they run *stock*, as vLLM does by itself there, with a worker process beside each engine; or
+*tuned*: with the executor and the threads that the launcher gives its own instances, and API
+servers where the launcher would let them run.
 """
 
 from __future__ import annotations
@@ -14,19 +15,31 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from epd_portable.bench import servers
+from epd_portable.bench.load.sides import LoadSide
 from epd_portable.bench.router.stand import pinned
 from epd_portable.config.schema import Topology
 from epd_portable.launch.plan.engine import ROLE_ARGS, cpu_env
 from epd_portable.launch.plan.placement import Seat
 from epd_portable.platforms.traits import TRAITS
 
-PEERS = {
-    "stock": "Plain vLLM runs as it does by itself, on a CPU with a worker process each engine.",
-    "tuned": "Plain vLLM has the executor and threads that epd-launch gives its own instances.",
-}
-"""How plain vLLM runs, in words for pages."""
 EXAMPLE_CONNECTOR = "ECExampleConnector"
 _EC_ROLES = {"encode": "ec_producer", "prefill_decode": "ec_consumer"}
+
+
+def words(sides: Sequence[LoadSide]) -> str:
+    """Say how those of these sides run that are plain vLLM."""
+    plain = [side for side in sides if side.kind in ("replicas", "ranks", "upstream")]
+    stock = ", ".join(side.name for side in plain if not side.tuned)
+    tuned = ", ".join(side.name for side in plain if side.tuned)
+    found = []
+    if stock:
+        found.append(f"Stock, as vLLM runs by itself: {stock}.")
+    if tuned:
+        found.append(
+            "Tuned, on a CPU with the executor, threads and freedom of API servers that epd-launch "
+            f"gives its own instances: {tuned}."
+        )
+    return " ".join(found)
 
 
 def plain_engine(
@@ -37,6 +50,7 @@ def plain_engine(
     units: Sequence[str],
     folder: Path,
     tuned: bool,
+    ranks: int = 1,
     extra: dict[str, JsonValue] | None = None,
     report: Callable[[str], None],
 ) -> servers.Server:
@@ -49,23 +63,27 @@ def plain_engine(
         units: Its cores or devices.
         folder: For its log.
         tuned: See the module.
+        ranks: Of data parallelism, which divide its cores or devices among them.
         extra: Engine arguments beyond those of the topology.
         report: Gets one line for each stage of its start.
     """
     traits = TRAITS[platform]
     arguments: dict[str, JsonValue] = {**topology.engine_args, **(extra or {})}
+    each = len(units) // ranks
+    if ranks > 1:
+        arguments["data_parallel_size"] = ranks
     if traits.visible_devices_env is not None:
         env = {traits.visible_devices_env: ",".join(units)}
-        arguments.setdefault("tensor_parallel_size", len(units))
+        arguments.setdefault("tensor_parallel_size", each)
         start = None
     else:
-        cores = tuple(map(int, units))
-        env = {"VLLM_CPU_OMP_THREADS_BIND": ",".join(units)}
+        by_rank = [tuple(map(int, units[rank * each :][:each])) for rank in range(ranks)]
+        env = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, own)) for own in by_rank)}
         if tuned:
             eager = arguments.get("enforce_eager") is True
-            env = cpu_env(Seat(port=0, cores=(cores,)), 1, eager=eager)
+            env = cpu_env(Seat(port=0, cores=(by_rank[0],)), 1, eager=eager)
             arguments.setdefault("distributed_executor_backend", traits.single_rank_executor_cls)
-        start = pinned(frozenset(cores), str(folder))
+        start = pinned(frozenset(map(int, units)), str(folder))
     return servers.one_process(
         topology.model,
         log=folder / f"{name}.log",
@@ -123,14 +141,27 @@ def example_engine(
 
 
 def example_proxy(
-    encode: str, prefill_decode: str, *, cores: frozenset[int], folder: Path
+    encode: str, prefill_decode: str, *, cores: frozenset[int], folder: Path, file: Path | None
 ) -> servers.Server:
-    """Return the stand-in of the example's proxy, see `epd_portable.bench.router.proxy`."""
+    """Return the example's proxy.
+
+    Args:
+        encode: Base address of its encode instance.
+        prefill_decode: That of the other.
+        cores: Where it runs.
+        folder: For its log.
+        file: The proxy itself; ``None`` for `epd_portable.bench.router.proxy`, which stands in.
+    """
     port = servers.free_port()
     argv = [sys.executable, "-m", "epd_portable.bench.router.proxy", "--port", str(port)]
+    argv += ["--encode", encode, "--prefill-decode", prefill_decode]
+    if file is not None:
+        argv = [sys.executable, str(file), "--host", "127.0.0.1", "--port", str(port)]
+        argv += ["--encode-servers-urls", encode, "--prefill-servers-urls", "disable"]
+        argv += ["--decode-servers-urls", prefill_decode]
     return servers.Server(
         name="the proxy",
-        argv=[*argv, "--encode", encode, "--prefill-decode", prefill_decode],
+        argv=argv,
         url=f"http://127.0.0.1:{port}",
         log=folder / "proxy.log",
         popen=pinned(cores, str(folder)),

@@ -12,6 +12,12 @@ from epd_portable.bench.load.commands import Ask
 from epd_portable.bench.load.requests import Mix, Recorded, asks_of_mix, asks_of_trace
 from epd_portable.bench.load.schedule import arrivals, seed_of
 
+ROUNDS = 3
+"""A single round is one draw of the arrivals: three are the fewest that a figure is made of."""
+PICTURES = 30
+"""The fewest requests with pictures behind a figure of them."""
+_MOST_ROUNDS = 20
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadPoint:
@@ -76,13 +82,11 @@ class SearchRange:
         high: Highest rate.
         precision: The search ends when what met the limits and what did not are so close, as a
             share of the rate.
-        quantile: Of TTFT and TPOT that must meet the limits.
     """
 
     low: float
     high: float
     precision: float = 0.1
-    quantile: float = 0.99
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +97,8 @@ class LoadPlan:
         points: Of a search those whose rate is sought; their own rate does not count.
         seconds: Window of arrivals of each point in a round.
         requests: Requests of a closed loop in a round.
-        rounds: Each asks every side the same, and no request twice.
+        rounds: Each asks every side the same, and no request twice; 0 for as many as it takes, see
+            `rounds_of`.
         warm_up: Requests of each kind to each side before all.
         seed: Decides everything that is random.
         limits: What an answer may take.
@@ -144,6 +149,23 @@ class LoadPlan:
             set_seed=seed_of(self.seed, "repeated"),
             words_per_token=words_per_token,
         )
+
+    def rounds_of(self, point: LoadPoint) -> int:
+        """Return how often a point is measured: what was asked for, or until there is enough.
+
+        Enough are `ROUNDS` with `PICTURES` requests that have pictures, if any have.
+        """
+        if self.rounds:
+            return self.rounds
+        count = pictures = 0
+        while count < ROUNDS or (0 < pictures < PICTURES and count < _MOST_ROUNDS):
+            pictures += self.pictures_in(point, count)
+            count += 1
+        return count
+
+    def pictures_in(self, point: LoadPoint, turn: int) -> int:
+        """Return how many requests with pictures a round has."""
+        return sum(ask.kind == "pictures" for ask in self.asks(point, turn, 1.0))
 
     def expected_s(self, point: LoadPoint) -> float:
         """Return about how long a side takes in a round, without what it takes too long."""

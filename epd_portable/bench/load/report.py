@@ -4,31 +4,34 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from epd_portable.bench.load import figures
 from epd_portable.bench.load.measure import LoadResults
-from epd_portable.bench.load.plan import LoadPlan, LoadPoint, described
+from epd_portable.bench.load.plan import PICTURES, LoadPlan, LoadPoint, described
 from epd_portable.bench.load.record import SideTurn
-from epd_portable.bench.load.search import Bracket
+from epd_portable.bench.load.search import Findings
 from epd_portable.bench.load.sides import LoadSide
 from epd_portable.bench.load.stage_report import stage_tables
 from epd_portable.bench.report import Plain, Report, Table, conditions
 from epd_portable.bench.stats import Ratio, quantile
 
-_RATIOS = (
-    ("TTFT", "p50"),
-    ("TTFT", "p99"),
-    ("TPOT", "p50"),
-    ("TPOT", "p99"),
-    ("longest ITL", "p50"),
-    ("E2E", "p50"),
-    ("E2E", "p99"),
+_COMPARED = (
+    ("all", "TPOT", "p99"),
+    ("all", "TTFT", "p99"),
+    ("text", "TTFT", "p99"),
+    ("pictures", "TTFT", "p50"),
+    ("pictures", "TTFT", "p99"),
+    ("text", "longest ITL", "p50"),
 )
+"""By which users decide; whichever side they favour."""
+_CPU = "CPU time"
 _MILLISECONDS = 1000.0
 _AS_MEANT = ("encoded", "stored", "sooner_here", "cancelled")
 """Of `epd_portable.router.observability.record.ItemEnd`: pictures with which nothing went wrong."""
@@ -43,7 +46,7 @@ class Setting:
     Attributes:
         plan: What was measured.
         sides: Whom; the first is compared with the others.
-        equal: Who had which cores or devices, in words.
+        equal: Who had which cores or devices, and how plain vLLM ran, in words.
         together: All sides were up all the time.
         facts: What decides the requests, for the summary.
         fingerprint: Of the requests, sides and settings.
@@ -65,14 +68,14 @@ def make_report(results: LoadResults, setting: Setting) -> Report:
     """Return the report of what is there so far."""
     rounds = good_rounds(results, setting)
     tables = []
-    if results.brackets:
-        tables.append(_search_table(results.brackets, setting))
+    if results.found:
+        tables += [_search_table(results.found, setting), _rates_table(rounds, setting)]
     if rounds:
-        tables += [_ratio_table(rounds, setting)] if len(setting.sides) > 1 else []
         tables += [
+            _ratio_table(rounds, setting),
+            _times_table(rounds),
             _goodput_table(rounds, setting),
-            *_time_tables(rounds, setting),
-            _cpu_table(rounds, setting),
+            _cpu_table(rounds),
             _memory_table(rounds),
             _startup_table(results, setting),
             _outcomes_table(rounds),
@@ -118,6 +121,16 @@ def good_rounds(results: LoadResults, setting: Setting) -> Rounds:
     return found
 
 
+def few_pictures(results: LoadResults, setting: Setting) -> list[str]:
+    """Say which points have fewer requests with pictures than figures of them need."""
+    found = []
+    for point, by_side in good_rounds(results, setting).items():
+        count = _with_pictures(next(iter(by_side.values())))
+        if 0 < count < PICTURES:
+            found.append(f"{point.key}: {count} requests with pictures, fewer than {PICTURES}")
+    return found
+
+
 def _rates(results: LoadResults, sought: LoadPoint) -> list[float]:
     """Return the rates at which a sought point was measured, rising."""
     rest = dataclasses.replace(sought, rate=1.0).key.partition("/s")[2]
@@ -138,8 +151,8 @@ def _notes(results: LoadResults, setting: Setting) -> tuple[str, ...]:
     plan = setting.plan
     notes = [
         "Ratios are the first side by another, each figure of a round by the same figure of the "
-        "same round: below 1 the first side is sooner. Given is the median of the rounds with "
-        "their quartiles, which show the noise.",
+        "same round: below 1 the first side is sooner, or takes less; bold is where it loses. "
+        "Given is the median of the rounds, with the lowest and the highest.",
         f"{setting.equal} Every side is asked the same requests in the same round, in turns; no "
         "request is asked twice of anybody. "
         + (
@@ -147,9 +160,11 @@ def _notes(results: LoadResults, setting: Setting) -> tuple[str, ...]:
             if setting.together
             else "Each side was started for its turns, alone."
         ),
-        "TTFT: from the sending to the first token. TPOT: time per token after it. ITL: between "
-        "two pieces of an answer. All are seen by the clients.",
-        "Quantiles of the tables of times are those of all rounds together.",
+        "TTFT: from the sending to the first token. TPOT: time per token after it. Longest ITL: "
+        "how long an answer stood still at worst. All are seen by the clients.",
+        "Quantiles of the table of times are those of all rounds together. *Over capacity*: in "
+        "most rounds more requests were open in each third of the window than in the one before; "
+        "such times would be longer in a longer window.",
     ]
     if plan.limits.ttft_s < math.inf or plan.limits.tpot_s < math.inf:
         notes.append(f"Goodput counts answers with {_limits_text(plan)}: each answer by itself.")
@@ -162,6 +177,7 @@ def _notes(results: LoadResults, setting: Setting) -> tuple[str, ...]:
             notes.append(
                 f"{len(problems)} requests of {side.name} failed; the first: {problems[0]}"
             )
+    notes += [f"{line}: figures of pictures say little." for line in few_pictures(results, setting)]
     refused = results.refused()
     if refused:
         notes.append(f"Rounds that do not count: {'; '.join(refused)}")
@@ -177,32 +193,93 @@ def _limits_text(plan: LoadPlan) -> str:
     return " and ".join(parts)
 
 
-def _search_table(brackets: dict[str, dict[str, Bracket]], setting: Setting) -> Table:
+def _table(
+    title: str,
+    columns: Sequence[str],
+    rounds: Rounds,
+    cells: Callable[[str, list[SideTurn], dict[str, list[SideTurn]]], Sequence[str]],
+) -> Table:
+    """Return a table with a row for each side at each point.
+
+    Args:
+        title: Of the table.
+        columns: After the first.
+        rounds: What was measured.
+        cells: Returns a row's cells, or none to leave it out; takes the name of the side, its
+            turns, and those of all sides at this point.
+    """
+    rows = []
+    for point, by_side in rounds.items():
+        for side, turns in by_side.items():
+            found = tuple(cells(side, turns, by_side))
+            if found:
+                rows.append((f"{point.key}: {side}", *found))
+    return Table(title=title, columns=("load: side", *columns), rows=tuple(rows))
+
+
+def _search_table(found: dict[str, dict[str, Findings]], setting: Setting) -> Table:
     plan = setting.plan
     assert plan.search is not None
     rows = []
     first = setting.sides[0].name
     about = {point.key: f"{point.mix.about}" for point in plan.points}
-    for key, by_side in brackets.items():
+    for key, by_side in found.items():
         own = by_side[first]
-        for side, bracket in by_side.items():
-            ratio = "–" if side == first else _times_as_high(own, bracket)
-            met = f"{bracket.met:g}" if bracket.met else f"below {plan.search.low:g}"
-            missed = "–" if math.isinf(bracket.missed) else f"{bracket.missed:g}"
-            rows.append((f"{about[key]}: {side}", ratio, met, missed))
+        for side, each in by_side.items():
+            ratio = "–" if side == first else _times_as_high(own, each)
+            met = f"{each.met:g}" if each.met else f"below {plan.search.low:g}"
+            missed = "–" if math.isinf(each.missed) else f"{each.missed:g}"
+            above = ", ".join(f"{rate:g}" for rate in each.above) or "–"
+            rows.append((f"{about[key]}: {side}", ratio, met, missed, above))
     return Table(
-        title=f"Highest rate with p{plan.search.quantile * 100:g} of {_limits_text(plan)}",
-        columns=("request: side", f"{first} by side", "met, 1/s", "missed, 1/s"),
+        title=f"Highest rate with p99 of {_limits_text(plan)}, and with every lower rate that was "
+        "asked",
+        columns=(
+            "request: side",
+            f"{first} by side",
+            "met, 1/s",
+            "missed, 1/s",
+            "met above a missed one, 1/s",
+        ),
         rows=tuple(rows),
     )
 
 
-def _times_as_high(own: Bracket, other: Bracket) -> str:
+def _times_as_high(own: Findings, other: Findings) -> str:
     """Return the ratio of two rates; a bound of it where a search ended at its highest rate."""
     if not own.met or not other.met or (math.isinf(own.missed) and math.isinf(other.missed)):
         return "–"
     bound = "≥ " if math.isinf(own.missed) else "≤ " if math.isinf(other.missed) else ""
     return f"{bound}{own.met / other.met:.2f}"
+
+
+def _rates_table(rounds: Rounds, setting: Setting) -> Table:
+    limits = setting.plan.limits
+
+    def cells(side: str, turns: list[SideTurn], by_side: object) -> Sequence[str]:
+        ttft_s, tpot_s = figures.p99s(turns)
+        return (
+            "met" if figures.meets(turns, limits) else "missed",
+            f"{ttft_s * _MILLISECONDS:.0f}",
+            f"{tpot_s * _MILLISECONDS:.1f}",
+            str(len(turns)),
+            _counts(turns),
+        )
+
+    return _table(
+        "Every rate that was asked; p99 of all rounds together, failures as infinite",
+        ("limits", "p99 TTFT, ms", "p99 TPOT, ms", "rounds", "requests, with pictures"),
+        rounds,
+        cells,
+    )
+
+
+def _with_pictures(turns: Sequence[SideTurn]) -> int:
+    return len(figures.of_kind(turns, "pictures"))
+
+
+def _counts(turns: Sequence[SideTurn]) -> str:
+    return f"{len(figures.of_kind(turns, 'all'))}, {_with_pictures(turns)}"
 
 
 def _kinds(turns: Sequence[SideTurn]) -> list[str]:
@@ -211,51 +288,85 @@ def _kinds(turns: Sequence[SideTurn]) -> list[str]:
     return [kind for kind in figures.KINDS if kind in found or (kind == "all" and len(found) > 1)]
 
 
-def _ratio(turns: Sequence[SideTurn], peers: Sequence[SideTurn], **what: str) -> Ratio | None:
-    def figure(turn: SideTurn) -> float | None:
-        return figures.statistic([turn], what["kind"], what["quantity"], what["name"])
-
-    found = figures.ratios(turns, peers, figure)
-    return _spread(found)
+def _statistic(turn: SideTurn, *, kind: str, quantity: str, name: str) -> float | None:
+    return figures.statistic([turn], kind, quantity, name)
 
 
-def _spread(found: Sequence[float]) -> Ratio | None:
-    if not found:
-        return None
-    return Ratio(median=quantile(found, 0.5), low=quantile(found, 0.25), high=quantile(found, 0.75))
+def _ratios(turns: Sequence[SideTurn], peers: Sequence[SideTurn]) -> dict[str, Ratio | None]:
+    """Return what is compared of two sides, by its name in tables."""
+    found = {
+        f"{quantity} {name} of {kind}": figures.ratio(
+            turns, peers, partial(_statistic, kind=kind, quantity=quantity, name=name)
+        )
+        for kind, quantity, name in _COMPARED
+    }
+    return {**found, _CPU: figures.ratio(turns, peers, figures.cpu_s_per_request)}
 
 
 def _shown(ratio: Ratio | None) -> str:
-    return "–" if ratio is None else str(ratio)
+    """Return a ratio as tables show it, bold where the first side loses."""
+    if ratio is None:
+        return "–"
+    median, _, spread = str(ratio).partition(" ")
+    return f"**{median}** {spread}" if float(median) > 1 else f"{median} {spread}"
 
 
 def _ratio_table(rounds: Rounds, setting: Setting) -> Table:
     first, *others = (side.name for side in setting.sides)
     rows = []
     for point, by_side in rounds.items():
+        crowded = [side for side, turns in by_side.items() if figures.over_capacity(turns)]
         for other in others:
-            for kind in _kinds(by_side[first]):
-                cells = [
-                    _shown(
-                        _ratio(
-                            by_side[first],
-                            by_side[other],
-                            kind=kind,
-                            quantity=quantity,
-                            name=name,
-                        )
-                    )
-                    for quantity, name in _RATIOS
-                ]
-                rows.append((f"{point.key}: {kind}", other, *cells, str(len(by_side[first]))))
+            over = ", ".join(side for side in (first, other) if side in crowded)
+            rows.append(
+                (
+                    point.key,
+                    other,
+                    *map(_shown, _ratios(by_side[first], by_side[other]).values()),
+                    str(len(by_side[first])),
+                    _counts(by_side[first]),
+                    over or "–",
+                )
+            )
     return Table(
         title=f"{first} by the other sides",
         columns=(
-            "load: requests",
+            "load",
             "by",
-            *(f"{quantity} {name}" for quantity, name in _RATIOS),
+            *(f"{quantity} {name}, {kind}" for kind, quantity, name in _COMPARED),
+            _CPU,
             "rounds",
+            "requests, with pictures",
+            "over capacity",
         ),
+        rows=tuple(rows),
+    )
+
+
+def _times_table(rounds: Rounds) -> Table:
+    rows = []
+    for point, by_side in rounds.items():
+        for side, turns in by_side.items():
+            over = ", over capacity" if figures.over_capacity(turns) else ""
+            for kind in _kinds(turns):
+                cells = []
+                for quantity in figures.QUANTITIES:
+                    digits = 0 if quantity in ("TTFT", "E2E") else 1
+                    found = [
+                        figures.statistic(turns, kind, quantity, name)
+                        for name in figures.STATISTICS
+                    ]
+                    cells.append(
+                        " / ".join(
+                            "–" if value is None else f"{value * _MILLISECONDS:.{digits}f}"
+                            for value in found
+                        )
+                    )
+                count = len(figures.of_kind(turns, kind))
+                rows.append((f"{point.key}: {side}{over}: {kind}", *cells, str(count)))
+    return Table(
+        title=f"Times in ms: {' / '.join(figures.STATISTICS)}",
+        columns=("load: side: requests", *figures.QUANTITIES, "requests"),
         rows=tuple(rows),
     )
 
@@ -263,37 +374,26 @@ def _ratio_table(rounds: Rounds, setting: Setting) -> Table:
 def _goodput_table(rounds: Rounds, setting: Setting) -> Table:
     limits = setting.plan.limits
     first = setting.sides[0].name
-    rows = []
-    for point, by_side in rounds.items():
-        for side, turns in by_side.items():
-            ratio = None
-            if side != first:
-                ratio = _spread(
-                    figures.ratios(
-                        by_side[first], turns, lambda turn: figures.goodput(turn, limits)
-                    )
-                )
-            rows.append(
-                (
-                    f"{point.key}: {side}",
-                    _shown(ratio),
-                    f"{_median(turns, lambda turn: figures.goodput(turn, limits)):.2f}",
-                    f"{_median(turns, figures.throughput):.1f}",
-                    str(sum(len(turn.requests) for turn in turns)),
-                    str(figures.failures(turns)),
-                )
-            )
-    return Table(
-        title="Goodput, throughput and failures; medians of the rounds, sums of requests",
-        columns=(
-            "load: side",
-            f"goodput, {first} by side",
-            "goodput, requests/s",
-            "output tokens/s",
-            "requests",
-            "failed",
-        ),
-        rows=tuple(rows),
+
+    def cells(
+        side: str, turns: list[SideTurn], by_side: dict[str, list[SideTurn]]
+    ) -> Sequence[str]:
+        def goodput(turn: SideTurn) -> float:
+            return figures.goodput(turn, limits)
+
+        ratio = None if side == first else figures.ratio(by_side[first], turns, goodput)
+        return (
+            "–" if ratio is None else str(ratio),
+            f"{_median(turns, goodput):.2f}",
+            f"{_median(turns, figures.throughput):.1f}",
+            str(figures.failures(turns)),
+        )
+
+    return _table(
+        "Goodput and throughput, medians of the rounds; and failures",
+        (f"goodput, {first} by side", "goodput, requests/s", "output tokens/s", "failed"),
+        rounds,
+        cells,
     )
 
 
@@ -301,69 +401,26 @@ def _median(turns: Sequence[SideTurn], figure: Callable[[SideTurn], float]) -> f
     return quantile([figure(turn) for turn in turns], 0.5)
 
 
-def _time_tables(rounds: Rounds, setting: Setting) -> list[Table]:
-    """Return a table of times for each kind of requests."""
-    tables = []
-    names = tuple(figures.STATISTICS)
-    for kind in figures.KINDS:
-        rows = []
-        for point, by_side in rounds.items():
-            for side, turns in by_side.items():
-                if kind not in _kinds(turns):
-                    continue
-                cells = []
-                for quantity in figures.QUANTITIES:
-                    digits = 0 if quantity in ("TTFT", "E2E") else 1
-                    found = [figures.statistic(turns, kind, quantity, name) for name in names]
-                    cells.append(
-                        " / ".join(
-                            "–" if value is None else f"{value * _MILLISECONDS:.{digits}f}"
-                            for value in found
-                        )
-                    )
-                rows.append((f"{point.key}: {side}", *cells))
-        tables.append(
-            Table(
-                title=f"Times of {kind} requests, in ms: {' / '.join(names)}",
-                columns=("load: side", *figures.QUANTITIES),
-                rows=tuple(rows),
-            )
-        )
-    return tables
+def _cpu_table(rounds: Rounds) -> Table:
+    def cells(side: str, turns: list[SideTurn], by_side: object) -> Sequence[str]:
+        used: Counter[str] = Counter()
+        count = sum(len(turn.requests) for turn in turns)
+        for turn in turns:
+            for part, roles in turn.cpu_s.items():
+                for role, seconds in roles.items():
+                    used[part if role == part else f"{part} {role}"] += seconds  # type: ignore[assignment]
+        whole = sum(used.values())
+        shown = [
+            f"{name} {seconds / count * _MILLISECONDS:.0f}"
+            for name, seconds in used.items()
+            if seconds >= 0.005 * whole
+        ]
+        if not whole:
+            return ()
+        return f"{whole:.1f}", f"{whole / count * _MILLISECONDS:.0f}", ", ".join(shown)
 
-
-def _cpu_table(rounds: Rounds, setting: Setting) -> Table:
-    rows = []
-    for point, by_side in rounds.items():
-        for side, turns in by_side.items():
-            used: dict[str, float] = {}
-            count = sum(len(turn.requests) for turn in turns)
-            for turn in turns:
-                for part, roles in turn.cpu_s.items():
-                    for role, seconds in roles.items():
-                        name = part if role == part else f"{part} {role}"
-                        used[name] = used.get(name, 0.0) + seconds
-            if not used:
-                continue
-            whole = sum(used.values())
-            shown = [
-                f"{name} {seconds / count * 1000:.0f}"
-                for name, seconds in used.items()
-                if seconds / whole >= 0.005
-            ]
-            rows.append(
-                (
-                    f"{point.key}: {side}",
-                    f"{whole:.1f}",
-                    f"{whole / count * 1000:.0f}",
-                    ", ".join(shown),
-                )
-            )
-    return Table(
-        title="CPU time",
-        columns=("load: side", "s in all", "ms per request", "by process, ms per request"),
-        rows=tuple(rows),
-    )
+    columns = ("s in all", "ms per request", "by process, ms per request")
+    return _table("CPU time", columns, rounds, cells)
 
 
 def _memory_table(rounds: Rounds) -> Table:
@@ -398,98 +455,74 @@ def _startup_table(results: LoadResults, setting: Setting) -> Table:
 
 
 def _outcomes_table(rounds: Rounds) -> Table:
-    rows = []
-    for point, by_side in rounds.items():
-        for side, turns in by_side.items():
-            found: dict[str, float] = {}
-            for turn in turns:
-                for name, count in turn.counted.outcomes.items():
-                    found[name] = found.get(name, 0) + count
-                for name, count in turn.counted.ladder.items():
-                    found[f"rung {name}"] = found.get(f"rung {name}", 0) + count
-                if turn.counted.fallbacks:
-                    found["fell back"] = found.get("fell back", 0) + turn.counted.fallbacks
-            if found:
-                shown = ", ".join(f"{name} {count:g}" for name, count in found.items())
-                rows.append((f"{point.key}: {side}", shown))
-    return Table(
-        title="What became of the pictures, as the router counts them",
-        columns=("load: side", "items"),
-        rows=tuple(rows),
-    )
+    def cells(side: str, turns: list[SideTurn], by_side: object) -> Sequence[str]:
+        found: dict[str, float] = {}
+        for turn in turns:
+            counts = {
+                **turn.counted.outcomes,
+                **{f"rung {name}": count for name, count in turn.counted.ladder.items()},
+                **({"fell back": turn.counted.fallbacks} if turn.counted.fallbacks else {}),
+            }
+            for name, count in counts.items():
+                found[name] = found.get(name, 0) + count
+        return [", ".join(f"{name} {count:g}" for name, count in found.items())] if found else ()
+
+    title = "What became of the pictures, as the router counts them"
+    return _table(title, ("items",), rounds, cells)
 
 
 def _caches_table(rounds: Rounds) -> Table:
     """What caches saved: pictures that were not encoded again, text that was not computed again."""
-    rows = []
-    for point, by_side in rounds.items():
-        for side, turns in by_side.items():
-            asked = sum(each.pictures for turn in turns for each in turn.requests)
-            encoded: dict[str, float] = {}
-            for turn in turns:
-                for source, count in turn.counted.encoded.items():
-                    encoded[source] = encoded.get(source, 0.0) + count
-            queries = sum(turn.counted.prefix_queries for turn in turns)
-            hits = sum(turn.counted.prefix_hits for turn in turns)
-            rows.append(
-                (
-                    f"{point.key}: {side}",
-                    *(
-                        (
-                            str(asked),
-                            str(sum(turn.distinct_pictures for turn in turns)),
-                            f"{encoded.get('encoder', 0.0) + encoded.get('local', 0.0):g}",
-                        )
-                        if encoded
-                        else (str(asked) if asked else "–", "–", "–")
-                    ),
-                    f"{queries:g}" if queries else "–",
-                    f"{hits / queries:.1%}" if queries else "–",
-                )
-            )
-    return Table(
-        title="What caches saved: encoder runs, and prompt tokens in engines' prefix caches",
-        columns=(
-            "load: side",
+
+    def cells(side: str, turns: list[SideTurn], by_side: object) -> Sequence[str]:
+        asked = sum(each.pictures for turn in turns for each in turn.requests)
+        encoded: dict[str, float] = {}
+        for turn in turns:
+            for source, count in turn.counted.encoded.items():
+                encoded[source] = encoded.get(source, 0.0) + count
+        queries = sum(turn.counted.prefix_queries for turn in turns)
+        hits = sum(turn.counted.prefix_hits for turn in turns)
+        runs = encoded.get("encoder", 0.0) + encoded.get("local", 0.0)
+        return (
+            str(asked) if asked else "–",
+            str(sum(turn.distinct_pictures for turn in turns)) if encoded else "–",
+            f"{runs:g}" if encoded else "–",
+            f"{queries:g}" if queries else "–",
+            f"{hits / queries:.1%}" if queries else "–",
+        )
+
+    return _table(
+        "What caches saved: encoder runs, and prompt tokens in engines' prefix caches",
+        (
             "pictures",
             "of these different in their round",
             "encoder runs",
             "prompt tokens",
             "found in a prefix cache",
         ),
-        rows=tuple(rows),
+        rounds,
+        cells,
     )
 
 
 def _clients_table(rounds: Rounds) -> Table:
-    rows = []
-    for point, by_side in rounds.items():
-        for side, turns in by_side.items():
-            late_s = [each.late_s for turn in turns for each in turn.requests]
-            share = sum(turn.client_cpu_s for turn in turns) / sum(turn.wall_s for turn in turns)
-            prompt = [
-                each.prompt_tokens
-                for turn in turns
-                for each in turn.requests
-                if each.kind == "text" and not each.problem
-            ]
-            rows.append(
-                (
-                    f"{point.key}: {side}",
-                    f"{quantile(late_s, 0.5) * 1000:.1f} / {quantile(late_s, 0.99) * 1000:.1f}",
-                    f"{share:.0%}",
-                    f"{quantile(prompt, 0.5):.0f}" if prompt else "–",
-                )
-            )
-    return Table(
-        title="The measuring itself",
-        columns=(
-            "load: side",
-            "sent late, p50 / p99, ms",
-            "clients, share of a core",
-            "prompt tokens of a text, p50",
-        ),
-        rows=tuple(rows),
+    def cells(side: str, turns: list[SideTurn], by_side: object) -> Sequence[str]:
+        late_s = [each.late_s for turn in turns for each in turn.requests]
+        share = sum(turn.client_cpu_s for turn in turns) / sum(turn.wall_s for turn in turns)
+        texts = figures.of_kind(turns, "text")
+        prompt = [each.prompt_tokens for each in texts if not each.problem]
+        return (
+            f"{quantile(late_s, 0.5) * _MILLISECONDS:.1f} / "
+            f"{quantile(late_s, 0.99) * _MILLISECONDS:.1f}",
+            f"{share:.0%}",
+            f"{quantile(prompt, 0.5):.0f}" if prompt else "–",
+        )
+
+    return _table(
+        "The measuring itself",
+        ("sent late, p50 / p99, ms", "clients, share of a core", "prompt tokens of a text, p50"),
+        rounds,
+        cells,
     )
 
 
@@ -497,7 +530,6 @@ def _summary(results: LoadResults, rounds: Rounds, setting: Setting) -> Plain:
     first, *others = (side.name for side in setting.sides)
     points: dict[str, Any] = {}
     for point, by_side in rounds.items():
-        kinds = _kinds(by_side[first])
         points[point.key] = {
             "sides": {
                 side: {
@@ -506,38 +538,25 @@ def _summary(results: LoadResults, rounds: Rounds, setting: Setting) -> Plain:
                     ),
                     "throughput": _median(turns, figures.throughput),
                     "failed": figures.failures(turns),
-                    "requests": sum(len(turn.requests) for turn in turns),
-                    "cpu_s_per_request": sum(turn.whole_cpu_s for turn in turns)
-                    / sum(len(turn.requests) for turn in turns),
+                    "requests": len(figures.of_kind(turns, "all")),
+                    "with_pictures": _with_pictures(turns),
+                    "over_capacity": figures.over_capacity(turns),
+                    "cpu_s_per_request": _median(turns, figures.cpu_s_per_request),
                     "times_s": {
                         kind: {
-                            quantity: {
-                                name: figures.statistic(turns, kind, quantity, name)
-                                for name in figures.STATISTICS
-                            }
+                            f"{quantity} {name}": figures.statistic(turns, kind, quantity, name)
                             for quantity in figures.QUANTITIES
+                            for name in figures.STATISTICS
                         }
-                        for kind in kinds
+                        for kind in _kinds(turns)
                     },
                 }
                 for side, turns in by_side.items()
             },
             "ratios": {
                 other: {
-                    kind: {
-                        f"{quantity} {name}": _plain_ratio(
-                            _ratio(
-                                by_side[first],
-                                by_side[other],
-                                kind=kind,
-                                quantity=quantity,
-                                name=name,
-                            )
-                        )
-                        for quantity in figures.QUANTITIES
-                        for name in figures.STATISTICS
-                    }
-                    for kind in kinds
+                    what: None if ratio is None else dataclasses.asdict(ratio)
+                    for what, ratio in _ratios(by_side[first], by_side[other]).items()
                 }
                 for other in others
             },
@@ -552,19 +571,16 @@ def _summary(results: LoadResults, rounds: Rounds, setting: Setting) -> Plain:
         "search": {
             key: {
                 side: {
-                    "met": bracket.met or None,
-                    "missed": None if math.isinf(bracket.missed) else bracket.missed,
+                    "met": each.met or None,
+                    "missed": None if math.isinf(each.missed) else each.missed,
+                    "met_above": each.above,
                 }
-                for side, bracket in by_side.items()
+                for side, each in by_side.items()
             }
-            for key, by_side in results.brackets.items()
+            for key, by_side in results.found.items()
         },
         "refused": results.refused(),
     }
-
-
-def _plain_ratio(ratio: Ratio | None) -> dict[str, float] | None:
-    return None if ratio is None else dataclasses.asdict(ratio)
 
 
 def total_failure(results: LoadResults, side: str) -> str:

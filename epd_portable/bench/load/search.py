@@ -3,71 +3,99 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from epd_portable.bench.load.plan import SearchRange
 
+TIMES = 2
+"""So often a rate is asked whose result contradicts another's."""
+
 
 @dataclass(kw_only=True, slots=True)
-class Bracket:
+class Findings:
     """What is known of one side.
 
     Attributes:
-        met: Highest rate that met the limits; 0 for none.
-        missed: Lowest rate above it that did not; infinite for none.
+        rates: Whether the limits were met, by rate.
     """
 
-    met: float = 0.0
-    missed: float = math.inf
+    rates: dict[float, bool] = field(default_factory=dict)
 
-    def learn(self, rate: float, *, met: bool) -> None:
-        """Take in a measured rate; what lies outside what is known already is noise."""
-        if met and self.met < rate < self.missed:
-            self.met = rate
-        elif not met and self.met < rate < self.missed:
-            self.missed = rate
+    @property
+    def missed(self) -> float:
+        """Lowest rate that did not meet the limits; infinite for none."""
+        return min((rate for rate, met in self.rates.items() if not met), default=math.inf)
+
+    @property
+    def met(self) -> float:
+        """Highest rate that met them, as did all below it; 0 for none."""
+        return max(
+            (rate for rate, met in self.rates.items() if met and rate < self.missed), default=0
+        )
+
+    @property
+    def above(self) -> list[float]:
+        """Rates that met them although a lower one did not, rising."""
+        return sorted(rate for rate, met in self.rates.items() if met and rate > self.missed)
 
 
 @dataclass(kw_only=True, slots=True)
 class GoodputSearch:
     """A bisection for each side, whose rates are measured on all sides.
 
+    A rate that was met above one that was not is a contradiction, on whatever side: the highest of
+    those missed and the lowest of those met above it are asked again. What is still contradictory
+    then is read strictly: the highest rate is below the lowest that was missed.
+
     Attributes:
         range: Where to look.
-        brackets: What is known, by side.
+        sides: What is known, by side.
+        asked: How often each rate was.
     """
 
     range: SearchRange
-    brackets: dict[str, Bracket] = field(default_factory=dict)
+    sides: dict[str, Findings] = field(default_factory=dict)
+    asked: Counter[float] = field(default_factory=Counter)
 
     @classmethod
     def among(cls, range: SearchRange, sides: Iterable[str]) -> GoodputSearch:
         """Begin a search for these sides."""
-        return cls(range=range, brackets={side: Bracket() for side in sides})
+        return cls(range=range, sides={side: Findings() for side in sides})
 
     def next_rate(self) -> float | None:
         """Return a rate to measure, or ``None`` when every side is known closely enough."""
-        for bracket in self.brackets.values():
-            rate = self._next_of(bracket)
-            if rate is not None:
-                return rate
+        for findings in self.sides.values():
+            for rate in (*self._doubtful(findings), self._next_of(findings)):
+                if rate is not None:
+                    return rate
         return None
 
     def learn(self, rate: float, met: Mapping[str, bool]) -> None:
-        """Take in what every side did at a rate."""
+        """Take in what every side did at a rate, in all rounds so far."""
+        self.asked[rate] += 1
         for side, did in met.items():
-            self.brackets[side].learn(rate, met=did)
+            self.sides[side].rates[rate] = did
 
-    def _next_of(self, bracket: Bracket) -> float | None:
-        low, high = bracket.met or self.range.low, min(bracket.missed, self.range.high)
-        if bracket.missed <= self.range.low or bracket.met >= self.range.high:
+    def _doubtful(self, findings: Findings) -> list[float]:
+        """Return the neighbours that contradict each other and were not asked again yet."""
+        if not findings.above:
+            return []
+        above = findings.above[0]
+        below = max(rate for rate, met in findings.rates.items() if not met and rate < above)
+        return [rate for rate in (below, above) if self.asked[rate] < TIMES]
+
+    def _next_of(self, findings: Findings) -> float | None:
+        missed, met = findings.missed, findings.met
+        low, high = met or self.range.low, min(missed, self.range.high)
+        if missed <= self.range.low or met >= self.range.high:
             return None
         if high / low <= 1 + self.range.precision:
             # The ends of the range are measured only when the search has come to them.
-            if not bracket.met:
+            if not met:
                 return self.range.low
-            if math.isinf(bracket.missed):
+            if math.isinf(missed):
                 return self.range.high
             return None
         return _short(math.sqrt(low * high))

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from epd_portable.bench.load.measure import ABOUT_RATES, LoadProgress
+from epd_portable.bench.load.plan import ROUNDS
 from epd_portable.bench.load.report import Setting
 from epd_portable.config.schema import Topology
 
@@ -76,10 +77,15 @@ def plan_text(setting: Setting, topologies: dict[str, Topology]) -> str:
         if setting.together
         else "Sides are up one at a time: each is started once a round, for a search at each rate."
     )
-    lines += [f"  {point.key}" for point in plan.points]
-    seconds = sum(plan.expected_s(point) for point in plan.points) * plan.rounds
-    seconds *= ABOUT_RATES if plan.search is not None else 1
-    lines.append(
-        f"{plan.rounds} rounds, about {seconds * len(setting.sides) / 60:.0f} min of measuring"
-    )
+    seconds = 0.0
+    for point in plan.points:
+        if plan.search is not None:
+            rounds = ABOUT_RATES * (plan.rounds or ROUNDS)
+            lines.append(f"  {point.key}")
+        else:
+            rounds = plan.rounds_of(point)
+            pictures = sum(plan.pictures_in(point, turn) for turn in range(rounds))
+            lines.append(f"  {point.key}: {rounds} rounds, {pictures} requests with pictures")
+        seconds += rounds * plan.expected_s(point)
+    lines.append(f"about {seconds * len(setting.sides) / 60:.0f} min of measuring")
     return "\n".join(lines)

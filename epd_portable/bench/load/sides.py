@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -13,11 +13,12 @@ from epd_portable.config.schema import Topology
 from epd_portable.errors import ConfigError
 from epd_portable.launch.plan.assign import seats
 
-SideKind = Literal["topology", "replicas", "upstream", "url"]
+SideKind = Literal["topology", "replicas", "ranks", "upstream", "url"]
 EXAMPLES = "ours=configs/1e1pd.yaml, replicas:2, upstream:1E1PD, there=url:http://127.0.0.1:8000"
 
-_REPLICAS = re.compile(r"replicas:(\d+)")
+_PLAIN = re.compile(r"(replicas|dp):(\d+)")
 _UPSTREAM = re.compile(r"upstream:(\d+)E(\d+)PD", re.IGNORECASE)
+_TUNED = ",tuned"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,14 +27,16 @@ class LoadSide:
 
     Attributes:
         name: In tables.
-        kind: ``topology``, started by ``epd-launch``; ``replicas``, plain vLLM in one process each;
+        kind: ``topology``, started by ``epd-launch``; ``replicas``, plain vLLM, so many servers;
+            ``ranks``, one server of plain vLLM with so many ranks of data parallelism;
             ``upstream``, vLLM's example of an encode and a prefill+decode instance; ``url``,
             servers that run already.
         what: As it was written, without the name.
         file: Of a topology.
         settings: Keys that this topology has otherwise, as ``--set`` takes them.
-        count: Of replicas.
+        count: Of replicas or ranks.
         urls: Base addresses of running servers.
+        tuned: Of plain vLLM, see `epd_portable.bench.load.peers`.
     """
 
     name: str
@@ -43,6 +46,7 @@ class LoadSide:
     settings: tuple[str, ...] = ()
     count: int = 0
     urls: tuple[str, ...] = ()
+    tuned: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,17 +76,22 @@ def read_side(text: str) -> LoadSide:
     """
     named = re.match(r"([\w.-]+)=", text)
     name, what = (named[1], text[named.end() :]) if named else ("", text)
-    if found := _REPLICAS.fullmatch(what):
-        if not int(found[1]):
-            raise ConfigError(f"--side {text}: at least one replica")
-        return LoadSide(name=name or "replicas", kind="replicas", what=what, count=int(found[1]))
-    if found := _UPSTREAM.fullmatch(what):
+    plain, tuned = what.removesuffix(_TUNED), what.endswith(_TUNED)
+    prefix = "tuned-" if tuned else ""
+    if found := _PLAIN.fullmatch(plain):
+        count = int(found[2])
+        if not count:
+            raise ConfigError(f"--side {text}: at least one")
+        kind: SideKind = "replicas" if found[1] == "replicas" else "ranks"
+        usual = "one" if count == 1 else found[1]
+        return LoadSide(name=name or prefix + usual, kind=kind, what=what, count=count, tuned=tuned)
+    if found := _UPSTREAM.fullmatch(plain):
         if found.groups() != ("1", "1"):
             raise ConfigError(
                 f"--side {text}: vLLM's example is measured with one instance of each role; write "
                 "upstream:1E1PD"
             )
-        return LoadSide(name=name or "upstream", kind="upstream", what="upstream:1E1PD")
+        return LoadSide(name=name or prefix + "upstream", kind="upstream", what=what, tuned=tuned)
     if what.startswith("url:"):
         urls = tuple(url.rstrip("/").removesuffix("/v1") for url in what[4:].split(","))
         for url in urls:
@@ -115,13 +124,23 @@ def read_sides(texts: Sequence[str]) -> tuple[LoadSide, ...]:
     return found
 
 
+def with_proxy(sides: Sequence[LoadSide], *, real: bool) -> tuple[LoadSide, ...]:
+    """Return the sides under names that say whether vLLM's example has its own proxy."""
+    if real:
+        return tuple(sides)
+    return tuple(
+        replace(side, name=f"{side.name}-stand-in") if side.kind == "upstream" else side
+        for side in sides
+    )
+
+
 def instance_count(side: LoadSide, topology: Topology | None) -> int:
     """Return how many seats a side has: ranks of instances; none for servers that run already.
 
     A device that a topology lists for several ranks is one seat.
     """
     if side.kind != "topology":
-        return {"replicas": side.count, "upstream": 2, "url": 0}[side.kind]
+        return {"replicas": side.count, "ranks": side.count, "upstream": 2, "url": 0}[side.kind]
     assert topology is not None
     groups = [getattr(topology.instances, name) for name in Instances.model_fields]
     listed = {device for group in groups for device in group.devices or ()}

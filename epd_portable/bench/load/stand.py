@@ -27,6 +27,7 @@ from epd_portable.config.instance import PlatformName
 from epd_portable.config.schema import Topology
 from epd_portable.errors import MeasurementError
 from epd_portable.launch.plan.assign import seats
+from epd_portable.launch.run.process import spread
 from epd_portable.launch.run.sessions import SHM
 from epd_portable.platforms.traits import TRAITS
 
@@ -46,7 +47,7 @@ class Ground:
         allotment: Who gets which cores or devices.
         folder: For logs, a folder for each side.
         stages: Topologies write event traces.
-        tuned: See `epd_portable.bench.load.peers`.
+        upstream_proxy: File of the proxy of vLLM's example; ``None`` for its stand-in.
         report: Gets progress lines.
         starting: Servers that were begun.
     """
@@ -58,7 +59,7 @@ class Ground:
     allotment: Allotment
     folder: Path
     stages: bool
-    tuned: bool
+    upstream_proxy: Path | None
     report: Callable[[str], None]
     starting: list[servers.Server] = field(default_factory=list)
 
@@ -154,7 +155,13 @@ def words_per_token(side: StandingSide) -> tuple[float, bool]:
 
 @contextlib.contextmanager
 def _started(side: LoadSide, ground: Ground) -> Iterator[StandingSide]:
-    starts = {"topology": _topology, "replicas": _replicas, "upstream": _upstream, "url": _running}
+    starts = {
+        "topology": _topology,
+        "replicas": _replicas,
+        "ranks": _replicas,
+        "upstream": _upstream,
+        "url": _running,
+    }
     with starts[side.kind](side, ground) as up:
         yield up
 
@@ -208,10 +215,11 @@ def _replicas(side: LoadSide, ground: Ground) -> Iterator[StandingSide]:
             platform=ground.platform,
             units=units,
             folder=_made(folder),
-            tuned=ground.tuned,
+            tuned=side.tuned,
+            ranks=side.count if side.kind == "ranks" else 1,
             report=lambda line: ground.report(f"{side.name}: {line}"),
         )
-        for index, units in enumerate(ground.allotment.units[side.name])
+        for index, units in enumerate(_units(side, ground))
     ]
     ground.starting.extend(plain)
     with _all_up(plain):
@@ -238,7 +246,7 @@ def _upstream(side: LoadSide, ground: Ground) -> Iterator[StandingSide]:
                 units=units,
                 folder=folder,
                 store=Path(name),
-                tuned=ground.tuned,
+                tuned=side.tuned,
                 report=lambda line: ground.report(f"{side.name}: {line}"),
             )
             for group, units in zip(
@@ -248,8 +256,13 @@ def _upstream(side: LoadSide, ground: Ground) -> Iterator[StandingSide]:
         ground.starting.extend(engines)
         with _all_up(engines):
             encode, prefill_decode = (server.url for server in engines)
-            rest = frozenset(ground.allotment.rest)
-            with example_proxy(encode, prefill_decode, cores=rest, folder=folder) as proxy:
+            with example_proxy(
+                encode,
+                prefill_decode,
+                cores=frozenset(ground.allotment.rest),
+                folder=folder,
+                file=ground.upstream_proxy,
+            ) as proxy:
                 yield StandingSide(
                     side=side,
                     urls=(proxy.url,),
@@ -292,18 +305,37 @@ def _group_cores(ground: Ground, side: LoadSide) -> dict[str, list[int]]:
     }
 
 
+def _units(side: LoadSide, ground: Ground) -> list[tuple[str, ...]]:
+    """Return the cores or devices of each server of plain vLLM."""
+    units = ground.allotment.units[side.name]
+    return [tuple(unit for rank in units for unit in rank)] if side.kind == "ranks" else units
+
+
 def _parts_of_engines(
     engines: Sequence[servers.Server], side: LoadSide, ground: Ground
 ) -> tuple[Part, ...]:
-    return tuple(
-        Part(
-            name=server.name.removeprefix("the "),
-            pid=server.pid,
-            cores=frozenset(map(int, units)) if ground.binds else frozenset(),
-            metrics_url=f"{server.url}/metrics",
+    parts = []
+    allotment = ground.allotment
+    for server, units in zip(engines, _units(side, ground), strict=True):
+        own = frozenset(map(int, units)) if ground.binds else frozenset[int]()
+        more = frozenset[int]()
+        if own and side.tuned:
+            # What the launcher does with its own: cores that no rank has, and the encoders'.
+            more = frozenset() if allotment.shared else frozenset(allotment.rest)
+            if side.kind == "upstream" and server is not engines[0]:
+                more |= frozenset(map(int, allotment.units[side.name][0]))
+            if more:
+                spread(server.pid, own | more)
+        parts.append(
+            Part(
+                name=server.name.removeprefix("the "),
+                pid=server.pid,
+                cores=own,
+                api_cores=more,
+                metrics_url=f"{server.url}/metrics",
+            )
         )
-        for server, units in zip(engines, ground.allotment.units[side.name], strict=True)
-    )
+    return tuple(parts)
 
 
 def _parts_of_topology(server: servers.Server, side: LoadSide, ground: Ground) -> Iterator[Part]:

@@ -71,18 +71,10 @@ class Child:
         return self._process.pid
 
     def spread(self) -> None:
-        """Let the API server run on its further cores too: what it started has what it needs.
-
-        Its threads, and those that they start, but no other process: the engine stays.
-        """
-        if not self.spec.api_cores:
-            return
-        cores = {core for rank in self.spec.cores for core in rank}.union(self.spec.api_cores)
-        # One may end meanwhile, and the process too: whoever asks next hears of that.
-        with contextlib.suppress(ProcessLookupError, FileNotFoundError):
-            for thread in os.listdir(f"/proc/{self._process.pid}/task"):
-                with contextlib.suppress(ProcessLookupError):
-                    os.sched_setaffinity(int(thread), cores)
+        """Let the API server run on its further cores too: what it started has what it needs."""
+        if self.spec.api_cores:
+            own = {core for rank in self.spec.cores for core in rank}
+            spread(self._process.pid, own.union(self.spec.api_cores))
 
     def exit_status(self) -> int | None:
         """Return the exit status, negative for a signal, or ``None`` while it runs."""
@@ -159,6 +151,15 @@ class Child:
             self._log_start = self._log_start if self._log_start <= end else 0
             file.seek(max(self._log_start, end - _TAIL_BYTES))
             return file.read().decode("utf-8", errors="replace")
+
+
+def spread(pid: int, cores: Collection[int]) -> None:
+    """Let a process run on these cores: its threads, and those that they start, but no other."""
+    # One may end meanwhile, and the process too: whoever asks next hears of that.
+    with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(int(thread), cores)
 
 
 @contextlib.contextmanager

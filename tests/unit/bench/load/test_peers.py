@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from epd_portable.bench.load.peers import example_engine, example_proxy, plain_engine
+from epd_portable.bench.load.peers import example_engine, example_proxy, plain_engine, words
+from epd_portable.bench.load.sides import read_sides
 from epd_portable.bench.servers import Server
 from epd_portable.config.load import load_topology
 from epd_portable.config.schema import Topology
@@ -24,7 +25,12 @@ def topology(platform: Any, *overrides: str) -> Topology:
 
 
 def plain(
-    platform: Any, units: Sequence[str], folder: Path, *overrides: str, tuned: bool = True
+    platform: Any,
+    units: Sequence[str],
+    folder: Path,
+    *overrides: str,
+    tuned: bool = True,
+    ranks: int = 1,
 ) -> Server:
     return plain_engine(
         topology(platform, *overrides),
@@ -33,6 +39,7 @@ def plain(
         units=units,
         folder=folder,
         tuned=tuned,
+        ranks=ranks,
         report=lambda line: None,
     )
 
@@ -71,6 +78,15 @@ def test_on_a_cpu_stock_vllm_keeps_its_own_executor_on_the_same_cores(tmp_path: 
     assert "--distributed-executor-backend" not in peer.argv
 
 
+def test_ranks_of_data_parallelism_divide_the_cores_and_devices(tmp_path: Path) -> None:
+    stock = plain("cpu", ["2", "3"], tmp_path, tuned=False, ranks=2)
+    assert stock.env["VLLM_CPU_OMP_THREADS_BIND"] == "2|3"
+    assert value(stock.argv, "--data-parallel-size") == "2"
+    assert plain("cpu", ["2", "3"], tmp_path, ranks=2).env["OMP_NUM_THREADS"] == "1"
+    devices = plain("cuda", ["4", "5", "6", "7"], tmp_path, ranks=2)
+    assert value(devices.argv, "--tensor-parallel-size") == "2"
+
+
 def test_on_devices_plain_vllm_sees_its_devices_and_divides_the_model_among_them(
     tmp_path: Path,
 ) -> None:
@@ -106,11 +122,26 @@ def test_the_example_has_the_connector_of_vllm_itself(
     assert ("--mm-encoder-only" in peer.argv) == (group == "encode")
 
 
-def test_the_proxy_asks_both_instances(tmp_path: Path) -> None:
-    proxy = example_proxy("http://e", "http://pd", cores=frozenset({0}), folder=tmp_path)
-    assert value(proxy.argv, "--encode") == "http://e"
-    assert value(proxy.argv, "--prefill-decode") == "http://pd"
-    assert proxy.url.endswith(value(proxy.argv, "--port"))
+def test_the_proxy_asks_both_instances_and_is_the_given_file(tmp_path: Path) -> None:
+    def proxy(file: Path | None) -> Server:
+        cores = frozenset({0})
+        return example_proxy("http://e", "http://pd", cores=cores, folder=tmp_path, file=file)
+
+    stand_in, real = proxy(None), proxy(tmp_path / "disagg_epd_proxy.py")
+    assert value(stand_in.argv, "--encode") == "http://e"
+    assert value(stand_in.argv, "--prefill-decode") == "http://pd"
+    assert real.argv[1] == str(tmp_path / "disagg_epd_proxy.py")
+    assert value(real.argv, "--encode-servers-urls") == "http://e"
+    assert value(real.argv, "--decode-servers-urls") == "http://pd"
+    for each in (stand_in, real):
+        assert each.url.endswith(value(each.argv, "--port"))
+
+
+def test_a_page_says_who_runs_as_vllm_does_by_itself_and_who_is_tuned() -> None:
+    said = words(read_sides(["a.yaml", "replicas:2", "upstream:1E1PD", "dp:2,tuned"]))
+    assert said.startswith("Stock, as vLLM runs by itself: replicas, upstream. Tuned, on a CPU ")
+    assert said.endswith("gives its own instances: tuned-dp.")
+    assert words(read_sides(["a.yaml"])) == ""
 
 
 def test_on_cuda_without_a_compiler_plain_vllm_is_told_what_the_launchers_instances_are(

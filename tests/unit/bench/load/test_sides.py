@@ -11,7 +11,13 @@ from epd_portable.bench.load import checkpoint, settings, watch
 from epd_portable.bench.load.commands import Ask, PictureSpec, TimedAnswer
 from epd_portable.bench.load.plan import LoadPoint
 from epd_portable.bench.load.requests import Mix
-from epd_portable.bench.load.sides import instance_count, read_side, read_sides, share_out
+from epd_portable.bench.load.sides import (
+    instance_count,
+    read_side,
+    read_sides,
+    share_out,
+    with_proxy,
+)
 from epd_portable.bench.load.stages import request_stages
 from epd_portable.bench.traces import Event
 from epd_portable.config.load import load_topology
@@ -28,6 +34,10 @@ def test_sides_are_read_with_or_without_a_name() -> None:
         "replicas:3",
         "up=upstream:1e1pd",
         "url:http://h:1/v1,http://h:2/",
+        "replicas:1",
+        "replicas:2,tuned",
+        "dp:2",
+        "upstream:1E1PD,tuned",
     ]
     found = read_sides(texts)
     assert [(side.name, side.kind) for side in found] == [
@@ -36,7 +46,12 @@ def test_sides_are_read_with_or_without_a_name() -> None:
         ("replicas", "replicas"),
         ("up", "upstream"),
         ("url", "url"),
+        ("one", "replicas"),
+        ("tuned-replicas", "replicas"),
+        ("dp", "ranks"),
+        ("tuned-upstream", "upstream"),
     ]
+    assert [side.tuned for side in found] == [*[False] * 6, True, False, True]
     assert found[1].file == Path("b.yaml")
     assert found[1].settings == ("transfer.path=tcp", "router.port=1")
     assert found[2].count == 3
@@ -48,6 +63,8 @@ def test_sides_are_read_with_or_without_a_name() -> None:
     [
         ("hope", "expected NAME=WHAT"),
         ("replicas:0", "at least one"),
+        ("dp:0", "at least one"),
+        ("replicas:2,fast", "expected NAME=WHAT"),
         ("upstream:2E1PD", "one instance of each role"),
         ("url:ftp://h", "no address"),
         ("a=url:", "no address"),
@@ -56,6 +73,14 @@ def test_sides_are_read_with_or_without_a_name() -> None:
 def test_what_is_no_side_is_refused(text: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         read_side(text)
+
+
+def test_without_its_own_proxy_the_example_is_called_a_stand_in() -> None:
+    sides = read_sides(["a.yaml", "replicas:2", "upstream:1E1PD", "upstream:1E1PD,tuned"])
+    assert [side.name for side in with_proxy(sides, real=False)] == [
+        *("ours", "replicas", "upstream-stand-in", "tuned-upstream-stand-in")
+    ]
+    assert with_proxy(sides, real=True) == sides
 
 
 def test_two_sides_of_one_name_are_refused() -> None:
@@ -73,6 +98,11 @@ def test_every_side_gets_the_same_cores_and_the_rest_is_for_the_others() -> None
         "one": [("2", "3", "4", "5")],
     }
     assert (found.total, found.rest, found.shared) == (4, (0, 1), False)
+
+
+def test_ranks_have_as_many_seats_as_replicas() -> None:
+    sides = read_sides(["replicas:2", "dp:2", "upstream:1E1PD", "replicas:1"])
+    assert [instance_count(side, None) for side in sides] == [2, 2, 2, 1]
 
 
 def test_with_no_core_left_the_clients_share_those_of_the_instances() -> None:
