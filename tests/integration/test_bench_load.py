@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 from aiohttp import web
@@ -24,6 +25,7 @@ from click.testing import CliRunner, Result
 
 from epd_portable.bench.cli import main
 from epd_portable.bench.load import measure
+from epd_portable.bench.load.record import SideTurn
 
 WORDS_PER_TOKEN = 0.5
 QUICK = ["--seconds", "1", "--text", "20", "--output", "4", "--picture-format", "png"]
@@ -126,9 +128,8 @@ def load(*arguments: str) -> Result:
     return CliRunner().invoke(main, ["load", *QUICK, *arguments])
 
 
-def turns(file: Path) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(file.read_text())["samples"]
-    return found
+def turns(file: Path) -> list[SideTurn]:
+    return msgspec.convert(json.loads(file.read_text())["samples"], list[SideTurn])
 
 
 def test_sides_are_asked_the_same_in_turns_and_their_ratios_come_first(
@@ -144,7 +145,7 @@ def test_sides_are_asked_the_same_in_turns_and_their_ratios_come_first(
     assert result.exit_code == 0, result.output
     assert result.stdout.index("ours by the other sides") < result.stdout.index("Goodput")
     found = turns(file)
-    assert [(turn["point"][:4].strip("/s,"), turn["turn"], turn["side"]) for turn in found] == [
+    assert [(turn.point[:4].strip("/s,"), turn.turn, turn.side) for turn in found] == [
         ("8", 0, "ours"),
         ("8", 0, "replicas"),
         ("16", 0, "ours"),
@@ -154,15 +155,15 @@ def test_sides_are_asked_the_same_in_turns_and_their_ratios_come_first(
         ("16", 1, "replicas"),
         ("16", 1, "ours"),
     ]
-    assert not [each for turn in found for each in turn["requests"] if each["problem"]]
+    assert not [each for turn in found for each in turn.requests if each.problem]
     # The warm-up is the same for both too, whatever the order of what comes after.
     assert sorted(ours.texts) == sorted(one.texts + other.texts)
     assert len(set(ours.texts)) == len(ours.texts)
     assert {len(text.split()) for text in ours.texts} == {10}
     assert abs(len(one.texts) - len(other.texts)) <= len(found)
-    measured = [each for turn in found for each in turn["requests"]]
-    with_pictures = [each for each in measured if each["kind"] == "pictures"]
-    assert {each["pictures"] for each in with_pictures} == {2}
+    measured = [each for turn in found for each in turn.requests]
+    with_pictures = [each for each in measured if each.kind == "pictures"]
+    assert {each.pictures for each in with_pictures} == {2}
     assert abs(len(with_pictures) - len(measured) / 2) <= len(found) / 2
     urls = [
         part["image_url"]["url"]
@@ -184,7 +185,7 @@ def test_sides_that_are_started_for_their_turns_take_all_points_of_a_round_at_on
         *("--rounds", "2", "--warm-up", "0", "--json", str(file)),
     )
     assert result.exit_code == 0, result.output
-    assert [(turn["turn"], turn["side"], turn["point"][0]) for turn in turns(file)] == [
+    assert [(turn.turn, turn.side, turn.point[0]) for turn in turns(file)] == [
         *((0, side, clients) for side in ("ours", "replicas") for clients in "12"),
         *((1, side, clients) for side in ("replicas", "ours") for clients in "12"),
     ]
@@ -224,7 +225,7 @@ def test_a_round_in_which_the_clients_were_late_is_refused_and_measured_again_la
     again = load(*arguments, "--resume")
     assert again.exit_code == 0, again.output
     first, second = turns(file)
-    assert (bool(first["refused"]), bool(second["refused"])) == (True, False)
+    assert (bool(first.refused), bool(second.refused)) == (True, False)
     assert "Rounds that do not count" in again.output
     assert len(set(server.texts)) == len(server.texts)
 
@@ -237,7 +238,7 @@ def test_a_refused_round_is_measured_again_at_once_with_other_requests(
     stop_clients_once(server, 3.0)
     result = load("--side", f"url:{server.url}", *LATE, "--json", str(file))
     assert result.exit_code == 0, result.output
-    assert [bool(turn["refused"]) for turn in turns(file)] == [True, False]
+    assert [bool(turn.refused) for turn in turns(file)] == [True, False]
     assert len(set(server.texts)) == len(server.texts)
 
 
@@ -255,7 +256,7 @@ def test_finished_rounds_are_kept_and_only_the_others_are_asked(
     assert again.exit_code == 0, again.output
     assert len(server.texts) == 20
     assert not set(first) & set(server.texts[10:])
-    assert [turn["turn"] for turn in turns(file)] == [0, 1]
+    assert [turn.turn for turn in turns(file)] == [0, 1]
     assert load(*arguments, "--rounds", "2", "--resume").exit_code == 0
     assert len(server.texts) == 20
 
@@ -287,7 +288,7 @@ def test_requests_that_fail_are_counted_and_do_not_end_the_measurement(
     )
     assert result.exit_code == 0, result.output
     (turn,) = turns(file)
-    problems = [each["problem"] for each in turn["requests"]]
+    problems = [each.problem for each in turn.requests]
     assert problems == list(itertools.chain(*[["", 'status 503: {"error": "no room"}']] * 5))
     assert "status 503" in result.stdout
 
@@ -300,26 +301,30 @@ def test_a_side_that_answers_nothing_ends_the_command_with_its_reason(played: Pl
     assert "url answered nothing: status 503" in result.output
 
 
+SHORT = ["--share", "0", "--seconds", "0.5"]
+
+
 def test_the_highest_rate_is_looked_for_on_all_sides(played: Played, tmp_path: Path) -> None:
     fast, slow = played(), played()
-    slow.wait_s = 2.0
+    slow.wait_s = 1.6
     file = tmp_path / "load.json"
     result = load(
         *("--side", f"fast=url:{fast.url}", "--side", f"slow=url:{slow.url}"),
-        *("--goodput", "2:4", "--precision", "1", "--ttft-ms", "1500"),
+        *("--goodput", "8:16", "--precision", "1", "--ttft-ms", "1200", *SHORT),
         *("--json", str(file)),
     )
     assert result.exit_code == 0, result.output
     (found,) = json.loads(file.read_text())["summary"]["search"].values()
     assert found == {
-        "fast": {"met": 4.0, "missed": None, "met_above": []},
-        "slow": {"met": None, "missed": 2.0, "met_above": []},
+        "fast": {"met": 16.0, "missed": None, "met_above": []},
+        "slow": {"met": None, "missed": 8.0, "met_above": []},
     }
     asked = len(fast.bodies)
+    assert len(turns(file)) == 2 * 2 * 3
     assert (
         load(
             *("--side", f"fast=url:{fast.url}", "--side", f"slow=url:{slow.url}"),
-            *("--goodput", "2:4", "--precision", "1", "--ttft-ms", "1500"),
+            *("--goodput", "8:16", "--precision", "1", "--ttft-ms", "1200", *SHORT),
             *("--json", str(file), "--resume", "--warm-up", "0"),
         ).exit_code
         == 0

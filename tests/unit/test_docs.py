@@ -6,6 +6,7 @@ import ast
 import importlib
 import importlib.util
 import itertools
+import json
 import re
 import shlex
 import subprocess
@@ -245,24 +246,46 @@ def test_the_readme_is_short_and_says_what_has_not_run_before_it_says_how() -> N
     assert "git clone" in text
 
 
+README_COLUMNS = (
+    "TPOT p99, all",
+    "TTFT p99, all",
+    "TTFT p99, text",
+    "TTFT p50, pictures",
+    "TTFT p99, pictures",
+    "longest ITL p50, text",
+    "CPU time",
+)
+"""Of the measured table, in the order of the README's."""
+README_PEERS = {"replicas": "replicas", "example": "upstream", "one vLLM": "one", "ranks": "dp"}
+
+
 def test_the_figures_of_the_readme_are_those_of_the_measurement_and_losses_are_bold() -> None:
-    page = read(ROOT / "docs/measurements/2026-11-load.md")
-    table = page.partition("| load | p99 TPOT")[2].partition("\n\n")[0]
-    ratio = re.compile(r"(?:^|; )(\d\.\d\d)")
-    measured = []
-    for row in re.findall(r"^\| \d.*$", table, re.MULTILINE):
-        cells = [cell.replace("**", "").strip() for cell in row.split("|")[2:-1]]
-        measured.append([ratio.findall(cell) for cell in cells])
+    pages = ROOT / "docs/measurements/2026-11-load"
+    tables = json.loads(read(pages / "load.json"))["tables"]
+    (table,) = (each for each in tables if each["title"] == "ours by the other sides")
+    measured: dict[str, dict[str, list[str]]] = {}
+    for row in (dict(zip(table["columns"], row, strict=True)) for row in table["rows"]):
+        medians = [row[column].partition(" ")[0] for column in README_COLUMNS]
+        measured.setdefault(row["load"], {})[row["by"].removesuffix("-stand-in")] = medians
     section = read(README).partition("## What it brings")[2].partition("\n## ")[0]
-    shown = []
-    for row in re.findall(r"^\| \d.*$", section, re.MULTILINE):
-        cells = [cell.strip() for cell in row.split("|")[2:-1]]
-        shown.append([ratio.findall(cell.replace("**", "")) for cell in cells])
-        for value in re.findall(r"\**\d\.\d\d\**", row):
-            assert value.startswith("**") == (float(value.strip("*")) > 1), row
-    assert shown == measured and len(shown) == 5
-    for figure in ("1.38", "1.29"):
-        assert f"{figure} times" in section and f" {figure}" in page.replace("**", "")
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in re.findall(r"^\| \d.*$", section, re.MULTILINE)
+    ]
+    loads = dict(zip(dict.fromkeys(row[0] for row in rows), measured, strict=True))
+    for load, peer, *cells in rows:
+        assert loads[load].startswith(load.partition(",")[0])
+        by = measured[loads[load]]
+        names = (f"tuned-{README_PEERS[peer]}", README_PEERS[peer])
+        found = [by[name] for name in names if name in by]
+        assert cells == ["; ".join(each) for each in zip(*found, strict=True)], (load, peer)
+    assert sum(len(by) for by in measured.values()) == sum(
+        cells[0].count(";") + 1 for _, _, *cells in rows
+    )
+    for file, side in (("goodput", "replicas"), ("goodput", "upstream"), ("goodput-4", "replicas")):
+        found = json.loads(read(pages / f"{file}.json"))["tables"][0]["rows"]
+        (ratio,) = (row[1] for row in found if f": {side}" in row[0])
+        assert f"{ratio} times" in section
 
 
 @pytest.mark.full

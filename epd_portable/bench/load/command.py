@@ -371,7 +371,7 @@ def _run(options: dict[str, Any]) -> None:
     setting = load_report.Setting(
         plan=plan,
         sides=asked.sides,
-        equal=f"{settings.equal_words(asked, allotment)} {peers.words(asked.sides)}",
+        equal=f"{settings.equal_words(asked, allotment)} {peers.words(asked.sides, proxy)}",
         together=together,
         facts=facts,
         fingerprint=plan.fingerprint(**facts),

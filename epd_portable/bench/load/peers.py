@@ -26,8 +26,13 @@ EXAMPLE_CONNECTOR = "ECExampleConnector"
 _EC_ROLES = {"encode": "ec_producer", "prefill_decode": "ec_consumer"}
 
 
-def words(sides: Sequence[LoadSide]) -> str:
-    """Say how those of these sides run that are plain vLLM."""
+def words(sides: Sequence[LoadSide], proxy: Path | None) -> str:
+    """Say how those of these sides run that are plain vLLM.
+
+    Args:
+        sides: All.
+        proxy: That of vLLM's example; ``None`` for its stand-in.
+    """
     plain = [side for side in sides if side.kind in ("replicas", "ranks", "upstream")]
     stock = ", ".join(side.name for side in plain if not side.tuned)
     tuned = ", ".join(side.name for side in plain if side.tuned)
@@ -39,6 +44,9 @@ def words(sides: Sequence[LoadSide]) -> str:
             "Tuned, on a CPU with the executor, threads and freedom of API servers that epd-launch "
             f"gives its own instances: {tuned}."
         )
+    if any(side.kind == "upstream" for side in plain):
+        which = f"its own ({proxy.name})" if proxy else "a stand-in, on the same libraries"
+        found.append(f"The proxy of vLLM's example is {which}.")
     return " ".join(found)
 
 

@@ -69,9 +69,9 @@ def make_report(results: LoadResults, setting: Setting) -> Report:
     rounds = good_rounds(results, setting)
     tables = []
     if results.found:
-        tables += [_search_table(results.found, setting), _rates_table(rounds, setting)]
-    if rounds:
-        tables += [
+        tables = [_search_table(results.found, setting), _rates_table(rounds, setting)]
+    elif rounds:
+        tables = [
             _ratio_table(rounds, setting),
             _times_table(rounds),
             _goodput_table(rounds, setting),

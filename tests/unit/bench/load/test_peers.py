@@ -138,10 +138,12 @@ def test_the_proxy_asks_both_instances_and_is_the_given_file(tmp_path: Path) -> 
 
 
 def test_a_page_says_who_runs_as_vllm_does_by_itself_and_who_is_tuned() -> None:
-    said = words(read_sides(["a.yaml", "replicas:2", "upstream:1E1PD", "dp:2,tuned"]))
+    sides = read_sides(["a.yaml", "replicas:2", "upstream:1E1PD", "dp:2,tuned"])
+    said = words(sides, None)
     assert said.startswith("Stock, as vLLM runs by itself: replicas, upstream. Tuned, on a CPU ")
-    assert said.endswith("gives its own instances: tuned-dp.")
-    assert words(read_sides(["a.yaml"])) == ""
+    assert "gives its own instances: tuned-dp. The proxy of vLLM's example is a stand-in" in said
+    assert words(sides, Path("any/disagg_epd_proxy.py")).endswith("its own (disagg_epd_proxy.py).")
+    assert words(sides[:1], None) == ""
 
 
 def test_on_cuda_without_a_compiler_plain_vllm_is_told_what_the_launchers_instances_are(
