@@ -10,7 +10,6 @@ import asyncio
 import logging
 import mmap
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from email.utils import formatdate
 from http import HTTPStatus
@@ -31,13 +30,19 @@ sends in the moment in which it is closed gets no answer."""
 HEADERS_WITHIN_S = 30.0
 """In which a request's headers must have come, from the connection or its first byte on; and the
 rest of a body that nobody reads."""
-MAX_HEAD_BYTES = 256 * 1024
-"""Of a request's address and headers together; the parser itself has no limit."""
+MAX_HEAD_BYTES = 64 * 1024
+"""Of a request's address and headers together, and of what stands between two pieces of a body in
+chunks or after the last; the parser itself has no limit."""
+MAX_HEADERS = 128
+"""Of one request: each takes some 200 bytes beside its own."""
 LARGE_BYTES = 64 * 1024
-"""When more than this of a body is still to come, it does not go through the parser."""
+"""When more than this of a body is still to come, nothing of it is taken before it is asked for."""
 CLEARED_BYTES = MAX_JSON_BYTES + (1 << 20)
 """Bodies from this size on lie in memory that is cleared page by page, as they come. No text that
 is read at once is as long."""
+MEMORY_FROM = 4
+"""A shorter one gets all its memory when one part in so many of it has come: growing step by step
+copies it several times over, and who announces a body need not send it."""
 _READ_BYTES = 256 * 1024
 BREATH_BYTES = 512 * 1024
 """Of one body, until others are served."""
@@ -46,6 +51,7 @@ _STATUS_LINES = {
     status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus
 }
 _BODILESS = frozenset({204, 304})
+_EMPTY_LINE = b"\r\n\r\n"
 _NO_REQUEST = (
     b"HTTP/1.1 400 Bad Request\r\ncontent-type: text/plain; charset=utf-8\r\n"
     b"content-length: 29\r\nconnection: close\r\n\r\nInvalid HTTP request received"
@@ -59,7 +65,8 @@ class ClientRequest:
         keeps: The connection is open for others afterwards.
         begun: The answer's status and headers are sent.
         ended: All of it is.
-        announced: Length of a body that does not go through the parser.
+        announced: Length of the body, if that is known from the start.
+        placed: The body has all of its memory.
         complete: The body is there.
         wanted: The body is waited for.
         dropped: The body is of no use any more.
@@ -84,12 +91,15 @@ class ClientRequest:
         self.keeps = keeps and version == "1.1"
         self.begun = False
         self.ended = False
-        self.announced = 0
+        chunked = "transfer-encoding" in headers
+        self.announced = 0 if chunked else int(headers.get("content-length", "0"))
+        self.placed = False
         self.complete = False
         self.wanted = False
         self.dropped = False
         self._connection = connection
         self._takes_chunks = version != "1.0"
+        self._waits = headers.get("expect", "").lower() == "100-continue"
         self._data: Data = bytearray()
         self._nbytes = 0
         self._count: Callable[[int], None] | None = None
@@ -106,7 +116,8 @@ class ClientRequest:
         if self._nbytes:
             count(self._nbytes)
         self._count = count
-        if not self.complete and self.headers.get("expect", "").lower() == "100-continue":
+        if self._waits and not self.complete:
+            self._waits = False
             self._connection.put(b"HTTP/1.1 100 Continue\r\n\r\n")
         await self._until_complete()
         return self._data
@@ -138,24 +149,22 @@ class ClientRequest:
 
     @property
     def left(self) -> int:
-        """Bytes of a large body that are still to come."""
+        """Bytes of a body of known length that are still to come."""
         return max(self.announced - self._nbytes, 0)
 
-    def expect(self) -> None:
-        """Let the rest of the body land in its place, if it is large."""
-        announced = self.headers.get("content-length", "0")
-        if int(announced) - self._nbytes > LARGE_BYTES:
-            self.announced = int(announced)
-
-    def place(self) -> memoryview:
-        """Return where the next bytes of a large body go."""
-        if len(self._data) < self.announced:
-            beginning, nbytes = self._data, self.announced
-            self._data = bytearray(nbytes) if nbytes < CLEARED_BYTES else mmap.mmap(-1, nbytes)
+    def place(self) -> memoryview | None:
+        """Return where the next bytes of a large body go; ``None`` if they are to be added."""
+        if not self.placed:
+            nbytes, cleared = self.announced, self.announced >= CLEARED_BYTES
+            if nbytes <= LARGE_BYTES or not (cleared or self._nbytes * MEMORY_FROM >= nbytes):
+                return None
+            beginning = self._data
+            self._data = mmap.mmap(-1, nbytes) if cleared else bytearray(nbytes)
             self._data[: self._nbytes] = beginning
+            self.placed = True
         return memoryview(self._data)[self._nbytes : self._nbytes + _READ_BYTES]
 
-    def add(self, data: bytes) -> None:
+    def add(self, data: bytes | memoryview) -> None:
         """Take a piece of the body."""
         if not self.dropped:
             cast("bytearray", self._data).extend(data)
@@ -166,8 +175,9 @@ class ClientRequest:
         self._nbytes += nbytes
         if self._count is None or self.dropped:
             return
+        data = self._data
         try:
-            self._count(self._nbytes)
+            self._count(len(data) if isinstance(data, bytearray) else self._nbytes)
         except Exception as error:
             self._count = None
             self.fail(error)
@@ -210,6 +220,9 @@ class ClientRequest:
             self._chunked = self._takes_chunks
             if self._chunked:
                 lines.append(b"transfer-encoding: chunked\r\n")
+        if self._waits and not self.complete:
+            # Whether the body comes nevertheless, or another request, nobody can tell.
+            self.keeps = False
         if headers.get("connection") == "close":
             self.keeps = False
         elif not self.keeps:
@@ -258,7 +271,7 @@ class Clients:
         self.open: set[ServerConnection] = set()
         self.tasks: set[asyncio.Task[None]] = set()
         self.stopping = False
-        self.buffer = memoryview(bytearray(LARGE_BYTES))
+        self.buffer = memoryview(bytearray(_READ_BYTES))
         self._serve = serve
         self._date = b""
         self._date_of = 0
@@ -329,9 +342,10 @@ class ServerConnection(asyncio.BufferedProtocol):
         self._headers: dict[str, str] = {}
         self._head_bytes = 0
         self._in_head = False
-        # Those that are not answered: the first is being served, and the last may still arrive.
-        self._requests: deque[ClientRequest] = deque()
+        self._request: ClientRequest | None = None
         self._arriving: ClientRequest | None = None
+        self._waiting = b""
+        self._end = b""
         self._goes_on = False
         self._refused = False
         self._lost = False
@@ -363,10 +377,11 @@ class ServerConnection(asyncio.BufferedProtocol):
         """See `asyncio.BufferedProtocol`."""
         self._clients.open.discard(self)
         self._lost = True
+        self._waiting = b""
         self.resume_writing()
-        if self._requests:
-            self._requests[0].leave()
-        self._requests.clear()
+        request, self._request = self._request, None
+        if request is not None:
+            request.leave()
 
     def pause_writing(self) -> None:
         """See `asyncio.BufferedProtocol`."""
@@ -379,6 +394,8 @@ class ServerConnection(asyncio.BufferedProtocol):
             if not writer.done():
                 writer.set_result(None)
         self._writers.clear()
+        if self._waiting:
+            self._feed(self._waiting)
 
     async def until_writable(self) -> None:
         """Return when the client takes more, or nothing any more."""
@@ -391,75 +408,106 @@ class ServerConnection(asyncio.BufferedProtocol):
         """See `asyncio.BufferedProtocol`."""
         arriving = self._arriving
         if arriving is None or not arriving.left:
-            return self._clients.buffer
-        if arriving.dropped:
-            return self._clients.buffer[: arriving.left]
-        return arriving.place()
+            return self._clients.buffer[:LARGE_BYTES]
+        place = None if arriving.dropped else arriving.place()
+        return self._clients.buffer[: arriving.left] if place is None else place
 
     def buffer_updated(self, nbytes: int) -> None:
         """See `asyncio.BufferedProtocol`."""
         arriving = self._arriving
-        if arriving is not None and arriving.left:
+        if arriving is None or not arriving.left:
+            if not self._refused:
+                self._feed(self._waiting + self._clients.buffer[:nbytes])
+            return
+        if arriving.placed and not arriving.dropped:
             arriving.came(nbytes)
-            if arriving.left:
-                self._breathe(nbytes)
-            else:
-                # The parser waits for the body, which it will never see.
-                self._parser = httptools.HttpRequestParser(self)
-                self._arrived(arriving)
-        elif not self._refused:
-            self._feed(self._clients.buffer[:nbytes])
+        else:
+            arriving.add(self._clients.buffer[:nbytes])
+        if arriving.left:
+            self._breathe(nbytes)
+        else:
+            self._arrived(arriving)
 
     # What comes.
 
-    def _feed(self, data: memoryview) -> None:
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade as upgrade:
-            self._go_on(data[upgrade.args[0] :])
-        except httptools.HttpParserError:
-            self._refuse()
-        if self._arriving is not None:
-            self._arriving.expect()
-        elif self._in_head:
-            if not self._head_bytes:
-                self._since = time.monotonic()
-            self._head_bytes += len(data)
-            if self._head_bytes > MAX_HEAD_BYTES:
-                self._refuse()
+    def _feed(self, data: bytes) -> None:
+        """Take what has come up to the end of a request; what is after it waits for the answer.
+
+        It waits as it came, which takes less memory than requests, until the client has taken
+        enough of what it was sent.
+        """
+        view, begin = memoryview(data), 0
+        while begin < len(data) and not self._refused:
+            arriving = self._arriving
+            if arriving is None and (self._request is not None or not self.writable):
+                break
+            if arriving is not None and arriving.left:
+                end = min(begin + arriving.left, len(data))
+                arriving.add(view[begin:end])
+                if not arriving.left:
+                    self._arrived(arriving)
+            else:
+                end = self._end_of_lines(data, begin)
+                self._parse(view[begin:end])
+            begin = end
+        self._waiting = data[begin:]
         self.flow()
 
-    def _go_on(self, rest: memoryview) -> None:
+    def _end_of_lines(self, data: bytes, begin: int) -> int:
+        """Return the place after the next empty line, with which every head and last chunk ends."""
+        before, self._end = self._end, b""
+        across = (before + data[begin : begin + 3]).find(_EMPTY_LINE)
+        if across >= 0:
+            return begin + across + len(_EMPTY_LINE) - len(before)
+        found = data.find(_EMPTY_LINE, begin)
+        if found >= 0:
+            return found + len(_EMPTY_LINE)
+        self._end = (before + data[max(begin, len(data) - 3) :])[-3:]
+        return len(data)
+
+    def _parse(self, data: memoryview) -> None:
+        self._head_bytes += len(data)
+        try:
+            try:
+                self._parser.feed_data(data)
+            except httptools.HttpParserUpgrade:
+                self._go_on()
+        except httptools.HttpParserError:
+            self._refuse()
+            return
+        if self._head_bytes > MAX_HEAD_BYTES:
+            self._refuse()
+        elif self._arriving is not None and self._arriving.left:
+            # The parser waits for the body, which it will never see.
+            self._parser = httptools.HttpRequestParser(self)
+
+    def _go_on(self) -> None:
         """Stay with HTTP/1.1 after a request that asks for another protocol.
 
-        The parser takes it for the last one, and so without a body: another is told of the body.
+        The parser takes it for the last one, and so without a body: another is told of its chunks.
         """
         self._parser = httptools.HttpRequestParser(self)
-        if self._arriving is not None:
+        if self._arriving is not None and not self._arriving.left:
             given = self._arriving.headers
             named = [name for name in ("content-length", "transfer-encoding") if name in given]
             lines = "".join(f"{name}: {given[name]}\r\n" for name in named)
             self._goes_on = True
-            self._parser.feed_data(f"POST / HTTP/1.1\r\n{lines}\r\n".encode())
-            self._goes_on = False
-        if rest:
-            self._feed(rest)
+            try:
+                self._parser.feed_data(f"POST / HTTP/1.1\r\n{lines}\r\n".encode("latin-1"))
+            finally:
+                self._goes_on = False
 
     def _refuse(self) -> None:
-        """Answer what is no request after the requests before it, and take nothing more."""
+        """Say that what came is no request, unless an answer to it has begun; take nothing more."""
         self._refused = True
         broken, self._arriving = self._arriving, None
-        if broken is not None and broken in self._requests and broken is not self._requests[0]:
-            self._requests.remove(broken)
-        first = self._requests[0] if self._requests else None
-        if first is None or (first is broken and not first.begun):
-            self._say_no()
-        elif first is broken:
-            first.keeps = False
-
-    def _say_no(self) -> None:
-        self.put(_NO_REQUEST)
-        self.transport.close()
+        if broken is None or (broken is self._request and not broken.begun):
+            self.put(_NO_REQUEST)
+            self.transport.close()
+        elif broken is self._request:
+            broken.keeps = False
+        else:
+            self.transport.close()
 
     def _breathe(self, nbytes: int) -> None:
         """Let others be served after every so many bytes."""
@@ -470,10 +518,13 @@ class ServerConnection(asyncio.BufferedProtocol):
             asyncio.get_running_loop().call_soon(self.flow)
 
     def flow(self) -> None:
-        """Let more come, unless others wait for their turn or nobody has asked for the body."""
+        """Let more come, unless something waits already or nobody has asked for a large body."""
         arriving = self._arriving
-        asked = arriving is None or arriving.wanted or arriving.dropped or not arriving.left
-        if len(self._requests) > 1 or not asked:
+        if arriving is None or arriving.wanted or arriving.dropped:
+            unasked_bytes = 0
+        else:
+            unasked_bytes = arriving.left
+        if self._waiting or unasked_bytes > LARGE_BYTES:
             self._pause()
         elif self._paused and not self._lost:
             self._paused = False
@@ -491,6 +542,7 @@ class ServerConnection(asyncio.BufferedProtocol):
         self._url = b""
         self._headers = {}
         self._in_head = True
+        self._since = time.monotonic()
 
     def on_url(self, url: bytes) -> None:
         """See `httptools.HttpRequestParser`."""
@@ -498,14 +550,25 @@ class ServerConnection(asyncio.BufferedProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """See `httptools.HttpRequestParser`."""
-        if value.isascii():
-            self._headers[name.lower().decode("latin-1")] = value.decode("ascii").strip()
+        if self._arriving is not None:
+            # After a body: nobody reads these.
+            return
+        if len(self._headers) == MAX_HEADERS:
+            raise ValueError(f"more than {MAX_HEADERS} headers")
+        name = name.lower()
+        if name == b"transfer-encoding":
+            # One that is not ASCII is none, but must not look as if there were none.
+            self._headers["transfer-encoding"] = value.decode("latin-1").strip()
+        elif value.isascii():
+            self._headers[name.decode("latin-1")] = value.decode("ascii").strip()
 
     def on_headers_complete(self) -> None:
         """See `httptools.HttpRequestParser`."""
         self._in_head = False
+        self._head_bytes = 0
         if self._goes_on:
             return
+        assert self._request is None
         parser = self._parser
         request = ClientRequest(
             self,
@@ -515,17 +578,14 @@ class ServerConnection(asyncio.BufferedProtocol):
             version=parser.get_http_version(),
             keeps=parser.should_keep_alive(),
         )
-        # What comes after a body is none of its request's.
         self._headers = {}
         self._used = True
-        self._head_bytes = 0
-        self._arriving = request
-        self._requests.append(request)
-        if len(self._requests) == 1:
-            self._clients.start(request, self)
+        self._arriving = self._request = request
+        self._clients.start(request, self)
 
     def on_body(self, data: bytes) -> None:
         """See `httptools.HttpRequestParser`."""
+        self._head_bytes = 0
         if self._arriving is not None:
             self._arriving.add(data)
 
@@ -547,33 +607,35 @@ class ServerConnection(asyncio.BufferedProtocol):
         """Go on with the next request after one that is answered."""
         if not request.complete:
             request.drop()
-        if not self._requests or self.transport.is_closing():
+        if self._request is not request or self.transport.is_closing():
             return
-        self._requests.popleft()
+        self._request = None
+        self._since = time.monotonic()
         if not request.keeps or self._clients.stopping:
             self.transport.close()
-        elif self._requests:
-            self._clients.start(self._requests[0], self)
-        elif self._refused:
-            self._say_no()
-        self._since = time.monotonic()
-        self.flow()
+        elif self._waiting:
+            self._feed(self._waiting)
+        else:
+            self.flow()
 
     def stop(self) -> None:
         """Close now, or after the answer that has begun."""
-        if not self._requests:
+        if self._request is None:
             self.transport.close()
 
     def look(self, now: float, send_timeout_s: float) -> None:
         """Close if no request comes, or if its client takes nothing; see `Clients.look`."""
-        if self.transport.is_closing():
-            unsent_bytes = self.transport.get_write_buffer_size()
+        closing = self.transport.is_closing()
+        if self._request is not None and not closing:
+            return
+        unsent_bytes = self.transport.get_write_buffer_size()
+        if closing or unsent_bytes:
             if unsent_bytes != self._unsent_bytes:
                 self._unsent_bytes = unsent_bytes
                 self._since = now
             elif now - self._since > send_timeout_s:
                 self.transport.abort()
-        elif not self._requests:
+        else:
             rests = self._used and not self._in_head and self._arriving is None
             if now - self._since > (KEEP_ALIVE_S if rests else HEADERS_WITHIN_S):
                 self.transport.close()

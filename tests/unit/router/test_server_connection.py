@@ -476,13 +476,13 @@ async def test_a_client_that_takes_nothing_is_waited_for() -> None:
 
     async def serve(request: ClientRequest) -> None:
         request.begin(200, {})
+        end.connection.pause_writing()
         written.append(request.write(b"1"))
         await request.writable()
         written.append(request.write(b"2"))
         request.end()
 
     end = End(serve)
-    end.connection.pause_writing()
     await end.send(GET)
     assert written == [False]
     end.connection.resume_writing()
