@@ -43,8 +43,11 @@ IN_THE_CODE = {
     "instances of one router": str(tally.MAX_INSTANCES),
     "headers of a request": (
         f"{server_connection.MAX_HEAD_BYTES // KIB} KiB, "
+        f"at most {server_connection.MAX_HEADERS} headers, "
         f"within {server_connection.HEADERS_WITHIN_S:g} s"
     ),
+    "what stands between two chunks of a body": f"{server_connection.MAX_HEAD_BYTES // KIB} KiB",
+    "what is read of requests behind one": f"{server_connection.LARGE_BYTES // KIB} KiB",
     "JSON of a request without its long strings": f"{body.MAX_JSON_BYTES // MIB} MiB",
     "a request at `/epd/`": f"{members.MAX_BODY_BYTES // KIB} KiB",
     "an idle connection of a client": f"{server_connection.KEEP_ALIVE_S} s",

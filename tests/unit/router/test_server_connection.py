@@ -22,6 +22,7 @@ from epd_portable.router.http.server_connection import (
     KEEP_ALIVE_S,
     LARGE_BYTES,
     MAX_HEAD_BYTES,
+    MAX_HEADERS,
     ClientRequest,
     Clients,
     ServerConnection,
@@ -223,6 +224,30 @@ async def test_large_bodies_land_in_their_place(nbytes: int) -> None:
     assert got == [(nbytes, b"ab", b"yz"), (0, b"", b"")]
 
 
+@pytest.mark.parametrize("nbytes", [LARGE_BYTES + 1, CLEARED_BYTES - 1])
+async def test_a_body_takes_memory_as_it_comes_and_counts_as_what_it_takes(nbytes: int) -> None:
+    counted = [0]
+
+    async def serve(request: ClientRequest) -> None:
+        await request.body(counted.append)
+
+    end = End(serve)
+    sent = 0
+    tracemalloc.start()
+    try:
+        await end.send(b"POST / HTTP/1.1\r\ncontent-length: %d\r\n\r\n" % nbytes)
+        while sent < nbytes - 1:
+            piece = b"x" * min(LARGE_BYTES, nbytes - 1 - sent) if sent else b"x"
+            await end.send(piece)
+            sent += len(piece)
+            # One that grows step by step has an eighth more.
+            held = tracemalloc.get_traced_memory()[0] - 30_000
+            assert held <= 4 * sent and held <= counted[-1] * 9 / 8 + LARGE_BYTES
+    finally:
+        tracemalloc.stop()
+    assert counted[-1] >= nbytes - 1
+
+
 async def test_a_large_body_is_not_taken_before_it_is_asked_for() -> None:
     asking = asyncio.Event()
 
@@ -335,6 +360,117 @@ async def test_permission_to_send_is_given_when_the_body_is_asked_for() -> None:
     assert end.transport.written.endswith(b"\r\n\r\nabc")
 
 
+async def test_who_is_refused_while_it_waits_for_permission_loses_its_connection() -> None:
+    served = []
+
+    async def serve(request: ClientRequest) -> None:
+        served.append(request.path)
+        answer(request, b"no")
+
+    end = End(serve)
+    await end.send(b"POST /1 HTTP/1.1\r\nexpect: 100-continue\r\ncontent-length: 40\r\n\r\n")
+    # Who honours the answer goes on with another request, others with the body.
+    await end.send(b"GET /2 HTTP/1.1\r\nx: 0123456789\r\n\r\nGET /3 HTTP/1.1\r\n\r\n")
+    assert served == ["/1"]
+    assert Answers(end.transport.written).headers[0][b"connection"] == b"close"
+    assert end.transport.closing
+
+
+async def test_who_was_given_permission_keeps_its_connection() -> None:
+    async def serve(request: ClientRequest) -> None:
+        await request.body(no_limit)
+        answer(request, b"")
+
+    end = End(serve)
+    for _ in range(2):
+        await end.send(b"POST / HTTP/1.1\r\nexpect: 100-continue\r\ncontent-length: 3\r\n\r\n")
+        await end.send(b"abc")
+    assert end.transport.written.count(b"HTTP/1.1 200 OK") == 2
+    assert not end.transport.closing
+
+
+async def test_no_request_begins_before_the_answer_ahead_is_taken() -> None:
+    served = []
+
+    async def serve(request: ClientRequest) -> None:
+        served.append(request.path)
+        end.connection.pause_writing()
+        answer(request, b"")
+
+    end = End(serve)
+    requests = b"".join(b"GET /%d HTTP/1.1\r\n\r\n" % number for number in range(3000))
+    sending = asyncio.create_task(end.send(requests))
+    await end.rest()
+    assert not end.transport.reads
+    for number in range(3000):
+        await end.rest()
+        assert len(served) == number + 1
+        end.connection.resume_writing()
+    await sending
+    assert served == [f"/{number}" for number in range(3000)]
+    assert end.transport.reads
+
+
+async def test_requests_that_wait_take_no_more_memory_than_they_came_with() -> None:
+    end = End(stream_forever)
+    end.transport.write = lambda data: None  # type: ignore[method-assign]
+    await end.send(GET)
+    tracemalloc.start()
+    try:
+        await end.send(b"GET / HTTP/1.1\r\n\r\n" * 3000, most=LARGE_BYTES)
+        held_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert not end.transport.reads
+    assert held_bytes < 1.2 * LARGE_BYTES
+    end.leave()
+    for task in end.clients.tasks:
+        task.cancel()
+    await end.rest()
+
+
+@pytest.mark.parametrize("piece", [b"x" * LARGE_BYTES, b"a: b\r\n" * 8000, b"c\r\n" * 8000])
+@pytest.mark.parametrize("answered", [True, False])
+@pytest.mark.parametrize("before", [b"0\r\na: ", b"0\r\n", b"3;x="])
+async def test_what_stands_after_chunks_is_bounded_and_not_kept(
+    before: bytes, piece: bytes, answered: bool
+) -> None:
+    async def serve(request: ClientRequest) -> None:
+        if not answered:
+            with pytest.raises(ClientGoneError):
+                await request.body(no_limit)
+            return
+        answer(request, b"")
+
+    end = End(serve)
+    await end.send(b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n" + before)
+    tracemalloc.start()
+    try:
+        for _ in range(2 * MAX_HEAD_BYTES // len(piece) + 1):
+            await end.send(piece)
+            assert tracemalloc.get_traced_memory()[0] < 3 * MAX_HEAD_BYTES
+    finally:
+        tracemalloc.stop()
+    assert end.transport.closing
+    # Who has its answer gets no other.
+    assert Answers(end.transport.written).statuses == [200 if answered else 400]
+    end.leave()
+    await end.rest()
+
+
+async def test_trailers_of_one_request_are_no_headers_of_the_next() -> None:
+    got = []
+
+    async def serve(request: ClientRequest) -> None:
+        await request.body(no_limit)
+        got.append(request.headers)
+        answer(request, b"")
+
+    end = End(serve)
+    await end.send(CHUNKED + GET)
+    assert got == [{"transfer-encoding": "chunked"}, {"host": "x"}]
+
+
 # What is no request.
 
 BROKEN = (
@@ -348,6 +484,9 @@ BROKEN = (
     b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\nz\r\n",
     b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
     b"GET / HTTP/1.1\r\na: " + b"b" * (MAX_HEAD_BYTES + LARGE_BYTES),
+    b"GET / HTTP/1.1\r\n" + b"".join(b"a%d:\r\n" % n for n in range(MAX_HEADERS + 2)),
+    b"POST / HTTP/1.1\r\nconnection: upgrade\r\nupgrade: h2c\r\ntransfer-encoding: gzip\r\n\r\n",
+    b"POST / HTTP/1.1\r\nconnection: upgrade\r\nupgrade: h2c\r\ntransfer-encoding: \xff\r\n\r\n",
 )
 
 
