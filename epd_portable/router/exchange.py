@@ -406,8 +406,7 @@ class Exchange:
                     raise
                 end_soon(jobs)
         except WentDownError as error:
-            point = Point.ANSWERING if out.begun else Point.ASKED
-            raise Failed(Trouble.PD_LOST, point, f"instance {pd.name} {error}") from error
+            raise Failed(Trouble.PD_LOST, point_of(out), f"instance {pd.name} {error}") from error
 
     def _start_jobs(self, one: Attempt) -> list[asyncio.Task[None]]:
         loop = asyncio.get_running_loop()
@@ -554,7 +553,7 @@ class Exchange:
             if events.is_complete:  # It was lost after its last word.
                 events.end()
                 return answer.status
-            raise _failed(pd, error, Point.ANSWERING) from error
+            raise _failed(pd, error, point_of(out)) from error
         one.begin()
         if reply.status >= 500:
             pd.failed("error")
@@ -671,6 +670,11 @@ class Exchange:
             for each in self._instances.of_duty("answer")[:8]
         )
         return f"no prefill+decode instance can serve ({states or 'none is there'})"
+
+
+def point_of(out: Outgoing) -> Point:
+    """Return how far a request is that an instance has: what counts is what the client has."""
+    return Point.ANSWERING if out.begun else Point.ASKED
 
 
 def silent(pd: Instance, point: Point) -> Failed:

@@ -40,7 +40,7 @@ class Point(enum.Enum):
     ENCODING = "an item is with an encoder"
     PREFILLING = "a prefill instance has, or is to have, the request"
     ASKED = "the PD instance has, or is to have, the request"
-    ANSWERING = "headers of the answer have come, and perhaps a part of it is with the client"
+    ANSWERING = "a part of the answer is with the client"
 
 
 LADDER: Mapping[tuple[Trouble, Point], tuple[Rung, ...]] = {
@@ -72,8 +72,8 @@ told to encode it. ``original_media``: the request goes with its media. ``withou
 without those that nobody has, where ``router.partial_results`` allows it. ``prefill_again``:
 another prefill instance is asked. ``local_prefill``: the decode instance gets the request as it is,
 and prefills. ``pd_again``: it is sent once more, if the budget of retries allows. ``broken_off``:
-the client is told within the answer, or by 502. ``passed_on``: it gets the instance's own error.
-``refused``: 400 or 413.
+the client is told within the answer, if that has events. ``passed_on``: it gets the instance's own
+error. ``refused``: 400 or 413.
 ``unavailable``: 503. ``timeout``: 504.
 """
 

@@ -405,6 +405,10 @@ class Router:
                 client.explanation = Explanation()
         if self._hops is not None:
             client.named = self._hops.read(client.headers)
+        if path in NO_JSON:
+            self._cors.check_origin(client.headers)
+        elif method == "POST":
+            self._cors.check_json(client.headers)
         if self.draining:
             client.last = True
             raise unavailable("the router is stopping")

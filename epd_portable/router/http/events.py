@@ -41,18 +41,14 @@ class Takes(Protocol):
 
 
 async def first_event(answer: InstanceAnswer) -> bytes:
-    """Return the beginning of a stream, until it is clear whether it is an error."""
+    """Return the beginning of a stream, with a whole event: a client gets nothing before that."""
     first = await answer.piece()
-    while first and _may_be_error(first) and not _whole_events(first):
+    while first and not _whole_events(first) and len(first) < _MAX_HELD_BYTES:
         more = await answer.piece()
         if not more:
             break
         first += more
     return first
-
-
-def _may_be_error(first: bytes) -> bool:
-    return any(first.startswith(error[: len(first)]) for error in _ERROR_EVENTS)
 
 
 class WholeEvents:

@@ -1,10 +1,15 @@
-"""Which web pages of other origins may ask, and what browsers are told of it (CORS)."""
+"""Which web pages of other origins may ask, and what browsers are told of it (CORS).
+
+A browser asks for permission first, but not for what an HTML form could send as well. Such requests
+are refused, or any page could use a router that its reader can reach.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from epd_portable.router.http.replies import Reply
+from epd_portable.errors import RequestError
+from epd_portable.router.http.replies import JSON, Reply
 
 METHODS = "GET, POST"
 EXPOSED = "x-request-id, retry-after"
@@ -59,6 +64,42 @@ class Cors:
         if allowed and wished in METHODS.split(", "):
             return Reply(200, headers, b"OK")
         return Reply(400, headers, b"This origin or method is not allowed")
+
+    def check_json(self, request: Mapping[str, str]) -> None:
+        """Check that a request with a body of JSON says so: no form can.
+
+        Args:
+            request: Its headers; names in lower case.
+
+        Raises:
+            RequestError: 415; it does not.
+        """
+        given = request.get("content-type", "")
+        if given.partition(";")[0].strip().lower() != JSON["content-type"]:
+            raise RequestError(
+                f"content-type {given[:128]!r} is not served at this path: send JSON, with the "
+                f"header 'content-type: {JSON['content-type']}'",
+                status=415,
+                code="unsupported_media_type",
+            )
+
+    def check_origin(self, request: Mapping[str, str]) -> None:
+        """Check that a request that a form could send comes from no page that may not ask.
+
+        Args:
+            request: Its headers; names in lower case.
+
+        Raises:
+            RequestError: 403; it does.
+        """
+        origin = request.get("origin")
+        if origin is not None and not self._allowed(origin):
+            raise RequestError(
+                f"pages of origin {origin[:128]!r} may not send forms: add it to "
+                "router.cors_origins",
+                status=403,
+                code="origin_not_allowed",
+            )
 
     def _allowed(self, origin: str | None) -> dict[str, str]:
         if origin is None or not (self._any or origin in self._origins):

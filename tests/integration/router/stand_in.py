@@ -35,6 +35,9 @@ from epd_portable.wire.messages import LOAD_PATH, AnyMessage, LoadReport, LoadWa
 from tests.listening import stop_listening
 
 DEADLINE_S = 10.0
+JSON = {"content-type": "application/json"}
+CHAT = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+"""How a request begins that is written to a socket."""
 FILES_PER_REQUEST = 8
 """Both ends of its connections to the router, an instance and encoders, and some to spare."""
 

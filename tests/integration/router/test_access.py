@@ -155,6 +155,75 @@ async def test_pages_of_other_origins_ask_where_that_is_allowed(build: Build) ->
     assert "access-control-allow-origin" not in refused.headers
 
 
+FORMS = {
+    "text": {"content-type": "text/plain"},
+    "text, named json": {"content-type": "text/plain; x=application/json"},
+    "form": {"content-type": "application/x-www-form-urlencoded"},
+    "multipart": {"content-type": "multipart/form-data; boundary=x"},
+    "nothing": {},
+}
+"""What browsers send to other origins without asking for permission."""
+ASKED = b'{"messages": [{"role": "user", "content": "hi"}]}'
+
+
+@pytest.mark.parametrize("headers", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+async def test_what_a_page_may_send_unasked_reaches_no_instance(
+    build: Build, path: str, headers: dict[str, str]
+) -> None:
+    t = await build(encoders=0)
+    refused = await t.client.post(path, content=ASKED, headers=headers)
+    assert refused.status_code == 415
+    error = refused.json()["error"]
+    assert error["code"] == "unsupported_media_type"
+    assert "content-type: application/json" in error["message"]
+    assert not t.pd.received
+
+
+@pytest.mark.parametrize(
+    "kind", ["application/json", "application/json; charset=utf-8", "Application/JSON ;x=y"]
+)
+async def test_json_is_taken_however_it_is_named(build: Build, kind: str) -> None:
+    t = await build(encoders=0)
+    headers = {"content-type": kind}
+    served = await t.client.post("/v1/chat/completions", content=ASKED, headers=headers)
+    assert served.status_code == 200
+    assert t.pd.received[0].headers["content-type"] == "application/json"
+
+
+async def test_forms_are_taken_from_who_may_send_them(build: Build) -> None:
+    t = await build(encoders=0, cors_origins=["https://app.example"])
+    sound = {"file": ("a.wav", b"RIFF")}
+    for origin, status in (
+        (None, 200),
+        ("https://app.example", 200),
+        ("https://other.example", 403),
+        ("null", 403),
+    ):
+        headers = {} if origin is None else {"origin": origin}
+        response = await t.client.post("/v1/audio/transcriptions", files=sound, headers=headers)
+        assert response.status_code == status
+    assert response.json()["error"]["code"] == "origin_not_allowed"
+    assert "router.cors_origins" in response.json()["error"]["message"]
+    assert len(t.pd.received) == 2
+    assert all(
+        each.headers["content-type"].startswith("multipart/form-data; boundary=")
+        for each in t.pd.received
+    )
+
+
+@pytest.mark.parametrize("headers", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("path", ["", "/pd-0/drain", "/pd-0/resume"])
+async def test_no_page_changes_which_instances_are_there(
+    build: Build, path: str, headers: dict[str, str]
+) -> None:
+    t = await build(encoders=0, registration=True)
+    page = {"origin": "https://other.example", **headers}
+    refused = await t.client.post(f"/epd/instances{path}", content=b"", headers=page)
+    assert refused.status_code == 401
+    assert (await t.health()).json()["instances"]["pd-0"]["state"] == "up"
+
+
 async def test_websockets_are_refused_with_a_reason(build: Build) -> None:
     t = await build(encoders=0)
     headers = {

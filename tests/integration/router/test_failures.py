@@ -474,6 +474,40 @@ async def test_a_request_is_not_sent_to_every_pd_instance_in_turn(build: Build) 
     assert sum(len(pd.received) for pd in t.pds) == 2
 
 
+@pytest.mark.parametrize("begun", [b"", b'data: {"n"'], ids=["headers", "half an event"])
+async def test_a_stream_of_which_a_client_has_nothing_is_asked_for_elsewhere(
+    build: Build, begun: bytes
+) -> None:
+    """Engines send a stream's headers at once, and the first token when the items are there."""
+    t = await build(pds=2)
+    first: list[StandIn] = []
+
+    def behaving(pd: StandIn) -> Behaviour:
+        async def pieces() -> AsyncIterator[bytes]:
+            if first == [pd]:
+                yield begun
+                await asyncio.sleep(0.1)
+                pd.serving.drop_connections()
+                await asyncio.Event().wait()
+            yield b'data: {"n": 1}\n\n'
+            yield b"data: [DONE]\n\n"
+
+        async def behave(received: Received) -> Response:
+            first.append(pd)
+            return await stream(pieces)(received)
+
+        return behave
+
+    for pd in t.pds:
+        pd.behaviour = behaving(pd)
+    response = await t.chat(RED, stream=True)
+
+    assert response.status_code == 200
+    assert response.content == b'data: {"n": 1}\n\ndata: [DONE]\n\n'
+    assert [len(pd.received) for pd in t.pds] == [1, 1]
+    assert await t.metric('epd_router_ladder_total{rung="pd_again"}') == 1
+
+
 async def test_a_pd_instance_lost_within_a_stream_ends_it_with_an_error(build: Build) -> None:
     t = await build()
 

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 from epd_portable.wire.messages import NackCode
 from tests.integration.router.conftest import Build, Topology
-from tests.integration.router.stand_in import Behaviour, Received, answer, refuse
+from tests.integration.router.stand_in import JSON, Behaviour, Received, answer, refuse
 from tests.integration.router.test_requests import BLUE, RED, TEXT
 
 GRID = {"image_grid_thw": [1, 4, 4]}
@@ -98,7 +98,7 @@ async def test_the_engine_s_own_name_of_an_item_is_expected_at_the_pd_instance(
 async def test_text_goes_straight_to_the_pd_instance(build_bare: Build) -> None:
     t = await build_bare()
     body = b'{ "messages": [{"role":"user","content":"hello"}] }'
-    await t.client.post("/v1/chat/completions", content=body)
+    await t.client.post("/v1/chat/completions", content=body, headers=JSON)
     assert [r.raw for r in t.pd.received] == [body]
     assert t.encoders[0].received == []
 

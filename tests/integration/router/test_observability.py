@@ -32,6 +32,7 @@ from epd_portable.router.server import Router
 from tests.integration.router.conftest import Build, Topology
 from tests.integration.router.stand_in import (
     DEADLINE_S,
+    JSON,
     Behaviour,
     Received,
     RouterServing,
@@ -190,7 +191,9 @@ async def test_each_request_gets_one_line_that_says_nothing_of_its_content(
     response = await t.chat(RED, words, user="somebody")
     assert response.status_code == 200
     (await t.client.get("/health")).raise_for_status()
-    bad = await t.client.post("/v1/chat/completions", content=b"{", headers={"x-request-id": "bad"})
+    bad = await t.client.post(
+        "/v1/chat/completions", content=b"{", headers=JSON | {"x-request-id": "bad"}
+    )
     assert bad.status_code == 400
     text = await lines(log, 2)
     for said in ("secret", "base64", "somebody", KEY, RED["image_url"]["url"][-16:]):

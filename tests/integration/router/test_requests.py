@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 from epd_portable.wire.params import encode_params, prefill_params
 from tests.integration.router.conftest import Build
-from tests.integration.router.stand_in import DEADLINE_S, Received, refuse, stream
+from tests.integration.router.stand_in import CHAT, DEADLINE_S, JSON, Received, refuse, stream
 from tests.keyring import secret
 
 
@@ -30,7 +30,7 @@ async def test_text_reaches_the_pd_instance_unchanged_and_no_encoder(build: Buil
     t = await build()
     body = b'{ "messages": [{"role":"user","content":"caf\\u00e9"}] }'
 
-    response = await t.client.post("/v1/chat/completions", content=body)
+    response = await t.client.post("/v1/chat/completions", content=body, headers=JSON)
 
     assert response.status_code == 200
     assert [r.raw for r in t.pd.received] == [body]
@@ -40,7 +40,7 @@ async def test_text_reaches_the_pd_instance_unchanged_and_no_encoder(build: Buil
 async def test_text_completions_reach_the_pd_instance_unchanged(build: Build) -> None:
     t = await build()
     body = b'{"prompt":  "once"}'
-    response = await t.client.post("/v1/completions", content=body)
+    response = await t.client.post("/v1/completions", content=body, headers=JSON)
     assert response.status_code == 200
     assert [(r.path, r.raw) for r in t.pd.received] == [("/v1/completions", body)]
 
@@ -207,7 +207,7 @@ async def test_bad_input_is_answered_in_openais_form(
 ) -> None:
     t = await build(unknown_fields="refuse")
 
-    response = await t.client.post("/v1/chat/completions", content=body)
+    response = await t.client.post("/v1/chat/completions", content=body, headers=JSON)
 
     assert response.status_code == status
     error = response.json()["error"]
@@ -225,7 +225,7 @@ async def test_a_body_of_100_mb_is_refused_with_the_limit(build: Build, announce
         for _ in range(100):
             yield piece
 
-    headers = {"content-length": str(100 << 20)} if announced else {}
+    headers = JSON | ({"content-length": str(100 << 20)} if announced else {})
     response = await t.client.post("/v1/chat/completions", content=body(), headers=headers)
 
     assert response.status_code == 413
@@ -238,10 +238,7 @@ async def test_a_body_of_100_mb_is_refused_with_the_limit(build: Build, announce
 async def test_a_client_that_asks_first_is_refused_before_it_sends(build: Build) -> None:
     t = await build(max_body_bytes=2000)
     reader, writer = await asyncio.open_connection("127.0.0.1", t.router.port)
-    writer.write(
-        b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 104857600\r\n"
-        b"expect: 100-continue\r\n\r\n"
-    )
+    writer.write(CHAT + b"content-length: 104857600\r\nexpect: 100-continue\r\n\r\n")
     assert b"413" in await asyncio.wait_for(reader.readline(), DEADLINE_S)
     await asyncio.wait_for(reader.read(), DEADLINE_S)
     writer.close()

@@ -15,7 +15,7 @@ from starlette.responses import Response, StreamingResponse
 from epd_portable.router.server import Router
 from epd_portable.router.serving import Stopping, listen, serve
 from tests.integration.router.conftest import Build, Topology
-from tests.integration.router.stand_in import Received
+from tests.integration.router.stand_in import CHAT, Received
 
 
 @pytest.fixture
@@ -69,11 +69,7 @@ async def test_a_client_that_takes_nothing_loses_its_connection(port: Any) -> No
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect(("127.0.0.1", number))
-        client.sendall(
-            b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
-            % len(body)
-            + body
-        )
+        client.sendall(CHAT + b"content-length: %d\r\n\r\n" % len(body) + body)
         ours = client.getsockname()[1]
         await t.pd.until(lambda pd: len(pd.received) == 1)
         with anyio.fail_after(10):

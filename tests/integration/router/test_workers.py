@@ -27,6 +27,7 @@ from epd_portable.router.serving import Stopping, reserve
 from epd_portable.router.settings import RouterSettings
 from epd_portable.router.workers import keep
 from tests.integration.router.stand_in import (
+    CHAT,
     Behaviour,
     ControlEnd,
     Received,
@@ -279,7 +280,7 @@ async def test_the_least_busy_instance_is_the_least_busy_of_all_workers(make: Ma
 async def test_unfinished_bodies_of_all_workers_are_bounded_together(make: Make) -> None:
     together = await make(max_body_bytes="1MiB", max_bodies_bytes="1MiB")
     host, _, port = together.url.removeprefix("http://").rpartition(":")
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 700000\r\n\r\n"
+    head = CHAT + b"content-length: 700000\r\n\r\n"
 
     async def begin() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         reader, writer = await asyncio.open_connection(host, int(port))
