@@ -6,6 +6,7 @@ Nothing here is shared with `epd_portable.bench`, whose reports are what is chec
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import fmean
@@ -252,6 +253,180 @@ def what_became_of_pictures(document: Document) -> Iterator[Row]:
             yield name | {"items": ", ".join(parts)}
 
 
+_KIND, _SENT, _TTFT, _TPOT, _E2E, _LONGEST, _PROBLEM = 0, 2, 4, 5, 6, 7, 10
+"""Places in the array of a request."""
+_QUANTITIES = {"TTFT": _TTFT, "TPOT": _TPOT, "longest ITL": _LONGEST, "E2E": _E2E}
+_COMPARED = re.compile(r"(TTFT|TPOT|longest ITL) p(\d\d), (\w+)")
+
+
+def _answered(turns: Sequence[Document], kind: str) -> list[list[Any]]:
+    return [
+        each
+        for turn in turns
+        for each in turn["requests"]
+        if kind in ("all", each[_KIND]) and not each[_PROBLEM]
+    ]
+
+
+def _counts(turns: Sequence[Document]) -> str:
+    kinds = [each[_KIND] for turn in turns for each in turn["requests"]]
+    return f"{len(kinds)}, {kinds.count('pictures')}"
+
+
+def _cpu_s(turn: Document) -> float:
+    used = [seconds for roles in turn["cpu_s"].values() for seconds in roles.values()]
+    return float(sum(used)) / len(turn["requests"])
+
+
+def _grew(turn: Document, kind: str) -> bool:
+    requests = [each for each in turn["requests"] if each[_KIND] == kind]
+    third_s = max(each[_SENT] for each in turn["requests"]) / 3
+    first, second, last = (
+        sum(
+            max(0, min(each[_SENT] + each[_E2E], begin_s + third_s) - max(each[_SENT], begin_s))
+            for each in requests
+        )
+        / third_s
+        for begin_s in (0, third_s, 2 * third_s)
+    )
+    return bool(last >= 2 and last >= 1.25 * second and second >= 1.25 * first)
+
+
+def _over(turns: Sequence[Document]) -> bool:
+    grew = [_grew(turn, "text") or _grew(turn, "pictures") for turn in turns]
+    return grew.count(True) > grew.count(False)
+
+
+def beside_other_sides(document: Document) -> Iterator[Row]:
+    """The first side by each other: medians of the rounds, with the lowest and the highest."""
+    own, *others = document["summary"]["facts"]["sides"]
+    titles = {each["title"]: each["columns"] for each in document["tables"]}
+    columns = titles[f"{own} by the other sides"]
+    for point, by_side in _rounds(document).items():
+        for other in others:
+            pairs = list(zip(by_side[own], by_side[other], strict=True))
+            over = ", ".join(side for side in (own, other) if _over(by_side[side]))
+            row = {
+                "load": point,
+                "by": other,
+                "rounds": str(len(pairs)),
+                "requests, with pictures": _counts(by_side[own]),
+                "over capacity": over or "–",
+            }
+            for name in columns:
+                found = None
+                if what := _COMPARED.fullmatch(name):
+                    place, share = _QUANTITIES[what[1]], int(what[2]) / 100
+                    times = [
+                        [[each[place] for each in _answered([turn], what[3])] for turn in pair]
+                        for pair in pairs
+                    ]
+                    found = [quantile(a, share) / quantile(b, share) for a, b in times if a and b]
+                elif name == "CPU time":
+                    found = [_cpu_s(turn) / _cpu_s(peer) for turn, peer in pairs]
+                if found:
+                    row[name] = f"{median(found):.2f} ({min(found):.2f}–{max(found):.2f})"
+            yield row
+
+
+def times_under_load(document: Document) -> Iterator[Row]:
+    """Quantiles of all rounds together."""
+    for point, by_side in _rounds(document).items():
+        for side, turns in by_side.items():
+            over = ", over capacity" if _over(turns) else ""
+            for kind in ("text", "pictures", "all"):
+                requests = _answered(turns, kind)
+                if not requests:
+                    continue
+                row = {"load: side: requests": f"{point}: {side}{over}: {kind}"}
+                for name, place in _QUANTITIES.items():
+                    digits = 0 if name in ("TTFT", "E2E") else 1
+                    row[name] = " / ".join(
+                        f"{quantile([each[place] for each in requests], share) * 1e3:.{digits}f}"
+                        for share in (0.5, 0.9, 0.99)
+                    )
+                yield row | {"requests": str(len(requests))}
+
+
+def cpu_under_load(document: Document) -> Iterator[Row]:
+    """CPU time of all processes of a side."""
+    for name, turns in _sides(document):
+        used = sum(_cpu_s(turn) * len(turn["requests"]) for turn in turns)
+        count = sum(len(turn["requests"]) for turn in turns)
+        yield name | {"s in all": f"{used:.1f}", "ms per request": f"{used / count * 1e3:.0f}"}
+
+
+def memory_under_load(document: Document) -> Iterator[Row]:
+    """Memory of parts of sides, at most."""
+    most: dict[str, list[float]] = {}
+    for by_side in _rounds(document).values():
+        for side, turns in by_side.items():
+            for turn in turns:
+                for part, used in turn["memory"].items():
+                    now = [used["rss_bytes"] / 2**20, used["pss_bytes"] / 2**20]
+                    before = most.get(f"{side}: {part}", now)
+                    most[f"{side}: {part}"] = list(map(max, before, now))
+    for part, (rss, pss) in most.items():
+        yield {"side: part": part, "RSS": f"{rss:.0f}", "PSS": f"{pss:.0f}"}
+
+
+def _p99s(turns: Sequence[Document]) -> list[float]:
+    """Return p99 of TTFT and of TPOT by nearest rank, what failed as infinite."""
+    requests = [each for turn in turns for each in turn["requests"]]
+    return [
+        sorted(math.inf if each[_PROBLEM] else each[place] for each in requests)[
+            math.ceil(0.99 * len(requests)) - 1
+        ]
+        for place in (_TTFT, _TPOT)
+    ]
+
+
+def _met(document: Document, turns: Sequence[Document]) -> bool:
+    limits = document["summary"]["plan"]["limits"]
+    names = ("ttft_s", "tpot_s")
+    return all(
+        limits[name] is None or value <= limits[name]
+        for name, value in zip(names, _p99s(turns), strict=True)
+    )
+
+
+def rates_asked(document: Document) -> Iterator[Row]:
+    """Every rate of a search."""
+    for name, turns in _sides(document):
+        ttft_s, tpot_s = _p99s(turns)
+        yield name | {
+            "limits": "met" if _met(document, turns) else "missed",
+            "p99 TTFT, ms": f"{ttft_s * 1e3:.0f}",
+            "p99 TPOT, ms": f"{tpot_s * 1e3:.1f}",
+            "rounds": str(len(turns)),
+            "requests, with pictures": _counts(turns),
+        }
+
+
+def highest_rates_under_load(document: Document) -> Iterator[Row]:
+    """The highest rate below all that were missed, of each side."""
+    met: dict[str, dict[float, bool]] = defaultdict(dict)
+    if not document["summary"]["search"]:
+        raise KeyError("no rate was sought")
+    (about,) = {point.split(", ")[1] for point in _rounds(document)}
+    for point, by_side in _rounds(document).items():
+        for side in document["summary"]["facts"]["sides"]:
+            met[side][float(point.partition("/s")[0])] = _met(document, by_side[side])
+    best: dict[str, float] = {}
+    for side, rates in met.items():
+        missed = min(rate for rate, did in rates.items() if not did)
+        best[side] = max(rate for rate in rates if rate < missed)
+        above = [rate for rate, did in sorted(rates.items()) if did and rate > missed]
+        (own, *_), first = best.values(), not best.keys() - {side}
+        yield {
+            "request: side": f"{about}: {side}",
+            f"{next(iter(best))} by side": "–" if first else f"{own / best[side]:.2f}",
+            "met, 1/s": f"{best[side]:g}",
+            "missed, 1/s": f"{missed:g}",
+            "met above a missed one, 1/s": ", ".join(f"{rate:g}" for rate in above) or "–",
+        }
+
+
 def _saved(turns: Sequence[Document]) -> Row:
     def total(*path: str) -> float:
         return sum(turn["counted"].get(path[0], {}).get(path[1], 0.0) for turn in turns)
@@ -379,6 +554,12 @@ TABLES: dict[tuple[str, str], Callable[[Document], Iterator[Row]]] = {
     ("Wall time", "what"): router_figures,
     ("Counted", "what"): router_figures,
     ("The measuring itself", "case, side"): router_measuring,
+    ("ours by the other sides", "load"): beside_other_sides,
+    ("Times in ms", "load: side: requests"): times_under_load,
+    ("CPU time", "load: side"): cpu_under_load,
+    ("Memory after a turn", "side: part"): memory_under_load,
+    ("Highest rate with p99 of", "request: side"): highest_rates_under_load,
+    ("Every rate that was asked", "load: side"): rates_asked,
     ("What became of the pictures", "load: side"): what_became_of_pictures,
     ("What caches saved", "load: side"): what_caches_saved,
     ("What caches saved", "round, side"): what_caches_saved_by_round,

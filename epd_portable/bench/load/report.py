@@ -32,6 +32,8 @@ _COMPARED = (
 )
 """By which users decide; whichever side they favour."""
 _CPU = "CPU time"
+_MEASURED = ("epd_portable.router.elastic", "epd_portable.runners.background")
+"""What decides who encodes a picture, and between which steps."""
 _MILLISECONDS = 1000.0
 _AS_MEANT = ("encoded", "stored", "sooner_here", "cancelled")
 """Of `epd_portable.router.observability.record.ItemEnd`: pictures with which nothing went wrong."""
@@ -86,7 +88,7 @@ def make_report(results: LoadResults, setting: Setting) -> Report:
     return Report(
         title="A topology under load" if len(setting.sides) == 1 else _title(setting),
         command=setting.command,
-        conditions=conditions(setting.load_before),
+        conditions=conditions(setting.load_before, measured=_MEASURED),
         notes=_notes(results, setting),
         tables=tuple(table for table in tables if table.rows),
         summary=_summary(results, rounds, setting),
@@ -465,7 +467,11 @@ def _outcomes_table(rounds: Rounds) -> Table:
             }
             for name, count in counts.items():
                 found[name] = found.get(name, 0) + count
-        return [", ".join(f"{name} {count:g}" for name, count in found.items())] if found else ()
+        return (
+            [", ".join(f"{name} {count:g}" for name, count in sorted(found.items()))]
+            if found
+            else ()
+        )
 
     title = "What became of the pictures, as the router counts them"
     return _table(title, ("items",), rounds, cells)
