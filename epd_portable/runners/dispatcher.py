@@ -49,7 +49,7 @@ class Dispatcher:
         namespace: Of what it writes into the store; empty without one.
 
     Attributes:
-        kept: What transfers keep of the cache.
+        kept: Transfers under way, with what they keep of the cache.
     """
 
     def __init__(
@@ -62,12 +62,11 @@ class Dispatcher:
         self._namespace = namespace
         self._items: dict[str, tuple[EncodedItem, ...]] = {}
         self._waiting: dict[str, list[TransferOrder]] = {}
-        self._sending: dict[str, str] = {}
 
     @property
     def busy(self) -> bool:
         """Whether transfers are under way; a step reports which of them have ended."""
-        return bool(self._sending)
+        return bool(self.kept)
 
     def request_arrived(
         self, request_id: str, items: list[EncodeItem], params: EncodeParams
@@ -148,24 +147,22 @@ class Dispatcher:
             orders = self._waiting.get(request_id)
             if not orders:
                 continue
-            ready = [order for order in orders if order.mm_hash in self._cache]
+            ready = [each for each in orders if request_id in self._cache.holders(each.mm_hash)]
             for order in ready:
                 orders.remove(order)
-                if order.transfer_id in self._sending:
+                if order.transfer_id in self.kept:
                     logger.warning("transfer %s is under way already", order.transfer_id)
                     continue
                 taken.append(order)
+                item = self._cache.items[order.mm_hash]
+                self.kept.keep(order.transfer_id, order.consumer, item)
                 self._cache.retain(order.mm_hash, order.transfer_id)
-                num_embeds = order.tensor.shape[0]
-                self.kept.keep(order.transfer_id, order.consumer, order.mm_hash, num_embeds)
-                self._sending[order.transfer_id] = order.mm_hash
                 trace("transfer.ordered", transfer=order.transfer_id, mm_hash=order.mm_hash)
         return taken
 
     def transfers_ended(self, transfer_ids: Iterable[str]) -> None:
         """Give back the room of items whose transfers have ended, well or not."""
         for transfer_id in transfer_ids:
-            mm_hash = self._sending.pop(transfer_id, None)
-            if mm_hash is not None:
-                self._cache.deallocate(mm_hash, transfer_id)
-                self.kept.give_back(transfer_id)
+            item = self.kept.give_back(transfer_id)
+            if item is not None:
+                self._cache.deallocate(item.mm_hash, transfer_id)

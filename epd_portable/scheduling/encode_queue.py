@@ -4,41 +4,74 @@ A request starts when *all* its items fit together into what one step may comput
 encoder cache; until then it waits. Items that are in the cache already need room there but are not
 computed.
 
-An item's room is kept until its consumer, a PD instance, has it; one that is slow, or whose client
-left, keeps it for long. So room is shared among consumers, and this always holds:
+An item's room is kept until its consumer, a PD instance, has it; one that is slow or dead, or whose
+client left, keeps it for long. So room is shared among consumers, and this always holds:
 
 - Requests for one consumer start in the order of their arrival.
 - A consumer's *share* is the cache divided by the consumers that have requests here or had some
   within the time that a transfer may take. A request is *entitled* to start if its consumer keeps
   no more than its share with it, or nothing at all without it.
-- Beyond its share a consumer takes only what nobody who is entitled waits for, and it leaves room
-  for another request like the last one of every consumer that has none waiting. Alone it takes
+- Beyond its share a consumer takes only what nobody who is entitled waits for, and it leaves every
+  other consumer the whole of its share, whether that has requests waiting or not. So whoever asks
+  for no more than its share never waits for what another does not take. Alone a consumer takes
   everything.
 - Nobody waits behind a request that is not entitled. The first that is entitled and does not fit
   gets its room: whoever starts meanwhile stays, with its consumer, in an equal part of what it and
-  those beyond their shares leave. So everybody starts, provided that transfers end.
+  those beyond their shares leave. That happens where an item is larger than a share, or when the
+  shares have become smaller because another consumer came. So everybody starts, provided that
+  transfers end.
 
-A request that no empty instance could hold whole would wait for ever. It starts when it is the
-first and nothing else is under way; the engine then encodes as many of its items a step as fit,
-and nobody starts before all of them are encoded. What has been encoded makes room as soon as it is
-transferred. Only a single item beyond a limit is hopeless.
+A request that no empty instance could hold whole would wait for ever. It is encoded in parts: its
+next items start under the same rules, as many as its consumer may take, and those of other
+consumers go on beside it. Only a single item beyond a limit is hopeless.
 """
 
 from __future__ import annotations
 
+import bisect
 import logging
-from collections import Counter
-from collections.abc import Container, Iterable
-from dataclasses import dataclass
+from collections import Counter, OrderedDict
+from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from epd_portable.scheduling.encoder_cache import EncoderCacheManager, MultiModalRequest
+from epd_portable.scheduling.encoder_cache import MultiModalFeature, MultiModalRequest
+from epd_portable.scheduling.items import Item
+from epd_portable.scheduling.two_levels import TwoLevelCache
 
 logger = logging.getLogger(__name__)
 
 
+class PromptRange(Protocol):
+    """Where an item stands in a prompt."""
+
+    @property
+    def offset(self) -> int:
+        """Its first token."""
+        ...
+
+    @property
+    def length(self) -> int:
+        """Its tokens."""
+        ...
+
+
+class PlacedFeature(MultiModalFeature, Protocol):
+    """An item and its place."""
+
+    @property
+    def mm_position(self) -> PromptRange:
+        """Read of requests that are encoded in parts."""
+        ...
+
+
 class EncodeRequest(MultiModalRequest, Protocol):
     """What the queue reads of vLLM's ``Request`` beyond its items."""
+
+    @property
+    def mm_features(self) -> Sequence[PlacedFeature]:
+        """Items in the order of their places in the prompt."""
+        ...
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -64,7 +97,7 @@ class StepLimits:
     tokens: int
 
 
-_NOBODY = frozenset({""})
+_NOBODY = ("",)
 """Stands for the consumers of requests that have none."""
 
 Outcome = Literal["starts", "full", "short", "beyond"]
@@ -72,63 +105,127 @@ Outcome = Literal["starts", "full", "short", "beyond"]
 others."""
 
 
-class KeptRoom:
-    """How much of the encoder cache transfers keep for each consumer, in embeddings.
+@dataclass(slots=True, eq=False)
+class _Kept:
+    """An item's room, kept for one consumer by so many transfers."""
 
-    An item that is on its way to two consumers counts for both, and once for each.
+    consumer: str
+    item: Item
+    transfers: int = 0
+
+
+class KeptRoom:
+    """Transfers under way, and how much of the encoder cache they keep for each consumer.
+
+    Room is counted in embeddings. An item that is on its way to two consumers counts for both, and
+    once for each.
     """
 
     def __init__(self) -> None:
-        self._items: dict[str, tuple[str, str]] = {}
-        self._transfers: Counter[tuple[str, str]] = Counter()
+        self._transfers: dict[str, _Kept] = {}
         self._embeds: Counter[str] = Counter()
-        self._sizes: dict[tuple[str, str], int] = {}
 
-    def keep(self, transfer_id: str, consumer: str, mm_hash: str, num_embeds: int) -> None:
-        """A transfer keeps its item's room from now on."""
-        item = self._items[transfer_id] = (consumer, mm_hash)
-        self._transfers[item] += 1
-        if item not in self._sizes:
-            self._sizes[item] = num_embeds
-            self._embeds[consumer] += num_embeds
+    def __len__(self) -> int:
+        """Return the number of transfers."""
+        return len(self._transfers)
 
-    def give_back(self, transfer_id: str) -> None:
-        """A transfer that `keep` was told of has ended."""
-        item = self._items.pop(transfer_id)
-        self._transfers[item] -= 1
-        if not self._transfers[item]:
-            del self._transfers[item]
-            consumer, _ = item
-            self._embeds[consumer] -= self._sizes.pop(item)
-            if not self._embeds[consumer]:
-                del self._embeds[consumer]
+    def __contains__(self, transfer_id: str) -> bool:
+        """Tell whether a transfer is under way."""
+        return transfer_id in self._transfers
+
+    def keep(self, transfer_id: str, consumer: str, item: Item) -> None:
+        """A transfer keeps its item's room from now on; it is to be one of its holders."""
+        others = (self._transfers.get(holder) for holder in item.holders)
+        kept = next((each for each in others if each and each.consumer == consumer), None)
+        if kept is None:
+            kept = _Kept(consumer, item)
+            self._embeds[consumer] += item.num_embeds
+        kept.transfers += 1
+        self._transfers[transfer_id] = kept
+
+    def give_back(self, transfer_id: str) -> Item | None:
+        """A transfer has ended; return its item, or ``None`` if none of that id is under way."""
+        kept = self._transfers.pop(transfer_id, None)
+        if kept is None:
+            return None
+        kept.transfers -= 1
+        if not kept.transfers:
+            self._embeds[kept.consumer] -= kept.item.num_embeds
+            if not self._embeds[kept.consumer]:
+                del self._embeds[kept.consumer]
+        return kept.item
 
     def by_consumer(self) -> Counter[str]:
         """Return the room of each consumer that has any."""
         return self._embeds.copy()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
+class _Line:
+    """Requests of one consumer that have not ended, in the order of their arrival."""
+
+    seen_s: float
+    requests: dict[int, _Arrival] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
 class _Arrival:
+    """A request from its arrival until all of it is encoded.
+
+    Attributes:
+        number: Of its arrival.
+        request: The request.
+        consumers: Whom its items are for.
+        lines: Theirs.
+        sizes: Embeddings of each distinct item.
+        total: Their sum.
+        whole: An empty instance could hold all of it.
+        in_parts: It has started, and is not encoded yet.
+    """
+
+    number: int
     request: EncodeRequest
-    consumers: frozenset[str]
+    consumers: tuple[str, ...]
+    lines: tuple[_Line, ...]
+    sizes: dict[str, int]
+    total: int
+    whole: bool
+    in_parts: bool = False
 
 
 @dataclass(slots=True)
 class _Step:
-    """What has been given away of a step that is about to be scheduled."""
+    """What is left of a step that is about to be scheduled.
+
+    Attributes:
+        tokens: Of its limit.
+        embeddings: Of its limit.
+        room: Of the cache.
+        kept: For each consumer, with what starts in this step.
+        share: What each may keep.
+        short: Somebody who is entitled waits for room.
+        counted: Items that are encoded in this step.
+        behind: What follows in the lines of those who start.
+    """
 
     tokens: int
     embeddings: int
+    room: int
     kept: Counter[str]
     share: int
-    taken: int = 0
     short: bool = False
-    """Somebody who is entitled waits for room."""
+    counted: set[str] = field(default_factory=set)
+    behind: dict[_Line, Iterator[_Arrival]] = field(default_factory=dict)
+
+    def reserve(self, consumers: Iterable[str]) -> int:
+        """Return how much of their shares these do not keep."""
+        return sum(max(0, self.share - self.kept[consumer]) for consumer in consumers)
 
 
 class EncodeQueue:
     """Requests of an encode instance between their arrival and the end of their encoding.
+
+    A step costs time in the number of consumers, not of requests.
 
     Args:
         cache: The scheduler's encoder cache.
@@ -138,18 +235,20 @@ class EncodeQueue:
     """
 
     def __init__(
-        self, cache: EncoderCacheManager, limits: StepLimits, kept: KeptRoom, remember_s: float
+        self, cache: TwoLevelCache, limits: StepLimits, kept: KeptRoom, remember_s: float
     ) -> None:
         self._cache = cache
         self._limits = limits
         self._kept = kept
         self._remember_s = remember_s
-        self._waiting: dict[str, _Arrival] = {}
-        self._started: dict[str, EncodeRequest] = {}
-        self._admitted: dict[str, EncodeRequest] = {}
-        self._counted: set[str] = set()
+        self._number = 0
+        self._arrivals: dict[str, _Arrival] = {}
+        self._lines: OrderedDict[str, _Line] = OrderedDict()
+        """By consumer; the one that was seen last is the last."""
+        self._heads: list[tuple[int, _Arrival]] = []
+        """The first request of each line, by number."""
+        self._admitted: dict[str, _Arrival] = {}
         self._hopeless: set[str] = set()
-        self._seen: dict[str, tuple[float, int]] = {}
 
     def arrived(self, request: EncodeRequest, consumers: Iterable[str], now: float) -> None:
         """Queue a request that has items.
@@ -159,10 +258,19 @@ class EncodeQueue:
             consumers: Whom its items are for.
             now: Seconds.
         """
-        sizes = self._sizes(request)
-        largest = max(sizes.values())
-        limit = min(self._limits.embeddings, self._cache.cache_size)
-        if largest > limit:
+        sizes = {
+            feature.identifier: request.get_num_encoder_embeds(index)
+            for index, feature in enumerate(request.mm_features)
+        }
+        names = tuple(sorted(set(consumers))) or _NOBODY
+        lines = tuple(self._seen(name, now) for name in names)
+        largest, total = max(sizes.values()), sum(sizes.values())
+        most = min(self._limits.embeddings, self._cache.cache_size)
+        whole = total <= most and request.num_prompt_tokens <= self._limits.tokens
+        self._number += 1
+        arrival = _Arrival(self._number, request, names, lines, sizes, total, whole)
+        self._arrivals[request.request_id] = arrival
+        if largest > most:
             logger.error(
                 "request %s fails: one of its items has %d embeddings, and a step of this encode "
                 "instance computes %d and its encoder cache holds %d; raise max_num_batched_tokens "
@@ -173,17 +281,19 @@ class EncodeQueue:
                 self._cache.cache_size,
             )
             self._hopeless.add(request.request_id)
-        arrival = _Arrival(request, frozenset(consumers) or _NOBODY)
-        self._waiting[request.request_id] = arrival
-        for consumer in arrival.consumers:
-            self._seen[consumer] = (now, sum(sizes.values()))
+            return
+        for line in lines:
+            line.requests[arrival.number] = arrival
+            if len(line.requests) == 1:
+                _insert(self._heads, arrival)
 
     def withdraw(self, request_id: str) -> None:
         """The request has finished, or was aborted."""
-        self._waiting.pop(request_id, None)
-        for requests in (self._started, self._admitted):
-            requests.pop(request_id, None)
         self._hopeless.discard(request_id)
+        self._admitted.pop(request_id, None)
+        arrival = self._arrivals.pop(request_id, None)
+        if arrival is not None:
+            self._leave(arrival)
 
     def admit(self, now: float) -> None:
         """Choose who starts in the step that is about to be scheduled.
@@ -194,169 +304,227 @@ class EncodeQueue:
         Args:
             now: Seconds.
         """
-        self._started = {
-            request_id: request
-            for request_id, request in self._started.items()
-            if request.num_computed_tokens < request.num_prompt_tokens
-        }
-        if self._started:
-            return
-        self._counted.clear()
-        waiting = [
-            arrival
-            for request_id, arrival in self._waiting.items()
-            if request_id not in self._hopeless
-        ]
-        wanting = {consumer for arrival in waiting for consumer in arrival.consumers}
-        self._seen = {
-            consumer: (last_s, embeds)
-            for consumer, (last_s, embeds) in self._seen.items()
-            if consumer in wanting or now - last_s < self._remember_s
-        }
-        size = self._cache.cache_size
-        sharing = max(1, len(self._seen))
+        self._forget(now)
+        self._cache.limits = {}
         step = _Step(
             tokens=self._limits.tokens,
             embeddings=self._limits.embeddings,
+            room=self._cache.num_freeable_slots,
             kept=self._kept.by_consumer(),
-            share=size // sharing,
+            share=self._cache.cache_size // max(1, len(self._lines)),
         )
-        left = self._admit_entitled(waiting, step, sharing)
+        left = self._admit_entitled(step)
         if not step.short:
-            spare = sum(
-                max(0, min(embeds, step.share) - step.kept[consumer])
-                for consumer, (_, embeds) in self._seen.items()
-                if consumer not in wanting
-            )
-            for arrival in left:
-                if self._try(arrival, step, spare=spare) != "starts":
-                    break
+            self._admit_beyond(left, step)
 
     @property
     def is_empty(self) -> bool:
         """Whether no request waits or is encoded in parts."""
-        return not self._waiting and not self._started
+        return not self._arrivals
 
     def may_start(self, request_id: str) -> bool:
         """Tell whether the engine may schedule a request in this step."""
-        return request_id not in self._waiting or request_id in self._admitted
+        return request_id not in self._arrivals or request_id in self._admitted
 
     def scheduled(self, request_ids: Container[str]) -> None:
         """The step has been scheduled; the engine may have left out some that were admitted."""
-        for request_id, request in self._admitted.items():
+        for request_id, arrival in self._admitted.items():
+            request = arrival.request
             if request_id not in request_ids:
+                if not request.num_computed_tokens:
+                    self._cache.free(request)
+            elif request.num_computed_tokens >= request.num_prompt_tokens:
+                del self._arrivals[request_id]
+                self._leave(arrival)
+            elif not arrival.in_parts:
+                # What it holds already would keep room from what it needs before.
                 self._cache.free(request)
-                continue
-            del self._waiting[request_id]
-            self._started[request_id] = request
-            if request.num_computed_tokens < request.num_prompt_tokens:
-                self._tell_parts(request)
+                arrival.in_parts = True
+                self._tell_parts(arrival)
         self._admitted.clear()
 
     def take_hopeless(self) -> set[str]:
         """Return requests that can never be encoded, for the engine to fail; each once."""
         hopeless, self._hopeless = self._hopeless, set()
         for request_id in hopeless:
-            self._waiting.pop(request_id, None)
+            del self._arrivals[request_id]
         return hopeless
 
-    def _admit_entitled(self, waiting: list[_Arrival], step: _Step, sharing: int) -> list[_Arrival]:
-        """Admit who is entitled, in order; return who is not, or nobody if the step is full."""
-        left: list[_Arrival] = []
-        held: set[str] = set()
-        for arrival in waiting:
-            outcome = "beyond" if held & arrival.consumers else self._try(arrival, step)
-            if outcome == "starts":
+    # -- lines -----------------------------------------------------------------------------------
+
+    def _seen(self, consumer: str, now: float) -> _Line:
+        line = self._lines.setdefault(consumer, _Line(now))
+        line.seen_s = now
+        self._lines.move_to_end(consumer)
+        return line
+
+    def _forget(self, now: float) -> None:
+        """Let consumers count no more that have had no request for long."""
+        while self._lines:
+            consumer, line = next(iter(self._lines.items()))
+            if now - line.seen_s < self._remember_s:
+                break
+            if line.requests:
+                self._seen(consumer, now)
+            else:
+                del self._lines[consumer]
+
+    def _leave(self, arrival: _Arrival) -> None:
+        for line in arrival.lines:
+            if line.requests.pop(arrival.number, None) is None:
                 continue
-            if outcome == "full":
+            _remove(self._heads, arrival)
+            if line.requests:
+                _insert(self._heads, next(iter(line.requests.values())))
+
+    def _follow(self, arrival: _Arrival, step: _Step, heads: list[tuple[int, _Arrival]]) -> None:
+        """Look also at those who stand behind a request that starts."""
+        for line in arrival.lines:
+            rest = step.behind.get(line)
+            if rest is None:
+                rest = step.behind[line] = iter(line.requests.values())
+                next(rest)
+            follower = next(rest, None)
+            if follower is not None:
+                _insert(heads, follower)
+
+    # -- who starts ------------------------------------------------------------------------------
+
+    def _admit_entitled(self, step: _Step) -> list[tuple[int, _Arrival]]:
+        """Admit who is entitled, in order; return who is not, or nobody if the step is full."""
+        left: list[tuple[int, _Arrival]] = []
+        held: set[str] = set()
+        heads = self._heads.copy()
+        for number, arrival in heads:  # It grows.
+            if len(arrival.consumers) > 1 and not held.isdisjoint(arrival.consumers):
+                outcome: Outcome = "beyond"
+            else:
+                outcome = self._try(arrival, step)
+            if outcome == "starts":
+                self._follow(arrival, step, heads)
+            elif outcome == "full":
                 return []
-            held |= arrival.consumers
-            left.append(arrival)
-            if outcome == "short" and not step.short:
-                step.short = True
-                step.share = self._share_beside(arrival, step, sharing)
+            else:
+                held.update(arrival.consumers)
+                left.append((number, arrival))
+                if outcome == "short" and not step.short:
+                    step.short = True
+                    step.share = self._share_beside(arrival, step)
         return left
 
-    def _share_beside(self, first: _Arrival, step: _Step, sharing: int) -> int:
+    def _admit_beyond(self, left: list[tuple[int, _Arrival]], step: _Step) -> None:
+        """Let consumers take more than their shares of what no share of another is made of."""
+        held: set[str] = set()
+        reserve = step.reserve(self._lines)
+        for _, arrival in left:  # It grows.
+            spare = reserve - step.reserve(arrival.consumers)
+            if not held.isdisjoint(arrival.consumers) or step.room < spare:
+                held.update(arrival.consumers)
+            elif self._try(arrival, step, spare=spare) == "starts":
+                reserve = spare + step.reserve(arrival.consumers)
+                self._follow(arrival, step, left)
+            else:
+                held.update(arrival.consumers)
+
+    def _share_beside(self, first: _Arrival, step: _Step) -> int:
         """Return what others may keep while the first who is entitled waits for room.
 
         Who keeps more than a share starts nothing meanwhile, so the others share what that leaves.
         """
         beyond = {consumer: kept for consumer, kept in step.kept.items() if kept > step.share}
         size = self._cache.cache_size - sum(beyond.values())
-        sharing = max(1, sharing - len(beyond.keys() - first.consumers))
-        needed = sum(self._sizes(first.request).values())
+        sharing = max(1, len(self._lines) - len(beyond.keys() - set(first.consumers)))
+        parts = first.in_parts or not first.whole
+        needed = self._part(first)[0] if parts else first.total
         if needed > size:  # It waits for them in any case.
             return max(0, size) // sharing
         return (size - max(needed, size // sharing)) // max(1, sharing - 1)
 
     def _try(self, arrival: _Arrival, step: _Step, spare: int | None = None) -> Outcome:
-        """Admit a request if it may start.
+        """Admit a request, or the next part of it, if it may start.
 
         Args:
             arrival: The request.
-            step: What has been given away.
+            step: What is left.
             spare: Room to leave; ``None`` if the request must be entitled.
         """
-        request = arrival.request
-        before = self._cache.num_freeable_slots
-        sizes = self._sizes(request)
-        missing = sizes.keys() - self._hold_cached(request) - self._counted
-        wanted = sum(sizes[mm_hash] for mm_hash in missing)
+        kept = max([step.kept[consumer] for consumer in arrival.consumers])
+        if arrival.in_parts:
+            return self._try_part(arrival, step, kept, spare)
+        outcome = self._try_whole(arrival, step, kept, spare)
+        if outcome != "starts" and not arrival.whole:
+            return self._try_part(arrival, step, kept, spare)
+        return outcome
+
+    def _try_whole(self, arrival: _Arrival, step: _Step, kept: int, spare: int | None) -> Outcome:
+        if spare is None and step.short and kept + arrival.total > step.share:
+            return "beyond"
+        wanted = idle = 0
+        for mm_hash, size in arrival.sizes.items():
+            item = self._cache.items.get(mm_hash)
+            if item is None or not item.is_here:
+                wanted += 0 if mm_hash in step.counted else size
+            elif not item.holders:
+                idle += size
         # Where room is short, what is kept for somebody else must not be kept for longer.
-        idle = before - self._cache.num_freeable_slots
-        room = sum(sizes.values()) if step.short else idle + wanted
-        outcome = self._outcome(arrival, step, wanted=wanted, room=room, spare=spare)
-        if outcome != "starts":
-            self._cache.free(request)
-            return outcome
-        self._admitted[request.request_id] = request
-        self._counted |= missing
+        room = arrival.total if step.short else idle + wanted
+        if spare is None and kept + room > step.share and (kept or step.short):
+            return "beyond"
+        request = arrival.request
+        if request.num_prompt_tokens > step.tokens or wanted > step.embeddings:
+            return "full"
+        if idle + wanted > step.room - (spare or 0):
+            return "short"
+        for index, feature in enumerate(request.mm_features):
+            if not self._cache.hold_entry(request, index):
+                step.counted.add(feature.identifier)
+        self._admitted[request.request_id] = arrival
         step.tokens -= request.num_prompt_tokens
         step.embeddings -= wanted
-        step.taken += wanted
+        step.room -= idle + wanted
         for consumer in arrival.consumers:
             step.kept[consumer] += room
         return "starts"
 
-    def _outcome(
-        self, arrival: _Arrival, step: _Step, *, wanted: int, room: int, spare: int | None
-    ) -> Outcome:
-        kept = [step.kept[consumer] for consumer in arrival.consumers]
-        entitled = max(kept) + room <= step.share or (not any(kept) and not step.short)
-        if spare is None and not entitled:
-            return "beyond"
+    def _try_part(self, arrival: _Arrival, step: _Step, kept: int, spare: int | None) -> Outcome:
+        """Admit as many of a request's next items as its consumers may take."""
         request = arrival.request
-        step_holds_it = request.num_prompt_tokens <= step.tokens and wanted <= step.embeddings
-        room_left = self._cache.num_freeable_slots - step.taken - (spare or 0)
-        if step_holds_it and wanted <= room_left:
-            return "starts"
-        if self._never_whole(request) and not self._admitted and not step.short:
-            return "starts"
-        return "short" if step_holds_it else "full"
+        first, wanted = self._part(arrival)
+        most = step.room - (spare or 0)
+        if spare is None:
+            share = step.share - kept
+            if not kept and not step.short:
+                share = max(share, first)
+            if first > max(0, share):
+                return "beyond"
+            most = min(most, share)
+        if not step.tokens or first > step.embeddings:
+            return "full"
+        if first > max(0, most):
+            return "short"
+        self._admitted[request.request_id] = arrival
+        self._cache.limits[request.request_id] = most
+        step.tokens -= min(step.tokens, request.num_prompt_tokens - request.num_computed_tokens)
+        taken = max(0, min(most, wanted, step.embeddings))
+        step.embeddings -= taken
+        step.room -= taken
+        for consumer in arrival.consumers:
+            step.kept[consumer] += taken
+        return "starts"
 
-    def _sizes(self, request: EncodeRequest) -> dict[str, int]:
-        """Return the embeddings of each distinct item."""
-        return {
-            feature.identifier: request.get_num_encoder_embeds(index)
-            for index, feature in enumerate(request.mm_features)
-        }
-
-    def _never_whole(self, request: EncodeRequest) -> bool:
-        together = sum(self._sizes(request).values())
-        return (
-            together > min(self._limits.embeddings, self._cache.cache_size)
-            or request.num_prompt_tokens > self._limits.tokens
-        )
-
-    def _hold_cached(self, request: EncodeRequest) -> set[str]:
-        return {
+    def _part(self, arrival: _Arrival) -> tuple[int, int]:
+        """Return the room that the next of a request's remaining items takes, and all of them."""
+        request = arrival.request
+        rest = dict.fromkeys(
             feature.identifier
-            for index, feature in enumerate(request.mm_features)
-            if self._cache.hold_entry(request, index)
-        }
+            for feature in request.mm_features
+            if feature.mm_position.offset + feature.mm_position.length > request.num_computed_tokens
+        )
+        sizes = [arrival.sizes[each] for each in rest if not self._cache.holders(each)]
+        return (sizes[0], sum(sizes)) if sizes else (0, 0)
 
-    def _tell_parts(self, request: EncodeRequest) -> None:
+    def _tell_parts(self, arrival: _Arrival) -> None:
+        request = arrival.request
         logger.warning(
             "request %s is encoded in parts: its %d items have %d embeddings in a prompt of %d "
             "tokens, and a step of this encode instance computes %d embeddings and %d tokens, and "
@@ -364,9 +532,22 @@ class EncodeQueue:
             "fewer items in one encode request",
             request.request_id,
             len(request.mm_features),
-            sum(self._sizes(request).values()),
+            arrival.total,
             request.num_prompt_tokens,
             self._limits.embeddings,
             self._limits.tokens,
             self._cache.cache_size,
         )
+
+
+def _insert(heads: list[tuple[int, _Arrival]], arrival: _Arrival) -> None:
+    """Put a request into its place among others by its number, once."""
+    place = bisect.bisect_left(heads, arrival.number, key=lambda each: each[0])
+    if place == len(heads) or heads[place][1] is not arrival:
+        heads.insert(place, (arrival.number, arrival))
+
+
+def _remove(heads: list[tuple[int, _Arrival]], arrival: _Arrival) -> None:
+    place = bisect.bisect_left(heads, arrival.number, key=lambda each: each[0])
+    if place < len(heads) and heads[place][1] is arrival:
+        del heads[place]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 
 import hypothesis.strategies as st
 import pytest
@@ -8,8 +9,20 @@ from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from epd_portable.scheduling.encode_queue import EncodeQueue, KeptRoom, StepLimits
-from epd_portable.scheduling.encoder_cache import EncoderCacheManager
-from tests.unit.builders import FakeFeature
+from epd_portable.scheduling.items import Item
+from epd_portable.scheduling.two_levels import TwoLevelCache
+
+
+@dataclass(frozen=True)
+class FakePlace:
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class FakeFeature:
+    identifier: str
+    mm_position: FakePlace
 
 
 class FakeEncodeRequest:
@@ -17,10 +30,17 @@ class FakeEncodeRequest:
 
     def __init__(self, request_id: str, *items: tuple[str, int]) -> None:
         self.request_id = request_id
-        self.mm_features = [FakeFeature(name) for name, _ in items]
         self.sizes = [size for _, size in items]
-        self.num_prompt_tokens = sum(self.sizes)
+        self.mm_features = [
+            FakeFeature(name, FakePlace(sum(self.sizes[:index]), size))
+            for index, (name, size) in enumerate(items)
+        ]
+        self.num_prompt_tokens = self.total
         self.num_computed_tokens = 0
+
+    @property
+    def total(self) -> int:
+        return sum(self.sizes)
 
     def get_num_encoder_embeds(self, input_id: int) -> int:
         return self.sizes[input_id]
@@ -33,7 +53,7 @@ class Desk:
     """
 
     def __init__(self, *, cache: int = 10, embeddings: int = 10, tokens: int = 100) -> None:
-        self.cache = EncoderCacheManager(cache)
+        self.cache = TwoLevelCache(cache, 0, lambda request, index: 1)
         self.kept = KeptRoom()
         limits = StepLimits(embeddings=embeddings, tokens=tokens)
         self.queue = EncodeQueue(self.cache, limits, self.kept, remember_s=10.0)
@@ -42,9 +62,10 @@ class Desk:
         self.now = 1000.0
 
     def arrive(
-        self, request_id: str, *items: tuple[str, int], to: tuple[str, ...] = ("pd",)
+        self, request_id: str, *items: tuple[str, int], to: tuple[str, ...] = ("pd",), text: int = 0
     ) -> FakeEncodeRequest:
         arriving = self.requests[request_id] = FakeEncodeRequest(request_id, *items)
+        arriving.num_prompt_tokens += text
         self.consumers[request_id] = to
         self.queue.arrived(arriving, to, self.now)
         return arriving
@@ -64,9 +85,8 @@ class Desk:
                     self.cache.allocate(encoded, index)
                 for consumer in self.consumers[name]:
                     transfer = f"{feature.identifier} of {name} to {consumer}"
+                    self.kept.keep(transfer, consumer, self.cache.items[feature.identifier])
                     self.cache.retain(feature.identifier, transfer)
-                    size = encoded.sizes[index]
-                    self.kept.keep(transfer, consumer, feature.identifier, size)
             encoded.num_computed_tokens = encoded.num_prompt_tokens
         self.queue.scheduled(started)
         for name in started:
@@ -168,15 +188,22 @@ def test_admitted_requests_that_the_engine_left_out_hold_nothing() -> None:
     assert desk.step() == ["b"]
 
 
-def test_a_request_that_never_fits_whole_starts_alone_and_is_told(
+def test_a_request_that_never_fits_whole_starts_in_parts_and_is_told(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     desk = Desk()
     desk.arrive("a", ("cat", 1))
     desk.arrive("b", ("dog", 6), ("emu", 6))
     desk.arrive("c", ("fox", 1))
-    assert desk.step() == ["a"]
+    desk.arrive("d", ("gnu", 1), to=("another",))
+    desk.admit()
+    assert [name for name in "abcd" if desk.queue.may_start(name)] == ["a", "d"]
+    desk.queue.scheduled(["a", "d"])
 
+    desk.requests["a"].num_computed_tokens = 1
+    desk.requests["d"].num_computed_tokens = 1
+    desk.queue.withdraw("a")
+    desk.queue.withdraw("d")
     desk.admit()
     assert [name for name in "bc" if desk.queue.may_start(name)] == ["b"]
     with caplog.at_level(logging.WARNING):
@@ -185,8 +212,9 @@ def test_a_request_that_never_fits_whole_starts_alone_and_is_told(
     assert "its encoder cache holds 10; raise max_num_batched_tokens" in caplog.text
 
     desk.admit()
-    assert not desk.queue.may_start("c"), "b is not encoded yet"
+    assert not desk.queue.may_start("c"), "b came first, and is not encoded yet"
     desk.requests["b"].num_computed_tokens = 12
+    desk.queue.scheduled(["b"])
     desk.admit()
     assert desk.queue.may_start("c")
 
@@ -232,7 +260,10 @@ def test_items_that_a_consumer_does_not_take_leave_room_for_those_of_another() -
     for number in range(8):
         desk.arrive(f"orphan-{number}", (f"orphan-{number}", 1024), to=A)
     desk.arrive("b", ("cat", 1024), to=B)
-    assert desk.step() == [*(f"orphan-{number}" for number in range(7)), "b"]
+    assert desk.step() == [*(f"orphan-{number}" for number in range(4)), "b"]
+    for number in range(3):
+        desk.arrive(f"b{number}", (f"b{number}", 1024), to=B)
+    assert desk.step() == ["b0", "b1", "b2"], "the whole of its share is there"
 
 
 def test_a_consumer_that_is_slow_leaves_the_others_their_shares() -> None:
@@ -258,35 +289,56 @@ def test_a_consumer_alone_takes_everything_once_the_others_are_forgotten() -> No
     desk.transferred("b", "cat")
     for name in ("a1", "a2"):
         desk.arrive(name, (name, 5), to=A)
-    assert desk.step() == ["a1"], "two of ten are for b"
+    assert desk.step() == ["a1"], "five of ten are for b"
     desk.now += 10.0
     assert desk.step() == ["a2"]
 
 
-def test_room_for_one_more_like_its_last_is_left_to_who_has_none_waiting() -> None:
+def test_its_share_is_left_to_who_has_none_waiting() -> None:
     desk = Desk()
     desk.arrive("b", ("cat", 3), to=B)
     desk.step()
     desk.transferred("b", "cat")
     for number in range(10):
         desk.arrive(f"a{number}", (f"a{number}", 1), to=A)
-    assert desk.step() == [f"a{number}" for number in range(7)]
-    desk.arrive("b2", ("dog", 3), to=B)
+    assert desk.step() == [f"a{number}" for number in range(5)]
+    desk.arrive("b2", ("dog", 5), to=B)
     assert desk.step() == ["b2"]
+
+
+def test_its_share_is_left_to_a_consumer_in_the_step_in_which_its_own_request_starts() -> None:
+    desk = Desk()
+    for number in range(10):
+        desk.arrive(f"a{number}", (f"a{number}", 1), to=A)
+    desk.arrive("b", ("cat", 1), to=B)
+    assert desk.step() == [*(f"a{number}" for number in range(5)), "b"]
+    desk.arrive("b2", ("dog", 4), to=B)
+    assert desk.step() == ["b2"]
+
+
+def test_its_share_is_left_to_a_consumer_whose_next_item_is_beyond_it() -> None:
+    desk = Desk(cache=20, embeddings=20)
+    desk.arrive("b0", ("cat", 5), to=B)
+    desk.arrive("b1", ("dog", 6), to=B)
+    for number in range(20):
+        desk.arrive(f"a{number}", (f"a{number}", 1), to=A)
+    assert desk.step() == ["b0", *(f"a{number}" for number in range(10))]
+    desk.transferred("b0", "cat")
+    assert desk.step() == ["b1"], "although what is for a is not taken"
 
 
 def test_nobody_waits_behind_what_its_consumer_s_own_room_holds_up() -> None:
     desk = Desk()
     desk.arrive("a1", ("cat", 6), to=A)
     assert desk.step() == ["a1"]
-    desk.arrive("a2", ("dog", 6), to=A)
+    desk.arrive("a2", ("dog", 5), to=A)
     desk.arrive("a3", ("emu", 1), to=A)
     desk.arrive("b1", ("fox", 3), to=B)
     assert desk.step() == ["b1"]
     desk.transferred("b1", "fox")
     assert desk.step() == [], "a3 stays behind a2"
     desk.transferred("a1", "cat")
-    assert desk.step() == ["a2", "a3"]
+    assert desk.step() == ["a2"], "five are left for b"
 
 
 def test_whoever_is_beyond_its_share_takes_nothing_that_another_waits_for() -> None:
@@ -298,7 +350,9 @@ def test_whoever_is_beyond_its_share_takes_nothing_that_another_waits_for() -> N
     desk.arrive("b", ("fox", 4), to=B)
     assert desk.step() == [], "two are left, and b needs four"
     desk.transferred("a1", "a1")
-    assert desk.step() == ["a3", "b"], "b has its room, and two are left"
+    assert desk.step() == ["b"], "and two are left, of which one is of its share"
+    desk.transferred("a2", "a2")
+    assert desk.step() == ["a3"]
 
 
 def test_small_items_of_others_do_not_keep_a_large_one_waiting() -> None:
@@ -377,7 +431,7 @@ def test_an_item_that_nobody_keeps_takes_room_of_who_wants_it() -> None:
     assert desk.step() == ["b"], "with cat a would keep seven of ten"
 
 
-def test_no_more_than_a_share_is_left_for_another_like_the_last() -> None:
+def test_a_share_is_left_for_each_of_the_others_however_large_their_last_items_were() -> None:
     desk = Desk()
     for name, size in (("b", 9), ("c", 1)):
         desk.arrive(name, (name, size), to=(name,))
@@ -385,7 +439,7 @@ def test_no_more_than_a_share_is_left_for_another_like_the_last() -> None:
         desk.transferred(name, name)
     for name in ("a1", "a2"):
         desk.arrive(name, (name, 3), to=A)
-    assert desk.step() == ["a1", "a2"], "the share is three: four are left for b and c"
+    assert desk.step() == ["a1"], "the share is three: six are left for b and c"
 
 
 def test_requests_without_consumers_start_in_their_order() -> None:
@@ -398,16 +452,15 @@ def test_requests_without_consumers_start_in_their_order() -> None:
     assert desk.step() == []
 
 
-def test_a_request_in_parts_does_not_start_while_another_waits_for_room() -> None:
+def test_a_request_in_parts_takes_nothing_that_another_waits_for() -> None:
     desk = Desk(cache=12, embeddings=12)
     desk.arrive("a", ("cat", 8), to=A)
     assert desk.step() == ["a"]
     desk.arrive("b", ("dog", 5), to=B)
-    desk.arrive("c", ("emu", 1), to=C).num_prompt_tokens = 200
-    assert desk.step() == []
+    desk.arrive("c", ("emu", 3), to=C, text=200)
+    assert desk.step() == [], "four are left, and two of them are for c"
     desk.transferred("a", "cat")
-    assert desk.step() == ["b"]
-    assert desk.step() == ["c"]
+    assert desk.step() == ["b", "c"]
 
 
 def test_an_item_for_two_consumers_counts_for_both() -> None:
@@ -423,15 +476,19 @@ def test_an_item_for_two_consumers_counts_for_both() -> None:
 
 
 def test_what_is_kept_counts_once_for_each_consumer_and_until_its_last_transfer_ends() -> None:
-    kept = KeptRoom()
+    kept, cat = KeptRoom(), Item("cat", 5)
     for transfer_id, consumer in (("t1", "a"), ("t2", "a"), ("t3", "b")):
-        kept.keep(transfer_id, consumer, "cat", 5)
+        kept.keep(transfer_id, consumer, cat)
+        cat.holders.add(transfer_id)
     assert kept.by_consumer() == {"a": 5, "b": 5}
-    kept.give_back("t1")
+    cat.holders.clear()  # The cache was reset; what is under way goes on.
+    assert kept.give_back("t1") is cat
+    assert kept.give_back("t1") is None
     assert kept.by_consumer() == {"a": 5, "b": 5}
     kept.give_back("t2")
     kept.give_back("t3")
     assert kept.by_consumer() == {}
+    assert not kept
 
 
 NAMES = ["cat", "dog", "emu", "fox", "gnu"]
@@ -465,6 +522,40 @@ def test_everybody_starts_whole_and_in_order_however_transfers_end(
     for name, items in open_transfers:
         desk.transferred(name, *items)
     assert desk.cache.num_freeable_slots == desk.cache.cache_size
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    consumers=st.integers(2, 4),
+    events=st.lists(
+        st.one_of(
+            st.tuples(st.integers(0, 3), st.integers(1, 6)),  # A request: for whom, how large.
+            st.integers(0, 3),  # The oldest transfer to this one ends.
+        ),
+        max_size=60,
+    ),
+)
+def test_whoever_asks_for_no_more_than_its_share_waits_for_nobody_else(
+    consumers: int, events: list[tuple[int, int] | int]
+) -> None:
+    desk = Desk(cache=12, embeddings=1000)
+    names, share = "abcd"[:consumers], 12 // consumers
+    opened: dict[str, list[str]] = {name: [] for name in names}
+    for name in names:
+        desk.arrive(name, (name, 1), to=(name,))
+    for number, event in enumerate([0, *events]):
+        if isinstance(event, tuple):
+            who, name = names[event[0] % consumers], f"{names[event[0] % consumers]}{number}"
+            desk.arrive(name, (name, min(event[1], share)), to=(who,))
+        elif opened[names[event % consumers]]:
+            name = opened[names[event % consumers]].pop(0)
+            desk.transferred(name, name)
+        for name in desk.step():
+            opened[name[0]].append(name)
+        kept = desk.kept.by_consumer()
+        waiting = {name[0]: desk.requests[name].total for name in reversed(desk.requests)}
+        for consumer, size in waiting.items():
+            assert kept[consumer] + size > share, "only its own room holds it up"
 
 
 class Sharing(RuleBasedStateMachine):
