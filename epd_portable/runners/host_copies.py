@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from concurrent.futures import Future, ThreadPoolExecutor
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from epd_portable.errors import EPDError
-from epd_portable.scheduling.two_levels import HostOrders
+from epd_portable.scheduling.two_levels import HostOrders, HostReport
 
 if TYPE_CHECKING:
     from epd_portable.connector.copies import DeviceCopies
@@ -21,8 +22,17 @@ _COPY_S = 30.0
 """Longest time from the queueing of an item's computation to the end of its copy."""
 
 
+@dataclass(slots=True, eq=False)
+class _Copy:
+    """An output: on the device until its copy is made, then in host memory; ``None`` if lost."""
+
+    output: torch.Tensor | None
+
+
 class HostCopies:
     """Keeps copies of what the scheduler says, made by a thread, and gives them back.
+
+    No error in a copy ends anything but the copy: the scheduler hears of it with the next step.
 
     Args:
         copies: Of the worker's device.
@@ -31,11 +41,14 @@ class HostCopies:
     def __init__(self, copies: DeviceCopies) -> None:
         self._device = copies
         self._wanted: set[str] = set()
-        self._copies: dict[str, Future[torch.Tensor]] = {}
+        self._copies: dict[str, _Copy] = {}
+        self._missing: set[str] = set()
+        self._lock = threading.Lock()
+        self._report = HostReport()
         self._thread = ThreadPoolExecutor(1, "epd-host-copies")
 
     def carry_out(self, orders: HostOrders, encoder_cache: dict[str, torch.Tensor]) -> None:
-        """Do what a step asks for, before it computes.
+        """Do what a step asks for, before it computes; never waits for a copy.
 
         Args:
             orders: Of the scheduler.
@@ -45,27 +58,59 @@ class HostCopies:
             output = self._restore(mm_hash)
             if output is not None:
                 encoder_cache[mm_hash] = output
+                self._missing.discard(mm_hash)
+            else:
+                self._missing.add(mm_hash)
+                with self._lock:
+                    self._report.missing.add(mm_hash)
         for mm_hash in orders.dropped:
             self._wanted.discard(mm_hash)
+            self._missing.discard(mm_hash)
             copy = self._copies.pop(mm_hash, None)
             if copy is not None:
-                copy.cancel()
+                copy.output = None
         self._wanted.update(orders.kept)
+
+    def is_missing(self, mm_hash: str) -> bool:
+        """Tell whether an item was to be restored, could not be, and was not encoded since."""
+        return mm_hash in self._missing
 
     def output_ready(self, mm_hash: str, output: torch.Tensor) -> None:
         """The encoder has queued the computation of an item, ``(num_tokens, width)``."""
+        self._missing.discard(mm_hash)
         if mm_hash in self._wanted:
             self._wanted.discard(mm_hash)
-            whole = output.detach().contiguous()
+            copy = self._copies[mm_hash] = _Copy(output.detach().contiguous())
             computed = self._device.platform.record_event()
-            self._copies[mm_hash] = self._thread.submit(self._copy, whole, computed)
+            self._thread.submit(self._make, mm_hash, copy, computed)
+
+    def take_report(self) -> HostReport:
+        """Return what the scheduler does not know since the last call."""
+        with self._lock:
+            report, self._report = self._report, HostReport()
+        return report
 
     def close(self) -> None:
         """Stop copying, and forget everything."""
         self._thread.shutdown(cancel_futures=True)
         self._copies.clear()
 
-    def _copy(self, output: torch.Tensor, computed: DeviceEvent) -> torch.Tensor:
+    def _make(self, mm_hash: str, copy: _Copy, computed: DeviceEvent) -> None:
+        output = copy.output
+        if output is None:
+            return
+        try:
+            host = self._to_host(output, computed)
+        except Exception as error:
+            self._tell(mm_hash, "made", error)
+            copy.output = None
+            with self._lock:
+                self._report.lost.add(mm_hash)
+        else:
+            if copy.output is not None:
+                copy.output = host
+
+    def _to_host(self, output: torch.Tensor, computed: DeviceEvent) -> torch.Tensor:
         if output.is_cpu:
             return output.clone()  # It may be a part of what was computed together.
         self._device.platform.set_device(self._device.index)
@@ -74,11 +119,21 @@ class HostCopies:
         return host.view(output.dtype).view(output.shape)
 
     def _restore(self, mm_hash: str) -> torch.Tensor | None:
-        """Return an item on the device; ``None`` if its copy could not be made."""
+        """Return an item on the device; ``None`` if its copy is not there or there is no memory."""
+        copy = self._copies.get(mm_hash)
+        output = None if copy is None else copy.output
         try:
-            host = self._copies[mm_hash].result(_COPY_S)
-        except (KeyError, EPDError, TimeoutError) as error:
-            # Its transfers end by their deadlines, and the item is encoded elsewhere.
-            logger.warning("item %s cannot be restored from host memory: %r", mm_hash, error)
-            return None
-        return host.to(self._device.platform.device(self._device.index))
+            if output is not None:
+                return output.to(self._device.platform.device(self._device.index))
+        except Exception as error:
+            self._tell(mm_hash, "restored", error)
+        return None
+
+    def _tell(self, mm_hash: str, what: str, error: Exception) -> None:
+        logger.error(
+            "the copy of item %s in host memory cannot be %s, the item is encoded again when it is "
+            "asked for: %r; if memory is short lower host_cache_bytes in instances.encode",
+            mm_hash,
+            what,
+            error,
+        )

@@ -166,7 +166,12 @@ class Sender:
     # -- the model runner's thread ---------------------------------------------------------------
 
     def submit(
-        self, order: TransferOrder, output: torch.Tensor | None, *, restored: bool = False
+        self,
+        order: TransferOrder,
+        output: torch.Tensor | None,
+        *,
+        restored: bool = False,
+        missing: bool = False,
     ) -> None:
         """Begin a transfer; one of that id that has not ended stays as it is.
 
@@ -175,6 +180,8 @@ class Sender:
             output: The item, if the engine has it from before: ``(num_tokens, width)`` on the
                 worker's device.
             restored: It comes from its copy in host memory.
+            missing: It was to come from there and did not: the transfer fails when the consumer
+                waits for it, unless the item is encoded before.
 
         Raises:
             TransportError: The sender's thread has ended: nothing leaves this instance any more.
@@ -195,7 +202,7 @@ class Sender:
                 self._keep(order.mm_hash, output, lambda at_s: None)
             ready = order.mm_hash in self._outputs
         self._metrics.submitted("host" if restored else "cache" if ready else "encoder")
-        self._post(partial(self._submit, order, ready))
+        self._post(partial(self._submit, order, ready or missing))
 
     def output_ready(self, mm_hash: str, output: torch.Tensor) -> None:
         """The encoder has queued the computation of an item, ``(num_tokens, width)``."""
@@ -589,11 +596,13 @@ class Sender:
         """Return what the encoder put out.
 
         Raises:
-            TransportError: It is not what was announced.
+            TransportError: It is not what was announced, or is not there.
         """
         with self._lock:
             order = self._orders[write.transfer_id]
-            output = self._outputs[write.mm_hash]
+            output = self._outputs.get(write.mm_hash)
+        if output is None:
+            raise TransportError(f"item {write.mm_hash}: its copy in host memory is not there")
         tensor = output.tensor
         if not _is_of(order.tensor, tensor):
             shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")

@@ -5,7 +5,7 @@ and adds the second way in: an item that another instance encodes first gets roo
 (`EncoderCacheManager.preallocate`), and becomes an entry only when its bytes are there
 (`EncoderCacheManager.finalize_allocation`). Room is counted in encoder embeddings.
 
-An encode instance uses the class as it is; a prefill+decode instance uses
+An encode instance uses it by `epd_portable.scheduling.two_levels`, a prefill+decode instance by
 `epd_portable.scheduling.preallocator`, which adds the order in which room is given.
 """
 

@@ -11,7 +11,7 @@ The scheduler decides all of it; the worker is told with each step (`HostOrders`
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from epd_portable.scheduling.encoder_cache import EncoderCacheManager, MultiModalRequest
@@ -33,13 +33,46 @@ class HostOrders:
     kept: list[str] = field(default_factory=list)
 
 
+@dataclass(kw_only=True)
+class HostReport:
+    """What a worker says of its copies that the scheduler does not know.
+
+    Attributes:
+        lost: Items whose copies could not be made.
+        missing: Items that could not be restored: the encoder cache does not have them either.
+    """
+
+    lost: set[str] = field(default_factory=set)
+    missing: set[str] = field(default_factory=set)
+
+    def as_names(self) -> set[str]:
+        """Return it in the form of vLLM's fields for the ids of items; `from_names` reads it."""
+        return {f"lost {each}" for each in self.lost} | {f"missing {each}" for each in self.missing}
+
+    @classmethod
+    def from_names(cls, names: Iterable[str]) -> HostReport:
+        """Read what `as_names` wrote; other names are not among the result's."""
+        report = cls()
+        for name in names:
+            what, _, mm_hash = name.partition(" ")
+            if what == "lost":
+                report.lost.add(mm_hash)
+            elif what == "missing":
+                report.missing.add(mm_hash)
+        return report
+
+
 class TwoLevelCache(EncoderCacheManager):
     """See the module.
 
     Args:
         cache_size: Of the first level, in embeddings.
-        host_bytes: Of the second.
+        host_bytes: Of the second; 0 for none.
         nbytes_of: Returns the bytes of a request's item, by its index.
+
+    Attributes:
+        limits: Room that requests which are encoded in parts may take in the step that is
+            scheduled, by their ids; `EncodeQueue` says it.
     """
 
     def __init__(
@@ -56,6 +89,7 @@ class TwoLevelCache(EncoderCacheManager):
         self._dropped: list[str] = []
         self._restored: list[str] = []
         self._kept: list[str] = []
+        self.limits: dict[str, int] = {}
 
     def take_orders(self) -> HostOrders:
         """Return what the worker must do in the step that was just scheduled."""
@@ -68,11 +102,27 @@ class TwoLevelCache(EncoderCacheManager):
         self._dropped, self._restored, self._kept = [], [], []
         return orders
 
-    def check_and_update_cache(self, request: MultiModalRequest, input_id: int) -> bool:
-        """Return whether the item has an entry, brought back if need be, and hold it.
+    def take_report(self, report: HostReport) -> None:
+        """Forget copies that a worker does not have, and entries that came from them.
 
-        Only for requests that are scheduled: what waits would bring items back in every step, in
-        place of each other's.
+        What a worker says may be old, and the item encoded again meanwhile: then it is encoded once
+        more when it is asked for.
+        """
+        for mm_hash in report.lost | report.missing:
+            self._copied_bytes -= self._copies.pop(mm_hash, 0)
+            self._dropped.append(mm_hash)
+        for mm_hash in report.missing:
+            if mm_hash in self:
+                item = self.items[mm_hash]
+                item.holders.clear()
+                self._rest(item)
+                self._evict(item)
+
+    def hold_entry(self, request: MultiModalRequest, input_id: int) -> bool:
+        """Let a request that starts hold the item, and bring it back first if there is a copy.
+
+        Only where the item's room was counted: what waits would bring items back in every step, in
+        place of each other's, and vLLM has promised room to others while it asks for one.
         """
         mm_hash = request.mm_features[input_id].identifier
         if mm_hash in self._copies:
@@ -82,7 +132,32 @@ class TwoLevelCache(EncoderCacheManager):
                 if self._make_room(num_embeds):
                     self._enter(Item(mm_hash, num_embeds))
                     self._restored.append(mm_hash)
-        return super().check_and_update_cache(request, input_id)
+        return super().hold_entry(request, input_id)
+
+    def check_and_update_cache(self, request: MultiModalRequest, input_id: int) -> bool:
+        """Return whether the item has an entry that the request may hold, and let it."""
+        limit = self.limits.get(request.request_id)
+        item = self.items.get(request.mm_features[input_id].identifier)
+        if limit is not None and item is not None and item.is_here and not item.holders:
+            if item.num_embeds > limit:
+                return False
+            self.limits[request.request_id] = limit - item.num_embeds
+        return super().hold_entry(request, input_id)
+
+    def can_allocate(
+        self,
+        request: MultiModalRequest,
+        input_id: int,
+        encoder_compute_budget: int,
+        num_embeds_to_schedule: int,
+    ) -> bool:
+        """See `EncoderCacheManager.can_allocate`; no more than a request in parts may take."""
+        num_embeds = request.get_num_encoder_embeds(input_id) + num_embeds_to_schedule
+        if num_embeds > self.limits.get(request.request_id, self.cache_size):
+            return False
+        return super().can_allocate(
+            request, input_id, encoder_compute_budget, num_embeds_to_schedule
+        )
 
     def allocate(self, request: MultiModalRequest, input_id: int) -> None:
         """Make the entry of an item that is encoded in this step, and have a copy kept."""

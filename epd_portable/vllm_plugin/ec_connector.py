@@ -42,7 +42,7 @@ from epd_portable.runners.stream_clock import StreamClock
 from epd_portable.scheduling.answers import WithheldAnswers
 from epd_portable.scheduling.encode_queue import EncodeQueue, StepLimits
 from epd_portable.scheduling.encoder_cache import EncoderCacheManager
-from epd_portable.scheduling.two_levels import HostOrders, TwoLevelCache
+from epd_portable.scheduling.two_levels import HostOrders, HostReport, TwoLevelCache
 from epd_portable.vllm_plugin import compat, exposition
 from epd_portable.vllm_plugin.metadata import ItemMetadata
 from epd_portable.wire.descriptors import TensorSpec
@@ -139,14 +139,18 @@ class EPDConnector(ECConnectorBase):
         """
         self._metadata = ItemMetadata(self._vllm_config)
         if self.is_producer:
-            cache = self._encoder_cache(cache_size)
+            self._levels = TwoLevelCache(
+                cache_size,
+                self._config.host_cache_bytes,
+                lambda request, index: self._tensor(request.mm_features[index]).nbytes,
+            )
             self._dispatcher = Dispatcher(
-                cache,
+                self._levels,
                 Secret.read(self._config.secret_file),
                 self._config.instance,
                 self._namespace,
             )
-            return cache
+            return self._levels
         receiver = Receiver(
             self._config,
             fingerprint=self._fingerprint,
@@ -163,26 +167,16 @@ class EPDConnector(ECConnectorBase):
         receiver.listen()
         return receiver.cache
 
-    def _encoder_cache(self, cache_size: int) -> EncoderCacheManager:
-        """Return the encoder cache of an encode instance, with a second level if it has one."""
-        if not self._config.host_cache_bytes:
-            return EncoderCacheManager(cache_size)
-        self._levels = TwoLevelCache(
-            cache_size,
-            self._config.host_cache_bytes,
-            lambda request, index: self._tensor(request.mm_features[index]).nbytes,
-        )
-        return self._levels
-
     def exclusive(self) -> AbstractContextManager[Any]:
         """Keep messages out while the scheduler works on requests or its encoder cache."""
         return self._lock
 
-    def make_queue(self, cache: EncoderCacheManager, limits: StepLimits) -> EncodeQueue:
+    def make_queue(self, limits: StepLimits) -> EncodeQueue:
         """Make the queue of an encode instance, and let it say which requests may start."""
         assert self._dispatcher is not None, "the scheduler did not attach its encoder cache"
+        assert self._levels is not None
         self._queue = EncodeQueue(
-            cache, limits, self._dispatcher.kept, remember_s=self._config.wait_timeout_s
+            self._levels, limits, self._dispatcher.kept, remember_s=self._config.wait_timeout_s
         )
         return self._queue
 
@@ -251,11 +245,12 @@ class EPDConnector(ECConnectorBase):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         """Return what the worker half must do in this step."""
         if self._dispatcher is not None:
+            assert self._levels is not None
             computes = scheduler_output.total_num_scheduled_tokens > 0
             waiting = self._queue is not None and not self._queue.is_empty
             return StepMetadata(
                 orders=self._dispatcher.take_orders(scheduler_output.num_scheduled_tokens),
-                copies=HostOrders() if self._levels is None else self._levels.take_orders(),
+                copies=self._levels.take_orders(),
                 step=self._next_step() if computes else 0,
                 rests=not computes and (bool(self.answers) or (self._dispatcher.busy and waiting)),
             )
@@ -270,8 +265,11 @@ class EPDConnector(ECConnectorBase):
         """Take in the ids of transfers that ended, and which steps have been computed."""
         if self._dispatcher is not None:
             self._dispatcher.transfers_ended(connector_output.finished_sending or ())
-            for step in connector_output.finished_recving or ():
+            names = connector_output.finished_recving or ()
+            for step in filter(str.isdecimal, names):
                 self.answers.computed(int(step))
+            assert self._levels is not None
+            self._levels.take_report(HostReport.from_names(names))
         elif self._receiver is not None:
             self._receiver.encoded(connector_output.finished_recving or ())
             self._receiver.not_encoded(connector_output.finished_sending or ())
@@ -355,8 +353,9 @@ class EPDConnector(ECConnectorBase):
             self._copies.carry_out(metadata.copies, encoder_cache)
         for order in metadata.orders:
             restored = order.mm_hash in metadata.copies.restored
+            missing = self._copies is not None and self._copies.is_missing(order.mm_hash)
             output = encoder_cache.get(order.mm_hash)
-            self._sender.submit(order, output, restored=restored)
+            self._sender.submit(order, output, restored=restored, missing=missing)
         self._queued_step = metadata.step
         if metadata.rests:
             self._sender.rest(_REST_S)
@@ -460,7 +459,7 @@ class EPDConnector(ECConnectorBase):
         return self._scheduled_step
 
     def _ended(self) -> tuple[set[str] | None, set[str] | None]:
-        """Return transfers that ended, and the number of the last step that is computed.
+        """Return transfers that ended; the last step that is computed, and what became of copies.
 
         vLLM has no field for the latter. Its field for what was received is free: nothing comes to
         an encode instance.
@@ -471,7 +470,10 @@ class EPDConnector(ECConnectorBase):
         if step:
             self._sender.step_queued(step)
         computed = self._sender.take_computed()
-        return self._sender.take_ended() or None, None if computed is None else {str(computed)}
+        names = set() if computed is None else {str(computed)}
+        if self._copies is not None:
+            names |= self._copies.take_report().as_names()
+        return self._sender.take_ended() or None, names or None
 
     def _tensor(self, feature: Any) -> TensorSpec:
         width = compat.encoder_output_width(self._vllm_config, feature.modality)

@@ -36,7 +36,7 @@ def encoder_scheduler(base: type) -> type:
                 embeddings=self.max_num_encoder_input_tokens,
                 tokens=self.max_num_scheduled_tokens,
             )
-            self.encode_queue = self.ec_connector.make_queue(self.encoder_cache_manager, limits)
+            self.encode_queue = self.ec_connector.make_queue(limits)
 
         def add_request(self, request: Any) -> None:
             super().add_request(request)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from epd_portable.connector.copies import DeviceCopies
 from epd_portable.platforms import registry
 from epd_portable.platforms.base import Platform
 from epd_portable.runners.host_copies import HostCopies
-from epd_portable.scheduling.two_levels import HostOrders
+from epd_portable.scheduling.two_levels import HostOrders, HostReport
 
 
 @pytest.fixture(
@@ -38,6 +39,17 @@ def copies(platform: Platform) -> Iterator[HostCopies]:
     made.close()
 
 
+DEADLINE_S = 20.0
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for the thread that copies."""
+    end_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.001)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_an_output_comes_back_as_it_was(
     copies: HostCopies, device: torch.device, dtype: torch.dtype
@@ -50,17 +62,23 @@ def test_an_output_comes_back_as_it_was(
     cache: dict[str, torch.Tensor] = {}
     copies.carry_out(HostOrders(), cache)
     assert cache == {}
-    for _ in range(2):
+
+    def restored() -> torch.Tensor:
         cache.clear()
         copies.carry_out(HostOrders(restored=["cat"]), cache)
         assert list(cache) == ["cat"]
         assert cache["cat"].device == together.device
         assert torch.equal(cache["cat"].cpu(), content)
-    assert cache["cat"].untyped_storage().nbytes() == content.nbytes, "and nothing beside it"
+        return cache["cat"]
+
+    restored()  # Whether it is copied yet or not.
+    until(lambda: restored().untyped_storage().nbytes() == content.nbytes)
+    restored()
+    assert copies.take_report() == HostReport()
 
 
-def test_a_copy_that_was_dropped_is_told_and_does_not_come_back(
-    copies: HostCopies, device: torch.device, caplog: pytest.LogCaptureFixture
+def test_a_copy_that_was_dropped_does_not_come_back_and_the_scheduler_hears_of_it(
+    copies: HostCopies, device: torch.device
 ) -> None:
     copies.carry_out(HostOrders(kept=["cat", "dog"]), {})
     copies.output_ready("cat", torch.zeros(2, 4, device=device))
@@ -71,4 +89,31 @@ def test_a_copy_that_was_dropped_is_told_and_does_not_come_back(
     copies.output_ready("dog", torch.zeros(2, 4, device=device))
     copies.carry_out(HostOrders(restored=["cat", "dog"]), cache)
     assert cache == {}
-    assert caplog.text.count("cannot be restored from host memory") == 2
+    assert copies.take_report() == HostReport(missing={"cat", "dog"})
+    assert copies.take_report() == HostReport()
+    assert copies.is_missing("cat")
+    copies.output_ready("cat", torch.zeros(2, 4, device=device))
+    assert not copies.is_missing("cat"), "it is encoded again"
+    copies.carry_out(HostOrders(dropped=["dog"]), cache)
+    assert not copies.is_missing("dog"), "the scheduler knows"
+
+
+def test_a_copy_that_cannot_be_made_ends_nothing_and_the_scheduler_hears_of_it(
+    copies: HostCopies, device: torch.device, caplog: pytest.LogCaptureFixture
+) -> None:
+    copies.carry_out(HostOrders(kept=["cat", "dog"]), {})
+    copies.output_ready("cat", torch.zeros(2, 4, device="meta"))  # Has no bytes to copy.
+    copies.output_ready("dog", torch.zeros(2, 4, device=device))
+    reports: list[HostReport] = []
+
+    def told() -> bool:
+        reports.append(copies.take_report())
+        return reports[-1] != HostReport()
+
+    until(told)
+    assert reports[-1] == HostReport(lost={"cat"})
+    assert "the copy of item cat in host memory cannot be made" in caplog.text
+    cache: dict[str, torch.Tensor] = {}
+    copies.carry_out(HostOrders(restored=["cat", "dog"]), cache)
+    assert list(cache) == ["dog"]
+    assert copies.take_report() == HostReport(missing={"cat"})

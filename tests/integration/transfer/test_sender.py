@@ -134,6 +134,18 @@ def test_an_output_of_another_shape_than_announced_is_refused_and_encoded_by_the
     assert pd.receiver.may_schedule("r", 1)
 
 
+def test_an_item_whose_copy_is_not_there_is_encoded_by_the_consumer_at_once(
+    sender: Sender, pd: PrefillSide
+) -> None:
+    sender.submit(order("t-r", "cat", pd.address, 10), None, restored=True, missing=True)
+    pd.arrive("r", "cat", 10)
+    ended(sender, pd, "t-r")
+    assert pd.placed == []
+    pd.step_until(lambda: pd.free_bytes == pd.pool_bytes)
+    assert pd.receiver.may_schedule("r", 1)
+    assert_nothing_is_kept(sender)
+
+
 @pytest.mark.parametrize("error", [TransportError("broken path"), RuntimeError("a bug")])
 def test_a_write_that_raises_ends_its_transfer_and_no_other(
     sender: Sender, pd: PrefillSide, monkeypatch: pytest.MonkeyPatch, error: Exception

@@ -13,6 +13,7 @@ import pytest
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.demo import MODEL_DIR
 from epd_portable.launch.plan.engine import CONNECTOR, ROLE_ARGS, SCHEDULER_CLS
+from epd_portable.scheduling.two_levels import HostReport
 from epd_portable.wire.params import EncodeParams, EncodeTransfer, to_params
 from tests.keyring import secret, secret_file
 
@@ -118,12 +119,15 @@ class Engine:
             )
         )
 
-    def step(self, *transferred: str, computed: int | None = None) -> dict[str, list[str]]:
+    def step(
+        self, *transferred: str, computed: int | None = None, report: HostReport | None = None
+    ) -> dict[str, list[str]]:
         """Run one step; return the items that each request has encoded in it.
 
         Args:
             transferred: Transfers whose end the worker reports with it.
             computed: The last step that is, as the worker reports with it.
+            report: What the worker reports of its copies with it.
         """
         from vllm.v1.outputs import ECConnectorOutput, make_empty_encoder_model_runner_output
 
@@ -145,7 +149,8 @@ class Engine:
             output = type(output)(req_ids=[], req_id_to_index={})
         output.ec_connector_output = ECConnectorOutput(
             finished_sending=set(transferred),
-            finished_recving=None if computed is None else {str(computed)},
+            finished_recving=(set() if computed is None else {str(computed)})
+            | (report or HostReport()).as_names(),
         )
         for outputs in self.scheduler.update_from_output(planned, output).values():
             for each in outputs.outputs:
@@ -203,6 +208,64 @@ def test_an_item_whose_room_was_taken_comes_back_from_host_memory() -> None:
     engine.scheduler.shutdown()
 
 
+def test_an_item_that_comes_back_leaves_the_room_of_another_that_is_encoded_beside_it() -> None:
+    engine = Engine(config_on("cpu", host_cache_bytes=1 << 30))
+    for name, size in (("cat", 400), ("dog", 512), ("emu", 500)):
+        engine.arrive(name, (name, size))
+        assert engine.step() == {name: [name]}
+        engine.step(f"{name} to {name}")
+    assert "cat" not in engine.cache
+    engine.arrive("two", ("fox", 500), ("cat", 400))
+    assert engine.step() == {"two": ["fox"]}
+    assert engine.copies.restored == ["cat"]
+    engine.step("fox to two", "cat to two")
+    assert engine.ended.keys() == {"cat", "dog", "emu", "two"}
+    assert engine.empty()
+    engine.scheduler.shutdown()
+
+
+@pytest.mark.parametrize("name", ["cat", "7"])
+def test_an_item_whose_copy_is_lost_is_encoded_again(name: str) -> None:
+    engine = Engine(config_on("npu", host_cache_bytes=1 << 30))
+    engine.arrive("a", (name, 600))
+    assert engine.step() == {"a": [name]}
+    engine.step(f"{name} to a", computed=1, report=HostReport(lost={name}))
+    engine.arrive("again", (name, 600))
+    assert engine.step() == {}, "it is in the first level"
+    engine.arrive("b", ("dog", 600))
+    engine.step(f"{name} to again", computed=2)
+    assert engine.step() == {"b": ["dog"]}
+    engine.arrive("c", (name, 600))
+    engine.step("dog to b", computed=3)
+    assert engine.step() == {"c": [name]}
+    engine.step(f"{name} to c", computed=4)
+    assert engine.ended.keys() == {"a", "again", "b", "c"}
+    assert engine.empty()
+    engine.scheduler.shutdown()
+
+
+def test_an_item_that_could_not_be_restored_is_encoded_when_it_is_asked_for_again() -> None:
+    engine = Engine(config_on("cpu", host_cache_bytes=1 << 30))
+    for name in ("cat", "dog"):
+        engine.arrive(name, (name, 600))
+        assert engine.step() == {name: [name]}
+        engine.step(f"{name} to {name}")
+    engine.arrive("a", ("cat", 600))
+    assert engine.step() == {}
+    assert engine.copies.restored == ["cat"]
+    engine.arrive("b", ("cat", 600))
+    assert engine.step(report=HostReport(missing={"cat"})) == {}
+    assert engine.cache.num_freeable_slots == engine.cache.cache_size, "nothing is there"
+    engine.arrive("c", ("cat", 600))
+    assert engine.step() == {"c": ["cat"]}
+    assert engine.copies.dropped == ["cat"]
+    assert engine.copies.kept == ["cat"]
+    engine.step("cat to a", "cat to b", "cat to c")
+    assert engine.ended.keys() == {"cat", "dog", "a", "b", "c"}
+    assert engine.empty()
+    engine.scheduler.shutdown()
+
+
 def test_an_engine_without_requests_rests_and_takes_ended_transfers_in_with_the_next(
     engine: Engine,
 ) -> None:
@@ -243,19 +306,42 @@ def test_items_in_the_cache_are_sent_again_and_not_encoded_again(engine: Engine)
     assert engine.empty()
 
 
-def test_a_consumer_that_takes_nothing_leaves_room_for_the_items_of_another(
-    engine: Engine,
-) -> None:
+def test_a_consumer_that_takes_nothing_leaves_the_share_of_another(engine: Engine) -> None:
     for number in range(5):
         engine.arrive(f"a{number}", (f"orphan-{number}", 200), to="tcp://a")
     engine.arrive("b0", ("cat", 200), to="tcp://b")
-    assert engine.step().keys() == {"a0", "a1", "a2", "a3", "b0"}
+    assert engine.step().keys() == {"a0", "a1", "b0"}
     engine.arrive("b1", ("dog", 200), to="tcp://b")
-    assert engine.step("cat to b0") == {}
-    assert engine.step() == {"b1": ["dog"]}, "although a4 came before it"
-    engine.step("dog to b1", *(f"orphan-{number} to a{number}" for number in range(4)))
+    assert engine.step() == {"b1": ["dog"]}, "although others came before it"
+    engine.arrive("b2", ("emu", 200), to="tcp://b")
+    assert engine.step("cat to b0", "dog to b1") == {}
+    assert engine.step() == {"b2": ["emu"]}
+    engine.step("emu to b2", "orphan-0 to a0", "orphan-1 to a1")
+    assert engine.step().keys() == {"a2", "a3"}
+    engine.step("orphan-2 to a2", "orphan-3 to a3")
     assert engine.step() == {"a4": ["orphan-4"]}
     engine.step("orphan-4 to a4")
+    assert engine.empty()
+
+
+def test_a_request_in_parts_whose_consumer_takes_nothing_holds_up_nobody_else(
+    engine: Engine,
+) -> None:
+    engine.arrive("b0", ("ant", 10), to="tcp://b")
+    engine.arrive("a", *((f"item-{number}", 250) for number in range(6)), to="tcp://a")
+    assert engine.step() == {"b0": ["ant"], "a": ["item-0", "item-1"]}
+    assert engine.step("ant to b0") == {}
+    for number in range(1, 5):
+        engine.arrive(f"b{number}", (f"cat-{number}", 500), to="tcp://b")
+        assert engine.step() == {f"b{number}": [f"cat-{number}"]}
+        engine.step(f"cat-{number} to b{number}")
+    assert engine.ended.keys() == {"b0", "b1", "b2", "b3", "b4"}
+    engine.step("item-0 to a", "item-1 to a")
+    assert engine.step() == {"a": ["item-2", "item-3"]}
+    engine.step("item-2 to a", "item-3 to a")
+    assert engine.step() == {"a": ["item-4", "item-5"]}
+    engine.step("item-4 to a", "item-5 to a")
+    assert "a" in engine.ended
     assert engine.empty()
 
 
@@ -270,10 +356,9 @@ def test_a_request_larger_than_the_cache_is_encoded_in_as_few_steps_as_hold_it(
     assert engine.step() == {"a": ["item-2", "item-3"]}
     assert engine.step("item-2 to a", "item-3 to a") == {}
     assert engine.ended == {}
-    assert engine.step() == {"a": ["item-4"]}
-    assert set(engine.ended) == {"a"}
-    assert engine.step("item-4 to a") == {"b": ["cat"]}
-    engine.step("cat to b")
+    assert engine.step() == {"a": ["item-4"], "b": ["cat"]}
+    assert set(engine.ended) == {"a", "b"}
+    engine.step("item-4 to a", "cat to b")
     assert engine.empty()
 
 

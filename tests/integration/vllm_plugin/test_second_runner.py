@@ -173,8 +173,11 @@ class Host:
         assert encoder_cache is self.cache
         self.calls.append(("place", orders.computes))
 
-    def submit(self, order: TransferOrder, output: torch.Tensor | None, *, restored: bool) -> None:
+    def submit(
+        self, order: TransferOrder, output: torch.Tensor | None, *, restored: bool, missing: bool
+    ) -> None:
         assert not restored
+        assert not missing
         self.calls.append(("submit", order, output))
 
     def output_ready(self, mm_hash: str, output: torch.Tensor) -> None:
