@@ -22,6 +22,7 @@ from epd_portable.router.choice.holdings import Holdings
 from epd_portable.router.choice.policy import Policy
 from epd_portable.router.choice.profile import MOST_SHOWN, Decision
 from epd_portable.router.choice.situation import ROLE_LABEL, Need, Stage
+from epd_portable.router.choice.tokens import cached_tokens
 from epd_portable.router.contents.body import Call
 from epd_portable.router.contents.media import MediaItem
 from epd_portable.router.fleet.engine_loads import EngineLoads
@@ -101,8 +102,12 @@ class Choosing(ABC):
         """
 
     @abstractmethod
-    def asks(self, pd: Instance, items: Iterable[MediaItem]) -> None:
-        """Note that a PD instance is asked, and gets these items."""
+    def asks(self, pd: Instance, items: Iterable[MediaItem]) -> int:
+        """Note that a PD instance is asked, and gets these items.
+
+        Returns:
+            Tokens of the prompt that it most likely has to compute; 0 if nobody wants to know.
+        """
 
     @abstractmethod
     def encodes(self, item: MediaItem, encoder: Instance) -> None:
@@ -186,8 +191,8 @@ class _ByRings(Choosing):
             self._explain("encode", Decision(stage="encode", item=item.mm_hash), chosen, exclude)
         return chosen
 
-    def asks(self, pd: Instance, items: Iterable[MediaItem]) -> None:
-        pass
+    def asks(self, pd: Instance, items: Iterable[MediaItem]) -> int:
+        return 0
 
     def encodes(self, item: MediaItem, encoder: Instance) -> None:
         pass
@@ -228,7 +233,7 @@ class Observed:
 
     __slots__ = (
         *("_loads", "computes_for", "holdings", "instance", "labels", "load", "name", "owed_s"),
-        *("reported", "role", "version", "weight"),
+        *("reported", "role", "tokens", "version", "weight"),
     )
 
     def __init__(self, instance: Instance, holdings: Holdings, loads: EngineLoads | None) -> None:
@@ -248,6 +253,7 @@ class Observed:
         self.load = self.instance.load
         self.owed_s = self.instance.owed_s
         self.computes_for = self.instance.computes_for
+        self.tokens = self.instance.prompt_tokens
         self.reported = None if self._loads is None else self._loads.of(self.instance)
 
 
@@ -354,7 +360,8 @@ class _ByPolicy(Choosing):
         self._policy = chooser.policy
         self._call = call
         self._session = headers.get(SESSION_HEADER, "") or _text(call, "session_id")
-        self._blocks: tuple[tuple[int, ...], int] | None = None
+        self._profile = headers.get(chooser.policy.profile_header, "").strip()
+        self._read: prefix.Prompt | None = None
         self._chance = f"{chooser.instances.chance.getrandbits(64):x}"
 
     def pd(self, tried: Collection[str]) -> Instance | None:
@@ -385,10 +392,12 @@ class _ByPolicy(Choosing):
     def encoder(self, item: MediaItem, exclude: Collection[str]) -> Instance | None:
         return self._chosen("encode", self._need("encode", item), exclude)
 
-    def asks(self, pd: Instance, items: Iterable[MediaItem]) -> None:
-        holdings = self._chooser.observed(pd).holdings
-        holdings.items.use(item.mm_hash for item in items)
-        holdings.use_prefix(self._prompt()[0])
+    def asks(self, pd: Instance, items: Iterable[MediaItem]) -> int:
+        observed, need = self._chooser.observed(pd), self._need("decode")
+        [cached] = cached_tokens(need, [observed])
+        observed.holdings.items.use(item.mm_hash for item in items)
+        observed.holdings.use_prefix(need.blocks)
+        return need.tokens - cached
 
     def encodes(self, item: MediaItem, encoder: Instance) -> None:
         self._chooser.observed(encoder).holdings.items.use((item.mm_hash,))
@@ -412,7 +421,7 @@ class _ByPolicy(Choosing):
         return None
 
     def _need(self, stage: Stage, item: MediaItem | None = None) -> Need:
-        blocks, nbytes = self._prompt() if item is None else ((), 0)
+        prompt = self._prompt() if item is None else prefix.Prompt()
         return Need(
             stage=stage,
             key=self._chance,
@@ -420,23 +429,28 @@ class _ByPolicy(Choosing):
             session=self._session,
             items=self._call.items,
             item=item,
-            blocks=blocks,
-            nbytes=nbytes,
-            block_bytes=self._policy.block_bytes,
+            blocks=prompt.blocks,
+            ends=prompt.ends,
+            tokens=prompt.tokens,
+            profile=self._profile,
         )
 
-    def _prompt(self) -> tuple[tuple[int, ...], int]:
-        if self._blocks is None:
+    def _prompt(self) -> prefix.Prompt:
+        if self._read is None:
             policy = self._policy
-            self._blocks = ((), 0)
+            self._read = prefix.Prompt()
             if policy.wants_blocks:
-                self._blocks = prefix.chain(
+                self._read = prefix.chain(
                     pieces(self._call),
                     block_bytes=policy.block_bytes,
                     most=policy.most_blocks,
                     salt=_salt(self._call),
+                    items={
+                        b'"%b"' % item.mm_hash.encode(): policy.item_tokens(item)
+                        for item in self._call.items
+                    },
                 )
-        return self._blocks
+        return self._read
 
 
 def pieces(call: Call) -> Iterator[Iterable[prefix.Piece]]:

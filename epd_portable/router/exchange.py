@@ -380,7 +380,9 @@ class Exchange:
                     held,
                     awaited=awaited,
                 )
-                choosing.asks(pd, () if plan.prefill else call.items)
+                tokens = choosing.asks(pd, () if plan.prefill else call.items)
+                if tokens and not plan.prefill:
+                    held.enter_context(pd.computing(tokens))
                 if plan.here_s:
                     held.enter_context(pd.encoding(plan.here_s))
                 if plan.prefill:

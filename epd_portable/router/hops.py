@@ -145,9 +145,9 @@ class HopChoosing(Choosing):
             chosen = self._near(CACHE_KEY, self._instances.of_duty("encode"), item, exclude)
         return chosen or self._inner.encoder(item, exclude)
 
-    def asks(self, pd: Instance, items: Iterable[MediaItem]) -> None:
+    def asks(self, pd: Instance, items: Iterable[MediaItem]) -> int:
         """See `Choosing`."""
-        self._inner.asks(pd, items)
+        return self._inner.asks(pd, items)
 
     def encodes(self, item: MediaItem, encoder: Instance) -> None:
         """See `Choosing`."""

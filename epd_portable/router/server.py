@@ -204,7 +204,9 @@ class Router:
         self._hops: Hops | None = None
         if settings.hop_keys_file:
             self._hops = Hops(ApiKeys(settings.hop_keys_file, "router.hop_keys_file"))
-        self._passed_on = PASSED_ON[1:] if self._keys else PASSED_ON
+        self._passed_on: tuple[str, ...] = PASSED_ON[1:] if self._keys else PASSED_ON
+        if self._policy is not None and self._policy.profile_header:
+            self._passed_on += (self._policy.profile_header,)
         self.upstream = Upstream({INSTANCE_TOKEN_HEADER: secret.instance_token()})
         self.instances = Fleet() if instances is None else instances
         self.metrics = Metrics(

@@ -3,83 +3,65 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import metadata
 from typing import Any
 
+from pydantic import ConfigDict
+
 from epd_portable.errors import ConfigError
-from epd_portable.router.choice import deciders, filters, pickers, scorers
+from epd_portable.router.choice import deciders, filters, pickers, scorers, tokens
 from epd_portable.router.choice.plugin import (
+    BuiltIn,
     Decider,
     Factory,
     Filter,
-    NoParameters,
+    Parameters,
     ScorePicker,
     Scorer,
-    read_parameters,
 )
-from epd_portable.router.choice.situation import Stage
 
 GROUP = "epd_portable.choice_plugins"
 """Entry points of this group are types: name = what makes such a plug-in."""
 
 
-class Source:
-    """A plug-in that others are fed by in llm-d, and that nothing has to be done for here.
+class Anything(Parameters):
+    """Of what feeds others in llm-d; nothing has to be done for it here."""
 
-    The router reads prompts and items, and counts load, by itself.
-
-    Attributes:
-        prefix: What it says of prefix caches.
-        embeddings: What it says of encoder caches.
-    """
-
-    def __init__(
-        self,
-        prefix: scorers.PrefixCache | None = None,
-        embeddings: scorers.EmbeddingsCache | None = None,
-    ) -> None:
-        self.prefix = prefix
-        self.embeddings = embeddings
+    model_config = ConfigDict(extra="allow")
 
 
-def _free(name: str, given: Mapping[str, Any]) -> Source:
-    return Source()
+class Source(BuiltIn[Anything]):
+    """Feeds others in llm-d. The router reads prompts and items, and counts load, by itself."""
+
+    takes = Anything
 
 
-def _prefix(name: str, given: Mapping[str, Any]) -> Source:
-    return Source(prefix=read_parameters(scorers.PrefixCache, name, given))
+class PrefixSource(BuiltIn[scorers.PrefixCache]):
+    """Says of prefix caches what ``prefix-cache-scorer`` says."""
+
+    takes = scorers.PrefixCache
 
 
-def _embeddings(name: str, given: Mapping[str, Any]) -> Source:
-    return Source(embeddings=read_parameters(scorers.EmbeddingsCache, name, given))
+class EmbeddingsSource(BuiltIn[scorers.EmbeddingsCache]):
+    """Says of encoder caches what ``mm-embeddings-cache-scorer`` says."""
 
-
-def _stage(stage: Stage) -> Factory:
-    def make(name: str, given: Mapping[str, Any]) -> filters.StageFilter:
-        read_parameters(NoParameters, name, given)
-        return filters.StageFilter(stage)
-
-    return make
-
-
-def _plain(kind: type[filters.EncoderTypeFilter | scorers.EncodeTimeScorer]) -> Factory:
-    def make(name: str, given: Mapping[str, Any]) -> object:
-        read_parameters(NoParameters, name, given)
-        return kind()
-
-    return make
+    takes = scorers.EmbeddingsCache
 
 
 BUILT_IN: Mapping[str, Factory] = {
     # Filters.
-    "encode-filter": _stage("encode"),
-    "prefill-filter": _stage("prefill"),
-    "decode-filter": _stage("decode"),
+    "encode-filter": filters.EncodeFilter,
+    "prefill-filter": filters.PrefillFilter,
+    "decode-filter": filters.DecodeFilter,
     "by-label": filters.LabelFilter,
     "label-selector-filter": filters.LabelSelectorFilter,
-    "encoder-type-filter": _plain(filters.EncoderTypeFilter),
+    "by-label-selector": filters.LabelSelectorFilter,
+    "encoder-type-filter": filters.EncoderTypeFilter,
     "model-filter": filters.ModelFilter,
+    "prefix-cache-affinity-filter": tokens.PrefixAffinityFilter,
+    "session-affinity-filter": filters.SessionAffinityFilter,
+    "context-length-aware": tokens.ContextLengthAware,
     # Scorers.
     "active-request-scorer": scorers.ActiveRequestScorer,
     "queue-scorer": scorers.QueueScorer,
@@ -88,7 +70,9 @@ BUILT_IN: Mapping[str, Factory] = {
     "kv-cache-utilization-scorer": scorers.KvCacheScorer,
     "encode-load-scorer": scorers.EncodeLoadScorer,
     "encode-pixels-scorer": scorers.EncodePixelsScorer,
-    "encode-time-scorer": _plain(scorers.EncodeTimeScorer),
+    "encode-time-scorer": scorers.EncodeTimeScorer,
+    "token-load-scorer": tokens.TokenLoadScorer,
+    "no-hit-lru-scorer": tokens.NoHitLruScorer,
     "prefix-cache-scorer": scorers.PrefixCacheScorer,
     "precise-prefix-cache-scorer": scorers.PrefixCacheScorer,
     "mm-embeddings-cache-scorer": scorers.EmbeddingsCacheScorer,
@@ -105,21 +89,29 @@ BUILT_IN: Mapping[str, Factory] = {
     "multimodal-epd-decider": deciders.MultimodalDecider,
     "prefix-based-pd-decider": deciders.PrefixBasedDecider,
     # What feeds others in llm-d.
-    "approx-prefix-cache-producer": _prefix,
-    "precise-prefix-cache-producer": _prefix,
-    "mm-embeddings-cache-producer": _embeddings,
-    "token-producer": _free,
-    "inflight-load-producer": _free,
-    "session-id-producer": _free,
-    "metrics-data-source": _free,
-    "core-metrics-extractor": _free,
-    "endpoint-notification-source": _free,
-    "disagg-headers-handler": _free,
+    "approx-prefix-cache-producer": PrefixSource,
+    "precise-prefix-cache-producer": PrefixSource,
+    "mm-embeddings-cache-producer": EmbeddingsSource,
+    "token-producer": tokens.TokenSource,
+    **dict.fromkeys(
+        (
+            *("inflight-load-producer", "session-id-producer", "metrics-data-source"),
+            *("core-metrics-extractor", "endpoint-notification-source", "disagg-headers-handler"),
+        ),
+        Source,
+    ),
 }
 """Types and what makes them; those of handlers are in `epd_portable.router.choice.policy`."""
 
 WITHOUT_EFFECT: Mapping[str, str] = {
-    "precise-prefix-cache-scorer": "it scores by what the router has sent, not by engines' events",
+    **dict.fromkeys(
+        ("precise-prefix-cache-scorer", "precise-prefix-cache-producer"),
+        "what the router has sent counts, not what engines' events say",
+    ),
+    **dict.fromkeys(
+        ("session-affinity-scorer", "session-affinity-filter"),
+        "x-session-id names the session, and a hash of it the instance: answers bring no token",
+    ),
 }
 """Types that do less than their name says, and why; the log says so at the start."""
 
@@ -129,14 +121,32 @@ def users_types() -> dict[str, metadata.EntryPoint]:
     return {each.name: each for each in metadata.entry_points(group=GROUP)}
 
 
-def make(kind: str, name: str, given: Mapping[str, Any], *, others: tuple[str, ...] = ()) -> object:
+def unknown_types(kinds: Iterable[str], others: Iterable[str] = ()) -> str:
+    """Return which types there are not, and the nearest that there are; empty if there are all.
+
+    Args:
+        kinds: Types.
+        others: That are known elsewhere.
+    """
+    known = [*BUILT_IN, *others, *users_types()]
+    said, rest = [], ""
+    for kind in dict.fromkeys(kinds):
+        if kind in known:
+            continue
+        near = difflib.get_close_matches(kind[:128], known, n=3, cutoff=0.5)
+        hint = f": did you mean {' or '.join(near)}?" if near else ""
+        said.append(f"plug-in type {kind!r} is not known{hint}")
+        rest = rest if near else f"; known are {', '.join(known)}"
+    return "; ".join(said) + rest
+
+
+def make(kind: str, name: str, given: Mapping[str, Any]) -> object:
     """Make a plug-in.
 
     Args:
         kind: Its type.
         name: Of the plug-in.
         given: Its parameters.
-        others: Types that are known elsewhere, to be named as near ones.
 
     Raises:
         ConfigError: There is no such type, with the nearest ones; its package does not load; or its
@@ -145,13 +155,9 @@ def make(kind: str, name: str, given: Mapping[str, Any], *, others: tuple[str, .
     factory = BUILT_IN.get(kind)
     if factory is not None:
         return factory(name, given)
-    found = users_types()
-    if kind not in found:
-        known = [*BUILT_IN, *others, *found]
-        near = difflib.get_close_matches(kind[:128], known, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(known)}"
-        raise ConfigError(f"plug-in type {kind!r} is not known: {hint}")
-    return _made_by_user(found[kind], name, given)
+    if problem := unknown_types([kind]):
+        raise ConfigError(problem)
+    return _made_by_user(users_types()[kind], name, given)
 
 
 def _made_by_user(point: metadata.EntryPoint, name: str, given: Mapping[str, Any]) -> object:

@@ -7,19 +7,18 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from epd_portable.router.choice.plugin import NoParameters, Parameters, read_parameters
-from epd_portable.router.choice.scorers import BYTES_A_TOKEN
+from epd_portable.router.choice.plugin import BuiltIn, NoParameters, Parameters
 from epd_portable.router.choice.situation import Contender, Need
+from epd_portable.router.choice.tokens import cached_tokens
 
 
-class AlwaysDecider:
+class AlwaysDecider(BuiltIn[NoParameters]):
     """``always-disagg-multimodal-decider`` and ``always-disagg-pd-decider``: yes.
 
     What has no items has nothing to encode, and is not asked about.
     """
 
-    def __init__(self, name: str = "", given: Mapping[str, Any] | None = None) -> None:
-        read_parameters(NoParameters, name, given or {})
+    takes = NoParameters
 
     def apart(self, need: Need, decode: Contender | None) -> bool:
         """See `Decider`."""
@@ -49,25 +48,26 @@ class Multimodal(Parameters):
     encoderTimeout: Annotated[int, Field(ge=1)] | None = None
 
 
-class MultimodalDecider:
+class MultimodalDecider(BuiltIn[Multimodal]):
     """``multimodal-epd-decider``: yes, but for small pictures.
 
     Attributes:
         encode_timeout_s: See `Multimodal.encoderTimeout`; ``None`` if nothing is said.
     """
 
+    takes = Multimodal
+
     def __init__(self, name: str, given: Mapping[str, Any]) -> None:
-        p = read_parameters(Multimodal, name, given)
-        self._enabled = p.enableEncoding
-        self._pixels = p.minImageSize**2
-        self.encode_timeout_s = p.encoderTimeout / 1000 if p.encoderTimeout else None
+        super().__init__(name, given)
+        timeout_ms = self.p.encoderTimeout
+        self.encode_timeout_s = timeout_ms / 1000 if timeout_ms else None
 
     def apart(self, need: Need, decode: Contender | None) -> bool:
         """See `Decider`."""
         item = need.item
-        if not self._enabled or item is None:
+        if not self.p.enableEncoding or item is None:
             return False
-        is_small = item.modality == "image" and 0 < item.pixels < self._pixels
+        is_small = item.modality == "image" and 0 < item.pixels < self.p.minImageSize**2
         return not is_small
 
 
@@ -84,25 +84,20 @@ class PrefixBased(Parameters):
     promptTokens: Annotated[int, Field(ge=0)] = 0
 
 
-class PrefixBasedDecider:
+class PrefixBasedDecider(BuiltIn[PrefixBased]):
     """``prefix-based-pd-decider``: yes for long prompts of which little is cached.
-
-    Tokens are guessed from the text, 4 bytes each; items of the request do not count.
 
     Attributes:
         wants_blocks: See `Policy`.
     """
 
     wants_blocks = True
-
-    def __init__(self, name: str, given: Mapping[str, Any]) -> None:
-        self._p = read_parameters(PrefixBased, name, given)
+    takes = PrefixBased
 
     def apart(self, need: Need, decode: Contender | None) -> bool:
         """See `Decider`."""
-        wanted = self._p.nonCachedTokens
-        if not wanted or need.nbytes < self._p.promptTokens * BYTES_A_TOKEN:
+        wanted = self.p.nonCachedTokens
+        if not wanted or need.tokens < self.p.promptTokens:
             return False
-        cached = decode.holdings.prefix(need.blocks) if decode is not None else 0
-        left = need.nbytes - cached * need.block_bytes
-        return left >= wanted * BYTES_A_TOKEN
+        cached = cached_tokens(need, [decode])[0] if decode is not None else 0
+        return need.tokens - cached >= wanted

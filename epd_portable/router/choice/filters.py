@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from epd_portable.router.choice.plugin import Parameters, read_parameters
+from epd_portable.router.choice.plugin import BuiltIn, NoParameters, P, Parameters, Vain
 from epd_portable.router.choice.situation import (
     ENCODER_TYPE_LABEL,
     ENCODER_TYPES,
@@ -18,14 +18,16 @@ from epd_portable.router.choice.situation import (
     Need,
     Stage,
     label,
+    place,
     stages,
 )
 
 
-class StandingFilter(ABC):
+class StandingFilter(BuiltIn[P], ABC):
     """Keeps instances by what never changes of them, so that one look at each is enough."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str, given: Mapping[str, Any]) -> None:
+        super().__init__(name, given)
         self._last: dict[Stage, tuple[Sequence[Contender], Sequence[Contender]]] = {}
 
     @abstractmethod
@@ -42,20 +44,31 @@ class StandingFilter(ABC):
         return kept
 
 
-class StageFilter(StandingFilter):
-    """``encode-filter``, ``prefill-filter``, ``decode-filter``: those whose role has the stage.
-
-    Args:
-        stage: Of the type.
-    """
-
-    def __init__(self, stage: Stage) -> None:
-        super().__init__()
-        self._stage = stage
+class _StageFilter(StandingFilter[NoParameters]):
+    takes = NoParameters
+    _stage: Stage
 
     def keeps(self, contender: Contender) -> bool:
         """See `StandingFilter`."""
         return self._stage in stages(label(contender, ROLE_LABEL) or "")
+
+
+class EncodeFilter(_StageFilter):
+    """``encode-filter``: those whose role has the stage."""
+
+    _stage = "encode"
+
+
+class PrefillFilter(_StageFilter):
+    """``prefill-filter``: those whose role has the stage."""
+
+    _stage = "prefill"
+
+
+class DecodeFilter(_StageFilter):
+    """``decode-filter``: those whose role has the stage."""
+
+    _stage = "decode"
 
 
 class ByLabel(Parameters):
@@ -72,18 +85,15 @@ class ByLabel(Parameters):
     allowsNoLabel: bool = False
 
 
-class LabelFilter(StandingFilter):
+class LabelFilter(StandingFilter[ByLabel]):
     """``by-label``: those whose label has one of some values."""
 
-    def __init__(self, name: str, given: Mapping[str, Any]) -> None:
-        super().__init__()
-        self._wanted = read_parameters(ByLabel, name, given)
-        self._values = frozenset(self._wanted.validValues)
+    takes = ByLabel
 
     def keeps(self, contender: Contender) -> bool:
         """See `StandingFilter`."""
-        value = label(contender, self._wanted.label)
-        return self._wanted.allowsNoLabel if value is None else value in self._values
+        value = label(contender, self.p.label)
+        return self.p.allowsNoLabel if value is None else value in self.p.validValues
 
 
 class Expression(Parameters):
@@ -110,26 +120,25 @@ class LabelSelector(Parameters):
     matchExpressions: tuple[Expression, ...] = ()
 
 
-class LabelSelectorFilter(StandingFilter):
+class LabelSelectorFilter(StandingFilter[LabelSelector]):
     """``label-selector-filter``: those whose labels fulfil all conditions."""
 
-    def __init__(self, name: str, given: Mapping[str, Any]) -> None:
-        super().__init__()
-        self._wanted = read_parameters(LabelSelector, name, given)
+    takes = LabelSelector
 
     def keeps(self, contender: Contender) -> bool:
         """See `StandingFilter`."""
-        wanted = self._wanted
         return all(
-            label(contender, key) == value for key, value in wanted.matchLabels.items()
-        ) and all(expression.holds(contender) for expression in wanted.matchExpressions)
+            label(contender, key) == value for key, value in self.p.matchLabels.items()
+        ) and all(expression.holds(contender) for expression in self.p.matchExpressions)
 
 
-class EncoderTypeFilter:
+class EncoderTypeFilter(BuiltIn[NoParameters]):
     """``encoder-type-filter``: those whose encoder takes the item, by ``llm-d.ai/encoder-type``.
 
     Who has no such label takes everything.
     """
+
+    takes = NoParameters
 
     def keep(self, need: Need, contenders: Sequence[Contender]) -> Sequence[Contender]:
         """See `Filter`."""
@@ -155,14 +164,13 @@ class OfModel(Parameters):
     label: Annotated[str, Field(min_length=1)] = MODEL_LABEL
 
 
-class ModelFilter:
+class ModelFilter(BuiltIn[OfModel]):
     """``model-filter``: those that serve the model that the client names.
 
     Who has no such label serves every model; a client that names none can have every instance.
     """
 
-    def __init__(self, name: str, given: Mapping[str, Any]) -> None:
-        self._label = read_parameters(OfModel, name, given).label
+    takes = OfModel
 
     def keep(self, need: Need, contenders: Sequence[Contender]) -> Sequence[Contender]:
         """See `Filter`."""
@@ -171,7 +179,38 @@ class ModelFilter:
             return contenders
         kept = []
         for each in contenders:
-            value = each.labels.get(self._label)
+            value = each.labels.get(self.p.label)
             if value is None or model in map(str.strip, value.split(",")):
                 kept.append(each)
         return kept
+
+
+class SessionAffinity(Parameters):
+    """Of ``session-affinity-scorer`` and ``session-affinity-filter``: none of them has an effect.
+
+    Attributes:
+        headerName: As the next ones: a session's name is in ``x-session-id``, and a hash of it
+            leads to an instance, for as long as that is there.
+    """
+
+    headerName: Vain = None
+    algorithm: Vain = None
+    strategy: Vain = None
+    profileName: Vain = None
+    encodedEndpointHeaderConfig: Vain = None
+    sessionIdConfig: Vain = None
+    evictionTtlSeconds: Vain = None
+    evictionSweepSeconds: Vain = None
+    missThreshold: Vain = None
+
+
+class SessionAffinityFilter(BuiltIn[SessionAffinity]):
+    """``session-affinity-filter``: of a session, that one instance that its name leads to."""
+
+    takes = SessionAffinity
+
+    def keep(self, need: Need, contenders: Sequence[Contender]) -> Sequence[Contender]:
+        """See `Filter`."""
+        if not need.session or not contenders:
+            return contenders
+        return [max(contenders, key=lambda each: place(need.session, each))]

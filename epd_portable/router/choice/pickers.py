@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from pydantic import JsonValue
-
-from epd_portable.router.choice.plugin import Parameters, read_parameters
+from epd_portable.router.choice.plugin import BuiltIn, Parameters, Vain
 from epd_portable.router.choice.situation import Contender, Need
 
 
@@ -20,14 +17,15 @@ class Picking(Parameters):
         maxNumOfEndpoints: Taken, and without effect: one is picked, and another one when it fails.
     """
 
-    maxNumOfEndpoints: JsonValue = None
+    maxNumOfEndpoints: Vain = 1
 
 
-class MaxScorePicker:
+class _Picker(BuiltIn[Picking]):
+    takes = Picking
+
+
+class MaxScorePicker(_Picker):
     """``max-score-picker``: the best one; of equals, any."""
-
-    def __init__(self, name: str, given: Mapping[str, Any]) -> None:
-        read_parameters(Picking, name, given)
 
     def pick(
         self, need: Need, contenders: Sequence[Contender], scores: Sequence[float]
@@ -38,11 +36,8 @@ class MaxScorePicker:
         return contenders[equal[int(need.chance() * len(equal))]]
 
 
-class WeightedRandomPicker:
+class WeightedRandomPicker(_Picker):
     """``weighted-random-picker``: each as often as its score is high."""
-
-    def __init__(self, name: str, given: Mapping[str, Any]) -> None:
-        read_parameters(Picking, name, given)
 
     def pick(
         self, need: Need, contenders: Sequence[Contender], scores: Sequence[float]
@@ -54,11 +49,8 @@ class WeightedRandomPicker:
         return _any(need, contenders, [each.weight * score for each, score in pairs])
 
 
-class RandomPicker:
+class RandomPicker(_Picker):
     """``random-picker``: each as often as its weight says."""
-
-    def __init__(self, name: str, given: Mapping[str, Any]) -> None:
-        read_parameters(Picking, name, given)
 
     def pick(
         self, need: Need, contenders: Sequence[Contender], scores: Sequence[float]

@@ -7,10 +7,10 @@ is whatever its methods say: see docs/choice.md.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Annotated, Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
 from epd_portable.config.problems import in_one_line
 from epd_portable.errors import ConfigError
@@ -68,10 +68,24 @@ Factory = Callable[[str, Mapping[str, Any]], object]
 those."""
 
 
+_VAIN = "without effect"
+Vain = Annotated[JsonValue, _VAIN]
+"""A parameter of llm-d's that is taken, and does nothing here."""
+
+
 class Parameters(BaseModel):
     """Base of what a built-in type takes: strict, and unknown ones refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    def vain(self) -> list[str]:
+        """Return the names of those that are given and do nothing."""
+        fields = type(self).model_fields
+        return [
+            name
+            for name in sorted(self.model_fields_set)
+            if name not in fields or _VAIN in fields[name].metadata
+        ]
 
 
 class NoParameters(Parameters):
@@ -79,6 +93,20 @@ class NoParameters(Parameters):
 
 
 P = TypeVar("P", bound=Parameters)
+
+
+class BuiltIn(Generic[P]):
+    """Base of built-in types.
+
+    Attributes:
+        takes: Their parameters.
+        p: Those that were given.
+    """
+
+    takes: type[P]
+
+    def __init__(self, name: str, given: Mapping[str, Any]) -> None:
+        self.p = read_parameters(self.takes, name, given)
 
 
 def read_parameters(model: type[P], name: str, given: Mapping[str, Any]) -> P:

@@ -3,35 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field, JsonValue
+from pydantic import Field
 
 from epd_portable.config.choice import ELSEWHERE, ChoiceSection, ProfileSection
 from epd_portable.errors import ConfigError
-from epd_portable.router.choice.catalogue import BUILT_IN, WITHOUT_EFFECT, make
+from epd_portable.router.choice.catalogue import (
+    BUILT_IN,
+    WITHOUT_EFFECT,
+    make,
+    unknown_types,
+)
 from epd_portable.router.choice.deciders import AlwaysDecider, MultimodalDecider, NeverDecider
 from epd_portable.router.choice.plugin import (
+    BuiltIn,
     Decider,
     Filter,
     NoParameters,
     Parameters,
     ScorePicker,
     Scorer,
+    Vain,
     read_parameters,
 )
+from epd_portable.router.choice.prefix import BYTES_A_TOKEN
 from epd_portable.router.choice.profile import C, Decision, Failures, Profile
 from epd_portable.router.choice.scorers import (
-    BYTES_A_TOKEN,
     ConsistentHashScorer,
     EmbeddingsCache,
     PrefixCache,
 )
 from epd_portable.router.choice.situation import Contender, Need, Stage
+from epd_portable.router.choice.tokens import Tokens
 
 STAGES: tuple[Stage, ...] = ("decode", "encode", "prefill")
 BLOCK_TOKENS = 64
-MOST_BLOCKS = 256
+MOST_BLOCKS = 2048
 KEPT_BLOCKS = 31_250
 KEPT_ITEMS = 2048
 
@@ -46,18 +54,29 @@ class StageNames(Parameters):
     decode: PluginName | None = None
 
 
+class ProfileNames(StageNames):
+    """Of profiles; none is for what finds nobody."""
+
+    fallback: Vain = None
+
+
 class Disaggregating(Parameters):
     """Of ``disagg-profile-handler``.
 
     Attributes:
         profiles: Names of the stages' profiles, if they are not those of the stages.
         deciders: Of ``encode`` and ``prefill``; a stage without one is not done apart.
-        stageOrder: Taken, and without effect: the instance that decodes is chosen first.
+        stageOrder: The instance that decodes is chosen first in any case.
     """
 
-    profiles: StageNames = StageNames()
+    profiles: ProfileNames = ProfileNames()
     deciders: StageNames = StageNames()
-    stageOrder: Literal["decode-first", "prefill-first"] | None = None
+    stageOrder: Literal["decode-first", "prefill-first"] = "decode-first"
+
+    def vain(self) -> list[str]:
+        """See `Parameters`."""
+        order = ["stageOrder"] if self.stageOrder != "decode-first" else []
+        return order + [f"profiles.{name}" for name in self.profiles.vain()]
 
 
 class ThreeStages(Parameters):
@@ -68,35 +87,54 @@ class ThreeStages(Parameters):
         prefillProfile: Name of the profile.
         decodeProfile: Name of the profile.
         deciderPluginName: Decides for ``encode``.
-        primaryPort: Taken, and without effect.
     """
 
     encodeProfile: PluginName = "encode"
     prefillProfile: PluginName = "prefill"
     decodeProfile: PluginName = "decode"
     deciderPluginName: PluginName | None = None
-    primaryPort: JsonValue = None
+    primaryPort: Vain = None
 
 
-class Handler:
-    """What a handler says: by stage, the profile's name and the decider's; an empty one is never.
+class ByHeader(Parameters):
+    """Of ``header-profile-handler``.
 
-    Args:
-        profiles: By stage.
-        deciders: By stage; a stage that is not in it is always done apart.
+    Attributes:
+        headerName: Of a request, whose value names the profile that chooses who answers.
+        defaultProfile: Chooses for requests without it.
     """
 
-    def __init__(self, profiles: Mapping[Stage, str], deciders: Mapping[Stage, str]) -> None:
-        self.profiles = profiles
-        self.deciders = deciders
+    headerName: PluginName = "EPP-Profile"
+    defaultProfile: PluginName = "decode"
+
+
+class Handler(NamedTuple):
+    """What a handler says.
+
+    Attributes:
+        profiles: Names, by stage.
+        deciders: Names, by stage: empty for never; a stage that is not in it is always done apart.
+        header: That names the profile for one request, in lower case; or empty.
+        given: Its parameters.
+    """
+
+    profiles: Mapping[Stage, str]
+    deciders: Mapping[Stage, str]
+    header: str = ""
+    given: Parameters | None = None
+
+
+_NEVER: Mapping[Stage, str] = {"encode": "", "prefill": ""}
 
 
 def _disaggregating(name: str, given: Mapping[str, Any]) -> Handler:
     p = read_parameters(Disaggregating, name, given)
     profiles: dict[Stage, str] = {stage: getattr(p.profiles, stage) or stage for stage in STAGES}
-    return Handler(
-        profiles, {"encode": p.deciders.encode or "", "prefill": p.deciders.prefill or ""}
-    )
+    deciders: Mapping[Stage, str] = {
+        "encode": p.deciders.encode or "",
+        "prefill": p.deciders.prefill or "",
+    }
+    return Handler(profiles, deciders, given=p)
 
 
 def _three_stages(name: str, given: Mapping[str, Any]) -> Handler:
@@ -104,19 +142,28 @@ def _three_stages(name: str, given: Mapping[str, Any]) -> Handler:
     decider: dict[Stage, str] = (
         {"encode": p.deciderPluginName} if p.deciderPluginName is not None else {}
     )
-    return Handler(
-        {"encode": p.encodeProfile, "prefill": p.prefillProfile, "decode": p.decodeProfile}, decider
-    )
+    profiles: Mapping[Stage, str] = {
+        "encode": p.encodeProfile,
+        "prefill": p.prefillProfile,
+        "decode": p.decodeProfile,
+    }
+    return Handler(profiles, decider, given=p)
+
+
+def _by_header(name: str, given: Mapping[str, Any]) -> Handler:
+    p = read_parameters(ByHeader, name, given)
+    return Handler({"decode": p.defaultProfile}, _NEVER, p.headerName.strip().lower())
 
 
 def _single(name: str, given: Mapping[str, Any]) -> Handler:
     read_parameters(NoParameters, name, given)
-    return Handler({}, {"encode": "", "prefill": ""})
+    return Handler({}, _NEVER)
 
 
 HANDLERS = {
     "disagg-profile-handler": _disaggregating,
     "epd-profile-handler": _three_stages,
+    "header-profile-handler": _by_header,
     "single-profile-handler": _single,
 }
 """Types of handlers, and what makes them."""
@@ -147,6 +194,8 @@ class Policy:
         most_blocks: Of one prompt.
         kept_blocks: That an instance keeps.
         kept_items: That an instance keeps.
+        item_tokens: Returns how many tokens an item is taken for.
+        profile_header: Header by which a request may name a profile, in lower case; or empty.
     """
 
     def __init__(self, section: ChoiceSection) -> None:
@@ -161,23 +210,27 @@ class Policy:
         self.wants_blocks = False
         self.wants_loads = False
         self._failures = Failures("deciders")
+        if problem := unknown_types((each.type for each in section.plugins), HANDLERS):
+            raise ConfigError(problem)
         handlers: list[Handler] = []
         for each in section.plugins:
             kind, name, given = each.type, each.known_as, each.parameters or {}
             if kind in HANDLERS:
                 handlers.append(HANDLERS[kind](name, given))
+                self._note(name, handlers[-1].given)
                 continue
-            self._made[name] = make(kind, name, given, others=tuple(HANDLERS))
-            wants = getattr(self._made[name], "wants_blocks", kind not in BUILT_IN)
-            self.wants_blocks |= bool(wants)
-            wants = getattr(self._made[name], "wants_loads", kind not in BUILT_IN)
-            self.wants_loads |= bool(wants)
+            one = self._made[name] = make(kind, name, given)
+            self.wants_blocks |= bool(getattr(one, "wants_blocks", kind not in BUILT_IN))
+            self.wants_loads |= bool(getattr(one, "wants_loads", kind not in BUILT_IN))
+            self._note(name, one.p if isinstance(one, BuiltIn) else None)
             if kind in WITHOUT_EFFECT:
                 self.notes.append(f"plug-in {name}: {WITHOUT_EFFECT[kind]}")
         if len(handlers) > 1:
             raise ConfigError(f"{len(handlers)} profile handlers are given: keep one")
         self._profiles = {each.name: self._profile(each) for each in section.schedulingProfiles}
         handler = handlers[0] if handlers else Handler({}, {})
+        # Of one profile there is nothing to choose.
+        self.profile_header = handler.header if len(self._profiles) > 1 else ""
         self._stages = self._of_stages(handler)
         self._deciders = self._of_deciders(handler)
         self._measure()
@@ -195,20 +248,32 @@ class Policy:
         A stage without a profile, which the deciders or the instances' abilities may ask for all
         the same, is chosen for as by default: by key, among those with room.
         """
-        return self._stages.get(need.stage, _DEFAULT).choose(need, contenders, decision)
+        profile = self._stages.get(need.stage, _DEFAULT)
+        if need.profile:
+            if need.profile not in self._profiles:
+                if decision is not None:
+                    decision.reason = f"there is no profile {need.profile[:64]!r}"
+                return None
+            profile = self._profiles[need.profile]
+        return profile.choose(need, contenders, decision)
 
     def apart(self, need: Need, decode: Contender | None) -> str:
         """Return why a stage is not done apart from decoding; empty if it is.
 
-        It is, if the decider raises.
+        It is not, if the decider raises.
         """
         name, decider = self._deciders[need.stage]
         try:
             apart = decider.apart(need, decode)
         except Exception as error:
             self._failures.say(name, repr(error))
-            apart = True
+            return f"{name} has failed"
         return "" if apart else f"{name or 'the handler'} decides so"
+
+    def _note(self, name: str, given: Parameters | None) -> None:
+        if given is not None and (vain := given.vain()):
+            have = "have" if len(vain) > 1 else "has"
+            self.notes.append(f"plug-in {name}: {', '.join(vain)} {have} no effect in this router")
 
     def _profile(self, section: ProfileSection) -> Profile:
         filters: dict[str, Filter] = {}
@@ -252,7 +317,7 @@ class Policy:
             name = handler.profiles.get(stage, stage)
             if name in profiles:
                 found[stage] = profiles[name]
-            elif name != stage:
+            elif name != stage and not (handler.header and len(profiles) == 1):
                 known = ", ".join(profiles)
                 raise ConfigError(
                     f"the handler names profile {name!r} for {stage}, which schedulingProfiles "
@@ -272,7 +337,10 @@ class Policy:
         for stage in STAGES:
             name = handler.deciders.get(stage)
             if name is None:
-                found[stage] = ("", AlwaysDecider() if stage in self._stages else NeverDecider())
+                found[stage] = (
+                    "",
+                    AlwaysDecider("", {}) if stage in self._stages else NeverDecider(),
+                )
             elif not name:
                 found[stage] = ("", NeverDecider())
             else:
@@ -288,13 +356,10 @@ class Policy:
         return found
 
     def _measure(self) -> None:
-        prefixes: list[PrefixCache] = []
-        caches: list[EmbeddingsCache] = []
-        for one in self._made.values():
-            if isinstance(prefix := getattr(one, "prefix", None), PrefixCache):
-                prefixes.append(prefix)
-            if isinstance(cache := getattr(one, "embeddings", None), EmbeddingsCache):
-                caches.append(cache)
+        given = [one.p for one in self._made.values() if isinstance(one, BuiltIn)]
+        prefixes = [each for each in given if isinstance(each, PrefixCache)]
+        caches = [each for each in given if isinstance(each, EmbeddingsCache)]
+        estimates = (each for each in given if isinstance(each, Tokens))
         block = next((each.block_tokens for each in prefixes if each.block_tokens), BLOCK_TOKENS)
         most = (each.most_blocks(block) for each in prefixes)
         kept = (each.lruCapacityPerServer for each in prefixes)
@@ -302,6 +367,7 @@ class Policy:
         self.most_blocks = next(filter(None, most), MOST_BLOCKS)
         self.kept_blocks = next(filter(None, kept), KEPT_BLOCKS)
         self.kept_items = next(filter(None, (each.items for each in caches)), KEPT_ITEMS)
+        self.item_tokens = next(estimates, Tokens()).of
         timeouts = [
             one.encode_timeout_s
             for one in self._made.values()

@@ -2,15 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 
 Piece = bytes | memoryview
 
+BYTES_A_TOKEN = 4
+"""Of text."""
+LONGEST_NAME = 256
+"""Of an item, in bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt, cut into blocks.
+
+    Attributes:
+        blocks: Their names.
+        ends: Tokens up to the end of each.
+        tokens: Of all, also of what is beyond them.
+    """
+
+    blocks: tuple[int, ...] = ()
+    ends: tuple[int, ...] = ()
+    tokens: int = 0
+
 
 def chain(
-    messages: Iterable[Iterable[Piece]], *, block_bytes: int, most: int, salt: bytes = b""
-) -> tuple[tuple[int, ...], int]:
-    """Return names of blocks, and the bytes of all messages.
+    messages: Iterable[Iterable[Piece]],
+    *,
+    block_bytes: int,
+    most: int,
+    salt: bytes = b"",
+    items: Mapping[bytes, int] = MappingProxyType({}),
+) -> Prompt:
+    """Return a prompt as blocks.
 
     A block ends with its message, so that a conversation begins as its earlier turns did. Each
     block's name is made of its bytes and of the name before it. Names are of this process only.
@@ -20,20 +47,32 @@ def chain(
         block_bytes: Longest block.
         most: Blocks that are named; what comes after them is only counted.
         salt: Of what else a prompt depends on, such as tools.
+        items: Tokens of items, by the pieces that stand for them.
     """
     names: list[int] = []
+    ends: list[int] = []
     last = hash(salt)
-    nbytes = 0
+    nbytes = extra = 0
     for message in messages:
         wanted = (most - len(names)) * block_bytes
         pieces: list[Piece] = []
+        begins: list[tuple[int, int]] = []
+        size = 0
         for piece in message:
-            nbytes += len(piece)
-            if wanted > 0:
-                pieces.append(piece[:wanted])
-                wanted -= len(piece)
+            if size < wanted:
+                pieces.append(piece[: wanted - size])
+            if items and len(piece) <= LONGEST_NAME and (tokens := items.get(bytes(piece))):
+                begins.append((size, tokens))
+            size += len(piece)
         text = b"".join(pieces)
+        begins.reverse()
         for start in range(0, len(text), block_bytes):
-            last = hash((last, text[start : start + block_bytes]))
+            end = min(start + block_bytes, len(text))
+            last = hash((last, text[start:end]))
+            while begins and begins[-1][0] < end:
+                extra += begins.pop()[1]
             names.append(last)
-    return tuple(names), nbytes
+            ends.append((nbytes + end) // BYTES_A_TOKEN + extra)
+        extra += sum(tokens for _, tokens in begins)
+        nbytes += size
+    return Prompt(tuple(names), tuple(ends), nbytes // BYTES_A_TOKEN + extra)

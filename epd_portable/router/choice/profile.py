@@ -14,6 +14,7 @@ from epd_portable.router.choice.pickers import MaxScorePicker
 from epd_portable.router.choice.plugin import Filter, ScorePicker, Scorer
 from epd_portable.router.choice.situation import Contender, Need, Stage
 from epd_portable.router.choice.standing import Standing, StandingScorer
+from epd_portable.router.choice.tokens import NoHitLruScorer
 
 logger = logging.getLogger(__name__)
 
@@ -137,6 +138,7 @@ class Profile:
         self._standing: deque[Standing] = deque(maxlen=MOST_STANDING)
         self._picker_name, self._picker = picker or ("max-score-picker", MaxScorePicker("", {}))
         self._trusted = trusted
+        self._lru = [one for one, _ in scorers.values() if isinstance(one, NoHitLruScorer)]
         self._failures = Failures(f"profile {name}")
 
     def choose(
@@ -168,6 +170,8 @@ class Profile:
             return None
         totals = self._scored(need, left, decision)
         chosen = self._picked(need, left, totals)
+        for each in self._lru:
+            each.picked(chosen)
         if decision is not None:
             decision.totals = {each.name: total for each, total in zip(left, totals, strict=True)}
             decision.winner = chosen.name

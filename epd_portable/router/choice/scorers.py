@@ -6,22 +6,19 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import Field, JsonValue
+from pydantic import Field
 
-from epd_portable.router.choice.filters import takes_type
-from epd_portable.router.choice.plugin import NoParameters, Parameters, read_parameters
+from epd_portable.router.choice.filters import SessionAffinity, takes_type
+from epd_portable.router.choice.plugin import BuiltIn, NoParameters, P, Parameters, Vain
 from epd_portable.router.choice.situation import Contender, Need, Stage, place
 from epd_portable.router.choice.standing import StandingScorer
+from epd_portable.router.choice.tokens import Count, Part, cached_tokens
 
-Count = Annotated[int, Field(ge=1)]
-Part = Annotated[float, Field(ge=0, le=1, strict=False)]
 Told = Literal["waiting", "running", "items", "pixels"]
 """What is compared of `Reported`."""
 
 ENTRY_MIB = 2
 """One item's output in llm-d's measure of a cache."""
-BYTES_A_TOKEN = 4
-"""Of text, on average, in llm-d's measure of a block."""
 
 
 # By load.
@@ -50,24 +47,25 @@ class ActiveRequests(Parameters):
     """Of ``active-request-scorer``.
 
     Attributes:
-        requestTimeout: Taken, and without effect: the router sees each request's end.
+        requestTimeout: The router sees each request's end.
+        inFlightLoadProducerName: It counts by itself.
         idleThreshold: Up to so many requests an instance counts as idle.
         maxBusyScore: Best score of one that is not.
     """
 
-    requestTimeout: JsonValue = None
+    requestTimeout: Vain = None
+    inFlightLoadProducerName: Vain = None
     idleThreshold: Annotated[int, Field(ge=0)] = 0
     maxBusyScore: Part = 1.0
 
 
-class ActiveRequestScorer(StandingScorer):
+class ActiveRequestScorer(BuiltIn[ActiveRequests], StandingScorer):
     """``active-request-scorer``: the fewer requests of this router an instance works on.
 
     1 for an idle one, 0 for the busiest one.
     """
 
-    def __init__(self, name: str, given: Mapping[str, Any]) -> None:
-        self._p = read_parameters(ActiveRequests, name, given)
+    takes = ActiveRequests
 
     def measure(self, stage: Stage, contender: Contender) -> float:
         """See `StandingScorer`."""
@@ -79,7 +77,7 @@ class ActiveRequestScorer(StandingScorer):
 
     def rate(self, measures: Sequence[float], scale: float) -> list[float]:
         """See `StandingScorer`."""
-        idle, best = self._p.idleThreshold, self._p.maxBusyScore
+        idle, best = self.p.idleThreshold, self.p.maxBusyScore
         return [1.0 if one <= idle else best * (scale - one) / scale for one in measures]
 
 
@@ -87,7 +85,7 @@ _Both = tuple[float | None, float]
 """What a contender tells of itself, and its load as the router counts it."""
 
 
-class _ByReports(StandingScorer):
+class _ByReports(BuiltIn[P], StandingScorer):
     """By what the instances tell; where one does not tell, by the router's own count for all.
 
     Attributes:
@@ -96,9 +94,6 @@ class _ByReports(StandingScorer):
 
     wants_loads = True
     _what: Told = "waiting"
-
-    def __init__(self, name: str, given: Mapping[str, Any]) -> None:
-        read_parameters(NoParameters, name, given)
 
     def measure(self, stage: Stage, contender: Contender) -> _Both:
         """See `StandingScorer`."""
@@ -123,26 +118,30 @@ class _ByReports(StandingScorer):
         return [(most - one[which]) / span for one in measures]
 
 
-class QueueScorer(_ByReports):
+class QueueScorer(_ByReports[NoParameters]):
     """``queue-scorer``: 1 for the shortest queue, 0 for the longest, and even between them.
 
     Queues are those that the instances tell; of encode instances, of items. Where one does not
     tell, the router's own count of what each works on stands for all.
     """
 
+    takes = NoParameters
 
-class RunningScorer(_ByReports):
+
+class RunningScorer(_ByReports[NoParameters]):
     """``running-requests-size-scorer``: the same by the requests that engines compute for."""
 
+    takes = NoParameters
     _what = "running"
 
 
-class EncodePixelsScorer(_ByReports):
+class EncodePixelsScorer(_ByReports[NoParameters]):
     """``encode-pixels-scorer``: 1 for the encoder with the fewest pixels to do, 0 for the most.
 
     By items where one does not tell.
     """
 
+    takes = NoParameters
     _what = "pixels"
 
 
@@ -156,18 +155,17 @@ class LoadAware(Parameters):
     threshold: Count = 128
 
 
-class LoadAwareScorer(_ByReports):
+class LoadAwareScorer(_ByReports[LoadAware]):
     """``load-aware-scorer``: 0.5 where nothing waits, and 0 from a threshold on.
 
     By queues as `QueueScorer`.
     """
 
-    def __init__(self, name: str, given: Mapping[str, Any]) -> None:
-        self._full = read_parameters(LoadAware, name, given).threshold
+    takes = LoadAware
 
     def scale(self, measures: Sequence[_Both]) -> tuple[int, float, float]:
         """Return which of both counts for all, and the ends of the scale."""
-        return int(any(told is None for told, _ in measures)), 0.0, float(self._full)
+        return int(any(told is None for told, _ in measures)), 0.0, float(self.p.threshold)
 
     def rate(self, measures: Sequence[Any], scale: tuple[int, float, float]) -> list[float]:
         """See `StandingScorer`."""
@@ -175,7 +173,7 @@ class LoadAwareScorer(_ByReports):
         return [0.5 * (1 - min(one[which] / full, 1.0)) for one in measures]
 
 
-class KvCacheScorer(StandingScorer):
+class KvCacheScorer(BuiltIn[NoParameters], StandingScorer):
     """``kv-cache-utilization-scorer``: the part of its KV cache that an instance says is free.
 
     Who does not tell gets the mean of those that do; 0 for all if none does.
@@ -184,10 +182,8 @@ class KvCacheScorer(StandingScorer):
         wants_loads: See `Policy`.
     """
 
+    takes = NoParameters
     wants_loads = True
-
-    def __init__(self, name: str, given: Mapping[str, Any]) -> None:
-        read_parameters(NoParameters, name, given)
 
     def measure(self, stage: Stage, contender: Contender) -> float | None:
         """See `StandingScorer`."""
@@ -218,7 +214,7 @@ class EncodeLoad(Parameters):
     encoderType: Literal["vision", "image", "video", "audio"] | None = None
 
 
-class EncodeLoadScorer:
+class EncodeLoadScorer(BuiltIn[EncodeLoad]):
     """``encode-load-scorer``: the fewer items an encoder has, the better.
 
     0 for one that is full, or of another type. By what encoders tell, as `QueueScorer`.
@@ -227,6 +223,7 @@ class EncodeLoadScorer:
         wants_loads: See `Policy`.
     """
 
+    takes = EncodeLoad
     wants_loads = True
 
     _MODALITIES: Mapping[str, frozenset[str]] = {
@@ -236,19 +233,14 @@ class EncodeLoadScorer:
         "audio": frozenset({"audio"}),
     }
 
-    def __init__(self, name: str, given: Mapping[str, Any]) -> None:
-        p = read_parameters(EncodeLoad, name, given)
-        self._full = p.threshold
-        self._type = p.encoderType
-
     def score(self, need: Need, contenders: Sequence[Contender]) -> Sequence[float]:
         """See `Scorer`."""
-        kind, item = self._type, need.item
+        kind, item, full = self.p.encoderType, need.item, self.p.threshold
         if kind is not None and item is not None and item.modality not in self._MODALITIES[kind]:
             return [0.0] * len(contenders)
         found = reports(contenders, "items") or loads(contenders)
         return [
-            max(0.0, 1 - load / self._full) if kind is None or self._is_of(kind, each) else 0.0
+            max(0.0, 1 - load / full) if kind is None or self._is_of(kind, each) else 0.0
             for each, load in zip(contenders, found, strict=True)
         ]
 
@@ -258,11 +250,13 @@ class EncodeLoadScorer:
         return takes_type(contender, frozenset(wanted))
 
 
-class EncodeTimeScorer(StandingScorer):
+class EncodeTimeScorer(BuiltIn[NoParameters], StandingScorer):
     """``encode-time-scorer``: the sooner an encoder has done what it was given, in seconds.
 
     1 for one that has nothing, 0 for the one that needs longest.
     """
+
+    takes = NoParameters
 
     def measure(self, stage: Stage, contender: Contender) -> float:
         """See `StandingScorer`."""
@@ -289,12 +283,8 @@ class PrefixCache(Parameters):
         maxPrefixBlocksToMatch: Blocks of a prompt that are looked at.
         maxPrefixTokensToMatch: The same in tokens.
         lruCapacityPerServer: Blocks that an instance keeps.
-        autoTune: Taken, and without effect, as the next ones: the router looks at text, not at
-            tokens, and counts what it has sent, not what engines report.
-        prefixMatchInfoProducerName: See above.
-        tokenProcessorConfig: See above.
-        indexerConfig: See above.
-        kvEventsConfig: See above.
+        autoTune: As the next ones, of what the router does not do: it looks at text, not at tokens,
+            and counts what it has sent, not what engines report.
     """
 
     blockSizeTokens: Count | None = None
@@ -302,11 +292,12 @@ class PrefixCache(Parameters):
     maxPrefixBlocksToMatch: Count | None = None
     maxPrefixTokensToMatch: Count | None = None
     lruCapacityPerServer: Count | None = None
-    autoTune: JsonValue = None
-    prefixMatchInfoProducerName: JsonValue = None
-    tokenProcessorConfig: JsonValue = None
-    indexerConfig: JsonValue = None
-    kvEventsConfig: JsonValue = None
+    autoTune: Vain = None
+    prefixMatchInfoProducerName: Vain = None
+    tokenProcessorConfig: Vain = None
+    indexerConfig: Vain = None
+    kvEventsConfig: Vain = None
+    speculativeIndexing: Vain = None
 
     @property
     def block_tokens(self) -> int | None:
@@ -322,30 +313,20 @@ class PrefixCache(Parameters):
         return None
 
 
-class PrefixCacheScorer:
+class PrefixCacheScorer(BuiltIn[PrefixCache]):
     """``prefix-cache-scorer``: the part of the prompt that the instance has computed before.
 
     Attributes:
-        prefix: Its parameters.
         wants_blocks: See `Policy`.
     """
 
+    takes = PrefixCache
     wants_blocks = True
-
-    def __init__(self, name: str, given: Mapping[str, Any]) -> None:
-        self.prefix = read_parameters(PrefixCache, name, given)
 
     def score(self, need: Need, contenders: Sequence[Contender]) -> Sequence[float]:
         """See `Scorer`."""
-        blocks = need.blocks
-        if not blocks:
-            return [0.0] * len(contenders)
-        found, matched = [0.0] * len(contenders), 0
-        for index in [i for i, each in enumerate(contenders) if blocks[0] in each.holdings.blocks]:
-            # Mostly as many as another one has: of a system prompt, say.
-            matched = contenders[index].holdings.prefix(blocks, matched)
-            found[index] = matched / len(blocks)
-        return found
+        whole = need.ends[-1] if need.ends else 1
+        return [tokens / whole for tokens in cached_tokens(need, contenders)]
 
 
 class EmbeddingsCache(Parameters):
@@ -366,17 +347,13 @@ class EmbeddingsCache(Parameters):
         return size // ENTRY_MIB if size else None
 
 
-class EmbeddingsCacheScorer:
+class EmbeddingsCacheScorer(BuiltIn[EmbeddingsCache]):
     """``mm-embeddings-cache-scorer``: the part of the items that the instance has encoded, or had.
 
     Of one item that is to be encoded, that is 1 or 0.
-
-    Attributes:
-        embeddings: Its parameters.
     """
 
-    def __init__(self, name: str, given: Mapping[str, Any]) -> None:
-        self.embeddings = read_parameters(EmbeddingsCache, name, given)
+    takes = EmbeddingsCache
 
     def score(self, need: Need, contenders: Sequence[Contender]) -> Sequence[float]:
         """See `Scorer`."""
@@ -394,24 +371,13 @@ class EmbeddingsCacheScorer:
 # By who it is.
 
 
-class SessionAffinity(Parameters):
-    """Of ``session-affinity-scorer``: none of them has an effect.
-
-    Attributes:
-        headerName: A session's name is in ``x-session-id``.
-    """
-
-    headerName: JsonValue = None
-
-
-class SessionAffinityScorer:
+class SessionAffinityScorer(BuiltIn[SessionAffinity]):
     """``session-affinity-scorer``: 1 for the instance that a session's name leads to.
 
     Nothing is remembered: every router leads it to the same one.
     """
 
-    def __init__(self, name: str, given: Mapping[str, Any]) -> None:
-        read_parameters(SessionAffinity, name, given)
+    takes = SessionAffinity
 
     def score(self, need: Need, contenders: Sequence[Contender]) -> Sequence[float]:
         """See `Scorer`."""
@@ -430,7 +396,7 @@ class ConsistentHash(Parameters):
     loadBound: Annotated[float, Field(gt=1, le=1e6, strict=False)] = 1.25
 
 
-class ConsistentHashScorer:
+class ConsistentHashScorer(BuiltIn[ConsistentHash]):
     """``consistent-hash-scorer``: 1 for the instance that a key leads to, among those with room.
 
     The key is an item's name where one is to be encoded, so that a repeated picture meets the
@@ -438,14 +404,13 @@ class ConsistentHashScorer:
     hashing with bounded loads, 2018.)
     """
 
-    def __init__(self, name: str, given: Mapping[str, Any]) -> None:
-        self._bound = read_parameters(ConsistentHash, name, given).loadBound
+    takes = ConsistentHash
 
     def score(self, need: Need, contenders: Sequence[Contender]) -> Sequence[float]:
         """See `Scorer`."""
         key = need.affinity
         capacity = sum(each.weight for each in contenders)
-        share = self._bound * (sum(each.load for each in contenders) + 1) / capacity
+        share = self.p.loadBound * (sum(each.load for each in contenders) + 1) / capacity
         near = [
             place(key, each) if each.load < math.ceil(share * each.weight) else 0.0
             for each in contenders
@@ -453,11 +418,10 @@ class ConsistentHashScorer:
         return _first(contenders, near)
 
 
-class WeightScorer(StandingScorer):
+class WeightScorer(BuiltIn[NoParameters], StandingScorer):
     """``weight-scorer``: an instance's ``weight`` in proportion to the greatest one."""
 
-    def __init__(self, name: str, given: Mapping[str, Any]) -> None:
-        read_parameters(NoParameters, name, given)
+    takes = NoParameters
 
     def measure(self, stage: Stage, contender: Contender) -> float:
         """See `StandingScorer`."""

@@ -68,8 +68,9 @@ class Need:
         item: For ``encode`` the one that is to be encoded.
         blocks: Names of the request's text, block by block, each with all before it: equal for two
             requests as far as these begin alike. Media count by their content.
-        nbytes: Of the text that the blocks stand for, and of what was too long for them.
-        block_bytes: Of one block.
+        ends: Tokens of the prompt up to the end of each block.
+        tokens: Of the prompt with its items, also of what is beyond the blocks: a guess.
+        profile: Of the configuration, if the request names one that it may name.
     """
 
     stage: Stage
@@ -79,8 +80,9 @@ class Need:
     items: Sequence[AskedItem] = ()
     item: AskedItem | None = None
     blocks: Sequence[int] = ()
-    nbytes: int = 0
-    block_bytes: int = 256
+    ends: Sequence[int] = ()
+    tokens: int = 0
+    profile: str = ""
 
     @property
     def affinity(self) -> str:
@@ -151,6 +153,10 @@ class Contender(Protocol):
         """Requests that it computes for: they wait for no item."""
 
     @property
+    def tokens(self) -> int:
+        """Of prompts that the router has given to it, and whose answers have not begun."""
+
+    @property
     def reported(self) -> Reported | None:
         """How busy it has said, within the last seconds, that it is; ``None`` if it has not."""
 
@@ -174,6 +180,7 @@ class Snapshot:
     load: int = 0
     owed_s: float = 0.0
     computes_for: int = 0
+    tokens: int = 0
     reported: Reported | None = None
     version: int = 0
     holdings: Holdings = field(default_factory=Holdings)

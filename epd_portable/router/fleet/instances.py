@@ -240,6 +240,11 @@ class Instance:
         return self._tally.owed_ms(self.row) / 1000
 
     @property
+    def prompt_tokens(self) -> int:
+        """Of prompts that all processes wait for: they have been given to it to compute."""
+        return self._tally.tokens(self.row)
+
+    @property
     def idle(self) -> bool:
         """Whether no process needs anything of it."""
         return not self._tally.held(self.row)
@@ -266,6 +271,15 @@ class Instance:
             yield
         finally:
             self._tally.owe(self.row, -ms)
+
+    @contextlib.contextmanager
+    def computing(self, tokens: int) -> Iterator[None]:
+        """Count tokens of a prompt that it has to compute; within `working`."""
+        self._tally.prompt(self.row, tokens)
+        try:
+            yield
+        finally:
+            self._tally.prompt(self.row, -tokens)
 
     async def wait_idle(self) -> None:
         """Return as soon as no process needs anything of it, nor could begin to unknowingly."""

@@ -12,7 +12,7 @@ ROWS = MAX_INSTANCES + 64
 """More than instances: the row of one that has left may be in use still."""
 _UNSEEN = 0
 _NOBODY = (1 << 63) - 1
-_IN_FLIGHT, _HELD, _COMPUTING, _OWED_MS = _COUNTS = range(4)
+_IN_FLIGHT, _HELD, _COMPUTING, _OWED_MS, _TOKENS = _COUNTS = range(5)
 """What is counted of each instance by each process, in the order in which it lies in the memory."""
 _ROWS_AT_ONCE = 32
 """Are compared first, to find what has changed."""
@@ -71,6 +71,10 @@ class Tally:
         """Count milliseconds of encoding that this process has given to an instance."""
         self._counts[self._at(row, _OWED_MS) + self._column] += ms
 
+    def prompt(self, row: int, tokens: int) -> None:
+        """Count tokens of prompts that an instance computes for this process."""
+        self._counts[self._at(row, _TOKENS) + self._column] += tokens
+
     def load(self, row: int) -> int:
         """Return what is in flight in all processes."""
         return self._sum(row, _IN_FLIGHT)
@@ -86,6 +90,10 @@ class Tally:
     def owed_ms(self, row: int) -> int:
         """Return how many milliseconds of encoding all processes wait for."""
         return self._sum(row, _OWED_MS)
+
+    def tokens(self, row: int) -> int:
+        """Return of how many tokens the prompts are that an instance computes for all processes."""
+        return self._sum(row, _TOKENS)
 
     def answered(self, row: int, at: float) -> None:
         """Note when an instance has answered last, to any process."""

@@ -9,6 +9,7 @@ import re
 import struct
 import sys
 import zlib
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,14 @@ from epd_portable.router.settings import RouterSettings
 from epd_portable.wire.messages import LoadReport
 from epd_portable.wire.params import encode_params
 from tests.integration.router.conftest import Build, Topology
-from tests.integration.router.stand_in import DEADLINE_S, ControlEnd, Received, answer, refuse
+from tests.integration.router.stand_in import (
+    DEADLINE_S,
+    ControlEnd,
+    Received,
+    answer,
+    refuse,
+    stream,
+)
 from tests.integration.router.test_access import KEY, bearer, keys_file
 from tests.integration.router.test_prefill import compute
 from tests.integration.router.test_requests import BLUE, RED, TEXT, image
@@ -299,6 +307,88 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.syspath_prepend(str(site))
     monkeypatch.delitem(sys.modules, "zones", raising=False)
     return site
+
+
+async def test_prompts_count_where_they_are_not_cached_until_the_answer_begins(
+    build: Build, tmp_path: Path
+) -> None:
+    choice = {
+        "plugins": [{"type": "token-load-scorer", "parameters": {"queueThresholdTokens": 1000}}],
+        "schedulingProfiles": [
+            {"name": "decode", "plugins": [{"pluginRef": "token-load-scorer"}]},
+        ],
+    }
+    goes_on, ends = asyncio.Event(), asyncio.Event()
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield b"data: {}\n\n"
+        await ends.wait()
+
+    async def waits(received: Received) -> Response:
+        if received.body.get("stream"):
+            await goes_on.wait()
+            return await stream(pieces)(received)
+        return await answer(received)
+
+    t = await build(
+        encoders=0, behaviour=waits, choice=choice, api_keys_file=keys_file(tmp_path, KEY)
+    )
+    asking = {**bearer(KEY), "x-epd-explain": "1"}
+    long = {"messages": [{"role": "user", "content": "x" * 2000}]}
+    short = {"messages": [{"role": "user", "content": "short"}]}
+
+    async def load() -> int:
+        """Return the tokens in flight, and those of the short request."""
+        told = await t.client.post("/v1/chat/completions", json=short, headers=asking)
+        [choice] = json.loads(told.headers["x-epd-explain"])
+        return round(1000 * (1 - choice["scores"]["pd-0"]["total"]))
+
+    new = await load()
+    own = await load()
+    assert 0 == own < new < 20
+    body = {**long, "stream": True}
+    async with asyncio.TaskGroup() as group:
+        first = group.create_task(
+            t.client.post("/v1/chat/completions", json=body, headers=bearer(KEY))
+        )
+        await t.pd.until(lambda pd: len(pd.received) == 3)
+        assert 500 <= await load() < 520
+        # The same prompt again is one that the instance has.
+        second = group.create_task(
+            t.client.post("/v1/chat/completions", json=body, headers=bearer(KEY))
+        )
+        await t.pd.until(lambda pd: len(pd.received) == 5)
+        assert 500 <= await load() < 520
+        goes_on.set()
+        async with asyncio.timeout(DEADLINE_S):
+            while await load():
+                await asyncio.sleep(0.01)
+        assert not first.done() and not second.done()
+        ends.set()
+
+
+async def test_a_header_names_the_profile_where_the_configuration_lets_it(
+    build: Build, tmp_path: Path
+) -> None:
+    choice = {
+        "plugins": [
+            {"type": "header-profile-handler"},
+            *(
+                {"type": "by-label", "name": f"only-{n}", "parameters": {"label": n}}
+                for n in ("decode", "other")
+            ),
+        ],
+        "schedulingProfiles": [
+            {"name": "decode", "plugins": []},
+            {"name": "nobody", "plugins": [{"pluginRef": "only-other"}]},
+        ],
+    }
+    t = await build(encoders=0, choice=choice)
+    body = {"messages": [{"role": "user", "content": "hello"}]}
+    for given, status in (("", 200), ("decode", 200), ("nobody", 503), ("unknown", 503)):
+        headers = {"EPP-Profile": given} if given else {}
+        response = await t.client.post("/v1/chat/completions", json=body, headers=headers)
+        assert response.status_code == status
 
 
 async def test_a_users_plugin_chooses(build: Build, installed: Path) -> None:

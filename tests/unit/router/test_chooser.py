@@ -132,7 +132,7 @@ class Replay:
         holdings = self.chooser.observed(pd).holdings
         before = len(holdings.blocks)
         choosing.asks(pd, ())
-        asked = len(choosing._prompt()[0])  # type: ignore[attr-defined]
+        asked = len(choosing._prompt().blocks)  # type: ignore[attr-defined]
         self.asked_blocks += asked
         self.hit_blocks += asked - (len(holdings.blocks) - before)
         self.went[number].append(pd.name)

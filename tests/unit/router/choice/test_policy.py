@@ -41,6 +41,8 @@ def test_the_three_stages_of_a_configuration_are_chosen_by_their_profiles() -> N
     assert found.notes == [
         "featureGates has no effect in this router",
         "dataLayer has no effect in this router",
+        "plug-in token-producer: modelName, vllm have no effect in this router",
+        "plug-in active-request-scorer: requestTimeout has no effect in this router",
     ]
     everybody = [seen("e", role="encode"), seen("p", role="prefill"), seen("d", role="decode")]
     for need, winner in ((to_encode(), "e"), (asked("prefill"), "p"), (asked("decode"), "d")):
@@ -166,7 +168,7 @@ def test_every_type_makes_a_plugin_and_says_which_parameters_it_takes() -> None:
         assert make("mine", needed.get(kind, {})) is not None
 
 
-def test_a_decider_that_raises_stops_no_request(
+def test_a_decider_that_raises_means_no(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: object) -> bool:
@@ -174,7 +176,8 @@ def test_a_decider_that_raises_stops_no_request(
 
     found = named("proposal")
     monkeypatch.setattr(MultimodalDecider, "apart", fail)
-    assert found.apart(to_encode(pixels=1), None) == found.apart(to_encode(pixels=1), None) == ""
+    large = to_encode(pixels=1 << 20)
+    assert {found.apart(large, None) for _ in range(2)} == {"multimodal-epd-decider has failed"}
     assert caplog.text.count("plug-in multimodal-epd-decider has failed") == 1
 
 

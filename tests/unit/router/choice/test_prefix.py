@@ -14,7 +14,7 @@ texts = st.lists(st.binary(max_size=40), max_size=6)
 
 
 def blocks(messages: list[bytes], *, most: int = 100, salt: bytes = b"") -> tuple[int, ...]:
-    return chain([[each] for each in messages], block_bytes=8, most=most, salt=salt)[0]
+    return chain([[each] for each in messages], block_bytes=8, most=most, salt=salt).blocks
 
 
 @given(first=texts, more=texts, others=texts)
@@ -31,10 +31,10 @@ def test_chains_are_equal_as_far_as_prompts_begin_alike(
 
 def test_what_is_too_long_is_only_counted() -> None:
     messages = [[b"a" * 20, memoryview(b"b" * 20)], [b"c" * 100]]
-    names, nbytes = chain(messages, block_bytes=8, most=4)
-    assert (len(names), nbytes) == (4, 140)
-    assert names == chain([[b"a" * 20 + b"b" * 12]], block_bytes=8, most=4)[0]
-    assert chain(messages, block_bytes=8, most=7)[0][:4] == names
+    found = chain(messages, block_bytes=8, most=4)
+    assert (found.ends, found.tokens) == ((2, 4, 6, 8), 35)
+    assert found.blocks == chain([[b"a" * 20 + b"b" * 12]], block_bytes=8, most=4).blocks
+    assert chain(messages, block_bytes=8, most=7).blocks[:4] == found.blocks
 
 
 def test_the_latest_are_kept() -> None:
@@ -70,7 +70,7 @@ def call(path: str = "/v1/chat/completions", **fields: object) -> Call:
 
 
 def named(one: Call) -> tuple[int, ...]:
-    return chain(pieces(one), block_bytes=64, most=1000)[0]
+    return chain(pieces(one), block_bytes=64, most=1000).blocks
 
 
 def user(*content: object) -> dict[str, object]:

@@ -1,0 +1,326 @@
+"""Files of llm-d's: what the types of its current ones do, and what its E/PD guide's chooses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from epd_portable.config.choice import ChoiceSection, parse_choice, with_file
+from epd_portable.errors import ConfigError
+from epd_portable.router.choice.catalogue import make
+from epd_portable.router.choice.holdings import Holdings
+from epd_portable.router.choice.plugin import Filter, Scorer
+from epd_portable.router.choice.policy import Policy
+from epd_portable.router.choice.prefix import chain
+from epd_portable.router.choice.situation import Need, Snapshot
+from epd_portable.router.choice.tokens import NoHitLruScorer
+from epd_portable.router.fleet.engine_loads import EngineLoad
+from tests.unit.router.choice.situations import Picture, asked, having, seen, to_encode, with_load
+
+
+def guide() -> Policy:
+    return Policy(with_file(ChoiceSection(file=str(Path(__file__).parent / "files/e-pd.yaml"))))
+
+
+def pd(
+    name: str, tokens: int = 0, cached: int = 0, role: str = "prefill-decode", **more: Any
+) -> Snapshot:
+    """An instance with so many tokens to prefill, which has the first blocks of the prompt."""
+    holdings = Holdings()
+    holdings.use_prefix(range(cached))
+    return seen(name, tokens=tokens, role=role, holdings=holdings, **more)
+
+
+def prompt(*blocks: int) -> Need:
+    """A prompt of blocks of so many tokens."""
+    ends = [sum(blocks[: index + 1]) for index in range(len(blocks))]
+    return asked("decode", blocks=range(len(blocks)), ends=ends, tokens=ends[-1])
+
+
+def encoder(name: str, waiting: int | None, role: str = "encode", **more: Any) -> Snapshot:
+    told = dict.fromkeys(("waiting", "running", "kv_used", "pixels"))
+    load = EngineLoad(**told, items=waiting, age_s=0.1)
+    return seen(name, role=role, reported=load, **more)
+
+
+LONG = prompt(*[64] * 100)
+PICTURE = prompt(5, 905, 95)
+GATE = 567_036
+"""Tokens that are prefilled in 36 s, at 15,751 a second."""
+FULL = 4_194_304
+
+SITUATIONS: list[tuple[str, Need, list[Snapshot], str]] = [
+    # decode-filter, then nothing else to decide by.
+    ("the only one", LONG, [pd("a", FULL)], "a"),
+    ("equals", LONG, [pd("a"), pd("b")], "ab"),
+    ("an encoder does not answer", LONG, [pd("e", role="encode"), pd("a", 9)], "a"),
+    ("nor does who only prefills", LONG, [pd("p", role="prefill"), pd("a", 9)], "a"),
+    ("who decodes does", LONG, [pd("d", role="decode"), pd("a", 9)], "d"),
+    ("who does all does", LONG, [pd("x", role="encode-prefill-decode"), pd("a", 9)], "x"),
+    # token-load-scorer: tokens in flight, and those of this prompt that are not cached.
+    ("fewer in flight", LONG, [pd("a", 500), pd("b", 400), pd("c", 600)], "b"),
+    ("one token less", LONG, [pd("a", 1001), pd("b", 1000)], "b"),
+    ("requests do not count", LONG, [pd("a", 10, load=9), pd("b", 11)], "a"),
+    ("queues do not count", LONG, [encoder("a", 9, "decode"), pd("b", 1)], "a"),
+    ("equal sums", LONG, [pd("a", 64, 1), pd("b", 0)], "ab"),
+    ("a little cached counts", LONG, [pd("a", 63, 1), pd("b", 0)], "a"),
+    ("more in flight than cached", LONG, [pd("a", 65, 1), pd("b", 0)], "b"),
+    ("all are full", LONG, [pd("a", FULL + 9), pd("b", 2 * FULL)], "ab"),
+    ("one is not", LONG, [pd("a", FULL - 7000), pd("b", 2 * FULL)], "a"),
+    # prefix-cache-affinity-filter: from 0.6 of the blocks on.
+    ("just below: the load decides", LONG, [pd("a", 4000, 59), pd("b", 0)], "b"),
+    ("just below, and less to do", LONG, [pd("a", 3700, 59), pd("b", 0)], "a"),
+    ("just there: it stays", LONG, [pd("a", 4000, 60), pd("b", 0)], "a"),
+    ("two have it: the load", LONG, [pd("a", 900, 99), pd("b", 800, 99), pd("c", 0)], "b"),
+    ("two have it: the rest, too", LONG, [pd("a", 500, 100), pd("b", 0, 60), pd("c", 0)], "a"),
+    ("all have it", LONG, [pd("a", 2, 80), pd("b", 1, 80)], "b"),
+    ("not its beginning", asked(blocks=[7, 8, 9]), [having("a", blocks=[8, 9]), pd("b")], "ab"),
+    # Its gate: more than 36 s longer to wait than for the best of the others.
+    ("36 s", LONG, [pd("a", GATE, 100), pd("b", 0)], "a"),
+    ("more than 36 s", LONG, [pd("a", GATE + 1, 100), pd("b", 0)], "b"),
+    ("than the best of them", LONG, [pd("a", GATE + 10, 100), pd("b", 9), pd("c", GATE)], "b"),
+    ("the best who has it", LONG, [pd("a", 2 * GATE, 100), pd("c", 99, 99), pd("b", 0)], "c"),
+    ("then any of them", LONG, [pd("a", 2 * GATE, 99), pd("b", 90), pd("c", 80)], "c"),
+    ("who may still be it", prompt(10, 990_000), [pd("a", GATE + 9, 2), pd("b", 0)], "a"),
+    # A picture counts as many tokens as it is estimated to have.
+    ("most of it is a picture", PICTURE, [pd("a", 5000, 2), pd("b", 0)], "a"),
+    ("and that is not there", PICTURE, [pd("a", 5000, 1), pd("b", 0)], "b"),
+    # encode: encode-filter, and the shortest queue.
+    ("a shorter queue", to_encode(), [encoder("a", 3), encoder("b", 2), encoder("c", 4)], "b"),
+    ("equal queues", to_encode(), [encoder("a", 3), encoder("b", 3)], "ab"),
+    ("who encodes beside", to_encode(), [encoder("a", 1), encoder("x", 0, "encode-prefill")], "x"),
+    ("who only answers does not", to_encode(), [encoder("a", 9), pd("b")], "a"),
+    ("an item it had does not count", to_encode(),
+     [encoder("a", 1, holdings=having("", items=["p"]).holdings), encoder("b", 0)], "b"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("need", "there", "winners"), [pytest.param(*row[1:], id=row[0]) for row in SITUATIONS]
+)
+def test_the_guides_file_picks_as_llm_d_does(
+    need: Need, there: list[Snapshot], winners: str
+) -> None:
+    """Each row follows from what llm-d documents of the types in the file.
+
+    - ``decode-filter`` keeps the roles that decode, ``encode-filter`` those that encode.
+    - ``prefix-cache-affinity-filter`` keeps those that have at least ``affinityThreshold`` of the
+      prompt's blocks, counted from its beginning, if there are any; all of them, if the least busy
+      one of these would take more than ``maxTTFTPenaltyMs`` longer than the least busy one of the
+      others, at tokens in flight / ``peakPrefillThroughput``.
+    - ``token-load-scorer`` gives 1 - (tokens in flight + tokens of this prompt that are not cached)
+      / ``queueThresholdTokens``, at least 0. In flight are tokens of prompts that were not cached,
+      until the answer begins.
+    - ``queue-scorer`` gives 1 to the shortest queue and 0 to the longest.
+    - ``max-score-picker`` takes the highest score; equals share what comes, here by chance.
+    - Pictures have width x height / ``factor`` tokens, of ``defaultResolution`` if nobody can tell.
+    """
+    found = guide()
+    picked = set()
+    for number in range(24):
+        one = Need(**{name: getattr(need, name) for name in FIELDS} | {"key": str(number)})
+        chosen = found.choose(one, there)
+        assert chosen is not None
+        picked.add(chosen.name)
+    assert picked == set(winners)
+
+
+FIELDS = ("stage", "key", "items", "item", "blocks", "ends", "tokens")
+
+
+def test_the_guides_file_has_items_encoded_apart_and_nothing_prefilled_apart() -> None:
+    found = guide()
+    assert found.apart(to_encode(pixels=1), pd("a")) == ""
+    assert found.apart(asked("prefill"), pd("a")) == "the handler decides so"
+    assert found.notes == []
+
+
+@pytest.mark.parametrize(
+    ("item", "tokens"),
+    [
+        (Picture(pixels=1280 * 720), 900),
+        (Picture(pixels=0), 900),
+        (Picture(pixels=100), 1),
+        (Picture(pixels=2048), 2),
+        (Picture(modality="video", pixels=0), 4500),
+        (Picture(modality="audio", pixels=0), 139),
+    ],
+)
+def test_items_are_as_many_tokens_as_llm_d_takes_them_for(item: Picture, tokens: int) -> None:
+    assert guide().item_tokens(item) == tokens
+
+
+def test_a_picture_weighs_where_it_stands_in_the_prompt() -> None:
+    name = b'"picture"'
+    found = chain(
+        [[b"x" * 12, name, b"y" * 20], [b"z" * 8]], block_bytes=16, most=9, items={name: 900}
+    )
+    assert (found.ends, found.tokens) == ((904, 908, 910, 912), 912)
+
+
+# Single types.
+
+
+def kept(kind: str, need: Need, there: list[Snapshot], **parameters: Any) -> str:
+    one = make(kind, kind, parameters)
+    assert isinstance(one, Filter)
+    return "".join(each.name for each in one.keep(need, there))
+
+
+def test_affinity_may_be_explored_and_its_gate_left_out() -> None:
+    there = [pd("a", 10**9, 100), pd("b")]
+    kind = "prefix-cache-affinity-filter"
+    assert kept(kind, LONG, there) == "ab"
+    assert kept(kind, LONG, there, maxTTFTPenaltyMs=0, peakPrefillThroughput=0) == "a"
+    assert kept(kind, LONG, there, maxTTFTPenaltyMs=0, explorationProbability=1) == "ab"
+    assert kept(kind, LONG, there, affinityThreshold=0) == "ab"
+    assert kept(kind, asked(), there) == "ab"
+    for wrong in ({"peakPrefillThroughput": 0}, {"ttftSource": "latencyPredictor"}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            make(kind, kind, wrong)
+
+
+@pytest.mark.parametrize("kind", ["by-label-selector", "label-selector-filter"])
+def test_labels_are_selected_under_both_names(kind: str) -> None:
+    there = [seen("a", labels={"x": "1"}), seen("b")]
+    assert kept(kind, asked(), there, matchLabels={"x": "1"}) == "a"
+
+
+def test_a_session_has_one_instance_while_that_is_there() -> None:
+    there = with_load(*[0] * 8)
+    need = asked(session="s")
+    chosen = kept("session-affinity-filter", need, there)
+    assert len(chosen) == 2
+    assert chosen == kept("session-affinity-filter", need, there[::-1])
+    left = [each for each in there if each.name != chosen]
+    assert len(kept("session-affinity-filter", need, left)) == 2
+    assert kept("session-affinity-filter", asked(), there) == "".join(e.name for e in there)
+    assert kept("session-affinity-filter", need, []) == ""
+
+
+def test_prompts_that_nobody_has_go_round() -> None:
+    one = make("no-hit-lru-scorer", "x", {})
+    assert isinstance(one, NoHitLruScorer)
+    there = [pd("a"), pd("b"), pd("c")]
+    assert one.score(LONG, there) == [1, 0.5, 0]
+    one.picked(there[1])
+    assert one.score(LONG, there) == [1, 0, 0.5]
+    one.picked(there[0])
+    one.score(LONG, [pd("a", cached=1), *there[1:]])
+    one.picked(there[2])  # Of a prompt that somebody has.
+    assert one.score(LONG, there) == [0, 0.5, 1]
+    assert one.score(LONG, [there[0]]) == [1]
+    assert one.score(LONG, [pd("a", cached=1), *there[1:]]) == [0.5] * 3
+
+
+def test_a_profile_tells_who_got_a_prompt_that_nobody_had() -> None:
+    found = Policy(
+        parse_choice(
+            "plugins: [{type: no-hit-lru-scorer}]\n"
+            "schedulingProfiles: [{name: decode, plugins: [{pluginRef: no-hit-lru-scorer}]}]"
+        )
+    )
+    there = [pd("a"), pd("b"), pd("c")]
+    went = [chosen.name for _ in range(6) if (chosen := found.choose(LONG, there))]
+    assert sorted(went[:3]) == ["a", "b", "c"] and went[:3] == went[3:]
+
+
+@pytest.mark.parametrize(
+    ("label", "tokens", "score"),
+    [
+        ("0-2048", 1024, 0.8117),
+        ("0-2048", 2048, 0.7067),
+        ("0-2048", 4048, 0.1),
+        ("4096-8192", 3096, 0.15),
+        ("700-700", 700, 1.0),
+        ("9-3", 5, 0.0),
+        ("long", 5, 0.0),
+        ("-1-5", 3, 0.0),
+        (None, 5, 0.5),
+    ],
+)
+def test_prompts_meet_instances_for_their_length(
+    label: str | None, tokens: int, score: float
+) -> None:
+    there = [seen("a", labels={"llm-d.ai/context-length-range": label} if label else {})]
+    one = make("context-length-aware", "x", {})
+    assert isinstance(one, Scorer)
+    assert one.score(asked(tokens=tokens), there) == [pytest.approx(score, abs=1e-4)]
+    kind = "context-length-aware"
+    assert kept(kind, asked(tokens=tokens), there) == "a"
+    is_kept = kept(kind, asked(tokens=tokens), there, enableFiltering=True) == "a"
+    assert is_kept is (score > 0.3)
+
+
+def test_a_header_may_name_the_profile() -> None:
+    text = """
+plugins:
+- {type: header-profile-handler, parameters: {defaultProfile: all}}
+- {type: by-label, name: large, parameters: {label: size, validValues: [large]}}
+schedulingProfiles:
+- {name: all, plugins: []}
+- {name: large, plugins: [{pluginRef: large}]}
+"""
+    found = Policy(parse_choice(text))
+    assert found.profile_header == "epp-profile"
+    there = [seen("a"), seen("b", labels={"size": "large"})]
+
+    def choose(profile: str) -> set[str]:
+        needs = (asked(key=str(key), profile=profile) for key in range(24))
+        return {chosen.name for need in needs if (chosen := found.choose(need, there))}
+
+    assert (choose(""), choose("large"), choose("Large")) == ({"a", "b"}, {"b"}, set())
+    assert found.apart(to_encode(), None) == "the handler decides so"
+    # With one profile there is nothing to name, nor need it have the default's name.
+    one = text[: text.index("- {name: all")] + "- {name: large, plugins: [{pluginRef: large}]}\n"
+    found = Policy(parse_choice(one.replace(", parameters: {defaultProfile: all}", "")))
+    assert (found.profile_header, choose("")) == ("", {"b"})
+
+
+# What is said.
+
+SCHEDULED = "schedulingProfiles: [{name: decode, plugins: []}]\nplugins:\n"
+
+
+@pytest.mark.parametrize(
+    ("plugin", "said"),
+    [
+        ("{type: max-score-picker, parameters: {maxNumOfEndpoints: 3}}", "maxNumOfEndpoints has"),
+        ("{type: session-affinity-scorer, parameters: {headerName: x}}", "headerName has"),
+        ("{type: disagg-profile-handler, parameters: {stageOrder: prefill-first}}",
+         "stageOrder has"),
+        ("{type: disagg-profile-handler, parameters: {profiles: {fallback: x}}}",
+         "profiles.fallback has"),
+        ("{type: inflight-load-producer, parameters: {addEstimatedOutputTokens: true}}",
+         "addEstimatedOutputTokens has"),
+        ("{type: token-producer, parameters: {modelName: x, estimate: {video: {}}}}",
+         "modelName, estimate.video have"),
+        ("{type: token-load-scorer, parameters: {nonTextTokenWeight: 2}}",
+         "nonTextTokenWeight has"),
+        ("{type: approx-prefix-cache-producer, parameters: {autoTune: true}}", "autoTune has"),
+    ],
+)  # fmt: skip
+def test_a_parameter_without_effect_is_said(plugin: str, said: str) -> None:
+    notes = Policy(parse_choice(f"{SCHEDULED}- {plugin}")).notes
+    assert any(f"{said} no effect in this router" in note for note in notes), notes
+
+
+def test_nothing_is_said_of_what_has_an_effect() -> None:
+    plugins = (
+        "- {type: disagg-profile-handler, parameters: {stageOrder: decode-first}}\n"
+        "- {type: queue-scorer}\n- {type: max-score-picker}\n"
+        "- {type: approx-prefix-cache-producer, parameters: {lruCapacityPerServer: 9}}"
+    )
+    assert Policy(parse_choice(SCHEDULED + plugins)).notes == []
+
+
+def test_all_types_that_nobody_knows_are_named_at_once() -> None:
+    kinds = ("lora-affinity-scorer", "queue-scorre", "slo-headroom-tier-filter", "queue-scorer")
+    plugins = "".join(f"- {{type: {kind}}}\n" for kind in kinds)
+    with pytest.raises(ConfigError) as refused:
+        Policy(parse_choice(SCHEDULED + plugins))
+    assert all(repr(kind) in str(refused.value) for kind in kinds[:3])
+    assert "'queue-scorer'" not in str(refused.value)
+    assert "did you mean queue-scorer" in str(refused.value)
