@@ -212,6 +212,8 @@ class ConsumerSession:
         self._due: list[tuple[float, int, Transfer]] = []
         self._numbers = itertools.count()
         self._early: OrderedDict[str, tuple[float, bytes, Announce]] = OrderedDict()
+        self._offers: dict[str, Announce] = {}
+        """Those of them that fit this instance and were not passed over."""
         self._ended: OrderedDict[str, bool] = OrderedDict()  # whether before it was asked for
         self._quarantine = Quarantine(is_gone, ask_every_s=lease_s)
 
@@ -249,7 +251,7 @@ class ConsumerSession:
         transfer = Transfer(transfer_id, item, encoder, deadline_s, asked=asked)
         self._transfers[transfer_id] = item.transfers[transfer_id] = transfer
         self._watch(transfer)
-        early = self._early.pop(transfer_id, None)
+        early = self._take_early(transfer_id)
         if self._ended.pop(transfer_id, False):
             self._fail(transfer, "early", "it ended before its request came")
         elif known is not None and known.writer is not None:
@@ -262,8 +264,16 @@ class ConsumerSession:
             self._announced(*early[1:], transfer)
 
     def early(self) -> list[Announce]:
-        """Return announcements that fit this instance and that nobody expects yet, in order."""
-        return [announce for _, _, announce in self._early.values() if self._fits(announce)]
+        """Return announcements that fit this instance and that nobody expects yet, in order.
+
+        Whoever has no room for one looks at no later one; one that it wants for no other reason is
+        passed over. So it looks at few, however many there are.
+        """
+        return list(self._offers.values())
+
+    def pass_over(self, transfer_id: str) -> None:
+        """Return an announcement by `early` no more; it waits for its request."""
+        self._offers.pop(transfer_id, None)
 
     def decline(self, transfer_id: str) -> None:
         """A request has this item from elsewhere: its announcement gets *not needed*."""
@@ -302,6 +312,7 @@ class ConsumerSession:
         self._now = now
         transfer = self._transfers.get(message.transfer_id)
         if isinstance(message, Announce):
+            self._quarantine.heard(message.producer, now)
             if transfer is not None:
                 self._announced(sender, message, transfer)
             elif message.transfer_id in self._ended:
@@ -422,7 +433,7 @@ class ConsumerSession:
     def _aborted(self, writer: Writer, message: Abort, transfer: Transfer | None) -> None:
         early = self._early.get(writer.transfer_id)
         if early is not None and _writer_of(*early[1:]) == writer:
-            del self._early[writer.transfer_id]
+            self._take_early(writer.transfer_id)
         if transfer is not None and transfer.writer == writer:
             self._fail(transfer, "aborted", message.reason)
         self._release(writer)
@@ -521,10 +532,15 @@ class ConsumerSession:
             expires_s = self._now + self._wait_timeout_s
             self._early[message.transfer_id] = (expires_s, sender, message)
             if self._fits(message):
+                self._offers[message.transfer_id] = message
                 self._events.announced(message)
 
+    def _take_early(self, transfer_id: str) -> tuple[float, bytes, Announce] | None:
+        self._offers.pop(transfer_id, None)
+        return self._early.pop(transfer_id, None)
+
     def _forget_early(self, transfer_id: str) -> None:
-        early = self._early.pop(transfer_id, None)
+        early = self._take_early(transfer_id)
         if early is not None:
             self._not_needed(_writer_of(*early[1:]))
 

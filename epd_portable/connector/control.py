@@ -26,6 +26,7 @@ from epd_portable.connector.registry import paths_within_host
 from epd_portable.errors import ProtocolError, TransportError
 from epd_portable.log import trace
 from epd_portable.wire import codec
+from epd_portable.wire.descriptors import PeerDescriptor
 from epd_portable.wire.messages import AnyMessage, Grant, Written
 
 logger = logging.getLogger(__name__)
@@ -61,6 +62,26 @@ def process_is_gone(session: str) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return not _pid_exists(pid)
     return start != parts[1] or (state in ("Z", "X") and threads <= 1)
+
+
+def is_later_life(later: PeerDescriptor, earlier: PeerDescriptor) -> bool:
+    """Tell whether two processes were lives of one instance on one machine, and which began later.
+
+    Instances have names of their own, and whoever starts one again has waited for the end of its
+    former processes, or killed them. Of another machine it is not known: the former one may be cut
+    off and alive.
+    """
+    instance, machine = earlier.instance, earlier.host.partition(":")[0]
+    if (later.instance, later.host.partition(":")[0]) != (instance, machine):
+        return False
+    began, began_before = (_began(each.session) for each in (later, earlier))
+    return later.session != earlier.session and began >= began_before
+
+
+def _began(session: str) -> int:
+    """Return the clock ticks of the machine at which a session's process began."""
+    parts = session.split("-")
+    return int(parts[1]) if len(parts) == 4 and parts[1].isdecimal() else 0
 
 
 def _process(pid: int) -> tuple[str, str]:

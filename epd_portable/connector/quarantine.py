@@ -1,12 +1,30 @@
-"""Slots whose grant failed, until nobody can write them any more."""
+"""Slots whose grant failed, until nobody can write them any more.
+
+A slot comes out when its producer says that it does not write, or when its process is gone. Of a
+process of this host that can be seen; of one elsewhere a later life of the same instance proves it
+(`is_later_life`). What could still be written when a process is gone:
+
+- ``shm``, ``ipc``: nothing. Its stores and the copies that it queued end before the process does.
+- ``nixl``, ``mooncake`` by RDMA: what the network carries. The kernel destroys the queue pairs of a
+  process when it ends, so nothing is sent, or sent again, after that.
+- The same by TCP: what the kernel took from the process. It goes on to send that, and tries again
+  after `SETTLED_S` at most when the network was cut.
+- ``tcp``, ``collective``: nothing ever; they are fenced, and their slots do not stay here.
+
+So for a process elsewhere that time must have passed since the later life was heard.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from epd_portable.connector.control import is_later_life
 from epd_portable.wire.descriptors import PeerDescriptor, SlotDescriptor
 from epd_portable.wire.messages import Abort, AnyMessage
+
+SETTLED_S = 120.0
+"""Linux's TCP never waits longer before it sends something again."""
 
 
 @dataclass(slots=True)
@@ -15,6 +33,8 @@ class _Entry:
     producer: PeerDescriptor
     reason: str
     next_ask_s: float = 0.0
+    settled_s: float | None = None
+    """When nothing of its producer can be under way any more, which has a later life."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,11 +94,18 @@ class Quarantine:
         if entry is not None:
             self._released.append(entry.slot)
 
+    def heard(self, peer: PeerDescriptor, now: float) -> None:
+        """A producer speaks: former lives of its instance are gone."""
+        for entry in self._entries.values():
+            if entry.settled_s is None and is_later_life(peer, entry.producer):
+                entry.settled_s = now + SETTLED_S
+
     def poll(self, now: float) -> list[tuple[bytes, AnyMessage]]:
         """Let go of slots whose producers are gone; return ``(identity, question)`` for others."""
         questions: list[tuple[bytes, AnyMessage]] = []
         for writer, entry in list(self._entries.items()):
-            if self._is_gone(entry.producer):
+            settled = entry.settled_s is not None and now >= entry.settled_s
+            if settled or self._is_gone(entry.producer):
                 self.release(writer)
             elif now >= entry.next_ask_s:
                 entry.next_ask_s = now + self._ask_every_s

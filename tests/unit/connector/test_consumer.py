@@ -187,6 +187,17 @@ def test_who_announces_early_is_told_of_once_and_only_where_it_fits(desk: Desk) 
     assert [early.transfer_id for early in desk.session.early()] == ["u"]
 
 
+def test_an_early_announcement_that_was_passed_over_waits_for_its_request(desk: Desk) -> None:
+    desk.receive(A, announce(), announce(transfer_id="u", mm_hash="other"))
+    desk.session.pass_over("t")
+    assert [early.transfer_id for early in desk.session.early()] == ["u"]
+    desk.give_room()
+    desk.expect()
+    (grant,) = desk.poll()
+    assert isinstance(grant, Grant)
+    desk.session.pass_over("t")
+
+
 def test_an_accepted_transfer_goes_on_for_its_request_with_a_deadline_of_its_own(
     desk: Desk,
 ) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from epd_portable.connector.consumer import LEASE_MARGIN_S
-from epd_portable.wire.descriptors import PathEndpoint, TensorSpec
+from epd_portable.connector.quarantine import SETTLED_S
+from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor, TensorSpec
 from epd_portable.wire.messages import (
     Abort,
     Announce,
@@ -216,6 +217,37 @@ def test_a_quarantined_slot_comes_back_when_its_producer_is_gone(desk: Desk) -> 
     desk.gone.add(PEERS[A].session)
     assert desk.poll(0.1) == []
     assert desk.events[1:] == [Released(slot=slot(1))]
+
+
+def by(producer: PeerDescriptor) -> Announce:
+    """Return what somebody announces of another item."""
+    return Announce(transfer_id="u", mm_hash="other", tensor=SPEC, producer=producer)
+
+
+def test_a_quarantined_slot_comes_back_when_a_later_life_of_its_producer_has_spoken_for_long(
+    desk: Desk,
+) -> None:
+    desk.granted()
+    desk.poll(LEASE_S + LEASE_MARGIN_S)
+    later = peer(PEERS[A].instance, session="another life")
+    desk.receive(b"later", by(later))
+    desk.poll(SETTLED_S - 1)
+    assert not any(isinstance(event, Released) for event in desk.events)
+    desk.poll(1.0)
+    assert desk.events[-1] == Released(slot=slot(1))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [peer("encode-c"), peer("encode-a", session="moved", host="another"), PEERS[A]],
+    ids=["another instance", "another machine", "itself"],
+)
+def test_who_may_be_alive_keeps_its_quarantined_slot(desk: Desk, other: PeerDescriptor) -> None:
+    desk.granted()
+    desk.poll(LEASE_S + LEASE_MARGIN_S)
+    desk.receive(b"other", by(other))
+    desk.poll(10 * SETTLED_S)
+    assert not any(isinstance(event, Released) for event in desk.events)
 
 
 def test_a_quarantined_slot_is_asked_for_again_until_there_is_an_answer(desk: Desk) -> None:

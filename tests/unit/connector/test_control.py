@@ -11,7 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from epd_portable.connector.control import host_identity, new_session, process_is_gone
+from epd_portable.connector.control import (
+    host_identity,
+    is_later_life,
+    new_session,
+    process_is_gone,
+)
+from tests.unit.builders import peer
 
 PRINT_SESSION = (
     "from epd_portable.connector.control import new_session;"
@@ -51,6 +57,20 @@ def test_a_killed_process_is_gone_before_and_after_its_parent_asked_for_its_stat
     assert process_is_gone(session), "a zombie"
     process.wait()
     assert process_is_gone(session)
+
+
+def test_of_two_lives_of_an_instance_on_a_machine_the_later_is_known(
+    other: tuple[subprocess.Popen[str], str],
+) -> None:
+    first, second = (
+        peer(session=session, host=f"{host_identity()}{number}")
+        for number, session in enumerate((new_session(), other[1]))
+    )
+    assert is_later_life(second, first), "each container has a /dev/shm of its own"
+    assert not is_later_life(first, second)
+    assert not is_later_life(first, first)
+    assert not is_later_life(peer("encode-1", session=other[1], host=first.host), first)
+    assert not is_later_life(peer(session=other[1], host="another"), first)
 
 
 LEADER_ENDS = """
