@@ -385,7 +385,7 @@ def test_a_server_that_is_not_there_ends_the_command_with_its_address() -> None:
 def test_a_plan_is_shown_without_starting_anything() -> None:
     result = load(
         *("--side", "ours=configs/1e1pd.yaml", "--side", "replicas:2", "--platform", "cuda"),
-        *("--model", "shape", "--load-format", "dummy", "--rate", "2", "--plan"),
+        *("--model", "shape", "--set", "engine_args.load_format=dummy", "--rate", "2", "--plan"),
     )
     assert result.exit_code == 0, result.output
     assert "ours: 0, 1; replicas: 0, 1" in result.output

@@ -98,7 +98,6 @@ input.
     show_default=True,
     help="With --model shape: layers × width of its parts.",
 )
-@click.option("--load-format", help="vLLM's --load-format of every side, for example dummy.")
 @click.option(
     "--units",
     type=click.IntRange(min=1),
@@ -200,13 +199,6 @@ input.
     metavar="FILE",
     help="Recorded traffic, one JSON object per line: time_s, text_tokens, output_tokens, and for "
     "pictures sizes and optionally seeds.",
-)
-@click.option(
-    "--speed",
-    default=1.0,
-    show_default=True,
-    type=click.FloatRange(min=0, min_open=True, max=1000),
-    help="With --replay: how many times as fast as recorded.",
 )
 @click.option(
     "--seconds",
@@ -339,14 +331,7 @@ def _run(options: dict[str, Any]) -> None:
             read_sides(options["side_texts"]), real=options["upstream_proxy"] is not None
         ),
         platform=options["platform"],
-        settings=(
-            *options["overrides"],
-            *(
-                [f"engine_args.load_format={options['load_format']}"]
-                if options["load_format"]
-                else []
-            ),
-        ),
+        settings=tuple(options["overrides"]),
         model=settings.find_model(
             options["model"], options["shape"], progress.say, make=not options["plan_only"]
         ),
@@ -470,7 +455,7 @@ def _plan(options: dict[str, Any]) -> LoadPlan:
     replay_file: Path | None = options["replay_file"]
     replay = read_trace(replay_file) if replay_file else ()
     if replay_file:
-        points.append(dataclasses.replace(usual, replay=replay_file.name, speed=options["speed"]))
+        points.append(dataclasses.replace(usual, replay=replay_file.name))
     points = points or [usual]
     settings.check_points(points, sought=search is not None)
     return LoadPlan(

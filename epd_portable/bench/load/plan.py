@@ -29,7 +29,6 @@ class LoadPoint:
         concurrency: Clients of a closed loop; 0 for an open one.
         cv: Coefficient of variation of the gaps between arrivals.
         replay: Name of recorded traffic, which says itself when requests come.
-        speed: So many times as fast as it was recorded.
     """
 
     mix: Mix
@@ -37,13 +36,12 @@ class LoadPoint:
     concurrency: int = 0
     cv: float = 1.0
     replay: str = ""
-    speed: float = 1.0
 
     @property
     def pace(self) -> str:
         """How often, for tables."""
         if self.replay:
-            return f"{self.replay} × {self.speed:g}"
+            return self.replay
         if self.concurrency:
             return f"{self.concurrency} at once"
         if not self.rate:
@@ -134,7 +132,6 @@ class LoadPlan:
         if point.replay:
             return asks_of_trace(
                 self.replay,
-                speed=point.speed,
                 seed=seed,
                 format=point.mix.format,
                 words_per_token=words_per_token,
@@ -170,7 +167,7 @@ class LoadPlan:
     def expected_s(self, point: LoadPoint) -> float:
         """Return about how long a side takes in a round, without what it takes too long."""
         if point.replay:
-            return (self.replay[-1].time_s - self.replay[0].time_s) / point.speed + 5.0
+            return self.replay[-1].time_s - self.replay[0].time_s + 5.0
         return self.seconds + 5.0
 
     def fingerprint(self, **more: Any) -> str:

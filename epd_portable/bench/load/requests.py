@@ -177,16 +177,15 @@ def _conversations(
 def asks_of_trace(
     trace: Sequence[Recorded],
     *,
-    speed: float,
     seed: int,
     format: PictureFormat,
     words_per_token: float,
 ) -> tuple[Ask, ...]:
-    """Return the requests of recorded traffic, so many times as fast as it was."""
+    """Return the requests of recorded traffic, as fast as it was."""
     begin_s = trace[0].time_s
     return tuple(
         Ask(
-            at_s=(each.time_s - begin_s) / speed,
+            at_s=each.time_s - begin_s,
             seed=seed_of(seed, index),
             words=max(1, round(each.text_tokens * words_per_token)),
             output_tokens=each.output_tokens,

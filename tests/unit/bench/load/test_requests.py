@@ -131,8 +131,8 @@ EARLIER = '{"time_s": 8.5, "text_tokens": 3, "output_tokens": 6, "sizes": [56], 
 def test_recorded_traffic_is_asked_at_its_times(tmp_path: Path) -> None:
     file = tmp_path / "traffic.jsonl"
     file.write_text(LINE + "\n" + EARLIER + EARLIER)
-    asks = asks_of_trace(read_trace(file), speed=2.0, seed=1, format="png", words_per_token=1.0)
-    assert [ask.at_s for ask in asks] == [0.0, 0.0, 1.0]
+    asks = asks_of_trace(read_trace(file), seed=1, format="png", words_per_token=1.0)
+    assert [ask.at_s for ask in asks] == [0.0, 0.0, 2.0]
     assert [ask.words for ask in asks] == [3, 3, 30]
     assert asks[0].pictures == asks[1].pictures
     assert asks[0].seed != asks[1].seed
