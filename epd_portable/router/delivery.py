@@ -262,7 +262,9 @@ class Deliverer:
             else:
                 failed.append(encoder.name)
             another = None
-            if len(failed) < MAX_ENCODERS and time.monotonic() < deadline:
+            # No other encoder can do more with an item at fault.
+            refused = failure.trouble is Trouble.ITEM_REFUSED
+            if not refused and len(failed) < MAX_ENCODERS and time.monotonic() < deadline:
                 another = one.choosing.encoder(delivery.item, [*failed, *full])
                 if another is None and full and min(full.values()) < deadline:
                     another = await self._first_with_room(delivery, one, failed, full)
@@ -272,7 +274,7 @@ class Deliverer:
                     another = None
             next_rungs: tuple[Rung, ...] = ("encoder_full", "other_encoder") if another else ()
             descend(failure.trouble, Point.ENCODING, next_rungs, one.record)
-            if another is None or failure.trouble is Trouble.ITEM_REFUSED:
+            if another is None:
                 tried = _tried(failed, full, failure)
                 return EncodeFailure(trouble=failure.trouble, reason=tried)
             encoder = another

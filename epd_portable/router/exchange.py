@@ -536,7 +536,7 @@ class Exchange:
                     _begin(one, answer.status, headers, out)
                     if first and not events.take(first):
                         await out.writable()
-                    await answer.pass_on(events.take, out.writable)
+                    await answer.pass_on(pd.hearing(events.take), out.writable)
                     events.end()
                     return answer.status
             else:
@@ -547,7 +547,7 @@ class Exchange:
                     _begin(one, answer.status, headers, out)
                     if not out.write(body):
                         await out.writable()
-                    await answer.pass_on(out.write, out.writable)
+                    await answer.pass_on(pd.hearing(out.write), out.writable)
                     out.end()
                     return answer.status
                 reply = Reply(answer.status, headers, body)

@@ -16,11 +16,12 @@ import logging
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Literal, TypeAlias
 
 import anyio
+import msgspec
 
 from epd_portable.config.roles import DUTIES, Duty, Role
 from epd_portable.errors import EPDError
@@ -33,7 +34,7 @@ from epd_portable.router.settings import InstanceSettings
 logger = logging.getLogger(__name__)
 
 PROBES_UNTIL_DOWN = 3
-"""Silent probes in a row after which an instance counts as down: a busy one may miss one."""
+"""Failed probes in a row after which an instance counts as down: a busy one may miss one."""
 
 FAILURES_UNTIL_EJECTED = 5
 """Failed requests in a row after which an instance gets none for a while, though it is healthy."""
@@ -147,12 +148,13 @@ class Instance:
         name: From the settings.
         role: From the settings.
         duty: What it is asked for.
-        url: From the settings, as `weight`.
+        url: From the settings, as `weight` and `labels`.
         control: ZMQ address of its control channel, or empty.
         registered: It came while the router ran, and is forgotten when it stays away.
         in_flight: Requests or jobs it works on for this process.
         healthy: Whether it answers probes.
         is_introduced: Whether clients' requests may be sent to this life of it.
+        draining: It gets nothing more.
         suspected: A request failed, and it has answered nothing since.
         ejected: Requests failed in a row.
         reason: Why it is down, suspected or ejected.
@@ -176,6 +178,7 @@ class Instance:
         self.duty: Duty = DUTIES[settings.role]
         self.weight: float = settings.weight
         self.url: str = settings.url
+        self.labels: Mapping[str, str] = settings.labels
         self.control: str = settings.control
         self.registered = registered
         self.in_flight = 0
@@ -192,12 +195,13 @@ class Instance:
         self._clock = owner.clock
         self._ring: Ring[Instance] | None = None
         self._warm_up = warm_up
-        self._draining = False
+        self.draining = False
         self._uses: set[Use] = set()
         self._up = asyncio.Event()
         self._down = asyncio.Event()
         self._down.set()
-        self._silent_probes = 0
+        self._missed_probes = 0
+        self._missed_at = 0.0
         self._failures = 0
         self._failed_at = 0.0
         self._ejections = 0
@@ -208,7 +212,7 @@ class Instance:
     @property
     def state(self) -> State:
         """What it is to this router."""
-        if self._draining:
+        if self.draining:
             return "draining"
         if not self.healthy:
             return "down"
@@ -217,7 +221,7 @@ class Instance:
     @property
     def usable(self) -> bool:
         """Whether clients' requests may be sent to it."""
-        return self.healthy and self.is_introduced and not self._draining
+        return self.healthy and self.is_introduced and not self.draining
 
     @property
     def preferred(self) -> bool:
@@ -305,7 +309,7 @@ class Instance:
 
     def seen_well(self) -> None:
         """It answered a probe."""
-        self._silent_probes = 0
+        self._missed_probes = 0
         if self.healthy and not self.suspected:
             return
         self.suspected = False
@@ -313,10 +317,27 @@ class Instance:
         self._changed()
 
     def seen_silent(self) -> None:
-        """It did not answer a probe in time."""
-        self._silent_probes += 1
-        if self._silent_probes >= PROBES_UNTIL_DOWN:
-            self._fall(f"{PROBES_UNTIL_DOWN} health probes without answer")
+        """It did not answer a probe in time: it may be busy."""
+        self._miss(f"{PROBES_UNTIL_DOWN} health probes without answer")
+
+    def seen_failing(self, problem: str) -> None:
+        """It answered a probe as it should not, or cut it off: something is wrong with it."""
+        if not self.healthy:
+            self._fall(f"health probe: {problem}")
+            return
+        self.suspected = True
+        self.reason = f"health probe: {problem}"
+        self._miss(f"{PROBES_UNTIL_DOWN} health probes failed: {problem}")
+        self._changed()
+
+    def _miss(self, reason: str) -> None:
+        """Count a probe that failed; bytes of an answer since the last one say that it lives."""
+        if max(self._tally.heard_at(self.row), self.answered_at) > self._missed_at:
+            self._missed_probes = 0
+        self._missed_at = self._clock()
+        self._missed_probes += 1
+        if self._missed_probes >= PROBES_UNTIL_DOWN:
+            self._fall(reason)
 
     def seen_gone(self, reason: str) -> None:
         """Its process has ended: who answers next is a new one."""
@@ -324,6 +345,16 @@ class Instance:
         self._fall(reason)
 
     # What is seen of it by requests.
+
+    def hearing(self, take: Callable[[bytes], bool]) -> Callable[[bytes], bool]:
+        """Return what takes pieces of its answer, and notes that they come."""
+        tally, row, clock = self._tally, self.row, self._clock
+
+        def taken(data: bytes) -> bool:
+            tally.heard(row, clock())
+            return take(data)
+
+        return taken
 
     def answered(self) -> None:
         """It answered a request as it should."""
@@ -352,7 +383,8 @@ class Instance:
         self.reason = f"{_WORDS[failure]}, {self._failures} in a row"
         if failure is Fault.REFUSED:
             # It need not be silent for long to be taken for gone.
-            self._silent_probes = PROBES_UNTIL_DOWN - 1
+            self._missed_probes = PROBES_UNTIL_DOWN - 1
+            self._missed_at = now
         if (
             self._failures >= FAILURES_UNTIL_EJECTED
             and self.usable
@@ -392,13 +424,13 @@ class Instance:
 
     def drain(self) -> None:
         """Send it nothing more."""
-        self._draining = True
+        self.draining = True
         self._end_ejection()
         self._changed()
 
     def resume(self) -> None:
         """Take back `drain`."""
-        self._draining = False
+        self.draining = False
         self._changed()
 
     def note(self, problem: str) -> None:
@@ -416,7 +448,7 @@ class Instance:
         self._changed()
 
     def _leave(self) -> None:
-        self._draining = True
+        self.draining = True
         self._fall("has left")
 
     def _changed(self) -> None:
@@ -465,28 +497,12 @@ class Instance:
     @property
     def view(self) -> InstanceView:
         """What another process has to know of it."""
-        return InstanceView(
-            name=self.name,
-            role=self.role,
-            url=self.url,
-            control=self.control,
-            weight=self.weight,
-            labels=self.settings.labels,
-            row=self.row,
-            registered=self.registered,
-            healthy=self.healthy,
-            is_introduced=self.is_introduced,
-            draining=self._draining,
-            suspected=self.suspected,
-            ejected=self.ejected,
-            reason=self.reason,
-            problem=self.problem,
-        )
+        return msgspec.convert(self, InstanceView, from_attributes=True)
 
     def _take(self, view: InstanceView) -> None:
         self.healthy = view.healthy
         self.is_introduced = view.is_introduced
-        self._draining = view.draining
+        self.draining = view.draining
         self.suspected = view.suspected
         self.ejected = view.ejected
         self.reason = view.reason
@@ -651,6 +667,7 @@ class Fleet:
         self._instances[instance.name] = instance
         if self.decides:
             self.tally.answered(row, 0.0)
+            self.tally.heard(row, 0.0)
         self._tell(instance)
         return instance
 

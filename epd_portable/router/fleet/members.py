@@ -14,6 +14,7 @@ import random
 import uuid
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol, TypeAlias
 from urllib.parse import urlsplit
 
@@ -149,23 +150,26 @@ class HealthProbes:
 
     async def look(self, instance: Instance) -> None:
         """Ask an instance once, and let it know what was seen."""
+        saw = await self._see(instance)
+        if self._is_there(instance):
+            self._let_know(instance, saw)
+
+    async def _see(self, instance: Instance) -> Callable[[], None]:
+        """Ask an instance once; return what lets it know what was seen."""
         try:
             url = instance.url + "/health"
             status, _, _ = await self._upstream.ask("GET", url, timeout_s=self._timeout_s)
         except UpstreamError as error:
-            if not self._is_there(instance) or error.fault is Fault.OWN:
-                return
+            if error.fault is Fault.OWN:
+                return _nothing
             if error.fault is Fault.SILENT:
-                instance.seen_silent()
-            else:
-                instance.seen_gone(f"health probe: {error}")
-        else:
-            if not self._is_there(instance):
-                return
-            if 200 <= status < 300:
-                instance.seen_well()
-            else:
-                instance.seen_gone(f"health probe answered {status}")
+                return instance.seen_silent
+            if isinstance(error.__cause__, ConnectionRefusedError):
+                return partial(instance.seen_gone, f"health probe: {error}")
+            return partial(instance.seen_failing, str(error))
+        if 200 <= status < 300:
+            return instance.seen_well
+        return partial(instance.seen_failing, f"answered {status}")
 
     def _is_there(self, instance: Instance) -> bool:
         return self._instances.get(instance.name) is instance
@@ -217,15 +221,23 @@ class HealthProbes:
         task.add_done_callback(_said)
 
     async def _probe(self, instance: Instance) -> None:
+        saw: Callable[[], None] = _nothing
         try:
             async with self._at_once:
-                await self.look(instance)
+                saw = await self._see(instance)
         finally:
             again = self._asked.pop(instance, False)
-            if instance in self._due:
-                if again:
-                    self._wake.set()
-                self._set_due(instance, self._instances.clock() if again else self._next(instance))
+            if self._is_there(instance):
+                self._let_know(instance, saw, again=again)
+
+    def _let_know(
+        self, instance: Instance, saw: Callable[[], None], *, again: bool = False
+    ) -> None:
+        saw()
+        # Also of one that fails the next probe comes in its time: what ails it may pass.
+        self._set_due(instance, self._instances.clock() if again else self._next(instance))
+        if again:
+            self._wake.set()
 
 
 class Members:
@@ -623,3 +635,7 @@ async def _set_within(event: asyncio.Event, timeout_s: float) -> None:
         await asyncio.wait({waiting}, timeout=timeout_s)
     finally:
         waiting.cancel()
+
+
+def _nothing() -> None:
+    """Let nobody know of anything."""

@@ -40,20 +40,21 @@ class Tally:
             memory = memoryview(bytearray(self.nbytes(columns)))
         self._columns, self._column = columns, column
         row_bytes = 4 * len(_COUNTS) * columns
-        parts = (8 * columns, 8 * columns, 8 * columns, 8 * ROWS, row_bytes * ROWS)
+        parts = (*3 * (8 * columns,), *2 * (8 * ROWS,), row_bytes * ROWS)
         ends = list(itertools.accumulate(parts, initial=0))
         part = [memory[begin:end] for begin, end in itertools.pairwise(ends)]
         self._seen = part[0].cast("q")
         self._body_bytes = part[1].cast("q")
         self._alive = part[2].cast("d")
         self._answered = part[3].cast("d")
-        self.rows = part[4]
-        self._counts = part[4].cast("i")
+        self._heard = part[4].cast("d")
+        self.rows = part[5]
+        self._counts = part[5].cast("i")
 
     @staticmethod
     def nbytes(columns: int) -> int:
         """Return how much memory a tally of so many columns takes."""
-        return 3 * 8 * columns + 8 * ROWS + 4 * len(_COUNTS) * columns * ROWS
+        return 3 * 8 * columns + 2 * 8 * ROWS + 4 * len(_COUNTS) * columns * ROWS
 
     def work(self, row: int, change: int) -> None:
         """Count requests or jobs of this process."""
@@ -102,6 +103,14 @@ class Tally:
     def answered_at(self, row: int) -> float:
         """Return when an instance has answered last, to any process; 0 for never."""
         return self._answered[row]
+
+    def heard(self, row: int, at: float) -> None:
+        """Note when bytes of an answer have come from an instance last, to any process."""
+        self._heard[row] = at
+
+    def heard_at(self, row: int) -> float:
+        """Return when bytes of an answer have come from an instance last; 0 for never."""
+        return self._heard[row]
 
     def hold_body(self, nbytes: int) -> None:
         """Count bytes of request bodies that this process holds."""

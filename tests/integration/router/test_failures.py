@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 from starlette.responses import JSONResponse, Response
 
+from epd_portable.router.fleet.instances import PROBES_UNTIL_DOWN
+from epd_portable.router.ladder import RETRIES_AT_ONCE
 from epd_portable.wire import codec
 from epd_portable.wire.messages import Abort, EncodeFailed, NackCode
 from tests.integration.router.conftest import Build, Topology
@@ -20,7 +22,7 @@ from tests.integration.router.stand_in import (
     refuse,
     stream,
 )
-from tests.integration.router.test_requests import BLUE, RED, TEXT
+from tests.integration.router.test_requests import BLUE, RED, TEXT, image
 
 
 async def forever(received: Received) -> Response:
@@ -248,6 +250,65 @@ async def test_an_encoder_that_dies_after_its_job_may_not_have_written(build: Bu
     await t.encoders[0].serving.stop()
 
     assert "went down" in (await chat).json()["reason"]
+
+
+async def test_bad_pictures_leave_others_their_retries(build: Build) -> None:
+    t = await build(encoders=2, pds=2, encoding=refuse(400, "cannot decode"))
+    asked = 0
+
+    async def wait_for_all(received: Received) -> Response:
+        await t.until_metric('epd_router_items_total{outcome="local"}', asked)
+        return JSONResponse({})
+
+    for pd in t.pds:
+        pd.behaviour = wait_for_all
+    # More than the budget of retries.
+    while asked < RETRIES_AT_ONCE + 20:
+        asked += 60
+        response = await t.chat(*(image(b"bad %d" % (asked + n)) for n in range(60)), TEXT)
+        assert response.status_code == 200
+    lost: list[Received] = []
+
+    async def die_once(received: Received) -> Response:
+        if not lost:
+            lost.append(received)
+            return Response(status_code=500)
+        return JSONResponse({})
+
+    for pd in t.pds:
+        pd.behaviour = die_once
+    assert (await t.chat(TEXT)).status_code == 200
+    assert lost
+
+
+async def test_an_answer_that_comes_keeps_its_instance_from_counting_as_gone(build: Build) -> None:
+    t = await build(encoders=0, pds=2)
+    probes = {pd.name: 0 for pd in t.pds}
+
+    def failing(name: str) -> Callable[[], Awaitable[Response]]:
+        async def health() -> Response:
+            probes[name] += 1
+            return Response(status_code=503)
+
+        return health
+
+    def pieces_of(name: str) -> Callable[[], AsyncIterator[bytes]]:
+        async def pieces() -> AsyncIterator[bytes]:
+            first = probes[name]
+            while probes[name] < first + 4 * PROBES_UNTIL_DOWN:
+                yield b'data: {"choices":[{"delta":{"content":"x"}}]}\n\n'
+                await asyncio.sleep(0.01)
+            yield b"data: [DONE]\n\n"
+
+        return pieces
+
+    for pd in t.pds:
+        pd.behaviour = stream(pieces_of(pd.name))
+        pd.health = failing(pd.name)
+    response = await t.chat(TEXT, stream=True)
+    assert response.text.endswith("data: [DONE]\n\n")
+    # And then nothing comes any more.
+    await t.until_health(lambda instances: not any(each["healthy"] for each in instances.values()))
 
 
 async def test_without_a_healthy_encoder_the_pd_instance_expects_nothing(build: Build) -> None:

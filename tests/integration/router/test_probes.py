@@ -160,10 +160,6 @@ async def test_one_that_failed_is_asked_at_once(probed: Probed) -> None:
     probed.first.failed(Fault.CUT)
     await probed.until(lambda instance: not instance.suspected)
     assert probed.servers[0].count == 2
-    probed.servers[0].answer = b"HTTP/1.1 503 No\r\ncontent-length: 0\r\n\r\n"
-    probed.first.failed("error")
-    await probed.until(lambda instance: not instance.healthy)
-    assert "503" in probed.first.reason
 
 
 async def test_one_that_fails_while_it_is_asked_is_asked_once_more(probed: Probed) -> None:
@@ -176,8 +172,7 @@ async def test_one_that_fails_while_it_is_asked_is_asked_once_more(probed: Probe
     probed.servers[0].answer = b""
     for writer in probed.servers[0]._open:
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
-    await probed.until(lambda instance: not instance.healthy)
-    assert probed.servers[0].count >= 3
+    await probed.servers[0].until(3)
 
 
 async def test_a_refused_connection_takes_it_down_at_once(probed: Probed) -> None:
@@ -192,13 +187,42 @@ async def test_a_refused_connection_takes_it_down_at_once(probed: Probed) -> Non
     assert probed.first.healthy
 
 
-@pytest.mark.parametrize("answer", [b"", b"no HTTP at all\r\n\r\n"])
-async def test_what_is_no_answer_takes_it_down_at_once(probed: Probed, answer: bytes) -> None:
+UNAVAILABLE = b"HTTP/1.1 503 No\r\ncontent-length: 0\r\n\r\n"
+FAILING = [b"", b"no HTTP at all\r\n\r\n", UNAVAILABLE, UNAVAILABLE.replace(b"503", b"500")]
+
+
+@pytest.mark.parametrize("answer", FAILING)
+async def test_one_that_fails_probes_is_avoided_and_down_after_some(
+    probed: Probed, answer: bytes
+) -> None:
+    await probed.start(interval_s=60)
+    server, well = probed.servers[0], probed.servers[0].answer
+    await look(probed, probed.first)
+    server.answer = answer
+    for _ in range(PROBES_UNTIL_DOWN - 1):
+        await look(probed, probed.first)
+    assert (probed.first.healthy, probed.first.preferred) == (True, False)
+    assert "health probe" in probed.first.reason
+    server.answer = well
+    await look(probed, probed.first)
+    assert probed.first.preferred
+    server.answer = answer
+    for _ in range(PROBES_UNTIL_DOWN):
+        assert probed.first.healthy
+        await look(probed, probed.first)
+    assert not probed.first.healthy
+
+
+async def test_the_probe_after_one_that_failed_comes_in_its_time(probed: Probed) -> None:
     await probed.start(interval_s=60)
     await look(probed, probed.first)
-    probed.servers[0].answer = answer
-    await look(probed, probed.first)
-    assert not probed.first.healthy
+    probed.servers[0].answer = UNAVAILABLE
+    probed.first.failed("error")
+    await probed.until(lambda instance: "503" in instance.reason)
+    before = probed.servers[0].count
+    await asyncio.sleep(0.3)
+    assert probed.servers[0].count == before
+    assert probed.first.healthy
 
 
 async def test_a_silent_one_is_down_after_some_probes(probed: Probed) -> None:
