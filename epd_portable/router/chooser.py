@@ -90,7 +90,7 @@ class Choosing(ABC):
     def encoders(self, items: Sequence[MediaItem]) -> list[Instance | None]:
         """Return the usable encode instance that should have each of some items."""
         with contextlib.ExitStack() as reserved:
-            return [_reserved(self.encoder(item, ()), reserved) for item in items]
+            return [_reserved(self.encoder(item, ()), item, reserved) for item in items]
 
     @abstractmethod
     def encoder(self, item: MediaItem, exclude: Collection[str]) -> Instance | None:
@@ -495,10 +495,12 @@ def _text(call: Call, name: str) -> str:
     return call.cut.whole(bytes(raw)).decode("utf-8", "replace")
 
 
-def _reserved(encoder: Instance | None, reserved: contextlib.ExitStack) -> Instance | None:
+def _reserved(
+    encoder: Instance | None, item: MediaItem, reserved: contextlib.ExitStack
+) -> Instance | None:
     """Return an encoder whose job is not in flight yet: the next item's choice must see it."""
     if encoder is not None:
-        reserved.enter_context(encoder.working())
+        reserved.enter_context(encoder.working(item.mm_hash))
     return encoder
 
 

@@ -23,7 +23,8 @@ from epd_portable.router.contents.cut_text import Segments
 from epd_portable.router.contents.media import MediaItem
 from epd_portable.router.elastic import EncodeTimes
 from epd_portable.router.fleet.control import ControlChannels, Inbox
-from epd_portable.router.fleet.instances import Instance, Use, WentDownError, while_up
+from epd_portable.router.fleet.instances import Instance, Use
+from epd_portable.router.fleet.while_up import WentDownError, while_up
 from epd_portable.router.http.upstream import Upstream
 from epd_portable.router.http.upstream_connection import Fault, UpstreamError
 from epd_portable.router.ladder import Point, RetryBudget, Trouble, descend
@@ -323,7 +324,10 @@ class Deliverer:
             headers["traceparent"] = job.traceparent
         limit_s = min(self._settings.encode_job_s, deadline - started)
         try:
-            with while_up(encoder.working()), encoder.encoding(self.times.of(delivery.item)):
+            with (
+                while_up(encoder.working(delivery.item.mm_hash)),
+                encoder.encoding(self.times.of(delivery.item)),
+            ):
                 status, given, body = await self._upstream.ask(
                     "POST",
                     encoder.url + CHAT_PATH,

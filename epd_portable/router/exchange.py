@@ -36,7 +36,8 @@ from epd_portable.router.delivery import (
 )
 from epd_portable.router.elastic import sooner_here
 from epd_portable.router.fleet.control import ControlChannels
-from epd_portable.router.fleet.instances import Fleet, Instance, WentDownError, while_up
+from epd_portable.router.fleet.instances import Fleet, Instance
+from epd_portable.router.fleet.while_up import WentDownError, while_up
 from epd_portable.router.hops import HopChoosing
 from epd_portable.router.http.events import EVENTS, WholeEvents, failed_stream, first_event
 from epd_portable.router.http.replies import Reply, unavailable
@@ -511,13 +512,7 @@ class Exchange:
         except UpstreamError as error:
             raise _failed(pd, error, Point.ASKED) from error
 
-    async def _relay(
-        self,
-        call: Call,
-        answer: InstanceAnswer,
-        one: Attempt,
-        out: Outgoing,
-    ) -> int:
+    async def _relay(self, call: Call, answer: InstanceAnswer, one: Attempt, out: Outgoing) -> int:
         """Pass an answer on, once it is known to be no 5xx; return the status that it has.
 
         Raises:

@@ -11,7 +11,7 @@ from epd_portable.connector import consumer
 from epd_portable.launch.plan import ports
 from epd_portable.router import exchange, prefill
 from epd_portable.router.contents import body
-from epd_portable.router.fleet import instances, members, tally
+from epd_portable.router.fleet import ejections, instances, members, tally
 from epd_portable.router.http import replies, server_connection
 from epd_portable.router.ingress import admission
 from epd_portable.router.settings import RouterSettings
@@ -35,10 +35,10 @@ IN_THE_CODE = {
         "at once after a failed request"
     ),
     "a health probe waits": setting("probe_timeout_s"),
-    "unanswered health probes": str(instances.PROBES_UNTIL_DOWN),
+    "failed health probes": str(instances.PROBES_UNTIL_DOWN),
     "failed requests in a row": (
-        f"{instances.FAILURES_UNTIL_EJECTED}, for {instances.FIRST_EJECTION_S:g} s to "
-        f"{instances.LONGEST_EJECTION_S:g} s"
+        f"{ejections.FAILURES_UNTIL_EJECTED}, for {ejections.FIRST_EJECTION_S:g} s to "
+        f"{ejections.LONGEST_EJECTION_S:g} s"
     ),
     "instances of one router": str(tally.MAX_INSTANCES),
     "headers of a request": (

@@ -24,7 +24,7 @@ import anyio
 import msgspec
 
 from epd_portable.config.roles import DUTIES, Duty, Role
-from epd_portable.errors import EPDError
+from epd_portable.router.fleet.ejections import Ejections
 from epd_portable.router.fleet.ring import Ring, hashes
 from epd_portable.router.fleet.tally import MAX_INSTANCES, ROWS, Tally
 from epd_portable.router.fleet.view import InstanceView
@@ -35,11 +35,6 @@ logger = logging.getLogger(__name__)
 
 PROBES_UNTIL_DOWN = 3
 """Failed probes in a row after which an instance counts as down: a busy one may miss one."""
-
-FAILURES_UNTIL_EJECTED = 5
-"""Failed requests in a row after which an instance gets none for a while, though it is healthy."""
-FIRST_EJECTION_S = 5.0
-LONGEST_EJECTION_S = 60.0
 
 IDLE_POLL_S = 0.05
 
@@ -64,15 +59,18 @@ class Use:
     Args:
         instance: That is used.
         work: Whether it works meanwhile on a request or job, which then is in flight.
+        item: Name of the item that it encodes meanwhile, or empty.
 
     Attributes:
         instance: See above.
+        item: See above.
     """
 
-    __slots__ = ("_callback", "_computes", "_work", "instance")
+    __slots__ = ("_callback", "_computes", "_work", "instance", "item")
 
-    def __init__(self, instance: Instance, *, work: bool) -> None:
+    def __init__(self, instance: Instance, *, work: bool, item: str = "") -> None:
         self.instance = instance
+        self.item = item
         self._work = int(work)
         self._computes = False
         self._callback: Callable[[], None] | None = None
@@ -115,27 +113,6 @@ class Use:
             callback()
 
 
-class WentDownError(EPDError):
-    """An instance went down while something of it was waited for."""
-
-
-@contextlib.contextmanager
-def while_up(use: Use) -> Iterator[Use]:
-    """Hold an instance in use, and end what is done meanwhile when it goes down.
-
-    Args:
-        use: From `Instance.working` or `Instance.held`.
-
-    Raises:
-        WentDownError: It has gone down; says why.
-    """
-    with anyio.CancelScope() as scope, use:
-        use.on_down(scope.cancel)
-        yield use
-    if scope.cancelled_caught:
-        raise WentDownError(f"went down: {use.instance.reason}")
-
-
 class Instance:
     """One instance; down until a probe succeeds, joining until it was introduced.
 
@@ -157,6 +134,7 @@ class Instance:
         draining: It gets nothing more.
         suspected: A request failed, and it has answered nothing since.
         ejected: Requests failed in a row.
+        ejections: Counts those, where this process decides.
         reason: Why it is down, suspected or ejected.
         problem: What went wrong when it was warmed up, or empty.
         row: In the tally.
@@ -202,10 +180,7 @@ class Instance:
         self._down.set()
         self._missed_probes = 0
         self._missed_at = 0.0
-        self._failures = 0
-        self._failed_at = 0.0
-        self._ejections = 0
-        self._ejected_until = 0.0
+        self.ejections = Ejections()
         self._ejection: asyncio.TimerHandle | None = None
         self._told: InstanceView | None = None
 
@@ -258,9 +233,9 @@ class Instance:
         """When it has answered a request last; 0 for never."""
         return self._tally.answered_at(self.row)
 
-    def working(self) -> Use:
-        """Return a context that counts one request or job as in flight."""
-        return Use(self, work=True)
+    def working(self, item: str = "") -> Use:
+        """Return a context that counts one request as in flight, or a job for an item."""
+        return Use(self, work=True, item=item)
 
     def held(self) -> Use:
         """Return a context that keeps it from leaving: something of it is still needed."""
@@ -376,26 +351,15 @@ class Instance:
 
     def _count(self, failure: Failure) -> None:
         now = self._clock()
-        if self.answered_at > self._failed_at:
-            self._failures = 0
-        self._failed_at = now
-        self._failures += 1
-        self.reason = f"{_WORDS[failure]}, {self._failures} in a row"
+        self.ejections.fail(now, self.answered_at)
+        self.reason = f"{_WORDS[failure]}, {self.ejections.failures} in a row"
         if failure is Fault.REFUSED:
             # It need not be silent for long to be taken for gone.
             self._missed_probes = PROBES_UNTIL_DOWN - 1
             self._missed_at = now
-        if (
-            self._failures >= FAILURES_UNTIL_EJECTED
-            and self.usable
-            and not self.ejected
-            and self._owner.may_eject(self.duty)
-        ):
-            if now - self._ejected_until > LONGEST_EJECTION_S:
-                self._ejections = 0
-            for_s = min(FIRST_EJECTION_S * 2.0**self._ejections, LONGEST_EJECTION_S)
-            self._ejections += 1
-            self._ejected_until = now + for_s
+        may_be = self.usable and not self.ejected and self._owner.may_eject(self.duty)
+        if self.ejections.due and may_be:
+            for_s = self.ejections.begin(now)
             self.ejected = True
             self._ejection = asyncio.get_running_loop().call_later(for_s, self.let_back)
             logger.warning(
@@ -405,7 +369,7 @@ class Instance:
     def let_back(self) -> None:
         """End its ejection; one more failure begins another."""
         self._end_ejection()
-        self._failures = FAILURES_UNTIL_EJECTED - 1
+        self.ejections.end()
         self._changed()
 
     def _end_ejection(self) -> None:
@@ -440,7 +404,7 @@ class Instance:
 
     def _fall(self, reason: str) -> None:
         if self.healthy:
-            self._failures = 0
+            self.ejections.failures = 0
             self.suspected = False
             self._end_ejection()
         self.healthy = False
@@ -477,11 +441,17 @@ class Instance:
         self._uses.add(use)
         self._tally.hold(self.row, 1)
         self._count_work(work)
+        if use.item:
+            self._owner.encoding.setdefault(use.item, []).append(self)
 
     def _end(self, use: Use, work: int) -> None:
         self._uses.remove(use)
         self._tally.hold(self.row, -1)
         self._count_work(-work)
+        if use.item:
+            self._owner.encoding[use.item].remove(self)
+            if not self._owner.encoding[use.item]:
+                del self._owner.encoding[use.item]
 
     def _compute(self, change: int) -> None:
         self._tally.compute(self.row, change)
@@ -526,6 +496,7 @@ class Fleet:
         chance: See above.
         decides: Whether this process decides how instances are.
         version: Counts the changes.
+        encoding: Who encodes an item for this process, by its name; once for each job.
     """
 
     def __init__(
@@ -541,6 +512,7 @@ class Fleet:
         self.chance = chance or random.Random()
         self.decides = report is None
         self.version = 0
+        self.encoding: dict[str, list[Instance]] = {}
         self._report = report
         self._instances: dict[str, Instance] = {}
         self._watchers: list[Callable[[Instance], None]] = []
@@ -620,10 +592,15 @@ class Fleet:
     def encoder(self, mm_hash: str, exclude: Collection[str] = ()) -> Instance | None:
         """Return the usable encode instance that should have an item.
 
+        One that encodes it already has least to do for it, however busy it is.
+
         Args:
             mm_hash: Of the item.
-            exclude: Names of instances that must not have it.
+            exclude: Names of instances that must not have it, such as those that are full.
         """
+        for instance in self.encoding.get(mm_hash, ()):
+            if instance.preferred and instance.name not in exclude:
+                return instance
         for ring in self._rings["encode"]:
             if chosen := ring.near(mm_hash, self._within(ring, exclude)):
                 return chosen
@@ -697,7 +674,7 @@ class Fleet:
 
     def _keep_half(self, duty: Duty) -> None:
         """Let ejected ones back, the first first, until they are at most half of the usable."""
-        ejected = sorted(self._ejected(duty), key=lambda instance: instance._ejected_until)
+        ejected = sorted(self._ejected(duty), key=lambda instance: instance.ejections.until)
         for instance in ejected:
             if 2 * len(self._ejected(duty)) <= sum(map(len, self._rings[duty])):
                 break

@@ -34,7 +34,8 @@ from epd_portable.router.delivery import (
     read_item,
 )
 from epd_portable.router.fleet.control import ControlChannels
-from epd_portable.router.fleet.instances import Fleet, Instance, WentDownError, while_up
+from epd_portable.router.fleet.instances import Fleet, Instance
+from epd_portable.router.fleet.while_up import WentDownError, while_up
 from epd_portable.router.http.upstream import Upstream
 from epd_portable.router.http.upstream_connection import Fault, UpstreamError
 from epd_portable.router.observability.activity import Activity

@@ -11,10 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from epd_portable.router.fleet.instances import (
+from epd_portable.router.fleet.ejections import (
     FAILURES_UNTIL_EJECTED,
     FIRST_EJECTION_S,
     LONGEST_EJECTION_S,
+)
+from epd_portable.router.fleet.instances import (
     PROBES_UNTIL_DOWN,
     Failure,
     Fleet,
@@ -218,11 +220,11 @@ async def test_ejection_ends_and_grows_with_each_failure_after_it() -> None:
         ERROR(instance)
         assert not instance.ejected
     ERROR(instance)
-    assert instance._ejected_until - clock.now == pytest.approx(FIRST_EJECTION_S, abs=0.2)
+    assert instance.ejections.until - clock.now == pytest.approx(FIRST_EJECTION_S, abs=0.2)
 
 
 async def test_an_ejected_one_comes_back_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("epd_portable.router.fleet.instances.FIRST_EJECTION_S", 0.01)
+    monkeypatch.setattr("epd_portable.router.fleet.ejections.FIRST_EJECTION_S", 0.01)
     instances = of(2)
     instance = found(instances, "i-0")
     for event in EJECTED:
@@ -383,6 +385,26 @@ def test_a_busy_encoder_is_passed_over_for_the_same_other_one() -> None:
     favourite = chosen(instances, "item")
     busy(instances, {favourite: 4})
     assert len({chosen(instances, "item") for _ in range(5)} | {favourite}) == 2
+
+
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_an_item_that_is_being_encoded_goes_where_it_is_encoded(count: int) -> None:
+    instances = of(count)
+    for number in range(50):
+        one = instances.encoder(item := f"item {number}")
+        assert one is not None
+        with one.working(item):
+            assert instances.encoder(item) is one
+            with one.working(item):
+                # Who says that it is full is excluded.
+                other = instances.encoder(item, [one.name])
+                assert other is not one
+            others = {instances.encoder(f"other {n}") for n in range(50)}
+            assert count == 2 or one not in others
+            one.failed(Fault.CUT)
+            assert instances.encoder(item) is not one
+            one.answered()
+        assert not instances.encoding
 
 
 @given(loads)
