@@ -203,3 +203,22 @@ def share_out(
     return Allotment(
         units=units, total=total, rest=tuple(rest or cores), shared=not rest and bool(total)
     )
+
+
+def api_cores(side: LoadSide, server: int, allotment: Allotment) -> frozenset[int]:
+    """Return where the API server of plain vLLM may run beside its engine's cores.
+
+    Of tuned sides where the launcher lets those of its instances: on cores that no rank has, and,
+    unless it encodes only, on the encoder's.
+
+    Args:
+        side: Replicas, ranks or vLLM's example.
+        server: Its number; the example's first encodes.
+        allotment: Who gets which cores.
+    """
+    if not side.tuned:
+        return frozenset()
+    cores = [] if allotment.shared else list(allotment.rest)
+    if side.kind == "upstream" and server > 0:
+        cores += map(int, allotment.units[side.name][0])
+    return frozenset(cores)

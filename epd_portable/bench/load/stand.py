@@ -19,7 +19,7 @@ from epd_portable.bench import servers
 from epd_portable.bench.load import watch
 from epd_portable.bench.load.bodies import text_of
 from epd_portable.bench.load.peers import example_engine, example_proxy, plain_engine
-from epd_portable.bench.load.sides import Allotment, LoadSide
+from epd_portable.bench.load.sides import Allotment, LoadSide, api_cores
 from epd_portable.bench.load.watch import Part
 from epd_portable.bench.servers import model_name
 from epd_portable.config.groups import Instances
@@ -315,15 +315,10 @@ def _parts_of_engines(
     engines: Sequence[servers.Server], side: LoadSide, ground: Ground
 ) -> tuple[Part, ...]:
     parts = []
-    allotment = ground.allotment
-    for server, units in zip(engines, _units(side, ground), strict=True):
-        own = frozenset(map(int, units)) if ground.binds else frozenset[int]()
-        more = frozenset[int]()
-        if own and side.tuned:
-            # What the launcher does with its own: cores that no rank has, and the encoders'.
-            more = frozenset() if allotment.shared else frozenset(allotment.rest)
-            if side.kind == "upstream" and server is not engines[0]:
-                more |= frozenset(map(int, allotment.units[side.name][0]))
+    for index, (server, units) in enumerate(zip(engines, _units(side, ground), strict=True)):
+        own = more = frozenset[int]()
+        if ground.binds:
+            own, more = frozenset(map(int, units)), api_cores(side, index, ground.allotment)
             if more:
                 spread(server.pid, own | more)
         parts.append(

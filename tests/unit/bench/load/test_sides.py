@@ -12,6 +12,7 @@ from epd_portable.bench.load.commands import Ask, PictureSpec, TimedAnswer
 from epd_portable.bench.load.plan import LoadPoint
 from epd_portable.bench.load.requests import Mix
 from epd_portable.bench.load.sides import (
+    api_cores,
     instance_count,
     read_side,
     read_sides,
@@ -103,6 +104,19 @@ def test_every_side_gets_the_same_cores_and_the_rest_is_for_the_others() -> None
 def test_ranks_have_as_many_seats_as_replicas() -> None:
     sides = read_sides(["replicas:2", "dp:2", "upstream:1E1PD", "replicas:1"])
     assert [instance_count(side, None) for side in sides] == [2, 2, 2, 1]
+
+
+def test_api_servers_of_tuned_peers_run_where_the_launcher_lets_those_of_its_instances() -> None:
+    sides = read_sides(["upstream:1E1PD", "upstream:1E1PD,tuned", "replicas:2,tuned", "dp:2,tuned"])
+    counts = {side.name: instance_count(side, None) for side in sides}
+
+    def more(cores: range) -> list[list[set[int]]]:
+        allotment = share_out(counts, cores=cores, devices=None, wanted=2)
+        return [[set(api_cores(side, at, allotment)) for at in (0, 1)] for side in sides]
+
+    # On two cores only the encoder's is not full of steps.
+    assert more(range(2)) == [[set(), set()], [set(), {0}], [set(), set()], [set(), set()]]
+    assert more(range(3)) == [[set(), set()], [{0}, {0, 1}], [{0}, {0}], [{0}, {0}]]
 
 
 def test_with_no_core_left_the_clients_share_those_of_the_instances() -> None:
