@@ -430,8 +430,8 @@ class _ByPolicy(Choosing):
             items=self._call.items,
             item=item,
             blocks=prompt.blocks,
+            nbytes=prompt.nbytes,
             ends=prompt.ends,
-            tokens=prompt.tokens,
             profile=self._profile,
         )
 

@@ -21,12 +21,12 @@ class Prompt:
     Attributes:
         blocks: Their names.
         ends: Tokens up to the end of each.
-        tokens: Of all, also of what is beyond them.
+        nbytes: See `Need`.
     """
 
     blocks: tuple[int, ...] = ()
     ends: tuple[int, ...] = ()
-    tokens: int = 0
+    nbytes: int = 0
 
 
 def chain(
@@ -75,4 +75,4 @@ def chain(
             ends.append((nbytes + end) // BYTES_A_TOKEN + extra)
         extra += sum(tokens for _, tokens in begins)
         nbytes += size
-    return Prompt(tuple(names), tuple(ends), nbytes // BYTES_A_TOKEN + extra)
+    return Prompt(tuple(names), tuple(ends), nbytes + extra * BYTES_A_TOKEN)

@@ -325,7 +325,7 @@ class PrefixCacheScorer(BuiltIn[PrefixCache]):
 
     def score(self, need: Need, contenders: Sequence[Contender]) -> Sequence[float]:
         """See `Scorer`."""
-        whole = need.ends[-1] if need.ends else 1
+        whole = need.up_to(len(need.blocks)) or 1
         return [tokens / whole for tokens in cached_tokens(need, contenders)]
 
 

@@ -11,6 +11,7 @@ from typing import Literal, Protocol
 
 from epd_portable.media.formats import Modality
 from epd_portable.router.choice.holdings import Holdings
+from epd_portable.router.choice.prefix import BYTES_A_TOKEN
 
 Stage = Literal["encode", "prefill", "decode"]
 
@@ -68,8 +69,10 @@ class Need:
         item: For ``encode`` the one that is to be encoded.
         blocks: Names of the request's text, block by block, each with all before it: equal for two
             requests as far as these begin alike. Media count by their content.
+        nbytes: Of the prompt, also of what is beyond the blocks; each token that an item is taken
+            for counts as much as one of text.
+        block_bytes: Of one block, if no ``ends`` are given.
         ends: Tokens of the prompt up to the end of each block.
-        tokens: Of the prompt with its items, also of what is beyond the blocks: a guess.
         profile: Of the configuration, if the request names one that it may name.
     """
 
@@ -80,9 +83,21 @@ class Need:
     items: Sequence[AskedItem] = ()
     item: AskedItem | None = None
     blocks: Sequence[int] = ()
+    nbytes: int = 0
+    block_bytes: int = 256
     ends: Sequence[int] = ()
-    tokens: int = 0
     profile: str = ""
+
+    @property
+    def tokens(self) -> int:
+        """Of the prompt: a guess."""
+        return self.nbytes // BYTES_A_TOKEN
+
+    def up_to(self, count: int) -> int:
+        """Return how many tokens the prompt's first blocks have."""
+        if self.ends and count:
+            return self.ends[count - 1]
+        return count * self.block_bytes // BYTES_A_TOKEN
 
     @property
     def affinity(self) -> str:

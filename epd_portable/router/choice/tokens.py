@@ -92,7 +92,7 @@ def cached_tokens(need: Need, contenders: Sequence[Contender]) -> list[int]:
         for index in [i for i, each in enumerate(contenders) if blocks[0] in each.holdings.blocks]:
             # Mostly as many as another one has: of a system prompt, say.
             matched = contenders[index].holdings.prefix(blocks, matched)
-            found[index] = need.ends[matched - 1]
+            found[index] = need.up_to(matched)
     return found
 
 
@@ -141,16 +141,16 @@ class PrefixAffinityFilter(BuiltIn[PrefixAffinity]):
     def keep(self, need: Need, contenders: Sequence[Contender]) -> Sequence[Contender]:
         """See `Filter`."""
         p = self.p
-        if not need.ends or random.random() < p.explorationProbability:
+        if not need.blocks or random.random() < p.explorationProbability:
             return contenders
-        wanted = p.affinityThreshold * need.ends[-1]
+        wanted = p.affinityThreshold * need.up_to(len(need.blocks))
         cached = cached_tokens(need, contenders)
-        having = [each for each, tokens in zip(contenders, cached, strict=True) if tokens >= wanted]
-        if not having or len(having) == len(contenders):
+        if max(cached, default=0) < wanted:
             return contenders
-        if p.maxTTFTPenaltyMs:
-            pairs = zip(contenders, cached, strict=True)
-            others = [each for each, tokens in pairs if tokens < wanted]
+        having = [each for each, tokens in zip(contenders, cached, strict=True) if tokens >= wanted]
+        pairs = zip(contenders, cached, strict=True)
+        others = [each for each, tokens in pairs if tokens < wanted]
+        if others and p.maxTTFTPenaltyMs:
             more = min(map(_in_flight, having)) - min(map(_in_flight, others))
             if more / p.peakPrefillThroughput * 1000 > p.maxTTFTPenaltyMs:
                 return contenders
@@ -181,11 +181,13 @@ class TokenLoadScorer(BuiltIn[TokenLoad]):
 
     def score(self, need: Need, contenders: Sequence[Contender]) -> Sequence[float]:
         """See `Scorer`."""
-        full = self.p.queueThresholdTokens
-        return [
-            max(0.0, 1 - (_in_flight(each) + (need.tokens - cached) / each.weight) / full)
-            for each, cached in zip(contenders, cached_tokens(need, contenders), strict=True)
+        own, full = need.tokens, self.p.queueThresholdTokens
+        cached = cached_tokens(need, contenders)
+        found = [
+            1 - (each.tokens + own - known) / each.weight / full
+            for each, known in zip(contenders, cached, strict=True)
         ]
+        return [max(0.0, score) for score in found] if min(found) < 0 else found
 
 
 class NoHitLru(Parameters):

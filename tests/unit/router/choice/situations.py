@@ -33,11 +33,8 @@ def having(name: str, *, items: Sequence[str] = (), blocks: Sequence[int] = ()) 
     return seen(name, holdings=holdings)
 
 
-def asked(stage: Stage = "decode", key: str = "k", blocks: Sequence[int] = (), **more: Any) -> Need:
-    """A need whose blocks have 64 tokens each, unless something else is said."""
-    ends = [64 * (number + 1) for number in range(len(blocks))]
-    given = {"ends": ends, "tokens": ends[-1] if ends else 0, **more}
-    return Need(stage=stage, key=key, blocks=blocks, **given)
+def asked(stage: Stage = "decode", key: str = "k", **more: Any) -> Need:
+    return Need(stage=stage, key=key, **more)
 
 
 def to_encode(mm_hash: str = "p", modality: Modality = "image", pixels: int = 0) -> Need:

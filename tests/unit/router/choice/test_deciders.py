@@ -38,7 +38,7 @@ def test_small_pictures_are_not_encoded_apart(
 
 def prompt(tokens: int) -> Need:
     blocks = tuple(range(tokens // 64))
-    return asked("prefill", blocks=blocks, tokens=tokens)
+    return asked("prefill", blocks=blocks, nbytes=4 * tokens)
 
 
 @pytest.mark.parametrize(

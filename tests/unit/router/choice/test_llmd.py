@@ -36,7 +36,7 @@ def pd(
 def prompt(*blocks: int) -> Need:
     """A prompt of blocks of so many tokens."""
     ends = [sum(blocks[: index + 1]) for index in range(len(blocks))]
-    return asked("decode", blocks=range(len(blocks)), ends=ends, tokens=ends[-1])
+    return asked("decode", blocks=range(len(blocks)), ends=ends, nbytes=4 * ends[-1])
 
 
 def encoder(name: str, waiting: int | None, role: str = "encode", **more: Any) -> Snapshot:
@@ -127,7 +127,7 @@ def test_the_guides_file_picks_as_llm_d_does(
     assert picked == set(winners)
 
 
-FIELDS = ("stage", "key", "items", "item", "blocks", "ends", "tokens")
+FIELDS = ("stage", "key", "items", "item", "blocks", "ends", "nbytes")
 
 
 def test_the_guides_file_has_items_encoded_apart_and_nothing_prefilled_apart() -> None:
@@ -157,7 +157,7 @@ def test_a_picture_weighs_where_it_stands_in_the_prompt() -> None:
     found = chain(
         [[b"x" * 12, name, b"y" * 20], [b"z" * 8]], block_bytes=16, most=9, items={name: 900}
     )
-    assert (found.ends, found.tokens) == ((904, 908, 910, 912), 912)
+    assert (found.ends, found.nbytes) == ((904, 908, 910, 912), 4 * 912 + 1)
 
 
 # Single types.
@@ -247,10 +247,10 @@ def test_prompts_meet_instances_for_their_length(
     there = [seen("a", labels={"llm-d.ai/context-length-range": label} if label else {})]
     one = make("context-length-aware", "x", {})
     assert isinstance(one, Scorer)
-    assert one.score(asked(tokens=tokens), there) == [pytest.approx(score, abs=1e-4)]
+    assert one.score(asked(nbytes=4 * tokens), there) == [pytest.approx(score, abs=1e-4)]
     kind = "context-length-aware"
-    assert kept(kind, asked(tokens=tokens), there) == "a"
-    is_kept = kept(kind, asked(tokens=tokens), there, enableFiltering=True) == "a"
+    assert kept(kind, asked(nbytes=4 * tokens), there) == "a"
+    is_kept = kept(kind, asked(nbytes=4 * tokens), there, enableFiltering=True) == "a"
     assert is_kept is (score > 0.3)
 
 
