@@ -31,15 +31,12 @@ STATE = FOLDER / "passed.json"
 WORKERS = ("-n", "4", "--dist=loadfile", "--no-loadscope-reorder")
 """A file stays with one worker; those that take long and mostly wait are named first."""
 PYTEST = (".venv/bin/python", "-m", "pytest")
-NPU_PYTEST = (".venv-npu-sim/bin/python", "-m", "pytest", "--require-device=npu")
 NPU_ENVIRONMENT = "npu environment"
 EXIT_CANNOT_START = 127
 SAYS_NOTHING_S = 60.0
 FAILURES = ("FAILED tests/", "ERROR tests/")
 TOGETHER_S = 1.0
 """Signals within this time are one: make passes on what the whole group got."""
-FEW = 5
-"""Failures of a piece; with more of them something is wrong, whatever else the machine did."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,14 +49,12 @@ class Piece:
         lane: Pieces of one lane run one after the other; a lane that has ended takes the last
             piece of the other one that has not begun.
         needs: A piece of whatever lane without whose success this one is left out.
-        alone: A command that runs the test modules which are added to it; empty if there is none.
     """
 
     name: str
     argv: Sequence[str]
     lane: str
     needs: str = ""
-    alone: Sequence[str] = ()
 
 
 def pieces(*, full: bool) -> list[Piece]:
@@ -72,14 +67,10 @@ def pieces(*, full: bool) -> list[Piece]:
         faults = {f"faults {name[5:-3]}": f"tests/faults/{name}" for name in files}
 
     def npu_piece(part: str, lane: str) -> Piece:
-        marked = ["-m", "needs_npu"] if part in ("contract", "transfer") else []
-        alone = [*NPU_PYTEST, *more, *marked]
-        name, argv = f"npu {part}", [*npu, part]
-        return Piece(name=name, lane=lane, argv=argv, needs=NPU_ENVIRONMENT, alone=alone)
+        return Piece(name=f"npu {part}", lane=lane, argv=[*npu, part], needs=NPU_ENVIRONMENT)
 
     def tests(name: str, lane: str, *arguments: str) -> Piece:
-        argv = [*PYTEST, *arguments, *more]
-        return Piece(name=name, lane=lane, argv=argv, alone=[*PYTEST, *more])
+        return Piece(name=name, lane=lane, argv=[*PYTEST, *arguments, *more])
 
     return [
         Piece(name="checks", lane="computing", argv=["ci/check.sh"]),
@@ -110,14 +101,12 @@ class Outcome:
         seconds: How long it took.
         why: Why it was left out.
         failed: Tests that failed, as pytest names them in its last lines.
-        passed_alone: Whether these have passed since, with nothing beside them.
     """
 
     status: int | None
     seconds: float = 0.0
     why: str = ""
     failed: list[str] = field(default_factory=list)
-    passed_alone: bool = False
 
 
 @dataclass
@@ -141,24 +130,6 @@ class Suite:
             thread.start()
         for thread in threads:
             thread.join()
-        self._repeat_alone()
-
-    def _repeat_alone(self) -> None:
-        """Run the modules of the few tests that failed once more, with nothing beside them.
-
-        Deadlines that two busy cores miss are told from defects so. Both runs are shown. Whole
-        modules, because a test may look back at those before it.
-        """
-        for piece in self.pieces:
-            outcome = self.outcomes[piece.name]
-            if self._stopped or not piece.alone or not 0 < len(outcome.failed) <= FEW:
-                continue
-            modules = dict.fromkeys(line.split()[1].split("::")[0] for line in outcome.failed)
-            again = self._execute(
-                Piece(name=f"{piece.name} alone", argv=[*piece.alone, *modules], lane=piece.lane)
-            )
-            outcome.seconds += again.seconds
-            outcome.passed_alone = again.status == 0
 
     def stop(self) -> None:
         """End what runs, and begin nothing."""
@@ -276,8 +247,6 @@ def table(suite: Suite) -> list[str]:
             lines.append(f"      –  {piece.name}: left out ({outcome.why})")
             continue
         failed = f": FAILED, exit status {outcome.status}" if outcome.status else ""
-        if outcome.passed_alone:
-            failed = ": failed beside other pieces, PASSED ALONE:"
         lines.append(f"{outcome.seconds:7.0f}  {piece.name}{failed}")
         lines += [f"           {line}" for line in outcome.failed]
     return lines
@@ -288,9 +257,7 @@ def verdict(suite: Suite) -> int:
     bad = [
         name
         for name, outcome in suite.outcomes.items()
-        if outcome.status
-        and not outcome.passed_alone
-        and not (name == NPU_ENVIRONMENT and outcome.status == EXIT_UNAVAILABLE)
+        if outcome.status and not (name == NPU_ENVIRONMENT and outcome.status == EXIT_UNAVAILABLE)
     ]
     return 1 if bad or suite._stopped else 0
 
@@ -331,11 +298,7 @@ def main(argv: list[str] | None = None) -> int:
     started = time.monotonic()
     with stopping(suite):
         suite.run()
-    passed = {
-        name
-        for name, outcome in suite.outcomes.items()
-        if outcome.status == 0 or outcome.passed_alone
-    }
+    passed = {name for name, outcome in suite.outcomes.items() if outcome.status == 0}
     if commit():
         STATE.write_text(json.dumps({key: sorted(passed | suite.done)}), "utf-8")
     say("\n".join([f"{time.monotonic() - started:.0f} s in all", *table(suite)]))

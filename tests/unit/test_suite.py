@@ -75,7 +75,11 @@ def test_a_lane_that_has_ended_helps_the_other(folder: Path) -> None:
 def test_a_piece_that_fails_is_told_with_its_tests_and_ends_no_other(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    failing = "print('FAILED tests/x.py::test_y - no'); raise SystemExit(1)"
+    failing = (
+        "print('FAILED tests/x.py::test_y - no')\n"
+        "print('ERROR    some.logger:file.py:1 what a test has logged')\n"
+        "raise SystemExit(1)"
+    )
     done = run(piece("first", failing), piece("second"))
     assert [done.outcomes[name].status for name in ("first", "second")] == [1, 0]
     assert suite.verdict(done) == 1
@@ -84,45 +88,6 @@ def test_a_piece_that_fails_is_told_with_its_tests_and_ends_no_other(
     assert lines[2].strip() == "FAILED tests/x.py::test_y - no"
     assert lines[3].endswith("second")
     assert "FAILED tests/x.py::test_y" in capfd.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("failures", "alone", "again", "verdict"),
-    [
-        (1, "0", 1, 0),
-        (suite.FEW, "0", 1, 0),
-        (1, "1", 1, 1),
-        (suite.FEW + 1, "0", 0, 1),
-        (0, "0", 0, 1),
-    ],
-    ids=["passes alone", "a few", "fails alone too", "too many", "no test failed"],
-)
-def test_a_few_tests_that_failed_beside_others_run_once_more_alone(
-    folder: Path, failures: int, alone: str, again: int, verdict: int
-) -> None:
-    _, make = waiting_and_making(folder)
-    code = (
-        f"for number in range({failures}): print(f'FAILED tests/x.py::test_y[{{number}}] - no')\n"
-        "print('ERROR    some.logger:file.py:1 what a test has logged')\n"
-        "raise SystemExit(1)"
-    )
-    again_code = f"import sys; assert sys.argv[1:] == ['tests/x.py']\n{make}; sys.exit({alone})"
-    other = "import time; time.sleep(0.5)"
-    flaky = Piece(
-        name="flaky",
-        argv=[sys.executable, "-c", code],
-        lane="a",
-        alone=[sys.executable, "-c", again_code],
-    )
-    # It would see the file if the second run began beside it.
-    beside = f"{other}; import pathlib; assert not pathlib.Path({str(folder)!r}, 'there').exists()"
-    done = run(flaky, piece("other", beside, lane="b"))
-    assert done.outcomes["other"].status == 0
-    assert len(list(folder.glob("flaky_alone.log"))) == again
-    assert suite.verdict(done) == verdict
-    lines = suite.table(done)
-    assert ("PASSED ALONE" in lines[1]) is (verdict == 0)
-    assert sum("test_y" in line for line in lines) == failures
 
 
 def test_what_needs_a_piece_of_another_lane_waits_for_it_and_is_left_out_if_it_failed() -> None:
