@@ -441,7 +441,9 @@ def test_an_engine_whose_requests_wait_rests_once_a_turn_before_it_looks_for_new
     if text:
         assert turns.turn() == ["step", "new request"], "it computes the text"
     for _ in range(5):
-        assert turns.turn() == ["step", "sleep", "rest", "new request"]
+        # On a busy machine the turn may be as old as vLLM's sleep is long before that begins.
+        first, *between, last = turns.turn()
+        assert (first, sorted(between), last) == ("step", ["rest", "sleep"], "new request")
 
 
 def test_an_engine_that_computes_does_not_rest(
