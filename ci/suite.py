@@ -1,9 +1,9 @@
-"""``make test``: everything that shows that a change is right, in two lanes side by side.
+"""``make test``: everything that shows that a change is right, in three lanes side by side.
 
-Tests of engines mostly wait, and the others mostly compute, so one lane of each keeps two cores
-busy. What a piece prints comes in one part, when it ends; its log is in ``.suite/``. With
-``--full`` every piece runs what ``make test`` leaves out too, which takes hours; ``--resume`` then
-goes on where an earlier run of the same commit ended.
+Tests of engines and of simulated devices wait half of their time, and the others mostly compute,
+so a lane of each keeps two cores busy. What a piece prints comes in one part, when it ends; its log
+is in ``.suite/``. With ``--full`` every piece runs what ``make test`` leaves out too, which takes
+hours; ``--resume`` then goes on where an earlier run of the same commit ended.
 
 Needs the standard library only: the environments are made by its first pieces.
 """
@@ -28,7 +28,7 @@ from ci.venv import ROOT
 
 FOLDER = ROOT / ".suite"
 STATE = FOLDER / "passed.json"
-WORKERS = ("-n", "4", "--dist=loadfile", "--no-loadscope-reorder")
+WORKERS = ("-n", "3", "--dist=loadfile", "--no-loadscope-reorder")
 """A file stays with one worker; those that take long and mostly wait are named first."""
 PYTEST = (".venv/bin/python", "-m", "pytest")
 NPU_ENVIRONMENT = "npu environment"
@@ -73,6 +73,13 @@ def pieces(*, full: bool) -> list[Piece]:
         return Piece(name=name, lane=lane, argv=[*PYTEST, *arguments, *more])
 
     return [
+        Piece(
+            name=NPU_ENVIRONMENT,
+            lane="engines",
+            argv=[sys.executable, "-m", "ci.make_env", "--platform", "npu-sim"],
+        ),
+        tests("engines", "engines", "tests/e2e"),
+        npu_piece("engines", "engines"),
         Piece(name="checks", lane="computing", argv=["ci/check.sh"]),
         tests(
             "tests without engines",
@@ -80,15 +87,8 @@ def pieces(*, full: bool) -> list[Piece]:
             *("tests/integration", "tests/property", "tests/contract", "tests/unit"),
             *WORKERS,
         ),
-        npu_piece("devices", "computing"),
-        *(tests(name, "computing", path) for name, path in faults.items()),
-        Piece(
-            name=NPU_ENVIRONMENT,
-            lane="waiting",
-            argv=[sys.executable, "-m", "ci.make_env", "--platform", "npu-sim"],
-        ),
-        tests("engines", "waiting", "tests/e2e"),
-        *(npu_piece(part, "waiting") for part in ("engines", "transfer", "faults", "contract")),
+        *(npu_piece(part, "devices") for part in ("devices", "contract", "transfer", "faults")),
+        *(tests(name, "devices", path) for name, path in faults.items()),
     ]
 
 
