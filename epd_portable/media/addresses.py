@@ -41,10 +41,11 @@ _NEVER = _table(
     """
     0.0.0.0/8 169.254.0.0/16 224.0.0.0/4 255.255.255.255/32 100.100.100.200/32 168.63.129.16/32
     192.0.0.192/32 ::/128 fe80::/10 fec0::/10 ff00::/8 fd00:ec2::/32 fd20:ce::254/128
+    2002:a9fe::/32
     """
 )
-"""No machine, groups of them, those of one link, and where clouds tell a machine's secrets: no
-setting opens these."""
+"""No machine, groups of them, those of one link (of 6to4, too), and where clouds tell a machine's
+secrets: no setting opens these."""
 _NOT_PUBLIC_4 = _table(
     """
     10.0.0.0/8 100.64.0.0/10 127.0.0.0/8 172.16.0.0/12 192.0.0.0/24 192.0.2.0/24 192.88.99.0/24

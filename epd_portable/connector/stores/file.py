@@ -295,10 +295,10 @@ class FileStore(Store):
         """
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder, path = self._folder.lstat(), self._folder / "usage"
-        if not stat.S_ISDIR(folder.st_mode) or folder.st_mode & 0o022:
+        if not stat.S_ISDIR(folder.st_mode) or folder.st_mode & 0o002:
             raise StoreError(
-                f"{self._folder} is a link, or others may write to it: make it a folder that only "
-                "the engines' user can enter (chmod 700)"
+                f"{self._folder} is a link, or everybody may write to it: make it a folder that "
+                "only the engines' user can enter (chmod 700)"
             )
         file = os.open(path, os.O_RDWR | os.O_CREAT | _NO_LINK, 0o600)
         try:

@@ -277,7 +277,10 @@ def test_networks_can_be_named() -> None:
 
 @pytest.mark.parametrize(
     "address",
-    ["169.254.169.254", "fe80::1", "fd00:ec2::254", "0.0.0.0", "::", "224.0.0.1", "168.63.129.16"],
+    [
+        *("169.254.169.254", "fe80::1", "fd00:ec2::254", "0.0.0.0", "::", "224.0.0.1"),
+        *("168.63.129.16", "::ffff:169.254.169.254", "64:ff9b::a9fe:a9fe", "2002:a9fe:a9fe::"),
+    ],
 )
 def test_no_network_opens_what_tells_a_machines_secrets(address: str) -> None:
     assert not AddressPolicy(["0.0.0.0/0", "::/0"]).allows(address)
