@@ -19,12 +19,14 @@ from __future__ import annotations
 import bisect
 import heapq
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import Literal, TypeAlias
 
 Limit: TypeAlias = int | None
 """At least 1; ``None`` for none."""
 Where = Literal["new", "waiting", "going", "gone"]
+_SOME = 64
+"""Places that are not worth being put in order."""
 
 
 class Ticket:
@@ -55,9 +57,172 @@ class Ticket:
         self.lane = 0
 
 
-_Flow = tuple[int, bytes]
-"""Lane and key: who shares them goes in the order of arrival."""
-_Level = dict[_Flow, "OrderedDict[int, Ticket]"]
+_Place = tuple[float, int, bytes]
+"""What the key of a flow was given, the number of its first request, and the key."""
+
+
+class _Shares:
+    """What each key was given, in parts of limits, and where those are that wait."""
+
+    def __init__(self) -> None:
+        self.given: dict[bytes, float] = {}
+        self.level = 0.0
+
+    def start(self, key: bytes) -> float:
+        """Return where a key stands: none is behind the others for what it did not ask for."""
+        return max(self.level, self.given.get(key, 0.0))
+
+
+class _Line:
+    """Who waits of one priority and one lane: a flow for each key, and the first ones in order.
+
+    Places in the two heaps are those of a moment, and are set right when they come to the top:
+    keys are only ever given more, and numbers of first requests only grow.
+
+    Args:
+        shares: Of all keys.
+
+    Attributes:
+        flows: By key, in the order of arrival.
+        most: Of each limit, what a first request takes at most.
+    """
+
+    def __init__(self, shares: _Shares, kinds: int) -> None:
+        self.flows: dict[bytes, OrderedDict[int, Ticket]] = {}
+        self.most = [0] * kinds
+        self._shares = shares
+        self._places: dict[bytes, _Place] = {}
+        # Keys that have had no more than others, by the numbers of their first requests, and those
+        # that are ahead.
+        self._even: list[tuple[int, _Place]] = []
+        self._ahead: list[_Place] = []
+
+    def put_in(self, ticket: Ticket) -> None:
+        """Take in a request, as the last one of its key."""
+        flow = self.flows.get(ticket.key)
+        if flow is not None:
+            flow[ticket.number] = ticket
+            return
+        self.flows[ticket.key] = OrderedDict({ticket.number: ticket})
+        self._place(ticket.key)
+        if len(self._even) + len(self._ahead) > 2 * len(self.flows) + _SOME:
+            self._even.clear()
+            self._ahead.clear()
+            for key in self.flows:
+                self._place(key)
+
+    def take_out(self, ticket: Ticket) -> None:
+        """Take out a request, wherever it is."""
+        flow = self.flows[ticket.key]
+        del flow[ticket.number]
+        if flow:
+            self._see(next(iter(flow.values())))
+        else:
+            del self.flows[ticket.key], self._places[ticket.key]
+
+    def walk(self) -> Generator[tuple[float, int, Ticket], None, None]:
+        """Yield where it stands, number and request of each key's first one, in order.
+
+        Nobody comes or goes meanwhile; close it.
+        """
+        passed: list[_Place] = []
+        try:
+            while place := self._first():
+                ticket = self.flows[place[2]][place[1]]
+                yield max(place[0], self._shares.level), place[1], ticket
+                if self._even:
+                    heapq.heappop(self._even)
+                else:
+                    heapq.heappop(self._ahead)
+                passed.append(place)
+            self.most = [0] * len(self.most)
+            for _, number, key in passed:
+                self._see(self.flows[key][number])
+        finally:
+            for place in passed:
+                self._push(place)
+
+    def _first(self) -> _Place | None:
+        level = self._shares.level
+        while self._ahead and (self._ahead[0][0] <= level or self._moved(self._ahead[0])):
+            self._set_right(heapq.heappop(self._ahead))
+        while self._even:
+            _, place = self._even[0]
+            if not self._moved(place):
+                return place
+            heapq.heappop(self._even)
+            self._set_right(place)
+            if not self._even:
+                return self._first()
+        return self._ahead[0] if self._ahead else None
+
+    def _moved(self, place: _Place) -> bool:
+        given, number, key = place
+        if self._places.get(key) is not place:
+            return True
+        return self._shares.given.get(key, 0.0) != given or next(iter(self.flows[key])) != number
+
+    def _set_right(self, place: _Place) -> None:
+        """Give a flow its place of this moment, unless it has left this one for another."""
+        if self._places.get(place[2]) is place:
+            self._place(place[2])
+
+    def _place(self, key: bytes) -> None:
+        number, ticket = next(iter(self.flows[key].items()))
+        self._see(ticket)
+        place = self._places[key] = (self._shares.given.get(key, 0.0), number, key)
+        self._push(place)
+
+    def _push(self, place: _Place) -> None:
+        if place[0] <= self._shares.level:
+            heapq.heappush(self._even, (place[1], place))
+        else:
+            heapq.heappush(self._ahead, place)
+
+    def _see(self, first: Ticket) -> None:
+        self.most = [*map(max, self.most, first.amounts)]
+
+
+class _Level:
+    """Who waits of one priority.
+
+    Attributes:
+        lines: By lane.
+    """
+
+    def __init__(self) -> None:
+        self.lines: dict[int, _Line] = {}
+        # How many wait of a key and the number of its latest one, below zero, and the key: as they
+        # were when it came. Until the next one comes both can only grow.
+        self._most: list[tuple[int, int, bytes]] = []
+
+    def came(self, key: bytes) -> None:
+        """Note that the latest of a key has come."""
+        heapq.heappush(self._most, (*self._claim(key), key))
+        if len(self._most) > 2 * sum(len(line.flows) for line in self.lines.values()) + _SOME:
+            keys = {key for line in self.lines.values() for key in line.flows}
+            self._most = [(*self._claim(key), key) for key in keys]
+            heapq.heapify(self._most)
+
+    def latest_of_most(self) -> Ticket:
+        """Return the latest request of the key with the most."""
+        while True:
+            *before, key = self._most[0]
+            waits = self._flows(key)
+            now = self._claim(key) if waits else None
+            if now is not None and now == tuple(before):
+                return next(flow[-now[1]] for flow in waits if -now[1] in flow)
+            if now is None:
+                heapq.heappop(self._most)
+            else:
+                heapq.heapreplace(self._most, (*now, key))
+
+    def _flows(self, key: bytes) -> list[OrderedDict[int, Ticket]]:
+        return [line.flows[key] for line in self.lines.values() if key in line.flows]
+
+    def _claim(self, key: bytes) -> tuple[int, int]:
+        flows = self._flows(key)
+        return -sum(map(len, flows)), -max(next(reversed(flow)) for flow in flows)
 
 
 class Gate:
@@ -85,9 +250,7 @@ class Gate:
         self._levels: dict[int, _Level] = {}
         self._priorities: list[int] = []
         self._lanes: Counter[int] = Counter()
-        # What each key was given, in parts of limits, and where the others are.
-        self._given: dict[bytes, float] = {}
-        self._level_with = 0.0
+        self._shares = _Shares()
 
     def enter(self, ticket: Ticket) -> None:
         """Take in a new request: it goes, or waits for `admit`."""
@@ -125,17 +288,7 @@ class Gate:
         """
         if self.waiting <= self._max_waiting:
             return None
-        level = self._levels[self._priorities[-1]]
-        waiting: Counter[bytes] = Counter()
-        for (_, key), flow in level.items():
-            waiting[key] += len(flow)
-        most = max(waiting.values())
-        last = [
-            next(reversed(flow.values()))
-            for (_, key), flow in level.items()
-            if waiting[key] == most
-        ]
-        ticket = max(last, key=lambda each: each.number)
+        ticket = self._levels[self._priorities[-1]].latest_of_most()
         self.leave(ticket)
         return ticket
 
@@ -165,9 +318,12 @@ class Gate:
 
     def _lacks(self, ticket: Ticket) -> int:
         """Return a bit for each limit within which there is no room."""
+        return self._lacking_for(ticket.amounts)
+
+    def _lacking_for(self, amounts: Sequence[int]) -> int:
         lacking = 0
         for kind, (amount, used, limit) in enumerate(
-            zip(ticket.amounts, self.used, self._limits, strict=True)
+            zip(amounts, self.used, self._limits, strict=True)
         ):
             if amount and limit is not None and used + min(amount, limit) > limit:
                 lacking |= 1 << kind
@@ -190,26 +346,29 @@ class Gate:
             priority: Where one was waiting a moment ago.
             lacking: What those of smaller priorities lack.
         """
-        flows = self._levels.get(priority, {})
-        heads = [
-            (self._start(ticket.key), ticket.number, ticket)
-            for ticket in (next(iter(flow.values())) for flow in flows.values())
-        ]
+        level = self._levels.get(priority)
+        walks = [(line, line.walk()) for line in level.lines.values()] if level is not None else []
+        heads = [(*next(walk), index) for index, (_, walk) in enumerate(walks)]
         heapq.heapify(heads)
-        while heads and not self._all_lack(lacking):
-            *_, ticket = heapq.heappop(heads)
-            lacks = self._lacks(ticket)
-            if not lacks and not ticket.lane & lacking:
-                return ticket, lacking
-            # Also of one that is kept by others: nobody takes meanwhile what it lacks itself.
-            lacking |= lacks
+        try:
+            while heads and not self._all_lack(lacking):
+                _, _, ticket, index = heapq.heappop(heads)
+                lacks = self._lacks(ticket)
+                if not lacks and not ticket.lane & lacking:
+                    return ticket, lacking
+                # Also of one that is kept by others: nobody takes meanwhile what it lacks itself.
+                lacking |= lacks
+                line, walk = walks[index]
+                # The others of its lane are kept, too, and most of them lack no more than it.
+                if self._lacking_for(line.most) & ~lacking and (head := next(walk, None)):
+                    heapq.heappush(heads, (*head, index))
+        finally:
+            for _, walk in walks:
+                walk.close()
         return None, lacking
 
     def _all_lack(self, lacking: int) -> bool:
         return all(lane & lacking for lane in self._lanes)
-
-    def _start(self, key: bytes) -> float:
-        return max(self._level_with, self._given.get(key, 0.0))
 
     def _charge(self, ticket: Ticket) -> None:
         parts = [
@@ -217,18 +376,23 @@ class Gate:
             for amount, limit in zip(ticket.amounts, self._limits, strict=True)
             if limit is not None
         ]
-        self._level_with = self._start(ticket.key)
-        self._given[ticket.key] = self._level_with + max(parts, default=0.0)
+        shares = self._shares
+        shares.level = shares.start(ticket.key)
+        shares.given[ticket.key] = shares.level + max(parts, default=0.0)
 
     def _put_in(self, ticket: Ticket) -> None:
         ticket.where = "waiting"
         self.waiting += 1
         self._lanes[ticket.lane] += 1
-        if ticket.priority not in self._levels:
-            self._levels[ticket.priority] = {}
+        level = self._levels.get(ticket.priority)
+        if level is None:
+            level = self._levels[ticket.priority] = _Level()
             bisect.insort(self._priorities, ticket.priority)
-        level = self._levels[ticket.priority]
-        level.setdefault((ticket.lane, ticket.key), OrderedDict())[ticket.number] = ticket
+        line = level.lines.get(ticket.lane)
+        if line is None:
+            line = level.lines[ticket.lane] = _Line(self._shares, len(self._limits))
+        line.put_in(ticket)
+        level.came(ticket.key)
 
     def _take_out(self, ticket: Ticket) -> None:
         self.waiting -= 1
@@ -236,14 +400,13 @@ class Gate:
         if not self._lanes[ticket.lane]:
             del self._lanes[ticket.lane]
         level = self._levels[ticket.priority]
-        flow = level[ticket.lane, ticket.key]
-        del flow[ticket.number]
-        if not flow:
-            del level[ticket.lane, ticket.key]
-        if not level:
+        line = level.lines[ticket.lane]
+        line.take_out(ticket)
+        if not line.flows:
+            del level.lines[ticket.lane]
+        if not level.lines:
             del self._levels[ticket.priority]
             self._priorities.remove(ticket.priority)
         if not self.waiting:
             # Who comes later starts afresh, and keys that ask no more are forgotten.
-            self._given.clear()
-            self._level_with = 0.0
+            self._shares = _Shares()

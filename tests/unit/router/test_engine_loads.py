@@ -143,3 +143,28 @@ async def test_each_choice_knows_what_was_given_and_told_until_then(
         tried = [some.name] if step % 7 == 0 else []
         # One that has never chosen before looks at everybody.
         assert said(seasoned, tried) == said(policy(), tried)
+
+
+class Counting(Tally):
+    looks = 0
+
+    def load(self, row: int) -> int:
+        self.looks += 1
+        return super().load(row)
+
+
+async def test_a_choice_looks_at_those_that_have_changed(control: ControlChannels) -> None:
+    tally = Counting()
+    instances = Fleet(tally)
+    for number in range(300):
+        instances.add(settings(f"pd{number}", "prefill-decode")).seen_well()
+    loads = EngineLoads(instances, control, Upstream(), Clock())
+    one = PolicyChooser(instances, Policy(parse_choice(BUSY)), deciders=True, loads=loads)
+    begun(one).pd(())
+    tally.looks = 0
+    for number, each in enumerate(instances.all[:20]):
+        loads.told(each.name, LoadReport(waiting=number, kv_used=0.5))
+        chosen = begun(one).pd(())
+        assert chosen is not None
+        chosen.working().__enter__()
+    assert tally.looks < 20 * 10

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from epd_portable.router.ingress.gate import Gate, Limit, Ticket
@@ -210,3 +212,49 @@ def test_nobody_takes_what_one_lacks_whom_others_keep_waiting() -> None:
         assert door.admit() == []
         door.leave(ticket)
     assert door.admit() == [large]
+
+
+class Counted(Ticket):
+    """Counts how often somebody looks at what it takes, and whose it is."""
+
+    looks = 0
+
+    @property
+    def amounts(self) -> Sequence[int]:
+        Counted.looks += 1
+        return self._amounts
+
+    @amounts.setter
+    def amounts(self, amounts: Sequence[int]) -> None:
+        self._amounts = amounts
+
+    @property
+    def key(self) -> bytes:
+        Counted.looks += 1
+        return self._key
+
+    @key.setter
+    def key(self, key: bytes) -> None:
+        self._key = key
+
+
+@pytest.mark.parametrize("keys", [10, 1000])
+def test_who_goes_next_is_found_without_a_look_at_everybody(keys: int) -> None:
+    door = Gate([4, 4], max_waiting=keys)
+    going = [Ticket([1, 1]) for _ in range(4)]
+    for ticket in going:
+        door.enter(ticket)
+    for number in range(keys):
+        # Texts behind pictures, of a key each; one of them is larger than the others.
+        amounts = [1, 2 if number == 3 else 1] if number % 2 else [1, 0]
+        door.enter(Counted(amounts, key=b"%d" % number))
+    Counted.looks = 0
+    went = 0
+    while went < 8:
+        door.leave(going.pop(0))
+        admitted = door.admit()
+        door.enter(Counted([1, 1], key=b"late %d" % went))
+        assert door.turn_away() is None or door.waiting == keys
+        going += admitted
+        went += len(admitted)
+    assert Counted.looks < 200
