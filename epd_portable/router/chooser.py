@@ -18,7 +18,7 @@ import msgspec
 from epd_portable.config.roles import Duty
 from epd_portable.router.choice import prefix
 from epd_portable.router.choice.explanation import Explanation
-from epd_portable.router.choice.holdings import Holdings
+from epd_portable.router.choice.holdings import Beginnings, Holdings
 from epd_portable.router.choice.policy import Policy
 from epd_portable.router.choice.profile import MOST_SHOWN, Decision
 from epd_portable.router.choice.situation import ROLE_LABEL, Need, Stage
@@ -282,6 +282,7 @@ class PolicyChooser:
         self.policy = policy
         self.instances = instances
         self.deciders = deciders
+        self.beginnings: Beginnings = {}
         self._observed: dict[Instance, Observed] = {}
         self._tiers: dict[Duty, list[tuple[Observed, ...]]] = {}
         self._rows: dict[int, Observed] = {}
@@ -314,7 +315,8 @@ class PolicyChooser:
         """Return an instance as the policy sees it."""
         found = self._observed.get(instance)
         if found is None:
-            return self._of(instance)
+            # It has left: what it has is of no use to anybody.
+            return Observed(instance, Holdings(), self._loads)
         found.look()
         return found
 
@@ -331,13 +333,16 @@ class PolicyChooser:
 
     def _of(self, instance: Instance) -> Observed:
         policy = self.policy
-        holdings = Holdings(items=policy.kept_items, blocks=policy.kept_blocks)
+        holdings = Holdings(
+            items=policy.kept_items, blocks=policy.kept_blocks, beginnings=self.beginnings
+        )
         return Observed(instance, holdings, self._loads)
 
     def _changed(self, instance: Instance) -> None:
         self._tiers.clear()
         if self.instances.get(instance.name) is not instance:
-            if self._observed.pop(instance, None) is not None:
+            if observed := self._observed.pop(instance, None):
+                observed.holdings.clear()
                 del self._rows[instance.row]
         elif instance not in self._observed:
             self._observed[instance] = self._rows[instance.row] = self._of(instance)
@@ -430,6 +435,7 @@ class _ByPolicy(Choosing):
             items=self._call.items,
             item=item,
             blocks=prompt.blocks,
+            having=self._chooser.beginnings.get(prompt.blocks[0], ()) if prompt.blocks else (),
             nbytes=prompt.nbytes,
             ends=prompt.ends,
             profile=self._profile,

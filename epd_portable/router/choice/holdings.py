@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Hashable, Iterable, Sequence
 from typing import TypeVar
 
@@ -22,13 +23,16 @@ class Recent(dict[K, None]):
         super().__init__()
         self._most = most
 
-    def use(self, keys: Iterable[K]) -> None:
-        """Take keys as used, the last one last."""
+    def use(self, keys: Iterable[K]) -> list[K]:
+        """Take keys as used, the last one last; return those that are gone for them."""
         for key in keys:
             self.pop(key, None)
             self[key] = None
-        while len(self) > self._most:
-            del self[next(iter(self))]
+        # In one go: each look for the first one passes the places of those that are gone.
+        gone = [*itertools.islice(self, max(0, len(self) - self._most))]
+        for key in gone:
+            del self[key]
+        return gone
 
     def forget(self, key: K) -> None:
         """Take a key as gone, if it is there."""
@@ -43,15 +47,19 @@ class Holdings:
     Args:
         items: How many encoder outputs it keeps at most.
         blocks: How many blocks of prompts.
+        beginnings: Where to note who has the first block of a prompt, by the block.
 
     Attributes:
         items: By name.
         blocks: See `Need.blocks`.
     """
 
-    __slots__ = ("blocks", "items")
+    __slots__ = ("_beginnings", "blocks", "items")
 
-    def __init__(self, *, items: int = 2048, blocks: int = 31_250) -> None:
+    def __init__(
+        self, *, items: int = 2048, blocks: int = 31_250, beginnings: Beginnings | None = None
+    ) -> None:
+        self._beginnings: Beginnings = {} if beginnings is None else beginnings
         self.items: Recent[str] = Recent(items)
         self.blocks: Recent[int] = Recent(blocks)
 
@@ -75,9 +83,23 @@ class Holdings:
 
     def use_prefix(self, blocks: Sequence[int]) -> None:
         """Take a request's blocks as computed here; the first of them stays longest."""
-        self.blocks.use(reversed(blocks))
+        self._begins_no_more(self.blocks.use(reversed(blocks)))
+        if blocks and blocks[0] in self.blocks:
+            self._beginnings.setdefault(blocks[0], set()).add(self)
 
     def clear(self) -> None:
-        """The instance has been started again, and has nothing."""
+        """The instance has been started again or has left, and has nothing."""
         self.items.clear()
+        self._begins_no_more(self.blocks)
         self.blocks.clear()
+
+    def _begins_no_more(self, blocks: Iterable[int]) -> None:
+        beginnings = self._beginnings
+        for block in blocks:
+            if block in beginnings:
+                beginnings[block].discard(self)
+                if not beginnings[block]:
+                    del beginnings[block]
+
+
+Beginnings = dict[int, set[Holdings]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -69,6 +69,7 @@ class Need:
         item: For ``encode`` the one that is to be encoded.
         blocks: Names of the request's text, block by block, each with all before it: equal for two
             requests as far as these begin alike. Media count by their content.
+        having: Whose caches have the first of the blocks; ``None`` if nobody has looked it up.
         nbytes: Of the prompt, also of what is beyond the blocks; each token that an item is taken
             for counts as much as one of text.
         block_bytes: Of one block, if no ``ends`` are given.
@@ -83,6 +84,7 @@ class Need:
     items: Sequence[AskedItem] = ()
     item: AskedItem | None = None
     blocks: Sequence[int] = ()
+    having: Collection[Holdings] | None = None
     nbytes: int = 0
     block_bytes: int = 256
     ends: Sequence[int] = ()

@@ -89,7 +89,12 @@ def cached_tokens(need: Need, contenders: Sequence[Contender]) -> list[int]:
     """Return how many of the prompt's first tokens each contender most likely has."""
     blocks, found, matched = need.blocks, [0] * len(contenders), 0
     if blocks:
-        for index in [i for i, each in enumerate(contenders) if blocks[0] in each.holdings.blocks]:
+        having = need.having
+        if having is None:
+            having = {each.holdings for each in contenders if blocks[0] in each.holdings.blocks}
+        if not having:
+            return found
+        for index in [i for i, each in enumerate(contenders) if each.holdings in having]:
             # Mostly as many as another one has: of a system prompt, say.
             matched = contenders[index].holdings.prefix(blocks, matched)
             found[index] = need.up_to(matched)

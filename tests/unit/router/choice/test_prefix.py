@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import random
+
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd_portable.router.choice.holdings import Holdings, Recent
+from epd_portable.router.choice.holdings import Beginnings, Holdings, Recent
 from epd_portable.router.choice.prefix import chain
 from epd_portable.router.chooser import pieces
 from epd_portable.router.contents.body import Call, Rules, read_call
@@ -108,3 +110,33 @@ def test_every_interface_has_its_prompt(path: str, fields: dict[str, object]) ->
 
 def test_a_body_that_nobody_read_has_none() -> None:
     assert named(Call.untouched("POST", "/v1/audio/transcriptions", b"x")) == ()
+
+
+def test_whose_caches_have_a_beginning_is_known_without_a_look_at_all() -> None:
+    chance = random.Random(11)
+    beginnings: Beginnings = {}
+    everybody = [Holdings(blocks=12, beginnings=beginnings) for _ in range(5)]
+    prompts = [tuple(10 * n + depth for depth in range(1 + n % 7)) for n in range(30)]
+    hits = 0
+    for _ in range(2000):
+        one = chance.choice(everybody)
+        if chance.random() < 0.02:
+            one.clear()
+        else:
+            one.use_prefix(chance.choice(prompts))
+        for blocks in prompts:
+            having = {each for each in everybody if blocks[0] in each.blocks}
+            assert beginnings.get(blocks[0], set()) == having
+            hits += len(having)
+    assert hits
+    for each in everybody:
+        each.clear()
+    assert not beginnings
+
+
+def test_how_much_of_a_prompt_is_known_is_found_from_any_guess() -> None:
+    one = Holdings(blocks=5)
+    one.use_prefix(tuple(range(8)))
+    assert [one.prefix(tuple(range(8)), guess) for guess in range(9)] == [5] * 9
+    assert [one.prefix((9, 8), guess) for guess in range(3)] == [0] * 3
+    assert [one.prefix((0, 1), guess) for guess in range(3)] == [2] * 3
