@@ -155,6 +155,11 @@ class KeptRoom:
                 del self._embeds[kept.consumer]
         return kept.item
 
+    def keeps(self, consumer: str, item: Item) -> bool:
+        """Tell whether transfers keep an item for a consumer."""
+        others = (self._transfers.get(holder) for holder in item.holders)
+        return any(each is not None and each.consumer == consumer for each in others)
+
     def by_consumer(self) -> Counter[str]:
         """Return the room of each consumer that has any."""
         return self._embeds.copy()
@@ -203,8 +208,10 @@ class _Step:
         room: Of the cache.
         kept: For each consumer, with what starts in this step.
         share: What each may keep.
+        spare: Room that is no part of a share, for who goes beyond its own.
         short: Somebody who is entitled waits for room.
         counted: Items that are encoded in this step.
+        charged: Items that are kept from this step on, with their consumers.
         behind: What follows in the lines of those who start.
     """
 
@@ -213,13 +220,21 @@ class _Step:
     room: int
     kept: Counter[str]
     share: int
+    spare: int = 0
     short: bool = False
     counted: set[str] = field(default_factory=set)
+    charged: set[tuple[str, str]] = field(default_factory=set)
     behind: dict[_Line, Iterator[_Arrival]] = field(default_factory=dict)
 
-    def reserve(self, consumers: Iterable[str]) -> int:
-        """Return how much of their shares these do not keep."""
-        return sum(max(0, self.share - self.kept[consumer]) for consumer in consumers)
+    def beyond(self, consumer: str, more: int) -> int:
+        """Return how much of what a consumer takes more is beyond its share."""
+        kept = self.kept[consumer]
+        return max(0, kept + more - max(kept, self.share))
+
+    def take(self, consumer: str, more: int) -> None:
+        """Let a consumer keep more from this step on."""
+        self.spare -= self.beyond(consumer, more)
+        self.kept[consumer] += more
 
 
 class EncodeQueue:
@@ -413,15 +428,20 @@ class EncodeQueue:
         return left
 
     def _admit_beyond(self, left: list[tuple[int, _Arrival]], step: _Step) -> None:
-        """Let consumers take more than their shares of what no share of another is made of."""
+        """Let consumers take more than their shares of what no share of another is made of.
+
+        An item that is kept for several consumers is counted for each: all but one may let it go.
+        """
+        step.spare = self._cache.cache_size - step.share * len(self._lines)
+        step.spare -= sum(
+            max(0, kept - step.share if consumer in self._lines else kept)
+            for consumer, kept in step.kept.items()
+        )
         held: set[str] = set()
-        reserve = step.reserve(self._lines)
         for _, arrival in left:  # It grows.
-            spare = reserve - step.reserve(arrival.consumers)
-            if not held.isdisjoint(arrival.consumers) or step.room < spare:
+            if step.spare < 0 or not held.isdisjoint(arrival.consumers):
                 held.update(arrival.consumers)
-            elif self._try(arrival, step, spare=spare) == "starts":
-                reserve = spare + step.reserve(arrival.consumers)
+            elif self._try(arrival, step, beyond=True) == "starts":
                 self._follow(arrival, step, left)
             else:
                 held.update(arrival.consumers)
@@ -440,25 +460,33 @@ class EncodeQueue:
             return max(0, size) // sharing
         return (size - max(needed, size // sharing)) // max(1, sharing - 1)
 
-    def _try(self, arrival: _Arrival, step: _Step, spare: int | None = None) -> Outcome:
+    def _try(self, arrival: _Arrival, step: _Step, *, beyond: bool = False) -> Outcome:
         """Admit a request, or the next part of it, if it may start.
 
         Args:
             arrival: The request.
             step: What is left.
-            spare: Room to leave; ``None`` if the request must be entitled.
+            beyond: It may be beyond a share; otherwise it must be entitled.
         """
-        kept = max([step.kept[consumer] for consumer in arrival.consumers])
         if arrival.in_parts:
-            return self._try_part(arrival, step, kept, spare)
-        outcome = self._try_whole(arrival, step, kept, spare)
+            return self._try_part(arrival, step, beyond=beyond)
+        outcome = self._try_whole(arrival, step, beyond=beyond)
         if outcome != "starts" and not arrival.whole:
-            return self._try_part(arrival, step, kept, spare)
+            return self._try_part(arrival, step, beyond=beyond)
         return outcome
 
-    def _try_whole(self, arrival: _Arrival, step: _Step, kept: int, spare: int | None) -> Outcome:
-        if spare is None and step.short and kept + arrival.total > step.share:
+    def _try_whole(self, arrival: _Arrival, step: _Step, *, beyond: bool) -> Outcome:
+        charges = []
+        for consumer in arrival.consumers:
+            kept = step.kept[consumer]
+            # Where room is short, what is kept already must not be kept for longer.
+            more = arrival.total if step.short else self._charge(arrival, consumer, step)
+            if not beyond and kept + more > step.share and (kept or step.short):
+                return "beyond"
+            charges.append((consumer, more))
+        if beyond and sum(step.beyond(*each) for each in charges) > step.spare:
             return "beyond"
+        request = arrival.request
         wanted = idle = 0
         for mm_hash, size in arrival.sizes.items():
             item = self._cache.items.get(mm_hash)
@@ -466,14 +494,9 @@ class EncodeQueue:
                 wanted += 0 if mm_hash in step.counted else size
             elif not item.holders:
                 idle += size
-        # Where room is short, what is kept for somebody else must not be kept for longer.
-        room = arrival.total if step.short else idle + wanted
-        if spare is None and kept + room > step.share and (kept or step.short):
-            return "beyond"
-        request = arrival.request
         if request.num_prompt_tokens > step.tokens or wanted > step.embeddings:
             return "full"
-        if idle + wanted > step.room - (spare or 0):
+        if idle + wanted > step.room:
             return "short"
         for index, feature in enumerate(request.mm_features):
             if not self._cache.hold_entry(request, index):
@@ -482,18 +505,32 @@ class EncodeQueue:
         step.tokens -= request.num_prompt_tokens
         step.embeddings -= wanted
         step.room -= idle + wanted
-        for consumer in arrival.consumers:
-            step.kept[consumer] += room
+        for consumer, more in charges:
+            step.take(consumer, more)
+            step.charged.update((consumer, mm_hash) for mm_hash in arrival.sizes)
         return "starts"
 
-    def _try_part(self, arrival: _Arrival, step: _Step, kept: int, spare: int | None) -> Outcome:
+    def _charge(self, arrival: _Arrival, consumer: str, step: _Step) -> int:
+        """Return how much more a consumer keeps if a request of its starts."""
+        more = 0
+        for mm_hash, size in arrival.sizes.items():
+            item = self._cache.items.get(mm_hash)
+            kept = item is not None and item.is_here and self._kept.keeps(consumer, item)
+            if not kept and (consumer, mm_hash) not in step.charged:
+                more += size
+        return more
+
+    def _try_part(self, arrival: _Arrival, step: _Step, *, beyond: bool) -> Outcome:
         """Admit as many of a request's next items as its consumers may take."""
         request = arrival.request
         first, wanted = self._part(arrival)
-        most = step.room - (spare or 0)
-        if spare is None:
+        most = step.room
+        for consumer in arrival.consumers:
+            kept = step.kept[consumer]
             share = step.share - kept
-            if not kept and not step.short:
+            if beyond:
+                share = max(0, share) + step.spare // len(arrival.consumers)
+            elif not kept and not step.short:
                 share = max(share, first)
             if first > max(0, share):
                 return "beyond"
@@ -509,18 +546,19 @@ class EncodeQueue:
         step.embeddings -= taken
         step.room -= taken
         for consumer in arrival.consumers:
-            step.kept[consumer] += taken
+            step.take(consumer, taken)
         return "starts"
 
     def _part(self, arrival: _Arrival) -> tuple[int, int]:
-        """Return the room that the next of a request's remaining items takes, and all of them."""
+        """Return how much the next of a request's remaining items takes, and all of them."""
         request = arrival.request
         rest = dict.fromkeys(
             feature.identifier
             for feature in request.mm_features
             if feature.mm_position.offset + feature.mm_position.length > request.num_computed_tokens
         )
-        sizes = [arrival.sizes[each] for each in rest if not self._cache.holders(each)]
+        held = self._cache.holders
+        sizes = [arrival.sizes[each] for each in rest if request.request_id not in held(each)]
         return (sizes[0], sum(sizes)) if sizes else (0, 0)
 
     def _tell_parts(self, arrival: _Arrival) -> None:

@@ -137,11 +137,13 @@ class TwoLevelCache(EncoderCacheManager):
     def check_and_update_cache(self, request: MultiModalRequest, input_id: int) -> bool:
         """Return whether the item has an entry that the request may hold, and let it."""
         limit = self.limits.get(request.request_id)
-        item = self.items.get(request.mm_features[input_id].identifier)
-        if limit is not None and item is not None and item.is_here and not item.holders:
-            if item.num_embeds > limit:
+        mm_hash = request.mm_features[input_id].identifier
+        if limit is not None and mm_hash in self:
+            item = self.items[mm_hash]
+            more = 0 if request.request_id in item.holders else item.num_embeds
+            if more > limit:
                 return False
-            self.limits[request.request_id] = limit - item.num_embeds
+            self.limits[request.request_id] = limit - more
         return super().hold_entry(request, input_id)
 
     def can_allocate(

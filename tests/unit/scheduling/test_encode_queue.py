@@ -442,6 +442,17 @@ def test_a_share_is_left_for_each_of_the_others_however_large_their_last_items_w
     assert desk.step() == ["a1"], "the share is three: six are left for b and c"
 
 
+def test_an_item_that_is_kept_for_another_counts_in_full_for_who_wants_it_too() -> None:
+    desk = Desk(cache=12, embeddings=12)
+    for name, size in (("a", 4), ("b", 1), ("c", 4)):
+        desk.arrive(name, (name, size), to=(name,))
+    assert desk.step() == ["a", "b", "c"]
+    desk.arrive("c1", ("a", 4), to=C)
+    assert desk.step() == [], "once a has it, c alone would keep eight, and b's share is four"
+    desk.transferred("c", "c")
+    assert desk.step() == ["c1"]
+
+
 def test_requests_without_consumers_start_in_their_order() -> None:
     desk = Desk()
     for name, size in (("a", 8), ("b", 8), ("c", 1)):

@@ -1,0 +1,39 @@
+"""Whatever happens to an encode instance, its requests end; over vLLM's real scheduler.
+
+See `tests.property.engine_model.encode`, which tries any number of seeds on demand.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from tests.property.budget import TIMES, is_thorough
+
+pytestmark = pytest.mark.needs_vllm
+
+SEEDS = 250
+MUST_HAPPEN = {
+    "copies lost",
+    "items encoded",
+    "items missing",
+    "items restored",
+    "requests in parts",
+    "requests that ended: cancelled",
+    "requests that ended: stop",
+    "requests with several items",
+    "resets",
+    "transfers",
+}
+
+
+def test_every_request_ends_and_nobody_waits_for_what_another_does_not_take() -> None:
+    from tests.property.engine_model.encode import tried
+
+    seen: Counter[str] = Counter()
+    for seed in range(SEEDS * (TIMES if is_thorough() else 1)):
+        some, problem = tried(seed)
+        assert not problem, problem
+        seen += some
+    assert seen.keys() >= MUST_HAPPEN, MUST_HAPPEN - seen.keys()
