@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests import warm
 from tests.e2e.asking import Answer, ask, assert_close
 from tests.e2e.conftest import Pair, Split
 from tests.e2e.engines import config_of, named
@@ -55,8 +55,7 @@ class Deployment:
 
 
 def epd_launch(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "epd_portable.launch.cli", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return warm.nursery().run("-m", "epd_portable.launch.cli", *words, timeout=120)
 
 
 def connections(split: Split) -> dict[str, set[Any]]:

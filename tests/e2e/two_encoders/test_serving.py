@@ -76,17 +76,15 @@ def test_a_killed_launcher_leaves_no_process_no_port_and_no_shared_memory(
     wait_until(lambda: not any(map(alive, family)), "every process has ended")
     wait_until(lambda: not any(path.exists() for path in shared), "shared memory is removed")
     # Other tests may be given the same ports by now.
-    for port in ports:
-        of_the_run = [each for each in listeners(port) if runs_for(each) == run_id]
-        assert of_the_run == []
+    assert run_id not in {runs_for(each) for each in listeners(ports)}
 
 
-def listeners(port: int) -> Iterator[psutil.Process]:
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            for connection in process.net_connections("tcp"):
-                if (connection.status, connection.laddr.port) == (psutil.CONN_LISTEN, port):
-                    yield process
+def listeners(ports: set[int]) -> Iterator[psutil.Process]:
+    for connection in psutil.net_connections("tcp"):
+        listens = connection.status == psutil.CONN_LISTEN and connection.laddr.port in ports
+        if listens and connection.pid is not None:
+            with contextlib.suppress(psutil.Error):
+                yield psutil.Process(connection.pid)
 
 
 def runs_for(process: psutil.Process) -> str:
