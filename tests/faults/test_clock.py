@@ -25,9 +25,9 @@ ASKS_THE_WALL_CLOCK = {
     "router/observability/record.py": "logs and traces say when a request came",
     "connector/stores/file.py": "files of a folder are as old as their change times say",
     "connector/stores/redis.py": "entries expire by a clock that all writers share",
-    "launch/command_line.py": "events for programs say when they were",
-    "launch/members.py": "a key of the page is good for hours",
-    "launch/supervisor.py": "files older than the run are not its own, by their change times",
+    "launch/commands/command_line.py": "events for programs say when they were",
+    "launch/commands/members.py": "a key of the page is good for hours",
+    "launch/run/supervisor.py": "files older than the run are not its own, by their change times",
 }
 
 
