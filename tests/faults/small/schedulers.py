@@ -167,7 +167,7 @@ class EncodeScheduler(Scheduler):
 
     def state(self) -> dict[str, int]:
         dispatcher = self._dispatcher
-        return {"waiting": len(dispatcher._waiting), "sending": len(dispatcher._sending)}
+        return {"waiting": len(dispatcher._waiting), "sending": len(dispatcher.kept)}
 
 
 class PDScheduler(Scheduler):
