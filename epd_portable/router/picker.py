@@ -335,7 +335,7 @@ class Consultation:
         self._whole_answer = bool(call.items) and not call.stream and status < 400
         out.begin(status, {})
         await self._pass_on()
-        await self._pass_pieces()
+        await self._pass_pieces(one.pd)
         await self._over.wait()
         out.end()
         return status
@@ -445,12 +445,13 @@ class Consultation:
             response.mode_override.response_body_mode = ext_proc.BUFFERED
         await self._tell(response)
 
-    async def _pass_pieces(self) -> None:
+    async def _pass_pieces(self, pd: Instance) -> None:
         """Pass an answer's body on where it comes by here: as it comes, or checked as a whole."""
         whole = bytearray()
         ends = self._answer_ends or not (self._answer_streams or self._whole_answer)
         while not ends:
             piece, ends = await self._answer_pieces.get()
+            pd.heard()
             if self._over.is_set():
                 return
             if self._whole_answer:

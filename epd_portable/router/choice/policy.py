@@ -173,6 +173,7 @@ _DEFAULT = Profile(
     "default",
     {},
     {"consistent-hash-scorer": (ConsistentHashScorer("consistent-hash-scorer", {}), 1.0)},
+    trusted=("consistent-hash-scorer",),
 )
 
 

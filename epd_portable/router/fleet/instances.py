@@ -321,12 +321,15 @@ class Instance:
 
     # What is seen of it by requests.
 
+    def heard(self) -> None:
+        """Bytes of an answer have come from it."""
+        self._tally.heard(self.row, self._clock())
+
     def hearing(self, take: Callable[[bytes], bool]) -> Callable[[bytes], bool]:
         """Return what takes pieces of its answer, and notes that they come."""
-        tally, row, clock = self._tally, self.row, self._clock
 
         def taken(data: bytes) -> bool:
-            tally.heard(row, clock())
+            self.heard()
             return take(data)
 
         return taken

@@ -165,3 +165,31 @@ async def test_by_default_a_request_is_refused_without_its_items(build: Build) -
     response = await t.chat(TEXT, RED)
     assert response.status_code == 503
     assert LEFT_OUT not in response.headers
+
+
+# -- the same item in two requests -----------------------------------------------------------------
+
+
+async def test_a_picture_that_is_being_encoded_is_asked_for_where_that_is(build: Build) -> None:
+    t = await build(encoders=6)
+    begun, both = asyncio.Event(), asyncio.Event()
+
+    async def encode(received: Received) -> Response:
+        if begun.is_set():
+            both.set()
+        begun.set()
+        await both.wait()
+        return JSONResponse({})
+
+    async def generate(received: Received) -> Response:
+        await both.wait()
+        return JSONResponse({})
+
+    for encoder in t.encoders:
+        encoder.behaviour = encode
+    t.pd.behaviour = generate
+    first = asyncio.create_task(t.chat(RED, TEXT))
+    await begun.wait()
+    second = await t.chat(RED, TEXT)
+    assert [(await first).status_code, second.status_code] == [200, 200]
+    assert sorted(len(encoder.received) for encoder in t.encoders) == [0, 0, 0, 0, 0, 2]

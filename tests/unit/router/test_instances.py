@@ -555,6 +555,24 @@ def test_another_process_sees_what_one_decides(two: Two) -> None:
     assert chosen(other, "item") == "b"
 
 
+def test_bytes_that_come_to_another_process_say_that_an_instance_lives() -> None:
+    memory, clock = memoryview(bytearray(Tally.nbytes(2))), Clock()
+    deciding = Fleet(Tally(memory, columns=2, column=0), clock=clock)
+    other = Fleet(Tally(memory, columns=2, column=1), report=lambda *_: None, clock=clock)
+    deciding.watch(lambda instance: other.take(instance.view))
+    here = well(deciding.add(named("a")))
+    there = found(other, "a")
+    for miss in (SILENT, lambda instance: instance.seen_failing("answered 503")):
+        for _ in range(2 * PROBES_UNTIL_DOWN):
+            there.heard()
+            miss(here)
+            assert there.healthy
+        for _ in range(PROBES_UNTIL_DOWN - 1):
+            miss(here)
+        assert not there.healthy
+        WELL(here)
+
+
 def test_load_is_that_of_all_processes(two: Two) -> None:
     deciding, other, _ = two
     deciding.watch(lambda instance: other.take(instance.view))
