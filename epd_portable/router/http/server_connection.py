@@ -40,9 +40,9 @@ LARGE_BYTES = 64 * 1024
 CLEARED_BYTES = MAX_JSON_BYTES + (1 << 20)
 """Bodies from this size on lie in memory that is cleared page by page, as they come. No text that
 is read at once is as long."""
-MEMORY_FROM = 4
-"""A shorter one gets all its memory when one part in so many of it has come: growing step by step
-copies it several times over, and who announces a body need not send it."""
+MEMORY_FROM = 16
+"""A shorter one gets all its memory when one part in so many of it has come: who announces a body
+need not send it, but growing step by step to the end copies it several times over."""
 _READ_BYTES = 256 * 1024
 BREATH_BYTES = 512 * 1024
 """Of one body, until others are served."""
@@ -152,12 +152,16 @@ class ClientRequest:
         """Bytes of a body of known length that are still to come."""
         return max(self.announced - self._nbytes, 0)
 
-    def place(self) -> memoryview | None:
-        """Return where the next bytes of a large body go; ``None`` if they are to be added."""
+    def place(self, shared: memoryview) -> memoryview:
+        """Return where the next bytes go: into the body, or ``shared`` if they are to be added."""
+        nbytes = self.announced
+        if self.dropped or nbytes <= LARGE_BYTES:
+            return shared[: self.left]
         if not self.placed:
-            nbytes, cleared = self.announced, self.announced >= CLEARED_BYTES
-            if nbytes <= LARGE_BYTES or not (cleared or self._nbytes * MEMORY_FROM >= nbytes):
-                return None
+            cleared = nbytes >= CLEARED_BYTES
+            first_bytes = 0 if cleared else -(-nbytes // MEMORY_FROM)
+            if self._nbytes < first_bytes:
+                return shared[: first_bytes - self._nbytes]
             beginning = self._data
             self._data = mmap.mmap(-1, nbytes) if cleared else bytearray(nbytes)
             self._data[: self._nbytes] = beginning
@@ -175,9 +179,9 @@ class ClientRequest:
         self._nbytes += nbytes
         if self._count is None or self.dropped:
             return
-        data = self._data
+        held_bytes = len(self._data) if isinstance(self._data, bytearray) else self._nbytes
         try:
-            self._count(len(data) if isinstance(data, bytearray) else self._nbytes)
+            self._count(held_bytes)
         except Exception as error:
             self._count = None
             self.fail(error)
@@ -199,6 +203,8 @@ class ClientRequest:
 
     def leave(self) -> None:
         """Note that the client has gone."""
+        # The error keeps who raises it, and so this.
+        self.drop()
         self.fail(ClientGoneError("while its request was read"))
         if self._gone is not None:
             self._gone()
@@ -380,6 +386,9 @@ class ServerConnection(asyncio.BufferedProtocol):
         self._waiting = b""
         self.resume_writing()
         request, self._request = self._request, None
+        # What refers to each other is freed late, and a parser keeps what it has of a head.
+        self._arriving = None
+        del self._parser
         if request is not None:
             request.leave()
 
@@ -409,8 +418,7 @@ class ServerConnection(asyncio.BufferedProtocol):
         arriving = self._arriving
         if arriving is None or not arriving.left:
             return self._clients.buffer[:LARGE_BYTES]
-        place = None if arriving.dropped else arriving.place()
-        return self._clients.buffer[: arriving.left] if place is None else place
+        return arriving.place(self._clients.buffer)
 
     def buffer_updated(self, nbytes: int) -> None:
         """See `asyncio.BufferedProtocol`."""
