@@ -40,7 +40,7 @@ LARGE_BYTES = 64 * 1024
 CLEARED_BYTES = MAX_JSON_BYTES + (1 << 20)
 """Bodies from this size on lie in memory that is cleared page by page, as they come. No text that
 is read at once is as long."""
-MEMORY_FROM = 16
+MEMORY_FROM = 32
 """A shorter one gets all its memory when one part in so many of it has come: who announces a body
 need not send it, but growing step by step to the end copies it several times over."""
 _READ_BYTES = 256 * 1024
