@@ -54,6 +54,7 @@ class HostCopies:
             orders: Of the scheduler.
             encoder_cache: The model runner's, by ``mm_hash``; gets what is restored.
         """
+        self._missing.difference_update(orders.dropped)  # The scheduler knows.
         for mm_hash in orders.restored:
             output = self._restore(mm_hash)
             if output is not None:
@@ -65,7 +66,6 @@ class HostCopies:
                     self._report.missing.add(mm_hash)
         for mm_hash in orders.dropped:
             self._wanted.discard(mm_hash)
-            self._missing.discard(mm_hash)
             copy = self._copies.pop(mm_hash, None)
             if copy is not None:
                 copy.output = None

@@ -212,6 +212,7 @@ class _Step:
         short: Somebody who is entitled waits for room.
         counted: Items that are encoded in this step.
         charged: Items that are kept from this step on, with their consumers.
+        charges: What is known of requests, see `EncodeQueue._charges`.
         behind: What follows in the lines of those who start.
     """
 
@@ -223,7 +224,8 @@ class _Step:
     spare: int = 0
     short: bool = False
     counted: set[str] = field(default_factory=set)
-    charged: set[tuple[str, str]] = field(default_factory=set)
+    charged: dict[str, set[str]] = field(default_factory=dict)
+    charges: dict[_Arrival, dict[str, int]] = field(default_factory=dict)
     behind: dict[_Line, Iterator[_Arrival]] = field(default_factory=dict)
 
     def beyond(self, consumer: str, more: int) -> int:
@@ -439,7 +441,8 @@ class EncodeQueue:
         )
         held: set[str] = set()
         for _, arrival in left:  # It grows.
-            if step.spare < 0 or not held.isdisjoint(arrival.consumers):
+            in_vain = step.spare <= 0 and not step.charges.get(arrival)
+            if in_vain or not held.isdisjoint(arrival.consumers):
                 held.update(arrival.consumers)
             elif self._try(arrival, step, beyond=True) == "starts":
                 self._follow(arrival, step, left)
@@ -476,15 +479,16 @@ class EncodeQueue:
         return outcome
 
     def _try_whole(self, arrival: _Arrival, step: _Step, *, beyond: bool) -> Outcome:
-        charges = []
+        # Where room is short, what is kept already must not be kept for longer.
+        charges = {} if step.short else self._charges(arrival, step)
+        over = 0
         for consumer in arrival.consumers:
-            kept = step.kept[consumer]
-            # Where room is short, what is kept already must not be kept for longer.
-            more = arrival.total if step.short else self._charge(arrival, consumer, step)
-            if not beyond and kept + more > step.share and (kept or step.short):
+            kept, more = step.kept[consumer], charges.get(consumer, arrival.total)
+            if beyond:
+                over += step.beyond(consumer, more)
+            elif kept + more > step.share and (kept or step.short):
                 return "beyond"
-            charges.append((consumer, more))
-        if beyond and sum(step.beyond(*each) for each in charges) > step.spare:
+        if beyond and over > step.spare:
             return "beyond"
         request = arrival.request
         wanted = idle = 0
@@ -505,20 +509,29 @@ class EncodeQueue:
         step.tokens -= request.num_prompt_tokens
         step.embeddings -= wanted
         step.room -= idle + wanted
-        for consumer, more in charges:
-            step.take(consumer, more)
-            step.charged.update((consumer, mm_hash) for mm_hash in arrival.sizes)
+        for consumer in arrival.consumers:
+            step.take(consumer, charges.get(consumer, arrival.total))
+            for mm_hash in arrival.sizes:
+                step.charged.setdefault(mm_hash, set()).add(consumer)
         return "starts"
 
-    def _charge(self, arrival: _Arrival, consumer: str, step: _Step) -> int:
-        """Return how much more a consumer keeps if a request of its starts."""
-        more = 0
-        for mm_hash, size in arrival.sizes.items():
-            item = self._cache.items.get(mm_hash)
-            kept = item is not None and item.is_here and self._kept.keeps(consumer, item)
-            if not kept and (consumer, mm_hash) not in step.charged:
-                more += size
-        return more
+    def _charges(self, arrival: _Arrival, step: _Step) -> dict[str, int]:
+        """Return how much more each consumer of a request keeps if that starts.
+
+        Those that keep none of it are left out.
+        """
+        charges = step.charges.get(arrival)
+        if charges is None:
+            charges = step.charges[arrival] = {}
+            for mm_hash, size in arrival.sizes.items():
+                item = self._cache.items.get(mm_hash)
+                if item is None and mm_hash not in step.charged:
+                    continue
+                for consumer in arrival.consumers:
+                    charged = step.charged.get(mm_hash, ())
+                    if consumer in charged or (item and self._kept.keeps(consumer, item)):
+                        charges[consumer] = charges.get(consumer, arrival.total) - size
+        return charges
 
     def _try_part(self, arrival: _Arrival, step: _Step, *, beyond: bool) -> Outcome:
         """Admit as many of a request's next items as its consumers may take."""

@@ -96,6 +96,8 @@ def test_a_copy_that_was_dropped_does_not_come_back_and_the_scheduler_hears_of_i
     assert not copies.is_missing("cat"), "it is encoded again"
     copies.carry_out(HostOrders(dropped=["dog"]), cache)
     assert not copies.is_missing("dog"), "the scheduler knows"
+    copies.carry_out(HostOrders(restored=["dog"], dropped=["dog"]), cache)
+    assert copies.is_missing("dog"), "it does not know yet"
 
 
 def test_a_copy_that_cannot_be_made_ends_nothing_and_the_scheduler_hears_of_it(

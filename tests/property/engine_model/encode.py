@@ -215,6 +215,8 @@ class Worker:
     def execute(self, planned: Any, encoded: list[str]) -> None:
         """Do what a step says, as `EPDConnector`'s half for workers and vLLM's runner do."""
         metadata = planned.ec_connector_metadata
+        self.missing.difference_update(metadata.copies.dropped)
+        self.told.difference_update(metadata.copies.dropped)
         for name in metadata.copies.restored:
             if name not in self.copies:
                 raise Violation(f"{name} is restored, and no copy of it was kept")
@@ -232,8 +234,6 @@ class Worker:
         for name in metadata.copies.dropped:
             self.copies.pop(name, None)
             self.wanted.discard(name)
-            self.missing.discard(name)
-            self.told.discard(name)
         self.wanted.update(metadata.copies.kept)
         for order in metadata.orders:
             name = order.mm_hash
