@@ -100,7 +100,7 @@ class HostCopies:
         if output is None:
             return
         try:
-            host = self._to_host(output, computed)
+            host = self._copy(output, computed)
         except Exception as error:
             self._tell(mm_hash, "made", error)
             copy.output = None
@@ -110,7 +110,7 @@ class HostCopies:
             if copy.output is not None:
                 copy.output = host
 
-    def _to_host(self, output: torch.Tensor, computed: DeviceEvent) -> torch.Tensor:
+    def _copy(self, output: torch.Tensor, computed: DeviceEvent) -> torch.Tensor:
         if output.is_cpu:
             return output.clone()  # It may be a part of what was computed together.
         self._device.platform.set_device(self._device.index)
