@@ -163,7 +163,8 @@ def test_damaged_entries_are_found_encoded_anew_and_written_anew(stored: Stored)
     stored.forget()
     stored.ask(asked)
     stored.topology.until(lambda: len(stored.entries()) == AT_ONCE, "all is stored")
-    stored.forget()
+    # A picture that two encoders were asked for is written twice.
+    stored.check_nothing_is_left()
     entries = stored.entries()
     damages = list(DAMAGES.values())
     for number, name in enumerate(entries):

@@ -51,8 +51,8 @@ class EncodeWorker:
     """Encodes pictures and hands them to a `Sender`."""
 
     def __init__(self, config: InstanceConfig, copies: DeviceCopies) -> None:
-        store = open_writer(config, namespace_of(config, fingerprint))
-        self._sender = Sender(config, fingerprint(), copies, store=store)
+        self._store = open_writer(config, namespace_of(config, fingerprint))
+        self._sender = Sender(config, fingerprint(), copies, store=self._store)
         self._cache: dict[str, torch.Tensor] = {}
 
     def step(self, step: Step) -> Done:
@@ -65,6 +65,7 @@ class EncodeWorker:
             self._sender.output_ready(mm_hash, output)
         sender = self._sender
         kept = {"orders": len(sender._orders), "outputs": len(sender._outputs)}
+        kept["unwritten"] = self._store._waiting_bytes if self._store else 0
         state = {**kept, "transfers": len(sender._session), "items": len(self._cache)}
         return Done([], sender.take_ended(), state)
 
