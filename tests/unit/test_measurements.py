@@ -17,7 +17,7 @@ from tests.measurements.pages import PageTable
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs/measurements"
 CHECKED = sorted(path.stem for path in FOLDER.glob("2*.md"))
-QUOTES = {"README.md": ("Transfer paths",)}
+QUOTES = {"README.md": ("What it brings, and where it loses", "Transfer paths")}
 """Sections of other pages that quote figures."""
 
 
