@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from epd_portable.runners.prompt import PromptItem
+from epd_portable.scheduling.items import PromptItem
 from epd_portable.wire.descriptors import TensorSpec
 
 

@@ -2,42 +2,13 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from epd_portable.connector.registry import STORE
-from epd_portable.scheduling.items import Claimant, Item
-from epd_portable.wire.descriptors import TensorSpec
+from epd_portable.scheduling.items import Claimant, Item, PromptItem
 from epd_portable.wire.params import ExpectedTransfer, ItemOutcome, PrefillParams
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PromptItem:
-    """One place of an item in a prompt.
-
-    Attributes:
-        input_id: Index in the request's ``mm_features``.
-        mm_hash: The engine's identifier.
-        begin: First prompt token of the item.
-        end: One past its last.
-        num_embeds: Embeddings that the encoder puts out for it.
-        tensor: Shape and dtype of that output.
-        modality: The engine's: ``image``, ``video`` or ``audio`` with most models.
-        has_media: Whether the request holds the item's media, so that it can be encoded here.
-        media: These (vLLM's ``MultiModalKwargsItem``), if it can be encoded beside the steps.
-    """
-
-    input_id: int
-    mm_hash: str
-    begin: int
-    end: int
-    num_embeds: int
-    tensor: TensorSpec
-    modality: str = "image"
-    has_media: bool = True
-    media: Any = None
 
 
 @dataclass(slots=True, eq=False)
@@ -45,53 +16,18 @@ class PromptRecord(Claimant):
     """One request with items, in a prefill+decode instance.
 
     Attributes:
-        items: In the order of the prompt.
         transfers: Of its items, by ``mm_hash``.
         reply_to: ZMQ identity of the router; empty if nobody wants to hear of failures.
         arrived_s: When it was added.
-        metadata_only: ``mm_hash`` of items that cannot be encoded here.
         outcomes: Where each item came from, by ``mm_hash``.
-        mm_inputs_done: Items that lie wholly in what is computed, prefix cache included.
-        failed: An item cannot be obtained; the scheduler ends the request.
-        last_ends: One past the last token of each distinct item.
+        mm_inputs_done: Items that lie wholly in what was computed, prefix cache included.
     """
 
-    items: Sequence[PromptItem] = ()
     transfers: Mapping[str, ExpectedTransfer] = field(default_factory=dict)
     reply_to: bytes = b""
     arrived_s: float = 0.0
-    metadata_only: frozenset[str] = frozenset()
     outcomes: dict[str, ItemOutcome] = field(default_factory=dict)
     mm_inputs_done: int = 0
-    failed: bool = False
-    last_ends: dict[str, int] = field(default_factory=dict)
-    _ends: list[int] = field(default_factory=list)
-    _cursor: int = 0
-
-    def __post_init__(self) -> None:
-        self._ends = sorted(item.end for item in self.items)
-        for item in self.items:
-            self.last_ends[item.mm_hash] = max(item.end, self.last_ends.get(item.mm_hash, 0))
-
-    @property
-    def mm_inputs_total(self) -> int:
-        """Number of items in the prompt, one that comes twice counted twice."""
-        return len(self.items)
-
-    def progressed(self, num_computed_tokens: int) -> bool:
-        """Note how far the request is computed; tell whether that passed an item."""
-        done = bisect_right(self._ends, num_computed_tokens)
-        grew = done > self.mm_inputs_done
-        self.mm_inputs_done = max(done, self.mm_inputs_done)
-        return grew
-
-    def next_item(self, num_computed_tokens: int) -> int:
-        """Return the index of the first item that is not wholly computed; their number if none."""
-        index = self._cursor if self.running else 0
-        while index < len(self.items) and self.items[index].end <= num_computed_tokens:
-            index += 1
-        self._cursor = index if self.running else 0
-        return index
 
     def note(self, outcome: ItemOutcome) -> None:
         """Remember where an item came from: the first source counts, but for a local encode."""

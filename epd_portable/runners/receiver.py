@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from epd_portable.connector import registry
 from epd_portable.connector.consumer import ConsumerSession, FailureCause, Transfer
@@ -23,7 +23,6 @@ from epd_portable.runners.load_reports import LoadReports
 from epd_portable.runners.orders import OrderBook
 from epd_portable.runners.placer import Placement, WorkerOrders
 from epd_portable.runners.prompt import (
-    PromptItem,
     PromptRecord,
     is_own,
     match_transfers,
@@ -32,7 +31,7 @@ from epd_portable.runners.prompt import (
 )
 from epd_portable.runners.receiver_metrics import ReceiverMetrics
 from epd_portable.scheduling.encoder_cache import MultiModalRequest
-from epd_portable.scheduling.items import Claim, Item, Origin, State
+from epd_portable.scheduling.items import Claim, Item, Origin, PromptItem
 from epd_portable.scheduling.preallocator import PREALLOCATORS
 from epd_portable.wire.descriptors import SlotDescriptor
 from epd_portable.wire.messages import (
@@ -102,12 +101,11 @@ class Receiver:
         self._config = config
         self._lookahead = lookahead
         self._clock = clock
-        self._requests: dict[str, PromptRecord] = {}
         self._arrivals: deque[tuple[float, str]] = deque()
         """Deadlines of requests, and whose they are; those that have ended go in time."""
         self._numbers = itertools.count()
         self._unavailable: set[str] = set()
-        self._sleepers: list[PromptRecord] = []
+        self._sleepers: list[str] = []
         self._pool = ReceivePool(config.pool, config.pool_bytes, traits.slot_alignment_bytes)
         fence = LeaseFence()
         self._endpoint = ConsumerEndpoint(
@@ -136,6 +134,7 @@ class Receiver:
             encode_together=encode_together,
             encode=self._encode,
         )
+        self._requests = cast("dict[str, PromptRecord]", self.cache.requests)
         self._orders = OrderBook(self._pool, self.cache, copies=traits.needs_device_copy)
         self._loads = LoadReports(load or LoadReport, self._send)
         self.lock = threading.RLock()
@@ -169,9 +168,8 @@ class Receiver:
             arrived_s=now,
             metadata_only=metadata_only_items(items, transfers, can_encode=self._config.can_encode),
         )
-        self._requests[request.request_id] = record
-        self._note_arrival(record)
         self.cache.enter(record)
+        self._note_arrival(record)
         if not self._refuse_crowd(record):
             for prompt_item in items:
                 if not self._claim(record, prompt_item, now):
@@ -208,13 +206,10 @@ class Receiver:
             return True
         if record.failed:
             return False
-        self.cache.set_running(record, running)
-        if running:
-            self._note_progress(record, num_computed_tokens)
-        may = self._may_schedule(record, num_computed_tokens)
+        self._moved(record, num_computed_tokens, running=running)
+        may = self._may_schedule(record)
         if not may and not running and not record.failed:
-            record.sleeps = True
-            self._sleepers.append(record)
+            self._sleepers.append(request_id)
         return may
 
     def take_sleepers(self) -> list[str]:
@@ -223,11 +218,11 @@ class Receiver:
         The engine need not ask for them again before `take_woken` returns them.
         """
         sleepers, self._sleepers = self._sleepers, []
-        return [record.request_id for record in sleepers if record.sleeps]
+        return [request_id for request_id in sleepers if request_id in self._requests]
 
     def take_woken(self) -> list[str]:
-        """Return requests that slept and may begin now, the oldest first."""
-        woken = [self._requests[each] for each in self.cache.take_woken() if each in self._requests]
+        """Return requests that may begin now, if they slept; the oldest first."""
+        woken = [self._requests[request_id] for request_id in self.cache.take_woken()]
         return [record.request_id for record in sorted(woken, key=lambda each: each.number)]
 
     def encoding_here(self, request_id: str, mm_hash: str) -> None:
@@ -259,24 +254,24 @@ class Receiver:
         Returns:
             Where each of its items came from; ``None`` for a request without items.
         """
-        record = self._requests.pop(request_id, None)
+        record = self._requests.get(request_id)
         if record is None:
             return None
-        self._note_progress(record, num_computed_tokens)
-        for mm_hash, end in record.last_ends.items():
-            if end <= num_computed_tokens:
-                record.note(ItemOutcome(mm_hash=mm_hash, source="encoder_cache"))
+        if num_computed_tokens >= record.num_computed_tokens:
+            self._moved(record, num_computed_tokens, running=True)
+        for item in record.items:
+            if item.end <= num_computed_tokens:
+                record.note(ItemOutcome(mm_hash=item.mm_hash, source="encoder_cache"))
         self.cache.leave(record)
         self._unavailable.discard(request_id)
-        items = tuple(
-            record.outcomes[mm_hash] for mm_hash in record.last_ends if mm_hash in record.outcomes
-        )
+        names = dict.fromkeys(item.mm_hash for item in record.items)
+        items = tuple(record.outcomes[name] for name in names if name in record.outcomes)
         self._metrics.request_ended(items, record.transfers)
         return PrefillOutcome(
             instance=self._config.instance,
             items=items,
             mm_inputs_done=record.mm_inputs_done,
-            mm_inputs_total=record.mm_inputs_total,
+            mm_inputs_total=len(record.items),
         )
 
     def take_unavailable(self) -> set[str]:
@@ -477,6 +472,7 @@ class Receiver:
             record,
             item,
             prompt_item.input_id,
+            prompt_item.end,
             metadata_only=mm_hash in record.metadata_only,
             transfer_id=transfer_id,
         )
@@ -525,25 +521,21 @@ class Receiver:
                 return True
         return False
 
-    def _may_schedule(self, record: PromptRecord, num_computed_tokens: int) -> bool:
-        first = record.next_item(num_computed_tokens)
+    def _may_schedule(self, record: PromptRecord) -> bool:
+        computed, first = record.num_computed_tokens, record.next_item
         if first == len(record.items):
             if record.running:
                 self.cache.unsettled.discard(record.request_id)
             return True
-        if len(record.claims) < len(record.last_ends):
-            self._claim_again(record, first)
         if not record.running and not self.cache.may_start(record):
-            waiting = (mm_hash for mm_hash, claim in record.claims.items() if not claim.served)
-            if any(record.last_ends[mm_hash] > num_computed_tokens for mm_hash in waiting):
-                return False
+            return False
         if record.items[first].mm_hash in record.lost:  # Text before it would be in vain.
             self._fail_lost(record, record.items[first].mm_hash)
             return False
         for item in itertools.islice(record.items, first, None):
-            if num_computed_tokens + self._lookahead < item.begin:
+            if computed + self._lookahead < item.begin:
                 break
-            if item.end <= num_computed_tokens:
+            if item.end <= computed:
                 continue
             if item.mm_hash in record.lost:
                 self._fail_lost(record, item.mm_hash)
@@ -554,22 +546,6 @@ class Receiver:
             if not (claim.item.is_here or self.cache.may_encode(claim.item, record.request_id)):
                 return False
         return True
-
-    def _claim_again(self, record: PromptRecord, first: int) -> None:
-        """Claim items from an index on that the request had passed, and must compute again."""
-        for prompt_item in record.items[first:]:
-            mm_hash = prompt_item.mm_hash
-            if mm_hash in record.claims or mm_hash in record.lost:
-                continue
-            item = self.cache.open(mm_hash, prompt_item.tensor)
-            if item is None:
-                record.lost[mm_hash] = "another item of that name has taken its place"
-                continue
-            for place in record.items[first:]:
-                if place.mm_hash == mm_hash:
-                    metadata_only = mm_hash in record.metadata_only
-                    self.cache.claim(record, item, place.input_id, metadata_only=metadata_only)
-        self.cache.advance(scheduling=True)
 
     def _advance(self) -> None:
         self.cache.advance()
@@ -604,22 +580,17 @@ class Receiver:
         self._arrivals.append((deadline_s, record.request_id))
 
     def _expire(self, now: float) -> None:
-        """Give up items that a request awaits beyond its own deadline, by transfers of others."""
-        wait_s = self._config.wait_timeout_s
+        """Let requests await items no longer than they may, by whosever transfers these come."""
         while self._arrivals and now >= self._arrivals[0][0]:
-            record = self._requests.get(self._arrivals.popleft()[1])
-            if record is None or now < record.arrived_s + wait_s:
+            deadline_s, request_id = self._arrivals.popleft()
+            record = self._requests.get(request_id)
+            if record is None or deadline_s < record.arrived_s + self._config.wait_timeout_s:
                 continue  # It has ended; another of that name has a deadline of its own.
+            reason = (
+                f"not delivered within {self._config.wait_timeout_s} s (transfer.wait_timeout_s)"
+            )
             for claim in list(record.claims.values()):
-                item = claim.item
-                here = item.is_here or item.state in (State.LOCAL, State.ENCODING)
-                if here or not item.transfers:
-                    continue
-                reason = f"not delivered within {wait_s} s (transfer.wait_timeout_s)"
-                logger.warning("item %s: %s", item.mm_hash, reason)
-                slot = item.slot if item.state is State.GRANTED else None
-                self._session.not_wanted(item)
-                self._lost(item, slot, reason)
+                self.cache.expire(claim, reason)
 
     def _refuse(self, record: PromptRecord, mm_hash: str, code: NackCode, detail: str) -> None:
         """Let the scheduler end a request, and tell the router by one of its own transfers.
@@ -630,10 +601,9 @@ class Receiver:
             code: Why, for the router.
             detail: Why, for people: value, limit and remedy.
         """
-        record.failed = True
         self._metrics.request_failed(code)
         self._unavailable.add(record.request_id)
-        self.cache.leave(record)
+        self.cache.fail(record)
         for transfer in record.transfers.values():
             self._session.decline(transfer.transfer_id)
         if record.transfers:
@@ -653,26 +623,20 @@ class Receiver:
             nack = Nack(transfer_id=transfer_id, code=code, detail=detail)
             self._endpoint.send(record.reply_to, nack)
 
-    def _note_progress(self, record: PromptRecord, num_computed_tokens: int) -> None:
-        """Count the items that are computed, and stop awaiting them.
-
-        Asked in every step of a request that waits, so nothing is looked at again that did not
-        change.
-        """
-        if num_computed_tokens == record.noted_tokens:
+    def _moved(self, record: PromptRecord, num_computed_tokens: int, *, running: bool) -> None:
+        """See `EncoderCachePreallocator.moved`; remembers what the prefix cache covered."""
+        for claim in self.cache.moved(record, num_computed_tokens, running=running):
+            record.note(ItemOutcome(mm_hash=claim.item.mm_hash, source="prefix_cache"))
+        if not running:
             return
-        record.noted_tokens = num_computed_tokens
-        if record.progressed(num_computed_tokens):
+        if record.next_item > record.mm_inputs_done:
+            record.mm_inputs_done = record.next_item
             trace(
                 "request.progress",
                 request=record.request_id,
                 mm_inputs_done=record.mm_inputs_done,
-                mm_inputs_total=record.mm_inputs_total,
+                mm_inputs_total=len(record.items),
             )
-        for mm_hash, claim in list(record.claims.items()):
-            if record.last_ends[mm_hash] <= num_computed_tokens and not claim.item.is_here:
-                record.note(ItemOutcome(mm_hash=mm_hash, source="prefix_cache"))
-                self.cache.end(claim)
-        for mm_hash in record.lost:
-            if record.last_ends[mm_hash] <= num_computed_tokens:
-                record.note(ItemOutcome(mm_hash=mm_hash, source="prefix_cache"))
+            for item in record.items:
+                if item.mm_hash in record.lost and item.end <= num_computed_tokens:
+                    record.note(ItemOutcome(mm_hash=item.mm_hash, source="prefix_cache"))

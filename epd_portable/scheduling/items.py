@@ -18,7 +18,10 @@ under way when there is room.
 from __future__ import annotations
 
 import enum
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from epd_portable.wire.descriptors import SlotDescriptor, TensorSpec
@@ -93,6 +96,33 @@ class Item:
         return self.state is State.PRESENT or self.state is State.LANDED
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptItem:
+    """One place of an item in a prompt.
+
+    Attributes:
+        input_id: Index in the request's ``mm_features``.
+        mm_hash: The engine's identifier.
+        begin: First prompt token of the item.
+        end: One past its last.
+        num_embeds: Embeddings that the encoder puts out for it.
+        tensor: Shape and dtype of that output.
+        modality: The engine's: ``image``, ``video`` or ``audio`` with most models.
+        has_media: Whether the request holds the item's media, so that it can be encoded here.
+        media: These (vLLM's ``MultiModalKwargsItem``), if it can be encoded beside the steps.
+    """
+
+    input_id: int
+    mm_hash: str
+    begin: int
+    end: int
+    num_embeds: int
+    tensor: TensorSpec
+    modality: str = "image"
+    has_media: bool = True
+    media: Any = None
+
+
 @dataclass(slots=True, eq=False)
 class Claimant:
     """A request, as far as room is concerned.
@@ -100,30 +130,52 @@ class Claimant:
     Attributes:
         request_id: The request.
         number: Of its arrival.
+        items: Places of items in its prompt, in the order of the prompt.
+        metadata_only: ``mm_hash`` of items that it cannot encode here: it holds no media, or the
+            instance has no encoder.
         claims: By ``mm_hash``; those that are over are not among them.
-        num_waiting: Claims that are not served.
         running: The engine has begun to compute it. It then has a seat and memory that others wait
             for, so what it waits for comes before what waiting requests wait for.
-        sleeps: It cannot begin before something changes about its claims.
+        num_computed_tokens: Tokens whose KV is there, prefix cache included; before the request is
+            running, what would be there if it began.
         lost: Why it cannot have an item, by ``mm_hash``: nobody delivers it, and it cannot be
             encoded here.
-        noted_tokens: How far it was computed when its claims were last looked at for items behind
-            it; negative if one has queued since.
+        failed: It will be ended without an answer, and claims nothing any more.
     """
 
     request_id: str
     number: int
+    items: Sequence[PromptItem] = ()
+    metadata_only: frozenset[str] = frozenset()
     claims: dict[str, Claim] = field(default_factory=dict)
-    num_waiting: int = 0
     running: bool = False
-    sleeps: bool = False
+    num_computed_tokens: int = 0
     lost: dict[str, str] = field(default_factory=dict)
-    noted_tokens: int = -1
+    failed: bool = False
+    _reach: list[int] = field(default_factory=list)
+    """One past the last token of each item and of those before it."""
+
+    def __post_init__(self) -> None:
+        self._reach = list(accumulate((item.end for item in self.items), max))
 
     @property
     def rank(self) -> tuple[bool, int]:
         """Its place among requests: the smaller comes first."""
         return (not self.running, self.number)
+
+    @property
+    def waits(self) -> bool:
+        """Whether it needs an item that has no room for it."""
+        return any(claim.waits for claim in self.claims.values())
+
+    @property
+    def next_item(self) -> int:
+        """Index of the first item that is not wholly computed; their number if there is none."""
+        return bisect_right(self._reach, self.num_computed_tokens)
+
+
+COMPUTED = 1 << 30
+"""The place of a claim of which every occurrence is computed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -133,20 +185,32 @@ class Claim:
     Attributes:
         who: The request.
         item: The item.
-        place: Of its first occurrence in the prompt, among the request's items.
-        metadata_only: The request cannot encode it here: it holds no media, or the instance has no
-            encoder.
-        inputs: Indices of its occurrences that are not computed.
+        metadata_only: The request cannot encode it here.
+        inputs: One past the last token of each occurrence, by index among the request's items.
         transfer_id: Of the request's own transfer of it; empty if it has none.
-        served: The item's room is kept for the request.
-        over: The request needs it no more.
+        place: Index of the first occurrence that is not computed, else `COMPUTED`.
+        expired: The request has waited for others to bring the item as long as it may.
     """
 
     who: Claimant
     item: Item
-    place: int
     metadata_only: bool
-    inputs: set[int]
+    inputs: dict[int, int]
     transfer_id: str = ""
-    served: bool = False
-    over: bool = False
+    place: int = COMPUTED
+    expired: bool = False
+
+    @property
+    def served(self) -> bool:
+        """Whether the item's room is kept for the request."""
+        return self.who.request_id in self.item.holders
+
+    @property
+    def waits(self) -> bool:
+        """Whether the item has no room for the request, which needs it next or later."""
+        return self.place != COMPUTED and self.item.wanted.get(self.who.request_id) is self
+
+    @property
+    def is_last_chance(self) -> bool:
+        """Whether the request cannot have the item again once it has given it up."""
+        return self.metadata_only and not self.item.transfers

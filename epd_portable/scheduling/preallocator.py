@@ -2,25 +2,30 @@
 
 Room in the encoder cache, and a receive slot for what comes from elsewhere, are given to *claims*
 (`epd_portable.scheduling.items`) strictly in one order: first what running requests wait for, then
-by the arrival of the requests and, within one, by the prompt. The first claim that cannot be served
-stops all behind it, whatever they need. So nobody is overtaken for ever.
+by the arrival of the requests and, within one, by the first place in the prompt that is not
+computed. The first claim that cannot be served stops all behind it, whatever they need. So nobody
+is overtaken for ever.
 
 What holds after every call:
 
 - An item that is not `State.WAITING` has its room; only idle entries can lose theirs.
 - `State.LOCAL` and `State.RESERVED` items are held by somebody; who leaves last gives room back.
   What is written by an encoder, or encoded beside the steps, keeps its room until that has ended.
-- A claim that waits is in the queue; all served claims of its request keep their room meanwhile.
-- A request is started only when all its claims are served, or when the first that waits is its own
-  and nobody has room who was not started (`may_start`). So whoever computes can go on without room
-  that waits for others, and whoever waits for room waits for requests that compute.
-- One case is left: a request that loses room it had (it was preempted, or the cache was reset)
-  queues again, before claims that have room already: of requests that came after and wait for
-  more, or its own for what comes later in its prompt; if it computes, of all that were not started.
-  The last of those gives its room back (`_make_way`).
+- A claim that waits is in the queue. One of which every occurrence is computed does not wait: it
+  ends when its request runs. Before, the prefix cache may yet lose what covers it, so it keeps the
+  room that it has, as the last of its request.
+- A request is started only when all that it needs is served, or when the first that waits is its
+  own and nobody has room who was not started (`may_start`). So whoever computes can go on without
+  room that waits for others, and whoever waits for room waits for requests that compute.
+- Somebody behind the first claim may have room all the same: the first was preempted, its entry was
+  reset, it has computed the first of two occurrences, or the prefix cache covers what it holds.
+  Then the last claim behind it gives its room back: of requests that wait for more, its own among
+  them, or, if it computes, of all that were not started (`_make_way`). Who cannot have an item
+  again is asked last, when nothing else will give room.
 
 Together: whenever the first claim waits, a request that came before computes, a transfer with a
-deadline or an encoder is under way, or somebody gives way; so every claim is served.
+deadline or an encoder is under way, a slot comes back with the next step, or somebody gives way; so
+every claim is served.
 """
 
 from __future__ import annotations
@@ -28,11 +33,12 @@ from __future__ import annotations
 import heapq
 import itertools
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import ClassVar, Protocol
 
 from epd_portable.scheduling.encoder_cache import EncoderCacheManager, MultiModalRequest
-from epd_portable.scheduling.items import Claim, Claimant, Item, State
+from epd_portable.scheduling.items import COMPUTED, Claim, Claimant, Item, State
 from epd_portable.wire.descriptors import SlotDescriptor, TensorSpec
 
 _UNDER_WAY = (State.GRANTED, State.ENCODING)
@@ -91,7 +97,8 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
 
     Attributes:
         accepts_early: Whether it ever accepts an item that no request has asked for.
-        unsettled: Requests of which not all items are computed: the engine asks before it computes
+        requests: All that have items, by id.
+        unsettled: Of these, whose items are not all computed: the engine asks before it computes
             any of them further.
     """
 
@@ -109,20 +116,20 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
         super().__init__(cache_size)
         self._encode_together = encode_together
         self._encode = encode
+        self.requests: dict[str, Claimant] = {}
         self.unsettled: set[str] = set()
         self._slots = slots
         self._deliveries = deliveries
-        self._claimants: dict[str, Claimant] = {}
-        self._partial: dict[str, Claimant] = {}
-        """Requests that have room for some items and wait for others."""
+        self._with_room: dict[bool, dict[str, Claimant]] = {False: {}, True: {}}
+        """Requests that have room for items, by whether they run."""
         self._queue: list[Entry] = []
+        self._queue_bound = 64
         self._numbers = itertools.count()
-        self._num_waiting = 0
         self._resident: dict[str, SlotDescriptor] = {}
         """Slots that workers may read, by item."""
         self._retiring = 0
         self._stirred = False
-        self._woken: list[str] = []
+        self._changed: dict[str, None] = {}
 
     @abstractmethod
     def accept(self, mm_hash: str, tensor: TensorSpec) -> Item | None:
@@ -144,7 +151,7 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
 
     def enter(self, who: Claimant) -> None:
         """A request has arrived."""
-        self._claimants[who.request_id] = who
+        self.requests[who.request_id] = who
         self.unsettled.add(who.request_id)
 
     def open(self, mm_hash: str, tensor: TensorSpec) -> Item | None:
@@ -168,93 +175,135 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
         who: Claimant,
         item: Item,
         input_id: int,
+        end: int,
         *,
         metadata_only: bool,
         transfer_id: str = "",
     ) -> Claim:
-        """Let a request claim an item, or another occurrence of one; `advance` serves it."""
+        """Let a request claim an item, or another occurrence of one; `advance` serves it.
+
+        Args:
+            who: The request.
+            item: From `open`.
+            input_id: Index of the occurrence among the request's items.
+            end: One past its last token.
+            metadata_only: The request cannot encode it here.
+            transfer_id: Of the request's own transfer of it; empty if it has none.
+        """
         claim = who.claims.get(item.mm_hash)
-        if claim is not None:
-            claim.inputs.add(input_id)
-            if claim.served and item.is_here:
-                self._inputs.setdefault(who.request_id, set()).add(input_id)
-            return claim
-        claim = Claim(who, item, input_id, metadata_only, {input_id}, transfer_id)
-        who.claims[item.mm_hash] = claim
-        self._enqueue(claim)
+        if claim is None:
+            claim = Claim(who, item, metadata_only, {}, transfer_id)
+            who.claims[item.mm_hash] = item.wanted[who.request_id] = claim
+        claim.inputs[input_id] = end
+        self._find_place(claim)
         return claim
+
+    def moved(self, who: Claimant, num_computed_tokens: int, *, running: bool) -> list[Claim]:
+        """Note how far a request is computed, or would be if it began now.
+
+        A running request needs what it has passed no more. It needs it again when the engine takes
+        computed tokens back, as it does when it preempts the request or cannot load its KV.
+
+        Returns:
+            Claims that are over though their items were not here: the prefix cache covers them.
+        """
+        if who.failed or (num_computed_tokens, running) == (who.num_computed_tokens, who.running):
+            return []
+        back = num_computed_tokens < who.num_computed_tokens
+        who.num_computed_tokens = num_computed_tokens
+        self._set_running(who, running)
+        covered = []
+        for claim in list(who.claims.values()):
+            self._find_place(claim)
+            if running and claim.place == COMPUTED:
+                if not claim.item.is_here:
+                    covered.append(claim)
+                self.end(claim)
+        if back:
+            self._claim_again(who)
+        return covered
 
     def may_start(self, who: Claimant) -> bool:
         """Tell whether a request may begin to compute: it has all room that it needs, or is first.
 
         The first must not take a seat that others wait for with room that it waits for; see the
-        module.
+        module. Nor must one that waits for another to encode its item.
         """
-        if not who.num_waiting:
+        if any(_awaits_encode(claim) for claim in who.claims.values() if claim.served):
+            return False
+        if not who.waits:
             return True
         if self._first() is not who:
             return False
         return not any(
-            not other.running and _waits_with_room(other)
-            for other in self._claimants.values()
-            if other is not who
+            other is not who and not any(map(_awaits_encode, other.claims.values()))
+            for other in self._with_room[False].values()
         )
 
     def take_woken(self) -> list[str]:
-        """Return requests that slept (`Claimant.sleeps`) and may begin now; each once.
+        """Return requests of which an item came, got room or was lost since the last call.
 
-        Of each that sleeps an item came, got room or was lost; but the first in the order is
-        always among them, since what it waits for may be another's seat.
+        The first in the order is always among them, since what it waits for may be another's seat.
         """
         first = self._first()
         if first is not None:
-            self._wake(first)
-        woken, self._woken = self._woken, []
+            self._changed[first.request_id] = None
+        woken, self._changed = list(self._changed), {}
         return woken
-
-    def set_running(self, who: Claimant, running: bool) -> None:
-        """The engine has begun to compute a request, or preempted it: its place is another now."""
-        if who.running == running:
-            return
-        who.running = running
-        for claim in who.claims.values():
-            if not claim.served:
-                self._push(claim)
-        self._stirred = True
 
     def end(self, claim: Claim) -> None:
         """A request needs an item no more."""
         who, item = claim.who, claim.item
         del who.claims[item.mm_hash]
-        claim.over = True
-        if claim.served:
-            self._release(item, who.request_id)
-            self._drop_inputs(who.request_id, claim.inputs)
-        else:
-            self._wait_is_over(claim)
-        self._count(who)
+        item.wanted.pop(who.request_id, None)
+        self._release(item, who.request_id)
+        self._note_room(who)
         self._settle(item)
         self._stirred = True
+
+    def fail(self, who: Claimant) -> None:
+        """A request cannot be answered: all its claims are over; the engine is about to end it."""
+        who.failed = True
+        for claim in list(who.claims.values()):
+            self.end(claim)
 
     def leave(self, who: Claimant) -> None:
         """A request has ended, well or not: all its claims are over."""
         for claim in list(who.claims.values()):
             self.end(claim)
-        self._inputs.pop(who.request_id, None)
-        self._claimants.pop(who.request_id, None)
+        self.requests.pop(who.request_id, None)
+        self._changed.pop(who.request_id, None)
         self.unsettled.discard(who.request_id)
+
+    def expire(self, claim: Claim, reason: str) -> None:
+        """A request has waited for others to bring an item as long as it may.
+
+        What is being written may still come: that has a deadline of its own. Otherwise the request
+        encodes the item as soon as it has room for that, or has lost it. Transfers for other
+        requests go on.
+
+        Args:
+            claim: The request's.
+            reason: For a request that cannot encode it.
+        """
+        item = claim.item
+        if not item.transfers or item.is_here or item.state in (State.LOCAL, State.ENCODING):
+            return
+        claim.expired = True
+        if item.state is State.GRANTED:
+            return
+        if claim.metadata_only:
+            self._lose(claim, reason)
+        elif item.state is State.RESERVED:
+            self._wait_again(item)
 
     # -- room ------------------------------------------------------------------------------------
 
-    def advance(self, *, scheduling: bool = False) -> None:
+    def advance(self) -> None:
         """Serve claims in their order, up to the first for which there is no room.
 
         When slots are short, an entry that occupies one and that nobody holds is evicted; its slot
         comes back only after the workers forgot it (`retire`, `give_back`).
-
-        Args:
-            scheduling: A step is being scheduled, maybe with entries that requests would have to
-                give up: nobody makes way until the next call.
         """
         if not self._stirred:
             return
@@ -265,16 +314,13 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
             if not _counts(entry) or self._serve(claim):
                 continue
             heapq.heappush(self._queue, entry)
-            if scheduling:
-                self._stirred = True
-                return
             if not self._make_way(claim):
                 return
 
     @property
     def is_blocked(self) -> bool:
         """Whether somebody waits for room."""
-        return self._num_waiting > 0
+        return self._first() is not None
 
     def landed(self, item: Item) -> None:
         """The bytes of a granted item are in its slot."""
@@ -299,8 +345,7 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
         """An item could not be encoded beside the steps: one of them has to."""
         item = self.items[mm_hash]
         item.state = State.LOCAL
-        for request_id in item.holders:
-            self._wake(self._claimants[request_id])
+        self._changed.update(dict.fromkeys(item.holders))
         self._settle(item)
         self._stirred = True
 
@@ -349,15 +394,36 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
     def reset(self) -> None:
         """See `EncoderCacheManager.reset`; who held entries queues for them again."""
         for item in [each for each in self.items.values() if each.is_here]:
-            claims = [self._claimants[name].claims[item.mm_hash] for name in item.holders]
-            for claim in claims:
+            for claim in self._held(item):
                 self._unserve(claim)
             self._evict(item)
 
     def check_and_update_cache(self, request: MultiModalRequest, input_id: int) -> bool:
         """Tell whether the item is here and the request's claim on it is served."""
-        item = self.items.get(request.mm_features[input_id].identifier)
-        return item is not None and item.is_here and request.request_id in item.holders
+        who = self.requests.get(request.request_id)
+        if who is None:
+            return False
+        mm_hash = request.mm_features[input_id].identifier
+        place = who.items[input_id] if who.items else None
+        if place is not None and place.end <= who.num_computed_tokens:
+            # The engine has taken computed tokens back of a request that it need not ask for.
+            self.unsettled.add(who.request_id)
+            self.moved(who, place.begin, running=who.running)
+        claim = who.claims.get(mm_hash)
+        return claim is not None and claim.served and claim.item.is_here
+
+    def get_cached_input_ids(self, request: MultiModalRequest) -> set[int]:
+        """Return the indices of the request's items that it holds and has not passed."""
+        who = self.requests.get(request.request_id)
+        if who is None:
+            return set()
+        return {
+            input_id
+            for claim in who.claims.values()
+            if claim.item.is_here and claim.served
+            for input_id, end in claim.inputs.items()
+            if end > who.num_computed_tokens
+        }
 
     def can_allocate(
         self,
@@ -379,7 +445,7 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
         """Tell whether a request may encode an item now: it has room, and the request its media."""
         if item.state is not State.LOCAL or request_id not in item.holders:
             return False
-        return not self._claimants[request_id].claims[item.mm_hash].metadata_only
+        return not self.requests[request_id].claims[item.mm_hash].metadata_only
 
     def allocate(self, request: MultiModalRequest, input_id: int) -> None:
         """The step that is being scheduled encodes the item; `can_allocate` said yes."""
@@ -391,43 +457,67 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
 
     def free_encoder_input(self, request: MultiModalRequest, input_id: int) -> None:
         """The request has computed past the item; its claim ends with the last occurrence."""
-        who = self._claimants.get(request.request_id)
-        if who is None:
-            return
-        self._drop_inputs(request.request_id, {input_id})
-        claim = who.claims.get(request.mm_features[input_id].identifier)
-        if claim is not None:
-            claim.inputs.discard(input_id)
-            if not claim.inputs:
-                self.end(claim)
+        who = self.requests.get(request.request_id)
+        claim = who.claims.get(request.mm_features[input_id].identifier) if who else None
+        if who is not None and claim is not None:
+            self.moved(who, max(claim.inputs[input_id], who.num_computed_tokens), running=True)
 
     def free(self, request: MultiModalRequest) -> None:
         """The request was preempted, or could not be started: it keeps the room that it has.
 
         vLLM calls this as well when a request has ended, and its claims are over.
         """
-        who = self._claimants.get(request.request_id)
+        who = self.requests.get(request.request_id)
         if who is not None:
-            self.set_running(who, False)
+            self.moved(who, who.num_computed_tokens, running=False)
             self.unsettled.add(who.request_id)
 
     # --------------------------------------------------------------------------------------------
 
-    def _enqueue(self, claim: Claim) -> None:
-        claim.served = False
-        claim.who.noted_tokens = -1
-        claim.item.wanted[claim.who.request_id] = claim
-        claim.who.num_waiting += 1
-        self._num_waiting += 1
-        self._push(claim)
-        self._count(claim.who)
-        self._stirred = True
+    def _set_running(self, who: Claimant, running: bool) -> None:
+        """The engine has begun to compute a request, or preempted it: its rank is another."""
+        if who.running == running:
+            return
+        self._with_room[who.running].pop(who.request_id, None)
+        who.running = running
+        self._note_room(who)
+        for claim in who.claims.values():
+            self._push(claim)
+
+    def _claim_again(self, who: Claimant) -> None:
+        """Claim what a request had passed, and must compute again."""
+        for place in who.items[who.next_item :]:
+            if place.end <= who.num_computed_tokens or place.mm_hash in who.lost:
+                continue
+            item = self.open(place.mm_hash, place.tensor)
+            if item is None:
+                who.lost[place.mm_hash] = "another item of that name has taken its place"
+                continue
+            metadata_only = place.mm_hash in who.metadata_only
+            self.claim(who, item, place.input_id, place.end, metadata_only=metadata_only)
+
+    def _find_place(self, claim: Claim) -> None:
+        """Give a claim the place of its first occurrence that is not computed."""
+        computed = claim.who.num_computed_tokens
+        place = min(
+            (index for index, end in claim.inputs.items() if end > computed), default=COMPUTED
+        )
+        if place != claim.place:
+            claim.place = place
+            self._push(claim)
 
     def _push(self, claim: Claim) -> None:
-        """Give a claim its place in the queue; entries for former places do not count any more."""
-        if len(self._queue) > 4 * self._num_waiting + 64:
+        """Note that a claim has another place in the order; it is queued there if it waits.
+
+        Entries for former places do not count any more.
+        """
+        self._stirred = True
+        if not claim.waits:
+            return
+        if len(self._queue) > self._queue_bound:
             self._queue = [each for each in self._queue if _counts(each)]
             heapq.heapify(self._queue)
+            self._queue_bound = 2 * len(self._queue) + 64
         entry = (claim.who.rank, claim.place, next(self._numbers), claim)
         heapq.heappush(self._queue, entry)
 
@@ -437,17 +527,23 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
             heapq.heappop(self._queue)
         return self._queue[0][-1].who if self._queue else None
 
-    def _wake(self, who: Claimant) -> None:
-        if who.sleeps:
-            who.sleeps = False
-            self._woken.append(who.request_id)
+    def _held(self, item: Item) -> list[Claim]:
+        """Return the claims for which an item's room is kept."""
+        return [self.requests[name].claims[item.mm_hash] for name in item.holders]
+
+    def _note_room(self, who: Claimant) -> None:
+        """Keep `_with_room` true of a request whose claims have changed."""
+        if any(claim.served for claim in who.claims.values()):
+            self._with_room[who.running][who.request_id] = who
+        else:
+            self._with_room[who.running].pop(who.request_id, None)
 
     def _serve(self, claim: Claim) -> bool:
         """Give a claim its item's room, or tell that there is none."""
-        item = claim.item
+        item, who = claim.item, claim.who
         reserved = False
         if item.state is State.WAITING:
-            if item.transfers:
+            if _by_transfer(claim):
                 reserved = self._reserve(item)
                 if not reserved:
                     return False
@@ -458,22 +554,15 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
                 self._occupy(item, State.ENCODING if self._encode(claim) else State.LOCAL)
             else:
                 return False
-        who = claim.who
-        claim.served = True
-        self._wait_is_over(claim)
+        del item.wanted[who.request_id]
         self._hold(item, who.request_id)
-        self._count(who)
-        self._wake(who)
+        self._note_room(who)
+        self._changed[who.request_id] = None
         if item.is_here:
             self._is_here(item)
         elif reserved:
             self._deliveries.room_given(item)
         return True
-
-    def _wait_is_over(self, claim: Claim) -> None:
-        del claim.item.wanted[claim.who.request_id]
-        claim.who.num_waiting -= 1
-        self._num_waiting -= 1
 
     def _reserve(self, item: Item) -> bool:
         """Give an item room and a slot, or neither; begin to make room where that is possible."""
@@ -499,44 +588,63 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
                 return
 
     def _make_way(self, first: Claim) -> bool:
-        """Let the last claim that comes after, of a request that waits for more, give room back.
+        """Let the last claim behind the first give its room back; tell whether one did.
 
         For who computes, requests give way that have all their room and were not started: they may
         wait for its seat.
         """
-        others: Iterable[Claimant] = self._partial.values()
-        if first.who.running:
-            others = [
-                each for each in self._claimants.values() if not each.running or each.num_waiting
-            ]
-        for who in sorted(others, key=lambda each: each.rank, reverse=True):
-            for claim in sorted(who.claims.values(), key=lambda each: each.place, reverse=True):
-                if (who.rank, claim.place) <= (first.who.rank, first.place):
-                    break
-                if claim.served and claim.item.state not in _UNDER_WAY:
-                    self._unserve(claim)
-                    self._settle(claim.item)
-                    return True
+        lacks_slot = _by_transfer(first) and self.can_preallocate(first.item.num_embeds)
+        if lacks_slot and self._slot_returns(first.item):
+            return False
+        groups = self._with_room.values() if first.who.running else [self._with_room[False]]
+        behind = [
+            claim
+            for group in groups
+            for who in group.values()
+            if (first.who.running and not who.running) or who.waits
+            for claim in who.claims.values()
+            if claim.served and _order(claim) > _order(first)
+        ]
+        count = Counter(claim.item.mm_hash for claim in behind)
+        last_chances = []
+        for claim in sorted(behind, key=_order, reverse=True):
+            item = claim.item
+            if item.state in _UNDER_WAY or count[item.mm_hash] < len(item.holders):
+                continue
+            if lacks_slot and item.slot is None and item.mm_hash not in self._resident:
+                continue
+            if claim.is_last_chance:
+                last_chances.append(claim)
+                continue
+            self._give_way(claim)
+            return True
+        if last_chances and not any(each.state in _UNDER_WAY for each in self.items.values()):
+            self._give_way(last_chances[0])
+            return True
         return False
+
+    def _slot_returns(self, item: Item) -> bool:
+        """Tell whether a slot comes back by itself: of an item that the workers have to forget."""
+        if self._retiring or item.mm_hash in self._resident:
+            return True
+        return any(mm_hash in self._resident for mm_hash in self._freed)
+
+    def _give_way(self, claim: Claim) -> None:
+        self._unserve(claim)
+        self._settle(claim.item)
 
     def _unserve(self, claim: Claim) -> None:
         """Take an item's room from a request, whose claim queues again."""
-        self._release(claim.item, claim.who.request_id)
-        self._drop_inputs(claim.who.request_id, claim.inputs)
-        self._enqueue(claim)
-
-    def _drop_inputs(self, request_id: str, computed: set[int]) -> None:
-        """Let the engine compute with these occurrences of a request's items no more."""
-        inputs = self._inputs.get(request_id)
-        if inputs is not None:
-            inputs -= computed
-            if not inputs:
-                del self._inputs[request_id]
+        who, item = claim.who, claim.item
+        self._release(item, who.request_id)
+        item.wanted[who.request_id] = claim
+        self._note_room(who)
+        self._push(claim)
 
     def _wait_again(self, item: Item) -> None:
         """An item has lost its room on its way: everybody who held it queues again."""
-        for request_id in list(item.holders):
-            self._unserve(self._claimants[request_id].claims[item.mm_hash])
+        for claim in self._held(item):
+            self._unserve(claim)
         self._give_room_back(item)
 
     def _settle(self, item: Item) -> None:
@@ -575,32 +683,26 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
 
     def _is_here(self, item: Item) -> None:
         """Let everybody who holds an item compute with it."""
-        for request_id in item.holders:
-            claim = self._claimants[request_id].claims[item.mm_hash]
-            self._inputs.setdefault(request_id, set()).update(claim.inputs)
-            self._wake(claim.who)
+        self._changed.update(dict.fromkeys(item.holders))
         self._end_vain_transfers(item)
 
     def _end_vain_transfers(self, item: Item) -> None:
-        """End the transfers of an item that is here.
+        """End the transfers of an item that is here, but one for each request that may lose it.
 
-        But for those of requests that may still lose it: it may be evicted before their turn.
+        It may be evicted before their turn. A request whose own transfer has brought the item to
+        another takes over one that is left.
         """
-        if item.transfers:
-            wanted = {claim.transfer_id for claim in item.wanted.values()}
-            self._deliveries.not_wanted(item, but=wanted)
+        if not item.transfers:
+            return
+        waiting = [each for each in item.wanted.values() if each.transfer_id or each.metadata_only]
+        own = [each.transfer_id for each in waiting if each.transfer_id in item.transfers]
+        others = [each for each in item.transfers if each not in own]
+        self._deliveries.not_wanted(item, but={*own, *others[: len(waiting) - len(own)]})
 
     def _lose(self, claim: Claim, reason: str) -> None:
-        who, item = claim.who, claim.item
-        who.lost[item.mm_hash] = reason
+        claim.who.lost[claim.item.mm_hash] = reason
         self.end(claim)
-        self._wake(who)
-
-    def _count(self, who: Claimant) -> None:
-        if 0 < who.num_waiting < len(who.claims):
-            self._partial[who.request_id] = who
-        else:
-            self._partial.pop(who.request_id, None)
+        self._changed[claim.who.request_id] = None
 
 
 class SyncEncoderCachePreallocator(EncoderCachePreallocator):
@@ -644,13 +746,19 @@ PREALLOCATORS: dict[str, type[EncoderCachePreallocator]] = {
 
 def _counts(entry: Entry) -> bool:
     """Tell whether the claim waits, and in this place."""
-    claim = entry[-1]
-    return not claim.served and not claim.over and entry[0] == claim.who.rank
+    rank, place, _, claim = entry
+    return claim.waits and rank == claim.who.rank and place == claim.place
 
 
-def _waits_with_room(who: Claimant) -> bool:
-    """Tell whether a request has room, and will not want another to encode its items first."""
-    served = [claim for claim in who.claims.values() if claim.served]
-    return bool(served) and not any(
-        claim.metadata_only and claim.item.state is State.LOCAL for claim in served
-    )
+def _order(claim: Claim) -> tuple[tuple[bool, int], int]:
+    return (claim.who.rank, claim.place)
+
+
+def _by_transfer(claim: Claim) -> bool:
+    """Tell whether an item that waits comes from elsewhere, as far as a request is concerned."""
+    return bool(claim.item.transfers) and not claim.expired
+
+
+def _awaits_encode(claim: Claim) -> bool:
+    """Tell whether a request needs another to encode an item in a step."""
+    return claim.metadata_only and claim.item.state is State.LOCAL and claim.place != COMPUTED

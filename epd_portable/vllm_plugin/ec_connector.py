@@ -33,7 +33,6 @@ from epd_portable.runners.background import BackgroundEncoder
 from epd_portable.runners.dispatcher import Dispatcher, EncodeItem
 from epd_portable.runners.host_copies import HostCopies
 from epd_portable.runners.placer import Placer, WorkerOrders
-from epd_portable.runners.prompt import PromptItem
 from epd_portable.runners.receiver import Receiver
 from epd_portable.runners.receiver_metrics import PlacerMetrics, ReceiverMetrics
 from epd_portable.runners.sender import Sender
@@ -42,6 +41,7 @@ from epd_portable.runners.stream_clock import StreamClock
 from epd_portable.scheduling.answers import WithheldAnswers
 from epd_portable.scheduling.encode_queue import EncodeQueue, StepLimits
 from epd_portable.scheduling.encoder_cache import EncoderCacheManager
+from epd_portable.scheduling.items import PromptItem
 from epd_portable.scheduling.two_levels import HostOrders, HostReport, TwoLevelCache
 from epd_portable.vllm_plugin import compat, exposition
 from epd_portable.vllm_plugin.metadata import ItemMetadata

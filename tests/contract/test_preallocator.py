@@ -98,9 +98,9 @@ def test_a_request_may_start_when_it_has_all_its_room_or_is_the_first_that_waits
     desk.claim("t", "t1", 1)
     desk.reserve()
     assert [desk.cache.may_start(who) for who in (r, s, t)] == [True, False, False]
-    desk.cache.set_running(r, True)
+    desk.run("r")
     assert [desk.cache.may_start(who) for who in (r, s, t)] == [True, True, False]
-    desk.cache.set_running(r, False)
+    desk.run("r", False)
     assert not desk.cache.may_start(s), "r may wait for the seat that s would take"
     desk.leave("s")
     desk.reserve()
@@ -116,11 +116,11 @@ def test_the_place_of_what_a_request_waits_for_changes_when_it_runs_and_when_it_
     desk.claim("first", "b", 10)
     desk.claim("late", "c", 6)
     assert desk.reserve() == []
-    desk.cache.set_running(desk.who("late"), True)
+    desk.run("late")
     desk.leave("r")
     assert desk.reserve() == ["c"]
     desk.claim("late", "d", 6, 1)
-    desk.cache.set_running(desk.who("late"), False)
+    desk.run("late", False)
     assert desk.reserve() == ["b"], "whoever is not running gives way to who came before"
 
 
@@ -133,7 +133,7 @@ def test_who_computes_and_waits_for_room_gets_that_of_requests_that_were_not_sta
     desk.reserve()
     desk.claim("seated", "more", 4, 1)
     assert desk.reserve() == [], "nobody gives way to a request that can wait"
-    desk.cache.set_running(desk.who("seated"), True)
+    desk.run("seated")
     assert desk.reserve() == ["more"]
     assert state(desk, "waits") is State.WAITING
     desk.leave("seated")
@@ -389,8 +389,8 @@ def test_an_item_is_given_up_only_when_its_last_request_leaves(desk: Desk) -> No
 def test_a_request_that_claims_its_own_item_again_waits_once(desk: Desk) -> None:
     claim = desk.claim("r", "a", 5)
     assert desk.claim("r", "a", 5) is claim
-    assert claim.inputs == {0}
-    assert desk.who("r").num_waiting == 1
+    assert list(claim.inputs) == [0]
+    assert desk.who("r").waits
     desk.reserve()
     assert desk.cache.num_free_slots == 5
 
@@ -571,6 +571,7 @@ def preempted(desk: Desk, size: int) -> None:
     assert desk.reserve() == ["b"]
     assert "a" not in desk.cache
     desk.step()
+    desk.preempt("first")
     desk.claim_local("first", "a", size)
 
 
@@ -603,7 +604,7 @@ def test_an_item_that_is_being_written_makes_way_once_that_has_ended(
 
 
 def test_whoever_computes_gives_no_room_to_who_waits_for_a_seat(desk: Desk) -> None:
-    desk.who("second").running = True
+    desk.run("second")
     preempted(desk, 6)
     desk.reserve()
     assert not desk.may_encode("first")

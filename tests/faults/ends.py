@@ -15,9 +15,9 @@ from epd_portable.connector.producer import TransferOrder
 from epd_portable.connector.worker_endpoint import WorkerEndpoint
 from epd_portable.platforms import registry
 from epd_portable.runners.placer import Placer
-from epd_portable.runners.prompt import PromptItem
 from epd_portable.runners.receiver import Receiver
 from epd_portable.runners.sender import Sender
+from epd_portable.scheduling.items import PromptItem
 from epd_portable.wire.params import ExpectedTransfer, PrefillParams
 from tests.faults.small.pictures import Picture
 from tests.faults.small.schedulers import tensor

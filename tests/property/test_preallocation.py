@@ -84,7 +84,7 @@ class Preallocation(RuleBasedStateMachine):
 
     def waiting(self) -> list[Claim]:
         """Return the claims that are not served, in the order in which they must be."""
-        waiting = [claim for claim in self.claims() if not claim.served]
+        waiting = [claim for claim in self.claims() if claim.waits]
         return sorted(waiting, key=lambda claim: (claim.who.rank, claim.place))
 
     def items(self, *states: State) -> list[str]:
@@ -143,11 +143,14 @@ class Preallocation(RuleBasedStateMachine):
     def start(self, data: st.DataObject) -> None:
         who = self.who(data.draw(st.sampled_from(sorted(self.prompts))))
         if self.cache.may_start(who):
-            assert not who.num_waiting or self.waiting()[0].who.rank <= who.rank
-            self.cache.set_running(who, True)
+            assert not who.waits or self.waiting()[0].who.rank <= who.rank
+            self.desk.run(who.request_id)
             self.seen["started"] += 1
         else:
-            assert who.num_waiting
+            assert who.waits or any(
+                claim.metadata_only and claim.item.state is State.LOCAL
+                for claim in who.claims.values()
+            )
 
     @precondition(lambda self: any(self.who(name).running for name in self.prompts))
     @rule(data=st.data())
@@ -159,7 +162,7 @@ class Preallocation(RuleBasedStateMachine):
             return
         who = self.who(name)
         held = {mm_hash for mm_hash, claim in who.claims.items() if claim.served}
-        self.cache.free(self.desk.request(name))
+        self.desk.preempt(name)
         assert held == {mm_hash for mm_hash, claim in who.claims.items() if claim.served}
         assert not who.running
         passed = [wish.name for wish in self.prompts[name].values() if wish.name not in who.claims]
@@ -171,10 +174,9 @@ class Preallocation(RuleBasedStateMachine):
     @rule(data=st.data())
     def compute_past(self, data: st.DataObject) -> None:
         held = [
-            (name, place)
+            (name, min(self.cache.get_cached_input_ids(self.desk.request(name))))
             for name in sorted(self.prompts)
-            if self.prompts[name]
-            for place in sorted(self.cache.get_cached_input_ids(self.desk.request(name)))
+            if self.prompts[name] and self.cache.get_cached_input_ids(self.desk.request(name))
         ]
         if held:
             self.desk.compute_past(*data.draw(st.sampled_from(held)))
@@ -225,7 +227,7 @@ class Preallocation(RuleBasedStateMachine):
     def reserve(self) -> None:
         before = self.waiting()
         given = self.desk.reserve()
-        served = [claim.served or claim.over for claim in before]
+        served = [not claim.waits for claim in before]
         assert served == sorted(served, reverse=True), "first come, first served"
         self.seen["reserved"] += len(given)
         left = self.waiting()
@@ -254,8 +256,27 @@ class Preallocation(RuleBasedStateMachine):
             return False
         if (claim.who.rank, claim.place) <= (first.who.rank, first.place):
             return False
-        not_started = first.who.running and not claim.who.running
-        return bool(claim.who.num_waiting) or not_started
+        if not all(
+            _order(self.who(name).claims[claim.item.mm_hash]) > _order(first)
+            for name in claim.item.holders
+        ):
+            return False  # It would be kept for somebody all the same.
+        item = first.item
+        if item.transfers and self.cache.can_preallocate(item.num_embeds):
+            has_slot = claim.item.slot is not None or claim.item.mm_hash in self.resident
+            if not has_slot or self.under_way_slots() or item.mm_hash in self.resident:
+                return False
+        if claim.is_last_chance and self.items(State.GRANTED, State.ENCODING):
+            return False
+        return claim.who.waits or (first.who.running and not claim.who.running)
+
+    def under_way_slots(self) -> bool:
+        """Whether a slot comes back by itself, when the workers have forgotten what was in it."""
+        gone = [name for name in self.resident if not self._is_entry(name)]
+        return bool(gone) or any(self.under_way)
+
+    def _is_entry(self, mm_hash: str) -> bool:
+        return mm_hash in self.cache
 
     @precondition(lambda self: self.items(State.RESERVED))
     @rule(data=st.data())
@@ -331,15 +352,17 @@ class Preallocation(RuleBasedStateMachine):
         if not who.running:
             if not self.cache.may_start(who):
                 return
-            self.cache.set_running(who, True)
-        for claim in sorted(who.claims.values(), key=lambda each: each.place):
-            if self.desk.may_encode(name, claim.place):
-                self.desk.encode(name, claim.place)
-            if not self.cache.check_and_update_cache(self.desk.request(name), claim.place):
+            self.desk.run(name)
+        for place, wish in sorted(self.prompts[name].items()):
+            claim = who.claims.get(wish.name)
+            if claim is None or place < claim.place:
+                continue
+            if self.desk.may_encode(name, place):
+                self.desk.encode(name, place)
+            if not self.cache.check_and_update_cache(self.desk.request(name), place):
                 return
-            for place in sorted(claim.inputs):
-                self.desk.compute_past(name, place)
-            assert claim.over
+            self.desk.compute_past(name, place)
+        assert not who.claims
 
     # -- the workers -------------------------------------------------------------------------------
 
@@ -398,7 +421,6 @@ class Preallocation(RuleBasedStateMachine):
     def what_is_held_stays_and_what_nobody_wants_goes(self) -> None:
         for name in self.prompts:
             who = self.who(name)
-            assert who.num_waiting == sum(not claim.served for claim in who.claims.values())
             here: set[int] = set()
             for mm_hash, claim in who.claims.items():
                 item = self.cache.items[mm_hash]
@@ -406,7 +428,7 @@ class Preallocation(RuleBasedStateMachine):
                 assert (name in item.holders) == claim.served == (name not in item.wanted)
                 assert not claim.served or item.state is not State.WAITING
                 if claim.served and item.is_here:
-                    here |= claim.inputs
+                    here |= {n for n, end in claim.inputs.items() if end > who.num_computed_tokens}
             if self.prompts[name]:
                 assert self.cache.get_cached_input_ids(self.desk.request(name)) == here
         names = set(self.prompts)
@@ -452,12 +474,16 @@ class Preallocation(RuleBasedStateMachine):
         self.end_step()
 
 
+def _order(claim: Claim) -> tuple[tuple[bool, int], int]:
+    return (claim.who.rank, claim.place)
+
+
 @pytest.mark.parametrize(
     ("number", "kind", "copies", "background"),
     [
         (11, "sync", False, False),
         (12, "sync", True, False),
-        (13, "async", False, True),
+        (15, "async", False, True),
         (14, "async", True, False),
     ],
 )

@@ -11,9 +11,9 @@ from epd_portable import log
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.connector.stores.entry import namespace_of
 from epd_portable.runners.dispatcher import Dispatcher, EncodeItem
-from epd_portable.runners.prompt import PromptItem
 from epd_portable.runners.receiver import Receiver
 from epd_portable.scheduling.encoder_cache import EncoderCacheManager
+from epd_portable.scheduling.items import PromptItem
 from epd_portable.wire.descriptors import TensorSpec
 from epd_portable.wire.params import encode_params, prefill_params, to_params
 from tests.faults.small.pictures import WIDTH

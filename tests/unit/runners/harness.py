@@ -19,9 +19,9 @@ from epd_portable.connector.producer import ProducerSession, TransferOrder, Writ
 from epd_portable.platforms.traits import TRAITS
 from epd_portable.runners import receiver as receiver_module
 from epd_portable.runners.placer import Placement
-from epd_portable.runners.prompt import PromptItem
 from epd_portable.runners.receiver import Receiver
 from epd_portable.runners.receiver_metrics import ReceiverMetrics
+from epd_portable.scheduling.items import PromptItem
 from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor, TensorSpec
 from epd_portable.wire.messages import Announce, AnyMessage
 from epd_portable.wire.params import ExpectedTransfer, PrefillOutcome, PrefillParams
@@ -349,8 +349,6 @@ def assert_everything_is_back(pd: PrefillSide) -> None:
     assert not pd.receiver._requests
     assert not pd.cache.items
     assert not pd.cache._resident
-    assert not pd.cache._claimants
-    assert not pd.cache._partial
-    assert not pd.cache._inputs
+    assert not pd.cache.requests
     assert not pd.cache.unsettled
-    assert pd.cache._num_waiting == 0
+    assert not pd.cache.is_blocked

@@ -3,11 +3,11 @@ from __future__ import annotations
 import pytest
 
 from epd_portable.runners.prompt import (
-    PromptItem,
     PromptRecord,
     match_transfers,
     metadata_only_items,
 )
+from epd_portable.scheduling.items import PromptItem
 from epd_portable.wire.params import ExpectedTransfer, ItemOutcome, PrefillParams, Source
 from tests.unit.runners.harness import spec
 
@@ -112,49 +112,24 @@ def record(*ends: tuple[str, int]) -> PromptRecord:
     )
 
 
-def test_an_item_that_comes_twice_ends_with_its_last_place() -> None:
-    r = record(("a", 2), ("b", 4), ("a", 6))
-    assert r.last_ends == {"a": 6, "b": 4}
-    assert r.mm_inputs_total == 3
-
-
-def test_progress_is_told_when_it_passes_an_item_and_never_goes_back() -> None:
+def test_the_next_item_is_the_first_that_is_not_wholly_computed_in_whatever_order_it_is_asked() -> (
+    None
+):
     r = record(("a", 2), ("b", 4))
-    assert [r.progressed(computed) for computed in (1, 2, 3, 0, 2, 9, 9)] == [
-        False,
-        True,
-        False,
-        False,
-        False,
-        True,
-        False,
-    ]
-    assert r.mm_inputs_done == 2
+    found = []
+    for r.num_computed_tokens in (0, 1, 2, 3, 4, 0, 2):
+        found.append(r.next_item)
+    assert found == [0, 0, 1, 1, 2, 0, 1]
 
 
-@pytest.mark.parametrize("running", [False, True])
-def test_the_next_item_is_the_first_that_is_not_wholly_computed(running: bool) -> None:
-    r = record(("a", 2), ("b", 4))
-    r.running = running
-    assert [r.next_item(computed) for computed in (0, 1, 2, 3, 4)] == [0, 0, 1, 1, 2]
-
-
-def test_a_request_that_does_not_run_may_be_asked_from_any_place() -> None:
-    r = record(("a", 2), ("b", 4))
-    r.running = True
-    assert r.next_item(4) == 2
-    r.running = False
-    assert [r.next_item(computed) for computed in (0, 4, 2)] == [0, 2, 1]
-
-
-def test_a_request_that_is_preempted_and_runs_again_begins_with_its_first_item() -> None:
-    r = record(("a", 2), ("b", 4))
-    r.running = True
-    assert r.next_item(4) == 2
-    r.running = False
-    assert r.next_item(0) == 0
-    r.running = True
-    assert r.next_item(1) == 0
+def test_of_items_that_lie_within_one_another_the_next_is_the_outer_until_both_are_computed() -> (
+    None
+):
+    r = record(("video", 8), ("its sound", 4), ("picture", 9))
+    found = []
+    for r.num_computed_tokens in (0, 4, 7, 8, 9):
+        found.append(r.next_item)
+    assert found == [0, 0, 0, 2, 3]
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,8 @@ def _evicted(pair: Pair, item: Item) -> None:
     assert "cat" not in pair.pd.cache
     pair.pd.finish("s")
     pair.pd.cache.free(pair.pd.requests["r"])  # preempted
+    assert not pair.pd.receiver.may_schedule("r", 1, running=False)
+    pair.pd.receiver.before_step()
     assert not pair.pd.receiver.may_schedule("r", 0, running=False)
 
 
@@ -108,6 +110,8 @@ def test_once_lost_its_request_fails_though_it_had_passed_it_before_a_preemption
     deliver(pair, item)
     assert pair.pd.receiver.may_schedule("r", 3)
     pair.pd.cache.free(pair.pd.requests["r"])  # preempted
+    assert not pair.pd.receiver.may_schedule("r", 1, running=False), "it claims its item again"
+    pair.pd.receiver.before_step()
     assert pair.pd.receiver.may_schedule("r", 1, running=False)
     pair.pd.forget_everything()
     assert not pair.pd.receiver.may_schedule("r", 1)
@@ -131,6 +135,7 @@ def test_covered_by_the_prefix_cache_it_is_not_missed(case: tuple[Pair, Item]) -
     pair, item = case
     pair.pd.arrive("r", item)
     assert pair.pd.receiver.may_schedule("r", 3)
+    pair.pd.computed["r"] = 3
     pair.pd.clock.now += TIMEOUT_S
     assert failures(pair) == {}
     assert sources(pair.pd, "r") == {"cat": "prefix_cache"}

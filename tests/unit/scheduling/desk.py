@@ -110,6 +110,16 @@ class Desk:
             self.cache.enter(self._people[request_id])
         return self._people[request_id]
 
+    def run(self, request_id: str, running: bool = True) -> None:
+        """Let the engine begin to compute a request, or take its seat back."""
+        who = self.who(request_id)
+        self.cache.moved(who, who.num_computed_tokens, running=running)
+
+    def preempt(self, request_id: str) -> None:
+        """Take back a request's seat and all that it has computed."""
+        self.cache.free(self.request(request_id))
+        self.cache.moved(self.who(request_id), 0, running=False)
+
     def request(self, request_id: str) -> FakeRequest:
         """Return what the engine has of a request."""
         prompt = self._prompts[request_id]
@@ -135,7 +145,12 @@ class Desk:
         assert item is not None, "something else bears the name"
         transfer_id = f"t-{request_id}" if by_transfer else ""
         claim = self.cache.claim(
-            who, item, input_id, metadata_only=metadata_only, transfer_id=transfer_id
+            who,
+            item,
+            input_id,
+            input_id + 1,
+            metadata_only=metadata_only,
+            transfer_id=transfer_id,
         )
         if by_transfer:
             item.transfers[transfer_id] = transfer_id
