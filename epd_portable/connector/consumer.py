@@ -288,6 +288,10 @@ class ConsumerSession:
             if item.state is State.RESERVED and transfer.writer is not None:
                 self._grant(transfer)
 
+    def announced(self, item: Item) -> list[str]:
+        """Return the transfers of an item that encoders have announced."""
+        return [key for key, each in item.transfers.items() if each.writer is not None]
+
     def not_wanted(self, item: Item, but: Iterable[str] = ()) -> None:
         """End the transfers of an item, all but these; a slot that was granted is quarantined."""
         for transfer in [each for key, each in item.transfers.items() if key not in but]:

@@ -185,6 +185,24 @@ class Receiver:
             if claim.item.is_here and (claim.served or is_own(claim.item, record)):
                 record.note(outcome_of(claim.item, record))
 
+    def session_arrived(self, request: MultiModalRequest) -> None:
+        """A part of a session with media has come: the session is failed.
+
+        vLLM adds each part to the request of the first (streaming input), and items of parts that
+        are to come cannot be claimed in their order.
+        """
+        record = self._requests.get(request.request_id)
+        if record is None:
+            record = PromptRecord(request.request_id, next(self._numbers))
+            self.cache.enter(record)
+        if not record.failed:
+            detail = (
+                f"request {request.request_id} sends media in parts (a streaming-input session), "
+                f"which {self._config.instance} does not take: send the request as a whole"
+            )
+            logger.error("%s", detail)
+            self._refuse(record, "", NackCode.UNAVAILABLE, detail)
+
     def may_schedule(
         self, request_id: str, num_computed_tokens: int, *, running: bool = True
     ) -> bool:
@@ -371,7 +389,7 @@ class Receiver:
 
     def announced(self, announce: Announce) -> None:
         """See `TransferEvents`; the item is accepted if the preallocator has room for it."""
-        self._accept(announce)
+        self._advance()
 
     def landed(self, transfer: Transfer, grant: Grant, *, transfer_s: float, digest: str) -> None:
         """See `TransferEvents`."""
@@ -551,20 +569,29 @@ class Receiver:
         self.cache.advance()
         if self.cache.accepts_early and not self.cache.is_blocked:
             for announce in self._session.early():
-                self._accept(announce)
+                if not self._accept(announce):
+                    break
 
-    def _accept(self, announce: Announce) -> None:
-        item = self.cache.accept(announce.mm_hash, announce.tensor)
+    def _accept(self, announce: Announce) -> bool:
+        """Give an item room before its request; tell whether those behind it may have some."""
+        tensor = announce.tensor
+        if announce.mm_hash in self.cache.items or not self.cache.fits_at_all(
+            tensor.shape[0], tensor.nbytes
+        ):
+            self._session.pass_over(announce.transfer_id)
+            return True
+        item = self.cache.accept(announce.mm_hash, tensor)
         if item is None:
-            return
+            return False
         now = self._clock()
         self._session.expect(announce.transfer_id, item, now, asked=False)
         trace(
             "item.accepted",
             mm_hash=announce.mm_hash,
             transfer=announce.transfer_id,
-            nbytes=announce.tensor.nbytes,
+            nbytes=tensor.nbytes,
         )
+        return True
 
     def _lost(self, item: Item, slot: SlotDescriptor | None, reason: str) -> None:
         """A transfer of an item came to nothing; with it went a slot, if it had one."""

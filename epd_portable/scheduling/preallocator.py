@@ -15,8 +15,8 @@ What holds after every call:
   ends when its request runs. Before, the prefix cache may yet lose what covers it, so it keeps the
   room that it has, as the last of its request.
 - A request is started only when all that it needs is served, or when the first that waits is its
-  own and nobody has room who was not started (`may_start`). So whoever computes can go on without
-  room that waits for others, and whoever waits for room waits for requests that compute.
+  own and nobody who was not started has all that it needs (`may_start`). So whoever computes can go
+  on without room that waits for others, and whoever waits for room waits for requests that compute.
 - Somebody behind the first claim may have room all the same: the first was preempted, its entry was
   reset, it has computed the first of two occurrences, or the prefix cache covers what it holds.
   Then the last claim behind it gives its room back: of requests that wait for more, its own among
@@ -70,6 +70,10 @@ class Deliveries(Protocol):
 
     def room_given(self, item: Item) -> None:
         """The item has a slot: whoever has announced it may write."""
+        ...
+
+    def announced(self, item: Item) -> list[str]:
+        """Return the transfers of an item that encoders have announced."""
         ...
 
     def not_wanted(self, item: Item, but: Iterable[str] = ()) -> None:
@@ -137,10 +141,11 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
 
         Args:
             mm_hash: The item.
-            tensor: What is announced, ``(num_embeds, width)``.
+            tensor: What is announced, ``(num_embeds, width)``; it `fits_at_all`.
 
         Returns:
-            The item, with room and a slot; ``None`` if it is to wait for its request.
+            The item, with room and a slot; ``None`` if there is no room now, or it is here or to
+            wait for its request.
         """
 
     # -- requests --------------------------------------------------------------------------------
@@ -229,15 +234,14 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
         The first must not take a seat that others wait for with room that it waits for; see the
         module. Nor must one that waits for another to encode its item.
         """
-        if any(_awaits_encode(claim) for claim in who.claims.values() if claim.served):
+        if _awaits_encode(who):
             return False
         if not who.waits:
             return True
         if self._first() is not who:
             return False
-        return not any(
-            other is not who and not any(map(_awaits_encode, other.claims.values()))
-            for other in self._with_room[False].values()
+        return all(
+            other.waits or _awaits_encode(other) for other in self._with_room[False].values()
         )
 
     def take_woken(self) -> list[str]:
@@ -690,14 +694,18 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
         """End the transfers of an item that is here, but one for each request that may lose it.
 
         It may be evicted before their turn. A request whose own transfer has brought the item to
-        another takes over one that is left.
+        another takes over one that an encoder has ready, or, if it cannot do without, any.
         """
         if not item.transfers:
             return
         waiting = [each for each in item.wanted.values() if each.transfer_id or each.metadata_only]
-        own = [each.transfer_id for each in waiting if each.transfer_id in item.transfers]
-        others = [each for each in item.transfers if each not in own]
-        self._deliveries.not_wanted(item, but={*own, *others[: len(waiting) - len(own)]})
+        kept = {each.transfer_id for each in waiting} & item.transfers.keys()
+        without = [each for each in waiting if each.transfer_id not in kept]
+        ready = [each for each in self._deliveries.announced(item) if each not in kept]
+        kept.update(ready[: len(without)])
+        if len(ready) < len(without) and any(each.metadata_only for each in without):
+            kept.update(item.transfers)
+        self._deliveries.not_wanted(item, but=kept)
 
     def _lose(self, claim: Claim, reason: str) -> None:
         claim.who.lost[claim.item.mm_hash] = reason
@@ -723,13 +731,10 @@ class AsyncEncoderCachePreallocator(EncoderCachePreallocator):
     accepts_early = True
 
     def accept(self, mm_hash: str, tensor: TensorSpec) -> Item | None:
-        """Reserve room unless a claim waits for some, the item is known, or could never fit."""
-        num_embeds = tensor.shape[0]
+        """Reserve room unless a claim waits for some, or there is none."""
         if self.is_blocked or mm_hash in self.items or mm_hash in self._resident:
             return None
-        if not self.fits_at_all(num_embeds, tensor.nbytes):
-            return None
-        item = Item(mm_hash, num_embeds, tensor)
+        item = Item(mm_hash, tensor.shape[0], tensor)
         self.items[mm_hash] = item
         if not self._reserve(item):
             del self.items[mm_hash]
@@ -759,6 +764,12 @@ def _by_transfer(claim: Claim) -> bool:
     return bool(claim.item.transfers) and not claim.expired
 
 
-def _awaits_encode(claim: Claim) -> bool:
+def _awaits_encode(who: Claimant) -> bool:
     """Tell whether a request needs another to encode an item in a step."""
-    return claim.metadata_only and claim.item.state is State.LOCAL and claim.place != COMPUTED
+    return any(
+        claim.metadata_only
+        and claim.item.state is State.LOCAL
+        and claim.served
+        and claim.place != COMPUTED
+        for claim in who.claims.values()
+    )

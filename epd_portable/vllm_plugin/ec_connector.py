@@ -195,6 +195,8 @@ class EPDConnector(ECConnectorBase):
             if asked is not None:
                 items = self._encode_items(request)
                 self._dispatcher.request_arrived(request.request_id, items, asked)
+        elif self._receiver is not None and getattr(request, "resumable", False):
+            self._receiver.session_arrived(request)
         elif self._receiver is not None:
             expected = self._read(prefill_params, request, raw)
             self._receiver.request_arrived(request, self._prompt_items(request), expected)

@@ -50,6 +50,9 @@ class Desk:
     def room_given(self, item: Item) -> None:
         self.given.append(item.mm_hash)
 
+    def announced(self, item: Item) -> list[str]:
+        return list(item.transfers)
+
     def not_wanted(self, item: Item, but: Iterable[str] = ()) -> None:
         for transfer_id in [each for each in item.transfers if each not in but]:
             self._end(item, transfer_id)
