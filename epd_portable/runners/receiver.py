@@ -32,7 +32,7 @@ from epd_portable.runners.prompt import (
 from epd_portable.runners.receiver_metrics import ReceiverMetrics
 from epd_portable.scheduling.encoder_cache import MultiModalRequest
 from epd_portable.scheduling.items import Claim, Item, Origin, PromptItem
-from epd_portable.scheduling.preallocator import PREALLOCATORS
+from epd_portable.scheduling.preallocation import PREALLOCATORS
 from epd_portable.wire.descriptors import SlotDescriptor
 from epd_portable.wire.messages import (
     Announce,

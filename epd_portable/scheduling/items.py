@@ -19,10 +19,10 @@ from __future__ import annotations
 
 import enum
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 from epd_portable.wire.descriptors import SlotDescriptor, TensorSpec
 
@@ -214,3 +214,39 @@ class Claim:
     def is_last_chance(self) -> bool:
         """Whether the request cannot have the item again once it has given it up."""
         return self.metadata_only and not self.item.transfers
+
+
+class SlotSource(Protocol):
+    """A bounded supply of receive slots."""
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes of the whole supply."""
+        ...
+
+    def take(self, nbytes: int) -> SlotDescriptor | None:
+        """Return a slot of at least ``nbytes``, or ``None`` when none is free."""
+        ...
+
+    def give_back(self, slot: SlotDescriptor) -> None:
+        """Make a slot free again."""
+        ...
+
+
+class Deliveries(Protocol):
+    """Who brings items from elsewhere: the transfers of each."""
+
+    def room_given(self, item: Item) -> None:
+        """The item has a slot: whoever has announced it may write."""
+        ...
+
+    def announced(self, item: Item) -> list[str]:
+        """Return the transfers of an item that encoders have announced."""
+        ...
+
+    def not_wanted(self, item: Item, but: Iterable[str] = ()) -> None:
+        """End the transfers of an item, all but these.
+
+        A slot that was granted is taken from the item, and comes back when nobody can write it.
+        """
+        ...

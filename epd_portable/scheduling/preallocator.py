@@ -30,58 +30,26 @@ every claim is served.
 
 from __future__ import annotations
 
-import heapq
-import itertools
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
+from epd_portable.scheduling.claim_queue import ClaimQueue, order
 from epd_portable.scheduling.encoder_cache import EncoderCacheManager, MultiModalRequest
-from epd_portable.scheduling.items import COMPUTED, Claim, Claimant, Item, State
+from epd_portable.scheduling.items import (
+    COMPUTED,
+    Claim,
+    Claimant,
+    Deliveries,
+    Item,
+    SlotSource,
+    State,
+)
 from epd_portable.wire.descriptors import SlotDescriptor, TensorSpec
 
 _UNDER_WAY = (State.GRANTED, State.ENCODING)
 """Of items whose room cannot be given to others before something has ended."""
-
-Entry = tuple[tuple[bool, int], int, int, Claim]
-"""A claim's place in the queue: its request's, its own, and the entry's number."""
-
-
-class SlotSource(Protocol):
-    """A bounded supply of receive slots."""
-
-    @property
-    def capacity_bytes(self) -> int:
-        """Bytes of the whole supply."""
-        ...
-
-    def take(self, nbytes: int) -> SlotDescriptor | None:
-        """Return a slot of at least ``nbytes``, or ``None`` when none is free."""
-        ...
-
-    def give_back(self, slot: SlotDescriptor) -> None:
-        """Make a slot free again."""
-        ...
-
-
-class Deliveries(Protocol):
-    """Who brings items from elsewhere: the transfers of each."""
-
-    def room_given(self, item: Item) -> None:
-        """The item has a slot: whoever has announced it may write."""
-        ...
-
-    def announced(self, item: Item) -> list[str]:
-        """Return the transfers of an item that encoders have announced."""
-        ...
-
-    def not_wanted(self, item: Item, but: Iterable[str] = ()) -> None:
-        """End the transfers of an item, all but these.
-
-        A slot that was granted is taken from the item, and comes back when nobody can write it.
-        """
-        ...
 
 
 class EncoderCachePreallocator(EncoderCacheManager, ABC):
@@ -126,9 +94,7 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
         self._deliveries = deliveries
         self._with_room: dict[bool, dict[str, Claimant]] = {False: {}, True: {}}
         """Requests that have room for items, by whether they run."""
-        self._queue: list[Entry] = []
-        self._queue_bound = 64
-        self._numbers = itertools.count()
+        self._queue = ClaimQueue()
         self._resident: dict[str, SlotDescriptor] = {}
         """Slots that workers may read, by item."""
         self._retiring = 0
@@ -238,7 +204,7 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
             return False
         if not who.waits:
             return True
-        if self._first() is not who:
+        if self._queue.first_request is not who:
             return False
         return all(
             other.waits or _awaits_encode(other) for other in self._with_room[False].values()
@@ -249,7 +215,7 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
 
         The first in the order is always among them, since what it waits for may be another's seat.
         """
-        first = self._first()
+        first = self._queue.first_request
         if first is not None:
             self._changed[first.request_id] = None
         woken, self._changed = list(self._changed), {}
@@ -312,19 +278,14 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
         if not self._stirred:
             return
         self._stirred = False
-        while self._queue:
-            entry = heapq.heappop(self._queue)
-            claim = entry[-1]
-            if not _counts(entry) or self._serve(claim):
-                continue
-            heapq.heappush(self._queue, entry)
-            if not self._make_way(claim):
+        while (claim := self._queue.first) is not None:
+            if not self._serve(claim) and not self._make_way(claim):
                 return
 
     @property
     def is_blocked(self) -> bool:
         """Whether somebody waits for room."""
-        return self._first() is not None
+        return self._queue.first is not None
 
     def landed(self, item: Item) -> None:
         """The bytes of a granted item are in its slot."""
@@ -516,20 +477,7 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
         Entries for former places do not count any more.
         """
         self._stirred = True
-        if not claim.waits:
-            return
-        if len(self._queue) > self._queue_bound:
-            self._queue = [each for each in self._queue if _counts(each)]
-            heapq.heapify(self._queue)
-            self._queue_bound = 2 * len(self._queue) + 64
-        entry = (claim.who.rank, claim.place, next(self._numbers), claim)
-        heapq.heappush(self._queue, entry)
-
-    def _first(self) -> Claimant | None:
-        """Return the request of the first claim that waits."""
-        while self._queue and not _counts(self._queue[0]):
-            heapq.heappop(self._queue)
-        return self._queue[0][-1].who if self._queue else None
+        self._queue.push(claim)
 
     def _held(self, item: Item) -> list[Claim]:
         """Return the claims for which an item's room is kept."""
@@ -544,7 +492,7 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
 
     def _serve(self, claim: Claim) -> bool:
         """Give a claim its item's room, or tell that there is none."""
-        item, who = claim.item, claim.who
+        item = claim.item
         reserved = False
         if item.state is State.WAITING:
             if _by_transfer(claim):
@@ -558,15 +506,20 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
                 self._occupy(item, State.ENCODING if self._encode(claim) else State.LOCAL)
             else:
                 return False
-        del item.wanted[who.request_id]
-        self._hold(item, who.request_id)
-        self._note_room(who)
-        self._changed[who.request_id] = None
+        self._keep(claim)
         if item.is_here:
             self._is_here(item)
         elif reserved:
             self._deliveries.room_given(item)
         return True
+
+    def _keep(self, claim: Claim) -> None:
+        """Keep an item's room for a request."""
+        who, item = claim.who, claim.item
+        del item.wanted[who.request_id]
+        self._hold(item, who.request_id)
+        self._note_room(who)
+        self._changed[who.request_id] = None
 
     def _reserve(self, item: Item) -> bool:
         """Give an item room and a slot, or neither; begin to make room where that is possible."""
@@ -607,11 +560,11 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
             for who in group.values()
             if (first.who.running and not who.running) or who.waits
             for claim in who.claims.values()
-            if claim.served and _order(claim) > _order(first)
+            if claim.served and order(claim) > order(first)
         ]
         count = Counter(claim.item.mm_hash for claim in behind)
         last_chances = []
-        for claim in sorted(behind, key=_order, reverse=True):
+        for claim in sorted(behind, key=order, reverse=True):
             item = claim.item
             if item.state in _UNDER_WAY or count[item.mm_hash] < len(item.holders):
                 continue
@@ -686,26 +639,32 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
             self._give_room_back(item)
 
     def _is_here(self, item: Item) -> None:
-        """Let everybody who holds an item compute with it."""
-        self._changed.update(dict.fromkeys(item.holders))
-        self._end_vain_transfers(item)
+        """Let everybody who holds an item compute with it.
 
-    def _end_vain_transfers(self, item: Item) -> None:
-        """End the transfers of an item that is here, but one for each request that may lose it.
-
-        It may be evicted before their turn. A request whose own transfer has brought the item to
-        another takes over one that an encoder has ready, or, if it cannot do without, any.
+        It may be evicted before the turn of others, whose own transfers may be used up. For those
+        that cannot do without it is kept from now on.
         """
-        if not item.transfers:
-            return
+        self._changed.update(dict.fromkeys(item.holders))
+        for claim in self._end_vain_transfers(item):
+            if claim.metadata_only:
+                self._keep(claim)
+
+    def _end_vain_transfers(self, item: Item) -> list[Claim]:
+        """End the transfers of an item that is here, but one for each request that waits its turn.
+
+        A request whose own transfer has brought the item to another takes over one that an encoder
+        has ready.
+
+        Returns:
+            Claims for which there is none.
+        """
         waiting = [each for each in item.wanted.values() if each.transfer_id or each.metadata_only]
         kept = {each.transfer_id for each in waiting} & item.transfers.keys()
         without = [each for each in waiting if each.transfer_id not in kept]
         ready = [each for each in self._deliveries.announced(item) if each not in kept]
         kept.update(ready[: len(without)])
-        if len(ready) < len(without) and any(each.metadata_only for each in without):
-            kept.update(item.transfers)
         self._deliveries.not_wanted(item, but=kept)
+        return without[len(ready) :]
 
     def _lose(self, claim: Claim, reason: str) -> None:
         claim.who.lost[claim.item.mm_hash] = reason
@@ -713,55 +672,17 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
         self._changed[claim.who.request_id] = None
 
 
-class SyncEncoderCachePreallocator(EncoderCachePreallocator):
-    """Gives room to what requests claim, and nothing else."""
-
-    def accept(self, mm_hash: str, tensor: TensorSpec) -> Item | None:
-        """Reserve nothing: the announcement waits for its request."""
-        return None
-
-
-class AsyncEncoderCachePreallocator(EncoderCachePreallocator):
-    """Accepts items before any request has asked for them.
-
-    An accepted item holds nobody up for good: none is accepted while a claim waits, what is
-    accepted lands or ends at a deadline, and once landed it is evicted like every idle entry.
-    """
-
-    accepts_early = True
-
-    def accept(self, mm_hash: str, tensor: TensorSpec) -> Item | None:
-        """Reserve room unless a claim waits for some, or there is none."""
-        if self.is_blocked or mm_hash in self.items or mm_hash in self._resident:
-            return None
-        item = Item(mm_hash, tensor.shape[0], tensor)
-        self.items[mm_hash] = item
-        if not self._reserve(item):
-            del self.items[mm_hash]
-            return None
-        return item
-
-
-PREALLOCATORS: dict[str, type[EncoderCachePreallocator]] = {
-    "sync": SyncEncoderCachePreallocator,
-    "async": AsyncEncoderCachePreallocator,
-}
-"""By the value of ``transfer.preallocation``."""
-
-
-def _counts(entry: Entry) -> bool:
-    """Tell whether the claim waits, and in this place."""
-    rank, place, _, claim = entry
-    return claim.waits and rank == claim.who.rank and place == claim.place
-
-
-def _order(claim: Claim) -> tuple[tuple[bool, int], int]:
-    return (claim.who.rank, claim.place)
-
-
 def _by_transfer(claim: Claim) -> bool:
-    """Tell whether an item that waits comes from elsewhere, as far as a request is concerned."""
-    return bool(claim.item.transfers) and not claim.expired
+    """Tell whether an item that waits comes from elsewhere, as far as a request is concerned.
+
+    One that can encode it leaves others the transfers that they cannot do without: when its turn
+    is over, the item may be evicted before theirs.
+    """
+    item = claim.item
+    if claim.metadata_only or claim.transfer_id in item.transfers:
+        return bool(item.transfers) and not claim.expired
+    needed = sum(each.metadata_only for each in item.wanted.values())
+    return len(item.transfers) > needed and not claim.expired
 
 
 def _awaits_encode(who: Claimant) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from epd_portable.connector.pool import ReceivePool
 from epd_portable.scheduling.items import Claim, Claimant, Item, State
-from epd_portable.scheduling.preallocator import PREALLOCATORS
+from epd_portable.scheduling.preallocation import PREALLOCATORS
 from epd_portable.wire.descriptors import SlotDescriptor, TensorSpec
 from tests.unit.builders import FakeRequest, request
 
