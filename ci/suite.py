@@ -28,7 +28,7 @@ from ci.venv import ROOT
 
 FOLDER = ROOT / ".suite"
 STATE = FOLDER / "passed.json"
-WORKERS = ("-n", "3", "--dist=loadfile", "--no-loadscope-reorder")
+WORKERS = ("-n", "4", "--dist=loadfile", "--no-loadscope-reorder")
 """A file stays with one worker; those that take long and mostly wait are named first."""
 PYTEST = (".venv/bin/python", "-m", "pytest")
 NPU_ENVIRONMENT = "npu environment"
@@ -84,7 +84,7 @@ def pieces(*, full: bool) -> list[Piece]:
         tests(
             "tests without engines",
             "computing",
-            *("tests/integration", "tests/property", "tests/contract", "tests/unit"),
+            *("tests/property", "tests/integration", "tests/contract", "tests/unit"),
             *WORKERS,
         ),
         *(npu_piece(part, "devices") for part in ("devices", "contract", "transfer", "faults")),
