@@ -54,7 +54,7 @@ def test_an_engine_whose_event_loop_is_blocked_is_killed_and_started_again(launc
 def test_an_engine_that_calls_itself_ill_for_good_is_started_again_ever_later(
     launch: Launch, status: int
 ) -> None:
-    run = launch({"encode-0": [], "router": []}, **WATCHED)
+    run = launch({"encode-0": [], "router": []}, **WATCHED | {"stop_grace_s": 30.0})
     run.wait_for("ready:")
     for delay in ("0.2", "0.4"):
         run.ask("encode-0", f"/become/{status}")
