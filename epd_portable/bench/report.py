@@ -139,7 +139,7 @@ def _processor() -> str:
 
 
 def to_json(report: Report) -> str:
-    """Return everything; one line a sample, times to a tenth of a microsecond."""
+    """Return everything; one line a sample, times to a nanosecond."""
     whole = _rounded({"schema_version": SCHEMA_VERSION, **dataclasses.asdict(report)})
     assert isinstance(whole, dict)
     samples = whole.pop("samples")
@@ -193,7 +193,7 @@ def format_bytes(nbytes: int) -> str:
 
 def _rounded(value: Plain) -> Plain:
     if isinstance(value, float):
-        return round(value, 7)
+        return round(value, 9)
     if isinstance(value, dict):
         return {name: _rounded(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
