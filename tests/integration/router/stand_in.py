@@ -29,7 +29,7 @@ from epd_portable.connector.curve import CurveKeys
 from epd_portable.router.http import open_files
 from epd_portable.router.http.server_connection import Clients, ServerConnection
 from epd_portable.router.server import Router
-from epd_portable.router.serving import listen
+from epd_portable.router.serving import BACKLOG, listen
 from epd_portable.wire import codec
 from epd_portable.wire.messages import LOAD_PATH, AnyMessage, LoadReport, LoadWanted, Nack, NackCode
 from tests.listening import stop_listening
@@ -160,7 +160,7 @@ class RouterServing(Serving):
         self.port = listener.getsockname()[1]
         await self.router.open()
         self._listening = await asyncio.get_running_loop().create_server(
-            lambda: ServerConnection(self._clients, self.port), sock=listener
+            lambda: ServerConnection(self._clients, self.port), sock=listener, backlog=BACKLOG
         )
 
     def drop_connections(self) -> None:
