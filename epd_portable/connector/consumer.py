@@ -126,6 +126,10 @@ class TransferEvents(Protocol):
         """An encoder has an item that nobody expects yet."""
         ...
 
+    def may_bring(self, item: Item, transfer_id: str) -> bool:
+        """Tell whether a transfer may use the slot of its item."""
+        ...
+
     def landed(self, transfer: Transfer, grant: Grant, *, transfer_s: float, digest: str) -> None:
         """An item is in its slot.
 
@@ -285,8 +289,8 @@ class ConsumerSession:
         assert item.slot is not None
         trace("item.reserved", mm_hash=item.mm_hash, nbytes=item.slot.nbytes)
         for transfer in list(item.transfers.values()):
-            if item.state is State.RESERVED and transfer.writer is not None:
-                self._grant(transfer)
+            if transfer.writer is not None:
+                self._grant_if_free(transfer)
 
     def announced(self, item: Item) -> list[str]:
         """Return the transfers of an item that encoders have announced."""
@@ -400,8 +404,7 @@ class ConsumerSession:
                 if self._transfers.get(transfer.transfer_id) is not transfer:
                     return  # That was one too many.
             transfer.writer, transfer.producer = writer, message.producer
-            if transfer.item.state is State.RESERVED:
-                self._grant(transfer)
+            self._grant_if_free(transfer)
             if transfer.grant is None and transfer.writer == writer:
                 later = Later(transfer_id=writer.transfer_id, attempt=writer.attempt)
                 self._send(sender, later)
@@ -441,6 +444,12 @@ class ConsumerSession:
         if transfer is not None and transfer.writer == writer:
             self._fail(transfer, "aborted", message.reason)
         self._release(writer)
+
+    def _grant_if_free(self, transfer: Transfer) -> None:
+        """Grant an item's slot to a transfer that an encoder has announced, if it may have it."""
+        item = transfer.item
+        if item.state is State.RESERVED and self._events.may_bring(item, transfer.transfer_id):
+            self._grant(transfer)
 
     def _grant(self, transfer: Transfer) -> None:
         writer, producer, item = transfer.writer, transfer.producer, transfer.item

@@ -31,7 +31,7 @@ from epd_portable.runners.prompt import (
 )
 from epd_portable.runners.receiver_metrics import ReceiverMetrics
 from epd_portable.scheduling.encoder_cache import MultiModalRequest
-from epd_portable.scheduling.items import Claim, Item, Origin, PromptItem
+from epd_portable.scheduling.items import Claim, Item, Origin, PromptItem, State
 from epd_portable.scheduling.preallocation import PREALLOCATORS
 from epd_portable.wire.descriptors import SlotDescriptor
 from epd_portable.wire.messages import (
@@ -391,6 +391,10 @@ class Receiver:
         """See `TransferEvents`; the item is accepted if the preallocator has room for it."""
         self._advance()
 
+    def may_bring(self, item: Item, transfer_id: str) -> bool:
+        """See `TransferEvents`."""
+        return self.cache.may_bring(item, transfer_id)
+
     def landed(self, transfer: Transfer, grant: Grant, *, transfer_s: float, digest: str) -> None:
         """See `TransferEvents`."""
         item, slot, now = transfer.item, grant.slot, self._clock()
@@ -599,6 +603,8 @@ class Receiver:
             self.cache.lost_slot(item)
         if not item.transfers:
             self.cache.lost_transfer(item, reason)
+        elif item.state is State.RESERVED:
+            self._session.room_given(item)
 
     def _note_arrival(self, record: PromptRecord) -> None:
         if len(self._arrivals) > 4 * len(self._requests) + 64:

@@ -287,6 +287,17 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
         """Whether somebody waits for room."""
         return self._queue.first is not None
 
+    def may_bring(self, item: Item, transfer_id: str) -> bool:
+        """Tell whether a transfer may use an item's slot.
+
+        That of a request which waits for its turn, and cannot do without the item, brings it to
+        nobody who has a transfer too: the item may be evicted before that turn.
+        """
+        waiting = item.wanted.values()
+        if not any(each.transfer_id == transfer_id and each.metadata_only for each in waiting):
+            return True
+        return not any(each.transfer_id in item.transfers for each in self._held(item))
+
     def landed(self, item: Item) -> None:
         """The bytes of a granted item are in its slot."""
         self.finalize_allocation(item.mm_hash)
@@ -493,11 +504,9 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
     def _serve(self, claim: Claim) -> bool:
         """Give a claim its item's room, or tell that there is none."""
         item = claim.item
-        reserved = False
         if item.state is State.WAITING:
             if _by_transfer(claim):
-                reserved = self._reserve(item)
-                if not reserved:
+                if not self._reserve(item):
                     return False
             elif claim.metadata_only:
                 self._lose(claim, "it is not here any more")
@@ -509,7 +518,7 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
         self._keep(claim)
         if item.is_here:
             self._is_here(item)
-        elif reserved:
+        elif item.state is State.RESERVED:
             self._deliveries.room_given(item)
         return True
 
@@ -563,32 +572,26 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
             if claim.served and order(claim) > order(first)
         ]
         count = Counter(claim.item.mm_hash for claim in behind)
-        last_chances = []
-        for claim in sorted(behind, key=order, reverse=True):
-            item = claim.item
-            if item.state in _UNDER_WAY or count[item.mm_hash] < len(item.holders):
-                continue
-            if lacks_slot and item.slot is None and item.mm_hash not in self._resident:
-                continue
-            if claim.is_last_chance:
-                last_chances.append(claim)
-                continue
-            self._give_way(claim)
-            return True
-        if last_chances and not any(each.state in _UNDER_WAY for each in self.items.values()):
-            self._give_way(last_chances[0])
-            return True
-        return False
+        able = [
+            claim
+            for claim in sorted(behind, key=order, reverse=True)
+            if claim.item.state not in _UNDER_WAY
+            and count[claim.item.mm_hash] == len(claim.item.holders)
+            and (not lacks_slot or claim.item.slot or claim.item.mm_hash in self._resident)
+        ]
+        last = next((claim for claim in able if not claim.is_last_chance), None)
+        if last is None and not any(item.state in _UNDER_WAY for item in self.items.values()):
+            last = able[0] if able else None
+        if last is not None:
+            self._unserve(last)
+            self._settle(last.item)
+        return last is not None
 
     def _slot_returns(self, item: Item) -> bool:
         """Tell whether a slot comes back by itself: of an item that the workers have to forget."""
         if self._retiring or item.mm_hash in self._resident:
             return True
         return any(mm_hash in self._resident for mm_hash in self._freed)
-
-    def _give_way(self, claim: Claim) -> None:
-        self._unserve(claim)
-        self._settle(claim.item)
 
     def _unserve(self, claim: Claim) -> None:
         """Take an item's room from a request, whose claim queues again."""

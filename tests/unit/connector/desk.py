@@ -119,6 +119,9 @@ class Desk:
 
     # -- what becomes of transfers -----------------------------------------------------------------
 
+    def may_bring(self, item: Item, transfer_id: str) -> bool:
+        return True
+
     def announced(self, announce: Announce) -> None:
         self.announcements.append(announce.transfer_id)
 

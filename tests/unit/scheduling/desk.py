@@ -48,7 +48,8 @@ class Desk:
     # -- transfers: `Deliveries`, and what becomes of them -----------------------------------------
 
     def room_given(self, item: Item) -> None:
-        self.given.append(item.mm_hash)
+        if item.mm_hash not in self.given:
+            self.given.append(item.mm_hash)
 
     def announced(self, item: Item) -> list[str]:
         return list(item.transfers)
