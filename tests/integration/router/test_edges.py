@@ -134,19 +134,19 @@ async def test_a_500_is_passed_on_where_no_other_instance_is_usable(build: Build
 
 
 async def test_an_encoder_is_not_blamed_for_a_deadline_that_others_used_up(build: Build) -> None:
-    t = await build(wait_timeout_s=1.0, encode_timeout_s=0.5, probe_interval_s=60)
+    t = await build(wait_timeout_s=3.0, encode_timeout_s=1.5, probe_interval_s=60)
     jobs = 0
 
     async def full_for_long(received: Received) -> Response:
         nonlocal jobs
         jobs += 1
         if jobs == 1:
-            return Response(status_code=429, headers={"retry-after-ms": "900"})
-        await asyncio.sleep(0.3)
+            return Response(status_code=429, headers={"retry-after-ms": "2500"})
+        await asyncio.sleep(1.0)
         return JSONResponse({})
 
     async def generate(received: Received) -> Response:
-        await asyncio.sleep(1.2)
+        await asyncio.sleep(3.6)
         return await answer(received)
 
     t.encoders[0].behaviour = full_for_long
