@@ -1,0 +1,533 @@
+"""vLLM's scheduler with our connector's scheduler half, stepped as vLLM's engine core does."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+from unittest import mock
+
+import torch
+from prometheus_client import CollectorRegistry
+
+from epd_portable.config.instance import InstanceConfig
+from epd_portable.connector.transport import LeaseFence
+from epd_portable.demo import MODEL_DIR
+from epd_portable.errors import NoCommonPathError
+from epd_portable.launch.plan.engine import CONNECTOR, SCHEDULER_CLS
+from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor
+from epd_portable.wire.messages import Announce, AnyMessage
+from epd_portable.wire.params import ExpectedTransfer, PrefillParams, to_params
+from tests.keyring import secret_file
+from tests.property.engine_model.memory import Read, Violation, Work, Worker
+from tests.property.engine_model.shapes import MAX_MODEL_LEN, Prompt, Shape
+
+ADDRESS = "tcp://pd:1"
+ROUTER = "router"
+
+
+@dataclass
+class Clock:
+    """Seconds that pass only when the model says so."""
+
+    now: float = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class Post:
+    """Stands for `ConsumerEndpoint`, that is for sockets and shared memory."""
+
+    fence: LeaseFence
+    fingerprint: str
+    paths: dict[str, str] = field(default_factory=dict)
+    """Of each encoder; with others there is none in common."""
+    inbox: list[tuple[bytes, AnyMessage]] = field(default_factory=list)
+    outbox: list[tuple[bytes, AnyMessage]] = field(default_factory=list)
+    gone: set[str] = field(default_factory=set)
+
+    def receive(self) -> list[tuple[bytes, AnyMessage]]:
+        received, self.inbox = self.inbox, []
+        return received
+
+    def send(self, identity: bytes, message: AnyMessage) -> None:
+        self.outbox.append((identity, message))
+
+    def choose(self, producer: PeerDescriptor) -> PathEndpoint:
+        path = self.paths.get(producer.instance)
+        if path is None:
+            raise NoCommonPathError(f"none to {producer.instance}")
+        return PathEndpoint(path=path, address="here")
+
+    def vouched(self, announce: Announce) -> bool:
+        return True
+
+    def is_gone(self, producer: PeerDescriptor) -> bool:
+        return producer.session in self.gone
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class Drafter:
+    """vLLM's ``SpeculativeConfig``, as far as its scheduler asks: one of EAGLE's family."""
+
+    num_speculative_tokens_per_batch_size = None
+
+    def __init__(self, tokens: int) -> None:
+        self.num_speculative_tokens = tokens
+        self.max_num_new_slots_for_drafting = 0
+
+    def use_eagle(self) -> bool:
+        return True
+
+    def use_multi_module_mtp(self) -> bool:
+        return self.num_speculative_tokens > 1
+
+    def use_eagle_block_drop(self) -> bool:
+        return True
+
+    def use_dspark(self) -> bool:
+        return False
+
+    use_dflash = uses_draft_model = use_dspark
+
+
+@dataclass
+class Budget:
+    """vLLM's ``MultiModalBudget``, which would ask the model for sizes."""
+
+    encoder_compute_budget: int
+    encoder_cache_size: int
+
+
+@functools.cache
+def _base() -> tuple[Any, Any]:
+    """Return vLLM's configuration of the demo model, and what all engines may share."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    instance = InstanceConfig(
+        instance="prefill_decode-0",
+        platform="cpu",
+        control_address=ADDRESS,
+        pool="epd-model",
+        secret_file=secret_file(),
+    )
+    config = EngineArgs(
+        model=str(MODEL_DIR),
+        max_model_len=MAX_MODEL_LEN,
+        dtype="float32",
+        enforce_eager=True,
+        limit_mm_per_prompt={"video": 0},
+        scheduler_cls=SCHEDULER_CLS,
+        ec_transfer_config={
+            **CONNECTOR,
+            "ec_role": "ec_consumer",
+            "ec_connector_extra_config": instance.model_dump(),
+        },
+    ).create_engine_config()
+    return config, StructuredOutputManager(config)
+
+
+def embed_bytes() -> int:
+    """Return the bytes of one embedding."""
+    return int(_base()[0].model_config.get_inputs_embeds_size()) * 4
+
+
+def pool_bytes(shape: Shape) -> int:
+    """Return the size of the receive pool: whole slots of its platform's alignment."""
+    alignment = 512 if shape.copies else 64
+    return -(-shape.pool * embed_bytes() // alignment) * alignment
+
+
+def _config(shape: Shape) -> Any:
+    config = copy.copy(_base()[0])
+    for name in ("scheduler_config", "cache_config", "parallel_config", "ec_transfer_config"):
+        setattr(config, name, copy.copy(getattr(config, name)))
+    scheduling = config.scheduler_config
+    scheduling.max_num_seqs = shape.seats
+    scheduling.max_num_batched_tokens = shape.tokens
+    scheduling.max_num_scheduled_tokens = None
+    scheduling.policy = shape.policy
+    scheduling.async_scheduling = shape.ahead
+    scheduling.disable_chunked_mm_input = shape.whole_items
+    scheduling.scheduler_reserve_full_isl = shape.reserves_all
+    config.cache_config.enable_prefix_caching = shape.prefix_caching
+    config.cache_config.num_gpu_blocks = shape.blocks
+    # With several ranks items are encoded in steps, as on devices, and not beside them.
+    config.parallel_config.world_size = 1 if shape.beside else 2
+    config.ec_transfer_config.ec_connector_extra_config = {
+        **config.ec_transfer_config.ec_connector_extra_config,
+        "platform": "cuda" if shape.copies else "cpu",
+        "pool_bytes": pool_bytes(shape),
+        "preallocation": shape.preallocation,
+        "wait_timeout_s": shape.wait_timeout_s,
+        "lease_s": shape.lease_s,
+        "can_encode": shape.can_encode,
+    }
+    if shape.lookahead:
+        config.speculative_config = Drafter(shape.lookahead)
+    return config
+
+
+@contextmanager
+def _seams(shape: Shape, clock: Clock, made: dict[str, Any]) -> Iterator[None]:
+    """Let the connector have the model's clock and post, and no thread of its own."""
+    from vllm.v1.core.sched import scheduler as vllm_scheduler
+
+    from epd_portable.runners import receiver as receivers
+    from epd_portable.runners.receiver_metrics import ReceiverMetrics
+    from epd_portable.vllm_plugin import compat, ec_connector, exposition
+
+    class Receiver(receivers.Receiver):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            made["registry"] = CollectorRegistry()
+            kwargs |= {"clock": clock, "metrics": ReceiverMetrics(made["registry"])}
+            super().__init__(*args, **kwargs)
+            made["receiver"] = self
+
+        def listen(self) -> None:
+            """Messages are taken in when the model says so."""
+
+    def open_post(*args: Any, fence: LeaseFence, fingerprint: str, **kwargs: Any) -> Post:
+        made["post"] = Post(fence, fingerprint)
+        return made["post"]
+
+    def budget(*args: Any) -> Budget:
+        return Budget(max(shape.encoder_tokens, *shape.items.values()), shape.cache)
+
+    patches = (
+        (receivers, "ConsumerEndpoint", open_post),
+        (ec_connector, "Receiver", Receiver),
+        (vllm_scheduler, "MultiModalBudget", budget),
+        (exposition, "publish", lambda: None),
+        (compat, "fingerprint", lambda config: "same"),
+    )
+    for where, name, value in patches:
+        patch = mock.patch.object(where, name, value)
+        patch.start()
+    try:
+        yield
+    finally:
+        mock.patch.stopall()
+
+
+@dataclass
+class Running:
+    """A request from its arrival to its end."""
+
+    request: Any
+    prompt: Prompt
+    ended: str = ""
+
+    @property
+    def request_id(self) -> str:
+        return str(self.request.request_id)
+
+
+class Engine:
+    """An engine core's turns: it schedules, executes, and takes in what came out.
+
+    Args:
+        shape: Of the instance.
+        rng: Decides what is left open: how late the worker is, which drafts are accepted.
+        clock: Everybody's.
+        worker: Makes the worker, given where requests' items are.
+        note: Hears what happens, for the trace.
+    """
+
+    def __init__(
+        self, shape: Shape, rng: Random, clock: Clock, worker: Worker, note: Callable[..., None]
+    ) -> None:
+        from vllm.sampling_params import SamplingParams
+        from vllm.utils.hashing import sha256
+        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+        from epd_portable.vllm_plugin.scheduler import make_scheduler
+
+        init_none_hash(sha256)
+        self._hasher = get_request_block_hasher(shape.block, sha256)
+        self._sampling = functools.cache(
+            lambda answer: SamplingParams(max_tokens=answer, ignore_eos=True)
+        )
+        self._shape, self._rng, self._clock, self._worker = shape, rng, clock, worker
+        self._note = note
+        made: dict[str, Any] = {}
+        with _seams(shape, clock, made):
+            self.scheduler = make_scheduler(
+                vllm_config=_config(shape),
+                kv_cache_config=KVCacheConfig(
+                    num_blocks=shape.blocks,
+                    kv_cache_tensors=[],
+                    kv_cache_groups=[
+                        KVCacheGroupSpec(
+                            ["layer"],
+                            FullAttentionSpec(
+                                block_size=shape.block,
+                                num_kv_heads=1,
+                                head_size=8,
+                                dtype=torch.float32,
+                            ),
+                        )
+                    ],
+                ),
+                structured_output_manager=_base()[1],
+                block_size=shape.block,
+                log_stats=False,
+            )
+        self.post: Post = made["post"]
+        self._receiver, self._registry = made["receiver"], made["registry"]
+        self._flying: deque[Work] = deque()
+        self.unfinished: dict[str, Running] = {}
+        self.ended: dict[str, Running] = {}
+        self.prompt_tokens = self.tokens = self.steps = 0
+        self.recomputed: set[str] = set()
+        """Requests that were preempted or rolled back."""
+        self.hits = 0
+
+    # -- what happens to it ------------------------------------------------------------------------
+
+    def add(self, request_id: str, prompt: Prompt, transfers: dict[str, str]) -> None:
+        """Add a request; ``transfers`` are those of its items, by name."""
+        from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+        from vllm.v1.request import Request
+
+        expected = tuple(
+            ExpectedTransfer(
+                transfer_id=transfer_id, mm_hash=name, media=prompt.wishes[name].media
+            )
+            for name, transfer_id in transfers.items()
+        )
+        sampling = copy.copy(self._sampling(prompt.answer))
+        if expected:
+            params = PrefillParams(transfers=expected, reply_to=ROUTER)
+            sampling.extra_args = {"ec_transfer_params": to_params(params)}
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=list(prompt.tokens),
+            sampling_params=sampling,
+            pooling_params=None,
+            arrival_time=self._clock.now,
+            priority=prompt.priority,
+            block_hasher=self._hasher,
+            mm_features=[
+                MultiModalFeatureSpec(
+                    data=_data(prompt.wishes[name].media),
+                    modality="image",
+                    identifier=name,
+                    mm_position=PlaceholderRange(offset=offset, length=length),
+                )
+                for name, offset, length in prompt.places
+            ],
+        )
+        self.unfinished[request_id] = Running(request, prompt)
+        self.scheduler.add_request(request)
+
+    def abort(self, request_id: str) -> None:
+        from vllm.v1.request import RequestStatus
+
+        self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+        self._end(request_id, "abort")
+
+    def reset_encoder_cache(self) -> None:
+        """As the engine core: workers forget after the steps that they have."""
+        self.scheduler.reset_encoder_cache()
+        self._execute_all()
+        self._worker.forget()
+
+    def reset_prefix_cache(self, *, running: bool) -> None:
+        if running:
+            self.recomputed |= {each.request_id for each in self.scheduler.running}
+        self.scheduler.reset_prefix_cache(reset_running_requests=running)
+
+    def take_in(self) -> None:
+        """Messages are taken in, as between any two of the engine's doings."""
+        with self._receiver.lock:
+            self._receiver.take_in()
+
+    # -- turns -------------------------------------------------------------------------------------
+
+    def turn(self, *, may_invalidate: bool = False) -> None:
+        """Schedule a step; take in the output of the oldest if two are scheduled."""
+        rng, scheduler = self._rng, self.scheduler
+        before = {each.request_id: each.num_preemptions for each in scheduler.running}
+        planned = scheduler.schedule()
+        self.steps += 1
+        for request_id, count in before.items():
+            running = self.unfinished.get(request_id)
+            if running is not None and running.request.num_preemptions > count:
+                self.recomputed.add(request_id)
+                self._note("preempted", request_id)
+        work = self._work(planned)
+        self._flying.append(work)
+        if rng.random() < 0.4:
+            self._execute_all()
+        ahead = self._shape.ahead and len(self._flying) < 2
+        if ahead and planned.total_num_scheduled_tokens and rng.random() < 0.85:
+            return
+        self.take_in()
+        self._update(self._flying.popleft(), may_invalidate)
+
+    def _work(self, planned: Any) -> Work:
+        reads, counts = [], planned.num_scheduled_tokens
+        ahead = self._shape.lookahead
+        for request_id, count in counts.items():
+            running = self.unfinished[request_id]
+            self.tokens += count
+            end = running.request.num_computed_tokens
+            begin = end - count
+            if begin < len(running.prompt.tokens):
+                self.prompt_tokens += count
+            for name, offset, length in running.prompt.places:
+                if offset < end and begin < offset + length:
+                    reads.append(Read(request_id, name))
+                elif ahead and offset < end + ahead and begin + ahead < offset + length:
+                    reads.append(Read(request_id, name, by_drafter=True))
+        encoded = [
+            self.unfinished[request_id].prompt.places[index][0]
+            for request_id, indices in planned.scheduled_encoder_inputs.items()
+            for index in indices
+        ]
+        for new in planned.scheduled_new_reqs:
+            self.hits += new.num_computed_tokens > 0
+        if counts or encoded:
+            computed = {
+                each: f"{self.unfinished[each].request.num_computed_tokens - count}+{count}"
+                for each, count in counts.items()
+            }
+            self._note("step", computed, "encodes", encoded)
+        samples = {each for each in counts if not self.unfinished[each].request.is_prefill_chunk}
+        return Work(planned, encoded, reads, samples)
+
+    def _execute_all(self) -> None:
+        for work in self._flying:
+            if not work.is_done:
+                self._worker.execute(work)
+
+    def _update(self, work: Work, may_invalidate: bool) -> None:
+        from vllm.v1.outputs import ECConnectorOutput, KVConnectorOutput, ModelRunnerOutput
+
+        if not work.is_done:
+            self._worker.execute(work)
+        names = list(work.planned.num_scheduled_tokens)
+        invalid = self._invalid_blocks(work) if may_invalidate else set()
+        output = ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: index for index, name in enumerate(names)},
+            sampled_token_ids=[self._tokens(work, name) for name in names],
+            ec_connector_output=ECConnectorOutput(
+                finished_sending=work.failed, finished_recving=work.placed
+            )
+            if work.failed or work.placed
+            else None,
+            kv_connector_output=KVConnectorOutput(invalid_block_ids=invalid) if invalid else None,
+        )
+        before = {each: self.unfinished[each].request.num_computed_tokens for each in self.unfinished}
+        made = self.scheduler.update_from_output(work.planned, output)
+        for outputs in made.values():
+            for each in outputs.outputs:
+                if each.finish_reason is not None:
+                    self._end(each.request_id, str(each.finish_reason))
+        if invalid:
+            for each, running in self.unfinished.items():
+                if running.request.num_computed_tokens < before[each]:
+                    self.recomputed.add(each)
+                    self._note("rolled back", each, running.request.num_computed_tokens)
+        if self._shape.lookahead and not self._shape.ahead:
+            self._draft(names)
+
+    def _tokens(self, work: Work, name: str) -> list[int]:
+        if name not in work.samples:
+            return []
+        drafted = len(work.planned.scheduled_spec_decode_tokens.get(name, ()))
+        return [self._rng.randint(0, 5) for _ in range(1 + self._rng.randint(0, drafted))]
+
+    def _draft(self, names: list[str]) -> None:
+        from vllm.v1.outputs import DraftTokenIds
+
+        drafts = [[1] * self._shape.lookahead for _ in names]
+        self.scheduler.update_draft_token_ids(DraftTokenIds(names, drafts))
+
+    def _invalid_blocks(self, work: Work) -> set[int]:
+        """Return a block of a request whose KV was not loaded after all."""
+        flying = {each for other in self._flying for each in other.samples}
+        for name, count in work.planned.num_scheduled_tokens.items():
+            running = self.unfinished.get(name)
+            if running is None or name in flying or running.request not in self.scheduler.running:
+                continue
+            if self._shape.ahead and name in work.samples:
+                continue
+            blocks = (running.request.num_computed_tokens - count) // self._shape.block
+            if blocks > 0:
+                (ids,) = self.scheduler.kv_cache_manager.get_block_ids(name)
+                return {ids[self._rng.randrange(blocks)]}
+        return set()
+
+    def _end(self, request_id: str, reason: str) -> None:
+        running = self.unfinished.pop(request_id)
+        running.ended = reason
+        self.ended[request_id] = running
+        self._note("ended", request_id, reason)
+
+    # -- what it is like ---------------------------------------------------------------------------
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing is scheduled whose output is to come."""
+        return not self._flying
+
+    def could_start(self, running: Running) -> bool:
+        """Tell whether a request has a seat and KV memory, or could have both."""
+        scheduler = self.scheduler
+        if running.request in scheduler.running:
+            return True
+        spec = self._shape.lookahead
+        spare = self._shape.tokens - len(scheduler.running) * (1 + spec)
+        if spare < 2 + spec + self._shape.whole_items * (1 + spec + max(self._shape.items.values())):
+            return False
+        need = -(-(running.prompt.size + 2 * self._shape.lookahead + 2) // self._shape.block) + 1
+        free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        return len(scheduler.running) < self._shape.seats and free >= need
+
+    def check_room(self) -> None:
+        """All room of the encoder cache can be had."""
+        cache = self.scheduler.encoder_cache_manager
+        if cache.num_freeable_slots != cache.cache_size:
+            raise Violation(
+                f"{cache.cache_size - cache.num_freeable_slots} of {cache.cache_size} embeddings "
+                "of the encoder cache are lost"
+            )
+
+    def check_slots(self) -> None:
+        """No slot of the receive pool is out."""
+        used = self._registry.get_sample_value("epd_pd_pool_used_bytes")
+        if used:
+            raise Violation(f"{used} of {pool_bytes(self._shape)} bytes of the pool are lost")
+
+    def close(self) -> None:
+        self.scheduler.shutdown()
+
+
+@functools.cache
+def _data(media: bool) -> Any:
+    from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItem
+
+    fields = {"image_grid_thw": torch.tensor([[1, 8, 8]])}
+    if media:
+        fields["pixel_values"] = torch.zeros(1, 1, 1)
+    elements = {
+        key: MultiModalFieldConfig.batched(
+            "image", keep_on_cpu=key == "image_grid_thw"
+        ).build_elems(key, value)[0]
+        for key, value in fields.items()
+    }
+    return MultiModalKwargsItem(elements)

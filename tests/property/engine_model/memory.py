@@ -1,0 +1,145 @@
+"""The receive pool's memory, and the worker that reads it: both remember whose bytes are where."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from epd_portable.wire.descriptors import SlotDescriptor
+
+UNIT_BYTES = 64
+"""Every slot begins at a multiple of it."""
+TORN = "(half written)"
+
+
+class Violation(AssertionError):
+    """Something that must hold does not."""
+
+
+class PoolMemory:
+    """Bytes of the receive pool, in units: which item's they are, and whose slot they were last."""
+
+    def __init__(self) -> None:
+        self._bytes: dict[int, str] = {}
+        self._owner: dict[int, int] = {}
+
+    def granted(self, slot: SlotDescriptor) -> None:
+        """A producer hears that it may write; grants may be repeated."""
+        for unit in _units(slot):
+            if self._owner.get(unit, 0) < slot.generation:
+                self._owner[unit] = slot.generation
+
+    def write(self, slot: SlotDescriptor, content: str) -> None:
+        """A producer writes its slot, a part of it if the content is `TORN`."""
+        for unit in _units(slot):
+            if self._owner.get(unit) != slot.generation:
+                raise Violation(f"a slot of grant {slot.generation} is written that is granted anew")
+            self._bytes[unit] = content
+
+    def read(self, slot: SlotDescriptor) -> str:
+        """Return what stands in a slot: one item, or a mixture."""
+        found = {self._bytes.get(unit, "(nothing)") for unit in _units(slot)}
+        return found.pop() if len(found) == 1 else " + ".join(sorted(found))
+
+
+def _units(slot: SlotDescriptor) -> range:
+    return range(slot.offset // UNIT_BYTES, -(-(slot.offset + slot.nbytes) // UNIT_BYTES))
+
+
+@dataclass(frozen=True)
+class Read:
+    """A request computes tokens of an item; those that only a drafter reads may be missing."""
+
+    request_id: str
+    name: str
+    by_drafter: bool = False
+
+
+@dataclass
+class Work:
+    """What a worker does in one step.
+
+    Attributes:
+        planned: The step, as vLLM's scheduler put it out.
+        encoded: Items that it encodes.
+        reads: Items that it computes with.
+        samples: Requests that get a token by it.
+        placed: Items encoded beside the steps that are there since this one.
+        failed: Those that could not be encoded so.
+    """
+
+    planned: Any
+    encoded: list[str]
+    reads: list[Read]
+    samples: set[str]
+    is_done: bool = False
+    placed: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+
+
+class Worker:
+    """A worker's encoder cache: views of slots, copies of them, or outputs of its own.
+
+    Where it copies, it may do so as late as in the next step that computes.
+    """
+
+    def __init__(self, rng: Random, pool: PoolMemory, *, copies: bool, fails: bool) -> None:
+        self._rng, self._pool, self._copies, self._fails = rng, pool, copies, fails
+        self._cache: dict[str, str | SlotDescriptor] = {}
+        self._to_copy: dict[str, SlotDescriptor] = {}
+        self._encoding: deque[str] = deque()
+        self.reads = 0
+
+    @property
+    def is_encoding(self) -> bool:
+        return bool(self._encoding)
+
+    def execute(self, work: Work) -> None:
+        """Execute a step."""
+        planned = work.planned
+        orders = planned.ec_connector_metadata.receipts
+        for placement in orders.placements:
+            self._cache[placement.mm_hash] = placement.slot
+            if self._copies:
+                self._to_copy[placement.mm_hash] = placement.slot
+        if orders.computes or self._rng.random() < 0.5:
+            self._copy()
+        self._encoding.extend(each.mm_hash for each in orders.encodings)
+        while self._encoding and self._rng.random() < 0.5:
+            name = self._encoding.popleft()
+            if self._fails and self._rng.random() < 0.2:
+                work.failed.add(name)
+            else:
+                self._cache[name] = name
+                work.placed.add(name)
+        for name in planned.free_encoder_mm_hashes:
+            self._cache.pop(name, None)
+            self._to_copy.pop(name, None)
+        self._cache.update((name, name) for name in work.encoded)
+        for read in work.reads:
+            self._read(read)
+        work.is_done = True
+
+    def forget(self) -> None:
+        """The engine resets its encoder caches."""
+        self._cache.clear()
+        self._to_copy.clear()
+
+    def _copy(self) -> None:
+        for name, slot in self._to_copy.items():
+            if self._cache.get(name) is slot:
+                self._cache[name] = self._pool.read(slot)
+        self._to_copy.clear()
+
+    def _read(self, read: Read) -> None:
+        found = self._cache.get(read.name)
+        if found is None:
+            if read.by_drafter:
+                return
+            raise Violation(f"{read.request_id} computes with {read.name}, which no worker has")
+        content = found if isinstance(found, str) else self._pool.read(found)
+        if content != read.name:
+            raise Violation(f"{read.request_id} computes with {read.name} and reads {content}")
+        self.reads += 1

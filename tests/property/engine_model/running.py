@@ -1,0 +1,39 @@
+"""One seed: what comes of it."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from dataclasses import dataclass
+
+from tests.property.engine_model.memory import Violation
+from tests.property.engine_model.world import World
+
+
+@dataclass
+class Failure:
+    """A seed for which something did not hold, and how it came to that."""
+
+    seed: int
+    what: str
+    trace: list[str]
+
+    def __str__(self) -> str:
+        return "\n".join([f"seed {self.seed}: {self.what}", *self.trace])
+
+
+def attempt(seed: int, *, lines: int = 0) -> Failure | int:
+    """Run a seed; return how it failed, with the end of its trace, or how many steps it took."""
+    logging.disable(logging.CRITICAL)
+    world = World(seed, traced=lines > 0)
+    try:
+        world.run()
+    except Violation as error:
+        return Failure(seed, str(error), list(world.trace)[-lines:] if lines else [])
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        what = f"{type(error).__name__}: {error} in {where.name}, {where.filename.rpartition('/')[2]}:{where.lineno}"
+        return Failure(seed, what, list(world.trace)[-lines:] if lines else [])
+    finally:
+        logging.disable(logging.NOTSET)
+    return world.engine.steps

@@ -1,0 +1,228 @@
+"""What a seed draws before anything happens: sizes, platform, peers, prompts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from random import Random
+from typing import Literal
+
+PLACEHOLDER = 7
+"""Token in the place of an item."""
+MAX_MODEL_LEN = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """The instance and its peers.
+
+    Attributes:
+        copies: Workers copy items out of their slots, as on devices.
+        beside: The instance encodes beside its steps.
+        ahead: A step is scheduled before the output of the one before it is there.
+        lookahead: Tokens that a drafter reads ahead.
+        cache: Embeddings that the encoder cache holds.
+        pool: Embeddings that the receive pool holds.
+        items: Embeddings of each item, by name.
+        faults: Something may fail; otherwise all goes well.
+        lost: Part of the messages that are lost.
+        known_gone: The instance can see that an encoder's process has ended.
+    """
+
+    preallocation: Literal["sync", "async"]
+    copies: bool
+    beside: bool
+    can_encode: bool
+    ahead: bool
+    policy: Literal["fcfs", "priority"]
+    block: int
+    blocks: int
+    seats: int
+    tokens: int
+    encoder_tokens: int
+    whole_items: bool
+    reserves_all: bool
+    prefix_caching: bool
+    lookahead: int
+    cache: int
+    pool: int
+    items: dict[str, int]
+    paths: tuple[str, ...]
+    faults: bool
+    lost: float
+    known_gone: bool
+    requests: int
+    long_answers: bool
+
+    @property
+    def wait_timeout_s(self) -> float:
+        return 30.0
+
+    @property
+    def lease_s(self) -> float:
+        return 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wish:
+    """How a request asks for one item.
+
+    Attributes:
+        moved: By a transfer of its own.
+        media: The request holds the item's media.
+    """
+
+    moved: bool
+    media: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """What a request asks.
+
+    Attributes:
+        places: ``(name, offset, length)`` of its items, which may come more than once.
+        wishes: By name.
+    """
+
+    tokens: list[int]
+    places: list[tuple[str, int, int]]
+    wishes: dict[str, Wish]
+    answer: int
+    priority: int
+    text_ends: list[int] = field(default_factory=list)
+
+    @property
+    def size(self) -> int:
+        return len(self.tokens) + self.answer
+
+    def bare(self, can_encode: bool) -> set[str]:
+        """Return the items that the instance cannot encode for this request."""
+        return {name for name, wish in self.wishes.items() if not (can_encode and wish.media)}
+
+
+Segment = str | list[int]
+"""An item's name, or tokens of text."""
+
+
+class Prompts:
+    """Prompts that begin alike: turns of a few conversations, and what branches off."""
+
+    def __init__(self, rng: Random, shape: Shape, longest: int) -> None:
+        self._rng, self._shape, self._longest = rng, shape, longest
+        self._token = 1000
+        self._scripts = [self._script() for _ in range(rng.randint(1, 4))]
+
+    def next(self) -> Prompt:
+        rng, shape = self._rng, self._shape
+        script = rng.choice(self._scripts)
+        segments = script[: rng.randint(1, len(script))]
+        if rng.random() < 0.25:
+            segments = [*segments, *self._script()[: rng.randint(1, 3)]]
+        if rng.random() < 0.8 or isinstance(segments[-1], str):
+            segments = [*segments, self._text(1, 4)]
+        tokens: list[int] = []
+        places: list[tuple[str, int, int]] = []
+        # A drafter wants items that are near each other at once, which may be too much.
+        gap = 2 * shape.lookahead + 1 if shape.lookahead else 0
+        for segment in segments:
+            if isinstance(segment, str):
+                missing = gap - (len(tokens) - sum(places[-1][1:])) if places else 0
+                tokens += [1] * missing
+                size = shape.items[segment]
+                if len(tokens) + size + 2 > self._longest:
+                    continue
+                places.append((segment, len(tokens), size))
+                tokens += [PLACEHOLDER] * size
+            elif len(tokens) + len(segment) + 1 <= self._longest:
+                tokens += segment
+        if not tokens or tokens[-1] == PLACEHOLDER:
+            tokens += self._text(1, 1)
+        return Prompt(
+            tokens=tokens,
+            places=places,
+            wishes={name: self._wish() for name in dict.fromkeys(p[0] for p in places)},
+            answer=self._answer(),
+            priority=rng.randint(0, 2) if shape.policy == "priority" else 0,
+        )
+
+    def _answer(self) -> int:
+        rng = self._rng
+        if self._shape.long_answers and rng.random() < 0.3:
+            return rng.choice([100, 300, 500])
+        return rng.choice([1, 1, 2, 3, 6, 12])
+
+    def _wish(self) -> Wish:
+        rng = self._rng
+        if not self._shape.can_encode:
+            return Wish(moved=True, media=rng.random() < 0.5)
+        return rng.choice(
+            [
+                Wish(moved=True, media=True),
+                Wish(moved=True, media=True),
+                Wish(moved=True, media=False),
+                Wish(moved=False, media=True),
+            ]
+        )
+
+    def _script(self) -> list[Segment]:
+        rng = self._rng
+        names = list(self._shape.items)
+        segments: list[Segment] = [self._text(0, 9)]
+        for _ in range(rng.randint(0, 5)):
+            before = [each for each in segments if isinstance(each, str)]
+            segments.append(rng.choice(before) if before and rng.random() < 0.3 else rng.choice(names))
+            segments.append(self._text(0, rng.choice([0, 1, 7])))
+        return segments
+
+    def _text(self, least: int, most: int) -> list[int]:
+        count = self._rng.randint(least, most)
+        self._token += count
+        return list(range(self._token - count, self._token))
+
+
+def draw(rng: Random) -> Shape:
+    """Return an instance that is small in most of what can be short."""
+    copies = rng.random() < 0.4
+    can_encode = rng.random() < 0.75
+    faults = rng.random() < 0.5
+    largest = rng.randint(2, 12)
+    items = {name: rng.randint(1, largest) for name in "abcdefgh"[: rng.randint(2, 8)]}
+    largest = max(items.values())
+    lookahead = rng.choice([0, 0, 0, 0, 1, 2])
+    block = rng.choice([2, 4, 4, 8, 16])
+    tokens = rng.choice([3, 5, 8, 16, 16, 64, 64])
+    whole = rng.random() < 0.15 and tokens >= largest + 2 * lookahead
+    long_answers = rng.random() < 0.25
+    longest = 12 + 5 * largest
+    need = -(-(longest + (500 if long_answers else 12) + 4 + 2 * lookahead) // block) + 2
+    return Shape(
+        preallocation=rng.choice(["sync", "async"]),
+        copies=copies,
+        beside=not copies and rng.random() < 0.6,
+        can_encode=can_encode,
+        ahead=rng.random() < 0.5,
+        policy=rng.choice(["fcfs", "fcfs", "fcfs", "priority"]),
+        block=block,
+        blocks=need * rng.choice([1, 1, 2, 4]) + rng.randint(0, 4),
+        seats=rng.randint(1, 5),
+        tokens=max(tokens, 4 * lookahead + 2),
+        encoder_tokens=rng.choice([largest, 2 * largest, 100]),
+        whole_items=whole,
+        reserves_all=rng.random() < 0.5,
+        prefix_caching=rng.random() < 0.8,
+        lookahead=lookahead,
+        cache=rng.choice([largest, largest + rng.randint(0, largest), 3 * largest, 8 * largest]),
+        pool=rng.choice([largest, largest + rng.randint(0, largest), 3 * largest, 8 * largest]),
+        items=items,
+        paths=tuple(rng.choice(["shm", "tcp"]) for _ in range(rng.randint(1, 3))),
+        faults=faults,
+        lost=rng.choice([0.0, 0.0, 0.05, 0.3]) if faults else 0.0,
+        known_gone=rng.random() < 0.5,
+        requests=rng.randint(2, 14),
+        long_answers=long_answers,
+    )
+
+
+def longest_prompt(shape: Shape) -> int:
+    """Return how many tokens a prompt may have."""
+    return 12 + 5 * max(shape.items.values())

@@ -1,0 +1,338 @@
+"""A run: requests come and go, peers fail or do not, and then everything must have ended well."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import Counter, deque
+from collections.abc import Callable
+from random import Random
+
+from epd_portable.wire.descriptors import TensorSpec
+from epd_portable.wire.messages import Grant
+from tests.property.engine_model import shapes
+from tests.property.engine_model.engine import ROUTER, Clock, Engine, Running, embed_bytes
+from tests.property.engine_model.memory import PoolMemory, Violation, Worker
+from tests.property.engine_model.peers import Encoder, Job, Network, Router
+from tests.property.engine_model.shapes import Prompt, Wish
+
+TURN_S = 0.05
+JUMP_S = 1.0
+"""Of a turn in which nothing happens, where deadlines may be needed."""
+QUIET_TURNS = 80
+"""So long nothing may happen while somebody waits who could go on: unanswered messages are sent
+again every second, that is every twenty turns."""
+QUIET_S = 120.0
+"""The same where peers may fail: longer than every deadline."""
+MOST_TURNS = 30_000
+TRACE = 400
+
+
+class World:
+    """One instance, its peers, and its requests."""
+
+    def __init__(self, seed: int, *, traced: bool = False) -> None:
+        self.rng = rng = Random(seed)
+        self.shape = shape = shapes.draw(rng)
+        self.clock = Clock()
+        self.trace: deque[str] = deque(maxlen=TRACE)
+        self._traced = traced
+        self.pool = PoolMemory()
+        self.worker = Worker(rng, self.pool, copies=shape.copies, fails=shape.faults)
+        self.engine = Engine(shape, rng, self.clock, self.worker, self.note)
+        self.network = Network(rng, shape)
+        self.encoders = [
+            Encoder(
+                f"encode-{number}",
+                rng,
+                shape,
+                self.clock,
+                self.pool,
+                self.engine.post.fence,
+                fingerprint="other" if shape.faults and rng.random() < 0.1 else "same",
+            )
+            for number in range(len(shape.paths))
+        ]
+        self.engine.post.paths = {
+            encoder.name: path
+            for encoder, path in zip(self.encoders, shape.paths, strict=True)
+            if not (shape.faults and rng.random() < 0.05)
+        }
+        self.router = Router(
+            rng,
+            self.encoders,
+            self.later,
+            lambda message: self.network.send(ROUTER.encode(), message, to_instance=True),
+        )
+        self.prompts = shapes.Prompts(rng, shape, shapes.longest_prompt(shape))
+        self._todo: list[tuple[int, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+        self._lost_entries: set[str] = set()
+        """Requests that were here when the encoder cache was reset."""
+        self._count = self._waiting_to_come = 0
+        self._judged: set[str] = set()
+        self._is_over = False
+        self._quiet_turns, self._quiet_since, self._state = 0, self.clock.now, ()
+        self._decoded = 0
+        self.seen: Counter[str] = Counter()
+
+    def note(self, *what: object) -> None:
+        if self._traced:
+            self.trace.append(f"{self.network.turn:5d} {self.clock.now - 1000:8.2f}s  " + " ".join(map(str, what)))
+
+    def later(self, turns: int, action: Callable[[], None]) -> None:
+        """Do something in so many turns."""
+        heapq.heappush(self._todo, (self.network.turn + turns, next(self._numbers), action))
+
+    # -- what happens ------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Let everything happen, then let everything end.
+
+        Raises:
+            Violation: Something does not hold.
+        """
+        rng, shape = self.rng, self.shape
+        self.note(shape)
+        turns = rng.choice([20, 60, 150])
+        for _ in range(shape.requests):
+            self.later(rng.randint(6, turns), self.arrive)
+        invalidates = rng.random() < 0.25
+        resets = rng.random() < 0.25
+        for _ in range(turns + 10):
+            if resets:
+                self._reset()
+            if shape.faults:
+                self._fail()
+            self.turn(may_invalidate=invalidates and rng.random() < 0.05)
+        while self.engine.unfinished:
+            self.turn()
+            if self.network.turn > MOST_TURNS:
+                raise Violation(f"{self._those_waiting()} go on for ever")
+        self._end_well()
+        self.engine.close()
+
+    def arrive(self, prompt: Prompt | None = None, encoder: Encoder | None = None) -> str:
+        """A request comes; jobs for its items are begun about then."""
+        rng, shape = self.rng, self.shape
+        self._count += 1
+        request_id = f"R{self._count}"
+        prompt = prompt or self.prompts.next()
+        transfers = {}
+        sizes = {name: size for name, _, size in prompt.places}
+        for name, wish in prompt.wishes.items():
+            if not wish.moved:
+                continue
+            transfer_id = transfers[name] = f"{request_id}-{name}"
+            tensor = TensorSpec(shape=(sizes[name], embed_bytes() // 4), dtype="float32")
+            job = Job(transfer_id, request_id, name, tensor)
+            self.router.jobs[transfer_id] = job
+            if encoder is not None:
+                job.asked = [each.name for each in self.encoders if each is not encoder]
+            elif shape.faults and not self._is_over and rng.random() < 0.1:
+                continue  # The job is lost, and nobody says so.
+            self.later(rng.choice([0, 0, 1, 5, 15]), lambda job=job: self.router.ask(job))
+        self.later(rng.choice([0, 0, 2, 8]), lambda: self._add(request_id, prompt, transfers))
+        self._waiting_to_come += 1
+        return request_id
+
+    def _add(self, request_id: str, prompt: Prompt, transfers: dict[str, str]) -> None:
+        self._waiting_to_come -= 1
+        self.note("arrives", request_id, prompt.places, len(prompt.tokens), "+", prompt.answer, prompt.wishes)
+        self.engine.add(request_id, prompt, transfers)
+        if not self._is_over and self.rng.random() < 0.08:
+            self.later(self.rng.choice([0, 1, 3, 10, 40]), lambda: self._cancel(request_id))
+
+    def _cancel(self, request_id: str) -> None:
+        if request_id in self.engine.unfinished:
+            self.note("cancelled", request_id)
+            self.engine.abort(request_id)
+
+    def _reset(self) -> None:
+        if self.rng.random() < 0.01:
+            self.note("the encoder cache is reset")
+            self._lost_entries |= set(self.engine.unfinished)
+            self.engine.reset_encoder_cache()
+        if self.rng.random() < 0.01:
+            running = self.rng.random() < 0.5
+            self.note("the prefix cache is reset, running:", running)
+            self.engine.reset_prefix_cache(running=running)
+
+    def _fail(self) -> None:
+        rng = self.rng
+        encoder = rng.choice(self.encoders)
+        if rng.random() < 0.02:
+            encoder.is_stopped = not encoder.is_stopped
+            self.note(encoder.name, "stops" if encoder.is_stopped else "goes on")
+        if rng.random() < 0.01:
+            self._kill(encoder)
+        if rng.random() < 0.05:
+            self.network.repeat()
+        if rng.random() < 0.01:
+            self.clock.now += rng.choice([1.0, 5.0, 12.0, 31.0])
+            self.note("time passes")
+
+    def _kill(self, encoder: Encoder) -> None:
+        self.note(encoder.name, "is killed and started again")
+        if self.shape.known_gone:
+            self.engine.post.gone.add(encoder.session_id)
+        encoder.start()
+        self.router.encoder_died(encoder.name)
+
+    # -- turns -------------------------------------------------------------------------------------
+
+    def turn(self, *, may_invalidate: bool = False) -> None:
+        """Let everybody go on for a turn."""
+        self.network.turn += 1
+        self.clock.now += TURN_S
+        while self._todo and self._todo[0][0] <= self.network.turn:
+            heapq.heappop(self._todo)[-1]()
+        for encoder in self.encoders:
+            for message in encoder.turn():
+                self.network.send(encoder.identity, message, to_instance=True)
+        self.carry()
+        if self.engine.unfinished or not self.engine.is_quiet:
+            self.engine.turn(may_invalidate=may_invalidate)
+            self.carry()
+        for request_id in [each for each in self.engine.ended if each not in self._judged]:
+            self._judge(self.engine.ended[request_id])
+        self._watch()
+
+    def carry(self) -> None:
+        """Bring messages that have arrived, and take in what the instance sends."""
+        post = self.engine.post
+        for parcel in self.network.arrived():
+            if parcel.to_instance:
+                self.note("to instance", parcel.identity.decode(), _short(parcel.message))
+                post.inbox.append((parcel.identity, parcel.message))
+            elif parcel.identity == ROUTER.encode():
+                self.note("to router", _short(parcel.message))
+                self.router.hears(parcel.message)
+            else:
+                for encoder in self.encoders:
+                    if encoder.identity == parcel.identity:
+                        self.note("to", encoder.session_id, _short(parcel.message))
+                        encoder.inbox.append(parcel.message)
+        self.engine.take_in()
+        sent, post.outbox = post.outbox, []
+        for identity, message in sent:
+            if isinstance(message, Grant):
+                self.pool.granted(message.slot)
+            self.network.send(identity, message, to_instance=False)
+
+    # -- what must hold ----------------------------------------------------------------------------
+
+    def _judge(self, running: Running) -> None:
+        request_id = running.request_id
+        self._judged.add(request_id)
+        self.seen[running.ended] += 1
+        self.router.request_ended(request_id, well=running.ended not in ("abort", "error"))
+        if running.ended != "error":
+            return
+        bare = running.prompt.bare(self.shape.can_encode)
+        excused = (self.shape.faults and not self._is_over) or request_id in self.engine.recomputed | self._lost_entries
+        if not bare or not excused:
+            raise Violation(f"{request_id} was refused, and nothing had failed; bare: {sorted(bare)}")
+
+    def _watch(self) -> None:
+        """See that somebody goes on as long as somebody waits who could."""
+        engine = self.engine
+        state = (
+            engine.prompt_tokens,
+            len(engine.ended),
+            self._count,
+            self._waiting_to_come,
+            sum(encoder.writes_ended for encoder in self.encoders),
+            len(engine.recomputed),
+        )
+        if state != self._state or self.worker.is_encoding or not engine.unfinished:
+            self._state = state
+            self._quiet_turns, self._quiet_since = 0, self.clock.now
+            self._decoded = engine.tokens
+            return
+        self._quiet_turns += 1
+        if self.shape.faults and self._quiet_turns > 10 and not self._is_over:
+            self.clock.now += JUMP_S
+        if self._quiet_turns < QUIET_TURNS:
+            return
+        may_wait = self.shape.faults and not self._is_over
+        if may_wait and self.clock.now - self._quiet_since < QUIET_S:
+            return
+        waiting = [
+            each
+            for each in engine.unfinished.values()
+            if each.request.num_computed_tokens < len(each.prompt.tokens)
+        ]
+        is_idle = engine.tokens == self._decoded
+        stuck = [each for each in waiting if each.request in engine.scheduler.running]
+        if is_idle:
+            raise Violation(f"{self._those_waiting()} wait for ever")
+        if stuck or (waiting and all(engine.could_start(each) for each in waiting)):
+            names = [each.request_id for each in stuck or waiting]
+            raise Violation(f"{names} wait for others' answers, and could go on")
+
+    def _those_waiting(self) -> str:
+        """Return the requests that have not ended: how far they are, and where their items are."""
+        return ", ".join(
+            f"{each.request_id} at {each.request.num_computed_tokens} of {len(each.prompt.tokens)}"
+            f"+{each.prompt.answer} "
+            + ("(runs) " if each.request in self.engine.scheduler.running else "")
+            + str([f"{name}@{offset}-{offset + size}" for name, offset, size in each.prompt.places])
+            for each in sorted(self.engine.unfinished.values(), key=lambda each: each.request_id)
+        )
+
+    def _end_well(self) -> None:
+        """All room and all slots can be had again."""
+        self.note("all requests have ended")
+        self.network.recover()
+        self._is_over = True
+        for encoder in self.encoders:
+            encoder.is_perfect = True
+            if encoder.is_stopped and self.rng.random() < 0.5:
+                self._kill(encoder)
+            encoder.is_stopped = False
+        for _ in range(100):
+            self.clock.now += JUMP_S
+            self.turn()
+        for encoder in (*self.encoders, self.encoders[0]):
+            if encoder.fingerprint == "same" and encoder.name in self.engine.post.paths:
+                self._probe(encoder)
+        self.engine.reset_encoder_cache()
+        for _ in range(3):
+            self._finish(self.arrive(Prompt(tokens=[1], places=[], wishes={}, answer=4, priority=0)))
+        self.engine.check_room()
+        self.engine.check_slots()
+
+    def _probe(self, encoder: Encoder) -> None:
+        """An item as large as can be comes from an encoder."""
+        size = min(self.shape.cache, self.shape.pool, self.shape.blocks * self.shape.block // 2)
+        if self.shape.whole_items:
+            size = min(size, self.shape.tokens - 2 * self.shape.lookahead)
+        name = f"probe-{next(self._numbers)}"
+        prompt = Prompt(
+            tokens=[1] + [shapes.PLACEHOLDER] * size + [1],
+            places=[(name, 1, size)],
+            wishes={name: Wish(moved=True, media=False)},
+            answer=1,
+            priority=0,
+        )
+        if self._finish(self.arrive(prompt, encoder)) != "length":
+            raise Violation(f"after all had ended an item of {size} embeddings did not come")
+
+    def _finish(self, request_id: str) -> str:
+        for _ in range(10 * QUIET_TURNS):
+            self.turn()
+            if request_id in self.engine.ended:
+                return self.engine.ended[request_id].ended
+        raise Violation(f"{request_id}, which came when all had ended, does not end")
+
+
+def _short(message: object) -> str:
+    text = type(message).__name__ + " " + str(getattr(message, "transfer_id", ""))
+    for name in ("attempt", "code", "reason", "slot"):
+        value = getattr(message, name, None)
+        if name == "slot" and value is not None:
+            text += f" [{value.offset}+{value.nbytes}] {value.generation & 0xFFFF}"
+        elif value:
+            text += f" {value & 0xFFFF if isinstance(value, int) else value}"
+    return text
