@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import time
 import traceback
+from collections import Counter
 
 from tests.property.engine_model.running import Failure, attempt
 
@@ -20,7 +22,8 @@ def main() -> int:
     given = parser.parse_args()
     first, _, end = given.seeds.partition(":")
     seeds = range(int(first), int(end) if end else int(first) + 1)
-    begin_s, tried, steps, failures = time.monotonic(), 0, 0, 0
+    begin_s, tried, failures = time.monotonic(), 0, 0
+    seen: Counter[str] = Counter()
     for seed in seeds:
         if time.monotonic() - begin_s > given.seconds or failures >= given.most:
             break
@@ -30,9 +33,10 @@ def main() -> int:
             failures += 1
             print(found, flush=True)
         else:
-            steps += found
+            seen.update(found)
     spent_s = time.monotonic() - begin_s
-    print(f"{tried} seeds, {failures} failed; {steps} steps in {spent_s:.0f} s")
+    print(f"{tried} seeds, {failures} failed, in {spent_s:.0f} s")
+    print(json.dumps(dict(sorted(seen.items()))))
     return 1 if failures else 0
 
 

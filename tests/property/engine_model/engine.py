@@ -260,6 +260,7 @@ class Engine:
             lambda answer: SamplingParams(max_tokens=answer, ignore_eos=True)
         )
         self._shape, self._rng, self._clock, self._worker = shape, rng, clock, worker
+        self._seen = worker.seen
         self._note = note
         made: dict[str, Any] = {}
         with _seams(shape, clock, made):
@@ -292,7 +293,6 @@ class Engine:
         self.prompt_tokens = self.tokens = self.steps = 0
         self.recomputed: set[str] = set()
         """Requests that were preempted or rolled back."""
-        self.hits = 0
 
     # -- what happens to it ------------------------------------------------------------------------
 
@@ -366,6 +366,7 @@ class Engine:
             running = self.unfinished.get(request_id)
             if running is not None and running.request.num_preemptions > count:
                 self.recomputed.add(request_id)
+                self._seen["requests preempted"] += 1
                 self._note("preempted", request_id)
         work = self._work(planned)
         self._flying.append(work)
@@ -398,7 +399,7 @@ class Engine:
             for index in indices
         ]
         for new in planned.scheduled_new_reqs:
-            self.hits += new.num_computed_tokens > 0
+            self._note_hit(new.num_computed_tokens, self.unfinished[new.req_id].prompt)
         if counts or encoded:
             computed = {
                 each: f"{self.unfinished[each].request.num_computed_tokens - count}+{count}"
@@ -407,6 +408,21 @@ class Engine:
             self._note("step", computed, "encodes", encoded)
         samples = {each for each in counts if not self.unfinished[each].request.is_prefill_chunk}
         return Work(planned, encoded, reads, samples)
+
+    def _note_hit(self, hit: int, prompt: Prompt) -> None:
+        """Count what kinds of prefix hits there are."""
+        if not hit or not prompt.places:
+            return
+        ends = {offset + length for _, offset, length in prompt.places}
+        if hit <= prompt.places[0][1]:
+            kind = "before all items"
+        elif hit >= max(ends):
+            kind = "behind all items"
+        elif any(offset < hit < offset + length for _, offset, length in prompt.places):
+            kind = "inside an item"
+        else:
+            kind = "between items"
+        self._seen[f"prefix hits that end {kind}"] += 1
 
     def _execute_all(self) -> None:
         for work in self._flying:
@@ -441,6 +457,7 @@ class Engine:
             for each, running in self.unfinished.items():
                 if running.request.num_computed_tokens < before[each]:
                     self.recomputed.add(each)
+                    self._seen["requests rolled back"] += 1
                     self._note("rolled back", each, running.request.num_computed_tokens)
         if self._shape.lookahead and not self._shape.ahead:
             self._draft(names)
@@ -449,7 +466,9 @@ class Engine:
         if name not in work.samples:
             return []
         drafted = len(work.planned.scheduled_spec_decode_tokens.get(name, ()))
-        return [self._rng.randint(0, 5) for _ in range(1 + self._rng.randint(0, drafted))]
+        accepted = self._rng.randint(0, drafted)
+        self._seen["drafts refused"] += drafted - accepted
+        return [self._rng.randint(0, 5) for _ in range(1 + accepted)]
 
     def _draft(self, names: list[str]) -> None:
         from vllm.v1.outputs import DraftTokenIds
@@ -458,7 +477,12 @@ class Engine:
         self.scheduler.update_draft_token_ids(DraftTokenIds(names, drafts))
 
     def _invalid_blocks(self, work: Work) -> set[int]:
-        """Return a block of a request whose KV was not loaded after all."""
+        """Return a block of a request whose KV was not loaded after all.
+
+        None that other requests use as well, and none of a request that samples in a step that is
+        scheduled: vLLM counts tokens wrongly then.
+        """
+        manager = self.scheduler.kv_cache_manager
         flying = {each for other in self._flying for each in other.samples}
         for name, count in work.planned.num_scheduled_tokens.items():
             running = self.unfinished.get(name)
@@ -468,8 +492,9 @@ class Engine:
                 continue
             blocks = (running.request.num_computed_tokens - count) // self._shape.block
             if blocks > 0:
-                (ids,) = self.scheduler.kv_cache_manager.get_block_ids(name)
-                return {ids[self._rng.randrange(blocks)]}
+                block = manager.get_block_ids(name)[0][self._rng.randrange(blocks)]
+                if manager.block_pool.blocks[block].ref_cnt == 1:
+                    return {block}
         return set()
 
     def _end(self, request_id: str, reason: str) -> None:
@@ -497,6 +522,10 @@ class Engine:
         need = -(-(running.prompt.size + 2 * self._shape.lookahead + 2) // self._shape.block) + 1
         free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         return len(scheduler.running) < self._shape.seats and free >= need
+
+    def hit(self, running: Running) -> int:
+        """Return the tokens of a request that waits which the prefix cache holds."""
+        return int(self.scheduler.kv_cache_manager.get_computed_blocks(running.request)[1])
 
     def check_room(self) -> None:
         """All room of the encoder cache can be had."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -90,7 +90,9 @@ class Worker:
         self._cache: dict[str, str | SlotDescriptor] = {}
         self._to_copy: dict[str, SlotDescriptor] = {}
         self._encoding: deque[str] = deque()
-        self.reads = 0
+        self.revoked: set[int] = set()
+        """Grants that were taken back: what the worker itself receives is not written for them."""
+        self.seen: Counter[str] = Counter()
 
     @property
     def is_encoding(self) -> bool:
@@ -100,8 +102,10 @@ class Worker:
         """Execute a step."""
         planned = work.planned
         orders = planned.ec_connector_metadata.receipts
+        self.revoked.update(orders.revoked)
         for placement in orders.placements:
             self._cache[placement.mm_hash] = placement.slot
+            self.seen["items placed"] += 1
             if self._copies:
                 self._to_copy[placement.mm_hash] = placement.slot
         if orders.computes or self._rng.random() < 0.5:
@@ -114,10 +118,12 @@ class Worker:
             else:
                 self._cache[name] = name
                 work.placed.add(name)
+                self.seen["items encoded beside a step"] += 1
         for name in planned.free_encoder_mm_hashes:
             self._cache.pop(name, None)
             self._to_copy.pop(name, None)
         self._cache.update((name, name) for name in work.encoded)
+        self.seen["items encoded in a step"] += len(work.encoded)
         for read in work.reads:
             self._read(read)
         work.is_done = True
@@ -142,4 +148,4 @@ class Worker:
         content = found if isinstance(found, str) else self._pool.read(found)
         if content != read.name:
             raise Violation(f"{read.request_id} computes with {read.name} and reads {content}")
-        self.reads += 1
+        self.seen["items read"] += 1

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import NamedTuple
 
+import msgspec
+
 from epd_portable.connector.producer import ProducerSession, TransferOrder, Write
 from epd_portable.connector.transport import LeaseFence
 from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor, TensorSpec
@@ -102,12 +104,14 @@ class Encoder:
         clock: Clock,
         pool: PoolMemory,
         fence: LeaseFence,
+        revoked: set[int],
         *,
         fingerprint: str,
     ) -> None:
         self.name = name
         self._rng, self._shape, self._clock = rng, shape, clock
-        self._pool, self._fence, self.fingerprint = pool, fence, fingerprint
+        self._pool, self._fence, self._revoked = pool, fence, revoked
+        self.fingerprint = fingerprint
         self.is_perfect = not shape.faults
         self.life = 0
         self.writes_ended = 0
@@ -129,7 +133,7 @@ class Encoder:
                 host="host",
                 device="cpu:0",
                 fingerprint=self.fingerprint,
-                paths=(PathEndpoint(path="shm"), PathEndpoint(path="tcp")),
+                paths=(PathEndpoint(path="shm"),),
             ),
             wait_timeout_s=self._shape.wait_timeout_s,
         )
@@ -140,6 +144,9 @@ class Encoder:
 
     def submit(self, transfer_id: str, name: str, tensor: TensorSpec) -> None:
         """An item is to be encoded, and brought to the instance."""
+        if not self.is_perfect and self._rng.random() < 0.02:
+            wrong = (tensor.shape[0] + 1, *tensor.shape[1:])
+            tensor = msgspec.structs.replace(tensor, shape=wrong)
         order = TransferOrder(
             transfer_id=transfer_id, mm_hash=name, consumer=ADDRESS, tensor=tensor, item=name
         )
@@ -193,15 +200,18 @@ class Encoder:
 
     def _put(self, writing: _Writing, content: str) -> None:
         slot = writing.write.slot
-        if writing.write.path != "tcp":
+        is_leased = True
+        if writing.write.path == "tcp":
+            # The receiver in the instance's own process does it, and looks at the lease.
+            with self._fence.writing(slot) as is_leased:
+                pass
+        elif writing.write.path == "collective":
+            # The worker does, which knows only of grants that were taken back.
+            is_leased = slot.generation not in self._revoked
+        if is_leased:
             self._pool.write(slot, content)
-            return
-        # The receiver in the instance's own process does it, and looks at the lease.
-        with self._fence.writing(slot) as is_leased:
-            if is_leased:
-                self._pool.write(slot, content)
-            else:
-                writing.problem = "the slot is not leased any more"
+        else:
+            writing.problem = "the slot is not leased any more"
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import traceback
+from collections import Counter
 from dataclasses import dataclass
 
 from tests.property.engine_model.memory import Violation
@@ -22,8 +23,8 @@ class Failure:
         return "\n".join([f"seed {self.seed}: {self.what}", *self.trace])
 
 
-def attempt(seed: int, *, lines: int = 0) -> Failure | int:
-    """Run a seed; return how it failed, with the end of its trace, or how many steps it took."""
+def attempt(seed: int, *, lines: int = 0) -> Failure | Counter[str]:
+    """Run a seed; return how it failed, with the end of its trace, or what happened in it."""
     logging.disable(logging.CRITICAL)
     world = World(seed, traced=lines > 0)
     try:
@@ -36,4 +37,5 @@ def attempt(seed: int, *, lines: int = 0) -> Failure | int:
         return Failure(seed, what, list(world.trace)[-lines:] if lines else [])
     finally:
         logging.disable(logging.NOTSET)
-    return world.engine.steps
+    world.seen["steps"] = world.engine.steps
+    return world.seen

@@ -214,7 +214,7 @@ def draw(rng: Random) -> Shape:
         cache=rng.choice([largest, largest + rng.randint(0, largest), 3 * largest, 8 * largest]),
         pool=rng.choice([largest, largest + rng.randint(0, largest), 3 * largest, 8 * largest]),
         items=items,
-        paths=tuple(rng.choice(["shm", "tcp"]) for _ in range(rng.randint(1, 3))),
+        paths=tuple(rng.choice(["shm", "shm", "tcp", "collective"]) for _ in range(rng.randint(1, 3))),
         faults=faults,
         lost=rng.choice([0.0, 0.0, 0.05, 0.3]) if faults else 0.0,
         known_gone=rng.random() < 0.5,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from random import Random
 
@@ -49,6 +49,7 @@ class World:
                 self.clock,
                 self.pool,
                 self.engine.post.fence,
+                self.worker.revoked,
                 fingerprint="other" if shape.faults and rng.random() < 0.1 else "same",
             )
             for number in range(len(shape.paths))
@@ -74,7 +75,7 @@ class World:
         self._is_over = False
         self._quiet_turns, self._quiet_since, self._state = 0, self.clock.now, ()
         self._decoded = 0
-        self.seen: Counter[str] = Counter()
+        self.seen = self.worker.seen
 
     def note(self, *what: object) -> None:
         if self._traced:
@@ -150,11 +151,13 @@ class World:
 
     def _reset(self) -> None:
         if self.rng.random() < 0.01:
+            self.seen["resets of the encoder cache"] += 1
             self.note("the encoder cache is reset")
             self._lost_entries |= set(self.engine.unfinished)
             self.engine.reset_encoder_cache()
         if self.rng.random() < 0.01:
             running = self.rng.random() < 0.5
+            self.seen["resets of the prefix cache"] += 1
             self.note("the prefix cache is reset, running:", running)
             self.engine.reset_prefix_cache(running=running)
 
@@ -163,6 +166,7 @@ class World:
         encoder = rng.choice(self.encoders)
         if rng.random() < 0.02:
             encoder.is_stopped = not encoder.is_stopped
+            self.seen["encoders stopped or let go on"] += 1
             self.note(encoder.name, "stops" if encoder.is_stopped else "goes on")
         if rng.random() < 0.01:
             self._kill(encoder)
@@ -170,9 +174,11 @@ class World:
             self.network.repeat()
         if rng.random() < 0.01:
             self.clock.now += rng.choice([1.0, 5.0, 12.0, 31.0])
+            self.seen["times that passed"] += 1
             self.note("time passes")
 
     def _kill(self, encoder: Encoder) -> None:
+        self.seen["encoders killed"] += 1
         self.note(encoder.name, "is killed and started again")
         if self.shape.known_gone:
             self.engine.post.gone.add(encoder.session_id)
@@ -197,6 +203,9 @@ class World:
         for request_id in [each for each in self.engine.ended if each not in self._judged]:
             self._judge(self.engine.ended[request_id])
         self._watch()
+        if self.engine.unfinished and self.network.turn % 16 == 0:
+            if not self.engine.scheduler.has_requests():
+                raise Violation("the engine takes itself for idle")
 
     def carry(self) -> None:
         """Bring messages that have arrived, and take in what the instance sends."""
@@ -225,7 +234,7 @@ class World:
     def _judge(self, running: Running) -> None:
         request_id = running.request_id
         self._judged.add(request_id)
-        self.seen[running.ended] += 1
+        self.seen[f"requests that ended: {running.ended}"] += 1
         self.router.request_ended(request_id, well=running.ended not in ("abort", "error"))
         if running.ended != "error":
             return
@@ -273,13 +282,18 @@ class World:
 
     def _those_waiting(self) -> str:
         """Return the requests that have not ended: how far they are, and where their items are."""
-        return ", ".join(
-            f"{each.request_id} at {each.request.num_computed_tokens} of {len(each.prompt.tokens)}"
-            f"+{each.prompt.answer} "
-            + ("(runs) " if each.request in self.engine.scheduler.running else "")
-            + str([f"{name}@{offset}-{offset + size}" for name, offset, size in each.prompt.places])
-            for each in sorted(self.engine.unfinished.values(), key=lambda each: each.request_id)
-        )
+        found = []
+        for each in sorted(self.engine.unfinished.values(), key=lambda each: each.request_id):
+            request, prompt = each.request, each.prompt
+            text = f"{each.request_id} at {request.num_computed_tokens}"
+            if request in self.engine.scheduler.running:
+                text += " (runs)"
+            elif hit := self.engine.hit(each):
+                text += f" (finds {hit})"
+            text += f" of {len(prompt.tokens)}+{prompt.answer} "
+            places = [f"{name}@{offset}-{offset + size}" for name, offset, size in prompt.places]
+            found.append(text + " ".join(places))
+        return "; ".join(found)
 
     def _end_well(self) -> None:
         """All room and all slots can be had again."""
