@@ -44,7 +44,9 @@ if __name__ == "__main__":
     if os.environ.get("PYTHONHASHSEED") != "0":
         # Sets of names are gone through in the same order then, and a seed is the same run.
         os.environ["PYTHONHASHSEED"] = "0"
-        os.execv(sys.executable, [sys.executable, "-m", "tests.property.engine_model", *sys.argv[1:]])
+        os.execv(
+            sys.executable, [sys.executable, "-m", "tests.property.engine_model", *sys.argv[1:]]
+        )
     try:
         sys.exit(main())
     except KeyboardInterrupt:

@@ -302,9 +302,7 @@ class Engine:
         from vllm.v1.request import Request
 
         expected = tuple(
-            ExpectedTransfer(
-                transfer_id=transfer_id, mm_hash=name, media=prompt.wishes[name].media
-            )
+            ExpectedTransfer(transfer_id=transfer_id, mm_hash=name, media=prompt.wishes[name].media)
             for name, transfer_id in transfers.items()
         )
         sampling = copy.copy(self._sampling(prompt.answer))
@@ -400,12 +398,19 @@ class Engine:
         ]
         for new in planned.scheduled_new_reqs:
             self._note_hit(new.num_computed_tokens, self.unfinished[new.req_id].prompt)
-        if counts or encoded:
+        receipts = planned.ec_connector_metadata.receipts
+        told = {
+            "places": [each.mm_hash for each in receipts.placements],
+            "forgets": list(planned.free_encoder_mm_hashes),
+            "encodes": encoded,
+            "encodes beside": [each.mm_hash for each in receipts.encodings],
+        }
+        if counts or any(told.values()):
             computed = {
                 each: f"{self.unfinished[each].request.num_computed_tokens - count}+{count}"
                 for each, count in counts.items()
             }
-            self._note("step", computed, "encodes", encoded)
+            self._note("step", computed, {what: names for what, names in told.items() if names})
         samples = {each for each in counts if not self.unfinished[each].request.is_prefill_chunk}
         return Work(planned, encoded, reads, samples)
 
@@ -447,7 +452,11 @@ class Engine:
             else None,
             kv_connector_output=KVConnectorOutput(invalid_block_ids=invalid) if invalid else None,
         )
-        before = {each: self.unfinished[each].request.num_computed_tokens for each in self.unfinished}
+        before = {
+            each: self.unfinished[each].request.num_computed_tokens for each in self.unfinished
+        }
+        if work.placed or work.failed:
+            self._note("encoded beside", work.placed, "failed", work.failed)
         made = self.scheduler.update_from_output(work.planned, output)
         for outputs in made.values():
             for each in outputs.outputs:
@@ -517,7 +526,9 @@ class Engine:
             return True
         spec = self._shape.lookahead
         spare = self._shape.tokens - len(scheduler.running) * (1 + spec)
-        if spare < 2 + spec + self._shape.whole_items * (1 + spec + max(self._shape.items.values())):
+        if spare < 2 + spec + self._shape.whole_items * (
+            1 + spec + max(self._shape.items.values())
+        ):
             return False
         need = -(-(running.prompt.size + 2 * self._shape.lookahead + 2) // self._shape.block) + 1
         free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()

@@ -35,7 +35,9 @@ class PoolMemory:
         """A producer writes its slot, a part of it if the content is `TORN`."""
         for unit in _units(slot):
             if self._owner.get(unit) != slot.generation:
-                raise Violation(f"a slot of grant {slot.generation} is written that is granted anew")
+                raise Violation(
+                    f"a slot of grant {slot.generation} is written that is granted anew"
+                )
             self._bytes[unit] = content
 
     def read(self, slot: SlotDescriptor) -> str:
@@ -110,7 +112,6 @@ class Worker:
                 self._to_copy[placement.mm_hash] = placement.slot
         if orders.computes or self._rng.random() < 0.5:
             self._copy()
-        self._encoding.extend(each.mm_hash for each in orders.encodings)
         while self._encoding and self._rng.random() < 0.5:
             name = self._encoding.popleft()
             if self._fails and self._rng.random() < 0.2:
@@ -119,6 +120,7 @@ class Worker:
                 self._cache[name] = name
                 work.placed.add(name)
                 self.seen["items encoded beside a step"] += 1
+        self._encoding.extend(each.mm_hash for each in orders.encodings)
         for name in planned.free_encoder_mm_hashes:
             self._cache.pop(name, None)
             self._to_copy.pop(name, None)

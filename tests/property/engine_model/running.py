@@ -33,7 +33,8 @@ def attempt(seed: int, *, lines: int = 0) -> Failure | Counter[str]:
         return Failure(seed, str(error), list(world.trace)[-lines:] if lines else [])
     except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
-        what = f"{type(error).__name__}: {error} in {where.name}, {where.filename.rpartition('/')[2]}:{where.lineno}"
+        place = f"{where.name}, {where.filename.rpartition('/')[2]}:{where.lineno}"
+        what = f"{type(error).__name__}: {error} in {place}"
         return Failure(seed, what, list(world.trace)[-lines:] if lines else [])
     finally:
         logging.disable(logging.NOTSET)

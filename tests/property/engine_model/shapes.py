@@ -170,7 +170,9 @@ class Prompts:
         segments: list[Segment] = [self._text(0, 9)]
         for _ in range(rng.randint(0, 5)):
             before = [each for each in segments if isinstance(each, str)]
-            segments.append(rng.choice(before) if before and rng.random() < 0.3 else rng.choice(names))
+            segments.append(
+                rng.choice(before) if before and rng.random() < 0.3 else rng.choice(names)
+            )
             segments.append(self._text(0, rng.choice([0, 1, 7])))
         return segments
 
@@ -183,6 +185,7 @@ class Prompts:
 def draw(rng: Random) -> Shape:
     """Return an instance that is small in most of what can be short."""
     copies = rng.random() < 0.4
+    beside = not copies and rng.random() < 0.6
     can_encode = rng.random() < 0.75
     faults = rng.random() < 0.5
     largest = rng.randint(2, 12)
@@ -198,9 +201,10 @@ def draw(rng: Random) -> Shape:
     return Shape(
         preallocation=rng.choice(["sync", "async"]),
         copies=copies,
-        beside=not copies and rng.random() < 0.6,
+        beside=beside,
         can_encode=can_encode,
-        ahead=rng.random() < 0.5,
+        # No CPU schedules ahead, and only there items are encoded beside steps.
+        ahead=not beside and rng.random() < 0.6,
         policy=rng.choice(["fcfs", "fcfs", "fcfs", "priority"]),
         block=block,
         blocks=need * rng.choice([1, 1, 2, 4]) + rng.randint(0, 4),
@@ -214,7 +218,9 @@ def draw(rng: Random) -> Shape:
         cache=rng.choice([largest, largest + rng.randint(0, largest), 3 * largest, 8 * largest]),
         pool=rng.choice([largest, largest + rng.randint(0, largest), 3 * largest, 8 * largest]),
         items=items,
-        paths=tuple(rng.choice(["shm", "shm", "tcp", "collective"]) for _ in range(rng.randint(1, 3))),
+        paths=tuple(
+            rng.choice(["shm", "shm", "tcp", "collective"]) for _ in range(rng.randint(1, 3))
+        ),
         faults=faults,
         lost=rng.choice([0.0, 0.0, 0.05, 0.3]) if faults else 0.0,
         known_gone=rng.random() < 0.5,

@@ -79,7 +79,9 @@ class World:
 
     def note(self, *what: object) -> None:
         if self._traced:
-            self.trace.append(f"{self.network.turn:5d} {self.clock.now - 1000:8.2f}s  " + " ".join(map(str, what)))
+            self.trace.append(
+                f"{self.network.turn:5d} {self.clock.now - 1000:8.2f}s  " + " ".join(map(str, what))
+            )
 
     def later(self, turns: int, action: Callable[[], None]) -> None:
         """Do something in so many turns."""
@@ -139,7 +141,15 @@ class World:
 
     def _add(self, request_id: str, prompt: Prompt, transfers: dict[str, str]) -> None:
         self._waiting_to_come -= 1
-        self.note("arrives", request_id, prompt.places, len(prompt.tokens), "+", prompt.answer, prompt.wishes)
+        self.note(
+            "arrives",
+            request_id,
+            prompt.places,
+            len(prompt.tokens),
+            "+",
+            prompt.answer,
+            prompt.wishes,
+        )
         self.engine.add(request_id, prompt, transfers)
         if not self._is_over and self.rng.random() < 0.08:
             self.later(self.rng.choice([0, 1, 3, 10, 40]), lambda: self._cancel(request_id))
@@ -203,9 +213,9 @@ class World:
         for request_id in [each for each in self.engine.ended if each not in self._judged]:
             self._judge(self.engine.ended[request_id])
         self._watch()
-        if self.engine.unfinished and self.network.turn % 16 == 0:
-            if not self.engine.scheduler.has_requests():
-                raise Violation("the engine takes itself for idle")
+        looks = self.engine.unfinished and self.network.turn % 16 == 0
+        if looks and not self.engine.scheduler.has_requests():
+            raise Violation("the engine takes itself for idle")
 
     def carry(self) -> None:
         """Bring messages that have arrived, and take in what the instance sends."""
@@ -239,9 +249,13 @@ class World:
         if running.ended != "error":
             return
         bare = running.prompt.bare(self.shape.can_encode)
-        excused = (self.shape.faults and not self._is_over) or request_id in self.engine.recomputed | self._lost_entries
+        excused = (
+            self.shape.faults and not self._is_over
+        ) or request_id in self.engine.recomputed | self._lost_entries
         if not bare or not excused:
-            raise Violation(f"{request_id} was refused, and nothing had failed; bare: {sorted(bare)}")
+            raise Violation(
+                f"{request_id} was refused, and nothing had failed; bare: {sorted(bare)}"
+            )
 
     def _watch(self) -> None:
         """See that somebody goes on as long as somebody waits who could."""
@@ -313,7 +327,9 @@ class World:
                 self._probe(encoder)
         self.engine.reset_encoder_cache()
         for _ in range(3):
-            self._finish(self.arrive(Prompt(tokens=[1], places=[], wishes={}, answer=4, priority=0)))
+            self._finish(
+                self.arrive(Prompt(tokens=[1], places=[], wishes={}, answer=4, priority=0))
+            )
         self.engine.check_room()
         self.engine.check_slots()
 

@@ -1,0 +1,68 @@
+"""Whatever happens to requests and their items, everybody is answered; over vLLM's real schedulers.
+
+See `tests.property.engine_model`. A process tries seeds for a while: the same in every run, from
+the first on, and such as were never tried.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.property.budget import TIMES, is_thorough
+
+pytestmark = pytest.mark.needs_vllm
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 40
+START_S = 120
+"""What it takes at most beside the seeds: to import vLLM, and to end the last seed."""
+MUST_HAPPEN = {
+    "drafts refused",
+    "encoders killed",
+    "encoders stopped or let go on",
+    "items encoded beside a step",
+    "items encoded in a step",
+    "items placed",
+    "items read",
+    "prefix hits that end before all items",
+    "prefix hits that end behind all items",
+    "prefix hits that end between items",
+    "prefix hits that end inside an item",
+    "requests preempted",
+    "requests rolled back",
+    "requests that ended: abort",
+    "requests that ended: error",
+    "requests that ended: length",
+    "resets of the encoder cache",
+    "resets of the prefix cache",
+}
+
+
+@pytest.mark.parametrize("fresh", [False, True], ids=["fixed", "fresh"])
+def test_everybody_is_answered_whatever_happens(fresh: bool) -> None:
+    first = random.SystemRandom().randrange(10**6, 10**9) if fresh else 0
+    seconds = SECONDS * (TIMES if is_thorough() else 1)
+    command = [
+        *(sys.executable, "-m", "tests.property.engine_model"),
+        *("--seeds", f"{first}:{first + 10**6}", "--seconds", str(seconds)),
+        *("--most", "3", "--trace", "80"),
+    ]
+    environment = {**os.environ, "PYTHONHASHSEED": "0"}
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=seconds + START_S,
+    )
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr[-4000:]}"
+    happened = {what for what, count in json.loads(done.stdout.splitlines()[-1]).items() if count}
+    assert happened >= MUST_HAPPEN
