@@ -249,13 +249,26 @@ class World:
         if running.ended != "error":
             return
         bare = running.prompt.bare(self.shape.can_encode)
-        excused = (
-            self.shape.faults and not self._is_over
-        ) or request_id in self.engine.recomputed | self._lost_entries
+        excused = (self.shape.faults and not self._is_over) or (
+            request_id in self.engine.recomputed | self._lost_entries
+            or self._cannot_keep(running.prompt, bare)
+        )
         if not bare or not excused:
             raise Violation(
-                f"{request_id} was refused, and nothing had failed; bare: {sorted(bare)}"
+                f"{request_id} was refused, and nothing had failed; "
+                f"{self.shape.preallocation}, bare: {sorted(bare)}"
             )
+
+    def _cannot_keep(self, prompt: Prompt, bare: set[str]) -> bool:
+        """Tell whether a bare item must be given up between two of its places."""
+        shape = self.shape
+        room = shape.cache if shape.copies else min(shape.cache, shape.pool)
+        names = [name for name, _, _ in prompt.places]
+        for name in bare:
+            first, last = names.index(name), len(names) - names[::-1].index(name)
+            if sum(shape.items[each] for each in set(names[first:last])) > room:
+                return True
+        return False
 
     def _watch(self) -> None:
         """See that somebody goes on as long as somebody waits who could."""
