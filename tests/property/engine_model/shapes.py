@@ -55,7 +55,7 @@ class Shape:
 
     @property
     def wait_timeout_s(self) -> float:
-        return 30.0
+        return 30.0 if self.faults else 3000.0
 
     @property
     def lease_s(self) -> float:

@@ -22,8 +22,10 @@ JUMP_S = 1.0
 QUIET_TURNS = 80
 """So long nothing may happen while somebody waits who could go on: unanswered messages are sent
 again every second, that is every twenty turns."""
-QUIET_S = 120.0
+QUIET_S = 140.0
 """The same where peers may fail: longer than every deadline."""
+SETTLED_S = 130.0
+"""After which a process that is gone has written what it ever will."""
 MOST_TURNS = 30_000
 TRACE = 400
 
@@ -249,8 +251,10 @@ class World:
         if running.ended != "error":
             return
         bare = running.prompt.bare(self.shape.can_encode)
-        excused = (self.shape.faults and not self._is_over) or (
-            request_id in self.engine.recomputed | self._lost_entries
+        excused = (
+            self.shape.faults
+            or request_id in self.engine.recomputed | self._lost_entries
+            or self._is_over  # Whoever asks then looks at what comes of it.
             or self._cannot_keep(running.prompt, bare)
         )
         if not bare or not excused:
@@ -287,12 +291,11 @@ class World:
             self._decoded = engine.tokens
             return
         self._quiet_turns += 1
-        if self.shape.faults and self._quiet_turns > 10 and not self._is_over:
+        if self.shape.faults and self._quiet_turns > (60 if self._is_over else 10):
             self.clock.now += JUMP_S
         if self._quiet_turns < QUIET_TURNS:
             return
-        may_wait = self.shape.faults and not self._is_over
-        if may_wait and self.clock.now - self._quiet_since < QUIET_S:
+        if self.shape.faults and self.clock.now - self._quiet_since < QUIET_S:
             return
         waiting = [
             each
@@ -332,12 +335,21 @@ class World:
             if encoder.is_stopped and self.rng.random() < 0.5:
                 self._kill(encoder)
             encoder.is_stopped = False
-        for _ in range(100):
-            self.clock.now += JUMP_S
-            self.turn()
-        for encoder in (*self.encoders, self.encoders[0]):
-            if encoder.fingerprint == "same" and encoder.name in self.engine.post.paths:
-                self._probe(encoder)
+        self._let_time_pass(2 * self.shape.wait_timeout_s)
+        fit = [
+            each
+            for each in self.encoders
+            if each.fingerprint == "same" and each.name in self.engine.post.paths
+        ]
+        for request_id in [self._probe(encoder, 1) for encoder in fit]:
+            # It is heard, so that former lives of its encoder are known to be over; it may not
+            # come because slots of these are not free yet.
+            self._finish(request_id)
+        self._let_time_pass(SETTLED_S)
+        for encoder in (*fit, *fit[:1]):
+            request_id = self._probe(encoder, min(self.shape.cache, self.shape.pool))
+            if self._finish(request_id) != "length":
+                raise Violation(f"the item of {request_id} did not come after all had ended")
         self.engine.reset_encoder_cache()
         for _ in range(3):
             self._finish(
@@ -346,9 +358,14 @@ class World:
         self.engine.check_room()
         self.engine.check_slots()
 
-    def _probe(self, encoder: Encoder) -> None:
-        """An item as large as can be comes from an encoder."""
-        size = min(self.shape.cache, self.shape.pool, self.shape.blocks * self.shape.block // 2)
+    def _let_time_pass(self, seconds: float) -> None:
+        for _ in range(40):
+            self.clock.now += seconds / 40
+            self.turn()
+
+    def _probe(self, encoder: Encoder, size: int) -> str:
+        """Ask for an item that must come from an encoder."""
+        size = min(size, self.shape.blocks * self.shape.block // 2)
         if self.shape.whole_items:
             size = min(size, self.shape.tokens - 2 * self.shape.lookahead)
         name = f"probe-{next(self._numbers)}"
@@ -359,14 +376,13 @@ class World:
             answer=1,
             priority=0,
         )
-        if self._finish(self.arrive(prompt, encoder)) != "length":
-            raise Violation(f"after all had ended an item of {size} embeddings did not come")
+        return self.arrive(prompt, encoder)
 
     def _finish(self, request_id: str) -> str:
-        for _ in range(10 * QUIET_TURNS):
-            self.turn()
+        for _ in range(20 * QUIET_TURNS):
             if request_id in self.engine.ended:
                 return self.engine.ended[request_id].ended
+            self.turn()
         raise Violation(f"{request_id}, which came when all had ended, does not end")
 
 
