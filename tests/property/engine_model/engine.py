@@ -354,8 +354,13 @@ class Engine:
 
     # -- turns -------------------------------------------------------------------------------------
 
-    def turn(self, *, may_invalidate: bool = False) -> None:
-        """Schedule a step; take in the output of the oldest if two are scheduled."""
+    def turn(self, meanwhile: Callable[[], None], *, may_invalidate: bool) -> None:
+        """Schedule a step; take in the output of the oldest if two are scheduled.
+
+        Args:
+            meanwhile: What happens while workers execute.
+            may_invalidate: KV that a request has read turns out not to be there.
+        """
         rng, scheduler = self._rng, self.scheduler
         before = {each.request_id: each.num_preemptions for each in scheduler.running}
         planned = scheduler.schedule()
@@ -373,7 +378,7 @@ class Engine:
         ahead = self._shape.ahead and len(self._flying) < 2
         if ahead and planned.total_num_scheduled_tokens and rng.random() < 0.85:
             return
-        self.take_in()
+        meanwhile()
         self._update(self._flying.popleft(), may_invalidate)
 
     def _work(self, planned: Any) -> Work:

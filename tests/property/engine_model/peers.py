@@ -177,7 +177,7 @@ class Encoder:
 
     def _begin(self, write: Write) -> None:
         rng = self._rng
-        writing = _Writing(write, rng.choice([0, 0, 1, 2, 6]))
+        writing = _Writing(write, rng.choice([0, 0, 1, 2, 6, 30]))
         if not self.is_perfect and rng.random() < 0.1:
             writing.problem = "the write failed"
         self._writing[write.transfer_id] = writing

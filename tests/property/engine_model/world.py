@@ -205,12 +205,9 @@ class World:
         self.clock.now += TURN_S
         while self._todo and self._todo[0][0] <= self.network.turn:
             heapq.heappop(self._todo)[-1]()
-        for encoder in self.encoders:
-            for message in encoder.turn():
-                self.network.send(encoder.identity, message, to_instance=True)
-        self.carry()
+        self.go_on()
         if self.engine.unfinished or not self.engine.is_quiet:
-            self.engine.turn(may_invalidate=may_invalidate)
+            self.engine.turn(self.go_on, may_invalidate=may_invalidate)
             self.carry()
         for request_id in [each for each in self.engine.ended if each not in self._judged]:
             self._judge(self.engine.ended[request_id])
@@ -218,6 +215,14 @@ class World:
         looks = self.engine.unfinished and self.network.turn % 16 == 0
         if looks and not self.engine.scheduler.has_requests():
             raise Violation("the engine takes itself for idle")
+
+    def go_on(self) -> None:
+        """Let everybody but the engine go on; it is in the middle of a turn, maybe."""
+        self.carry()
+        for encoder in self.encoders:
+            for message in encoder.turn():
+                self.network.send(encoder.identity, message, to_instance=True)
+        self.carry()
 
     def carry(self) -> None:
         """Bring messages that have arrived, and take in what the instance sends."""
