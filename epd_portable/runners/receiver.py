@@ -601,9 +601,8 @@ class Receiver:
         """A transfer of an item came to nothing; with it went a slot, if it had one."""
         if slot is not None:
             self.cache.lost_slot(item)
-        if not item.transfers:
-            self.cache.lost_transfer(item, reason)
-        elif item.state is State.RESERVED:
+        self.cache.lost_transfer(item, reason)
+        if item.state is State.RESERVED:
             self._session.room_given(item)
 
     def _note_arrival(self, record: PromptRecord) -> None:

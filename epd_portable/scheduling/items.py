@@ -91,6 +91,11 @@ class Item:
     origin: Origin | None = None
 
     @property
+    def kept_transfers(self) -> set[str]:
+        """Transfers of requests that wait for their turn and cannot do without the item."""
+        return {claim.transfer_id for claim in self.wanted.values() if claim.metadata_only}
+
+    @property
     def is_here(self) -> bool:
         """Whether a step may compute with it."""
         return self.state is State.PRESENT or self.state is State.LANDED
@@ -169,6 +174,18 @@ class Claimant:
         return any(claim.waits for claim in self.claims.values())
 
     @property
+    def to_be_encoded(self) -> list[Item]:
+        """Items that have room for it, and that another request must encode in a step."""
+        return [
+            claim.item
+            for claim in self.claims.values()
+            if claim.metadata_only
+            and claim.item.state is State.LOCAL
+            and claim.served
+            and claim.place != COMPUTED
+        ]
+
+    @property
     def next_item(self) -> int:
         """Index of the first item that is not wholly computed; their number if there is none."""
         return bisect_right(self._reach, self.num_computed_tokens)
@@ -209,6 +226,20 @@ class Claim:
     def waits(self) -> bool:
         """Whether the item has no room for the request, which needs it next or later."""
         return self.place != COMPUTED and self.item.wanted.get(self.who.request_id) is self
+
+    @property
+    def by_transfer(self) -> bool:
+        """Whether the item, if it is not here, comes from elsewhere as far as the request goes.
+
+        Transfers that others cannot do without are theirs: the item may be evicted before their
+        turn. Only who never had one waits for them all the same.
+        """
+        item = self.item
+        if self.expired or not item.transfers:
+            return False
+        if self.transfer_id in item.transfers or (self.metadata_only and not self.transfer_id):
+            return True
+        return not item.transfers.keys() <= item.kept_transfers
 
     @property
     def is_last_chance(self) -> bool:

@@ -200,24 +200,31 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
         The first must not take a seat that others wait for with room that it waits for; see the
         module. Nor must one that waits for another to encode its item.
         """
-        if _awaits_encode(who):
+        if who.to_be_encoded:
             return False
         if not who.waits:
             return True
-        if self._queue.first_request is not who:
+        first = self._queue.first_request
+        if first is not who and not self._encodes_for(first, who):
             return False
-        return all(
-            other.waits or _awaits_encode(other) for other in self._with_room[False].values()
-        )
+        return all(other.waits or other.to_be_encoded for other in self._with_room[False].values())
+
+    def _encodes_for(self, first: Claimant | None, who: Claimant) -> bool:
+        """Tell whether the first waits for another to encode an item that has room for both."""
+        items = first.to_be_encoded if first is not None else []
+        return any(self.may_encode(item, who.request_id) for item in items)
 
     def take_woken(self) -> list[str]:
         """Return requests of which an item came, got room or was lost since the last call.
 
-        The first in the order is always among them, since what it waits for may be another's seat.
+        The first in the order is always among them, since what it waits for may be another's seat,
+        and who could encode an item for it.
         """
         first = self._queue.first_request
         if first is not None:
             self._changed[first.request_id] = None
+            for item in first.to_be_encoded:
+                self._changed.update(dict.fromkeys(item.holders))
         woken, self._changed = list(self._changed), {}
         return woken
 
@@ -291,12 +298,11 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
         """Tell whether a transfer may use an item's slot.
 
         That of a request which waits for its turn, and cannot do without the item, brings it to
-        nobody who has a transfer too: the item may be evicted before that turn.
+        nobody who has, or had, a transfer too: the item may be evicted before that turn.
         """
-        waiting = item.wanted.values()
-        if not any(each.transfer_id == transfer_id and each.metadata_only for each in waiting):
-            return True
-        return not any(each.transfer_id in item.transfers for each in self._held(item))
+        return transfer_id not in item.kept_transfers or any(
+            each.metadata_only and not each.transfer_id for each in self._held(item)
+        )
 
     def landed(self, item: Item) -> None:
         """The bytes of a granted item are in its slot."""
@@ -330,15 +336,14 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
         self._wait_again(item)
 
     def lost_transfer(self, item: Item, reason: str) -> None:
-        """The last transfer of an item has ended without it: it is encoded here, where it can be.
+        """A transfer of an item has ended without it; after the last it is encoded here, if it can.
 
         Args:
-            item: Has no transfer any more.
+            item: What it was to bring.
             reason: For the requests that cannot encode it.
         """
-        if item.state is State.RESERVED:
-            self._wait_again(item)
-        if item.state is State.WAITING:
+        self._settle(item)
+        if item.state is State.WAITING and not item.transfers:
             for claim in [each for each in item.wanted.values() if each.metadata_only]:
                 self._lose(claim, reason)
             self._forget_if_unused(item)
@@ -505,7 +510,7 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
         """Give a claim its item's room, or tell that there is none."""
         item = claim.item
         if item.state is State.WAITING:
-            if _by_transfer(claim):
+            if claim.by_transfer:
                 if not self._reserve(item):
                     return False
             elif claim.metadata_only:
@@ -559,7 +564,7 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
         For who computes, requests give way that have all their room and were not started: they may
         wait for its seat.
         """
-        lacks_slot = _by_transfer(first) and self.can_preallocate(first.item.num_embeds)
+        lacks_slot = first.by_transfer and self.can_preallocate(first.item.num_embeds)
         if lacks_slot and self._slot_returns(first.item):
             return False
         groups = self._with_room.values() if first.who.running else [self._with_room[False]]
@@ -613,9 +618,13 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
             self._end_vain_transfers(item)
             return
         if item.holders:
-            if item.state is State.LOCAL and not any(
-                self.may_encode(item, request_id) for request_id in item.holders
-            ):
+            held = self._held(item)
+            in_vain = (
+                not any(claim.by_transfer for claim in held)
+                if item.state is State.RESERVED
+                else item.state is State.LOCAL and all(claim.metadata_only for claim in held)
+            )
+            if in_vain:
                 self._wait_again(item)
             return
         if not item.wanted:
@@ -673,27 +682,3 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
         claim.who.lost[claim.item.mm_hash] = reason
         self.end(claim)
         self._changed[claim.who.request_id] = None
-
-
-def _by_transfer(claim: Claim) -> bool:
-    """Tell whether an item that waits comes from elsewhere, as far as a request is concerned.
-
-    One that can encode it leaves others the transfers that they cannot do without: when its turn
-    is over, the item may be evicted before theirs.
-    """
-    item = claim.item
-    if claim.metadata_only or claim.transfer_id in item.transfers:
-        return bool(item.transfers) and not claim.expired
-    needed = sum(each.metadata_only for each in item.wanted.values())
-    return len(item.transfers) > needed and not claim.expired
-
-
-def _awaits_encode(who: Claimant) -> bool:
-    """Tell whether a request needs another to encode an item in a step."""
-    return any(
-        claim.metadata_only
-        and claim.item.state is State.LOCAL
-        and claim.served
-        and claim.place != COMPUTED
-        for claim in who.claims.values()
-    )

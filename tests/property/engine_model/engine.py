@@ -527,17 +527,21 @@ class Engine:
     def could_start(self, running: Running) -> bool:
         """Tell whether a request has a seat and KV memory, or could have both."""
         scheduler = self.scheduler
+        if not self.has_tokens_left:
+            return False
         if running.request in scheduler.running:
             return True
-        spec = self._shape.lookahead
-        spare = self._shape.tokens - len(scheduler.running) * (1 + spec)
-        if spare < 2 + spec + self._shape.whole_items * (
-            1 + spec + max(self._shape.items.values())
-        ):
-            return False
         need = -(-(running.prompt.size + 2 * self._shape.lookahead + 2) // self._shape.block) + 1
         free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         return len(scheduler.running) < self._shape.seats and free >= need
+
+    @property
+    def has_tokens_left(self) -> bool:
+        """Whether a step holds an item beside all that decode, where it must hold it whole."""
+        spec = self._shape.lookahead
+        spare = self._shape.tokens - len(self.scheduler.running) * (1 + spec)
+        whole = self._shape.whole_items * (1 + spec + max(self._shape.items.values()))
+        return spare >= 2 + spec + whole
 
     def hit(self, running: Running) -> int:
         """Return the tokens of a request that waits which the prefix cache holds."""

@@ -258,7 +258,11 @@ class World:
         bare = running.prompt.bare(self.shape.can_encode)
         excused = (
             self.shape.faults
-            or request_id in self.engine.recomputed | self._lost_entries
+            or request_id in self._lost_entries
+            # Who computes again needs items again, and may have to take those of others.
+            or bool(self.engine.recomputed)
+            # An item that was accepted before its request may go before its turn, too.
+            or self.shape.preallocation == "async"
             or self._is_over  # Whoever asks then looks at what comes of it.
             or self._cannot_keep(running.prompt, bare)
         )
@@ -308,7 +312,11 @@ class World:
             if each.request.num_computed_tokens < len(each.prompt.tokens)
         ]
         is_idle = engine.tokens == self._decoded
-        stuck = [each for each in waiting if each.request in engine.scheduler.running]
+        stuck = [
+            each
+            for each in waiting
+            if each.request in engine.scheduler.running and engine.could_start(each)
+        ]
         if is_idle:
             raise Violation(f"{self._those_waiting()} wait for ever")
         if stuck or (waiting and all(engine.could_start(each) for each in waiting)):
