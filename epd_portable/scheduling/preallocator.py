@@ -585,12 +585,19 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
             and (not lacks_slot or claim.item.slot or claim.item.mm_hash in self._resident)
         ]
         last = next((claim for claim in able if not claim.is_last_chance), None)
-        if last is None and not any(item.state in _UNDER_WAY for item in self.items.values()):
-            last = able[0] if able else None
+        if last is None and able and not self._room_returns():
+            last = able[0]
         if last is not None:
             self._unserve(last)
             self._settle(last.item)
         return last is not None
+
+    def _room_returns(self) -> bool:
+        """Tell whether room comes back by itself: of who computes, or what is under way."""
+        computing = self._with_room[True].values()
+        return any(not (who.waits or who.to_be_encoded) for who in computing) or any(
+            item.state in _UNDER_WAY for item in self.items.values()
+        )
 
     def _slot_returns(self, item: Item) -> bool:
         """Tell whether a slot comes back by itself: of an item that the workers have to forget."""

@@ -267,9 +267,21 @@ class Preallocation(RuleBasedStateMachine):
             has_slot = claim.item.slot is not None or claim.item.mm_hash in self.resident
             if not has_slot or self.under_way_slots() or item.mm_hash in self.resident:
                 return False
-        if claim.is_last_chance and self.items(State.GRANTED, State.ENCODING):
+        if claim.is_last_chance and (
+            self.items(State.GRANTED, State.ENCODING) or self._somebody_computes()
+        ):
             return False
         return claim.who.waits or (first.who.running and not claim.who.running)
+
+    def _somebody_computes(self) -> bool:
+        """Whether somebody who runs has all that it waits for, and will give room back."""
+        runs = [self.who(name) for name in self.prompts if self.who(name).running]
+        return any(
+            any(claim.served for claim in who.claims.values())
+            and not who.waits
+            and not who.to_be_encoded
+            for who in runs
+        )
 
     def under_way_slots(self) -> bool:
         """Whether a slot comes back by itself, when the workers have forgotten what was in it."""
