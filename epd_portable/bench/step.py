@@ -142,6 +142,7 @@ def make_report(samples: Sequence[StepSample], *, command: str, load_before: flo
 class _Engine:
     receiver: Receiver
     running: list[StandInRequest] = field(default_factory=list)
+    asleep: set[str] = field(default_factory=set)
 
     def add(self, name: str, items: int, *, by_transfer: bool) -> StandInRequest:
         names = [f"{name}-{index}" for index in range(items)]
@@ -180,9 +181,10 @@ class _Engine:
             receiver.before_step()
             for request in self.running:
                 may_schedule(request, request.num_computed_tokens)
-            for request_id in receiver.take_woken():
+            for request_id in self.asleep.intersection(receiver.take_woken()):
+                self.asleep.discard(request_id)
                 receiver.may_schedule(request_id, 0, running=False)
-            receiver.take_sleepers()
+            self.asleep.update(receiver.take_sleepers())
             receiver.take_orders(receiver.cache.get_freed_mm_hashes(), computes=True)
         with receiver.lock:
             receiver.step_done()
@@ -227,7 +229,7 @@ def _engine(case: StepCase, secret_file: str) -> Iterator[_Engine]:
             for number in range(case.waiting):
                 request = engine.add(f"waiting-{number}", 1, by_transfer=True)
                 receiver.may_schedule(request.request_id, 0, running=False)
-            receiver.take_sleepers()
+            engine.asleep.update(receiver.take_sleepers())
         yield engine
     finally:
         receiver.close()

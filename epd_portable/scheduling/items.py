@@ -176,6 +176,8 @@ class Claimant:
     @property
     def to_be_encoded(self) -> list[Item]:
         """Items that have room for it, and that another request must encode in a step."""
+        if not self.metadata_only:
+            return []
         return [
             claim.item
             for claim in self.claims.values()

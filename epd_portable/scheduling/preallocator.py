@@ -185,7 +185,8 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
         self._set_running(who, running)
         covered = []
         for claim in list(who.claims.values()):
-            self._find_place(claim)
+            if back or claim.place == COMPUTED or claim.inputs[claim.place] <= num_computed_tokens:
+                self._find_place(claim)
             if running and claim.place == COMPUTED:
                 if not claim.item.is_here:
                     covered.append(claim)
@@ -202,12 +203,16 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
         """
         if who.to_be_encoded:
             return False
-        if not who.waits:
-            return True
         first = self._queue.first_request
-        if first is not who and not self._encodes_for(first, who):
-            return False
-        return all(other.waits or other.to_be_encoded for other in self._with_room[False].values())
+        if first is not who:
+            if not who.waits:
+                return True
+            if not self._encodes_for(first, who):
+                return False
+        return all(
+            other is who or other.waits or other.to_be_encoded
+            for other in self._with_room[False].values()
+        )
 
     def _encodes_for(self, first: Claimant | None, who: Claimant) -> bool:
         """Tell whether the first waits for another to encode an item that has room for both."""

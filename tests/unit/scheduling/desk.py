@@ -144,6 +144,8 @@ class Desk:
         The transfer is called ``t-`` and the request.
         """
         who = self.who(request_id)
+        if metadata_only:
+            who.metadata_only |= {mm_hash}
         self._prompts[request_id][input_id] = (mm_hash, size)
         item = self.cache.open(mm_hash, tensor(size))
         assert item is not None, "something else bears the name"
