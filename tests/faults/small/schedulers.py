@@ -255,8 +255,7 @@ class PDScheduler(Scheduler):
         session, cache = receiver._session, receiver.cache
         return {
             "pool.used": receiver._pool.capacity_bytes - receiver._pool.free_bytes,
-            "claimants": len(cache._claimants),
-            "waiting": cache._num_waiting,
+            "waiting": int(cache.is_blocked),
             "resident": len(cache._resident),
             "retiring": cache._retiring,
             "transfers": len(session._transfers),
