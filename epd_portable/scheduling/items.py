@@ -246,7 +246,7 @@ class Claim:
     @property
     def is_last_chance(self) -> bool:
         """Whether the request cannot have the item again once it has given it up."""
-        return self.metadata_only and not self.item.transfers
+        return self.metadata_only and not self.by_transfer
 
 
 class SlotSource(Protocol):

@@ -692,3 +692,27 @@ def test_nothing_is_accepted_while_a_request_waits_for_room(desk: Desk, by_trans
 def test_what_could_never_fit_is_not_accepted(desk: Desk) -> None:
     assert desk.accept("huge", 11) is None
     assert "huge" not in desk.cache.items
+
+
+def test_an_item_that_only_others_could_have_again_is_kept_while_room_comes_back(
+    desk: Desk,
+) -> None:
+    desk.claim("q", "e", 4)
+    for input_id, name in enumerate(("a", "c", "a")):
+        desk.claim("r", name, 4, input_id, metadata_only=True)
+    assert desk.reserve() == ["e", "a"]
+    desk.grant("e")
+    desk.deliver("a")
+    desk.run("q")
+    desk.cache.moved(desk.who("r"), 1, running=True)  # It has computed the first of two.
+    desk.claim("s", "a", 4, metadata_only=True)
+    assert desk.reserve() == []
+    assert "r" in desk.cache.holders("a"), "a transfer is left, and it is s's"
+    desk.deliver("e")
+    desk.leave("q")
+    desk.reserve()
+    desk.step()
+    assert "c" in desk.given + desk.reserve()
+    for request_id in "rs":
+        desk.leave(request_id)
+    desk.assert_everything_is_back()

@@ -389,7 +389,8 @@ class Engine:
             self.tokens += count
             end = running.request.num_computed_tokens
             begin = end - count
-            if begin < len(running.prompt.tokens):
+            # Or tokens of the answer again, after a preemption.
+            if begin < len(running.prompt.tokens) or running.request.is_prefill_chunk:
                 self.prompt_tokens += count
             for name, offset, length in running.prompt.places:
                 if offset < end and begin < offset + length:

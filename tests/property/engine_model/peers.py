@@ -21,6 +21,10 @@ from tests.property.engine_model.memory import TORN, PoolMemory
 from tests.property.engine_model.shapes import Shape
 
 
+JOB_TURNS = 40
+"""For which the router's calls to encoders go on when their request is answered."""
+
+
 class Parcel(NamedTuple):
     """A message on its way; to the instance it goes with its sender's identity."""
 
@@ -283,10 +287,12 @@ class Router:
                 self._later(self._rng.randint(0, 30), lambda job=job: self.ask(job))
 
     def request_ended(self, request_id: str, *, well: bool) -> None:
-        """Nobody wants its items any more."""
+        """Nobody wants its items any more; of an answered one others may, for a while."""
         from epd_portable.wire.messages import NotWanted
 
         for job in [each for each in self.jobs.values() if each.request_id == request_id]:
-            del self.jobs[job.transfer_id]
-            if not well:
+            if well:
+                self._later(JOB_TURNS, lambda job=job: self.jobs.pop(job.transfer_id, None))
+            else:
+                del self.jobs[job.transfer_id]
                 self._tell(NotWanted(transfer_id=job.transfer_id))

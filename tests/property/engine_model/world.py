@@ -70,8 +70,8 @@ class World:
         self.prompts = shapes.Prompts(rng, shape, shapes.longest_prompt(shape))
         self._todo: list[tuple[int, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
-        self._lost_entries: set[str] = set()
-        """Requests that were here when the encoder cache was reset."""
+        self._saw_reset: set[str] = set()
+        """Requests that were here when a cache was reset: they need again what they had."""
         self._count = self._waiting_to_come = 0
         self._judged: set[str] = set()
         self._is_over = False
@@ -165,12 +165,13 @@ class World:
         if self.rng.random() < 0.01:
             self.seen["resets of the encoder cache"] += 1
             self.note("the encoder cache is reset")
-            self._lost_entries |= set(self.engine.unfinished)
+            self._saw_reset |= set(self.engine.unfinished)
             self.engine.reset_encoder_cache()
         if self.rng.random() < 0.01:
             running = self.rng.random() < 0.5
             self.seen["resets of the prefix cache"] += 1
             self.note("the prefix cache is reset, running:", running)
+            self._saw_reset |= set(self.engine.unfinished)
             self.engine.reset_prefix_cache(running=running)
 
     def _fail(self) -> None:
@@ -258,7 +259,7 @@ class World:
         bare = running.prompt.bare(self.shape.can_encode)
         excused = (
             self.shape.faults
-            or request_id in self._lost_entries
+            or request_id in self._saw_reset
             # Who computes again needs items again, and may have to take those of others.
             or bool(self.engine.recomputed)
             # An item that was accepted before its request may go before its turn, too.
