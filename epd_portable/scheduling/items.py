@@ -174,6 +174,11 @@ class Claimant:
         return any(claim.waits for claim in self.claims.values())
 
     @property
+    def has_all(self) -> bool:
+        """Whether room is kept for all items that it needs, and it waits for nobody's encode."""
+        return not (self.waits or self.to_be_encoded)
+
+    @property
     def to_be_encoded(self) -> list[Item]:
         """Items that have room for it, and that another request must encode in a step."""
         if not self.metadata_only:

@@ -209,10 +209,8 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
                 return True
             if not self._encodes_for(first, who):
                 return False
-        return all(
-            other is who or other.waits or other.to_be_encoded
-            for other in self._with_room[False].values()
-        )
+        others = (each for each in self._with_room[False].values() if each is not who)
+        return not any(other.has_all for other in others)
 
     def _encodes_for(self, first: Claimant | None, who: Claimant) -> bool:
         """Tell whether the first waits for another to encode an item that has room for both."""
@@ -333,6 +331,9 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
         item = self.items[mm_hash]
         item.state = State.LOCAL
         self._changed.update(dict.fromkeys(item.holders))
+        computing = [claim for claim in self._held(item) if claim.who.running]
+        if computing and all(claim.metadata_only for claim in computing):
+            self._wait_again(item)  # Who can encode it may wait for their seats.
         self._settle(item)
         self._stirred = True
 
@@ -590,19 +591,21 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
             and (not lacks_slot or claim.item.slot or claim.item.mm_hash in self._resident)
         ]
         last = next((claim for claim in able if not claim.is_last_chance), None)
-        if last is None and able and not self._room_returns():
+        if last is None and able and not self._room_returns(first.who):
             last = able[0]
         if last is not None:
             self._unserve(last)
             self._settle(last.item)
         return last is not None
 
-    def _room_returns(self) -> bool:
-        """Tell whether room comes back by itself: of who computes, or what is under way."""
-        computing = self._with_room[True].values()
-        return any(not (who.waits or who.to_be_encoded) for who in computing) or any(
-            item.state in _UNDER_WAY for item in self.items.values()
-        )
+    def _room_returns(self, first: Claimant) -> bool:
+        """Tell whether room comes back by itself: of who computes, or what is under way.
+
+        Who has all that it needs will compute, unless the first has the seat that it waits for.
+        """
+        groups = [self._with_room[True]] if first.running else self._with_room.values()
+        going_on = any(who.has_all for group in groups for who in group.values())
+        return going_on or any(item.state in _UNDER_WAY for item in self.items.values())
 
     def _slot_returns(self, item: Item) -> bool:
         """Tell whether a slot comes back by itself: of an item that the workers have to forget."""

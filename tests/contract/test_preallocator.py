@@ -716,3 +716,24 @@ def test_an_item_that_only_others_could_have_again_is_kept_while_room_comes_back
     for request_id in "rs":
         desk.leave(request_id)
     desk.assert_everything_is_back()
+
+
+def test_an_item_that_its_request_cannot_have_again_is_kept_while_others_are_about_to_compute(
+    desk: Desk,
+) -> None:
+    desk.claim("q", "e", 4)
+    for input_id, name in enumerate(("a", "c", "a")):
+        desk.claim("r", name, 4, input_id, metadata_only=True)
+    assert desk.reserve() == ["e", "a"]
+    desk.deliver("e")
+    desk.deliver("a")
+    desk.cache.moved(desk.who("r"), 1, running=False)  # The prefix cache covers the first place.
+    assert desk.reserve() == []
+    assert "r" in desk.cache.holders("a"), "q has all that it needs"
+    desk.run("q")
+    desk.leave("q")
+    desk.reserve()
+    desk.step()
+    assert "c" in desk.given + desk.reserve()
+    desk.leave("r")
+    desk.assert_everything_is_back()

@@ -20,7 +20,6 @@ from tests.property.engine_model.engine import ADDRESS, Clock
 from tests.property.engine_model.memory import TORN, PoolMemory
 from tests.property.engine_model.shapes import Shape
 
-
 JOB_TURNS = 40
 """For which the router's calls to encoders go on when their request is answered."""
 

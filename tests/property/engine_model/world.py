@@ -274,15 +274,27 @@ class World:
             )
 
     def _cannot_keep(self, prompt: Prompt, bare: set[str]) -> bool:
-        """Tell whether a bare item must be given up between two of its places."""
+        """Tell whether a request may have to give up a bare item for another one of its own.
+
+        Between two of the item's places; or because the prefix cache covered the other one, and
+        then did not. A slot that is kept may leave the pool in two pieces.
+        """
         shape = self.shape
-        room = shape.cache if shape.copies else min(shape.cache, shape.pool)
+
+        def fit(names: set[str]) -> bool:
+            sizes = [shape.items[name] for name in names]
+            return sum(sizes) <= shape.cache and (
+                shape.copies or sum(sizes) + max(sizes) <= shape.pool
+            )
+
         names = [name for name, _, _ in prompt.places]
-        for name in bare:
-            first, last = names.index(name), len(names) - names[::-1].index(name)
-            if sum(shape.items[each] for each in set(names[first:last])) > room:
-                return True
-        return False
+        if shape.prefix_caching and len(set(names)) > 1 and not fit(set(names)):
+            return True
+        return any(
+            not fit(set(names[names.index(name) : len(names) - names[::-1].index(name)]))
+            for name in bare
+            if names.count(name) > 1
+        )
 
     def _watch(self) -> None:
         """See that somebody goes on as long as somebody waits who could."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -265,3 +266,19 @@ def test_what_cannot_be_encoded_and_nobody_wants_gives_its_room_back() -> None:
     pd.receiver.not_encoded(["owl"])
     assert "owl" not in pd.cache.items
     assert pd.cache.num_free_slots == pd.cache.cache_size
+
+
+def test_what_cannot_be_encoded_fails_who_computes_and_cannot_encode_it_in_a_step() -> None:
+    """The other one may wait for its seat."""
+    pd = PrefillSide()
+    pd.arrive("r", OWL)
+    pd.arrive("bare", dataclasses.replace(OWL, has_media=False))
+    pd.receiver.before_step()
+    assert pd.receiver.may_schedule("bare", 0, running=True)
+    pd.receiver.not_encoded(["owl"])
+    pd.receiver.before_step()
+    assert not pd.receiver.may_schedule("bare", 1, running=True)
+    assert pd.receiver.take_unavailable() == {"bare"}
+    pd.finish("bare")
+    pd.receiver.not_encoded(["owl"])
+    assert pd.encode_here("r", 0)
