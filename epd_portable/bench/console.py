@@ -1,4 +1,4 @@
-"""What the commands of ``epd-bench`` say, and where it goes."""
+"""What the commands of ``epd-bench`` have in common: options, progress, and where results go."""
 
 from __future__ import annotations
 
@@ -6,21 +6,45 @@ import contextlib
 import shlex
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 import click
 
 from epd_portable.bench import chart, report
+from epd_portable.config.secret import make_secret_file
 from epd_portable.errors import MeasurementError
+
+F = TypeVar("F", bound=Callable[..., Any])
+_FILE = click.Path(dir_okay=False, path_type=Path)
+
+
+def file_options(command: F) -> F:
+    """Add the options that say where results are kept."""
+    markdown = click.option("--markdown", "markdown_file", type=_FILE, help="Write the tables.")
+    samples = click.option(
+        "--json", "json_file", type=_FILE, help="Write every sample and a summary."
+    )
+    return samples(markdown(command))
+
+
+def output_options(command: F) -> F:
+    """Add `file_options`, and that of a picture."""
+    drawn = click.option(
+        "--png", "png_file", type=_FILE, help="Draw charts; needs the extra 'bench'."
+    )
+    return file_options(drawn(command))
 
 
 def finish(
     made: report.Report,
-    charts: Sequence[chart.Chart | chart.TimelineChart],
+    *,
     json_file: Path | None,
     markdown_file: Path | None,
-    png_file: Path | None,
+    png_file: Path | None = None,
+    charts: Sequence[chart.Chart | chart.TimelineChart] = (),
 ) -> None:
     """Print the tables and keep what was asked for.
 
@@ -54,3 +78,12 @@ def stopping_at_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def scratch_folder() -> Iterator[tuple[Path, str]]:
+    """Yield a new folder and the path of a secret file in it; both go with the block."""
+    with tempfile.TemporaryDirectory(prefix="epd-bench-") as name:
+        secret_file = str(Path(name) / "secret")
+        make_secret_file(secret_file)
+        yield Path(name), secret_file

@@ -18,8 +18,13 @@ from typing import BinaryIO
 import msgspec
 import torch
 
-from epd_portable.bench.commands import DTYPE, TOKEN_BYTES, Command, CommandDone
-from epd_portable.bench.stand_in import StandInRequest
+from epd_portable.bench.stand_in import (
+    DTYPE,
+    TOKEN_BYTES,
+    Command,
+    CommandDone,
+    StandInRequest,
+)
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.config.secret import Secret
 from epd_portable.connector.copies import DeviceCopies

@@ -8,6 +8,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,7 +40,7 @@ class Table:
 
     Attributes:
         title: A sentence or less.
-        columns: Names with units.
+        columns: Names with units; the first column is text, the others are numbers.
         rows: Cells as shown.
     """
 
@@ -55,13 +56,13 @@ class Conditions:
     Attributes:
         date: Day, in ISO form.
         python: Version.
-        versions: Of the distributions that matter and are installed.
+        versions: Versions of the distributions that matter and are installed.
         cpus: Cores that the measurement could use.
-        processor: What the system calls them; empty where it does not say.
-        memory_bytes: Of the machine.
+        processor: The system's name of them; empty where it has none.
+        memory_bytes: Memory of the machine.
         load_before: One-minute load average before anything was started.
-        load_after: The same at the end; holds the load of the measurement itself too.
-        measured: Digests of the modules that the figures are about; see `digests`.
+        load_after: The same at the end, the load of the measurement itself included.
+        measured: `digests` of the modules that the figures are about.
     """
 
     date: str
@@ -82,10 +83,10 @@ class Report:
     Attributes:
         title: What was measured.
         command: The command line that made it.
-        conditions: See `Conditions`.
+        conditions: Where and when.
         tables: For people.
         summary: The figures of the tables and more, for programs.
-        samples: Every single measurement.
+        samples: Everything from which they were computed.
         notes: Sentences that the figures must not be read without.
     """
 
@@ -108,7 +109,7 @@ def conditions(load_before: float, *, measured: Iterable[str] = ()) -> Condition
 
     Args:
         load_before: `load_average` before the measurement.
-        measured: Names of the modules that the figures are about, a few.
+        measured: Modules that the figures are about.
     """
     versions = {}
     for name in _DISTRIBUTIONS:
@@ -130,12 +131,8 @@ def conditions(load_before: float, *, measured: Iterable[str] = ()) -> Condition
 
 
 def _processor() -> str:
-    """Return the first core's name as Linux has it; some architectures have none."""
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() == "model name":
-            return value.strip()
-    return ""
+    found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text("utf-8"), re.M)
+    return found[1].strip() if found else ""
 
 
 def to_json(report: Report) -> str:
@@ -202,6 +199,5 @@ def _rounded(value: Plain) -> Plain:
 
 
 def _table(table: Table) -> list[str]:
-    """Return a table whose first column is text and whose others are numbers."""
     rule = ["---", *("---:" for _ in table.columns[1:])]
     return ["| " + " | ".join(row) + " |" for row in (table.columns, rule, *table.rows)]

@@ -15,11 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from epd_portable.bench.commands import DTYPE, WIDTH
+from epd_portable.bench.console import scratch_folder
 from epd_portable.bench.report import Report, Table, conditions
-from epd_portable.bench.scratch import scratch_folder
 from epd_portable.bench.servers import free_port
-from epd_portable.bench.stand_in import StandInRequest
+from epd_portable.bench.stand_in import DTYPE, WIDTH, StandInRequest
 from epd_portable.bench.stats import quantile
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.runners.receiver import Receiver
@@ -42,8 +41,8 @@ class StepCase:
     """The state of an engine.
 
     Attributes:
-        decoding: Requests that generate, all their items behind them.
-        items: Of each.
+        decoding: Requests that generate, past all their items.
+        items: Items in the prompt of each of them.
         waiting: Requests that wait for an item which an encoder is to deliver.
     """
 
@@ -57,48 +56,44 @@ class StepSample:
     """One step.
 
     Attributes:
-        decoding: As in `StepCase`, like the next two.
-        items: As above.
-        waiting: As above.
-        step_s: The package's work in it, in seconds.
-        asking_s: As many questions that do nothing, right after it.
+        step_s: Time of the package's work in it.
+        asking_s: Time of as many questions that do nothing, right after it.
     """
 
-    decoding: int
-    items: int
-    waiting: int
     step_s: float
     asking_s: float
 
 
-def measure(
-    cases: Sequence[StepCase], *, steps: int, report: Callable[[str], None]
-) -> list[StepSample]:
-    """Measure so many steps of every case.
+Samples = dict[StepCase, list[StepSample]]
+CASES = tuple(
+    StepCase(decoding=256, items=items, waiting=waiting)
+    for items in (1, 32)
+    for waiting in (0, 100, 1000)
+)
+
+
+def measure(cases: Sequence[StepCase], *, steps: int, report: Callable[[str], None]) -> Samples:
+    """Measure steps of every case.
 
     Args:
         cases: Engines to model.
-        steps: Of each, after a few that are not measured.
+        steps: Number of measured steps of each, after a few that are not measured.
         report: Gets a progress line a case.
     """
-    samples = []
+    samples: Samples = {}
     for case in cases:
         report(
             f"{case.decoding} requests decode, {case.items} items each; {case.waiting} wait: "
             f"{steps} steps"
         )
         with scratch_folder() as (_, secret_file), _engine(case, secret_file) as engine:
-            taken = [engine.step(case) for _ in range(_WARM_UP + steps)]
-        samples += taken[_WARM_UP:]
+            taken = [engine.step() for _ in range(_WARM_UP + steps)]
+        samples[case] = taken[_WARM_UP:]
     return samples
 
 
-def make_report(samples: Sequence[StepSample], *, command: str, load_before: float) -> Report:
+def make_report(samples: Samples, *, command: str, load_before: float) -> Report:
     """Return the page of a measurement."""
-    groups: dict[StepCase, list[StepSample]] = {}
-    for each in samples:
-        case = StepCase(decoding=each.decoding, items=each.items, waiting=each.waiting)
-        groups.setdefault(case, []).append(each)
     summary = [
         {
             **dataclasses.asdict(case),
@@ -106,7 +101,7 @@ def make_report(samples: Sequence[StepSample], *, command: str, load_before: flo
             "step_p90_s": quantile([each.step_s for each in group], 0.9),
             "asking_s": quantile([each.asking_s for each in group], 0.5),
         }
-        for case, group in groups.items()
+        for case, group in samples.items()
     ]
     rows = tuple(
         (
@@ -134,7 +129,14 @@ def make_report(samples: Sequence[StepSample], *, command: str, load_before: flo
             ),
         ),
         summary=summary,
-        samples=[dataclasses.asdict(sample) for sample in samples],
+        samples=[
+            {
+                **dataclasses.asdict(case),
+                "step_s": [each.step_s for each in group],
+                "asking_s": [each.asking_s for each in group],
+            }
+            for case, group in samples.items()
+        ],
     )
 
 
@@ -166,7 +168,7 @@ class _Engine:
         receiver.may_schedule(request.request_id, request.num_computed_tokens)
         self.running.append(request)
 
-    def step(self, case: StepCase) -> StepSample:
+    def step(self) -> StepSample:
         """Do what a step makes the package do, and ask as many idle questions."""
         receiver, unsettled = self.receiver, self.receiver.cache.unsettled
 
@@ -194,7 +196,7 @@ class _Engine:
         for request in self.running:
             _yes(request, request.num_computed_tokens)
         asking_s = time.perf_counter() - begin_s
-        return StepSample(**dataclasses.asdict(case), step_s=step_s, asking_s=asking_s)
+        return StepSample(step_s=step_s, asking_s=asking_s)
 
 
 def _yes(request: StandInRequest, num_computed_tokens: int) -> bool:
@@ -214,11 +216,7 @@ def _engine(case: StepCase, secret_file: str) -> Iterator[_Engine]:
         can_encode=True,
         secret_file=secret_file,
     )
-    receiver = Receiver(
-        config,
-        fingerprint="step",
-        cache_size=64 * ITEM_TOKENS,
-    )
+    receiver = Receiver(config, fingerprint="step", cache_size=64 * ITEM_TOKENS)
     receiver.listen()
     try:
         engine = _Engine(receiver)

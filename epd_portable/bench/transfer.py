@@ -7,12 +7,15 @@ disturbs all of them. Each item is copied once within one process too: the peer.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import itertools
 import os
 import select
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,51 +23,27 @@ from typing import IO
 
 import msgspec
 
-from epd_portable.bench.commands import TOKEN_BYTES, VALUES, Command, CommandDone
-from epd_portable.bench.scratch import scratch_folder
+from epd_portable.bench.console import scratch_folder
+from epd_portable.bench.report import Plain, Report, Table, conditions, format_bytes
 from epd_portable.bench.servers import free_port
+from epd_portable.bench.stand_in import TOKEN_BYTES, VALUES, Command, CommandDone
+from epd_portable.bench.stats import paired_ratio, quantile, summarize
 from epd_portable.bench.traces import Handover, handovers, read_events
 from epd_portable.config.instance import InstanceConfig, PlatformName
-from epd_portable.errors import MeasurementError
-from epd_portable.platforms import registry
+from epd_portable.connector import registry
+from epd_portable.errors import ConfigError, MeasurementError
 from epd_portable.platforms.traits import TRAITS
 
 WARM_UP_ROUNDS = 2
+ENCODE_S = (0.01, 0.0)
+"""Times from the order to the output. With the first the grant is there before the output, as
+mostly in an engine; with 0 it is waited for."""
 
 _START_TIMEOUT_S = 120.0
 _WAIT_TIMEOUT_S = 30.0
 _STOP_GRACE_S = 10.0
 _STDERR = 2
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TransferPlace:
-    """Where the two ends are.
-
-    Attributes:
-        platform: Of both.
-        runtime: What was found there, with its version.
-        devices: How many there are; a CPU is one.
-    """
-
-    platform: PlatformName
-    runtime: str
-    devices: int
-
-    @property
-    def producer(self) -> int:
-        """Device of the producer."""
-        return 0
-
-    @property
-    def consumer(self) -> int:
-        """Device of the consumer: another one where there is one."""
-        return min(1, self.devices - 1)
-
-    @property
-    def is_device(self) -> bool:
-        """Whether items are in device memory at both ends."""
-        return TRAITS[self.platform].needs_device_copy
+_PARTS = ("grant_wait_s", "write_s", "notice_s", "place_s")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,8 +53,7 @@ class TransferCase:
     Attributes:
         path: Transfer path asked for.
         nbytes: Size of the item.
-        encode_s: Time from the order to the output. With a few milliseconds the grant is there
-            before the output, as mostly in an engine; with 0 it is waited for.
+        encode_s: See `ENCODE_S`.
     """
 
     path: str
@@ -85,57 +63,59 @@ class TransferCase:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TransferSample:
-    """One measured transfer; times in seconds.
+    """One measured transfer.
 
     Attributes:
-        path: As in `TransferCase`, like the next two.
-        nbytes: As above.
-        encode_s: As above.
-        granted_before: See `Handover`, like `turns`.
-        turns: As above.
-        total_s: From the output to the placed tensor.
-        grant_wait_s: See `Handover`, as are the next three, which add up to the total.
-        write_s: As above.
-        notice_s: As above.
-        place_s: As above.
+        case: What was asked for.
+        way: What the traces say.
         memcpy_s: A plain copy of the same bytes within one process right before; on devices from
             the producer's device to the consumer's.
     """
 
-    path: str
-    nbytes: int
-    encode_s: float
-    granted_before: bool
-    turns: int
-    total_s: float
-    grant_wait_s: float
-    write_s: float
-    notice_s: float
-    place_s: float
+    case: TransferCase
+    way: Handover
     memcpy_s: float
 
-    @property
-    def control_s(self) -> float:
-        """See `Handover`."""
-        return self.grant_wait_s + self.notice_s
+
+Groups = dict[TransferCase, list[TransferSample]]
 
 
-def find(platform: PlatformName) -> TransferPlace:
-    """Look where a platform's ends can be.
+def choose_paths(
+    asked: Sequence[str], platform: str, devices: int
+) -> tuple[list[str], dict[str, str]]:
+    """Return the transfer paths to measure.
+
+    Args:
+        asked: Paths; all that the platform has if empty.
+        platform: Platform of both ends.
+        devices: How many the platform has here.
+
+    Returns:
+        The paths, and those that were not asked for and cannot be measured, with the reason.
 
     Raises:
-        PlatformUnavailableError: The platform cannot be used here; says why.
+        ConfigError: A path that was asked for cannot be measured.
     """
-    found = registry.get(platform)
-    return TransferPlace(
-        platform=platform, runtime=found.availability().reason, devices=found.device_count()
-    )
+    described = registry.describe(platform, platform)
+    reasons = {name: reason for name, usable, reason in described if not usable}
+    for entry in registry.offered(registry.AUTO, platform):
+        in_group = entry.capabilities.same_platform and not entry.capabilities.one_sided
+        if in_group and TRAITS[platform].needs_device_copy and devices < 2:
+            reasons[entry.name] = "each of the two ends of a group needs a device of its own"
+    usable = [entry.name for entry in registry.paths() if entry.name not in reasons]
+    for path in asked:
+        if path in reasons:
+            raise ConfigError(
+                f"--path {path}: {reasons[path]}; on {platform} there are {', '.join(usable)} here"
+            )
+    return (list(dict.fromkeys(asked)), {}) if asked else (usable, reasons)
 
 
 def measure(
     cases: Sequence[TransferCase],
-    place: TransferPlace,
+    platform: PlatformName,
     *,
+    devices: int,
     repeat: int,
     report: Callable[[str], None],
 ) -> list[TransferSample]:
@@ -143,148 +123,101 @@ def measure(
 
     Args:
         cases: Combinations; sizes are multiples of `TOKEN_BYTES`.
-        place: Where the ends are started.
+        platform: Platform of both ends.
+        devices: How many it has here: the producer takes the first, the consumer the second.
         repeat: Measured rounds.
         report: Gets a progress line a round.
 
     Raises:
-        MeasurementError: An end failed, or a transfer took another path than asked for.
+        MeasurementError: An end failed.
     """
     with scratch_folder() as (folder, secret_file), ExitStack() as stack:
         report("starting a producer and a consumer for each path")
-        paths = dict.fromkeys(case.path for case in cases)
-        room = 2 * max(case.nbytes for case in cases)
-        pairs = {
-            path: stack.enter_context(_pair(path, place, room, folder, secret_file))
-            for path in paths
+        common = {
+            "platform": platform,
+            "wait_timeout_s": _WAIT_TIMEOUT_S,
+            "secret_file": secret_file,
         }
+        pool_bytes = 2 * max(case.nbytes for case in cases)
+        pairs: dict[str, tuple[_End, _End]] = {}
+        for path in dict.fromkeys(case.path for case in cases):
+            producer = InstanceConfig(instance=f"producer-{path}", path=path, **common)
+            consumer = InstanceConfig(
+                instance=f"consumer-{path}",
+                path=path,
+                device_index=min(1, devices - 1),
+                control_address=f"tcp://127.0.0.1:{free_port()}",
+                data_address="tcp://127.0.0.1:*",
+                pool=f"epd-bench-{os.getpid()}-{path}",
+                pool_bytes=pool_bytes,
+                can_encode=False,
+                **common,
+            )
+            pairs[path] = (
+                stack.enter_context(_end("produce", producer, folder)),
+                stack.enter_context(_end("consume", consumer, folder)),
+            )
+        for end in itertools.chain(*pairs.values()):
+            end.receive(_START_TIMEOUT_S)
         moved: dict[str, tuple[TransferCase, float]] = {}
-        number = 0
         for turn in range(-WARM_UP_ROUNDS, repeat):
             begin_s = time.monotonic()
             for case in cases:
-                number += 1
-                name = f"{'item' if turn >= 0 else 'warm-up'}-{number}"
-                moved[name] = case, pairs[case.path].move(name, case, number)
+                name = f"{'item' if turn >= 0 else 'warm-up'}-{len(moved)}"
+                moved[name] = case, _move(name, case, len(moved), *pairs[case.path])
             what = f"round {turn + 1} of {repeat}" if turn >= 0 else "warm-up"
             report(f"{what}: {len(cases)} transfers in {time.monotonic() - begin_s:.1f} s")
-        end = "item.complete" if place.is_device else "item.placed"
-        ways = handovers(read_events(folder), end=end)
-    measured = [way for way in ways if way.transfer.startswith("item-")]
-    if len(measured) != len(cases) * repeat:
+        is_device = TRAITS[platform].needs_device_copy
+        ways = handovers(read_events(folder), end="item.complete" if is_device else "item.placed")
+    samples = [
+        TransferSample(case=moved[way.transfer][0], way=way, memcpy_s=moved[way.transfer][1])
+        for way in ways
+        if way.transfer.startswith("item-")
+    ]
+    if len(samples) != len(cases) * repeat:
         raise MeasurementError(
-            f"traces hold {len(measured)} whole transfers of {len(cases) * repeat}: an event is "
+            f"traces hold {len(samples)} whole transfers of {len(cases) * repeat}: an event is "
             "missing; the versions of this command and of the package may differ"
         )
-    return [_sample(way, *moved[way.transfer]) for way in measured]
-
-
-def _sample(way: Handover, case: TransferCase, memcpy_s: float) -> TransferSample:
-    return TransferSample(
-        path=way.path,
-        nbytes=way.nbytes,
-        encode_s=case.encode_s,
-        granted_before=way.granted_before,
-        turns=way.turns,
-        total_s=way.total_s,
-        grant_wait_s=way.grant_wait_s,
-        write_s=way.write_s,
-        notice_s=way.notice_s,
-        place_s=way.place_s,
-        memcpy_s=memcpy_s,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Pair:
-    """A producer and a consumer, by one path."""
-
-    producer: _End
-    consumer: _End
-    control: str
-    device: int
-
-    def move(self, name: str, case: TransferCase, number: int) -> float:
-        """Move one item; return what a plain copy of it took, in seconds."""
-        command = Command(
-            name=name,
-            num_tokens=case.nbytes // TOKEN_BYTES,
-            value=number % VALUES + 1,
-            encode_s=case.encode_s,
-            consumer=self.control,
-            device=self.device,
-        )
-        for end in (self.consumer, self.producer):
-            end.tell(command)
-        self.consumer.hear(_WAIT_TIMEOUT_S * 2)
-        return self.producer.hear(_WAIT_TIMEOUT_S * 2).memcpy_s
-
-
-@contextmanager
-def _pair(
-    path: str, place: TransferPlace, pool_bytes: int, trace_dir: Path, secret_file: str
-) -> Iterator[_Pair]:
-    control = f"tcp://127.0.0.1:{free_port()}"
-    producer = InstanceConfig(
-        instance=f"producer-{path}",
-        platform=place.platform,
-        device_index=place.producer,
-        path=path,
-        wait_timeout_s=_WAIT_TIMEOUT_S,
-        secret_file=secret_file,
-    )
-    consumer = InstanceConfig(
-        instance=f"consumer-{path}",
-        platform=place.platform,
-        device_index=place.consumer,
-        path=path,
-        wait_timeout_s=_WAIT_TIMEOUT_S,
-        secret_file=secret_file,
-        control_address=control,
-        data_address="tcp://127.0.0.1:*",
-        pool=f"epd-bench-{os.getpid()}-{path}",
-        pool_bytes=pool_bytes,
-        can_encode=False,
-    )
-    with ExitStack() as stack:
-        ends = [
-            stack.enter_context(_end(role, config, trace_dir))
-            for role, config in (("produce", producer), ("consume", consumer))
-        ]
-        for end in ends:
-            end.hear(_START_TIMEOUT_S)
-        yield _Pair(ends[0], ends[1], control, place.consumer)
+    return samples
 
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    name: str
+    """One process of `epd_portable.bench.ends`."""
+
+    config: InstanceConfig
     commands: IO[bytes]
     answers: IO[bytes]
 
-    def tell(self, command: Command) -> None:
-        """Give a command.
-
-        Raises:
-            MeasurementError: The end is gone.
-        """
-        try:
+    def send(self, command: Command) -> None:
+        with contextlib.suppress(BrokenPipeError):  # `receive` raises.
             self.commands.write(msgspec.json.encode(command) + b"\n")
-        except BrokenPipeError as error:
-            raise MeasurementError(f"{self.name} ended; its message is above") from error
 
-    def hear(self, timeout_s: float) -> CommandDone:
-        """Wait for the answer to one command.
-
-        Raises:
-            MeasurementError: The end is gone, or does not answer in time.
-        """
+    def receive(self, timeout_s: float) -> CommandDone:
+        name = self.config.instance
         if not select.select([self.answers], [], [], timeout_s)[0]:
-            raise MeasurementError(f"{self.name} did not answer in {timeout_s:g} s")
+            raise MeasurementError(f"{name} did not answer in {timeout_s:g} s")
         line = self.answers.readline()
         if not line:
-            raise MeasurementError(f"{self.name} ended; its message is above")
+            raise MeasurementError(f"{name} ended; its message is above")
         return msgspec.json.decode(line, type=CommandDone)
+
+
+def _move(name: str, case: TransferCase, number: int, producer: _End, consumer: _End) -> float:
+    """Move one item; return what a plain copy of it took, in seconds."""
+    command = Command(
+        name=name,
+        num_tokens=case.nbytes // TOKEN_BYTES,
+        value=number % VALUES + 1,
+        encode_s=case.encode_s,
+        consumer=consumer.config.control_address,
+        device=consumer.config.device_index,
+    )
+    for end in (consumer, producer):
+        end.send(command)
+    consumer.receive(_WAIT_TIMEOUT_S * 2)
+    return producer.receive(_WAIT_TIMEOUT_S * 2).memcpy_s
 
 
 @contextmanager
@@ -294,10 +227,10 @@ def _end(role: str, config: InstanceConfig, trace_dir: Path) -> Iterator[_End]:
         "EPD_INSTANCE": config.instance,
         "OMP_NUM_THREADS": "1",
     }
-    # Not by standard output, on which runtimes of devices speak too.
+    # Not by standard output, on which runtimes of devices write too.
     answers, out = os.pipe()
     argv = [sys.executable, "-m", "epd_portable.bench.ends", role, config.model_dump_json()]
-    with os.fdopen(answers, "rb", buffering=0) as said:
+    with os.fdopen(answers, "rb", buffering=0) as received:
         process = subprocess.Popen(
             [*argv, str(out)],
             env={**os.environ, **env},
@@ -309,7 +242,7 @@ def _end(role: str, config: InstanceConfig, trace_dir: Path) -> Iterator[_End]:
         os.close(out)
         assert process.stdin is not None
         try:
-            yield _End(config.instance, process.stdin, said)
+            yield _End(config, process.stdin, received)
         finally:
             process.stdin.close()
             try:
@@ -317,3 +250,183 @@ def _end(role: str, config: InstanceConfig, trace_dir: Path) -> Iterator[_End]:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+def describe_place(platform: PlatformName, runtime: str, devices: int) -> str:
+    """Return in a sentence where the two ends are, for `make_report`."""
+    ends = "both ends on its cores"
+    if TRAITS[platform].needs_device_copy:
+        ends = "producer on device 0, consumer on device 1"
+        if devices == 1:
+            ends = "both ends on device 0, the only one"
+    return f"Platform {platform} ({runtime}): {ends}."
+
+
+def make_report(
+    samples: Sequence[TransferSample],
+    place: str,
+    *,
+    left_out: Mapping[str, str],
+    command: str,
+    load_before: float,
+) -> Report:
+    """Return the page.
+
+    Args:
+        samples: Of all paths and sizes.
+        place: From `describe_place`.
+        left_out: Paths that were not measured, with the reason.
+        command: The command line.
+        load_before: See `conditions`.
+    """
+    groups = by_case(samples)
+    reasons = "; ".join(f"{path} ({reason})" for path, reason in left_out.items())
+    entries = [registry.entry(path) for path in {case.path for case in groups}]
+    modules = {
+        target.partition(":")[0]
+        for entry in entries
+        for target in (entry.transport, entry.receiver)
+        if target
+    }
+    return Report(
+        title="From the encoder's output to the placed tensor, by path and size",
+        command=command,
+        conditions=conditions(load_before, measured={*modules, "epd_portable.connector.curve"}),
+        notes=(
+            f"{place} Not measured: {reasons}." if reasons else place,
+            "One producer and one consumer process for each path, no engine; the combinations take "
+            "turns. Placed: the tensor can be read, on devices the copy is complete.",
+            f"The order comes {ENCODE_S[0] * 1000:g} ms before the output (granted before), or "
+            "with it (granted after): then the grant is waited for.",
+            "Control: from the output until the consumer's scheduler knows, without the write. "
+            "Ratio: total time by that of a memcpy of the same bytes right before, median of the "
+            "pairs with their quartiles. Other times are medians over all rounds.",
+        ),
+        tables=(_ratios(groups), *_between(groups), _parts(groups)),
+        summary=[_summary(case, group) for case, group in groups.items()],
+        samples=[_columns(case, group) for case, group in groups.items()],
+    )
+
+
+def by_case(samples: Sequence[TransferSample]) -> Groups:
+    """Return the samples of each case: paths in the order of measuring, sizes rising."""
+    paths = list(dict.fromkeys(sample.case.path for sample in samples))
+    groups: Groups = {}
+    for each in sorted(samples, key=lambda one: (paths.index(one.case.path), one.case.nbytes)):
+        groups.setdefault(each.case, []).append(each)
+    return groups
+
+
+def _name(case: TransferCase, group: Sequence[TransferSample]) -> str:
+    before = sum(sample.way.granted_before for sample in group)
+    granted = "granted before" if before > len(group) / 2 else "granted after"
+    return f"{case.path}, {format_bytes(case.nbytes)}, {granted}"
+
+
+def _total_s(group: Sequence[TransferSample]) -> list[float]:
+    return [sample.way.total_s for sample in group]
+
+
+def _memcpy_s(group: Sequence[TransferSample]) -> list[float]:
+    return [sample.memcpy_s for sample in group]
+
+
+def _median_ms(group: Sequence[TransferSample], part: str) -> float:
+    return quantile([getattr(sample.way, part) for sample in group], 0.5) * 1000
+
+
+def _ratios(groups: Groups) -> Table:
+    rows = []
+    for case, group in groups.items():
+        total = summarize(_total_s(group))
+        rows.append(
+            (
+                _name(case, group),
+                str(paired_ratio(_total_s(group), _memcpy_s(group))),
+                f"{total.median * 1000:.2f}",
+                f"{total.p90 * 1000:.2f}",
+                f"{quantile(_memcpy_s(group), 0.5) * 1000:.3f}",
+                f"{case.nbytes / total.median / 1e9:.3g}",
+                str(total.count),
+            )
+        )
+    return Table(
+        title="Against memcpy of the same bytes",
+        columns=(
+            "path, size, grant",
+            "ratio",
+            "median, ms",
+            "p90, ms",
+            "memcpy, ms",
+            "GB/s",
+            "rounds",
+        ),
+        rows=tuple(rows),
+    )
+
+
+def _between(groups: Groups) -> Iterator[Table]:
+    """Yield the table of each path by each other; none of one path alone."""
+    paths = tuple(dict.fromkeys(case.path for case in groups))
+    if len(paths) == 1:
+        return
+
+    def ratio(case: TransferCase, path: str) -> str:
+        group, peers = groups[case], groups.get(dataclasses.replace(case, path=path), [])
+        if path == case.path or len(peers) != len(group):
+            return "–"
+        return str(paired_ratio(_total_s(group), _total_s(peers)))
+
+    yield Table(
+        title="By another path, each item by that of the same round",
+        columns=("path, size, grant", *(f"by {path}" for path in paths)),
+        rows=tuple(
+            (_name(case, group), *(ratio(case, path) for path in paths))
+            for case, group in groups.items()
+        ),
+    )
+
+
+def _parts(groups: Groups) -> Table:
+    return Table(
+        title="Where the time goes, medians in ms",
+        columns=(
+            "path, size, grant",
+            "wait for grant",
+            "write",
+            "written to landed",
+            "landed to placed",
+            "control",
+        ),
+        rows=tuple(
+            (
+                _name(case, group),
+                *(f"{_median_ms(group, part):.3f}" for part in (*_PARTS, "control_s")),
+            )
+            for case, group in groups.items()
+        ),
+    )
+
+
+def _summary(case: TransferCase, group: Sequence[TransferSample]) -> dict[str, Plain]:
+    total = summarize(_total_s(group))
+    return {
+        **dataclasses.asdict(case),
+        "granted": _name(case, group).rpartition(", ")[2],
+        "total_s": dataclasses.asdict(total),
+        "ratio_to_memcpy": dataclasses.asdict(paired_ratio(_total_s(group), _memcpy_s(group))),
+        "medians_ms": {part: _median_ms(group, part) for part in (*_PARTS, "control_s")},
+        "gigabytes_per_s": case.nbytes / total.median / 1e9,
+    }
+
+
+def _columns(case: TransferCase, group: Sequence[TransferSample]) -> dict[str, Plain]:
+    """Return a case with its values in the order of the rounds."""
+    return {
+        **dataclasses.asdict(case),
+        **{
+            part: [getattr(sample.way, part) for sample in group]
+            for part in ("granted_before", "total_s", *_PARTS)
+        },
+        "memcpy_s": _memcpy_s(group),
+    }

@@ -1,90 +1,97 @@
 """Writes an untrained model of any size: ``python -m epd_portable.demo.shape FOLDER ...``.
 
-The architecture, tokenizer and image preprocessing are those of the demo model; only the size
-differs, and the weights are random. What an engine computes for a request takes as long as with
-trained weights, so measurements that must not depend on a download are made with it. Its answers
-mean nothing.
+Architecture, tokenizer and image preprocessing are those of the demo model; the size differs, and
+the weights are random. An engine computes as long as with trained weights, so measurements that
+must not depend on a download are made with it. Its answers mean nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
+import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 
-from epd_portable.demo.blueprint import (
-    Dimensions,
-    build_config,
-    build_tokenizer,
-    use_published_spelling,
-    write_preprocessing,
-)
+from epd_portable.demo import MODEL_DIR
 from epd_portable.platforms import torchvision_guard
 
 HEAD_SIZE = 64
-_CELL = 64
+_FFN_MULTIPLE = 64
 _STD = 0.02
+_COPIED = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
-def dimensions(
-    *, vision_layers: int, vision_size: int, text_layers: int, text_size: int
-) -> Dimensions:
-    """Return a model in about the proportions of Qwen2.5-VL.
+def write_model(
+    folder: Path,
+    *,
+    vision_layers: int,
+    vision_size: int,
+    text_layers: int,
+    text_size: int,
+    max_pixels: int,
+) -> None:
+    """Write a checkpoint with random weights in bfloat16, in about Qwen2.5-VL's proportions.
 
     The feed-forward layers of the language model are narrower, so that one core keeps up with a
-    few requests a second.
+    few requests per second.
 
     Args:
+        folder: Where to; made if it is not there.
         vision_layers: Blocks of the vision tower.
         vision_size: Its width, a multiple of 64.
         text_layers: Layers of the language model.
         text_size: Its width, a multiple of 128, so that there are heads for two ranks.
-    """
-    return Dimensions(
-        vision_layers=vision_layers,
-        vision_size=vision_size,
-        vision_heads=vision_size // HEAD_SIZE,
-        vision_ffn=_rounded(vision_size * 8 / 3),
-        text_layers=text_layers,
-        text_size=text_size,
-        text_heads=text_size // HEAD_SIZE,
-        text_kv_heads=2,
-        text_ffn=2 * text_size,
-    )
-
-
-def write_model(folder: Path, size: Dimensions, *, max_pixels: int, seed: int = 0) -> None:
-    """Write a checkpoint with random weights in bfloat16.
-
-    Args:
-        folder: Where to; made if it is not there.
-        size: Of the model.
         max_pixels: Larger pictures are scaled down to this.
-        seed: Of the weights.
     """
-    torch.manual_seed(seed)
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = build_tokenizer()
-    config = build_config(tokenizer, size)
-    model = transformers.Qwen2_5_VLForConditionalGeneration(config)
+    config = _read("config.json")
+    config["vision_config"] |= {
+        "depth": vision_layers,
+        "hidden_size": vision_size,
+        "num_heads": vision_size // HEAD_SIZE,
+        "intermediate_size": math.ceil(vision_size * 8 / 3 / _FFN_MULTIPLE) * _FFN_MULTIPLE,
+        "out_hidden_size": text_size,
+        "fullatt_block_indexes": _whole_picture_layers(vision_layers),
+    }
+    text = config["text_config"]
+    del text["layer_types"]
+    text |= {
+        "num_hidden_layers": text_layers,
+        "hidden_size": text_size,
+        "num_attention_heads": text_size // HEAD_SIZE,
+        "num_key_value_heads": 2,
+        "intermediate_size": 2 * text_size,
+        # One section each for time, height and width: together half of a head.
+        "rope_scaling": {"type": "mrope", "mrope_section": [8, 12, 12]},
+    }
+    torch.manual_seed(0)
+    model = transformers.Qwen2_5_VLForConditionalGeneration(
+        transformers.Qwen2_5_VLConfig.from_dict(config)
+    )
     for parameter in model.parameters():
         if parameter.dim() >= 2:
             torch.nn.init.normal_(parameter, std=_STD)
     # The same weights are its output layer: what has no text of its own is never the likeliest,
     # so every token of an answer can be seen to arrive.
+    tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL_DIR, local_files_only=True)
     with torch.no_grad():
         model.get_input_embeddings().weight[tokens_without_text(tokenizer)] = 0
+    folder.mkdir(parents=True, exist_ok=True)
     model.to(torch.bfloat16).save_pretrained(folder)
     (folder / "model.safetensors").chmod(0o644)
-    tokenizer.save_pretrained(folder)
-    use_published_spelling(folder)
-    write_preprocessing(folder, config, max_pixels=max_pixels)
+    for name in _COPIED:
+        shutil.copyfile(MODEL_DIR / name, folder / name)
+    _write(folder / "config.json", config)
+    _write(folder / "generation_config.json", _read("generation_config.json"))
+    preprocessing = {**_read("preprocessor_config.json"), "max_pixels": max_pixels}
+    _write(folder / "preprocessor_config.json", preprocessing)
 
 
-def tokens_without_text(tokenizer: transformers.Qwen2Tokenizer) -> list[int]:
+def tokens_without_text(tokenizer: Any) -> list[int]:
     """Return the tokens that are special, or parts of a character."""
     special = set(tokenizer.all_special_ids)
     return [
@@ -94,8 +101,19 @@ def tokens_without_text(tokenizer: transformers.Qwen2Tokenizer) -> list[int]:
     ]
 
 
-def _rounded(width: float) -> int:
-    return math.ceil(width / _CELL) * _CELL
+def _whole_picture_layers(layers: int) -> list[int]:
+    """Return the blocks that look beyond a window: the last of each quarter, if there are any."""
+    quarter, rest = divmod(layers, 4)
+    return [layers - 1] if rest else list(range(quarter - 1, layers, quarter))
+
+
+def _read(name: str) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((MODEL_DIR / name).read_text(encoding="utf-8"))
+    return content
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def main() -> None:
@@ -104,15 +122,8 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     for name in ("vision-layers", "vision-size", "text-layers", "text-size", "max-pixels"):
         parser.add_argument(f"--{name}", type=int, required=True)
-    asked = parser.parse_args()
     torchvision_guard.install()
-    size = dimensions(
-        vision_layers=asked.vision_layers,
-        vision_size=asked.vision_size,
-        text_layers=asked.text_layers,
-        text_size=asked.text_size,
-    )
-    write_model(asked.folder, size, max_pixels=asked.max_pixels)
+    write_model(**vars(parser.parse_args()))
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from epd_portable.bench import ends
-from epd_portable.bench.commands import Command
 from epd_portable.bench.servers import free_port
+from epd_portable.bench.stand_in import Command
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.connector.pool import SHM_FOLDER
 from epd_portable.errors import TransportError

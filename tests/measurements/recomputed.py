@@ -45,6 +45,18 @@ def grouped(samples: Iterable[Document], *names: str) -> dict[tuple[Any, ...], l
     return found
 
 
+def rounds(document: Document) -> list[Document]:
+    """Return one sample a round, of files with a line for each case and its values by round."""
+    found = []
+    for case in document["samples"]:
+        values = {name: each for name, each in case.items() if isinstance(each, list)}
+        found += [
+            {**case, **dict(zip(values, one, strict=True))}
+            for one in zip(*values.values(), strict=True)
+        ]
+    return found
+
+
 def column(group: Iterable[Document], name: str) -> list[float]:
     """Return one value of each sample."""
     return [each[name] for each in group]
@@ -61,7 +73,7 @@ def _size(nbytes: int) -> str:
 
 
 def _transfers(document: Document) -> Iterator[tuple[Row, tuple[Any, ...], list[Document]]]:
-    for case, group in grouped(document["samples"], "path", "nbytes", "encode_s").items():
+    for case, group in grouped(rounds(document), "path", "nbytes", "encode_s").items():
         before = sum(each["granted_before"] for each in group) > len(group) / 2
         grant = "granted before" if before else "granted after"
         yield {"path, size, grant": f"{case[0]}, {_size(case[1])}, {grant}"}, case, group
@@ -106,11 +118,10 @@ def where_the_time_goes(document: Document) -> Iterator[Row]:
             part: median(sum(each[key] for key in keys) for each in group)
             for part, keys in parts.items()
         }
-        yield (
-            name
-            | {part: f"{value * 1e3:.3f}" for part, value in times.items()}
-            | {"turns, mean": f"{fmean(column(group, 'turns')):.1f}"}
-        )
+        row = name | {part: f"{value * 1e3:.3f}" for part, value in times.items()}
+        if "turns" in group[0]:
+            row["turns, mean"] = f"{fmean(column(group, 'turns')):.1f}"
+        yield row
 
 
 # -- steps and stores ------------------------------------------------------------------------------
@@ -119,7 +130,7 @@ def where_the_time_goes(document: Document) -> Iterator[Row]:
 def steps(document: Document) -> Iterator[Row]:
     """The package's work in a step."""
     for (decoding, items, waiting), group in grouped(
-        document["samples"], "decoding", "items", "waiting"
+        rounds(document), "decoding", "items", "waiting"
     ).items():
         step, asking = column(group, "step_s"), median(column(group, "asking_s"))
         yield {
@@ -134,7 +145,7 @@ def steps(document: Document) -> Iterator[Row]:
 
 def stores(document: Document) -> Iterator[Row]:
     """Entries of a store by size."""
-    entries = [each for each in document["samples"] if "kind" in each]
+    entries = [each for each in rounds(document) if "kind" in each]
     for (kind, nbytes), group in grouped(entries, "kind", "nbytes").items():
         row = {"store": kind, "MiB": f"{nbytes / (1 << 20):g}"}
         for title, peer, own in (
@@ -156,7 +167,7 @@ def stores(document: Document) -> Iterator[Row]:
 
 def pictures_from_a_store(document: Document) -> Iterator[Row]:
     """Items of real engines, loaded and encoded."""
-    engines = [each for each in document["samples"] if "pixels" in each]
+    engines = [each for each in rounds(document) if "pixels" in each]
     for (pixels,), group in grouped(engines, "pixels").items():
         ready, encoded = column(group, "ready_s"), column(group, "encode_s")
         shares = [a / b for a, b in zip(ready, encoded, strict=True)]
@@ -182,12 +193,14 @@ def _three_digits(value: float) -> str:
 
 def router_figures(document: Document) -> Iterator[Row]:
     """What the router costs; sides beside each other, turn by turn."""
+    sides = {turn["side"] for turn in document["samples"]}
+    columns = [*sides, *(f"{side} by {peer}" for side in sides for peer in sides)]
     for figure in document["summary"]["figures"]:
         found: dict[str, list[float]] = defaultdict(list)
         for turn in document["samples"]:
             if turn["case"] == figure["case"] and figure["figure"] in turn["values"]:
                 found[turn["side"]].append(turn["values"][figure["figure"]])
-        row = {"what": figure["what"]}
+        row = {"what": figure["what"], **dict.fromkeys(columns, "–")}
         for side, values in found.items():
             spread = f" ({_three_digits(min(values))}–{_three_digits(max(values))})"
             row[side] = _three_digits(median(values)) + (spread if len(values) > 1 else "")

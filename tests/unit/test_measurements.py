@@ -42,7 +42,7 @@ def of_samples(table: PageTable, document: recomputed.Document) -> list[recomput
                 return []
             written = [
                 dict(zip(each["columns"], map(pages.plain, row), strict=True))
-                for each in document["tables"]
+                for each in document.get("tables", ())
                 for row in each["rows"]
                 if each["columns"][0] == first and each["title"].startswith(heading)
             ]

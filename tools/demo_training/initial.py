@@ -14,8 +14,8 @@ import torch
 import transformers
 from transformers import Qwen2Tokenizer
 
-from epd_portable.demo.blueprint import build_config
 from epd_portable.demo.pictures import COLOURS, COUNT_WORDS, SHAPES, TRAINING_SEEDS, Scene, draw
+from tools.demo_training.blueprint import build_config
 from tools.demo_training.lessons import patchify
 
 _EMBEDDING_STD = 0.05

@@ -13,15 +13,15 @@ import transformers
 from PIL import Image
 from transformers import Qwen2Tokenizer
 
-from epd_portable.demo.blueprint import (
+from epd_portable.demo.pictures import PICTURE_SIZE
+from tools.demo_training.blueprint import (
     IMAGE_MEAN,
     IMAGE_STD,
     MERGE_SIZE,
     PATCH_SIZE,
     TEMPORAL_PATCH_SIZE,
 )
-from epd_portable.demo.dialogues import IMAGE, Dialogue
-from epd_portable.demo.pictures import PICTURE_SIZE
+from tools.demo_training.dialogues import IMAGE, Dialogue
 
 PATCHES_PER_SIDE = PICTURE_SIZE // PATCH_SIZE
 TOKENS_PER_PICTURE = (PATCHES_PER_SIDE // MERGE_SIZE) ** 2

@@ -19,19 +19,6 @@ import torch
 import transformers
 from transformers import Qwen2Tokenizer
 
-from epd_portable.demo.blueprint import (
-    build_config,
-    build_tokenizer,
-    use_published_spelling,
-    write_preprocessing,
-)
-from epd_portable.demo.dialogues import (
-    Dialogue,
-    canonical_question,
-    one_picture,
-    several_pictures,
-    without_picture,
-)
 from epd_portable.demo.pictures import (
     HELD_OUT_SEEDS,
     TRAINING_SEEDS,
@@ -40,6 +27,19 @@ from epd_portable.demo.pictures import (
     draw,
 )
 from epd_portable.platforms import torchvision_guard
+from tools.demo_training.blueprint import (
+    build_config,
+    build_tokenizer,
+    use_published_spelling,
+    write_preprocessing,
+)
+from tools.demo_training.dialogues import (
+    Dialogue,
+    canonical_question,
+    one_picture,
+    several_pictures,
+    without_picture,
+)
 from tools.demo_training.initial import TowerClassifier, new_model
 from tools.demo_training.lessons import Teacher
 

@@ -18,8 +18,8 @@ from epd_portable.bench.fast_loop import carry_out_commands
 from epd_portable.bench.load.answers import gaps, read
 from epd_portable.bench.load.bodies import body_of, request_parts
 from epd_portable.bench.load.commands import Ask, ClientsDone, Command, Prepare, Send, TimedAnswer
+from epd_portable.bench.load.raw_http import MessageProtocol
 from epd_portable.bench.load.stages import request_id
-from epd_portable.bench.router.raw_http import MessageProtocol
 from epd_portable.router.http import open_files
 
 _CONNECT_TIMEOUT_S = 20.0

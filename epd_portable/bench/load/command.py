@@ -19,7 +19,6 @@ from epd_portable.bench.load.plan import ROUNDS, Limits, LoadPlan, LoadPoint
 from epd_portable.bench.load.requests import read_trace
 from epd_portable.bench.load.sides import read_sides, with_proxy
 from epd_portable.bench.load.stand import Ground
-from epd_portable.bench.options import output_options
 from epd_portable.errors import ConfigError, MeasurementError
 from epd_portable.launch.commands.options import PlatformType
 
@@ -290,7 +289,7 @@ input.
     help="Keep the finished rounds of the --json file, and measure the rest.",
 )
 @click.option("--plan", "plan_only", is_flag=True, help="Show what would be measured, and exit.")
-@output_options
+@console.output_options
 @click.pass_context
 def load_command(context: click.Context, /, **options: Any) -> None:
     """Measure sides under load; users read `HELP`."""
@@ -403,10 +402,10 @@ def _run(options: dict[str, Any]) -> None:
     made = load_report.make_report(results, setting)
     console.finish(
         made,
-        charts.make_charts(results, setting),
-        json_file,
-        options["markdown_file"],
-        options["png_file"],
+        json_file=json_file,
+        markdown_file=options["markdown_file"],
+        png_file=options["png_file"],
+        charts=charts.make_charts(results, setting),
     )
     for line in load_report.few_pictures(results, setting):
         progress.say(f"warning: {line}; give more --rounds or --seconds")

@@ -15,13 +15,13 @@ from epd_portable.bench.load import watch
 from epd_portable.bench.load.commands import Ask, ClientsDone, Command, Prepare, Send
 from epd_portable.bench.load.figures import meets
 from epd_portable.bench.load.plan import ROUNDS, LoadPlan, LoadPoint
+from epd_portable.bench.load.processes import LineProcess
 from epd_portable.bench.load.record import SideTurn, TracedTurn, records, refusal
 from epd_portable.bench.load.search import Findings, GoodputSearch
 from epd_portable.bench.load.sides import LoadSide
 from epd_portable.bench.load.stages import request_stages
 from epd_portable.bench.load.stand import Ground, StandingSide, stand_up, words_per_token
 from epd_portable.bench.provenance import provenance
-from epd_portable.bench.router.stand import LineProcess
 from epd_portable.bench.traces import handovers, read_events, since
 from epd_portable.errors import MeasurementError
 
@@ -139,7 +139,7 @@ class Measurement:
             return
         cores = frozenset(self._ground.allotment.rest)
         with ExitStack() as stack:
-            self._clients = stack.enter_context(LineProcess([CLIENTS], cores, self._ground.folder))
+            self._clients = stack.enter_context(LineProcess(CLIENTS, cores, self._ground.folder))
             if self._together:
                 self._up = stack.enter_context(stand_up(self._sides, self._ground))
                 self._introduce(self._up)

@@ -15,8 +15,8 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from epd_portable.bench import servers
+from epd_portable.bench.load.processes import pinned
 from epd_portable.bench.load.sides import LoadSide
-from epd_portable.bench.router.stand import pinned
 from epd_portable.config.schema import Topology
 from epd_portable.launch.plan.engine import ROLE_ARGS, cpu_env
 from epd_portable.launch.plan.placement import Seat
@@ -158,10 +158,10 @@ def example_proxy(
         prefill_decode: That of the other.
         cores: Where it runs.
         folder: For its log.
-        file: The proxy itself; ``None`` for `epd_portable.bench.router.proxy`, which stands in.
+        file: The proxy itself; ``None`` for `epd_portable.bench.load.proxy`, which stands in.
     """
     port = servers.free_port()
-    argv = [sys.executable, "-m", "epd_portable.bench.router.proxy", "--port", str(port)]
+    argv = [sys.executable, "-m", "epd_portable.bench.load.proxy", "--port", str(port)]
     argv += ["--encode", encode, "--prefill-decode", prefill_decode]
     if file is not None:
         argv = [sys.executable, str(file), "--host", "127.0.0.1", "--port", str(port)]

@@ -1,7 +1,7 @@
 """The simulated engine: steps of prefill, decode and, where it has the pictures, encode.
 
 One class is both kinds of instance. A one-process replica encodes all pictures itself; a
-prefill+decode instance waits for those that come from an encoder, and may be told to encode some.
+prefill+decode instance waits for those that come from an encoder, and may encode some.
 """
 
 from __future__ import annotations
@@ -12,22 +12,21 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from epd_portable.bench.sizing.requests import PictureItem, SimulatedRequest
 from epd_portable.bench.sizing.stages import StageTimes
-from epd_portable.bench.sizing.timeline import EngineTimeline, FifoServer
+from epd_portable.bench.sizing.timeline import FifoServer, Timeline
+from epd_portable.bench.sizing.workload import SimulatedRequest
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class _Sequence:
-    """What the engine knows of a request.
+    """A request within the engine.
 
     Attributes:
         request: The request.
         item: Index of the picture whose tokens come next.
         of_item: Tokens of that picture that are computed.
-        text_left: Text tokens that are not.
-        started: It holds one of the engine's places.
-        turns: Pictures that are encoded here are missing until they are encoded: beside the steps.
+        text_left: Text tokens that are not computed.
+        started: It holds one of the engine's ``max_num_seqs`` places.
     """
 
     request: SimulatedRequest
@@ -35,15 +34,14 @@ class _Sequence:
     of_item: float = 0.0
     text_left: int
     started: bool = False
-    turns: bool = False
 
     @property
-    def missing(self) -> PictureItem | None:
-        """The picture without which nothing more can be computed, if no step encodes it."""
+    def waits(self) -> bool:
+        """Whether nothing more can be computed before a picture comes from an encoder."""
         items = self.request.items
-        if self.item == len(items) or items[self.item].encoded:
-            return None
-        return items[self.item] if self.turns or not items[self.item].here else None
+        if self.item == len(items):
+            return False
+        return not (items[self.item].encoded or items[self.item].here)
 
 
 class SimulatedEngine:
@@ -51,39 +49,35 @@ class SimulatedEngine:
 
     Every step takes one token of each sequence that generates, then prompt tokens in the order of
     arrival up to the limit of tokens. Pictures are encoded in the step that computes their first
-    token, before it, and everybody waits. Steps in which nothing but decoding happens are counted
-    many at a time, so a simulation takes time by the request and not by the token.
-
-    With turns it encodes beside its steps: a step waits for at most one turn of the encoder, which
-    has all of the time between steps.
-
-    Attributes:
-        encode_s: Time of its steps that went into encoding.
-        compute_s: Time of its steps that went into prefill and decode.
-        owed_s: Encoding and prefill that it was asked for and has not begun.
-        steps: Steps so far.
-        longest_stall_s: Longest step while somebody generated.
+    token, before it, and all sequences wait. Steps that only decode are counted many at a time, so
+    a simulation takes time by the request and not by the token.
 
     Args:
         timeline: The clock.
         times: Of the stages.
-        turn_s: Of the encoder beside the steps; ``None`` if steps encode.
         on_first: Called when a request's first token is computed.
         on_last: Called when its last one is.
+
+    Attributes:
+        front_end: Serves requests before they reach the engine.
+        preprocessing: Serves their pictures.
+        encode_s: Time of its steps that went into encoding.
+        compute_s: Time of its steps that went into prefill and decode.
+        owed_s: Encoding and prefill that it was asked for and has not begun.
+        steps: Number of steps so far.
+        longest_stall_s: Longest step while a sequence generated.
     """
 
     def __init__(
         self,
-        timeline: EngineTimeline,
+        timeline: Timeline,
         times: StageTimes,
         *,
-        turn_s: float | None = None,
         on_first: Callable[[SimulatedRequest], None],
         on_last: Callable[[SimulatedRequest], None],
     ) -> None:
         self._timeline = timeline
         self._times = times
-        self._turn_s = turn_s
         self._on_first = on_first
         self._on_last = on_last
         self.front_end = FifoServer(timeline)
@@ -94,47 +88,40 @@ class SimulatedEngine:
         self.steps = 0
         self.longest_stall_s = 0.0
         self._queue: deque[_Sequence] = deque()
-        self._asleep: dict[SimulatedRequest, _Sequence] = {}
+        self._waiting: dict[SimulatedRequest, _Sequence] = {}
         self._ends: list[tuple[int, int, SimulatedRequest]] = []
-        """Who generates, by the step of its last token."""
+        """Sequences that generate, by the step of their last token."""
         self._places = times.engine.max_num_seqs
         self._begun = 0
-        # The steps under way: `_turn` tells their end from that of steps that were cut short.
-        self._turn = 0
+        # Planned steps; `_plan` tells their end from that of steps that were cut short.
+        self._plan = 0
         self._busy = False
         self._only_decode = False
         self._since_s = 0.0
         self._step_s = self._compute_step_s = 0.0
         self._planned = 0
         self._prefilled: list[SimulatedRequest] = []
-        self._late_s = 0.0
-        self._encoding: deque[tuple[PictureItem, SimulatedRequest]] = deque()
-        """Beside the steps, one after the other."""
-        self._encode_left_s = 0.0
-        self._alone_since_s: float | None = None
-        """The encoder computes, and no step waits; since then."""
-        self._alone = 0
 
     @property
     def computes_for(self) -> bool:
-        """Whether it computes for anybody: a step is under way."""
+        """Whether a step is under way."""
         return self._busy
 
     def submit(self, request: SimulatedRequest) -> None:
         """Take a request in, by way of the API server."""
-        front_end = self._times.front_end
+        times = self._times
         tokens = request.text_tokens + sum(item.embeddings for item in request.items)
-        self.owed_s += self._times.prefill.per_token_s * tokens + sum(
-            self._times.encode.seconds(item.embeddings) for item in request.items if item.here
+        self.owed_s += times.prefill.per_token_s * tokens + sum(
+            times.encode.seconds(item.embeddings) for item in request.items if item.here
         )
         then = self._prepare if request.items else self._arrived
-        self.front_end.serve(self._beside(front_end.request_s), then, request)
+        self.front_end.serve(times.front_end.request_s, then, request)
 
     def landed(self, request: SimulatedRequest) -> None:
         """Go on with a request one of whose pictures has come."""
-        sequence = self._asleep.get(request)
-        if sequence is not None and sequence.missing is None:
-            del self._asleep[request]
+        sequence = self._waiting.get(request)
+        if sequence is not None and not sequence.waits:
+            del self._waiting[request]
             self._ready(sequence)
 
     def _prepare(self, request: SimulatedRequest) -> None:
@@ -142,71 +129,52 @@ class SimulatedEngine:
         work_s = sum(
             front_end.picture_s + front_end.pixel_s * item.pixels for item in request.items
         )
-        self.preprocessing.serve(self._beside(work_s), self._arrived, request)
-
-    def _beside(self, work_s: float) -> float:
-        """Return how long work of the API server takes beside the engine's."""
-        if not self._times.front_end.shares_core or not self._busy:
-            return work_s
-        # Both get half of the core until the work is done.
-        self._late_s += work_s
-        return 2 * work_s
+        self.preprocessing.serve(work_s, self._arrived, request)
 
     def _arrived(self, request: SimulatedRequest) -> None:
-        turns = self._turn_s is not None
-        sequence = _Sequence(request=request, text_left=request.text_tokens, turns=turns)
-        if turns:
-            self._encode_beside(request)
-        if sequence.missing:
-            self._asleep[request] = sequence
+        sequence = _Sequence(request=request, text_left=request.text_tokens)
+        if sequence.waits:
+            self._waiting[request] = sequence
         else:
             self._ready(sequence)
 
-    def _place(self, sequence: _Sequence) -> None:
+    def _ready(self, sequence: _Sequence) -> None:
         if sequence.started:
             self._queue.appendleft(sequence)
         else:
             self._queue.append(sequence)
-
-    def _ready(self, sequence: _Sequence) -> None:
-        self._place(sequence)
         if not self._busy:
             self._begin()
         elif self._only_decode:
             self._cut()
 
     def _begin(self) -> None:
-        """Begin the next step, or those up to the next that is of another kind."""
+        """Begin the next step, or all steps up to the next that does more than decode."""
         decoding = len(self._ends)
-        turn_s = self._take_turn() if decoding or self._queue else 0.0
         self._prefilled = []
         tokens, encode_s = self._take_prompts(decoding)
-        if not tokens and not decoding:
-            self._busy = False
-            self._encode_alone()
+        self._busy = bool(tokens or decoding)
+        if not self._busy:
             return
-        encode_s += turn_s
-        self._busy = True
         prefill, decode = self._times.prefill, self._times.decode
         # The weights are read once, whatever the step computes with them.
         base_s = max(prefill.base_s if tokens else 0.0, decode.base_s if decoding else 0.0)
         compute_s = base_s + prefill.per_token_s * tokens + decode.per_sequence_s * decoding
         self._only_decode = not tokens
-        self._planned = 1 if tokens or self._encoding else self._ends[0][0] - self.steps
+        self._planned = 1 if tokens else self._ends[0][0] - self.steps
         self._compute_step_s = compute_s
         self._step_s = compute_s + encode_s
         self._since_s = self._timeline.now
         self.encode_s += encode_s
-        self.owed_s = max(0.0, self.owed_s - encode_s - prefill.per_token_s * tokens)
+        begun_s = encode_s + prefill.per_token_s * tokens
+        self.owed_s = max(0.0, self.owed_s - begun_s)
         if decoding:
             self.longest_stall_s = max(self.longest_stall_s, self._step_s)
         self._until(self._since_s + self._planned * self._step_s)
-        if tokens:
-            self.compute_s += compute_s
 
     def _until(self, when_s: float) -> None:
-        self._turn += 1
-        self._timeline.at(when_s, self._end, self._turn)
+        self._plan += 1
+        self._timeline.at(when_s, self._end, self._plan)
 
     def _cut(self) -> None:
         """Let the steps that only decode end with the one that is under way."""
@@ -216,20 +184,13 @@ class SimulatedEngine:
             self._planned = steps
             self._until(self._since_s + steps * self._step_s)
 
-    def _end(self, turn: int) -> None:
-        if turn != self._turn:
-            return
-        if self._late_s:
-            late_s, self._late_s = self._late_s, 0.0
-            self._until(self._timeline.now + late_s)
+    def _end(self, plan: int) -> None:
+        if plan != self._plan:
             return
         self.steps += self._planned
-        if self._only_decode:
-            self.compute_s += self._planned * self._compute_step_s
+        self.compute_s += self._planned * self._compute_step_s
         while self._ends and self._ends[0][0] <= self.steps:
-            _, _, request = heapq.heappop(self._ends)
-            self._places += 1
-            self._on_last(request)
+            self._finish(heapq.heappop(self._ends)[2])
         for request in self._prefilled:
             self._on_first(request)
             if request.output_tokens > 1:
@@ -237,80 +198,17 @@ class SimulatedEngine:
                 self._begun += 1
                 heapq.heappush(self._ends, (last, self._begun, request))
             else:
-                self._places += 1
-                self._on_last(request)
+                self._finish(request)
         self._begin()
 
-    def _encode_beside(self, request: SimulatedRequest) -> None:
-        """Begin to encode a request's pictures beside the steps, behind those that there are."""
-        first = not self._encoding
-        self._encoding.extend((item, request) for item in request.items if item.here)
-        if first and self._encoding:
-            self._next_encode()
-            if not self._busy:
-                self._encode_alone()
-            elif self._only_decode:
-                self._cut()
-
-    def _next_encode(self) -> None:
-        if self._encoding:
-            embeddings = self._encoding[0][0].embeddings
-            self._encode_left_s = self._times.encode.seconds(embeddings)
-
-    def _encode_alone(self) -> None:
-        """Encode until a step begins, or the picture is encoded."""
-        if not self._encoding:
-            return
-        self._alone += 1
-        self._alone_since_s = self._timeline.now
-        self._timeline.at(
-            self._timeline.now + self._encode_left_s, self._encoded_alone, self._alone
-        )
-
-    def _encoded_alone(self, alone: int) -> None:
-        if alone != self._alone or self._alone_since_s is None:
-            return
-        self._encoded_for(self._timeline.now - self._alone_since_s)
-        self._alone_since_s = None
-        request = self._encoded()
-        if self._encoding:
-            self._encode_alone()
-        self.landed(request)
-
-    def _take_turn(self) -> float:
-        """Let the encoder have its turn before a step; return how long the step waits."""
-        if self._alone_since_s is not None:
-            self._encoded_for(self._timeline.now - self._alone_since_s)
-            self._alone_since_s = None
-        if not self._encoding:
-            return 0.0
-        assert self._turn_s is not None
-        turn_s = min(self._turn_s, self._encode_left_s)
-        self._encode_left_s -= turn_s
-        if not self._encode_left_s:
-            request = self._encoded()
-            sequence = self._asleep.get(request)
-            if sequence is not None and sequence.missing is None:
-                del self._asleep[request]
-                self._place(sequence)
-        return turn_s
-
-    def _encoded_for(self, seconds: float) -> None:
-        self.encode_s += seconds
-        self.owed_s = max(0.0, self.owed_s - seconds)
-        self._encode_left_s = max(0.0, self._encode_left_s - seconds)
-
-    def _encoded(self) -> SimulatedRequest:
-        """Take the encoded picture out, and begin the next one; return whose it is."""
-        item, request = self._encoding.popleft()
-        item.encoded = True
-        self._next_encode()
-        return request
+    def _finish(self, request: SimulatedRequest) -> None:
+        self._places += 1
+        self._on_last(request)
 
     def _take_prompts(self, decoding: int) -> tuple[float, float]:
         """Choose the prompt tokens of a step; return how many, and the time of its encodes."""
         limits = self._times.engine
-        tokens, encode_s, encoded = 0.0, 0.0, 0.0
+        tokens, encode_s, encoded = 0.0, 0.0, 0
         left = float(limits.max_num_batched_tokens - decoding)
         while self._queue and left > 0:
             sequence = self._queue[0]
@@ -321,13 +219,11 @@ class SimulatedEngine:
                 sequence.started = True
             items = sequence.request.items
             full = False
-            while left > 0 and sequence.item < len(items):
+            while left > 0 and sequence.item < len(items) and not sequence.waits:
                 item = items[sequence.item]
                 if not item.encoded:
-                    if sequence.turns or not item.here:
-                        break
-                    if encoded and encoded + item.embeddings > limits.max_encoder_tokens:
-                        full = True
+                    full = bool(encoded) and encoded + item.embeddings > limits.max_encoder_tokens
+                    if full:
                         break
                     encoded += item.embeddings
                     encode_s += self._times.encode.seconds(item.embeddings)
@@ -347,7 +243,7 @@ class SimulatedEngine:
                 if not sequence.text_left:
                     self._prefilled.append(self._queue.popleft().request)
                     continue
-            if sequence.missing is None or full or left <= 0:
+            if not sequence.waits or full or left <= 0:
                 break
-            self._asleep[sequence.request] = self._queue.popleft()
+            self._waiting[sequence.request] = self._queue.popleft()
         return tokens, encode_s

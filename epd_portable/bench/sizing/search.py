@@ -4,16 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
-from epd_portable.bench.sizing.capacity import capacities
-from epd_portable.bench.sizing.demand import Demand
-from epd_portable.bench.sizing.simulate import Deployment, Outcome, RoutingRules, Simulation
+from epd_portable.bench.sizing.simulate import (
+    REPLICAS,
+    SPLIT_ENGINES,
+    Deployment,
+    Outcome,
+    RoutingRules,
+    Simulation,
+)
 from epd_portable.bench.sizing.stages import StageTimes
+from epd_portable.bench.sizing.workload import Workload
+from epd_portable.errors import ConfigError
 
 PRECISION = 1.01
 """Bisection ends when the rate that fails is not above this multiple of the one that holds."""
 WORTH_IT = 1.05
-"""A split is recommended when it serves this multiple of what replicas do; it is more to run."""
+"""A split, which is more to run, is recommended when it serves this multiple of replicas."""
+POOLED = "all devices"
+"""The stage of encode and language model together, where either kind of instance may encode."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,7 +32,7 @@ class LatencyLimits:
 
     Attributes:
         ttft_s: Time to the first token of a text.
-        ttft_pictures_s: The same with pictures.
+        ttft_pictures_s: Time to the first token of a request with pictures.
         tpot_s: Time per token after it.
     """
 
@@ -35,7 +45,7 @@ class LatencyLimits:
         return self.ttft_pictures_s if kind == "pictures" else self.ttft_s
 
     def broken(self, outcome: Outcome) -> str:
-        """Return which limit a load broke first, or nothing."""
+        """Return the limit that a load broke first; empty if it kept all."""
         for kind, seen in outcome.kinds.items():
             if seen.ttft_p99 > self.ttft_of(kind):
                 return f"TTFT of {kind}"
@@ -44,7 +54,7 @@ class LatencyLimits:
         return ""
 
     def goodput(self, outcome: Outcome) -> float:
-        """Return how many requests a second were within the limits."""
+        """Return how many requests per second were within the limits."""
         good = sum(
             request.ttft_s <= self.ttft_of("pictures" if request.items else "text")
             and request.tpot_s <= self.tpot_s
@@ -59,26 +69,67 @@ class SizingQuestion:
 
     Attributes:
         times: Of the stages.
-        demand: Of the clients.
-        rules: Of router and instances.
+        workload: What clients ask for.
+        rules: What the routers do.
         count: Requests of a simulation.
-        seed: Of everything that is drawn.
+        seed: Seed of everything that is drawn.
     """
 
     times: StageTimes
-    demand: Demand
+    workload: Workload
     rules: RoutingRules
     count: int
     seed: int
 
-    def capacities(self, deployment: Deployment) -> dict[str, float]:
-        """Return the rate at which each stage of a deployment is full."""
-        return capacities(self.times, self.demand, deployment, self.rules)
-
-    def ask(self, deployment: Deployment, rate: float) -> Outcome:
+    def simulate(self, deployment: Deployment, rate: float) -> Outcome:
         """Simulate one deployment at one rate."""
-        requests = self.demand.requests(self.times, rate=rate, count=self.count, seed=self.seed)
+        requests = self.workload.requests(self.times, rate=rate, count=self.count, seed=self.seed)
         return Simulation(self.times, deployment, self.rules, seed=self.seed).run(requests)
+
+    def capacities(self, deployment: Deployment) -> dict[str, float]:
+        """Return the rate, in requests per second, at which each stage is full.
+
+        By the utilization law: the mean work of a request times the rate is at most what the
+        stage's instances have. Engines are taken to be filled up to their limits in every step.
+
+        Raises:
+            ConfigError: No stage takes any time.
+        """
+        times, load, front_end = self.times, self.workload, self.times.front_end
+        pictures = load.share * fmean(load.pictures)
+        embeddings = fmean(times.encode.embeddings(side**2) for side in load.size)
+        encode_s = pictures * times.encode.seconds(embeddings)
+        pixels = fmean(side**2 for side in load.size)
+        prepare_s = pictures * (front_end.picture_s + front_end.pixel_s * pixels)
+        one_picture_s = times.router.arrival_s([load.picture_bytes]) - times.router.request_s
+        router_s = times.router.request_s + pictures * one_picture_s
+        router_s += fmean(load.output) * times.router.chunk_s
+        prompt = fmean(load.text) + pictures * embeddings
+        step_share_s = times.prefill.base_s / times.engine.max_num_batched_tokens
+        engine_s = prompt * (times.prefill.per_token_s + step_share_s)
+        sequence_s = times.decode.per_sequence_s + times.decode.base_s / times.engine.max_num_seqs
+        engine_s += (fmean(load.output) - 1) * sequence_s
+        stages = {
+            "router": (self.rules.routers, router_s),
+            "front end": (deployment.engines, front_end.request_s),
+            "preprocessing": (deployment.engines, prepare_s),
+        }
+        if not deployment.encoders:
+            stages[REPLICAS] = (deployment.engines, engine_s + encode_s)
+        else:
+            stages[SPLIT_ENGINES] = (deployment.engines, engine_s)
+            if self.rules.elastic_threshold is not None:
+                stages[POOLED] = (deployment.devices, engine_s + encode_s)
+            else:
+                beside_s = prepare_s + pictures * front_end.request_s
+                stages["encoders' front end"] = (deployment.encoders, beside_s)
+                stages["encode"] = (deployment.encoders, encode_s)
+        found = {name: count / seconds for name, (count, seconds) in stages.items() if seconds}
+        if not found:
+            raise ConfigError(
+                "no stage takes any time; give the prefill or decode of a step above 0"
+            )
+        return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,11 +138,11 @@ class Candidate:
 
     Attributes:
         deployment: The instances.
-        rate: Highest rate found, requests a second, at which all limits hold; 0 when there is none.
-        goodput: Requests a second within the limits at that rate.
+        rate: Highest rate found at which all limits hold, requests per second; 0: none.
+        goodput: Requests per second within the limits at that rate.
         outcome: At that rate; at the lowest that was tried when none holds.
         limit: What breaks first above it.
-        capacities: Rates at which stages are full, whatever the latencies.
+        capacities: See `SizingQuestion.capacities`.
     """
 
     deployment: Deployment
@@ -103,17 +154,13 @@ class Candidate:
 
     @property
     def fullest(self) -> tuple[str, float]:
-        """The stage that is nearest to what it can do, and the share of that which it does."""
+        """The stage that is nearest to its capacity, and the share of that which it does."""
         stage, capacity = min(self.capacities.items(), key=lambda each: each[1])
         return stage, self.rate / capacity
 
 
 def deployments(devices: int) -> list[Deployment]:
-    """Return replicas, and every split of the devices.
-
-    Args:
-        devices: At least one; with one there are replicas only.
-    """
+    """Return replicas, and every split of the devices; with one device there are replicas only."""
     splits = [Deployment(encoders=k, engines=devices - k) for k in range(1, devices)]
     return [Deployment(encoders=0, engines=devices), *splits]
 
@@ -121,37 +168,31 @@ def deployments(devices: int) -> list[Deployment]:
 def best_rate(question: SizingQuestion, deployment: Deployment, limits: LatencyLimits) -> Candidate:
     """Find the highest rate at which all limits hold, by bisection.
 
-    A hundredth of the most that the stages could do in the mean is the lowest rate that is tried.
+    The lowest rate that is tried is a hundredth of the capacity of the fullest stage.
     """
-    capacity = question.capacities(deployment)
-    above = min(capacity.values())
-    below, held = above / 100, question.ask(deployment, above / 100)
+    capacities = question.capacities(deployment)
+    above = min(capacities.values())
+    below, rate = above / 100, 0.0
+    held = question.simulate(deployment, below)
     limit = limits.broken(held)
-    if limit:
-        return Candidate(
-            deployment=deployment,
-            rate=0.0,
-            goodput=0.0,
-            outcome=held,
-            limit=limit,
-            capacities=capacity,
-        )
-    while above / below > PRECISION:
-        # In steps of the same ratio: rates of different deployments lie far apart.
-        rate = (above * below) ** 0.5
-        outcome = question.ask(deployment, rate)
-        broken = limits.broken(outcome)
-        if broken:
-            above, limit = rate, broken
-        else:
-            below, held = rate, outcome
+    if not limit:
+        while above / below > PRECISION:
+            # In steps of the same ratio: rates of different deployments lie far apart.
+            middle = (above * below) ** 0.5
+            outcome = question.simulate(deployment, middle)
+            broken = limits.broken(outcome)
+            if broken:
+                above, limit = middle, broken
+            else:
+                below, held = middle, outcome
+        rate = below
     return Candidate(
         deployment=deployment,
-        rate=below,
-        goodput=limits.goodput(held),
+        rate=rate,
+        goodput=limits.goodput(held) if rate else 0.0,
         outcome=held,
         limit=limit,
-        capacities=capacity,
+        capacities=capacities,
     )
 
 

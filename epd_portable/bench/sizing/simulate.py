@@ -6,24 +6,21 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from epd_portable.bench.sizing.engine import SimulatedEngine
-from epd_portable.bench.sizing.requests import PictureItem, SimulatedRequest
 from epd_portable.bench.sizing.stages import StageTimes
-from epd_portable.bench.sizing.timeline import EngineTimeline, FifoServer
+from epd_portable.bench.sizing.timeline import FifoServer, Timeline
+from epd_portable.bench.sizing.workload import PictureItem, SimulatedRequest
 from epd_portable.bench.stats import quantile
 from epd_portable.router.elastic import sooner_here
 from epd_portable.router.fleet.ring import FEW, LOAD_BOUND
 
 WARM_UP_SHARE = 0.1
-"""Of the requests, the first: they find empty instances, and no quantile counts them."""
+"""Part of the requests, the first, that find empty instances and count in no quantile."""
 
 SPLIT_ENGINES = "prefill+decode"
 REPLICAS = "one process"
 """Names of the stage that is the language model."""
-
-EncoderChoice = Literal["hash", "least-of-two"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +28,7 @@ class Deployment:
     """How devices are used.
 
     Attributes:
-        encoders: Encode instances; none: every engine is a one-process replica.
+        encoders: Encode instances; 0: every engine is a one-process replica.
         engines: Prefill+decode instances, or replicas.
     """
 
@@ -45,48 +42,47 @@ class Deployment:
 
     def __str__(self) -> str:
         """Return its name, as in ``2e6pd`` or ``8 × one process``."""
-        return (
-            f"{self.encoders}e{self.engines}pd"
-            if self.encoders
-            else f"{self.engines} × one process"
-        )
+        if self.encoders:
+            return f"{self.encoders}e{self.engines}pd"
+        return f"{self.engines} × {REPLICAS}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoutingRules:
-    """What the router and the instances do.
+    """What the routers do.
 
     Attributes:
-        router_workers: The router's processes.
-        encoder_choice: ``hash`` is the router's: an item's encoder by consistent hashing under a
-            load bound. ``least-of-two``: the less loaded of two random ones.
-        elastic_threshold: As in the topology file: a prefill+decode instance encodes the first
-            pictures of a request while encoders would need so many times longer for the rest, or
-            at most `IDLE_THRESHOLD` times if it computes for nobody; ``None``: never.
+        routers: Number of routers behind a balancer that spreads requests evenly.
+        elastic_threshold: ``router.elastic_threshold``; ``None``: prefill+decode instances encode
+            nothing.
     """
 
-    router_workers: int = 1
-    encoder_choice: EncoderChoice = "hash"
+    routers: int = 1
     elastic_threshold: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quantiles:
-    """Times of one kind of request, in seconds.
-
-    Attributes:
-        count: Requests.
-        ttft_p50: Time to the first token.
-        ttft_p99: The same.
-        tpot_p50: Time per token after it.
-        tpot_p99: The same.
-    """
+    """Times of one kind of request, in seconds."""
 
     count: int
     ttft_p50: float
     ttft_p99: float
     tpot_p50: float
     tpot_p99: float
+
+    @classmethod
+    def of(cls, requests: Sequence[SimulatedRequest]) -> Quantiles:
+        """Return the quantiles of requests that have ended."""
+        ttft = [request.ttft_s for request in requests]
+        tpot = [request.tpot_s for request in requests]
+        return cls(
+            count=len(requests),
+            ttft_p50=quantile(ttft, 0.5),
+            ttft_p99=quantile(ttft, 0.99),
+            tpot_p50=quantile(tpot, 0.5),
+            tpot_p99=quantile(tpot, 0.99),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,52 +91,40 @@ class Outcome:
 
     Attributes:
         kinds: Quantiles of ``text`` and ``pictures``, of those that there were.
-        rate: Requests a second that came.
+        rate: Requests per second that came.
         duration_s: Until the last answer ended.
-        finished: Answers that ended: all.
         busy: Share of the time that a stage computed, the mean of its instances, by stage.
         queued: Pieces of work that waited, mean over time of all of a stage together.
-        longest_wait_s: Of a piece of work, by stage.
-        longest_stall_s: Longest engine step while somebody generated.
+        longest_stall_s: Longest engine step while a sequence generated.
         local_items: Pictures that prefill+decode instances encoded.
         transferred: Pictures that came from an encoder.
-        events: Of the simulation.
         requests: All of them, with their times.
     """
 
     kinds: dict[str, Quantiles]
     rate: float
     duration_s: float
-    finished: int
     busy: dict[str, float]
     queued: dict[str, float]
-    longest_wait_s: dict[str, float]
     longest_stall_s: float
     local_items: int
     transferred: int
-    events: int
     requests: Sequence[SimulatedRequest]
-
-    @property
-    def engines_busy(self) -> float:
-        """Share of the time for which engines with a language model computed."""
-        return self.busy.get(SPLIT_ENGINES, 0.0) + self.busy.get(REPLICAS, 0.0)
 
 
 class _Encoder:
     """An encode instance: front end and vision tower."""
 
-    def __init__(self, timeline: EngineTimeline, times: StageTimes) -> None:
+    def __init__(self, timeline: Timeline) -> None:
         self.tower = FifoServer(timeline)
-        shares = times.front_end.shares_core
-        self.front_end = self.tower if shares else FifoServer(timeline)
+        self.front_end = FifoServer(timeline)
         self.load = 0
         self.owed_s = 0.0
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class _Job:
-    """One picture on its way from the router to its engine by way of an encoder."""
+    """One picture on its way to its engine by way of an encoder."""
 
     item: PictureItem
     request: SimulatedRequest
@@ -154,8 +138,8 @@ class Simulation:
     Args:
         times: Of the stages.
         deployment: The instances.
-        rules: What they and the router do.
-        seed: Decides what the router draws.
+        rules: What the routers do.
+        seed: Seed of what the routers draw.
     """
 
     def __init__(
@@ -164,24 +148,17 @@ class Simulation:
         self._times = times
         self._rules = rules
         self._random = random.Random(seed)
-        self._timeline = EngineTimeline()
-        self._workers = [FifoServer(self._timeline) for _ in range(rules.router_workers)]
-        self._encoders = [_Encoder(self._timeline, times) for _ in range(deployment.encoders)]
+        self._timeline = Timeline()
+        self._routers = [FifoServer(self._timeline) for _ in range(rules.routers)]
+        self._encoders = [_Encoder(self._timeline) for _ in range(deployment.encoders)]
         self._encoding = 0
         self._engines = [
-            SimulatedEngine(
-                self._timeline,
-                times,
-                turn_s=times.engine.encode_turn_s if deployment.encoders else None,
-                on_first=self._first,
-                on_last=self._last,
-            )
+            SimulatedEngine(self._timeline, times, on_first=self._first, on_last=self._last)
             for _ in range(deployment.engines)
         ]
         self._loads = [0] * deployment.engines
         self._engine_of: dict[SimulatedRequest, int] = {}
-        self._worker_of: dict[SimulatedRequest, FifoServer] = {}
-        self._finished = 0
+        self._router_of: dict[SimulatedRequest, FifoServer] = {}
         self._local = 0
         self._transferred = 0
 
@@ -196,14 +173,13 @@ class Simulation:
         self._timeline.run()
         return self._outcome(requests)
 
-    # The way of a request
+    # -- the way of a request --------------------------------------------------------------------
 
     def _received(self, request: SimulatedRequest) -> None:
-        # The kernel spreads connections over the workers without looking at their load.
-        worker = self._workers[int(self._random.random() * len(self._workers))]
-        self._worker_of[request] = worker
+        router = self._random.choice(self._routers)
+        self._router_of[request] = router
         work_s = self._times.router.arrival_s([item.nbytes for item in request.items])
-        worker.serve(work_s, self._planned, request)
+        router.serve(work_s, self._planned, request)
 
     def _planned(self, request: SimulatedRequest) -> None:
         engine = self._choose_engine()
@@ -222,28 +198,30 @@ class Simulation:
         return one if self._loads[one] <= self._loads[other] else other
 
     def _choose_encoder(self) -> _Encoder:
-        encoders = self._encoders
-        count = len(encoders)
-        index = int(self._random.random() * count)
-        if count == 1:
-            return encoders[0]
-        if self._rules.encoder_choice == "least-of-two":
-            other = (index + 1 + int(self._random.random() * (count - 1))) % count
-            return min(encoders[index], encoders[other], key=lambda each: each.load)
-        limit = math.ceil(LOAD_BOUND * (self._encoding + 1) / count)
-        while encoders[index].load >= limit:
-            index = int(self._random.random() * count)
-        return encoders[index]
+        """Return an item's encoder by hash under a load bound; new items have random hashes."""
+        limit = math.ceil(LOAD_BOUND * (self._encoding + 1) / len(self._encoders))
+        while True:
+            encoder = self._random.choice(self._encoders)
+            if encoder.load < limit:
+                return encoder
 
     def _divide(self, request: SimulatedRequest, engine: int) -> None:
-        """Say of each picture who encodes it, and send those that an encoder does."""
+        """Choose who encodes each picture, and send those that encoders do."""
         encoders = []
         for _ in request.items:
             encoder = self._choose_encoder()
             encoder.load += 1
             self._encoding += 1
             encoders.append(encoder)
-        here = self._sooner_here(request.items, encoders, self._engines[engine])
+        here = 0
+        if self._rules.elastic_threshold is not None:
+            # The router's own rule, with times that are known.
+            here, _ = sooner_here(
+                [self._times.encode.seconds(item.embeddings) for item in request.items],
+                encoders,
+                self._engines[engine],
+                threshold=self._rules.elastic_threshold,
+            )
         for index, (item, encoder) in enumerate(zip(request.items, encoders, strict=True)):
             item.here = index < here
             if item.here:
@@ -254,29 +232,11 @@ class Simulation:
                 encoder.owed_s += self._times.encode.seconds(item.embeddings)
                 self._send(_Job(item=item, request=request, encoder=encoder, engine=engine))
 
-    def _sooner_here(
-        self, items: Sequence[PictureItem], encoders: Sequence[_Encoder], engine: SimulatedEngine
-    ) -> int:
-        """Return how many of a request's first pictures its engine encodes; see `RoutingRules`.
-
-        The router's own rule, with times that are known.
-        """
-        threshold = self._rules.elastic_threshold
-        if threshold is None:
-            return 0
-        times_s = [self._times.encode.seconds(item.embeddings) for item in items]
-        count, _ = sooner_here(times_s, encoders, engine, threshold=threshold)
-        return count
-
     def _send(self, job: _Job) -> None:
         self._transferred += 1
         front_end = self._times.front_end
         prepare_s = front_end.request_s + front_end.picture_s + front_end.pixel_s * job.item.pixels
-        encode_s = self._times.encode.seconds(job.item.embeddings)
-        if front_end.shares_core:
-            job.encoder.tower.serve(prepare_s + encode_s, self._encoded, job)
-        else:
-            job.encoder.front_end.serve(prepare_s, self._prepared, job)
+        job.encoder.front_end.serve(prepare_s, self._prepared, job)
 
     def _prepared(self, job: _Job) -> None:
         work_s = self._times.encode.seconds(job.item.embeddings)
@@ -284,7 +244,7 @@ class Simulation:
 
     def _encoded(self, job: _Job) -> None:
         job.encoder.owed_s -= self._times.encode.seconds(job.item.embeddings)
-        transfer_s = self._times.transfer.seconds(int(job.item.embeddings))
+        transfer_s = self._times.transfer.seconds(job.item.embeddings)
         self._timeline.at(self._timeline.now + transfer_s, self._landed, job)
 
     def _landed(self, job: _Job) -> None:
@@ -294,7 +254,7 @@ class Simulation:
         self._engines[job.engine].landed(job.request)
 
     def _first(self, request: SimulatedRequest) -> None:
-        self._worker_of[request].serve(self._times.router.chunk_s, self._first_seen, request)
+        self._router_of[request].serve(self._times.router.chunk_s, self._first_seen, request)
 
     def _first_seen(self, request: SimulatedRequest) -> None:
         request.first_token_s = self._timeline.now
@@ -303,31 +263,31 @@ class Simulation:
         self._loads[self._engine_of.pop(request)] -= 1
         # The tokens between are relayed as they come; their work is charged here, in one piece.
         work_s = self._times.router.chunk_s * (request.output_tokens - 1)
-        self._worker_of.pop(request).serve(work_s, self._ended, request)
+        self._router_of.pop(request).serve(work_s, self._ended, request)
 
     def _ended(self, request: SimulatedRequest) -> None:
         assert request.end_s < 0, "a request ends once"
         request.end_s = self._timeline.now
-        self._finished += 1
 
-    # What is left of it
+    # -- what is left of it ----------------------------------------------------------------------
 
     def _outcome(self, requests: Sequence[SimulatedRequest]) -> Outcome:
         duration_s = self._timeline.now
-        stages: dict[str, list[FifoServer]] = {"router": self._workers}
-        stages["front end"] = [engine.front_end for engine in self._engines]
-        stages["preprocessing"] = [engine.preprocessing for engine in self._engines]
+        stages: dict[str, list[FifoServer]] = {
+            "router": self._routers,
+            "front end": [engine.front_end for engine in self._engines],
+            "preprocessing": [engine.preprocessing for engine in self._engines],
+        }
         if self._encoders:
             stages["encode"] = [encoder.tower for encoder in self._encoders]
-            if not self._times.front_end.shares_core:
-                stages["encoders' front end"] = [each.front_end for each in self._encoders]
+            stages["encoders' front end"] = [each.front_end for each in self._encoders]
         busy = {
             name: sum(each.busy_s for each in servers) / len(servers) / duration_s
             for name, servers in stages.items()
         }
+        working_s = sum(engine.compute_s + engine.encode_s for engine in self._engines)
         name = SPLIT_ENGINES if self._encoders else REPLICAS
-        working = sum(engine.compute_s + engine.encode_s for engine in self._engines)
-        busy[name] = working / len(self._engines) / duration_s
+        busy[name] = working_s / len(self._engines) / duration_s
         counted = requests[int(len(requests) * WARM_UP_SHARE) :]
         kinds = {
             "text": [each for each in counted if not each.items],
@@ -335,34 +295,16 @@ class Simulation:
         }
         span_s = requests[-1].arrival_s
         return Outcome(
-            kinds={kind: _quantiles(found) for kind, found in kinds.items() if found},
+            kinds={kind: Quantiles.of(found) for kind, found in kinds.items() if found},
             rate=len(requests) / span_s if span_s else math.inf,
             duration_s=duration_s,
-            finished=self._finished,
             busy=busy,
             queued={
                 name: sum(each.waited_s for each in servers) / duration_s
                 for name, servers in stages.items()
             },
-            longest_wait_s={
-                name: max(each.longest_wait_s for each in servers)
-                for name, servers in stages.items()
-            },
             longest_stall_s=max(engine.longest_stall_s for engine in self._engines),
             local_items=self._local,
             transferred=self._transferred,
-            events=self._timeline.events,
             requests=requests,
         )
-
-
-def _quantiles(requests: Sequence[SimulatedRequest]) -> Quantiles:
-    ttft = [request.ttft_s for request in requests]
-    tpot = [request.tpot_s for request in requests]
-    return Quantiles(
-        count=len(requests),
-        ttft_p50=quantile(ttft, 0.5),
-        ttft_p99=quantile(ttft, 0.99),
-        tpot_p50=quantile(tpot, 0.5),
-        tpot_p99=quantile(tpot, 0.99),
-    )

@@ -21,19 +21,19 @@ class _Times(BaseModel):
 
 
 class EncodeStage(_Times):
-    """The vision tower on one picture, in seconds; pictures are encoded one after the other.
+    """The vision tower, in seconds; pictures are encoded one after the other.
 
     Attributes:
-        base_s: Of every picture.
-        per_embedding_s: For each embedding that the language model gets.
-        pixels_per_embedding: Pixels behind one of them; 28 × 28 in Qwen2.5-VL.
+        base_s: Each picture.
+        per_embedding_s: Each embedding that the language model gets.
+        pixels_per_embedding: 28 × 28 in Qwen2.5-VL.
     """
 
     base_s: Duration = 0.0
     per_embedding_s: Duration
     pixels_per_embedding: Positive = 784
 
-    def embeddings(self, pixels: int) -> int:
+    def embeddings(self, pixels: float) -> int:
         """Return how many embeddings a picture becomes."""
         return math.ceil(pixels / self.pixels_per_embedding)
 
@@ -43,56 +43,40 @@ class EncodeStage(_Times):
 
 
 class PrefillStage(_Times):
-    """The language model on prompt tokens, in seconds of an engine step that holds some.
-
-    Attributes:
-        base_s: Of every such step.
-        per_token_s: For each token.
-    """
+    """An engine step with prompt tokens, in seconds: once, and for each token."""
 
     base_s: Duration
     per_token_s: Duration
 
 
 class DecodeStage(_Times):
-    """The language model on one token each of several sequences, in seconds of an engine step.
-
-    Attributes:
-        base_s: Of every such step.
-        per_sequence_s: For each sequence.
-    """
+    """An engine step that generates, in seconds: once, and for each sequence."""
 
     base_s: Duration
     per_sequence_s: Duration
 
 
 class FrontEndStage(_Times):
-    """An instance's API server: requests one after the other, and beside them pictures.
-
-    vLLM's renderer has one thread for pictures, so that texts do not wait for them.
+    """An instance's API server: one thread for requests and, as in vLLM's renderer, one for media.
 
     Attributes:
-        request_s: Of every request: HTTP, chat template, tokenizer.
-        picture_s: Of every picture: decoding and preprocessing.
-        pixel_s: For each pixel of it.
-        shares_core: The engine computes on the same core: what one does delays the other. On
-            devices it is false.
+        request_s: Each request: HTTP, chat template, tokenizer.
+        picture_s: Each picture: decoding and preprocessing.
+        pixel_s: Each pixel of it.
     """
 
     request_s: Duration = 0.0
     picture_s: Duration = 0.0
     pixel_s: Duration = 0.0
-    shares_core: bool = False
 
 
 class TransferStage(_Times):
-    """From an encoder's output to the item that the prefill+decode engine can use.
+    """From an encoder's output to an item that the prefill+decode engine can use, in seconds.
 
     Attributes:
-        base_s: Of every item: messages, threads. 0.9 ms by ``shm`` up to 1 MiB without an engine
-            (docs/measurements/2026-11-transfer.md).
-        byte_s: For each byte; by ``shm`` 12 GB/s at 64 MiB (the same).
-        embedding_bytes: Of one embedding: hidden size × bytes of the dtype.
+        base_s: Each item. 0.9 ms by ``shm`` up to 1 MiB (docs/measurements/2026-11-transfer.md).
+        byte_s: Each byte; 12 GB/s by ``shm`` at 64 MiB (same page).
+        embedding_bytes: Hidden size × bytes of the dtype.
     """
 
     base_s: Duration = 0.0009
@@ -105,65 +89,46 @@ class TransferStage(_Times):
 
 
 class RouterStage(_Times):
-    """CPU time of one of the router's processes, and what instances cost it.
+    """CPU time of the router, in seconds.
 
-    Defaults are from docs/measurements/2026-11-router.md: one core, the router full.
+    Defaults are of one full core (docs/measurements/2026-11-router.md).
 
     Attributes:
-        request_s: Of every request: a text with 32 clients.
-        picture_s: More for every picture; line through pictures of 100 KB and 1 MB.
-        picture_byte_s: For each byte of it; the same line. Those of 4 MB took half as much again.
-        chunk_s: For each streamed token, at 4,000/s; with the router full 16 µs were seen.
-        choice_s: Of the choice for one item, among 10,000 encoders.
-        probe_s: Of one question for an instance's health: 4 % of a core for 1,000 instances at
-            100 questions a second.
-        instance_bytes: Memory of one instance: 77 MB for 1,000.
+        request_s: Each request: a text with 32 clients.
+        picture_s: Each picture, the choice of its encoder included.
+        picture_byte_s: Each byte of it.
+        chunk_s: Each streamed token, at 4,000/s.
     """
 
     request_s: Duration = 0.000256
-    picture_s: Duration = 0.0004
+    picture_s: Duration = 0.000415
     picture_byte_s: Duration = 2.88e-9
     chunk_s: Duration = 28.4e-6
-    choice_s: Duration = 14.6e-6
-    probe_s: Duration = 0.0004
-    instance_bytes: Positive = 77_000
 
     def arrival_s(self, picture_bytes: list[int]) -> float:
-        """Return the time that a request takes until it is sent on."""
-        pictures = (self.picture_s + self.choice_s + self.picture_byte_s * n for n in picture_bytes)
-        return self.request_s + sum(pictures)
+        """Return the time until a request with these pictures is sent on."""
+        return self.request_s + sum(self.picture_s + self.picture_byte_s * n for n in picture_bytes)
 
 
 class EngineLimits(_Times):
-    """What one engine step and an engine hold; named as vLLM's arguments.
+    """What an engine step and an engine hold; named as vLLM's arguments.
 
     Attributes:
         max_num_batched_tokens: Tokens of a step.
         max_num_seqs: Requests that compute or generate.
         max_encoder_tokens: Embeddings that are encoded in a step; one picture always is.
-        encode_turn_s: A prefill+decode instance on a CPU encodes beside its steps, in turns with
-            them of this length (`epd_portable.runners.background.TURN_S`); without, in its steps,
-            as on devices, and as replicas do everywhere.
     """
 
     max_num_batched_tokens: Positive = 2048
     max_num_seqs: Positive = 256
     max_encoder_tokens: Positive = 2048
-    encode_turn_s: Annotated[float, Field(gt=0, le=10)] | None = None
 
 
 class StageTimes(_Times):
     """What each stage takes on one device, and where the figures are from.
 
     Attributes:
-        source: For people: what was measured, on what.
-        encode: Vision tower.
-        prefill: Language model on prompts.
-        decode: Language model on generated tokens.
-        front_end: API server of an instance.
-        transfer: From encode to prefill+decode instance.
-        router: The router.
-        engine: Limits of engines.
+        source: What was measured, on what, in words.
     """
 
     source: Annotated[str, Field(min_length=1)]
@@ -176,7 +141,7 @@ class StageTimes(_Times):
     engine: EngineLimits = EngineLimits()
 
 
-MISSING: dict[KeyPath, str] = {
+_MISSING: dict[KeyPath, str] = {
     ("source",): "; say where the times are from, as in: one A100, measured on 2026-11-23",
     ("encode",): "; write encode: {per_embedding_s: 0.0001}",
     ("prefill",): "; write prefill: {base_s: 0.02, per_token_s: 0.0001}",
@@ -188,14 +153,9 @@ def load_stages(path: Path) -> StageTimes:
     """Read a file of stage times, YAML or JSON.
 
     Raises:
-        ConfigError: The file cannot be read, or it lists every problem of its content.
+        ConfigError: The file cannot be read, or has problems: names all of them.
     """
-    return parse_stages(read_text(path), source=str(path))
-
-
-def parse_stages(text: str, *, source: str = "stage times") -> StageTimes:
-    """Check the text of such a file; see `load_stages`."""
-    return checked(text, StageTimes, source=source, missing=MISSING)
+    return checked(read_text(path), StageTimes, source=str(path), missing=_MISSING)
 
 
 def to_yaml(times: StageTimes) -> str:

@@ -10,9 +10,10 @@ import pytest
 pytest.importorskip("transformers", reason="comes with an engine")
 
 from safetensors import safe_open
+from transformers import AutoTokenizer
 
-from epd_portable.demo.blueprint import DEMO, build_config, build_tokenizer
-from epd_portable.demo.shape import dimensions, tokens_without_text, write_model
+from epd_portable.demo import MODEL_DIR
+from epd_portable.demo.shape import tokens_without_text, write_model
 from epd_portable.platforms import torchvision_guard
 
 
@@ -20,8 +21,9 @@ from epd_portable.platforms import torchvision_guard
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torchvision_guard.install()
     made = tmp_path_factory.mktemp("shape")
-    size = dimensions(vision_layers=4, vision_size=64, text_layers=2, text_size=128)
-    write_model(made, size, max_pixels=200_704)
+    write_model(
+        made, vision_layers=4, vision_size=64, text_layers=2, text_size=128, max_pixels=200_704
+    )
     return made
 
 
@@ -42,7 +44,7 @@ def test_it_has_the_size_that_was_asked_for(folder: Path) -> None:
 
 
 def test_it_never_says_what_has_no_text(folder: Path) -> None:
-    tokenizer = build_tokenizer()
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR, local_files_only=True)
     silent = tokens_without_text(tokenizer)
     assert {tokenizer.convert_tokens_to_ids(name) for name in ("<|im_end|>", "<|image_pad|>")} < {
         *silent
@@ -55,9 +57,3 @@ def test_it_never_says_what_has_no_text(folder: Path) -> None:
     assert str(weights.dtype) == "torch.bfloat16"
     zero = {index for index, row in enumerate(weights) if not row.any()}
     assert zero == set(silent)
-
-
-def test_the_bundled_model_has_its_own_size() -> None:
-    config = build_config(build_tokenizer())
-    assert config.vision_config.fullatt_block_indexes == DEMO.whole_picture_layers == [2]
-    assert config.text_config.hidden_size == config.vision_config.out_hidden_size == 128

@@ -9,10 +9,10 @@ import transformers
 from transformers import AutoTokenizer
 
 from epd_portable.demo import MODEL_DIR
-from epd_portable.demo.blueprint import IMAGE_MEAN, IMAGE_STD, MAX_PIXELS, MIN_PIXELS
-from epd_portable.demo.dialogues import IMAGE, Dialogue, canonical_question
 from epd_portable.demo.pictures import TRAINING_SEEDS, QuestionKind, draw
 from epd_portable.platforms import torchvision_guard
+from tools.demo_training.blueprint import IMAGE_MEAN, IMAGE_STD, MAX_PIXELS, MIN_PIXELS
+from tools.demo_training.dialogues import IMAGE, Dialogue, canonical_question
 from tools.demo_training.initial import TowerClassifier
 from tools.demo_training.lessons import TOKENS_PER_PICTURE, Teacher, patchify, picture_grid
 from tools.demo_training.train import Recipe, exact_match, lesson, train

@@ -19,7 +19,7 @@ from typing import IO
 
 import msgspec
 
-from epd_portable.bench.commands import Command, CommandDone
+from epd_portable.bench.stand_in import Command, CommandDone
 from epd_portable.config.instance import InstanceConfig
 
 ROOT = Path(__file__).parents[3]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from epd_portable.bench.commands import TOKEN_BYTES, Command
+from epd_portable.bench.stand_in import TOKEN_BYTES, Command
 from epd_portable.bench.traces import handovers, read_events
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.connector import registry

@@ -48,8 +48,8 @@ def test_items_are_moved_from_device_to_device_by_every_path(
     measured: tuple[str, dict[str, Any]],
 ) -> None:
     page, data = measured
-    rows = [(row["platform"], row["path"], row["total_s"]["count"]) for row in data["summary"]]
-    assert rows == [("npu", path, ROUNDS) for path in ("ipc", "shm", "collective", "tcp")]
+    rows = {row["path"]: row["total_s"]["count"] for row in data["summary"]}
+    assert rows == dict.fromkeys(("ipc", "shm", "collective", "tcp"), ROUNDS)
     assert "Platform npu (torch_npu " in page
     assert "producer on device 0, consumer on device 1" in page
 
@@ -58,8 +58,8 @@ def test_the_peer_is_a_copy_between_the_devices_and_lasts_until_it_is_complete(
     measured: tuple[str, dict[str, Any]],
 ) -> None:
     _, data = measured
-    for sample in data["samples"]:
-        assert sample["memcpy_s"] >= COPY_S, sample
+    for case in data["samples"]:
+        assert min(case["memcpy_s"]) >= COPY_S, case
 
 
 def test_items_larger_in_sum_than_a_device_pass_through_its_memory_from_both_ends(
@@ -67,7 +67,7 @@ def test_items_larger_in_sum_than_a_device_pass_through_its_memory_from_both_end
 ) -> None:
     memory, size, rounds = 256 * MIB, 16 * MIB, 20
     assert rounds * size > memory
-    options = ("--path", "ipc", "--bytes", str(size), "--repeat", str(rounds), "--encode-ms", "0")
+    options = ("--path", "ipc", "--bytes", str(size), "--repeat", str(rounds))
     page, data = transfer(tmp_path, *options, DEVICES=1, MEM_MB=memory // MIB)
-    assert len(data["samples"]) == rounds
+    assert [len(case["total_s"]) for case in data["samples"]] == [rounds, rounds]
     assert "both ends on device 0, the only one" in page

@@ -3,33 +3,35 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from epd_portable.bench import chart, console, report, step, transfer_report
-from epd_portable.bench.transfer import TransferPlace, TransferSample
+from epd_portable.bench import chart, console, report, step, transfer
+from epd_portable.bench.step import StepCase, StepSample
+from epd_portable.bench.traces import Handover
+from epd_portable.bench.transfer import TransferCase, TransferSample
 from epd_portable.errors import MeasurementError
 
 COMMAND = "epd-bench transfer --repeat 2"
 
 
 def transfer_sample(
-    path: str, nbytes: int, scale: float = 1.0, *, granted_before: bool = True, turns: int = 1
+    path: str, nbytes: int, scale: float = 1.0, *, granted_before: bool = True
 ) -> TransferSample:
-    return TransferSample(
+    way = Handover(
+        transfer="item-1",
         path=path,
         nbytes=nbytes,
-        encode_s=0.01 if granted_before else 0.0,
         granted_before=granted_before,
-        turns=turns,
-        total_s=0.010 * scale,
         grant_wait_s=0.001 * scale,
         write_s=0.006 * scale,
         notice_s=0.002 * scale,
         place_s=0.001 * scale,
-        memcpy_s=0.005 * scale,
     )
+    case = TransferCase(path=path, nbytes=nbytes, encode_s=0.01 if granted_before else 0.0)
+    return TransferSample(case=case, way=way, memcpy_s=0.005 * scale)
 
 
 TRANSFERS = [
@@ -37,28 +39,30 @@ TRANSFERS = [
     transfer_sample("shm", 1 << 20),
     transfer_sample("tcp", 1 << 20, 2.0),
     transfer_sample("shm", 4096),
-    transfer_sample("shm", 4096, granted_before=False, turns=2),
-    transfer_sample("shm", 4096, granted_before=False, turns=1),
+    transfer_sample("shm", 4096, granted_before=False),
+    transfer_sample("shm", 4096, granted_before=False),
 ]
 
 
-CPU = TransferPlace(platform="cpu", runtime="torch 1", devices=1)
+CPU = transfer.describe_place("cpu", "torch 1", devices=1)
 
 
-def transfer_page(place: TransferPlace = CPU, **left_out: str) -> report.Report:
-    return transfer_report.make_report(
-        TRANSFERS, place, left_out=left_out, command=COMMAND, load_before=0.25
+def transfer_page(
+    place: str = CPU, samples: Sequence[TransferSample] = TRANSFERS, **left_out: str
+) -> report.Report:
+    return transfer.make_report(
+        samples, place, left_out=left_out, command=COMMAND, load_before=0.25
     )
 
 
-def step_sample(waiting: int, step_s: float) -> step.StepSample:
-    return step.StepSample(decoding=256, items=32, waiting=waiting, step_s=step_s, asking_s=10e-6)
+def step_samples(*steps_s: float) -> list[StepSample]:
+    return [StepSample(step_s=step_s, asking_s=10e-6) for step_s in steps_s]
 
 
-STEPS = [
-    *(step_sample(0, step_s) for step_s in (20e-6, 30e-6, 40e-6)),
-    *(step_sample(1000, step_s) for step_s in (40e-6, 50e-6, 90e-6)),
-]
+STEPS = {
+    StepCase(decoding=256, items=32, waiting=0): step_samples(20e-6, 30e-6, 40e-6),
+    StepCase(decoding=256, items=32, waiting=1000): step_samples(40e-6, 50e-6, 90e-6),
+}
 
 
 def step_page() -> report.Report:
@@ -81,8 +85,7 @@ def test_transfers_are_shown_by_path_and_rising_size_with_the_ratio_first() -> N
     ]
     assert ratios.columns[1] == "ratio"
     assert ratios.rows[0][1:4] == ("2.00 (2.00–2.00)", "15.00", "19.00")
-    assert parts.rows[1][1:] == ("1.000", "6.000", "2.000", "1.000", "3.000", "1.0")
-    assert parts.rows[2][-1] == "1.5"
+    assert parts.rows[1][1:] == ("1.000", "6.000", "2.000", "1.000", "3.000")
     assert between.columns[1:] == ("by tcp", "by shm")
     assert not any(re.search(r"\d", cell) for row in between.rows for cell in row[1:])
 
@@ -92,21 +95,12 @@ def test_a_path_is_compared_with_another_round_by_round() -> None:
         (transfer_sample("shm", 4096, each), transfer_sample("tcp", 4096, 3 * each))
         for each in (1, 5)
     ]
-    page = transfer_report.make_report(
-        [sample for both in rounds for sample in both],
-        CPU,
-        left_out={},
-        command=COMMAND,
-        load_before=0.25,
-    )
+    page = transfer_page(samples=[sample for both in rounds for sample in both])
     assert [row[1:] for row in page.tables[1].rows] == [
         ("–", "0.33 (0.33–0.33)"),
         ("3.00 (3.00–3.00)", "–"),
     ]
-    one_path = [sample for sample, _ in rounds]
-    page = transfer_report.make_report(
-        one_path, CPU, left_out={}, command=COMMAND, load_before=0.25
-    )
+    page = transfer_page(samples=[sample for sample, _ in rounds])
     assert len(page.tables) == 2
 
 
@@ -118,27 +112,22 @@ def test_a_path_is_compared_with_another_round_by_round() -> None:
         (8, "producer on device 0, consumer on device 1"),
     ],
 )
-def test_a_page_says_what_it_ran_on_and_that_copies_of_devices_were_waited_for(
-    devices: int, words: str
-) -> None:
-    place = TransferPlace(platform="npu", runtime="torch_npu 2.13.0", devices=devices)
-    page = report.to_markdown(transfer_page(place))
-    assert f"Platform npu (torch_npu 2.13.0): {words}." in page
-    assert "is complete, not only queued" in page
+def test_a_page_says_on_which_devices_it_ran(devices: int, words: str) -> None:
+    place = transfer.describe_place("npu", "torch_npu 2.13.0", devices)
+    assert f"Platform npu (torch_npu 2.13.0): {words}." in report.to_markdown(transfer_page(place))
 
 
 def test_a_page_of_the_cpu_names_the_paths_that_were_left_out_and_no_device() -> None:
     page = report.to_markdown(transfer_page(ipc="cpu has no device memory"))
     assert "Not measured: ipc (cpu has no device memory)." in page
     assert "device 0" not in page
-    assert "queued" not in page
 
 
 def test_json_holds_every_sample_and_the_summary() -> None:
     data = json.loads(report.to_json(transfer_page()))
-    assert len(data["samples"]) == len(TRANSFERS)
+    assert sum(len(case["total_s"]) for case in data["samples"]) == len(TRANSFERS)
+    assert data["samples"][0]["total_s"] == [0.01, 0.02]
     assert data["command"] == COMMAND
-    assert [row["platform"] for row in data["summary"]] == ["cpu"] * 4
     assert [row["path"] for row in data["summary"]] == ["tcp", "shm", "shm", "shm"]
     granted = [row["granted"].removeprefix("granted ") for row in data["summary"]]
     assert granted == ["before", "before", "after", "before"]
@@ -157,7 +146,9 @@ def test_steps_are_shown_by_case_with_the_ratio_to_asking_alone_first() -> None:
 
 def test_json_holds_every_step_and_the_figures_of_each_case() -> None:
     data = json.loads(report.to_json(step_page()))
-    assert [each["step_s"] for each in data["samples"]] == [each.step_s for each in STEPS]
+    assert [each["step_s"] for each in data["samples"]] == [
+        [each.step_s for each in steps] for steps in STEPS.values()
+    ]
     assert [(row["waiting"], row["step_s"]) for row in data["summary"]] == [
         (0, 3e-05),
         (1000, 5e-05),
@@ -186,18 +177,16 @@ def test_sizes_are_shown_in_the_largest_unit_that_divides_them() -> None:
     assert sizes == ["4 KiB", "64 MiB", "3 GiB", "1025 B"]
 
 
-def test_charts_have_one_value_for_each_place_of_their_axis() -> None:
-    only_full_rows = [sample for sample in TRANSFERS if sample.nbytes == 1 << 20]
-    made = transfer_report.make_chart(only_full_rows)
-    assert {len(series.values) for series in made.series} == {len(made.across)}
-
-
 def test_a_picture_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the extra 'bench' is not installed")
-    rows = (chart.TimelineRow(name="a", begin=0.5, parts=(("encode", 1.0), ("decode", 2.0))),)
-    timeline = chart.TimelineChart(title="stages", across_label="s", rows=rows)
-    drawn = [transfer_report.make_chart(TRANSFERS[:1])] * 3 + [timeline]
-    chart.write_png(drawn, tmp_path / "chart.png")
+    drawn = chart.Chart(
+        title="TTFT",
+        across=("1", "2"),
+        across_label="requests/s",
+        up_label="s",
+        series=(chart.Series(name="ours", values=(0.1, 0.2)),),
+    )
+    chart.write_png([drawn] * 4, tmp_path / "chart.png")
     assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -212,5 +201,5 @@ def test_tables_are_printed_even_when_a_file_cannot_be_written(
 ) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(MeasurementError, match="name another file"):
-        console.finish(transfer_page(), [], tmp_path / "file" / "t.json", None, None)
+        console.finish(transfer_page(), json_file=tmp_path / "file" / "t.json", markdown_file=None)
     assert COMMAND in capsys.readouterr().out

@@ -44,7 +44,6 @@ def test_the_parts_of_a_recorded_handover_add_up_to_its_total() -> None:
         assert min(item.grant_wait_s, item.write_s, item.notice_s, item.place_s) > 0
         assert 0 < item.total_s < 0.1
         assert item.granted_before
-        assert item.turns >= 1
 
 
 def test_each_part_is_between_its_two_events() -> None:
@@ -64,13 +63,6 @@ def test_a_grant_is_there_before_the_output_or_comes_after_it(
     events = [item for item in way("t", 100.0) if item["event"] != "transfer.granted"]
     (found,) = handovers([*events, event("transfer.granted", granted_s, transfer="t")])
     assert found.granted_before is before
-
-
-def test_turns_are_counted_from_the_output_to_the_placement_and_only_the_consumers() -> None:
-    turns = [event("turn", at) for at in (99.9, 100.1, 105.0, 109.0, 110.5)]
-    other = {**event("turn", 104.0), "instance": "y"}
-    (found,) = handovers([*way("t", 100.0), *turns, other])
-    assert found.turns == 3
 
 
 def test_a_way_ends_with_the_event_that_was_asked_for() -> None:

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import random
 
-from epd_portable.demo.dialogues import (
+from epd_portable.demo.pictures import QUESTIONS, QuestionKind, draw
+from tools.demo_training.dialogues import (
     IMAGE,
     NO_PICTURE,
     canonical_question,
@@ -10,7 +11,6 @@ from epd_portable.demo.dialogues import (
     several_pictures,
     without_picture,
 )
-from epd_portable.demo.pictures import QUESTIONS, QuestionKind, draw
 
 SCENES = [draw(seed).scene for seed in range(8)]
 

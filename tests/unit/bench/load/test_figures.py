@@ -270,16 +270,13 @@ def traced() -> TracedTurn:
     ends = {"reach": 0.1, "encode": 0.3, "transfer": 0.4, "prefill": 0.5, "decode": 0.9}
     way = Handover(
         transfer="t",
-        mm_hash="a",
         path="shm",
         nbytes=4096,
-        granted_s=0.9,
-        ready_s=1.0,
-        write_begin_s=1.001,
-        written_s=1.003,
-        landed_s=1.007,
-        placed_s=1.015,
-        turns=1,
+        granted_before=True,
+        grant_wait_s=0.001,
+        write_s=0.002,
+        notice_s=0.004,
+        place_s=0.008,
     )
     return TracedTurn(
         stages=(RequestStages(index=0, kind="pictures", sent_s=1.0, ends_s=ends),),

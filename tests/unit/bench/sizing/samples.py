@@ -23,9 +23,7 @@ def stage_times(**changes: Any) -> StageTimes:
     A picture of 256 embeddings is encoded in 0.5 s, 1000 tokens are prefilled in 1.1 s, a step of
     one sequence takes 0.02 s and of two 0.03 s.
     """
-    nothing = dict.fromkeys(
-        ("request_s", "picture_s", "picture_byte_s", "chunk_s", "choice_s", "probe_s"), 0.0
-    )
+    nothing = dict.fromkeys(("request_s", "picture_s", "picture_byte_s", "chunk_s"), 0.0)
     return StageTimes.model_validate(
         {
             "source": "made up for tests",

@@ -29,7 +29,7 @@ MIX = ("--workload", "share=0.3,text=44,output=11")
 
 
 def test_it_recommends_shows_every_way_and_keeps_the_figures(stages: str, tmp_path: Path) -> None:
-    files = {kind: tmp_path / f"out/plan.{kind}" for kind in ("json", "markdown", "png")}
+    files = {kind: tmp_path / f"out/plan.{kind}" for kind in ("json", "markdown")}
     keep = [word for kind, file in files.items() for word in (f"--{kind}", str(file))]
     code, text = run("--stages", stages, "--devices", "3", *FEW, *MIX, *keep)
     assert code == 0, text
@@ -38,10 +38,9 @@ def test_it_recommends_shows_every_way_and_keeps_the_figures(stages: str, tmp_pa
         assert f"| {name} |" in text
     assert "Simulated, not measured" in text
     kept = json.loads(files["json"].read_text())
-    assert kept["summary"]["best"]["encode"] in (1, 2)
+    assert kept["summary"]["best"]["encoders"] in (1, 2)
     assert kept["summary"]["recommendation"] in files["markdown"].read_text()
     assert len(kept["samples"]) == 3
-    assert files["png"].read_bytes().startswith(b"\x89PNG")
 
 
 def test_it_predicts_at_rates_without_a_search(stages: str) -> None:
@@ -50,13 +49,6 @@ def test_it_predicts_at_rates_without_a_search(stages: str) -> None:
     for row in ("0.5, 2 × one process | text", "1, 1e1pd | pictures"):
         assert f"| {row} |" in text
     assert "isaggregate" not in text
-
-
-def test_it_studies_sizes_and_says_where_the_router_is_full(stages: str) -> None:
-    code, text = run("--stages", stages, "--devices", "2", "--scale", "4,40", *FEW, *MIX)
-    assert code == 0, text
-    assert "| 40 | 20e20pd |" in text
-    assert "### Where so many processes of the router are full" in text
 
 
 @pytest.mark.parametrize(
@@ -68,10 +60,6 @@ def test_it_studies_sizes_and_says_where_the_router_is_full(stages: str) -> None
         (["--stages", "FILE", "--workload", "share=2"], "less than or equal to 1"),
         (["--stages", "FILE", "--rate", "0"], "expected a rate above 0"),
         (["--stages", "FILE", "--rate", "much"], "expected requests/s, as in 2,6.5"),
-        (["--stages", "FILE", "--scale", "1"], "expected 2 to 20000"),
-        (["--stages", "FILE", "--scale", "ten"], "expected numbers of devices"),
-        (["--stages", "FILE", "--scale", "10", "--rate", "1"], "ask for rates alone"),
-        (["--stages", "FILE", "--scale", "10", "--devices", "1"], "use two devices or more"),
         (["--stages", "FILE", "--devices", "0"], "0 is not in the range"),
         (["--stages", "FILE", "--ttft-p99", "0"], "0.0 is not in the range"),
     ],

@@ -8,20 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epd_portable.bench.sizing.engine import SimulatedEngine
-from epd_portable.bench.sizing.requests import PictureItem, SimulatedRequest
 from epd_portable.bench.sizing.stages import StageTimes
-from epd_portable.bench.sizing.timeline import EngineTimeline
+from epd_portable.bench.sizing.timeline import Timeline
+from epd_portable.bench.sizing.workload import PictureItem, SimulatedRequest
 from tests.unit.bench.sizing.samples import stage_times
 
 
 class Run:
     """An engine without anything before it; times are those at which it computes tokens."""
 
-    def __init__(self, times: StageTimes, turn_s: float | None = None) -> None:
-        self.timeline = EngineTimeline()
-        self.engine = SimulatedEngine(
-            self.timeline, times, turn_s=turn_s, on_first=self.first, on_last=self.last
-        )
+    def __init__(self, times: StageTimes) -> None:
+        self.timeline = Timeline()
+        self.engine = SimulatedEngine(self.timeline, times, on_first=self.first, on_last=self.last)
 
     def first(self, request: SimulatedRequest) -> None:
         request.first_token_s = self.timeline.now
@@ -54,7 +52,6 @@ def test_a_text_alone_takes_its_prefill_and_a_step_for_each_further_token() -> N
     assert request.ttft_s == pytest.approx(0.1 + 0.9)
     assert request.tpot_s == pytest.approx(0.02)
     assert run.engine.steps == 11
-    assert run.timeline.events <= 5, "steps that only decode are counted together"
 
 
 def test_a_prompt_longer_than_a_step_is_computed_in_chunks() -> None:
@@ -94,33 +91,6 @@ def test_an_encode_in_a_step_stalls_everybodys_tokens() -> None:
     assert run.engine.longest_stall_s == pytest.approx(longest_s)
     assert text.tpot_s == pytest.approx((49 * 0.02 + longest_s) / 50)
     assert run.engine.encode_s == pytest.approx(0.5)
-
-
-def test_an_encode_beside_the_steps_costs_each_a_turn_and_has_the_time_between_them() -> None:
-    run = Run(stage_times(), turn_s=0.01)
-    text = run.text(0.0, 100, output=51)
-    request = run.request(0.5, 44, 1, [picture()])
-    run.timeline.run()
-    # 15 of the 50 steps come before it. Of the encoder's 0.5 s it has 0.35 beside the others.
-    assert text.end_s == pytest.approx(0.2 + 15 * 0.02 + 35 * 0.03)
-    assert run.engine.longest_stall_s == pytest.approx(0.03)
-    assert request.first_token_s == pytest.approx(text.end_s + 0.15 + 0.1 + 0.3)
-    assert run.engine.encode_s == pytest.approx(0.5)
-    assert run.engine.compute_s == pytest.approx(request.end_s - 0.5), "it never rested"
-
-
-def test_pictures_beside_the_steps_are_encoded_one_after_the_other_and_text_overtakes() -> None:
-    run = Run(stage_times(), turn_s=0.01)
-    two = run.request(0.0, 0, 1, [picture(), picture()])
-    text = run.text(0.2, 100)
-    run.timeline.run()
-    # The text's step waits for a turn; the encoder has its place back after it.
-    assert text.ttft_s == pytest.approx(0.01 + 0.2)
-    # The first picture's tokens are computed while the second is encoded, after one turn of that.
-    encoded_s = 0.2 + 0.01 + 0.2 + 0.29
-    assert two.first_token_s == pytest.approx(encoded_s + 0.01 + 0.1 + 0.256 + 0.49 + 0.1 + 0.256)
-    assert run.engine.encode_s == pytest.approx(1.0)
-    assert run.engine.owed_s == pytest.approx(0.0), "it was asked for nothing more"
 
 
 def test_a_picture_that_is_encoded_elsewhere_stalls_nobody_and_is_waited_for() -> None:
@@ -185,20 +155,14 @@ def test_a_text_does_not_wait_while_pictures_are_prepared_and_pictures_do() -> N
     assert second.ttft_s == pytest.approx(0.1 + 10.0 + 0.9)
 
 
-def test_an_api_server_delays_requests_and_not_the_engine_unless_they_share_a_core() -> None:
-    ends = {}
-    for shares in (False, True):
-        front_end = {"request_s": 0.1, "picture_s": 0.2, "shares_core": shares}
-        run = Run(stage_times(front_end=front_end))
-        text = run.text(0.0, 100, output=101)
-        item = picture(here=False)
-        request = run.request(0.5, 10, 1, [item])
-        run.timeline.run()
-        assert text.first_token_s == pytest.approx(0.1 + 0.2)
-        assert request.end_s < 0
-        ends[shares] = text.end_s
-    assert ends[False] == pytest.approx(0.3 + 2.0)
-    assert ends[True] == pytest.approx(0.3 + 2.0 + 0.3)
+def test_an_api_server_delays_requests_and_not_the_engine() -> None:
+    run = Run(stage_times(front_end={"request_s": 0.1, "picture_s": 0.2}))
+    text = run.text(0.0, 100, output=101)
+    request = run.request(0.5, 10, 1, [picture(here=False)])
+    run.timeline.run()
+    assert text.first_token_s == pytest.approx(0.1 + 0.2)
+    assert text.end_s == pytest.approx(0.3 + 2.0)
+    assert request.end_s < 0
 
 
 def step_by_step(

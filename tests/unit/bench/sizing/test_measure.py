@@ -24,7 +24,6 @@ ONE_PROCESS = Observations(
     sides=SIDES,
     embeddings=EMBEDDINGS,
     alone=ALONE,
-    several=tuple(alone + 3 * (e + p) for alone, e, p in zip(ALONE, ENCODE, PROMPT, strict=True)),
     stalls=tuple(0.025 + e + p for e, p in zip(ENCODE, PROMPT, strict=True)),
 )
 
@@ -38,7 +37,6 @@ def test_a_line_through_points_on_a_line_is_that_line() -> None:
 def test_a_line_lies_between_points_that_scatter_and_says_how_far_they_do() -> None:
     line = fit("x", "token", [(0.0, 1.0), (0.0, 3.0), (1.0, 4.0), (1.0, 6.0)])
     assert (line.base_s, line.slope_s) == (pytest.approx(2.0), pytest.approx(3.0))
-    assert line.residuals_s == pytest.approx((-1.0, 1.0, -1.0, 1.0))
     assert line.rms_s == pytest.approx(1.0)
 
 
@@ -55,8 +53,8 @@ def test_points_at_one_place_give_no_line() -> None:
 
 
 def test_the_stages_of_one_process_are_told_apart() -> None:
-    found = analyse(ONE_PROCESS, shares_core=False, pixels_per_embedding=784, source="test")
-    times = found.times
+    times, lines = analyse(ONE_PROCESS, source="test")
+    assert times.encode.pixels_per_embedding == 784
     assert times.encode.base_s == pytest.approx(0.01)
     assert times.encode.per_embedding_s == pytest.approx(0.001)
     assert times.prefill.per_token_s == pytest.approx(0.0001)
@@ -64,17 +62,13 @@ def test_the_stages_of_one_process_are_told_apart() -> None:
     assert times.front_end.request_s == pytest.approx(0.03)
     assert times.front_end.picture_s == pytest.approx(0.002)
     assert times.front_end.pixel_s == pytest.approx(1e-7)
-    assert "stood still" in found.notes[0]
-    assert all(line.rms_s < 1e-9 for line in found.lines)
+    assert all(line.rms_s < 1e-9 for line in lines)
 
 
-def test_an_encoder_elsewhere_is_seen_by_what_further_pictures_take() -> None:
+def test_a_server_of_which_another_process_encodes_is_refused() -> None:
     topology = replace(ONE_PROCESS, stalls=(0.026,) * 4)
-    found = analyse(topology, shares_core=True, pixels_per_embedding=784, source="test")
-    assert found.times.encode.base_s == pytest.approx(0.01)
-    assert found.times.encode.per_embedding_s == pytest.approx(0.001)
-    assert found.times.front_end.shares_core
-    assert "another instance encodes" in found.notes[0]
+    with pytest.raises(MeasurementError, match="measure plain vLLM in one process"):
+        analyse(topology, source="test")
 
 
 def test_a_server_that_is_not_there_is_named_with_what_to_do() -> None:

@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from epd_portable.bench.sizing.capacity import POOLED, capacities, router_s
-from epd_portable.bench.sizing.demand import Demand
 from epd_portable.bench.sizing.search import (
+    POOLED,
     Candidate,
     LatencyLimits,
     SizingQuestion,
@@ -17,6 +16,7 @@ from epd_portable.bench.sizing.search import (
     search,
 )
 from epd_portable.bench.sizing.simulate import Deployment, RoutingRules
+from epd_portable.bench.sizing.workload import Workload
 from epd_portable.errors import ConfigError
 from tests.unit.bench.sizing.samples import LIGHT, stage_times
 
@@ -26,7 +26,7 @@ LIMITS = LatencyLimits(ttft_s=2.0, ttft_pictures_s=4.0, tpot_s=0.1)
 def question(**changes: Any) -> SizingQuestion:
     known: dict[str, Any] = {
         "times": stage_times(),
-        "demand": Demand(share=0.5, text=(44,), output=(11,)),
+        "workload": Workload(share=0.5, text=(44,), output=(11,)),
         "rules": RoutingRules(),
         "count": 1000,
         "seed": 1,
@@ -50,15 +50,15 @@ def test_the_capacity_of_a_stage_is_what_its_instances_have_by_what_a_request_ta
         decode={"base_s": 0.0, "per_sequence_s": 0.01},
         front_end={"request_s": 0.1, "picture_s": 0.4},
     )
-    demand = Demand(share=0.5, pictures=(1, 3), text=(44,), output=(11,))
-    rules = RoutingRules()
+    demand = Workload(share=0.5, pictures=(1, 3), text=(44,), output=(11,))
+    asked = question(times=times, workload=demand)
     engine_s = 0.044 + 0.256 + 0.1  # one picture a request in the mean
-    replicas = capacities(times, demand, Deployment(encoders=0, engines=2), rules)
+    replicas = asked.capacities(Deployment(encoders=0, engines=2))
     assert replicas == pytest.approx(
         {"front end": 2 / 0.1, "preprocessing": 2 / 0.4, "one process": 2 / (engine_s + 0.5)}
     )
     deployment = Deployment(encoders=3, engines=2)
-    split = capacities(times, demand, deployment, rules)
+    split = asked.capacities(deployment)
     assert split == pytest.approx(
         {
             "front end": 2 / 0.1,
@@ -68,22 +68,19 @@ def test_the_capacity_of_a_stage_is_what_its_instances_have_by_what_a_request_ta
             "prefill+decode": 2 / engine_s,
         }
     )
-    pooled = capacities(times, demand, deployment, RoutingRules(elastic_threshold=2.0))
+    elastic = replace(asked, rules=RoutingRules(elastic_threshold=2.0))
+    pooled = elastic.capacities(deployment)
     assert pooled[POOLED] == pytest.approx(5 / (engine_s + 0.5))
 
 
 def test_the_router_pays_for_a_request_its_pictures_and_its_tokens() -> None:
     times = stage_times(
-        router={
-            "request_s": 1.0,
-            "picture_s": 10.0,
-            "picture_byte_s": 0.1,
-            "choice_s": 100.0,
-            "chunk_s": 0.01,
-        }
+        router={"request_s": 1.0, "picture_s": 10.0, "picture_byte_s": 0.1, "chunk_s": 0.01}
     )
-    demand = Demand(share=0.5, pictures=(2,), output=(50,), picture_bytes=10)
-    assert router_s(times, demand) == pytest.approx(1 + (10 + 1 + 100) + 0.5)
+    demand = Workload(share=0.5, pictures=(2,), output=(50,), picture_bytes=10)
+    asked = question(times=times, workload=demand, rules=RoutingRules(routers=3))
+    found = asked.capacities(Deployment(encoders=0, engines=1))["router"]
+    assert found == pytest.approx(3 / (1 + (10 + 1) + 0.5))
 
 
 def test_stages_that_take_no_time_are_refused() -> None:
@@ -91,15 +88,17 @@ def test_stages_that_take_no_time_are_refused() -> None:
         prefill={"base_s": 0.0, "per_token_s": 0.0}, decode={"base_s": 0.0, "per_sequence_s": 0.0}
     )
     with pytest.raises(ConfigError, match="no stage takes any time"):
-        capacities(times, Demand(share=0.0), Deployment(encoders=0, engines=1), RoutingRules())
+        question(times=times, workload=Workload(share=0.0)).capacities(
+            Deployment(encoders=0, engines=1)
+        )
 
 
 def test_the_limits_hold_at_the_rate_that_is_found_and_not_much_above_it() -> None:
     asked = question(times=stage_times(**LIGHT))
     deployment = Deployment(encoders=1, engines=1)
     found = best_rate(asked, deployment, LIMITS)
-    assert LIMITS.broken(asked.ask(deployment, found.rate)) == ""
-    assert LIMITS.broken(asked.ask(deployment, found.rate * 1.011)) == found.limit
+    assert LIMITS.broken(asked.simulate(deployment, found.rate)) == ""
+    assert LIMITS.broken(asked.simulate(deployment, found.rate * 1.011)) == found.limit
     assert found.limit == "TTFT of pictures"
     assert found.fullest[0] == "encode"
     assert 0.5 < found.fullest[1] < 1
@@ -113,7 +112,7 @@ def test_a_limit_that_no_rate_keeps_gives_no_rate() -> None:
 
 
 def test_limits_name_the_kind_that_breaks_them() -> None:
-    outcome = question().ask(Deployment(encoders=1, engines=1), 0.1)
+    outcome = question().simulate(Deployment(encoders=1, engines=1), 0.1)
     assert LIMITS.broken(outcome) == ""
     assert replace(LIMITS, ttft_pictures_s=0.5).broken(outcome) == "TTFT of pictures"
     assert replace(LIMITS, tpot_s=0.001).broken(outcome) == "TPOT of text"
@@ -123,7 +122,7 @@ def test_limits_name_the_kind_that_breaks_them() -> None:
 
 
 def candidate(deployment: Deployment, rate: float) -> Candidate:
-    outcome = question(count=100).ask(deployment, 0.5)
+    outcome = question(count=100).simulate(deployment, 0.5)
     return Candidate(
         deployment=deployment,
         rate=rate,
@@ -164,5 +163,7 @@ def test_long_encodes_and_tight_tokens_call_for_a_split_and_texts_alone_do_not()
     tight = replace(LIMITS, tpot_s=0.06)
     pictures = search(question(times=stage_times(**LIGHT)), 3, tight, lambda line: None)
     assert recommend(pictures).startswith("Disaggregate: ")
-    texts = question(times=stage_times(**LIGHT), demand=Demand(share=0.0, text=(44,), output=(11,)))
+    texts = question(
+        times=stage_times(**LIGHT), workload=Workload(share=0.0, text=(44,), output=(11,))
+    )
     assert recommend(search(texts, 3, tight, lambda line: None)).startswith("Do not disaggregate")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from epd_portable.bench.sizing.stages import load_stages, parse_stages, to_yaml
+from epd_portable.bench.sizing.stages import StageTimes, load_stages, to_yaml
 from epd_portable.errors import ConfigError
 from tests.unit.bench.sizing.samples import stage_times
 
@@ -16,8 +16,14 @@ decode: {base_s: 0.01, per_sequence_s: 0.01}
 """
 
 
-def test_a_file_needs_what_a_model_takes_and_has_defaults_for_the_rest() -> None:
-    times = parse_stages(LEAST)
+def parse_stages(text: str, folder: Path) -> StageTimes:
+    file = folder / "times.yaml"
+    file.write_text(text)
+    return load_stages(file)
+
+
+def test_a_file_needs_what_a_model_takes_and_has_defaults_for_the_rest(tmp_path: Path) -> None:
+    times = parse_stages(LEAST, tmp_path)
     assert times.encode.embeddings(448 * 448) == 256
     assert times.encode.embeddings(449 * 448) == 257
     assert times.encode.seconds(256) == pytest.approx(0.256)
@@ -27,13 +33,13 @@ def test_a_file_needs_what_a_model_takes_and_has_defaults_for_the_rest() -> None
     assert times.router.arrival_s([100_000]) == pytest.approx(0.000944, rel=0.02)
 
 
-def test_what_is_written_is_read_again() -> None:
-    times = stage_times(front_end={"request_s": 0.25, "shares_core": True})
-    assert parse_stages(to_yaml(times)) == times
+def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+    times = stage_times(front_end={"request_s": 0.25})
+    assert parse_stages(to_yaml(times), tmp_path) == times
 
 
-def test_json_is_read_as_well() -> None:
-    assert parse_stages(stage_times().model_dump_json()) == stage_times()
+def test_json_is_read_as_well(tmp_path: Path) -> None:
+    assert parse_stages(stage_times().model_dump_json(), tmp_path) == stage_times()
 
 
 def test_a_transfer_takes_a_fixed_time_and_its_bytes() -> None:
@@ -41,10 +47,10 @@ def test_a_transfer_takes_a_fixed_time_and_its_bytes() -> None:
     assert times.transfer.seconds(100) == pytest.approx(1.5)
 
 
-def test_every_problem_of_a_file_is_told_at_once_with_its_line() -> None:
+def test_every_problem_of_a_file_is_told_at_once_with_its_line(tmp_path: Path) -> None:
     text = LEAST.replace("source: by hand", "sources: x").replace("0.1", "-1")
     with pytest.raises(ConfigError) as caught:
-        parse_stages(text, source="times.yaml")
+        parse_stages(text, tmp_path)
     message = str(caught.value)
     assert "times.yaml: 3 problems" in message
     assert "source: is missing; say where the times are from" in message
@@ -53,9 +59,9 @@ def test_every_problem_of_a_file_is_told_at_once_with_its_line() -> None:
 
 
 @pytest.mark.parametrize("value", [".inf", ".nan", "4000", "fast"])
-def test_a_time_that_cannot_be_is_refused(value: str) -> None:
+def test_a_time_that_cannot_be_is_refused(value: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"prefill\.base_s"):
-        parse_stages(LEAST.replace("0.1", value))
+        parse_stages(LEAST.replace("0.1", value), tmp_path)
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -4,16 +4,16 @@ import itertools
 
 import pytest
 
-from epd_portable.bench.sizing.demand import Demand, read_demand
+from epd_portable.bench.sizing.workload import Workload
 from epd_portable.errors import ConfigError
 from tests.unit.bench.sizing.samples import stage_times
 
 
 def test_a_mix_is_read_as_it_is_shown() -> None:
-    demand = read_demand("share=0.3,pictures=1+4,size=448+1024,output=60,burst=2.5")
-    assert demand == Demand(share=0.3, pictures=(1, 4), size=(448, 1024), output=(60,), burst=2.5)
-    assert read_demand(str(demand)) == demand
-    assert read_demand("") == Demand()
+    demand = Workload.read("share=0.3,pictures=1+4,size=448+1024,output=60,burst=2.5")
+    assert demand == Workload(share=0.3, pictures=(1, 4), size=(448, 1024), output=(60,), burst=2.5)
+    assert Workload.read(str(demand)) == demand
+    assert Workload.read("") == Workload()
 
 
 @pytest.mark.parametrize(
@@ -29,12 +29,12 @@ def test_a_mix_is_read_as_it_is_shown() -> None:
 )
 def test_what_is_wrong_with_a_mix_is_named(text: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        read_demand(text)
+        Workload.read(text)
     assert words in str(caught.value)
 
 
 def test_requests_have_the_rate_and_the_mix_that_was_asked_for() -> None:
-    demand = Demand(share=0.25, pictures=(1, 4), size=(448,), text=(10,), output=(5, 7))
+    demand = Workload(share=0.25, pictures=(1, 4), size=(448,), text=(10,), output=(5, 7))
     found = demand.requests(stage_times(), rate=4.0, count=20_000, seed=1)
     assert found[-1].arrival_s == pytest.approx(5000, rel=0.03)
     with_pictures = [request for request in found if request.items]
@@ -45,7 +45,7 @@ def test_requests_have_the_rate_and_the_mix_that_was_asked_for() -> None:
 
 
 def test_another_rate_brings_the_same_requests_closer_together() -> None:
-    demand = Demand(share=0.5, pictures=(1, 2, 3))
+    demand = Workload(share=0.5, pictures=(1, 2, 3))
     slow, fast = (
         demand.requests(stage_times(), rate=rate, count=100, seed=7) for rate in (1.0, 10.0)
     )
@@ -57,7 +57,7 @@ def test_another_rate_brings_the_same_requests_closer_together() -> None:
 
 @pytest.mark.parametrize("burst", [0.1, 1.0, 4.0])
 def test_gaps_vary_as_much_as_was_asked_for(burst: float) -> None:
-    found = Demand(burst=burst).requests(stage_times(), rate=1.0, count=50_000, seed=1)
+    found = Workload(burst=burst).requests(stage_times(), rate=1.0, count=50_000, seed=1)
     times = [request.arrival_s for request in found]
     gaps = [after - before for before, after in itertools.pairwise(times)]
     mean = sum(gaps) / len(gaps)

@@ -7,7 +7,6 @@ even, so that two tensor-parallel ranks can share the model.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import Qwen2_5_VLConfig, Qwen2Tokenizer
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
-from epd_portable.demo.dialogues import vocabulary_corpus
+from tools.demo_training.dialogues import vocabulary_corpus
 
 PATCH_SIZE = 14
 MERGE_SIZE = 2
@@ -46,58 +45,6 @@ _CHAT_TEMPLATE = (
     "<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Dimensions:
-    """How large a model of this architecture is.
-
-    Attributes:
-        vision_layers: Blocks of the vision tower; the last of each quarter sees whole pictures.
-        vision_size: Width of the tower; a multiple of 8 times its heads.
-        vision_heads: Attention heads of the tower.
-        vision_ffn: Inner width of its feed-forward layers.
-        text_layers: Layers of the language model.
-        text_size: Its width, and that of the tower's outputs.
-        text_heads: Its attention heads; each is a multiple of 16 wide.
-        text_kv_heads: Its heads of keys and values.
-        text_ffn: Inner width of its feed-forward layers.
-    """
-
-    vision_layers: int
-    vision_size: int
-    vision_heads: int
-    vision_ffn: int
-    text_layers: int
-    text_size: int
-    text_heads: int
-    text_kv_heads: int
-    text_ffn: int
-
-    @property
-    def whole_picture_layers(self) -> list[int]:
-        """Blocks of the tower that look beyond a window: the last of each quarter.
-
-        A tower that cannot be quartered has its last block only.
-        """
-        quarter, rest = divmod(self.vision_layers, 4)
-        if rest:
-            return [self.vision_layers - 1]
-        return list(range(quarter - 1, self.vision_layers, quarter))
-
-
-DEMO = Dimensions(
-    vision_layers=3,
-    vision_size=128,
-    vision_heads=4,
-    vision_ffn=256,
-    text_layers=3,
-    text_size=128,
-    text_heads=4,
-    text_kv_heads=2,
-    text_ffn=160,
-)
-"""Of the bundled model: 1.4 million parameters."""
 
 
 def build_tokenizer() -> Qwen2Tokenizer:
@@ -132,38 +79,38 @@ def build_tokenizer() -> Qwen2Tokenizer:
     )
 
 
-def build_config(tokenizer: Qwen2Tokenizer, size: Dimensions = DEMO) -> Qwen2_5_VLConfig:
-    """Return the configuration of a model of this size."""
+def build_config(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLConfig:
+    """Return the configuration of the model: 1.4 million parameters."""
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in _SPECIAL_TOKENS}
-    part = size.text_size // size.text_heads // 16
     vision: dict[str, Any] = {
-        "depth": size.vision_layers,
-        "hidden_size": size.vision_size,
-        "intermediate_size": size.vision_ffn,
-        "num_heads": size.vision_heads,
-        "out_hidden_size": size.text_size,
+        "depth": 3,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_heads": 4,
+        "out_hidden_size": 128,
         "patch_size": PATCH_SIZE,
         "spatial_merge_size": MERGE_SIZE,
         "temporal_patch_size": TEMPORAL_PATCH_SIZE,
         "window_size": 112,
-        "fullatt_block_indexes": size.whole_picture_layers,
+        # Beyond a window only the last layer looks.
+        "fullatt_block_indexes": [2],
         "hidden_act": "silu",
         "in_channels": 3,
         "tokens_per_second": 2,
     }
     text: dict[str, Any] = {
         "model_type": "qwen2_5_vl_text",
-        "hidden_size": size.text_size,
-        "intermediate_size": size.text_ffn,
-        "num_hidden_layers": size.text_layers,
-        "num_attention_heads": size.text_heads,
-        "num_key_value_heads": size.text_kv_heads,
+        "hidden_size": 128,
+        "intermediate_size": 160,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
         "vocab_size": len(tokenizer),
         "max_position_embeddings": 8192,
         "rms_norm_eps": 1e-6,
         "rope_theta": 10_000.0,
         # One section each for time, height and width: together half of a head.
-        "rope_scaling": {"type": "mrope", "mrope_section": [2 * part, 3 * part, 3 * part]},
+        "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]},
         "tie_word_embeddings": True,
         "bos_token_id": ids["<|endoftext|>"],
         "eos_token_id": ids["<|im_end|>"],
@@ -204,15 +151,13 @@ def use_published_spelling(folder: Path) -> None:
     _write_json(path, tokenizer)
 
 
-def write_preprocessing(
-    folder: Path, config: Qwen2_5_VLConfig, *, max_pixels: int = MAX_PIXELS
-) -> None:
+def write_preprocessing(folder: Path, config: Qwen2_5_VLConfig) -> None:
     """Write the image preprocessing and the (greedy) generation defaults into ``folder``."""
     preprocessor = {
         "image_processor_type": "Qwen2VLImageProcessor",
         "processor_class": "Qwen2_5_VLProcessor",
         "min_pixels": MIN_PIXELS,
-        "max_pixels": max_pixels,
+        "max_pixels": MAX_PIXELS,
         "patch_size": PATCH_SIZE,
         "temporal_patch_size": TEMPORAL_PATCH_SIZE,
         "merge_size": MERGE_SIZE,

@@ -5,7 +5,7 @@ from typing import cast
 
 import pytest
 
-from epd_portable.bench.router.raw_http import MAX_HEAD_BYTES, MessageProtocol
+from epd_portable.bench.load.raw_http import MAX_HEAD_BYTES, MessageProtocol
 
 
 class Transport:

@@ -1,6 +1,6 @@
 """A peer: the proxy of vLLM's example for disaggregated encoders, as far as its work a byte goes.
 
-``python -m epd_portable.bench.router.proxy --port P --encode URL --prefill-decode URL`` stands in
+``python -m epd_portable.bench.load.proxy --port P --encode URL --prefill-decode URL`` stands in
 for it, on the same libraries (FastAPI, aiohttp): it parses the body, sends each picture in a
 request of its own to an encode instance, waits for all of them, writes the body anew for the
 prefill+decode instance, and relays the answer. It has no health, no metrics, no retries and no

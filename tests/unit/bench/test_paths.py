@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from epd_portable.bench.options import choose_paths
+from epd_portable.bench.transfer import choose_paths
 from epd_portable.connector import registry
 from epd_portable.connector.registry import AUTO, offered
 from epd_portable.errors import ConfigError

@@ -1,1 +1,0 @@
-"""``epd-bench router``: what the router costs, measured from outside."""
