@@ -53,13 +53,6 @@ def _log_level(text: str) -> str:
     return level
 
 
-def _at_least_one(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError("expected 1 or more")
-    return number
-
-
 def _percentage(text: str) -> int | None:
     number = int(text)
     if not 1 <= number <= 100:
@@ -104,30 +97,11 @@ EPD_METRICS_DIR = Variable(
     meaning="Set in the first process of an engine: folder by which the others bring what they "
     "count to its /metrics.",
 )
-EPD_SECRET_FILE = Variable(
-    name="EPD_SECRET_FILE",
-    default="",
-    parse=str,
-    meaning="Secret file for epd-launch join, leave and instances, as their --secret-file.",
-)
 EPD_RUN_ID = Variable(
     name="EPD_RUN_ID",
     default="",
     parse=str,
     meaning="Set by epd-launch in every process that it starts, so that it can find and end them.",
-)
-
-EPD_MAX_QUEUED_ITEMS = Variable(
-    name="EPD_MAX_QUEUED_ITEMS",
-    default=256,
-    parse=_at_least_one,
-    meaning="Media items that an encode instance queues; set by epd-launch from the topology.",
-)
-EPD_MAX_QUEUED_BYTES = Variable(
-    name="EPD_MAX_QUEUED_BYTES",
-    default=512 << 20,
-    parse=_at_least_one,
-    meaning="Bytes of requests that an encode instance queues; set by epd-launch.",
 )
 EPD_COMPUTE_SHARE = Variable(
     name="EPD_COMPUTE_SHARE",
@@ -141,12 +115,6 @@ EPD_PAYLOAD_DIGEST = Variable(
     parse=_yes_or_no,
     meaning="1 on encode instances sends a digest with every item, which its receivers check.",
 )
-EPD_STORE_PASSWORD = Variable(
-    name="EPD_STORE_PASSWORD",
-    default="",
-    parse=str,
-    meaning="Password of the server that store.url names; goes before store.password_file.",
-)
 
 TABLE: tuple[Variable[Any], ...] = (
     EPD_PLATFORM,
@@ -154,11 +122,7 @@ TABLE: tuple[Variable[Any], ...] = (
     EPD_TRACE_DIR,
     EPD_INSTANCE,
     EPD_METRICS_DIR,
-    EPD_SECRET_FILE,
     EPD_RUN_ID,
-    EPD_MAX_QUEUED_ITEMS,
-    EPD_MAX_QUEUED_BYTES,
     EPD_COMPUTE_SHARE,
     EPD_PAYLOAD_DIGEST,
-    EPD_STORE_PASSWORD,
 )

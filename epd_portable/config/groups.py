@@ -21,7 +21,6 @@ from epd_portable.config.roles import (
     group_of,
 )
 from epd_portable.config.section import Section
-from epd_portable.envs import EPD_MAX_QUEUED_BYTES, EPD_MAX_QUEUED_ITEMS
 
 LAUNCHER_OWNED_ARGS = {
     "host": "write launch.host, the address of this machine that instances listen on",
@@ -127,14 +126,11 @@ class EncodeGroup(InstanceGroup):
         max_queued_items: Items that one instance has queued or in work; more are answered 429.
             The default is what an encoder of ten items a second works off within
             ``transfer.wait_timeout_s``: what waits longer is encoded elsewhere anyway.
-        max_queued_bytes: The same for the bytes of their requests. The default holds eight of the
-            largest bodies that the router passes on.
         host_cache_bytes: Host memory of one instance for copies of encoder outputs: a picture that
             has left the encoder cache and is asked for again is not encoded again. 0 for none.
     """
 
-    max_queued_items: Annotated[int, Field(ge=1)] = EPD_MAX_QUEUED_ITEMS.default
-    max_queued_bytes: Annotated[Size, Field(ge=1024)] = EPD_MAX_QUEUED_BYTES.default
+    max_queued_items: Annotated[int, Field(ge=1)] = 256
     host_cache_bytes: Annotated[Size, Field(ge=0)] = 256 << 20
 
 

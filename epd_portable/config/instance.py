@@ -33,6 +33,8 @@ def platform_names() -> tuple[str, ...]:
     return extensions.names(PLATFORMS, extensions.PLATFORMS_GROUP)
 
 
+_OF_FEW = ("store", "host_cache_bytes", "max_queued_items", "max_queued_bytes")
+
 PlatformName = Annotated[str, AfterValidator(known_platform)]
 
 
@@ -57,6 +59,8 @@ class InstanceConfig(BaseModel):
         trusted_network: Items may leave the host unencrypted, by paths that cannot encrypt.
         can_encode: Whether the PD instance holds the vision tower and may encode by itself.
         host_cache_bytes: Of an encode instance: host memory for copies of encoder outputs.
+        max_queued_items: Media items that an encode instance has queued or in work.
+        max_queued_bytes: Bytes of their requests.
         store: Where encoder outputs are kept beyond instances; ``None`` for nowhere.
         media_limits: What an encode instance refuses before it decodes it.
     """
@@ -79,13 +83,17 @@ class InstanceConfig(BaseModel):
     trusted_network: bool = False
     can_encode: bool = True
     host_cache_bytes: int = Field(default=0, ge=0)
+    max_queued_items: int = Field(default=256, ge=1)
+    max_queued_bytes: int = Field(default=512 << 20, ge=1)
     store: StoreSection | None = None
     media_limits: MediaLimits = MediaLimits()
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain JSON values that `parse` reads; of what is not there nothing is said."""
-        absent = {name for name in ("store", "host_cache_bytes") if not getattr(self, name)}
-        return self.model_dump(exclude=absent)
+        """Return plain JSON values that `parse` reads, without defaults that few instances need."""
+        fields = type(self).model_fields
+        return self.model_dump(
+            exclude={name for name in _OF_FEW if getattr(self, name) == fields[name].default}
+        )
 
     @classmethod
     def parse(cls, raw: dict[str, Any]) -> InstanceConfig:

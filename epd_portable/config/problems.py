@@ -12,6 +12,7 @@ from typing import TypeVar
 from pydantic import BaseModel, ValidationError
 
 from epd_portable.config.document import Document, KeyPath, dotted, read_yaml
+from epd_portable.config.removed import REMOVED, removed
 from epd_portable.errors import ConfigError, without_passwords
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -105,7 +106,6 @@ def explain(
     *,
     more_keys: Sequence[str] = (),
     missing: Mapping[KeyPath, str] | None = None,
-    refused: Mapping[KeyPath, str] | None = None,
 ) -> list[str]:
     """Return one line a problem: key, place and what is wrong.
 
@@ -115,18 +115,17 @@ def explain(
         root: The schema of the whole document.
         more_keys: Keys at the top that the schema does not know and the reader does.
         missing: What to add to the line of a missing key.
-        refused: What to say instead of "unknown key".
     """
     lines: list[str] = []
     for item in error.errors():
         path: KeyPath = tuple(part for part in item["loc"] if part != "[key]")
         place = document.place(path)
         key, where = (place.key, f" ({place.where})") if place else (dotted(path), "")
-        if refused and path in refused:
-            message = refused[path]
-        elif item["type"] == "missing":
+        if item["type"] == "missing":
             key, where = dotted(path), ""
             message = "is missing" + (missing or {}).get(path, "")
+        elif item["type"] == "extra_forbidden" and dotted(path) in REMOVED:
+            message = removed(dotted(path))
         elif item["type"] == "extra_forbidden":
             known = _known_keys(root, path[:-1])
             if len(path) == 1:

@@ -66,23 +66,13 @@ class MediaUrls(Section):
         allowed_networks: Networks whose addresses may be connected to although they are not public,
             as ``10.1.0.0/16``. Where clouds tell a machine's secrets no network of these opens.
         max_bytes: Larger files are refused with 413.
-        timeout_s: Longest time of fetching one, redirects included, and longest wait for a turn.
-        max_redirects: That are followed, each to an allowed host again.
-        max_fetches: At a time.
-        max_fetches_per_host: The same, from one host.
         cache_bytes: Of files that are kept, as base64; 0 keeps none.
-        cache_s: How long a file is kept; its server can ask for less.
     """
 
     allowed_domains: list[Annotated[str, AfterValidator(_check_domain)]] = Field(default=[])
     allowed_networks: list[Annotated[str, AfterValidator(_check_plain_network)]] = Field(default=[])
     max_bytes: Annotated[Size, Field(ge=1024)] = 32 << 20
-    timeout_s: Seconds = 10.0
-    max_redirects: Annotated[int, Field(ge=0, le=20)] = 3
-    max_fetches: Annotated[int, Field(ge=1)] = 64
-    max_fetches_per_host: Annotated[int, Field(ge=1)] = 8
     cache_bytes: Annotated[Size, Field(ge=0)] = 256 << 20
-    cache_s: Annotated[float, Field(ge=0)] = 300.0
 
 
 class EncodeAdmission(Section):
@@ -90,11 +80,9 @@ class EncodeAdmission(Section):
 
     Attributes:
         max_items: Items that are not encoded yet.
-        max_pixels: Their pixels.
     """
 
     max_items: Annotated[int, Field(ge=1)] | None = None
-    max_pixels: Annotated[int, Field(ge=1)] | None = None
 
 
 class AnswerAdmission(Section):
@@ -113,7 +101,6 @@ class AdmissionSection(Section):
     Attributes:
         max_requests: Requests in flight.
         max_items: Their images, videos and audio clips.
-        max_pixels: The pixels of these.
         max_bytes: Their bodies, as far as ``router.max_bodies_bytes`` counts them.
         encode: The same for each instance that encodes.
         answer: The same for each instance that answers.
@@ -124,7 +111,6 @@ class AdmissionSection(Section):
 
     max_requests: Annotated[int, Field(ge=1)] | None = None
     max_items: Annotated[int, Field(ge=1)] | None = None
-    max_pixels: Annotated[int, Field(ge=1)] | None = None
     max_bytes: Annotated[Size, Field(ge=1024)] | None = None
     encode: EncodeAdmission = EncodeAdmission()
     answer: AnswerAdmission = AnswerAdmission()
@@ -134,7 +120,7 @@ class AdmissionSection(Section):
 
     def fewest(self, workers: int) -> str:
         """Return the key of a limit of which some of the workers would get nothing; or empty."""
-        limits = {name: getattr(self, name) for name in ("max_requests", "max_items", "max_pixels")}
+        limits = {name: getattr(self, name) for name in ("max_requests", "max_items")}
         return next((name for name, limit in limits.items() if limit and limit < workers), "")
 
 
@@ -142,13 +128,11 @@ class TracingSection(Section):
     """Spans of OpenTelemetry.
 
     Attributes:
-        endpoint: Of a collector that takes OTLP by HTTP; without it there are no spans, unless
-            variables of OpenTelemetry name one.
-        engines: Let the engines that the launcher starts send theirs there, too.
+        endpoint: Of a collector that takes OTLP by HTTP, from the router and the engines; without
+            it there are no spans, unless variables of OpenTelemetry name one.
     """
 
     endpoint: Annotated[str, AfterValidator(_check_url)] | None = None
-    engines: bool = True
 
 
 class RouterSection(Section):
@@ -169,15 +153,11 @@ class RouterSection(Section):
         hop_keys_file: The same for hops in front that are trusted, such as another picker: who
             shows one in ``x-epd-hop-key`` may say which instances get a request.
         cors_origins: Origins of web pages that may ask; ``*`` is any.
-        unknown_fields: What becomes of fields of a request body that no version of vLLM knows:
-            ``pass`` them on, ``drop`` them, or ``refuse`` the request with the nearest known name.
         item_outcomes: Tell clients where each item of theirs came from (``ec_transfer_params`` in
             answers that are not streamed). Who sees it learns which pictures others have sent.
         max_body_bytes: Larger request bodies are refused with 413.
         max_bodies_bytes: Bytes of all request bodies that are held at a time; beyond them requests
             are refused with 503.
-        body_timeout_s: Longest time in which a request's body must have come.
-        send_timeout_s: A client that takes nothing of its answer for this long is given up.
         max_media_items: Requests with more images, videos and audio clips are refused with 400.
         max_item_pixels: Larger images, and videos of larger frames, are refused with 413.
         max_request_pixels: The same for all media of a request together: of an image its own
@@ -186,8 +166,6 @@ class RouterSection(Section):
         max_media_seconds: Videos and audio clips that play longer are refused with 413.
         unknown_media: Whether files of which all that cannot be told are refused with 400.
         media_urls: Media that come by URL.
-        encode_timeout_s: Longest time one encode job may take, before another encoder is tried; by
-            default what lets all tries end within ``transfer.wait_timeout_s``.
         encode_order: When encoders get the items of one request: all at once (``concurrent``), one
             after the other (``sequential``), or those for which another encoder must be asked one
             after the other (``sequential_fallback``).
@@ -196,10 +174,6 @@ class RouterSection(Section):
         elastic_encode: Let a prefill-decode instance encode items of its requests itself when that
             ends sooner than the encode instances would; not with ``transfer.media: metadata`` or
             ``encoder: false``.
-        elastic_threshold: While such an instance computes for other requests, encode instances must
-            need so many times longer.
-        prefill_min_bytes: Prompts without media in bodies shorter than this are prefilled by the
-            decode instance that answers them, and not by a prefill instance.
         choice: Filters, scorers and pickers that choose instances, as llm-d's
             ``EndpointPickerConfig`` has them, or ``file``, which has them; left out, items go by
             hash within a load bound, and requests to who has least to do.
@@ -210,7 +184,6 @@ class RouterSection(Section):
         idle_timeout_s: Longest silence of a prefill-decode instance before a request is given up.
         drain_s: How long answers that have begun may go on when the router is stopped, and those
             of an instance when it is updated.
-        forget_after_s: An instance that joined and is not healthy for this long is forgotten.
         instance_networks: Networks in which instances may be that join, as ``10.0.0.0/8``; by
             default this machine and private ones.
     """
@@ -226,12 +199,9 @@ class RouterSection(Section):
     api_keys_file: str | None = None
     hop_keys_file: str | None = None
     cors_origins: list[str] = Field(default=[])
-    unknown_fields: Literal["pass", "drop", "refuse"] = "pass"
     item_outcomes: bool = False
     max_body_bytes: Annotated[Size, Field(ge=1024)] = 64 << 20
     max_bodies_bytes: Annotated[Size, Field(ge=1024)] = 1 << 30
-    body_timeout_s: Seconds = 60.0
-    send_timeout_s: Seconds = 60.0
     max_media_items: Annotated[int, Field(ge=1)] = 64
     max_item_pixels: Annotated[int, Field(ge=1)] = _MEDIA_LIMITS.max_item_pixels
     max_request_pixels: Annotated[int, Field(ge=1)] = _MEDIA_LIMITS.max_request_pixels
@@ -239,12 +209,9 @@ class RouterSection(Section):
     max_media_seconds: Seconds = _MEDIA_LIMITS.max_media_seconds
     unknown_media: Literal["refuse", "pass"] = _MEDIA_LIMITS.unknown_media
     media_urls: MediaUrls = MediaUrls()
-    encode_timeout_s: Seconds | None = None
     encode_order: Literal["concurrent", "sequential_fallback", "sequential"] = "concurrent"
     partial_results: bool = False
     elastic_encode: bool = True
-    elastic_threshold: Annotated[float, Field(ge=1)] = 4.0
-    prefill_min_bytes: Annotated[Size, Field(ge=0)] = 0
     choice: ChoiceSection | None = None
     access_log: Annotated[str, Field(min_length=1)] | None = None
     metrics_names: Literal["epd", "llmd"] = "epd"
@@ -252,7 +219,6 @@ class RouterSection(Section):
     admission: AdmissionSection = AdmissionSection()
     idle_timeout_s: Seconds = 600.0
     drain_s: Seconds = 30.0
-    forget_after_s: Seconds = 600.0
     instance_networks: list[Network] = Field(default=["loopback", "private"])
 
     @model_validator(mode="after")
@@ -282,14 +248,6 @@ class RouterSection(Section):
         Args:
             wait_timeout_s: How long a PD instance waits for an item.
         """
-        encode_s = self.encode_timeout_s
-        if encode_s is not None and encode_s * MAX_ENCODERS > wait_timeout_s:
-            return (
-                f"router.encode_timeout_s of {encode_s:g} s leaves no time for another encoder: "
-                f"{MAX_ENCODERS} of them are tried within transfer.wait_timeout_s of "
-                f"{wait_timeout_s:g} s; set at most {wait_timeout_s / MAX_ENCODERS:g}, or leave "
-                "it out"
-            )
         if wait_timeout_s >= self.idle_timeout_s:
             return (
                 f"transfer.wait_timeout_s of {wait_timeout_s:g} s is not less than "

@@ -56,8 +56,6 @@ class TransferSection(Section):
         wait_timeout_s: Longest wait of a request for one item.
         lease_s: Longest time from a grant to the end of its write.
         trusted_network: Items may leave the host by paths that do not encrypt.
-        kv_connector: Which of vLLM's KV connectors brings the KV of prompts from prefill to decode
-            instances; ``auto`` is the platform's.
     """
 
     path: PathName = "auto"
@@ -67,21 +65,6 @@ class TransferSection(Section):
     wait_timeout_s: Seconds = 30.0
     lease_s: Seconds = 10.0
     trusted_network: bool = False
-    kv_connector: Literal["auto", "nixl", "mooncake"] = "auto"
-
-
-class Restart(Section):
-    """What happens when a process dies while the topology serves.
-
-    Attributes:
-        first_delay_s: Pause before the first restart; it doubles with every further death.
-        max_delay_s: Longest pause.
-        healthy_after_s: Healthy for this long, an instance has its earlier deaths forgiven.
-    """
-
-    first_delay_s: Seconds = 1.0
-    max_delay_s: Seconds = 30.0
-    healthy_after_s: Seconds = 60.0
 
 
 class Launch(Section):
@@ -94,26 +77,17 @@ class Launch(Section):
             same; ``None`` chooses free ones anew for each run.
         startup_timeout_s: Every process must be healthy within this time of its start.
         stop_grace_s: Time between asking processes to end and killing them.
-        probe_interval_s: Time between two probes of a process that serves.
         hung_after_s: A process that misses all its probes for this long, and at least three, is
             ended and started again. Each may take a third of this time. 0 probes none.
-        restart: Back-off of restarts.
         log_max_bytes: A log that is larger is cut, and its content kept as an older part.
-        log_files: Files kept of each log: itself and its older parts.
-        warm_up: Send every instance its first requests, and an item over every pair, before it gets
-            those of clients.
     """
 
     host: Annotated[str, AfterValidator(_check_host)] = "127.0.0.1"
     first_port: Annotated[int, Field(ge=1024, le=65535)] | None = None
-    warm_up: bool = True
     startup_timeout_s: Seconds = 600.0
     stop_grace_s: Seconds = 15.0
-    probe_interval_s: Seconds = 5.0
     hung_after_s: Annotated[float, Field(ge=0)] = 120.0
-    restart: Restart = Restart()
     log_max_bytes: Annotated[Size, Field(ge=64 << 10)] = 100 << 20
-    log_files: Annotated[int, Field(ge=1, le=100)] = 3
 
 
 class Topology(Section):

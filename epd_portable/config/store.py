@@ -10,7 +10,6 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from epd_portable.config.quantities import Seconds, Size
-from epd_portable.envs import EPD_STORE_PASSWORD
 from epd_portable.errors import ConfigError
 
 SCHEMES = ("redis", "rediss")
@@ -27,7 +26,7 @@ def _check_url(url: str) -> str:
         # It would be in plans, on command lines and in logs. Nor is it repeated here.
         raise ValueError(
             "a password does not belong into a URL, which others can read: write it into a file "
-            "for store.password_file, or set EPD_STORE_PASSWORD"
+            "for store.password_file"
         )
     if parts.query or parts.fragment:
         raise ValueError("options of clients are not read: leave out what follows the ? or #")
@@ -40,7 +39,7 @@ class StoreSection(BaseModel):
     Attributes:
         kind: ``redis`` for a Redis or Valkey server, ``file`` for a folder that all share.
         url: Of the server; ``rediss`` is with TLS.
-        password_file: File with the password of the server; `EPD_STORE_PASSWORD` goes before it.
+        password_file: File with the password of the server.
         tls_ca_file: Certificates in PEM that sign the server's; by default the system's.
         path: The folder.
         layout: ``vllm``: each entry can be read by vLLM's ``ECExampleConnector`` as well, and what
@@ -48,7 +47,6 @@ class StoreSection(BaseModel):
         max_bytes: Of all entries; those that were not used for the longest time go first.
         ttl_s: An entry that was not used for this long goes.
         timeout_ms: Longest time of one question or load; then the store is left alone for a while.
-        queue_bytes: Outputs that an encode instance holds until they are written; more are dropped.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, hide_input_in_errors=True)
@@ -62,7 +60,6 @@ class StoreSection(BaseModel):
     max_bytes: Annotated[Size, Field(ge=1 << 20)] = 8 << 30
     ttl_s: Seconds = 86400.0
     timeout_ms: Annotated[float, Field(ge=1, le=60_000)] = 500.0
-    queue_bytes: Annotated[Size, Field(ge=1 << 20)] = 256 << 20
 
     @model_validator(mode="after")
     def _keys_fit_the_kind(self) -> StoreSection:
@@ -93,8 +90,6 @@ class StoreSection(BaseModel):
         Raises:
             ConfigError: The file cannot be used, or others may read it.
         """
-        if given := EPD_STORE_PASSWORD.get():
-            return given
         if self.password_file is None:
             return None
         try:

@@ -20,6 +20,7 @@ from click.shell_completion import CompletionItem
 from epd_portable import envs
 from epd_portable.config.document import KeyPath, dotted
 from epd_portable.config.load import Check, load_topology, placed
+from epd_portable.config.removed import REMOVED, removed
 from epd_portable.config.roles import TAKES_ITEMS
 from epd_portable.config.schema import Topology
 from epd_portable.config.secret import Secret, make_secret_file
@@ -382,6 +383,8 @@ def _load(
     *,
     checks: tuple[Check, ...] = (),
 ) -> Topology:
+    for name in sorted(REMOVED.keys() & os.environ.keys()):
+        raise ConfigError(f"the variable {name} {removed(name)}")
     for variable in envs.TABLE:
         variable.get()  # Children have it, too.
     return load_topology(

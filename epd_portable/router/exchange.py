@@ -243,7 +243,6 @@ class Exchange:
             course.choosing,
             pd,
             course.prefills,
-            min_bytes=self._settings.prefill_min_bytes,
             without=self._without_kv,
         )
         self._metrics.prefills.labels(reason).inc()

@@ -20,7 +20,6 @@ from epd_portable.router.contents.body import (
     MESSAGES_PATH,
     RESPONSES_PATH,
     Call,
-    size,
 )
 from epd_portable.router.contents.cut_text import Segments, opens
 from epd_portable.router.delivery import Attempt
@@ -33,13 +32,12 @@ logger = logging.getLogger(__name__)
 
 Ask: TypeAlias = Callable[[Instance, Call, Segments, Mapping[str, str]], Awaitable[InstanceAnswer]]
 
-Prefilled = Literal["apart", "short", "decided", "unsuited", "none_usable", "failed"]
+Prefilled = Literal["apart", "decided", "unsuited", "none_usable", "failed"]
 """Where the prompt of a request to a decode instance is computed.
 
-``apart``: by a prefill instance. By the decode instance itself: ``short``, below
-``router.prefill_min_bytes``; ``decided``, as a decider of ``router.choice`` says; ``unsuited``, not
-one prompt with one answer, or of an endpoint at which engines say nothing of KV; ``none_usable``,
-no prefill instance; ``failed``, those that were asked.
+``apart``: by a prefill instance. By the decode instance itself: ``decided``, as a decider of
+``router.choice`` says; ``unsuited``, not one prompt with one answer, or of an endpoint at which
+engines say nothing of KV; ``none_usable``, no prefill instance; ``failed``, those that were asked.
 """
 
 MAX_PREFILLS = 2
@@ -151,7 +149,6 @@ def where(
     decode: Instance,
     tried: Collection[str],
     *,
-    min_bytes: int,
     without: Collection[str] = (),
 ) -> tuple[Instance | None, Prefilled]:
     """Return who computes the prompt of a call for a decode instance, or why nobody does.
@@ -161,13 +158,10 @@ def where(
         choosing: Who gets what of it.
         decode: Who answers.
         tried: Names of prefill instances that failed it.
-        min_bytes: Shorter bodies without media are not worth it.
         without: Endpoints at which the engines say nothing of KV.
     """
     if not suits(call) or call.path in without:
         return None, "unsuited"
-    if not call.items and size([call.cut.original()]) < min_bytes:
-        return None, "short"
     if len(tried) >= MAX_PREFILLS:
         return None, "failed"
     if not choosing.prefills(decode):

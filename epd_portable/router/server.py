@@ -256,7 +256,6 @@ class Router:
         )
         self._rules = Rules(
             max_items=settings.max_media_items,
-            unknown_fields=settings.unknown_fields,
             limits=MediaLimits.among(settings),
             pd_takes_media=settings.local_encode,
         )
@@ -544,15 +543,16 @@ class Router:
                     client.work.cancel()
                 elif 0 < client.sending_since < now - settings.send_timeout_s:
                     logger.warning(
-                        "request %s: its client took nothing for router.send_timeout_s",
+                        "request %s: its client took nothing for %g s",
                         client.request_id,
+                        settings.send_timeout_s,
                     )
                     client.give_up()
 
     def _too_slow(self) -> RequestError:
         return RequestError(
-            f"the request body did not end within router.body_timeout_s of "
-            f"{self.settings.body_timeout_s:g} s: send it faster, or raise that limit",
+            f"the request body did not end within {self.settings.body_timeout_s:g} s: send it "
+            "faster",
             status=408,
             code="body_timeout",
         )

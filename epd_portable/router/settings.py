@@ -12,7 +12,7 @@ from epd_portable.config.groups import Labels, Weight
 from epd_portable.config.problems import in_one_line
 from epd_portable.config.roles import DUTIES, Duty, role_named
 from epd_portable.config.roles import Role as Role
-from epd_portable.config.routing import MAX_ENCODERS, RouterSection
+from epd_portable.config.routing import MAX_ENCODERS, MediaUrls, RouterSection
 from epd_portable.config.store import StoreSection
 from epd_portable.errors import ConfigError
 from epd_portable.router.choice.policy import Policy
@@ -62,6 +62,24 @@ class InstanceSettings(BaseModel):
         return self
 
 
+class MediaFetching(MediaUrls):
+    """The keys of ``router.media_urls``, and how files are fetched.
+
+    Attributes:
+        timeout_s: Longest time of fetching one, redirects included, and longest wait for a turn.
+        max_redirects: That are followed, each to an allowed host again.
+        max_fetches: At a time.
+        max_fetches_per_host: The same, from one host.
+        cache_s: How long a file is kept; its server can ask for less.
+    """
+
+    timeout_s: float = Field(default=10.0, gt=0)
+    max_redirects: int = Field(default=3, ge=0)
+    max_fetches: int = Field(default=64, ge=1)
+    max_fetches_per_host: int = Field(default=8, ge=1)
+    cache_s: float = Field(default=300.0, ge=0)
+
+
 class RouterSettings(RouterSection):
     """Everything the router needs to know.
 
@@ -85,6 +103,14 @@ class RouterSettings(RouterSection):
         local_encode: Whether PD instances hold the encoder, so that media are of use to them.
         wait_timeout_s: How long a PD instance waits for an item; afterwards no further encoder is
             tried for it.
+        media_urls: How media that come by URL are fetched.
+        body_timeout_s: Longest time in which a request's body must have come.
+        send_timeout_s: A client that takes nothing of its answer for this long is given up.
+        encode_timeout_s: Longest time of one encode job before another encoder is tried; by default
+            what lets all tries end within ``wait_timeout_s``.
+        elastic_threshold: While a PD instance computes for other requests, encode instances must
+            need so many times longer until it encodes by itself.
+        forget_after_s: An instance that joined and is not healthy for this long is forgotten.
         connect_timeout_s: Longest time of connecting to an instance.
         nack_grace_s: After a failed PD request, how long its reason is waited for on the control
             channel.
@@ -104,6 +130,12 @@ class RouterSettings(RouterSection):
     media: Literal["concurrent", "metadata"] = "concurrent"
     local_encode: bool = True
     wait_timeout_s: float = Field(default=30.0, gt=0)
+    media_urls: MediaFetching = MediaFetching()
+    body_timeout_s: float = Field(default=60.0, gt=0)
+    send_timeout_s: float = Field(default=60.0, gt=0)
+    encode_timeout_s: float | None = Field(default=None, gt=0)
+    elastic_threshold: float = Field(default=4.0, ge=1)
+    forget_after_s: float = Field(default=600.0, gt=0)
     connect_timeout_s: float = Field(default=2.0, gt=0)
     nack_grace_s: float = Field(default=1.0, ge=0)
     probe_interval_s: float = Field(default=1.0, gt=0)
@@ -129,6 +161,17 @@ class RouterSettings(RouterSection):
         if problem := self.deadline_problem(self.wait_timeout_s):
             raise ValueError(problem)
         return self
+
+    def deadline_problem(self, wait_timeout_s: float) -> str:
+        """Return why the deadlines of an item do not fit into each other; empty if they do."""
+        encode_s = self.encode_timeout_s
+        if encode_s is not None and encode_s * MAX_ENCODERS > wait_timeout_s:
+            return (
+                f"an encode job of {encode_s:g} s leaves no time for another encoder: "
+                f"{MAX_ENCODERS} of them are tried within transfer.wait_timeout_s of "
+                f"{wait_timeout_s:g} s; set at most {wait_timeout_s / MAX_ENCODERS:g} s"
+            )
+        return super().deadline_problem(wait_timeout_s)
 
     def of_duty(self, duty: Duty) -> tuple[InstanceSettings, ...]:
         """Return the instances that do one thing, in the order given."""

@@ -1,8 +1,8 @@
 """Bounded admission in the API server of an encode instance.
 
 ``--middleware epd_portable.vllm_plugin.admission.AdmissionMiddleware``: vLLM puts the class around
-its application (0.26 to 0.33), outside its own middleware. The limits of the queue come from the
-environment; those of media, which the router has checked already, with the instance's settings.
+its application (0.26 to 0.33), outside its own middleware. Limits come with the instance's
+settings; those of media have been checked by the router already.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from epd_portable.envs import EPD_MAX_QUEUED_BYTES, EPD_MAX_QUEUED_ITEMS
 from epd_portable.errors import RequestError
 from epd_portable.media.formats import Modality
 from epd_portable.media.limits import (
@@ -110,8 +109,8 @@ class AdmissionMiddleware(Collector):
 
     Args:
         app: What is protected.
-        limits: ``None`` reads them from the environment.
-        media_limits: ``None`` reads them from the instance's settings.
+        limits: Of the queue.
+        media_limits: ``None`` reads both from the instance's settings.
         registry: Where the counts are exposed.
     """
 
@@ -119,15 +118,12 @@ class AdmissionMiddleware(Collector):
         self,
         app: ASGIApp,
         *,
-        limits: AdmissionLimits | None = None,
+        limits: AdmissionLimits = AdmissionLimits(items=1, nbytes=0),
         media_limits: MediaLimits | None = None,
         registry: CollectorRegistry = REGISTRY,
     ) -> None:
         self._app = app
-        self._admission = Admission(
-            limits
-            or AdmissionLimits(items=EPD_MAX_QUEUED_ITEMS.get(), nbytes=EPD_MAX_QUEUED_BYTES.get())
-        )
+        self._admission = Admission(limits)
         self._media_limits = media_limits
         self._refused = dict.fromkeys((*KEYS, "media"), 0)
         self._news = asyncio.Event()
@@ -141,10 +137,11 @@ class AdmissionMiddleware(Collector):
         if not _is_counted(scope):
             await self._app(scope, receive, send)
             return
+        media_limits = self._configured(scope)
         visit = Visit()
         try:
             request = Request(scope, receive)
-            answer = await self._admit(visit, request)
+            answer = await self._admit(visit, request, media_limits)
             if isinstance(answer, Response):
                 await answer(scope, receive, send)
             else:
@@ -155,7 +152,9 @@ class AdmissionMiddleware(Collector):
             self._admission.leave(visit, now_s=time.monotonic())
             self._changed()
 
-    async def _admit(self, visit: Visit, request: Request) -> bytes | Response:
+    async def _admit(
+        self, visit: Visit, request: Request, media_limits: MediaLimits
+    ) -> bytes | Response:
         """Return the whole body, or why the request is refused."""
         announced = request.headers.get("content-length", "")
         known = int(announced) if announced.isdecimal() else 0
@@ -176,7 +175,7 @@ class AdmissionMiddleware(Collector):
             refusal = self._take(visit, items=max(count_items(outline), 1) - 1)
             if refusal is None:
                 try:
-                    pixels = check_media(self._limits_of_media(request.scope), outline)
+                    pixels = check_media(media_limits, outline)
                 except RequestError as error:
                     self._refused["media"] += 1
                     return _refused(error)
@@ -205,9 +204,14 @@ class AdmissionMiddleware(Collector):
         self._news.set()
         self._news = asyncio.Event()
 
-    def _limits_of_media(self, scope: Scope) -> MediaLimits:
+    def _configured(self, scope: Scope) -> MediaLimits:
+        """Read the instance's settings with the first request: the server has them by then."""
         if self._media_limits is None:
-            self._media_limits = instance_of(scope).media_limits
+            instance = instance_of(scope)
+            self._media_limits = instance.media_limits
+            self._admission = Admission(
+                AdmissionLimits(items=instance.max_queued_items, nbytes=instance.max_queued_bytes)
+            )
         return self._media_limits
 
     def _take(self, visit: Visit, *, items: int = 0, nbytes: int = 0) -> Refusal | None:

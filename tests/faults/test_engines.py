@@ -165,8 +165,6 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
         "engine_args.distributed_executor_backend=mp",
         f"transfer.wait_timeout_s={WAIT_S}",
         f"transfer.lease_s={LEASE_S}",
-        "launch.restart.first_delay_s=0.2",
-        "launch.restart.max_delay_s=0.2",
     ]
     env = {
         **faults.environment,

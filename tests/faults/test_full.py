@@ -161,7 +161,8 @@ def test_a_launcher_whose_output_cannot_be_written_goes_on_and_restarts(tmp_path
     plan = {
         "run_id": run_id,
         "processes": [{**spec, "url": f"http://127.0.0.1:{port}"}],
-        "launch": {"warm_up": False, "restart": {"first_delay_s": 0.1}},
+        "launch": {},
+        "backoff": {"first_s": 0.1},
         "log_dir": str(tmp_path),
         "temp_dir": str(tmp_path / "temp"),
     }

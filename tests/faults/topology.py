@@ -160,18 +160,14 @@ class Topology:
         argv += ["--settings", settings.model_dump_json()]
         specs.append(self._spec("router", "router", argv, ""))
         self.names = list(self.urls)
-        launch = {
-            "stop_grace_s": 2.0,
-            "warm_up": False,
-            "restart": {"first_delay_s": 0.05, "max_delay_s": 0.1, "healthy_after_s": 0.1},
-        }
         plan = folder / "plan.json"
         plan.write_text(
             json.dumps(
                 {
                     "run_id": self.run_id,
                     "processes": specs,
-                    "launch": launch,
+                    "launch": {"stop_grace_s": 2.0},
+                    "backoff": {"first_s": 0.05, "max_s": 0.1},
                     "secret": Path(secret_file()).read_text("utf-8").strip(),
                     "log_dir": str(self.log_dir),
                     "temp_dir": str(self.temp_dir),

@@ -8,16 +8,20 @@ from pathlib import Path
 from epd_portable.config import document, problems
 from epd_portable.config.routing import MAX_ENCODERS
 from epd_portable.connector import consumer
+from epd_portable.connector.stores import writer
 from epd_portable.launch.plan import ports
+from epd_portable.launch.run import lifecycle, supervisor
 from epd_portable.router import exchange, prefill
 from epd_portable.router.contents import body
 from epd_portable.router.fleet import ejections, instances, members, tally
 from epd_portable.router.http import replies, server_connection
 from epd_portable.router.ingress import admission
-from epd_portable.router.settings import RouterSettings
+from epd_portable.router.settings import MediaFetching, RouterSettings
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/configuration.md"
 KIB, MIB = 1 << 10, 1 << 20
+FETCHING = MediaFetching()
+BACKOFF = lifecycle.Backoff()
 
 
 def setting(name: str) -> str:
@@ -30,6 +34,27 @@ IN_THE_CODE = {
     "times that a request is sent": str(exchange.MAX_PD_ATTEMPTS),
     "prefill instances asked for one prompt": str(prefill.MAX_PREFILLS),
     "connecting to an instance": setting("connect_timeout_s"),
+    "one encode job": {
+        2: "half of `transfer.wait_timeout_s`, unless `router.choice` says otherwise"
+    }[MAX_ENCODERS],
+    "a request's body arrives": f"within {setting('body_timeout_s')}",
+    "a client that takes nothing of its answer": f"after {setting('send_timeout_s')}",
+    "fetching one file by URL": (
+        f"{FETCHING.timeout_s:g} s each, {FETCHING.max_redirects} redirects"
+    ),
+    "files that are fetched at a time": (
+        f"{FETCHING.max_fetches}, {FETCHING.max_fetches_per_host} of one host"
+    ),
+    "an instance that joined and is not healthy": f"after {setting('forget_after_s')}",
+    "outputs that wait in an encode instance": f"{writer.QUEUE_BYTES // MIB} MiB; more are dropped",
+    "restart of a process": (
+        f"after {BACKOFF.first_s:g} s, doubling with each further death to {BACKOFF.max_s:g} s; "
+        f"anew after {lifecycle.FORGIVEN_AFTER_S:g} s of health"
+    ),
+    "probes of a process": (
+        f"every {supervisor.PROBE_EVERY_S:g} s, or {supervisor.PROBES} times within "
+        "`launch.hung_after_s`"
+    ),
     "interval of health probes of an instance": (
         f"{setting('probe_interval_s')}, at most {members.PROBES_PER_S:g} probes a second in all; "
         "at once after a failed request"

@@ -32,6 +32,8 @@ FOLDER = "epd-store-1"
 TENSOR = "ec_cache"
 """As vLLM's ``ECExampleConnector`` names it."""
 EXAMPLE_FILE = "encoder_cache.safetensors"
+MAX_EXAMPLE_BYTES = 256 << 20
+"""Largest tensor of vLLM's example that is read."""
 _HEAD = "epd_head"
 _DTYPES = {
     "float64": "F64",
@@ -79,7 +81,7 @@ class FileStore(Store):
         self._ttl_s = section.ttl_s
         self._timeout_s = section.timeout_s
         self._aliases = self.takes_examples = section.layout == "vllm"
-        self._max_example_bytes = min(section.queue_bytes, section.max_bytes)
+        self._max_example_bytes = min(MAX_EXAMPLE_BYTES, section.max_bytes)
 
     def has_caches(self, keys: Sequence[str]) -> list[bytes | None]:
         """See `Store`."""
@@ -146,7 +148,7 @@ class FileStore(Store):
             if not is_one or spec.nbytes > self._max_example_bytes:
                 raise CorruptEntryError(
                     f"{path} has bytes {first} to {end} for {spec}; at most "
-                    f"{self._max_example_bytes} are read (store.queue_bytes)"
+                    f"{self._max_example_bytes} are read"
                 )
             data = os.pread(file, spec.nbytes, begin + first)
             if len(data) != spec.nbytes:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+QUEUE_BYTES = 256 << 20
 _BATCH_BYTES = 8 << 20
 """Entries are written together up to this size."""
 _NICENESS = 10
@@ -70,7 +71,6 @@ def open_writer(config: InstanceConfig, namespace: str) -> StoreWriter | None:
         make_store(config.store),
         Seal(Secret.read(config.secret_file)),
         namespace,
-        queue_bytes=config.store.queue_bytes,
     )
 
 
@@ -81,7 +81,7 @@ class StoreWriter:
         store: Where to.
         seal: Of the deployment.
         namespace: Of the engine, see `Seal.namespace`.
-        queue_bytes: That wait at most; what would be more is dropped.
+        queue_bytes: Of outputs that wait to be written; further ones are dropped.
         breaker: Opens when the store does not take anything.
         metrics: Counts what happens; ``None`` counts where nobody looks.
     """
@@ -92,7 +92,7 @@ class StoreWriter:
         seal: Seal,
         namespace: str,
         *,
-        queue_bytes: int,
+        queue_bytes: int = QUEUE_BYTES,
         breaker: Breaker | None = None,
         metrics: StoreMetrics | None = None,
     ) -> None:

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 import click
 
-from epd_portable import envs
 from epd_portable.config.quantities import url_problem
 from epd_portable.config.roles import ROLES
 from epd_portable.config.secret import Secret, make_secret_file
@@ -94,10 +93,8 @@ def _router_options(command: F) -> F:
         click.option(
             "--secret-file",
             required=True,
-            envvar=envs.EPD_SECRET_FILE.name,
             metavar="FILE",
-            help="The deployment's secret, a copy of the router's secret_file; by default "
-            f"{envs.EPD_SECRET_FILE.name}.",
+            help="The deployment's secret, a copy of the router's secret_file.",
         ),
     ]
     for option in reversed(options):

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from pydantic import JsonValue
 
-from epd_portable.config.groups import EncodeGroup, InstanceGroup, PrefillDecodeGroup
+from epd_portable.config.groups import InstanceGroup, PrefillDecodeGroup
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.config.roles import group_of
 from epd_portable.config.schema import Topology
@@ -104,10 +104,8 @@ def _executor(traits: PlatformTraits, group_name: str, ranks: int) -> str | None
 
 def _traces_endpoint(topology: Topology) -> str | None:
     """Return where engines send their spans: below those of the router, whose names they get."""
-    tracing = topology.router.tracing
-    if not tracing.endpoint or not tracing.engines:
-        return None
-    return f"{tracing.endpoint.rstrip('/')}/v1/traces"
+    endpoint = topology.router.tracing.endpoint
+    return f"{endpoint.rstrip('/')}/v1/traces" if endpoint else None
 
 
 def _kv_arguments(
@@ -185,9 +183,6 @@ def engine_env(
         # Engines leave sockets and rendezvous files there; the folder is removed with the run.
         "TMPDIR": temp_dir,
     }
-    if isinstance(group, EncodeGroup):
-        owned["EPD_MAX_QUEUED_ITEMS"] = str(group.max_queued_items)
-        owned["EPD_MAX_QUEUED_BYTES"] = str(group.max_queued_bytes)
     if traits.visible_devices_env is not None:
         # An engine takes the first tensor_parallel_size of them.
         owned[traits.visible_devices_env] = ",".join((*seat.devices, *seat.peers))
@@ -227,9 +222,6 @@ def owned_variables(group_name: str, has_share: bool, traits: PlatformTraits) ->
         traits: The platform.
     """
     remedies = dict.fromkeys(("EPD_INSTANCE", "EPD_PLATFORM", "TMPDIR"), "remove it")
-    if group_name == group_of("encode"):
-        remedies["EPD_MAX_QUEUED_ITEMS"] = "write max_queued_items beside count"
-        remedies["EPD_MAX_QUEUED_BYTES"] = "write max_queued_bytes beside count"
     if traits.visible_devices_env is not None:
         remedies[traits.visible_devices_env] = "list devices instead"
     if has_share and traits.share_env is not None:

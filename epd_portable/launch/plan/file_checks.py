@@ -13,6 +13,7 @@ from epd_portable import envs
 from epd_portable.config.document import KeyPath
 from epd_portable.config.groups import engine_argument_problem
 from epd_portable.config.load import GROUPS, Check
+from epd_portable.config.removed import REMOVED, removed
 from epd_portable.config.roles import ROLES, group_of
 from epd_portable.config.secret import Secret
 from epd_portable.config.store import StoreSection
@@ -47,6 +48,8 @@ def variables_check(traits: PlatformTraits) -> Check:
                 }
                 if remedies:
                     yield (*path, name), f"{name} is set by the launcher; {min(remedies)}"
+                elif name in REMOVED:
+                    yield (*path, name), removed(name)
                 elif name in variables:
                     try:
                         variables[name].get({name: str(section[name])})

@@ -24,7 +24,7 @@ class KVConnector:
     """One of vLLM's KV connectors.
 
     Attributes:
-        name: In ``transfer.kv_connector``.
+        name: In `KV_CONNECTORS`.
         cls: vLLM's name of it.
         module: What must be importable where instances run.
         install: How to get that.
@@ -83,14 +83,7 @@ def kv_connector(topology: Topology, traits: PlatformTraits) -> tuple[KVConnecto
     """
     if not any(topology.instances.of(role).count for role in SENDS_KV | TAKES_KV):
         return None
-    asked = topology.transfer.kv_connector
-    name = traits.kv_connector
-    if asked not in ("auto", name):
-        raise ConfigError(
-            f"transfer.kv_connector: {asked} has nothing to read devices of platform {traits.name} "
-            f"with; write auto or {name}"
-        )
-    connector = KV_CONNECTORS[name]
+    connector = KV_CONNECTORS[traits.kv_connector]
     if connector.port_each_rank:
         _check_ranks(topology, connector)
     host = topology.launch.host
@@ -99,8 +92,7 @@ def kv_connector(topology: Topology, traits: PlatformTraits) -> tuple[KVConnecto
             f"launch.host {host} is not the loopback address, and {connector.cls} neither encrypts "
             "nor asks who reads: set transfer.trusted_network if nobody else is on that network"
         )
-    reason = f"it is the one for {traits.name}" if asked == "auto" else "transfer.kv_connector"
-    return connector, reason
+    return connector, f"it is the one for {traits.name}"
 
 
 def _check_ranks(topology: Topology, connector: KVConnector) -> None:

@@ -47,6 +47,8 @@ from epd_portable.router.settings import (
 GROUPS: dict[str, Role] = {group_of(role): role for role in ROLES}
 """The groups of a topology file, in the order in which they get devices, and their roles."""
 
+QUEUED_BODIES = 8
+"""Of the largest size that the router lets through, that an encode instance queues."""
 SMALLEST_POOL_BYTES = 4 << 10
 """Of an instance to which nobody sends items."""
 
@@ -194,7 +196,6 @@ def make_plan(
     Raises:
         ConfigError: The topology does not fit the platform or the machine.
     """
-    _check_queue(topology)
     _check_host(topology, traits)
     kv = kv_connector(topology, traits)
     secret_file = topology.secret_file or run_secret_file(temp_dir)
@@ -302,16 +303,6 @@ def _threads(spec: ProcessSpec) -> int:
     return int(given) if given.isdecimal() else 1
 
 
-def _check_queue(topology: Topology) -> None:
-    queue, largest = topology.instances.encode.max_queued_bytes, topology.router.max_body_bytes
-    if queue < largest:
-        raise ConfigError(
-            f"instances.encode.max_queued_bytes {queue} is less than router.max_body_bytes "
-            f"{largest}: a body that the router accepts could never be queued; raise the one or "
-            "lower the other"
-        )
-
-
 def _hardware_warnings(
     topology: Topology,
     traits: PlatformTraits,
@@ -374,10 +365,19 @@ def _instance(
         secret_file=secret_file,
         trusted_network=transfer.trusted_network,
         can_encode=topology.instances.prefill_decode.encoder or not receives,
-        host_cache_bytes=topology.instances.encode.host_cache_bytes if role == "encode" else 0,
+        **_of_encoders(topology) if role == "encode" else {},
         store=topology.store,
         media_limits=MediaLimits.among(topology.router),
     )
+
+
+def _of_encoders(topology: Topology) -> dict[str, int]:
+    group = topology.instances.encode
+    return {
+        "host_cache_bytes": group.host_cache_bytes,
+        "max_queued_items": group.max_queued_items,
+        "max_queued_bytes": QUEUED_BODIES * topology.router.max_body_bytes,
+    }
 
 
 def _check_host(topology: Topology, traits: PlatformTraits) -> None:
@@ -415,7 +415,7 @@ def _router(
         # The secret of a run is for its own processes.
         registration=topology.secret_file is not None,
         store=topology.store,
-        warm_up=topology.launch.warm_up,
+        warm_up=True,
         media=topology.transfer.media,
         local_encode=topology.instances.prefill_decode.encoder,
         wait_timeout_s=topology.transfer.wait_timeout_s,

@@ -20,8 +20,23 @@ from enum import Enum
 from epd_portable.config.schema import Launch
 from epd_portable.launch.notices import Event, Notice
 
+FORGIVEN_AFTER_S = 60.0
+"""Healthy for this long, a process has its earlier deaths forgiven."""
 HUNG_PROBES = 3
 """Probes in a row that a process must miss before it counts as hung, however long each took."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Backoff:
+    """Pauses before a process that died while the topology serves is started again.
+
+    Attributes:
+        first_s: Before the first restart; doubles with every further death.
+        max_s: Longest pause.
+    """
+
+    first_s: float = 1.0
+    max_s: float = 30.0
 
 
 class Phase(Enum):
@@ -96,8 +111,9 @@ class Lifecycle:
 
     Args:
         names: Every process.
-        launch: Timeouts and back-off.
+        launch: Timeouts.
         after: For each process the neighbours that must have started before it, if any.
+        backoff: Of restarts.
     """
 
     def __init__(
@@ -105,9 +121,12 @@ class Lifecycle:
         names: Iterable[str],
         launch: Launch,
         after: Mapping[str, Iterable[str]] | None = None,
+        *,
+        backoff: Backoff = Backoff(),
     ) -> None:
         self.phase = Phase.STARTING
         self._launch = launch
+        self._backoff = backoff
         self._states = {name: _State() for name in names}
         self._after = {name: tuple(earlier) for name, earlier in (after or {}).items()}
         self._neighbours: defaultdict[str, set[str]] = defaultdict(set)
@@ -209,14 +228,13 @@ class Lifecycle:
         if state.renewed:
             self._states[name] = _State(deaths=state.deaths, restart_at=now)
             return self._start_what_is_due(now)
-        restart = self._launch.restart
         healthy_until = state.silent_since if state.silent_probes else now
         if (
             state.healthy_at is not None
-            and healthy_until - state.healthy_at >= restart.healthy_after_s
+            and healthy_until - state.healthy_at >= FORGIVEN_AFTER_S
         ):
             state.deaths = 0
-        delay_s = min(restart.first_delay_s * 2.0 ** min(state.deaths, 63), restart.max_delay_s)
+        delay_s = min(self._backoff.first_s * 2.0 ** min(state.deaths, 63), self._backoff.max_s)
         self._states[name] = _State(deaths=state.deaths + 1, restart_at=now + delay_s)
         notice = Notice(
             "exited",

@@ -23,6 +23,7 @@ from epd_portable.launch.run.leftovers import mapped_files, remove_unused
 from epd_portable.launch.run.lifecycle import (
     HUNG_PROBES,
     Action,
+    Backoff,
     Fail,
     Kill,
     Lifecycle,
@@ -40,8 +41,12 @@ from epd_portable.launch.run.running import ProcessRecord, RunRecord, start_tick
 from epd_portable.launch.run.update import RollingUpdate
 
 _STEP_S = 0.1
-_START_PROBE_EVERY_S = 0.5
+_STARTPROBE_EVERY_S = 0.5
 _START_PROBE_TIMEOUT_S = 1.0
+PROBE_EVERY_S = 5.0
+PROBES = 24
+"""At least so many within ``launch.hung_after_s``."""
+_LOG_FILES = 3
 _LOOK_EVERY_S = 3.0
 _ORPHAN_GRACE_S = 1.0
 _DRAIN_MARGIN_S = 5.0
@@ -54,7 +59,7 @@ class Supervisor:
 
     Args:
         plan: What to run.
-        launch: Timeouts, back-off and sizes of logs.
+        launch: Timeouts and sizes of logs.
         secret: Of the router and its instances.
         drain_s: How long open requests may go on: of the router when a stop was asked for, of an
             instance when it is updated.
@@ -63,6 +68,7 @@ class Supervisor:
             run; removed at the end.
         say: Tells the user what happens.
         config: The topology file, for `find_runs`.
+        backoff: Of restarts.
     """
 
     def __init__(
@@ -76,6 +82,7 @@ class Supervisor:
         temp_dir: Path,
         say: Callable[[Notice], None],
         config: str = "",
+        backoff: Backoff = Backoff(),
     ) -> None:
         self._plan = plan
         self._config = config
@@ -88,7 +95,10 @@ class Supervisor:
         self._specs = {spec.name: spec for spec in plan.processes}
         self._children: dict[str, Child] = {}
         self._lifecycle = Lifecycle(
-            self._specs, launch, {name: spec.after for name, spec in self._specs.items()}
+            self._specs,
+            launch,
+            {name: spec.after for name, spec in self._specs.items()},
+            backoff=backoff,
         )
         self._probes: Probes[Child] = Probes()
         self._stop_requests = 0
@@ -239,7 +249,7 @@ class Supervisor:
             else:
                 self._perform(self._lifecycle.silent(name, probe.asked_at, now))
         if now >= self._next_start_probe_at:
-            self._next_start_probe_at = now + _START_PROBE_EVERY_S
+            self._next_start_probe_at = now + _STARTPROBE_EVERY_S
             secret = self._secret if self._lifecycle.phase is Phase.STARTING else None
             for name in self._lifecycle.pending():
                 self._probes.ask(
@@ -249,7 +259,7 @@ class Supervisor:
                     ),
                 )
         if self._launch.hung_after_s and now >= self._next_probe_at:
-            self._next_probe_at = now + self._launch.probe_interval_s
+            self._next_probe_at = now + min(PROBE_EVERY_S, self._launch.hung_after_s / PROBES)
             timeout_s = self._launch.hung_after_s / HUNG_PROBES
             for name in self._lifecycle.up():
                 self._probes.ask(
@@ -414,7 +424,7 @@ class Supervisor:
         return Rotation(
             [self._log_dir / f"{name}.log" for name in self._specs],
             max_bytes=self._launch.log_max_bytes,
-            files=self._launch.log_files,
+            files=_LOG_FILES,
             say=lambda line: self._say(Notice("warning", line)),
         )
 

@@ -40,7 +40,7 @@ class Multimodal(Parameters):
         enableEncoding: Whether items are encoded apart at all.
         minImageSize: Pictures of fewer pixels than a square with this side are not.
         encoderTimeout: Milliseconds that one encode job may take, in place of
-            ``router.encode_timeout_s``.
+            half of ``transfer.wait_timeout_s``.
     """
 
     enableEncoding: bool = True

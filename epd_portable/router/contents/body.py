@@ -6,9 +6,8 @@ or audio clip is decoded, copied or encoded on its way.
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Literal, cast
+from collections.abc import Callable, Collection, Mapping
+from typing import cast
 
 import msgspec
 
@@ -47,10 +46,6 @@ MAX_STRINGS = 100_000
 some 60 bytes and 50 ns while the body is read, even one of 2 bytes in it. There are no more values
 than commas, and no more names than strings; a prompt of tokens has many values, but is not taken
 apart."""
-MAX_NAMED = 10
-"""Unknown fields that one answer names."""
-
-UnknownFields = Literal["refuse", "drop", "pass"]
 
 _ENCODER_SETTINGS = ("mm_processor_kwargs", "media_io_kwargs")
 """Fields that change what the encoder computes."""
@@ -77,49 +72,10 @@ _WITH_SOUND = frozenset({"video", "audio"})
 encoded where the whole prompt is."""
 
 
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
 KV = "kv_transfer_params"
 STRIPPED = frozenset({"ec_transfer_params", KV})
 """Fields that travel between the router and its instances; what a client puts there is dropped.
 The second one goes on if it comes from a hop that is trusted (`epd_portable.router.hops`)."""
-
-_SHARED_FIELDS = _names(
-    """
-    add_special_tokens allowed_token_ids bad_words cache_salt echo frequency_penalty ignore_eos
-    include_stop_str_in_output length_penalty logit_bias logprob_token_ids logprobs max_tokens
-    min_p min_tokens mm_payload model n presence_penalty priority prompt_logprobs
-    repetition_detection repetition_penalty request_id response_format return_mm_kwargs
-    return_token_ids return_token_offsets return_tokens_as_token_ids routed_experts_prompt_start
-    seed session_id skip_special_tokens spaces_between_special_tokens stop stop_token_ids stream
-    stream_interval stream_options structured_outputs temperature thinking_token_budget top_k top_p
-    truncate_prompt_tokens truncation_side use_beam_search user vllm_xargs watermarking
-    """
-)
-CHAT_ENGINE_FIELDS = _SHARED_FIELDS | _names(
-    """
-    add_generation_prompt chat_template chat_template_kwargs continue_final_message documents
-    include_reasoning max_completion_tokens media_io_kwargs messages mm_processor_kwargs
-    parallel_tool_calls reasoning_effort return_prompt_text tool_choice tools top_logprobs
-    """
-)
-COMPLETION_ENGINE_FIELDS = _SHARED_FIELDS | _names("prompt prompt_embeds suffix")
-WITHOUT_EFFECT = _names(
-    """
-    audio best_of enable_thinking function_call functions guided_choice guided_decoding_backend
-    guided_grammar guided_json guided_regex guided_whitespace_pattern metadata modalities
-    prediction prompt_cache_key prompt_cache_retention reasoning safety_identifier service_tier
-    store thinking verbosity web_search_options
-    """
-)
-"""Fields that clients send for other services, or for other versions of the engine."""
-KNOWN_FIELDS: Mapping[str, frozenset[str]] = {
-    CHAT_PATH: CHAT_ENGINE_FIELDS | WITHOUT_EFFECT,
-    COMPLETION_PATH: COMPLETION_ENGINE_FIELDS | WITHOUT_EFFECT,
-}
-"""By the path of the endpoint."""
 
 _object = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -131,8 +87,6 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
         models: Names that may be asked for; ``None`` leaves that to the instances, which know
             their adapters.
         max_items: Most images, videos and audio clips in one request.
-        unknown_fields: What becomes of a field whose name is not known. Engines ignore what they do
-            not know, so a misspelt one would be answered as if it had not been sent.
         limits: What media may become when they are decoded; ``None`` for no limits.
         pd_takes_media: Whether prefill+decode instances hold an encoder, or whether metadata go to
             them in place of media, which only chat requests have a place for.
@@ -141,7 +95,6 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
 
     models: frozenset[str] | None = None
     max_items: int = 64
-    unknown_fields: UnknownFields = "pass"
     limits: MediaLimits | None = None
     pd_takes_media: bool = True
     takes_kv: bool = False
@@ -459,11 +412,6 @@ def _read_object(
     dropped = STRIPPED & fields.keys()
     if rules.takes_kv:
         dropped -= {KV}
-    if rules.unknown_fields != "pass" and path in KNOWN_FIELDS:
-        unknown = fields.keys() - KNOWN_FIELDS[path] - STRIPPED
-        if unknown and rules.unknown_fields == "refuse":
-            raise _unknown_fields(map(cut.restored, unknown), KNOWN_FIELDS[path])
-        dropped |= unknown
     for name in dropped:
         del fields[name]
     _check_extra_arguments(fields)
@@ -492,22 +440,6 @@ def _too_much(found: str, most: int) -> RequestError:
         f"request body holds {found}: at most {most} are allowed; send fewer values, or less text",
         status=413,
         code="too_many_values",
-    )
-
-
-def _unknown_fields(names: Iterable[str], known: frozenset[str]) -> RequestError:
-    unknown = sorted(names)
-    described = []
-    for name in unknown[:MAX_NAMED]:
-        near = difflib.get_close_matches(name[:64], known, n=1)
-        described.append(f"{name[:64]!r}" + (f" (did you mean {near[0]!r}?)" if near else ""))
-    if len(unknown) > MAX_NAMED:
-        described.append(f"and {len(unknown) - MAX_NAMED} more")
-    return RequestError(
-        f"unknown field{'s' if len(unknown) > 1 else ''} {', '.join(described)} in the request "
-        "body: correct the name or remove it",
-        status=400,
-        code="unknown_field",
     )
 
 

@@ -123,10 +123,6 @@ class CutText:
             found += self.small[place : place + _COUNT_BYTES].count(what)
         return found
 
-    def restored(self, name: str) -> str:
-        """Return a field's name as the client wrote it."""
-        return self.whole(name.encode()).decode("utf-8", "replace") if self._runs else name
-
     def text(self, raw: msgspec.Raw, where: str) -> str:
         """Return a JSON string.
 

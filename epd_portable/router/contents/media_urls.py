@@ -15,7 +15,6 @@ import re
 import time
 from collections.abc import Callable, Iterator
 
-from epd_portable.config.routing import MediaUrls
 from epd_portable.errors import RequestError
 from epd_portable.media.addresses import FetchResult, MediaUrlError, WebTarget, read_url
 from epd_portable.media.formats import READERS, Modality
@@ -24,6 +23,7 @@ from epd_portable.router.contents.web_files import FetchedFile, Resolve, WebFile
 from epd_portable.router.http.incoming import Bodies
 from epd_portable.router.http.replies import unavailable
 from epd_portable.router.observability.metrics import Metrics
+from epd_portable.router.settings import MediaFetching
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class MediaFetcher:
 
     def __init__(
         self,
-        settings: MediaUrls,
+        settings: MediaFetching,
         bodies: Bodies,
         metrics: Metrics,
         *,

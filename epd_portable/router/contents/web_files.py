@@ -26,7 +26,6 @@ import httpcore
 import httpx
 import msgspec
 
-from epd_portable.config.routing import MediaUrls
 from epd_portable.errors import MediaError
 from epd_portable.media.addresses import (
     AddressPolicy,
@@ -40,6 +39,7 @@ from epd_portable.media.formats import kind_of
 from epd_portable.router.contents.cut_text import Bytes
 from epd_portable.router.http.incoming import Bodies, Body
 from epd_portable.router.http.replies import RETRY_AFTER_S
+from epd_portable.router.settings import MediaFetching
 
 Resolve = Callable[[str, int], list[str]]
 """Returns the addresses of a name; blocks, and raises `OSError`."""
@@ -93,7 +93,7 @@ class WebFiles:
         resolve: Looks names up; the system unless given.
     """
 
-    def __init__(self, settings: MediaUrls, bodies: Bodies, resolve: Resolve | None = None) -> None:
+    def __init__(self, settings: MediaFetching, bodies: Bodies, resolve: Resolve | None = None) -> None:
         self._settings = settings
         self._bodies = bodies
         self._domains = Domains(settings.allowed_domains)
@@ -156,8 +156,7 @@ class WebFiles:
             seen.add(target)
             if len(seen) > self._settings.max_redirects + 1:
                 raise MediaUrlError(
-                    f"more than {self._settings.max_redirects} redirects are not followed "
-                    "(router.media_urls.max_redirects)"
+                    f"more than {self._settings.max_redirects} redirects are not followed"
                 )
             try:
                 self._domains.check(target)
@@ -409,8 +408,7 @@ class _Turns:
                         await held.enter_async_context(self._all)
                 except TimeoutError as error:
                     raise MediaUrlError(
-                        f"others were fetched for {wait_s:g} s; try again later, or raise "
-                        "router.media_urls.max_fetches and max_fetches_per_host",
+                        f"others were fetched for {wait_s:g} s; try again later",
                         status=503,
                         code="too_many_fetches",
                         result="busy",

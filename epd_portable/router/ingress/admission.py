@@ -31,7 +31,7 @@ MAX_WAIT_HEADER = "x-epd-max-wait-s"
 """Tells how long a request waits at most, less than ``router.admission.max_wait_s``."""
 LONGEST_RETRY_S = 60
 
-Kind = Literal["requests", "items", "pixels", "bytes"]
+Kind = Literal["requests", "items", "bytes"]
 Reason = Literal["full", "displaced", "late"]
 """Why a request is refused: no place to wait, somebody with more claim to that one's, or no turn in
 time."""
@@ -43,13 +43,11 @@ _WORDS: Mapping[Reason, str] = {
 }
 _OF_INSTANCES: tuple[tuple[Duty, Kind], ...] = (
     ("encode", "items"),
-    ("encode", "pixels"),
     ("answer", "requests"),
 )
 _AMOUNTS: Mapping[Kind, Callable[[Call, int], int]] = {
     "requests": lambda call, nbytes: 1,
     "items": lambda call, nbytes: len(call.items),
-    "pixels": lambda call, nbytes: sum(item.pixels for item in call.items),
     "bytes": lambda call, nbytes: nbytes,
 }
 """What a request takes, by the bytes of its body."""

@@ -26,11 +26,6 @@ ASK = text("What is in the picture?")
 MANY_TOKENS = 4000
 
 
-@pytest.fixture(scope="module")
-def router() -> dict[str, object]:
-    return {"unknown_fields": "refuse"}
-
-
 def test_text_before_a_picture_is_prefilled_while_the_encoder_works(pair: Pair) -> None:
     name = "text-first"
 
@@ -232,7 +227,6 @@ def test_a_client_that_leaves_takes_its_work_along(
 PNG = picture(91)["image_url"]["url"]
 BAD_REQUESTS: dict[str, tuple[Any, int, str]] = {
     "no JSON": (b"{not json", 400, "JSON"),
-    "an unknown field": (body("hello", temprature=0.5), 400, "temprature"),
     "a malformed data URL": (
         body([{"type": "image_url", "image_url": {"url": "data:image/png;base64"}}]),
         400,

@@ -241,14 +241,20 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Run]]:
         drain_s: float = 30.0,
         secret: str = "0" * 64,
         as_json: bool = False,
+        backoff: dict[str, float] | None = None,
         **launch: Any,
     ) -> Run:
         """Start a topology; what is named beside it are keys of ``launch``.
 
-        ``specs`` are further fields of processes, by their names.
+        ``specs`` are further fields of processes, by their names, ``backoff`` that of restarts.
         """
         launch = {"stop_grace_s": 2.0, **launch}
-        settings = {"drain_s": drain_s, "secret": secret, "as_json": as_json}
+        settings = {
+            "drain_s": drain_s,
+            "secret": secret,
+            "as_json": as_json,
+            "backoff": backoff or {},
+        }
         runs.append(Run(tmp_path, servers, launch, popen or {}, specs or {}, **settings))
         return runs[-1]
 

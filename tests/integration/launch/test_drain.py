@@ -67,7 +67,7 @@ def test_a_second_signal_ends_the_grace(launch: Launch) -> None:
 
 
 def test_a_router_that_is_dead_is_not_waited_for(launch: Launch) -> None:
-    run = launch(TOPOLOGY, restart={"first_delay_s": 60.0, "max_delay_s": 60.0})
+    run = launch(TOPOLOGY, backoff={"first_s": 60.0, "max_s": 60.0})
     run.wait_for("ready:")
     os.kill(run.pid_of("router"), signal.SIGKILL)
     run.wait_for("restarting it in 60 s")

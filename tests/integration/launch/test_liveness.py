@@ -12,10 +12,9 @@ import pytest
 
 Launch = Callable[..., Any]
 WATCHED = {
-    "probe_interval_s": 0.1,
     "hung_after_s": 1.5,
     "stop_grace_s": 0.5,
-    "restart": {"first_delay_s": 0.2, "max_delay_s": 0.8, "healthy_after_s": 60.0},
+    "backoff": {"first_s": 0.2, "max_s": 0.8},
 }
 
 

@@ -24,7 +24,7 @@ def of(run: Run, name: str) -> ProcessRecord:
 
 
 def test_a_run_tells_where_its_instances_are_and_what_became_of_them(launch: Launch) -> None:
-    run = launch({"encode-0": [], "router": []}, restart={"first_delay_s": 0.1})
+    run = launch({"encode-0": [], "router": []}, backoff={"first_s": 0.1})
     run.wait_for("ready:")
     line = run.wait_for("encode-0")
     assert line.split() == ["encode-0", "encode", f"http://127.0.0.1:{run.ports['encode-0']}"]
@@ -46,7 +46,7 @@ def test_a_run_tells_where_its_instances_are_and_what_became_of_them(launch: Lau
 
 
 def test_a_run_is_told_to_programs_as_one_object_a_line(launch: Launch) -> None:
-    run = launch({"encode-0": [], "router": []}, as_json=True, restart={"first_delay_s": 0.1})
+    run = launch({"encode-0": [], "router": []}, as_json=True, backoff={"first_s": 0.1})
     run.wait_for('"event": "ready"')
     os.kill(run.pid_of("encode-0"), signal.SIGKILL)
     run.wait_for('"event": "back"')
@@ -70,7 +70,7 @@ def test_a_run_is_told_to_programs_as_one_object_a_line(launch: Launch) -> None:
 
 
 def test_a_folder_that_takes_no_file_ends_no_topology(launch: Launch) -> None:
-    run = launch({"encode-0": [], "router": []}, restart={"first_delay_s": 0.1})
+    run = launch({"encode-0": [], "router": []}, backoff={"first_s": 0.1})
     run.wait_for("ready:")
     # As on a full disk, and for root too.
     (run.temp_dir / f"{STATE_FILE}.new").mkdir()

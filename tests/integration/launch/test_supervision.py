@@ -16,7 +16,7 @@ from epd_portable.launch.run import sessions
 from tests.integration.launch.conftest import ROUTES
 
 Launch = Callable[..., Any]
-FAST_RESTART = {"first_delay_s": 0.2, "max_delay_s": 0.8, "healthy_after_s": 60.0}
+FAST_RESTART = {"first_s": 0.2, "max_s": 0.8}
 
 
 def test_the_ready_line_says_where_and_what(launch: Launch) -> None:
@@ -48,7 +48,7 @@ def test_an_api_server_gets_further_cores_when_it_is_up_and_again_when_it_is_up_
     run = launch(
         {"pd-0": ["--late-start=0.3"], "pd-1": ["--child"], "router": []},
         specs={"pd-0": places, "pd-1": places},
-        restart=FAST_RESTART,
+        backoff=FAST_RESTART,
     )
 
     def cores(name: str) -> set[int]:
@@ -127,7 +127,7 @@ def test_a_process_that_is_never_healthy_ends_everything_at_the_deadline(launch:
 def test_a_death_while_serving_is_answered_with_a_restart_on_the_same_port(
     launch: Launch,
 ) -> None:
-    run = launch({"encode-0": ["--child", "--shm={shm}"], "router": []}, restart=FAST_RESTART)
+    run = launch({"encode-0": ["--child", "--shm={shm}"], "router": []}, backoff=FAST_RESTART)
     run.wait_for("ready:")
     router = run.pid_of("router")
     first = run.pid_of("encode-0")

@@ -122,7 +122,7 @@ def test_an_instance_that_does_not_come_back_ends_the_update_and_may_come_later(
     run = launch(
         topology("pd-0", "pd-1", pd_0=["--ill-again={shm}"]),
         startup_timeout_s=2.0,
-        restart={"first_delay_s": 0.5, "max_delay_s": 0.5},
+        backoff={"first_s": 0.5, "max_s": 0.5},
     )
     run.wait_for("ready:")
     other = run.pid_of("pd-1")
@@ -153,9 +153,8 @@ def test_what_dies_and_what_hangs_is_started_again_during_an_update(launch: Laun
     run = launch(
         topology("pd-0", "pd-1"),
         drain_s=60.0,
-        probe_interval_s=0.1,
         hung_after_s=1.0,
-        restart={"first_delay_s": 0.1, "max_delay_s": 0.1},
+        backoff={"first_s": 0.1, "max_s": 0.1},
     )
     run.wait_for("ready:")
     asked = Asked(run, 4.0)
@@ -169,7 +168,7 @@ def test_what_dies_and_what_hangs_is_started_again_during_an_update(launch: Laun
 
 
 def test_nobody_is_taken_out_while_another_is_away(launch: Launch) -> None:
-    run = launch(topology("pd-0", "pd-1"), restart={"first_delay_s": 1.5, "max_delay_s": 1.5})
+    run = launch(topology("pd-0", "pd-1"), backoff={"first_s": 1.5, "max_s": 1.5})
     run.wait_for("ready:")
     os.kill(run.pid_of("pd-1"), signal.SIGKILL)
     run.wait_for("restarting")

@@ -23,7 +23,6 @@ from tests.integration.router.stand_in import (
     stream,
 )
 from tests.integration.router.test_access import KEY, OTHER_KEY, bearer, keys_file
-from tests.integration.router.test_choice import png
 from tests.integration.router.test_failures import forever
 from tests.integration.router.test_requests import BLUE, RED, TEXT, image
 
@@ -262,10 +261,8 @@ LONG = {"type": "text", "text": "a" * 100_000}
     [
         ({"max_requests": 1}, (TEXT,)),
         ({"max_items": 3}, (RED, BLUE)),
-        ({"max_pixels": 150}, (png(10),)),
         ({"max_bytes": 150_000}, (LONG,)),
         ({"encode": {"max_items": 3}}, (RED, BLUE)),
-        ({"encode": {"max_pixels": 150}}, (png(10),)),
         ({"answer": {"max_requests": 1}}, (TEXT,)),
         # Larger than the whole limit: alone.
         ({"max_items": 1}, (RED, BLUE)),

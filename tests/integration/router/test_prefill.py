@@ -196,18 +196,6 @@ async def test_engines_that_say_nothing_of_kv_there_are_not_asked_again(
     assert await t.metric(count("unsuited")) == 3
 
 
-async def test_a_short_prompt_is_prefilled_where_it_is_answered_and_a_picture_never(
-    build: Build,
-) -> None:
-    t = await split(build, prefill_min_bytes=2000)
-    await t.chat({"type": "text", "text": "short"})
-    assert not t.pds[0].received
-    assert await t.metric(count("short")) == 1
-    await t.chat({"type": "text", "text": "long " * 400})
-    await t.chat(RED)
-    assert len(t.pds[0].received) == 2
-
-
 async def broken(received: Received) -> Response:
     return JSONResponse({"choices": []})
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 
-from epd_portable.config.routing import MediaUrls
 from epd_portable.errors import RequestError
 from epd_portable.media.formats import READERS, Modality
 from epd_portable.router.contents import web_files
@@ -25,6 +24,7 @@ from epd_portable.router.contents.media_urls import MEDIA_TYPES, LinkedItems, Me
 from epd_portable.router.fleet.tally import Tally
 from epd_portable.router.http.incoming import Bodies
 from epd_portable.router.observability.metrics import Metrics
+from epd_portable.router.settings import MediaFetching
 from tests.integration.router.web import Answer, Site, moved, plain
 from tests.unit.media.samples import STILLS
 
@@ -73,7 +73,7 @@ class World:
         bodies = Bodies(max_bytes=64 << 20, max_sum_bytes=128 << 20, tally=self.tally)
         self.fetchers.append(
             MediaFetcher(
-                MediaUrls.model_validate(options),
+                MediaFetching.model_validate(options),
                 bodies,
                 self.metrics,
                 unknown_media=unknown_media,

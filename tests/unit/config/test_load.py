@@ -106,13 +106,12 @@ def test_a_key_like_no_other_is_answered_with_those_that_exist() -> None:
     (_, line) = problems("model: demo\nrouter: {zzz: 1}")
     assert line == (
         "router.zzz (line 2): unknown key; known are host, port, join, envoy, admin_port, workers, "
-        "tls_cert_file, tls_key_file, api_keys_file, hop_keys_file, cors_origins, unknown_fields, "
-        "item_outcomes, max_body_bytes, max_bodies_bytes, body_timeout_s, send_timeout_s, "
-        "max_media_items, max_item_pixels, max_request_pixels, max_video_frames, "
-        "max_media_seconds, unknown_media, media_urls, encode_timeout_s, encode_order, "
-        "partial_results, elastic_encode, elastic_threshold, prefill_min_bytes, choice, "
+        "tls_cert_file, tls_key_file, api_keys_file, hop_keys_file, cors_origins, "
+        "item_outcomes, max_body_bytes, max_bodies_bytes, max_media_items, max_item_pixels, max_request_pixels, max_video_frames, "
+        "max_media_seconds, unknown_media, media_urls, encode_order, "
+        "partial_results, elastic_encode, choice, "
         "access_log, metrics_names, tracing, admission, "
-        "idle_timeout_s, drain_s, forget_after_s, instance_networks"
+        "idle_timeout_s, drain_s, instance_networks"
     )
 
 
@@ -385,11 +384,11 @@ def test_a_file_that_says_how_instances_are_chosen_is_read_with_the_topology(
 
 
 def test_keys_that_do_not_fit_together_are_told_beside_others_that_are_wrong() -> None:
-    text = "model: demo\nrouter:\n  prot: 1\n  tls_cert_file: a\nlaunch: {warm_up: 3}\n"
+    text = "model: demo\nrouter:\n  prot: 1\n  tls_cert_file: a\nlaunch: {first_port: x}\n"
     lines = problems(text)
     assert any(line.startswith("router.prot (line 3): unknown key") for line in lines)
     assert any(line.startswith("router (line 2): tls_cert_file and tls_key") for line in lines)
-    assert any(line.startswith("launch.warm_up (line 5): ") for line in lines)
+    assert any(line.startswith("launch.first_port (line 5): ") for line in lines)
 
 
 def test_nothing_is_said_of_a_key_whose_partner_has_a_wrong_value() -> None:

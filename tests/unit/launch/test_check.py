@@ -84,11 +84,14 @@ def test_whether_a_store_answers_is_told(tmp_path: Path) -> None:
     assert not found.usable and "store.path" in found.reason
 
 
-def test_a_store_that_does_not_answer_is_told_without_its_password(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_does_not_answer_is_told_without_its_password(tmp_path: Path) -> None:
     pytest.importorskip("redis")
-    monkeypatch.setenv("EPD_STORE_PASSWORD", "hunter2")
-    found = check.stored(StoreSection(kind="redis", url="redis://127.0.0.1:1", timeout_ms=200.0))
+    password = tmp_path / "password"
+    password.write_text("hunter2")
+    password.chmod(0o600)
+    url = "redis://127.0.0.1:1"
+    found = check.stored(
+        StoreSection(kind="redis", url=url, password_file=str(password), timeout_ms=200.0)
+    )
     assert not found.usable and "127.0.0.1:1" in found.reason
     assert "hunter2" not in repr(found)

@@ -36,14 +36,6 @@ def test_without_a_split_there_is_none(instances: str) -> None:
     assert kv_connector(topology(f"instances: {instances}"), TRAITS["cpu"]) is None
 
 
-def test_one_that_is_asked_for_is_taken_or_refused_with_what_to_write() -> None:
-    asked = topology(SPLIT, "transfer: {kv_connector: nixl}")
-    chosen = kv_connector(asked, TRAITS["cpu"])
-    assert chosen is not None and chosen[1] == "transfer.kv_connector"
-    with pytest.raises(ConfigError, match=r"nixl has nothing .* npu with; write auto or mooncake"):
-        kv_connector(asked, TRAITS["npu"])
-
-
 @pytest.mark.parametrize(("prefill", "decode", "fits"), [(2, 1, True), (2, 2, True), (1, 2, False)])
 def test_ranks_are_held_against_what_a_connector_brings_together(
     prefill: int, decode: int, fits: bool

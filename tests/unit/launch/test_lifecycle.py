@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from epd_portable.config.schema import Launch, Restart
+from epd_portable.config.schema import Launch
 from epd_portable.launch.notices import Notice
-from epd_portable.launch.run.lifecycle import Fail, Kill, Lifecycle, Phase, Start, Stop
+from epd_portable.launch.run.lifecycle import Backoff, Fail, Kill, Lifecycle, Phase, Start, Stop
 
 LAUNCH = Launch(
     startup_timeout_s=100.0,
     stop_grace_s=15.0,
     hung_after_s=30.0,
-    restart=Restart(first_delay_s=1.0, max_delay_s=5.0, healthy_after_s=60.0),
 )
+BACKOFF = Backoff(first_s=1.0, max_s=5.0)
 
 BACK = Notice("back", "encode-0 is back", {"instance": "encode-0"})
 
 
 def new() -> Lifecycle:
-    return Lifecycle(["encode-0", "router"], LAUNCH)
+    return Lifecycle(["encode-0", "router"], LAUNCH, backoff=BACKOFF)
 
 
 def serving(now: float = 0.0) -> Lifecycle:
@@ -248,7 +248,8 @@ def test_deaths_without_end_do_not_overflow() -> None:
 
 def neighbours() -> Lifecycle:
     """Return two that share a device, the decoder first, and a router that shares nothing."""
-    return Lifecycle(["encode-0", "decode-0", "router"], LAUNCH, {"encode-0": ["decode-0"]})
+    after = {"encode-0": ["decode-0"]}
+    return Lifecycle(["encode-0", "decode-0", "router"], LAUNCH, after, backoff=BACKOFF)
 
 
 def serving_neighbours() -> Lifecycle:

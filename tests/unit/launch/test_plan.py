@@ -112,8 +112,6 @@ def test_a_cpu_plan_in_full() -> None:
         "EPD_INSTANCE": "encode-0",
         "EPD_PLATFORM": "cpu",
         "TMPDIR": "/tmp/epd-00c0ffee",
-        "EPD_MAX_QUEUED_ITEMS": "256",
-        "EPD_MAX_QUEUED_BYTES": str(512 << 20),
     }
     assert pd.cores == ((2, 3),)
     assert pd.ports == {"http": 20001, "control": 20002, "data": 20003}
@@ -279,11 +277,11 @@ def test_the_most_special_argument_and_variable_win() -> None:
 
 
 def test_the_queue_of_an_encode_instance_is_as_long_as_the_file_says() -> None:
-    queue = "instances: {encode: {max_queued_items: 7, max_queued_bytes: 1GiB}}"
+    queue = "instances: {encode: {max_queued_items: 7}}\nrouter: {max_body_bytes: 128MiB}"
     encode, pd, _ = plan_of(TEXT + queue, "cpu").processes
-    assert encode.env["EPD_MAX_QUEUED_ITEMS"] == "7"
-    assert encode.env["EPD_MAX_QUEUED_BYTES"] == str(1 << 30)
-    assert not any(name.startswith("EPD_MAX_QUEUED") for name in pd.env)
+    told = json.loads(options(encode)["--ec-transfer-config"])["ec_connector_extra_config"]
+    assert (told["max_queued_items"], told["max_queued_bytes"]) == (7, 1 << 30)
+    assert "max_queued" not in options(pd)["--ec-transfer-config"]
 
 
 def test_every_instance_asks_for_the_token_before_all_other_middleware() -> None:
@@ -346,19 +344,6 @@ def test_weights_labels_and_the_choice_reach_the_router() -> None:
         plan_of(TEXT + choice.replace("decode-filter", "decode-filtr"), "cpu")
 
 
-def test_a_queue_that_holds_no_body_of_the_router_is_refused() -> None:
-    queue = "instances: {encode: {max_queued_bytes: 1MiB}}"
-    with pytest.raises(ConfigError, match=r"1048576 is less than router\.max_body_bytes"):
-        plan_of(TEXT + queue, "cpu")
-    plan_of(TEXT + queue + "\nrouter: {max_body_bytes: 1MiB}", "cpu")
-
-
-def test_the_limits_of_the_queue_are_no_variables_of_the_file() -> None:
-    text = TEXT + "instances: {encode: {env: {EPD_MAX_QUEUED_ITEMS: '1'}}}"
-    with pytest.raises(ConfigError, match="write max_queued_items beside count"):
-        plan_of(text, "cpu")
-
-
 def test_a_model_from_the_hub_may_be_downloaded() -> None:
     assert "HF_HUB_OFFLINE" not in plan_of(TEXT, "cuda", model=HUB).processes[0].env
 
@@ -416,7 +401,7 @@ def test_engines_that_cannot_compile_are_told_to_do_without_unless_the_file_says
     assert told(f'env: {{{name}: "1"}}', has_compiler=False) == {"1"}
 
 
-def test_engines_send_their_spans_where_the_router_does_unless_told_otherwise() -> None:
+def test_engines_send_their_spans_where_the_router_does() -> None:
     traced = TEXT + "router: {tracing: {endpoint: 'http://otel:4318/'}}\n"
     plan = plan_of(traced, "cpu")
     for spec in plan.processes:
@@ -427,11 +412,9 @@ def test_engines_send_their_spans_where_the_router_does_unless_told_otherwise() 
         assert options(spec)["--otlp-traces-endpoint"] == "http://otel:4318/v1/traces"
         assert spec.env["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"] == "http/protobuf"
         assert spec.env["OTEL_SERVICE_NAME"] == spec.name
-    silent = TEXT + "router: {tracing: {endpoint: 'http://otel:4318', engines: false}}\n"
-    for text in (TEXT, silent):
-        for spec in plan_of(text, "cpu").processes:
-            assert "--otlp-traces-endpoint" not in spec.argv
-            assert "OTEL_SERVICE_NAME" not in spec.env
+    for spec in plan_of(TEXT, "cpu").processes:
+        assert "--otlp-traces-endpoint" not in spec.argv
+        assert "OTEL_SERVICE_NAME" not in spec.env
 
 
 STORE = "\nstore: {kind: redis, url: 'redis://me@cache:6379', password_file: /s/word}"

@@ -160,13 +160,6 @@ def test_a_wrong_escape_in_a_long_string_is_refused_with_its_place(end: str) -> 
     assert caught.value.status == 400
 
 
-def test_a_name_is_shown_as_the_client_wrote_it() -> None:
-    cut = CutText(json.dumps({LONG: 1}).encode())
-    (name,) = fields(cut)
-    assert cut.restored(name) == LONG
-    assert cut.restored("short") == "short"
-
-
 def test_counting_sees_the_small_text_only() -> None:
     cut = CutText(json.dumps({"a": "," * 9000 + LONG, "b": ["x"] * 900_000}).encode())
     assert cut.count(b",") == cut.small.count(b",") >= 900_000
