@@ -35,8 +35,6 @@ class Document:
     """Nested plain data and the place of each of its keys.
 
     Attributes:
-        data: What is written.
-        places: Where each key of it is.
         problems: Keys that were left out, and why.
     """
 
@@ -51,8 +49,8 @@ class Document:
                 return self.places[path[:length]]
         return None
 
-    def take(self, *prefix: str) -> Document:
-        """Return what stands under ``prefix``, with its places."""
+    def part(self, *prefix: str) -> Document:
+        """Return what is under ``prefix``, with its places."""
         data: Any = self.data
         for part in prefix:
             data = data[part]

@@ -1,8 +1,7 @@
 """What installed packages add by entry point: transfer paths and platforms.
 
-Names are read from the packages' metadata, without importing anything of theirs, and only when a
-name is met that is not built in, or when all are listed. A package is imported when what it adds is
-first asked for.
+Names are read from the packages' metadata, and only when a name is not built in, or when all are
+listed. A package is imported when what it adds is first used.
 """
 
 from __future__ import annotations
@@ -38,12 +37,7 @@ def installed(group: str) -> Mapping[str, metadata.EntryPoint]:
 
 
 def load(group: str, name: str, kind: type[T]) -> T:
-    """Return what a package has registered under a name.
-
-    Args:
-        group: Of the entry point.
-        name: Of the entry point; the object must have the same.
-        kind: Of the object.
+    """Return the object of an entry point, which must be of a kind and have the same name.
 
     Raises:
         ConfigError: Its package does not load, or names something else.
@@ -51,8 +45,7 @@ def load(group: str, name: str, kind: type[T]) -> T:
     point = installed(group)[name]
     try:
         found = point.load()
-    except Exception as error:
-        # Whatever a package of others raises.
+    except Exception as error:  # Whatever the package raises.
         raise ConfigError(
             f"{name!r} of {group} ({point.value}) cannot be loaded: {error!r}; repair or remove "
             "the package that registers it"

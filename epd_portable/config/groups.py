@@ -14,13 +14,8 @@ from pydantic import (
     model_validator,
 )
 
-from epd_portable.config.quantities import Size
-from epd_portable.config.roles import (
-    ROLES,
-    Role,
-    group_of,
-)
-from epd_portable.config.section import Section
+from epd_portable.config.quantities import Section, Size
+from epd_portable.config.roles import ROLES, Role, group_of
 
 LAUNCHER_OWNED_ARGS = {
     "host": "write launch.host, the address of this machine that instances listen on",
@@ -34,9 +29,9 @@ LAUNCHER_OWNED_ARGS = {
     "data_parallel_size": "raise count in instances instead",
     "config": "write the arguments into this file, where they are checked",
 }
-"""Engine arguments that the launcher writes itself or keeps out, and what to do instead.
+"""Engine arguments that the launcher writes itself or refuses, and what to do instead.
 
-vLLM takes any unambiguous beginning of a name for the name, so these are refused too.
+vLLM completes unambiguous beginnings of names, so these are refused too.
 """
 
 SHORT_ARGS = {
@@ -89,23 +84,15 @@ Environment = dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], s
 
 
 class InstanceGroup(Section):
-    """All instances of one role.
+    """All instances of one role; docs/configuration.md describes the keys.
 
     Attributes:
-        count: How many; 0 is as if the role were not named.
-        tensor_parallel_size: Devices (on CPU: groups of cores) of each instance.
-        engine_args: vLLM arguments of this role, laid over the common ones.
-        env: Environment variables of this role.
-        cores: CPU cores of the whole group, divided among its instances; only where instances
-            are bound to cores. Left out, the launcher divides those that are allowed.
+        tensor_parallel_size: Ranks of each instance: devices, or groups of CPU cores.
+        cores: CPU cores of the whole group, divided among its ranks.
         devices: Device indices or UUIDs of the whole group, ``tensor_parallel_size`` for each
-            instance in turn. Left out, the launcher gives every instance devices of its own; a
-            list may name a device that another group has too.
-        share: Percent of the compute of each of its devices that each instance may take, where
-            the platform has a service for that and it runs; left out, all take turns.
-        weight: How much each instance does of what one of weight 1 of its role does, because its
-            hardware is another: so much more of the load the router gives to it.
-        labels: What ``router.choice`` can tell them by, as ``llm-d.ai/encoder-type: vision``.
+            instance in turn; a device may be listed twice.
+        share: Percent of the compute of each of its devices.
+        weight: Share of the load, relative to other instances of the role.
     """
 
     count: Annotated[int, Field(ge=0, le=1024)] = 1
@@ -123,11 +110,10 @@ class EncodeGroup(InstanceGroup):
     """All encode instances.
 
     Attributes:
-        max_queued_items: Items that one instance has queued or in work; more are answered 429.
-            The default is what an encoder of ten items a second works off within
-            ``transfer.wait_timeout_s``: what waits longer is encoded elsewhere anyway.
-        host_cache_bytes: Host memory of one instance for copies of encoder outputs: a picture that
-            has left the encoder cache and is asked for again is not encoded again. 0 for none.
+        max_queued_items: Items that one instance has queued or in work. The default is what an
+            encoder of ten items a second works off within ``transfer.wait_timeout_s``: what waits
+            longer is encoded elsewhere anyway.
+        host_cache_bytes: Host memory of one instance for copies of encoder outputs.
     """
 
     max_queued_items: Annotated[int, Field(ge=1)] = 256
@@ -135,29 +121,9 @@ class EncodeGroup(InstanceGroup):
 
 
 class PrefillDecodeGroup(InstanceGroup):
-    """All prefill-decode instances.
-
-    Attributes:
-        encoder: Whether they hold the encoder, too, for items that nobody else encodes.
-    """
+    """All prefill-decode instances; with ``encoder`` they can encode items by themselves."""
 
     encoder: bool = True
-
-
-class PrefillGroup(InstanceGroup):
-    """All instances that only prefill: decode instances get the KV of prompts from them."""
-
-
-class DecodeGroup(InstanceGroup):
-    """All decode instances: they hold the whole model, and prefill where nobody else does."""
-
-
-class EncodePrefillGroup(InstanceGroup):
-    """All instances that encode the items of their requests themselves, and prefill."""
-
-
-class WholeGroup(InstanceGroup):
-    """All instances that do everything themselves: one-process replicas."""
 
 
 class Instances(Section):
@@ -176,11 +142,11 @@ class Instances(Section):
     """
 
     encode: EncodeGroup = EncodeGroup()
-    prefill: PrefillGroup = PrefillGroup(count=0)
-    decode: DecodeGroup = DecodeGroup(count=0)
-    encode_prefill: EncodePrefillGroup = EncodePrefillGroup(count=0)
+    prefill: InstanceGroup = InstanceGroup(count=0)
+    decode: InstanceGroup = InstanceGroup(count=0)
+    encode_prefill: InstanceGroup = InstanceGroup(count=0)
     prefill_decode: PrefillDecodeGroup = PrefillDecodeGroup()
-    encode_prefill_decode: WholeGroup = WholeGroup(count=0)
+    encode_prefill_decode: InstanceGroup = InstanceGroup(count=0)
 
     @model_validator(mode="before")
     @classmethod

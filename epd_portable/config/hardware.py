@@ -1,8 +1,4 @@
-"""Hardware profiles: what one kind of server has, every number with where it comes from.
-
-A profile lets the launcher plan for a machine that is not here, and shows a reader how far a number
-can be trusted. It changes nothing of what is started.
-"""
+"""Hardware profiles: what one kind of server has, every number with its source."""
 
 from __future__ import annotations
 
@@ -11,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from epd_portable.config.instance import PlatformName
 from epd_portable.config.problems import checked, read_text
-from epd_portable.config.quantities import Size
+from epd_portable.config.quantities import Section, Size
 from epd_portable.errors import ConfigError
 
 T = TypeVar("T")
@@ -24,20 +20,12 @@ DECIMAL = {"G": 10**9, "T": 10**12}
 
 
 def parse_rate(value: Any) -> Any:
-    """Turn ``"25GB/s"`` into bytes per second; leave everything else to the type check.
-
-    Raises:
-        ValueError: The text is not a number with a decimal unit per second.
-    """
+    """Turn ``"25GB/s"`` into bytes per second; leave everything else to the type check."""
     return _scaled(value, unit="B/s", example="25GB/s or 2.039TB/s")
 
 
 def parse_flops(value: Any) -> Any:
-    """Turn ``"312TFLOPS"`` into operations per second; leave everything else to the type check.
-
-    Raises:
-        ValueError: The text is not a number of FLOPS with a decimal unit.
-    """
+    """Turn ``"312TFLOPS"`` into operations per second; leave everything else to the type check."""
     return _scaled(value, unit="FLOPS", example="312TFLOPS")
 
 
@@ -58,17 +46,12 @@ Version = Annotated[str, Field(min_length=1)]
 Quality = Literal["datasheet", "measured", "secondary", "derived"]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-class Sourced(_Strict):
-    """What every number carries with it.
+class Sourced(Section):
+    """How far a number can be trusted.
 
     Attributes:
-        quality: ``datasheet``: the maker says so. ``measured``: somebody ran it and published the
-            result. ``secondary``: a third party states it. ``derived``: arithmetic on other
-            numbers, never run.
+        quality: ``datasheet``: the vendor states it. ``measured``: published measurements.
+            ``secondary``: a third party states it. ``derived``: arithmetic on other numbers.
         source: Where it can be read, or the arithmetic; all but ``derived`` need an address.
     """
 
@@ -83,22 +66,13 @@ class Sourced(_Strict):
 
 
 class Figure(Sourced, Generic[T]):
-    """One number and where it comes from.
-
-    Attributes:
-        value: In the unit that the key ends with.
-    """
+    """One number, in the unit that its key ends with, and where it comes from."""
 
     value: T
 
 
 class Ports(Sourced):
-    """A range of ports, both ends included.
-
-    Attributes:
-        first: Lowest port.
-        last: Highest port.
-    """
+    """A range of ports, both ends included."""
 
     first: Annotated[int, Field(ge=1, le=65535)]
     last: Annotated[int, Field(ge=1, le=65535)]
@@ -110,24 +84,20 @@ class Ports(Sourced):
         return self
 
 
-class HardwareProfile(_Strict):
+class HardwareProfile(Section):
     """One kind of server.
 
     Attributes:
-        platform: Platform of its devices.
-        device: Name of the device and the servers that hold it.
-        devices_per_node: Devices that one server has.
+        device: Name of the device, and the servers that hold it.
         memory_bytes: Memory of one device.
-        torch_memory_bytes: What torch sees of it, where somebody published that.
+        torch_memory_bytes: What torch sees of it, where that is published.
         memory_bytes_per_s: Bandwidth of that memory.
         bf16_flops: Peak of dense matrix products in bfloat16; float16 has the same.
-        pair_bytes_per_s: From one device to another of the same server, one direction, nothing
-            else running.
+        pair_bytes_per_s: From one device to another of the same server, one direction.
         host_bytes_per_s: Between one device and pinned host memory, one direction.
         network_bytes_per_s: One device's share of the network, one direction.
-        avoid_ports: Ports that other software of such servers takes; the launcher hands out none.
+        avoid_ports: Ports that other software of such servers takes.
         software: Lowest versions to install, by name.
-        notes: What a user of the numbers should know.
     """
 
     platform: PlatformName

@@ -7,7 +7,7 @@ platform loads on all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +19,17 @@ from epd_portable.config.instance import PLATFORMS, PlatformName, platform_names
 from epd_portable.config.problems import all_problems, by_line, explain, read_text, with_place
 from epd_portable.config.roles import group_of, role_named
 from epd_portable.config.schema import Topology
-from epd_portable.config.shipped import or_shipped
 from epd_portable.errors import ConfigError
 
+SHIPPED = Path(__file__).resolve().parents[1] / "configs"
+"""The folder ``configs`` of the repository, also in an installed package."""
 OVERLAYS = "platform"
 GROUPS = "instances"
 MISSING: dict[KeyPath, str] = {("model",): "; give a Hugging Face id, a folder or 'demo'"}
 
 
 Check = Callable[[Mapping[str, Any]], Iterable[tuple[KeyPath, str]]]
-"""Looks at what a file says for the chosen platform, which may be wrong in any other way too, and
-returns keys with what is wrong about them."""
+"""Takes what a file says for the chosen platform, unchecked; returns keys with their problems."""
 
 
 def load_topology(
@@ -43,9 +43,9 @@ def load_topology(
 
     Args:
         path: YAML file; one of the package where there is no such file, see `or_shipped`.
-        platform: Whose overlay is laid over the file.
+        platform: Its overlay is laid over the file.
         overrides: ``key.subkey=value`` assignments, laid over everything in their order.
-        checks: What is wrong beside what the schema knows.
+        checks: Further checks.
 
     Raises:
         ConfigError: The file, or one that it names, cannot be read, or it lists every problem of
@@ -96,7 +96,6 @@ def parse_topology(
             candidate = Topology.model_validate(merged.data)
         except ValidationError as error:
             problems += _explained(error, merged)
-            problems += _behind(error, merged)
             continue
         if name == platform:
             topology = candidate
@@ -105,17 +104,23 @@ def parse_topology(
     return topology
 
 
+def or_shipped(path: Path) -> Path:
+    """Return a file, or the one of the package that is meant where there is no such file.
+
+    Args:
+        path: As a user wrote it; ``configs/1e1pd.yaml`` and ``1e1pd.yaml`` mean one of the package.
+    """
+    if path.exists() or path.is_absolute():
+        return path
+    parts = path.parts[1:] if path.parts[:1] == ("configs",) else path.parts
+    found = SHIPPED.joinpath(*parts)
+    return found if ".." not in parts and found.is_file() else path
+
+
 def placed(
     error: ConfigError, path: Path, platform: PlatformName, *, overrides: Sequence[str] = ()
 ) -> ConfigError:
-    """Return an error of a file that was loaded, with the place of the key that it names.
-
-    Args:
-        error: What is wrong with what the file asks for.
-        path: See `load_topology`.
-        platform: See `load_topology`.
-        overrides: See `load_topology`.
-    """
+    """Return an error about a file that `load_topology` read, with the place of the key it names."""
     document = read_yaml(read_text(or_shipped(path)))
     overlay = _split_overlays(document, []).get(platform)
     said = with_place(str(error), _merged(document, overlay, map(read_override, overrides)))
@@ -138,50 +143,6 @@ def _line(document: Document, path: KeyPath, said: str) -> str:
     if place:
         return f"{place.key} ({place.where}): {said}"
     return f"{dotted(path)}: {said}"
-
-
-def _behind(error: ValidationError, document: Document) -> list[str]:
-    """Return which keys do not fit together: that is not looked at while others are wrong.
-
-    Nothing is said of keys whose neighbours have wrong values, because it could be those.
-    """
-    wrong: set[KeyPath] = set()
-    unclear: set[KeyPath] = set()
-    for item in error.errors():
-        path = tuple(part for part in item["loc"] if part != "[key]")
-        wrong.add(path)
-        if item["type"] != "extra_forbidden" or path[:1] == (GROUPS,):
-            unclear.add(path)
-    try:
-        # A value is wrong as a whole if something is within it.
-        within = {path[:length] for path in wrong for length in range(1, len(path) + 1)}
-        right = _without(document.data, (), wrong, within)
-        Topology.model_validate({"model": "unknown", **right})
-    except ValidationError as behind:
-        clear = [
-            item
-            for item in behind.errors()
-            if item["type"] == "value_error"
-            and not any(path[: len(item["loc"])] == item["loc"] for path in unclear)
-        ]
-        lines = _explained(behind, document)
-        return [line for line, item in zip(lines, behind.errors(), strict=True) if item in clear]
-    return []
-
-
-def _without(
-    data: Mapping[str, Any], here: KeyPath, wrong: Collection[KeyPath], within: Collection[KeyPath]
-) -> dict[str, Any]:
-    """Return data without the sections that are wrong, and the values that are ``within``."""
-    kept = {}
-    for key, value in data.items():
-        path = (*here, key)
-        if isinstance(value, dict):
-            if path not in wrong:
-                kept[key] = _without(value, path, wrong, within)
-        elif path not in within:
-            kept[key] = value
-    return kept
 
 
 def _read_change(assignment: str, problems: list[str]) -> Document | None:
@@ -216,7 +177,7 @@ def _split_overlays(document: Document, problems: list[str]) -> dict[PlatformNam
         elif not isinstance(content, dict):
             problems.append(f"{place.key} ({place.where}): expected a mapping of top-level keys")
         else:
-            overlays[name] = document.take(OVERLAYS, name)
+            overlays[name] = document.part(OVERLAYS, name)
     document.data.pop(OVERLAYS, None)
     return overlays
 

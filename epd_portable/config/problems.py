@@ -54,9 +54,9 @@ def checked(
     """Return what the text of a YAML file says, by its schema.
 
     Args:
-        text: Of the file.
+        text: The file's content.
         model: The schema.
-        source: Names the file.
+        source: Name of the file, for messages.
         missing: What to add to the line of a missing key.
 
     Raises:
@@ -87,11 +87,11 @@ def all_problems(source: str, problems: Sequence[str]) -> ConfigError:
 
 
 def in_one_line(error: ValidationError, *, whole: str = "value") -> str:
-    """Return every key with its problem, for data that nobody wrote by hand.
+    """Return every key with its problem in one line, for data without lines.
 
     Args:
-        error: What the schema said.
-        whole: What a problem of no single key is of.
+        error: What validation found.
+        whole: Name of the data, for problems of no single key.
     """
     return "; ".join(
         f"{'.'.join(map(str, item['loc'])) or whole}: {item['msg']}"
@@ -143,7 +143,7 @@ def explain(
 
 
 def with_place(message: str, document: Document) -> str:
-    """Put behind the first key that a message names the place where it was written."""
+    """Add to the first key that a message names the place where it was written."""
     for named in re.finditer(r"[a-z_]+(\.[a-z_]+)*", message):
         place = document.places.get(tuple(named[0].split(".")))
         # Within a sentence a word without a dot is no key.
@@ -161,7 +161,7 @@ def by_line(lines: Sequence[str]) -> list[str]:
 
 
 def _plain(kind: str, said: str, got: object, keys: Sequence[str]) -> str:
-    """Say what a value should be, in the words of files instead of those of the schema."""
+    """Say what a value should be, in terms of YAML instead of Python."""
     shown = "" if isinstance(got, dict | list) else f", got {_as_written(got)}"[:_LONGEST_VALUE]
     if kind in ("model_type", "dict_type", "model_attributes_type"):
         some = ", ".join(keys[:_SHOWN_KEYS]) + (" and more" if len(keys) > _SHOWN_KEYS else "")
@@ -192,14 +192,14 @@ def _known_keys(root: type[BaseModel], path: KeyPath) -> list[str]:
         if isinstance(part, int):
             continue  # One of a list of sections.
         field = model.model_fields.get(str(part))
-        inner = _section(field.annotation) if field else None
+        inner = section_of(field.annotation) if field else None
         if inner is None:
             return []
         model = inner
     return list(model.model_fields)
 
 
-def _section(annotation: object) -> type[BaseModel] | None:
+def section_of(annotation: object) -> type[BaseModel] | None:
     """Return the section that a key holds, ``None`` for a plain value."""
     for candidate in (annotation, *typing.get_args(annotation)):
         if isinstance(candidate, type) and issubclass(candidate, BaseModel):

@@ -1,4 +1,4 @@
-"""Sizes, times and addresses as configuration files and options write them."""
+"""What sections of configuration files are made of: sizes, times, addresses."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 _MEANT = {
     "b": "",
@@ -17,9 +17,15 @@ _MEANT = {
         for word in (letter, f"{letter}b", f"{letter}i", f"{letter}ib")
     },
 }
-"""What other ways to write a unit stand for here."""
+"""What other spellings of a unit mean here."""
 _TIMES = {"": 1.0, "ms": 0.001, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+
+
+class Section(BaseModel):
+    """A mapping of a configuration file: unknown keys are refused, types are strict."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 def parse_size(value: Any) -> Any:
@@ -60,12 +66,7 @@ Seconds = Annotated[float, BeforeValidator(parse_seconds), Field(gt=0)]
 
 
 def url_problem(url: str, schemes: Sequence[str] = ("http", "https")) -> str:
-    """Return why a text is no address of a server; empty if it is one.
-
-    Args:
-        url: As somebody wrote it.
-        schemes: Those that may be.
-    """
+    """Return why a text is no address of a server; empty if it is one."""
     example = f"{schemes[0]}://10.0.0.1:8000"
     try:
         parts = urlsplit(url)

@@ -12,8 +12,7 @@ from pydantic import (
 )
 
 from epd_portable.config.choice import ChoiceSection
-from epd_portable.config.quantities import Port, RouterUrl, Seconds, Size, url_problem
-from epd_portable.config.section import Section
+from epd_portable.config.quantities import Port, RouterUrl, Seconds, Section, Size, url_problem
 from epd_portable.media.addresses import Domains
 from epd_portable.media.limits import MediaLimits
 

@@ -8,25 +8,13 @@ from __future__ import annotations
 import ipaddress
 from typing import Annotated, Literal
 
-from pydantic import (
-    AfterValidator,
-    Field,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from epd_portable.config.extensions import PathName
 from epd_portable.config.groups import EngineArgs, Environment, Instances
-from epd_portable.config.quantities import Seconds, Size
-from epd_portable.config.roles import (
-    ROLES,
-    answer_problem,
-    encode_problem,
-    split_problem,
-)
+from epd_portable.config.quantities import Seconds, Section, Size
+from epd_portable.config.roles import ROLES, answer_problem, encode_problem, split_problem
 from epd_portable.config.routing import RouterSection
-from epd_portable.config.section import Section
 from epd_portable.config.store import StoreSection
 
 
@@ -47,15 +35,14 @@ class TransferSection(Section):
 
     Attributes:
         path: One transfer path for every pair, or ``auto`` for the best that both ends have.
-        media: What prefill-decode instances get of an item: its ``media`` at the same time as the
+        media: What prefill-decode instances get of an item: its media at the same time as the
             encoder (``concurrent``), or what the encoder says of it (``metadata``).
-        pool_bytes: Receive pool of each prefill-decode instance; also the size of its pool in
-            device memory, where a path writes there.
+        pool_bytes: Receive pool of each prefill-decode instance, in ``/dev/shm`` and, where a path
+            writes there, in device memory.
         preallocation: Whether an announced item gets room once its request is known (``sync``) or
             before it as well, as long as no request waits for room (``async``).
         wait_timeout_s: Longest wait of a request for one item.
         lease_s: Longest time from a grant to the end of its write.
-        trusted_network: Items may leave the host by paths that do not encrypt.
     """
 
     path: PathName = "auto"
@@ -71,15 +58,14 @@ class Launch(Section):
     """How the launcher starts, watches and stops processes.
 
     Attributes:
-        host: IPv4 address of this machine on which instances listen: HTTP, control and data. Off
-            the loopback it needs ``secret_file``.
-        first_port: Instances get the ports from here on, in the order of the plan, every time the
-            same; ``None`` chooses free ones anew for each run.
+        host: IPv4 address of this machine on which instances listen: HTTP, control and data.
+        first_port: Instances get the ports from here on, in the order of the plan; ``None`` chooses
+            free ones for each run.
         startup_timeout_s: Every process must be healthy within this time of its start.
         stop_grace_s: Time between asking processes to end and killing them.
         hung_after_s: A process that misses all its probes for this long, and at least three, is
-            ended and started again. Each may take a third of this time. 0 probes none.
-        log_max_bytes: A log that is larger is cut, and its content kept as an older part.
+            restarted. Each may take a third of this time. 0 probes none.
+        log_max_bytes: Size at which a log is rotated.
     """
 
     host: Annotated[str, AfterValidator(_check_host)] = "127.0.0.1"
@@ -95,14 +81,9 @@ class Topology(Section):
 
     Attributes:
         model: Hugging Face id, folder, or ``demo`` for the bundled model.
-        secret_file: File with the secret of the deployment; with it instances can join the router.
-            Without it the launcher makes a secret for the run, with which none can.
+        secret_file: File with the secret of the deployment; without one the launcher makes a secret
+            for the run, and no instance can join.
         served_model_name: Name that clients use; by default the id, or the folder's last part.
-        instances: Engine instances by role.
-        transfer: How encoder outputs travel.
-        router: Public HTTP address.
-        launch: Start, restart and stop.
-        store: Keeps encoder outputs beyond instances; ``None`` for none.
         engine_args: vLLM arguments of every instance.
         env: Environment variables of every instance.
     """

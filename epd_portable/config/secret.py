@@ -1,9 +1,9 @@
 """The secret that the parts of one deployment share, and what is derived from it.
 
-Who holds it may take part in the channels between instances, all of which are encrypted, ask
-instances by HTTP, and register instances at the router. It is in a file that only its owner can
-read, never on a command line, in the environment or in a log. Where nobody names such a file, the
-launcher makes one for its run, which opens channels and instances, and registers nobody.
+Its holders may take part in the encrypted channels between instances, send requests to instances,
+and register instances at the router. It is in a file that only its owner can read, never on a
+command line, in the environment or in a log. Where no file is named, the launcher makes one for its
+run, with which no instance can be registered.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ class Secret:
         return cls(text)
 
     def instance_token(self) -> str:
-        """Return what a caller of an instance's own HTTP server shows, in 64 hexadecimal digits.
+        """Return the token of instances' own HTTP servers, 64 hexadecimal digits.
 
-        It opens engines only: neither the channels between instances nor the router's addresses.
+        It opens neither the channels between instances nor the router's addresses.
         """
         return self.derive("instance token").hex()
 
@@ -89,12 +89,12 @@ class Secret:
         *,
         clock: Callable[[], float] = time.time,
     ) -> str:
-        """Return the ``authorization`` header of one HTTP request, good once and for a short time.
+        """Return the ``authorization`` header of one HTTP request, valid once and briefly.
 
         Args:
             method: ``GET``, ``POST``, …
             target: Path with query, as it goes over the wire.
-            body: Of the request, whole.
+            body: The whole body.
             clock: Unix time in seconds.
         """
         at, nonce = str(int(clock())), secrets.token_hex(16)
@@ -110,23 +110,15 @@ class Secret:
         return self._digest("signatures", *fields, hashlib.blake2b(body).digest(), nbytes=32)
 
     def page_key(self, *, until: float) -> str:
-        """Return what shows the router's status page whole; it opens nothing else.
-
-        Args:
-            until: Unix time in seconds after which it shows nothing any more.
-        """
+        """Return a key of the router's whole status page, valid until a Unix time in seconds."""
         at = str(int(until))
         return f"{at}-{self._digest('status page', at.encode(), nbytes=_PROOF_BYTES)}"
 
     def check_page_key(self, key: str, *, clock: Callable[[], float] = time.time) -> None:
-        """Return if a key shows the status page, see `page_key`.
-
-        Args:
-            key: As somebody sent it.
-            clock: Unix time in seconds.
+        """Return if a key of the status page is valid, see `page_key`.
 
         Raises:
-            RequestError: 401; it is another secret's, none at all, or its time is over.
+            RequestError: 401; it is another secret's, malformed, or has expired.
         """
         at, _, mac = key.partition("-")
         expected = self._digest("status page", at.encode("utf-8", "replace"), nbytes=_PROOF_BYTES)
@@ -144,7 +136,7 @@ class Secret:
         """Return the router's proof that it wants an item brought to a consumer by a transfer.
 
         Args:
-            transfer_id: Of the transfer.
+            transfer_id: Id of the transfer.
             item: The router's name of the item, ``EncodeTransfer.mm_hash``.
             consumer: Address of the consumer's control channel, as the router writes it.
         """
@@ -160,28 +152,27 @@ class Secret:
     def _digest(self, purpose: str, *fields: bytes, nbytes: int) -> str:
         digest = hashlib.blake2b(key=self.derive(purpose), digest_size=nbytes)
         for field in fields:
-            # With its length: the ends of fields must not be anybody's choice.
+            # With its length, so that no other split of the fields has the same digest.
             digest.update(len(field).to_bytes(8, "big") + field)
         return digest.hexdigest()
 
     def derive(self, purpose: str) -> bytes:
-        """Return 32 bytes for one purpose; those of one purpose tell nothing of another's."""
+        """Return 32 bytes for one purpose, from which those of others cannot be found."""
         message = f"epd-portable {purpose}".encode()
         return hashlib.blake2b(message, key=self._key, digest_size=32).digest()
 
 
 class SignatureCheck:
-    """Lets each signed request of a holder of the secret in once, see `Secret.sign`.
+    """Accepts each signed request of a holder of the secret once, see `Secret.sign`.
 
-    It remembers in its process only: where several processes answer at one address, or one starts
-    anew, a request can be played to each of them once until it is too old.
+    It remembers signatures in its process only: a request can be replayed once to each process that
+    answers at the address, until it is too old.
 
     Args:
-        secret: Of the deployment.
-        tolerance_s: How far a signature's time may lie before or after the clock.
+        secret: Secret of the deployment.
+        tolerance_s: How far a signature's time may be before or after the clock.
         clock: Unix time in seconds.
-        max_remembered: Signatures that are remembered at once. Further ones are refused, not taken
-            unremembered; only who holds the secret can fill this up.
+        max_remembered: Signatures that are remembered at once; further requests are refused.
     """
 
     def __init__(
@@ -199,13 +190,13 @@ class SignatureCheck:
         self._forget_at: dict[str, float] = {}  # by nonce, in the order in which they came
 
     def check(self, authorization: str, method: str, target: str, body: bytes = b"") -> None:
-        """Return if the request may come in, and never again for the same signature.
+        """Return if a request is signed and its signature was not used before.
 
         Args:
             authorization: Value of the header, empty if there is none.
-            method: Of the request.
+            method: ``GET``, ``POST``, …
             target: Path with query, as it came over the wire.
-            body: Of the request, whole.
+            body: The whole body.
 
         Raises:
             RequestError: 401; no signature, a wrong one, one of another time, or one that was used.
@@ -247,7 +238,7 @@ class SignatureCheck:
                 code="too_many_signatures",
                 retry_after_s=max(1, round(self._tolerance_s)),
             )
-        # Until none of its time can be let in any more.
+        # By then its time is outside the tolerance.
         self._forget_at[nonce] = now + 2 * self._tolerance_s
 
     def _forget(self, now: float) -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
-from epd_portable.config.quantities import Seconds, Size
+from epd_portable.config.quantities import Seconds, Section, Size
 from epd_portable.errors import ConfigError
 
 SCHEMES = ("redis", "rediss")
@@ -33,23 +33,21 @@ def _check_url(url: str) -> str:
     return url
 
 
-class StoreSection(BaseModel):
+class StoreSection(Section):
     """A store of encoder outputs that all instances and the router reach.
 
     Attributes:
         kind: ``redis`` for a Redis or Valkey server, ``file`` for a folder that all share.
         url: Of the server; ``rediss`` is with TLS.
-        password_file: File with the password of the server.
-        tls_ca_file: Certificates in PEM that sign the server's; by default the system's.
-        path: The folder.
-        layout: ``vllm``: each entry can be read by vLLM's ``ECExampleConnector`` as well, and what
-            that wrote there is taken, though nobody vouches for it.
-        max_bytes: Of all entries; those that were not used for the longest time go first.
-        ttl_s: An entry that was not used for this long goes.
-        timeout_ms: Longest time of one question or load; then the store is left alone for a while.
+        tls_ca_file: CA certificates in PEM; by default the system's.
+        layout: ``vllm``: entries can be read by vLLM's ``ECExampleConnector``, and what that wrote
+            is used, without a seal.
+        max_bytes: Of all entries; the least recently used are removed first.
+        ttl_s: An entry that was not used for this long is removed.
+        timeout_ms: Longest time of one lookup or load; beyond it the circuit breaker opens.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, hide_input_in_errors=True)
+    model_config = ConfigDict(hide_input_in_errors=True)
 
     kind: Literal["redis", "file"]
     url: Annotated[str, AfterValidator(_check_url)] | None = None

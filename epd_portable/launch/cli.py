@@ -11,6 +11,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,7 +19,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from epd_portable import envs
-from epd_portable.config.document import KeyPath, dotted
+from epd_portable.config.document import dotted
 from epd_portable.config.load import Check, load_topology, placed
 from epd_portable.config.removed import REMOVED, removed
 from epd_portable.config.roles import TAKES_ITEMS
@@ -31,13 +32,12 @@ from epd_portable.launch.commands.command_line import (
     FAILED,
     PORT,
     CommandLine,
-    DefaultCommand,
+    PlatformType,
     json_lines_option,
     json_option,
     print_json,
-    teller,
+    printer,
 )
-from epd_portable.launch.commands.options import PlatformType
 from epd_portable.launch.notices import Notice
 from epd_portable.launch.plan.check import inspect, planned, stored
 from epd_portable.launch.plan.file_checks import named_files, usual_checks
@@ -60,14 +60,12 @@ from epd_portable.launch.plan.target import (
     require_platform,
 )
 from epd_portable.launch.plan.text import findings_table, plan_table
-from epd_portable.launch.run.private_files import make_private_folder, use_log_folder
+from epd_portable.launch.run.log_files import make_private_folder, use_log_folder
 from epd_portable.launch.run.running import RUN_FOLDER
 from epd_portable.launch.run.supervisor import Supervisor
-from epd_portable.platforms.traits import TRAITS, PlatformTraits
+from epd_portable.platforms.traits import TRAITS
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-DEFAULT_COMMAND = "up"
 
 _START = "`up` starts a topology, and may be left out: epd-launch --platform P --config FILE"
 _STOP = "Ctrl-C stops a topology, or SIGTERM to the launcher whose pid `epd-launch status` shows"
@@ -83,7 +81,186 @@ MEANT = {
         "SIGHUP to the launcher starts the instances again, one after the other",
     ),
 }
-"""What users of other programs may ask for, and what it is here."""
+"""Words of other programs, and what to use here."""
+
+HELP = """Run a multimodal model as separate encode and prefill+decode instances of vLLM.
+
+\b
+Start one encode and one prefill+decode instance on a CPU, with the bundled model:
+  epd-launch --platform cpu --config configs/1e1pd.yaml
+The same on NVIDIA or Ascend, with another model and port:
+  epd-launch --platform cuda --config configs/1e1pd.yaml --model Qwen/Qwen2.5-VL-3B-Instruct
+  epd-launch --platform npu --config configs/1e1pd.yaml --port 9000
+Three prefill+decode instances, bytes over TCP:
+  epd-launch --platform cpu --config configs/1e1pd.yaml \\
+    --set instances.prefill_decode.count=3 --set transfer.path=tcp
+See what would be started, and what can be used on this machine:
+  epd-launch plan --platform npu --config configs/1e1pd.yaml
+  epd-launch check
+Plan for a machine that is not here:
+  epd-launch plan --hardware 910b-64g --config configs/1e1pd.yaml
+See what runs here, and its logs:
+  epd-launch status
+  epd-launch logs -f encode-0
+Let instances join and leave a running router, with a secret that both sides have:
+  epd-launch secret ~/epd.secret
+  epd-launch join --help
+
+`up` is the command when none is named; `epd-launch up --help` lists its options. It runs in the
+foreground until Ctrl-C or SIGTERM; then the router finishes open requests and the instances end. A
+second Ctrl-C ends everything at once. SIGHUP restarts the instances one after the other, for a new
+version of vLLM, of this package or of the model; no request is lost where a role has two instances.
+
+Bash completes commands, options, hardware profiles and instances after this (zsh, fish: alike):
+
+\b
+  eval "$(_EPD_LAUNCH_COMPLETE=bash_source epd-launch)"
+"""
+"""The page of ``epd-launch --help``; a line of ``\\b`` keeps the lines of its paragraph."""
+
+UP_HELP = """Start the topology, serve in the foreground, stop on Ctrl-C or SIGTERM.
+
+At a stop open requests have router.drain_s seconds to end; a second signal cuts them. SIGHUP
+updates the instances one after the other: each is drained, restarted and warmed up before the
+next. The SIGHUP of a terminal that is closed is a stop.
+
+With --json every line of standard output is an object with schema_version, time, event, text and
+the event's own fields (docs/operations.md); the last event is stopped, or error.
+
+\b
+  epd-launch up --platform cpu --config configs/1e1pd.yaml --port 8000 --log-dir logs
+
+Exit status: 0 when a stop was asked for, 1 when a process did not start, 2 on bad input.
+"""
+
+PLAN_HELP = """Show the processes that would be started; needs no device and starts nothing.
+
+With --hardware it plans for the devices of that profile, whatever this machine has. What `up`
+would refuse here, such as a port in use, is a warning.
+
+\b
+  epd-launch plan --platform cuda --config configs/1e3pd.yaml --set transfer.path=shm
+  epd-launch plan --hardware h200 --config configs/h200-8.yaml
+"""
+
+CHECK_HELP = """Show the platforms, devices and transfer paths that can be used; why others cannot.
+
+\b
+  epd-launch check
+  epd-launch check --hardware 910b-64g
+  epd-launch check --platform cpu --config configs/1e1pd.yaml
+
+Exit status: 0 when a platform can be used (with --platform: that one) and, with --hardware,
+matches the profile; otherwise 1; 2 on bad input. Warnings do not count.
+"""
+
+main = CommandLine(name="epd-launch", help=HELP, meant=MEANT, default="up")
+"""The command ``epd-launch``."""
+
+for _command in (
+    *(status.status, status.logs),
+    *(members.secret, members.join, members.leave, members.instances, members.page),
+):
+    main.add_command(_command)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanRequest:
+    """The topology that a command line asks for.
+
+    Attributes:
+        target: Platform, and perhaps a hardware profile.
+        config: Topology file.
+        overrides: What is laid over it, as ``key.subkey=value``.
+    """
+
+    target: Target
+    config: Path
+    overrides: tuple[str, ...] = ()
+
+    @classmethod
+    def from_options(
+        cls,
+        *,
+        platform: str | None,
+        hardware: str | None,
+        config: Path,
+        overrides: tuple[str, ...],
+        model: str | None,
+        port: int | None,
+    ) -> PlanRequest:
+        """Return what the options of `_topology_options` ask for."""
+        if model is not None:
+            overrides = (*overrides, f"model={json.dumps(model)}")
+        if port is not None:
+            overrides = (*overrides, f"router.port={port}")
+        target = find_target(platform, hardware, config)
+        return cls(target=target, config=config, overrides=overrides)
+
+    def load(self, *checks: Check) -> Topology:
+        """Read the file.
+
+        Raises:
+            ConfigError: Lists every problem of the file; or a variable is wrong.
+        """
+        for name in sorted(REMOVED.keys() & os.environ.keys()):
+            raise ConfigError(f"the variable {name} {removed(name)}")
+        for variable in envs.TABLE:
+            variable.get()  # Children have it, too.
+        return load_topology(
+            self.config,
+            self.target.traits.name,
+            overrides=self.overrides,
+            checks=(*usual_checks(self.target.traits), *checks),
+        )
+
+    def plan(
+        self,
+        topology: Topology,
+        run_id: str,
+        machine: Machine,
+        *,
+        free: Callable[[int, str], bool] = claim,
+    ) -> tuple[Plan, str]:
+        """Make the plan; also return which of its ports cannot be used, where they are fixed.
+
+        Raises:
+            ConfigError: The topology does not fit; names the place of the key.
+        """
+        hardware, launch, router = self.target.hardware, topology.launch, topology.router
+        avoid = hardware.profile.ports_to_avoid if hardware else ()
+        public = {"router.port": router.port}
+        if router.admin_port is not None:
+            public["router.admin_port"] = router.admin_port
+        in_order = None
+        if launch.first_port is not None:
+            in_order = PortsInOrder(
+                launch.first_port, reserved=avoid, host=launch.host, free=free
+            )
+        try:
+            plan = make_plan(
+                topology,
+                model=resolve_model(topology.model, served_name=topology.served_model_name),
+                traits=self.target.traits,
+                machine=machine,
+                run_id=run_id,
+                free_port=in_order
+                or port_source(
+                    run_id, reserved=frozenset({*public.values(), *avoid}), host=launch.host
+                ),
+                temp_dir=str(_temp_dir(run_id)),
+                hardware=hardware,
+            )
+        except ConfigError as error:
+            name = self.target.traits.name
+            raise placed(error, self.config, name, overrides=self.overrides) from error
+        uses = {
+            port: f"{purpose} of {spec.name}"
+            for spec in plan.processes
+            if spec.role != "router"
+            for purpose, port in spec.ports.items()
+        }
+        return plan, in_order.problem(uses, public) if in_order else ""
 
 
 def _complete_profile(
@@ -131,75 +308,14 @@ def _topology_options(command: F) -> F:
             metavar="M",
             help="Short for --set model=M: a Hugging Face id, a folder, or demo.",
         ),
-        click.option(
-            "--port",
-            type=PORT,
-            metavar="N",
-            help="Short for --set router.port=N.",
-        ),
+        click.option("--port", type=PORT, metavar="N", help="Short for --set router.port=N."),
     ]
     for option in reversed(options):
         command = option(command)
     return command
 
 
-HELP = """Run a multimodal model as separate encode and prefill+decode instances of vLLM.
-
-\b
-Start one encode and one prefill+decode instance on a CPU, with the bundled model:
-  epd-launch --platform cpu --config configs/1e1pd.yaml
-The same on NVIDIA or Ascend, with another model and port:
-  epd-launch --platform cuda --config configs/1e1pd.yaml --model Qwen/Qwen2.5-VL-3B-Instruct
-  epd-launch --platform npu --config configs/1e1pd.yaml --port 9000
-Three prefill+decode instances, bytes over TCP:
-  epd-launch --platform cpu --config configs/1e1pd.yaml \\
-    --set instances.prefill_decode.count=3 --set transfer.path=tcp
-See what would be started, and what can be used on this machine:
-  epd-launch plan --platform npu --config configs/1e1pd.yaml
-  epd-launch check
-Plan for a machine that is not here:
-  epd-launch plan --hardware 910b-64g --config configs/1e1pd.yaml
-See what runs here, and its logs:
-  epd-launch status
-  epd-launch logs -f encode-0
-Let instances join and leave a running router, with a secret that both sides have:
-  epd-launch secret ~/epd.secret
-  epd-launch join --help
-
-`up` is the command when none is named; `epd-launch up --help` lists its options. It runs in the
-foreground until Ctrl-C or SIGTERM; then the router finishes open requests and the instances end. A
-second Ctrl-C ends everything at once. SIGHUP restarts the instances one after the other, for a new
-version of vLLM, of this package or of the model; no request is lost where a role has two instances.
-
-Bash completes commands, options, hardware profiles and instances after this (zsh, fish: alike):
-
-\b
-  eval "$(_EPD_LAUNCH_COMPLETE=bash_source epd-launch)"
-"""
-"""The page of ``epd-launch --help``; a line of ``\\b`` keeps the lines of its paragraph."""
-
-
-main = CommandLine(name="epd-launch", help=HELP, meant=MEANT, default=DEFAULT_COMMAND)
-"""The command ``epd-launch``."""
-
-
-UP_HELP = """Start the topology, serve in the foreground, stop on Ctrl-C or SIGTERM.
-
-At a stop open requests have router.drain_s seconds to end; a second signal cuts them. SIGHUP
-updates the instances one after the other: each is drained, restarted and warmed up before the
-next. The SIGHUP of a terminal that is closed is a stop.
-
-With --json every line of standard output is an object with schema_version, time, event, text and
-the event's own fields (docs/operations.md); the last event is stopped, or error.
-
-\b
-  epd-launch up --platform cpu --config configs/1e1pd.yaml --port 8000 --log-dir logs
-
-Exit status: 0 when a stop was asked for, 1 when a process did not start, 2 on bad input.
-"""
-
-
-@main.command(cls=DefaultCommand, help=UP_HELP)
+@main.command(help=UP_HELP)
 @_topology_options
 @click.option(
     "--log-dir",
@@ -209,25 +325,20 @@ Exit status: 0 when a stop was asked for, 1 when a process did not start, 2 on b
     "after a stop by Ctrl-C or SIGTERM and kept after a failure.",
 )
 @json_lines_option
-def up(
-    platform: str | None,
-    hardware: str | None,
-    config: Path,
-    overrides: tuple[str, ...],
-    model: str | None,
-    port: int | None,
-    log_dir: Path | None,
-    as_json: bool,
-) -> None:
+def up(log_dir: Path | None, as_json: bool, **options: Any) -> None:
     """Start a topology; users read `UP_HELP`."""
-    target = find_target(platform, hardware, config)
-    topology = _load(target.traits, config, overrides, model, port, checks=(named_files,))
+    request = PlanRequest.from_options(**options)
+    topology = request.load(named_files)
     run_id = new_run_id()
-    machine = probed_machine(target.traits, os.environ)
-    with _telling_places(target.traits, config, _with_shortcuts(overrides, model, port)):
-        plan, clash = _plan(topology, target, run_id, machine)
-    _refuse(_refusals(topology, plan, clash))
-    say = teller(as_json=as_json)
+    machine = probed_machine(request.target.traits, os.environ)
+    plan, clash = request.plan(topology, run_id, machine)
+    refusals = _refusals(topology, plan, clash)
+    if len(refusals) == 1:
+        raise refusals[0]
+    if refusals:
+        lines = "".join(f"\n  {error}" for error in refusals)
+        raise ConfigError(f"{len(refusals)} problems of this machine{lines}")
+    say = printer(as_json=as_json)
     if topology.store is not None and not (found := stored(topology.store)).usable:
         say(Notice("warning", f"store: {found.reason}"))
     for warning in plan.warnings:
@@ -257,70 +368,40 @@ def up(
             log_dir=logs,
             temp_dir=folder,
             say=say,
-            config=str(config),
+            config=str(request.config),
         ).run()
     if log_dir is None:
         shutil.rmtree(logs)
 
 
-PLAN_HELP = """Show the processes that would be started; needs no device and starts nothing.
-
-With --hardware it plans for the devices of that profile, whatever this machine has. What `up`
-would refuse here, such as a port in use, is a warning.
-
-\b
-  epd-launch plan --platform cuda --config configs/1e3pd.yaml --set transfer.path=shm
-  epd-launch plan --hardware h200 --config configs/h200-8.yaml
-"""
-
-
 @main.command(help=PLAN_HELP)
 @_topology_options
 @json_option
-def plan(
-    platform: str | None,
-    hardware: str | None,
-    config: Path,
-    overrides: tuple[str, ...],
-    model: str | None,
-    port: int | None,
-    as_json: bool,
-) -> None:
+def plan(as_json: bool, **options: Any) -> None:
     """Show a plan; users read `PLAN_HELP`."""
-    target = find_target(platform, hardware, config)
-    topology = _load(target.traits, config, overrides, model, port)
-    if target.hardware:
-        machine = described_machine(target.hardware.profile.devices_per_node.value)
+    request = PlanRequest.from_options(**options)
+    topology = request.load()
+    hardware = request.target.hardware
+    if hardware:
+        machine = described_machine(hardware.profile.devices_per_node.value)
     else:
-        machine = assumed_machine(target.traits, os.environ)
-    with _telling_places(target.traits, config, _with_shortcuts(overrides, model, port)):
-        result, clash = _plan(topology, target, new_run_id(), machine, free=is_free)
+        machine = assumed_machine(request.target.traits, os.environ)
+    result, clash = request.plan(topology, new_run_id(), machine, free=is_free)
     refused: list[str] = []
-    if not target.hardware:
-        # Of a machine that is not here nobody knows its files and ports.
-        refused += [said for _, said in _missing_files(topology)]
+    if not hardware:
+        # A machine that is not here has other files and ports.
+        missing = named_files(topology.model_dump())
+        refused += [f"{dotted(path)}: {problem}" for path, problem in missing]
         refused += map(str, _refusals(topology, result, clash))
-    warnings = (*result.warnings, *(f"up refuses this here: {said}" for said in refused))
+    warnings = (*result.warnings, *(f"up refuses this here: {problem}" for problem in refused))
     result = dataclasses.replace(result, warnings=warnings)
     if as_json:
         print_json(**result.as_json())
-    else:
-        say = teller(as_json=False)
-        for warning in result.warnings:
-            say(Notice("warning", warning))
-        click.echo(plan_table(result))
-
-
-CHECK_HELP = """Show the platforms, devices and transfer paths that can be used; why others cannot.
-
-\b
-  epd-launch check
-  epd-launch check --hardware 910b-64g
-  epd-launch check --platform cpu --config configs/1e1pd.yaml
-
-Exit status: 0 when a platform can be used (with --platform: that one) and, with --hardware,
-matches the profile; otherwise 1; 2 on bad input. Warnings do not count.
-"""
+        return
+    say = printer(as_json=False)
+    for warning in result.warnings:
+        say(Notice("warning", warning))
+    click.echo(plan_table(result))
 
 
 @main.command(help=CHECK_HELP)
@@ -348,128 +429,37 @@ def check(platform: str | None, hardware: str | None, config: Path | None, as_js
     if config is not None and platform is None:
         raise ConfigError(f"--config {config}: name the --platform that it is planned for")
     findings = inspect([platform] if platform else list(TRAITS), expected)
-    if config is not None and platform is not None:
-        target = find_target(platform, None, config)
-        topology = _load(target.traits, config, (), None, None)
-        machine = assumed_machine(target.traits, os.environ)
-        with _telling_places(target.traits, config, ()):
-            plan, _ = _plan(topology, target, new_run_id(), machine, free=is_free)
+    if config is not None:
+        request = PlanRequest(target=find_target(platform, None, config), config=config)
+        topology = request.load()
+        machine = assumed_machine(request.target.traits, os.environ)
+        plan, _ = request.plan(topology, new_run_id(), machine, free=is_free)
         findings.append(planned(config.name, plan.warnings))
         if topology.store is not None:
             findings.append(stored(topology.store))
     if as_json:
         print_json(findings=[dataclasses.asdict(finding) for finding in findings])
     else:
-        click.echo(findings_table(findings, width=_terminal_width()))
+        # Lines for a program are not wrapped.
+        wrapped = sys.stdout.isatty() or os.environ.get("COLUMNS")
+        width = shutil.get_terminal_size().columns if wrapped else None
+        click.echo(findings_table(findings, width=width))
     platforms = [finding.usable for finding in findings if finding.kind == "platform"]
     compared = [finding.usable for finding in findings if finding.kind == "hardware"]
     if not any(platforms) or not all(compared):
         sys.exit(FAILED)
 
 
-def _terminal_width() -> int | None:
-    """Return the width of the terminal, or of COLUMNS; ``None`` where lines go to a program."""
-    if sys.stdout.isatty() or os.environ.get("COLUMNS"):
-        return shutil.get_terminal_size().columns
-    return None
-
-
-def _load(
-    traits: PlatformTraits,
-    config: Path,
-    overrides: tuple[str, ...],
-    model: str | None,
-    port: int | None,
-    *,
-    checks: tuple[Check, ...] = (),
-) -> Topology:
-    for name in sorted(REMOVED.keys() & os.environ.keys()):
-        raise ConfigError(f"the variable {name} {removed(name)}")
-    for variable in envs.TABLE:
-        variable.get()  # Children have it, too.
-    return load_topology(
-        config,
-        traits.name,
-        overrides=_with_shortcuts(overrides, model, port),
-        checks=(*usual_checks(traits), *checks),
-    )
-
-
-def _with_shortcuts(
-    overrides: tuple[str, ...], model: str | None, port: int | None
-) -> tuple[str, ...]:
-    """Return all that is laid over the file."""
-    if model is not None:
-        overrides = (*overrides, f"model={json.dumps(model)}")
-    return overrides if port is None else (*overrides, f"router.port={port}")
-
-
-@contextlib.contextmanager
-def _telling_places(
-    traits: PlatformTraits, config: Path, overrides: tuple[str, ...]
-) -> Iterator[None]:
-    """Say of what a plan cannot have where it was asked for."""
-    try:
-        yield
-    except ConfigError as error:
-        raise placed(error, config, traits.name, overrides=overrides) from error
-
-
-def _plan(
-    topology: Topology,
-    target: Target,
-    run_id: str,
-    machine: Machine,
-    *,
-    free: Callable[[int, str], bool] = claim,
-) -> tuple[Plan, str]:
-    """Make the plan; also return which of its ports cannot be obtained, where they are fixed."""
-    avoid = target.hardware.profile.ports_to_avoid if target.hardware else ()
-    host, router = topology.launch.host, topology.router
-    public = {"router.port": router.port}
-    if router.admin_port is not None:
-        public["router.admin_port"] = router.admin_port
-    in_order = None
-    if topology.launch.first_port is not None:
-        in_order = PortsInOrder(topology.launch.first_port, reserved=avoid, host=host, free=free)
-    plan = make_plan(
-        topology,
-        model=resolve_model(topology.model, served_name=topology.served_model_name),
-        traits=target.traits,
-        machine=machine,
-        run_id=run_id,
-        free_port=in_order
-        or port_source(run_id, reserved=frozenset({*public.values(), *avoid}), host=host),
-        temp_dir=str(_temp_dir(run_id)),
-        hardware=target.hardware,
-    )
-    uses = {
-        port: f"{purpose} of {spec.name}"
-        for spec in plan.processes
-        if spec.role != "router"
-        for purpose, port in spec.ports.items()
-    }
-    return plan, in_order.complain(uses, public) if in_order else ""
-
-
-def _missing_files(topology: Topology) -> list[tuple[KeyPath, str]]:
-    """Return what files that the topology names are not there, or cannot be used."""
-    found = named_files(topology.model_dump())
-    return [(path, f"{dotted(path)}: {said}") for path, said in found]
-
-
 def _refusals(topology: Topology, plan: Plan, clash: str) -> list[EPDError]:
     """Return why this machine cannot run a plan at this moment."""
+    router, store = topology.router, topology.store
     found: list[EPDError] = [PortInUseError(clash)] if clash else []
-    router = topology.router
-    pools = sum(topology.instances.of(role).count for role in TAKES_ITEMS)
-    demands: list[Callable[[], None]] = [
-        lambda: require_shm(topology.transfer.pool_bytes, pools),
-    ]
+    demands: list[Callable[[], None]] = []
     if router.join is None:
-        demands.insert(0, lambda: require_free(router.port, router.host))
-    if router.admin_port is not None:
-        admin_port = router.admin_port
+        demands.append(lambda: require_free(router.port, router.host))
+    pools = sum(topology.instances.of(role).count for role in TAKES_ITEMS)
+    demands.append(lambda: require_shm(topology.transfer.pool_bytes, pools))
+    if (admin_port := router.admin_port) is not None:
         demands.append(lambda: require_free(admin_port, router.host, key="router.admin_port"))
     if plan.kv is not None:
         connector = KV_CONNECTORS[plan.kv.name]
@@ -478,9 +468,8 @@ def _refusals(topology: Topology, plan: Plan, clash: str) -> list[EPDError]:
                 connector.module, needed_by=connector.cls, install=connector.install
             )
         )
-    if topology.store is not None:
-        store = topology.store
-        demands.append(lambda: make_store(store).close())  # Whose library must be here.
+    if store is not None:
+        demands.append(lambda: make_store(store).close())  # Imports the store's library.
     for demand in demands:
         try:
             demand()
@@ -489,27 +478,18 @@ def _refusals(topology: Topology, plan: Plan, clash: str) -> list[EPDError]:
     return found
 
 
-def _refuse(refusals: list[EPDError]) -> None:
-    """Raise what is wrong, all of it at once."""
-    if len(refusals) == 1:
-        raise refusals[0]
-    if refusals:
-        lines = "".join(f"\n  {error}" for error in refusals)
-        raise ConfigError(f"{len(refusals)} problems of this machine{lines}")
-
-
 def _temp_dir(run_id: str) -> Path:
     return Path(tempfile.gettempdir()) / f"{RUN_FOLDER}{run_id}"
 
 
 @contextlib.contextmanager
 def _run_folder(path: Path, *, make_secret: bool) -> Iterator[Path]:
-    """Make the folder of a run, for nobody but this user, and remove it at the end."""
+    """Make the folder of a run, for this user only, and remove it at the end."""
     make_private_folder(path)
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        # What cleans temporary folders of old files leaves a locked one alone: a process that is
-        # started again after days needs the secret.
+        # Cleaners of temporary folders leave a locked one alone: a process that is restarted after
+        # days needs the secret.
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         if make_secret:
             make_secret_file(run_secret_file(str(path)))
@@ -517,18 +497,6 @@ def _run_folder(path: Path, *, make_secret: bool) -> Iterator[Path]:
     finally:
         os.close(descriptor)
         shutil.rmtree(path, ignore_errors=True)
-
-
-for _command in (
-    status.status,
-    status.logs,
-    members.secret,
-    members.join,
-    members.leave,
-    members.instances,
-    members.page,
-):
-    main.add_command(_command)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What commands that stay tell while they do: a line for people, an object for programs. Pure."""
+"""Events of commands that run for a while: a line for people, an object for programs. Pure."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Event = Literal[
     "joined_again",
     "left",
 ]
-"""What can happen, in a word for programs; docs/operations.md says what each means."""
+"""What can happen; docs/operations.md says what each means."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +37,8 @@ class Notice:
     """Something that happened.
 
     Attributes:
-        event: What it is.
-        text: For people, in a line or, where there is more to say, in several.
-        fields: Beside the text for programs: plain JSON values.
+        text: For people, in one or several lines.
+        fields: For programs, beside the text: plain JSON values.
     """
 
     event: Event
@@ -48,5 +47,5 @@ class Notice:
 
     @property
     def line(self) -> str:
-        """What people read of it."""
+        """The text, marked if it is a warning."""
         return f"warning: {self.text}" if self.event == "warning" else self.text

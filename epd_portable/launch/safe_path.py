@@ -1,8 +1,7 @@
-"""What the launcher starts imports nothing from the working directory, which may be anybody's.
+"""Keeps the working directory, where others may write, out of the path that Python imports from.
 
-``python -m`` and ``python -c`` put that folder in front of everything else. Python 3.11 leaves it
-out where a variable asks for it, which children of children inherit: vLLM starts its engine, and
-multiprocessing its helpers, in such ways. Python 3.10 knows no such thing and needs another folder.
+``python -m`` and ``python -c`` put it first, also in what vLLM and multiprocessing start. Python
+3.11 leaves it out where a variable asks for that; Python 3.10 has to start in another folder.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ from pathlib import Path
 def safe_environ(environ: Mapping[str, str]) -> dict[str, str]:
     """Return an environment in which Python leaves the working directory out of its path.
 
-    An empty element of ``PYTHONPATH``, as in ``$PYTHONPATH:/more`` with nothing before, means the
-    working directory too, and is left out.
+    Empty elements of ``PYTHONPATH``, which mean it too, are removed.
     """
     safe = {**environ, "PYTHONSAFEPATH": "1"}
     folders = [each for each in safe.pop("PYTHONPATH", "").split(os.pathsep) if each]
@@ -27,7 +25,7 @@ def safe_environ(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def safe_cwd(private: Path, version: tuple[int, ...] = sys.version_info[:2]) -> Path | None:
-    """Return where a process has to start; ``None`` where `safe_environ` is enough.
+    """Return where to start a process; ``None`` where `safe_environ` is enough.
 
     Args:
         private: A folder in which nobody else can write.

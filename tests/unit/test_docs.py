@@ -406,7 +406,7 @@ def shown_default(name: str, model: type[BaseModel]) -> str:
 
 def keys(model: type[BaseModel] = Topology, prefix: str = "") -> Iterator[tuple[str, str]]:
     """Yield every key that may be written and its default; what all roles have as ``*``."""
-    shared = InstanceGroup.model_fields if InstanceGroup in model.__bases__ else ()
+    shared = InstanceGroup.model_fields if issubclass(model, InstanceGroup) else ()
     for name, field in model.model_fields.items():
         kind = field.annotation
         if isinstance(kind, type) and issubclass(kind, BaseModel):

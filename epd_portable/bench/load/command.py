@@ -20,7 +20,7 @@ from epd_portable.bench.load.requests import read_trace
 from epd_portable.bench.load.sides import read_sides, with_proxy
 from epd_portable.bench.load.stand import Ground
 from epd_portable.errors import ConfigError, MeasurementError
-from epd_portable.launch.commands.options import PlatformType
+from epd_portable.launch.commands.command_line import PlatformType
 
 HELP = """Compare sides under load: a topology, replicas of plain vLLM, vLLM's own example.
 

@@ -19,7 +19,7 @@ from epd_portable.bench.load.processes import pinned
 from epd_portable.bench.load.sides import LoadSide
 from epd_portable.config.schema import Topology
 from epd_portable.launch.plan.engine import ROLE_ARGS, cpu_env
-from epd_portable.launch.plan.placement import Seat
+from epd_portable.launch.plan.placement import InstancePlacement
 from epd_portable.platforms.traits import TRAITS
 
 EXAMPLE_CONNECTOR = "ECExampleConnector"
@@ -89,7 +89,7 @@ def plain_engine(
         env = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, own)) for own in by_rank)}
         if tuned:
             eager = arguments.get("enforce_eager") is True
-            env = cpu_env(Seat(port=0, cores=(by_rank[0],)), 1, eager=eager)
+            env = cpu_env(InstancePlacement(port=0, cores=(by_rank[0],)), 1, eager=eager)
             arguments.setdefault("distributed_executor_backend", traits.single_rank_executor_cls)
         start = pinned(frozenset(map(int, units)), str(folder))
     return servers.one_process(

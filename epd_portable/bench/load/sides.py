@@ -11,7 +11,7 @@ from typing import Literal
 from epd_portable.config.groups import Instances
 from epd_portable.config.schema import Topology
 from epd_portable.errors import ConfigError
-from epd_portable.launch.plan.assign import seats
+from epd_portable.launch.plan.placement import ranks_of
 
 SideKind = Literal["topology", "replicas", "ranks", "upstream", "url"]
 EXAMPLES = "ours=configs/1e1pd.yaml, replicas:2, upstream:1E1PD, there=url:http://127.0.0.1:8000"
@@ -135,7 +135,7 @@ def with_proxy(sides: Sequence[LoadSide], *, real: bool) -> tuple[LoadSide, ...]
 
 
 def instance_count(side: LoadSide, topology: Topology | None) -> int:
-    """Return how many seats a side has: ranks of instances; none for servers that run already.
+    """Return how many ranks_of a side has: ranks of instances; none for servers that run already.
 
     A device that a topology lists for several ranks is one seat.
     """
@@ -144,7 +144,7 @@ def instance_count(side: LoadSide, topology: Topology | None) -> int:
     assert topology is not None
     groups = [getattr(topology.instances, name) for name in Instances.model_fields]
     listed = {device for group in groups for device in group.devices or ()}
-    return len(listed) + sum(seats(group) for group in groups if not group.devices)
+    return len(listed) + sum(ranks_of(group) for group in groups if not group.devices)
 
 
 def share_out(

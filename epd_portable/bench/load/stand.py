@@ -26,7 +26,7 @@ from epd_portable.config.groups import Instances
 from epd_portable.config.instance import PlatformName
 from epd_portable.config.schema import Topology
 from epd_portable.errors import MeasurementError
-from epd_portable.launch.plan.assign import seats
+from epd_portable.launch.plan.placement import ranks_of
 from epd_portable.launch.run.process import spread
 from epd_portable.launch.run.sessions import SHM
 from epd_portable.platforms.traits import TRAITS
@@ -298,7 +298,7 @@ def _group_cores(ground: Ground, side: LoadSide) -> dict[str, list[int]]:
     return {
         name: [
             int(core)
-            for _ in range(seats(getattr(topology.instances, name)))
+            for _ in range(ranks_of(getattr(topology.instances, name)))
             for core in next(units)
         ]
         for name in Instances.model_fields

@@ -1,4 +1,4 @@
-"""What ``epd-launch`` and ``epd-bench`` have in common: how they are asked, fail and end."""
+"""What ``epd-launch`` and ``epd-bench`` have in common: options, errors and exit statuses."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import errno
 import importlib.metadata
 import io
 import json
-import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
@@ -16,6 +15,7 @@ from typing import Any, TypeVar
 
 import click
 
+from epd_portable.config.instance import PLATFORMS, platform_names
 from epd_portable.config.quantities import url_problem
 from epd_portable.errors import (
     ConfigError,
@@ -46,10 +46,10 @@ _DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class CommandLine(click.Group):
-    """A command of several words: its errors in one line or as JSON, the same exit statuses.
+    """A command with subcommands, whose errors are one line for people or one of JSON.
 
     Args:
-        meant: What to say of words that are no commands, but that others have for ours.
+        meant: By words that are no commands here but in other programs, what to use instead.
         default: The command that is meant where options come first; empty for none.
         **settings: Of `click.Group`.
     """
@@ -78,7 +78,7 @@ class CommandLine(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command; say of a word from elsewhere what it is called here."""
+        """Find the command; say for a word of another program what to use here."""
         if args and args[0] in self._meant and args[0] not in self.commands:
             raise click.UsageError(f"No such command {args[0]!r}: {self._meant[args[0]]}", ctx)
         return super().resolve_command(ctx, args)
@@ -120,29 +120,30 @@ class CommandLine(click.Group):
             return status if isinstance(status, int) else 0
         except click.ClickException as error:
             said = without_passwords(error.format_message())
-            if not self._tell_programs(given, error, said, error.exit_code):
+            if not self._printed_as_json(given, error, said, error.exit_code):
                 page = io.StringIO()
                 error.show(page)
                 click.echo(without_passwords(page.getvalue()), err=True, nl=False)
             return error.exit_code
         except EPDError as error:
             code = BAD_INPUT if isinstance(error, _BAD_INPUT) else FAILED
-            if not self._tell_programs(given, error, str(error), code):
+            if not self._printed_as_json(given, error, str(error), code):
                 click.echo(f"{self.name}: {error}", err=True)
             return code
         except click.Abort:
             click.echo("stopped by Ctrl-C", err=True)
             return INTERRUPTED
         except OSError as error:
-            return self._say_what_is_not_written(error)
+            return self._explain_os_error(error)
 
-    def _tell_programs(self, given: Sequence[str], error: Exception, said: str, code: int) -> bool:
-        """Say what is wrong in JSON, where JSON was asked for; tell whether it was."""
+    def _printed_as_json(
+        self, given: Sequence[str], error: Exception, said: str, code: int
+    ) -> bool:
         content = {"type": type(error).__name__, "message": said, "exit_status": code}
-        return self.tell_programs(given, one_line(event="error", error=content))
+        return self.print_error(given, one_line(event="error", error=content))
 
-    def tell_programs(self, given: Sequence[str], content: str) -> bool:
-        """Put an error where JSON was asked for; false where it was not.
+    def print_error(self, given: Sequence[str], content: str) -> bool:
+        """Print an error as JSON if that was asked for; false where it was not.
 
         Args:
             given: The words of the command line.
@@ -153,7 +154,7 @@ class CommandLine(click.Group):
         click.echo(content)
         return True
 
-    def _say_what_is_not_written(self, error: OSError) -> int:
+    def _explain_os_error(self, error: OSError) -> int:
         what = f"read or write {error.filename}" if error.filename else "write what it has to say"
         remedy = "; make room" if error.errno in _DISK_IS_FULL else ""
         with contextlib.suppress(OSError):
@@ -165,8 +166,8 @@ class CommandLine(click.Group):
 class JsonFileCommandLine(CommandLine):
     """One whose ``--json`` names a file: errors go there, too, but never in place of results."""
 
-    def tell_programs(self, given: Sequence[str], content: str) -> bool:
-        """Write an error into the file, and let it be said to people as well."""
+    def print_error(self, given: Sequence[str], content: str) -> bool:
+        """Write an error into the file; it is printed for people as well."""
         words = [word.partition("=") for word in given]
         for (word, equals, value), after in zip(words, [*given[1:], ""], strict=True):
             if word == "--json" and (name := value if equals else after):
@@ -179,11 +180,7 @@ class JsonFileCommandLine(CommandLine):
 
 
 def tells_an_error(file: Path) -> bool:
-    """Tell whether a file holds what went wrong, and no results.
-
-    Raises:
-        OSError: It cannot be read.
-    """
+    """Tell whether a file holds an error, and no results."""
     with file.open("rb") as opened:
         begin = opened.read(_MOST_OF_AN_ERROR)
     try:
@@ -192,48 +189,20 @@ def tells_an_error(file: Path) -> bool:
         return False
 
 
-class DefaultCommand(click.Command):
-    """The command that may be left out; knows when another one was meant."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse; a command that stands behind the options should stand before them."""
-        given = list(args)
-        try:
-            return super().parse_args(ctx, args)
-        except click.UsageError as error:
-            group = ctx.parent.command if ctx.parent else None
-            extra = "unexpected extra argument" in error.message
-            if not isinstance(group, click.Group) or not (
-                extra or isinstance(error, click.NoSuchOption)
-            ):
-                raise
-            word = next((word for word in given if word in group.commands), None)
-            if word is None:
-                raise
-            rest = [word, *(each for each in given if each != word)]
-            raise click.UsageError(
-                f"the command comes first: {group.name} {shlex.join(rest)}", ctx
-            ) from error
-
-
 def http_url(context: click.Context, option: click.Parameter, url: str | None) -> str | None:
-    """Check the address of an HTTP server before anybody is asked; a callback of click.
-
-    Raises:
-        click.BadParameter: It is none.
-    """
+    """Check the address of an HTTP server; a callback of click."""
     if url is not None and (problem := url_problem(url)):
         raise click.BadParameter(problem, context, option)
     return url
 
 
 def json_option(command: F) -> F:
-    """Add ``--json``: what a command found, and what is wrong, for programs."""
+    """Add ``--json`` to a command that prints one object."""
     return _as_json("Print JSON, for programs; errors too.")(command)
 
 
 def json_lines_option(command: F) -> F:
-    """Add ``--json`` to a command that tells one thing after the other: an object a line."""
+    """Add ``--json`` to a command that prints an object a line."""
     return _as_json("Print one JSON object per line, for programs; errors too.")(command)
 
 
@@ -251,22 +220,42 @@ def one_line(**content: Any) -> str:
     return json.dumps(_versioned(content), ensure_ascii=False)
 
 
-def teller(*, as_json: bool) -> Callable[[Notice], None]:
-    """Return what prints notices: lines for people, warnings among them to stderr, or objects."""
-    return _tell_programs if as_json else _tell_people
+def printer(*, as_json: bool) -> Callable[[Notice], None]:
+    """Return what prints notices: lines, of which warnings go to stderr, or objects."""
+    return _print_object if as_json else _print_line
 
 
-def _tell_people(notice: Notice) -> None:
+def _print_line(notice: Notice) -> None:
     click.echo(notice.line, err=notice.event == "warning")
 
 
-def _tell_programs(notice: Notice) -> None:
+def _print_object(notice: Notice) -> None:
     time = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
     click.echo(one_line(time=time, event=notice.event, text=notice.text, **notice.fields))
 
 
 def _versioned(content: Mapping[str, Any]) -> dict[str, Any]:
     return {"schema_version": SCHEMA_VERSION, **content}
+
+
+class PlatformType(click.ParamType):  # type: ignore[type-arg]  # none before click 8.2
+    """A platform of this package, or of an installed one.
+
+    Unlike `click.Choice` it looks at installed packages only for a name that is not built in.
+    """
+
+    name = "platform"
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
+        """Return what ``--help`` shows; click before 8.2 gives no context."""
+        return f"[{'|'.join(PLATFORMS)}|…]"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Return the name; fail if there is no such platform."""
+        if value not in PLATFORMS and value not in platform_names():
+            names = ", ".join(map(repr, platform_names()))
+            self.fail(f"{value!r} is not one of {names}.", param, ctx)
+        return value
 
 
 class _Seconds(click.FloatRange):
@@ -279,7 +268,7 @@ class _Port(click.IntRange):
 
 PORT = _Port(1, 65535)
 SECONDS = _Seconds(min=0, min_open=True, max=86400 * 365)
-"""A duration in seconds, more than none and less than for ever."""
+"""A duration in seconds."""
 
 
 def _version_option() -> click.Option:

@@ -19,7 +19,7 @@ from epd_portable.launch.commands.command_line import (
     http_url,
     json_option,
     print_json,
-    teller,
+    printer,
 )
 from epd_portable.launch.notices import Notice
 from epd_portable.launch.run.router_client import RouterClient
@@ -209,7 +209,7 @@ def join(
     if as_json and not keep:
         print_json(instance=seen)
         return
-    say = teller(as_json=as_json)
+    say = printer(as_json=as_json)
     told = {"instance": name, "router": router}
     if not stop.is_set():
         problem = f"; serving all the same: {seen['problem']}" if seen["problem"] else ""

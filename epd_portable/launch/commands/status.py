@@ -253,7 +253,7 @@ def run_table(run: SeenRun) -> str:
                 "-" if uptime_s is None else duration(uptime_s),
                 str(each.restarts),
                 each.url,
-                ports_text(each.ports, but="http") or "-",
+                ports_text(each.ports, without="http") or "-",
                 each.log,
             )
         )

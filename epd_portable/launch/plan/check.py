@@ -19,8 +19,7 @@ from epd_portable.platforms import registry as platforms
 from epd_portable.platforms.shares import LimitsCompute
 
 MEMORY_TOLERANCE = 0.1
-"""Part by which memory may differ from a profile: drivers keep more or less of it, and a profile
-that knows only the data sheet's figure counts what they keep."""
+"""Part by which memory may differ from a profile, because drivers reserve some of it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,9 +29,8 @@ class Finding:
     Attributes:
         kind: ``engine``, ``cores``, ``platform``, ``share``, ``hardware``, ``device``, ``path``,
             ``kv``, ``store`` or ``plan``.
-        name: What was looked at; a device as ``platform:index``, a path as
-            ``platform/path`` between two of its instances, or ``encode→prefill_decode/path``.
-        usable: Whether it can be used here.
+        name: A device as ``platform:index``, a path as ``platform/path`` between two of its
+            instances, or ``producer→consumer/path`` between platforms.
         reason: What was found, or what is missing.
     """
 
@@ -45,28 +43,20 @@ class Finding:
 def inspect(platform_names: Sequence[str], expected: Hardware | None = None) -> list[Finding]:
     """Look at the installed engines, the platforms, their devices and their transfer paths.
 
-    Imports torch where it is installed, and opens each device of a platform that can be used.
-
-    Args:
-        platform_names: What to look at.
-        expected: A profile to compare the devices of its platform with.
+    Imports torch where it is installed, and opens each device of a platform that can be used. With
+    ``expected``, devices are compared with those of a profile.
     """
     return [*_engines(), _cores(), *_platforms(platform_names, expected)]
 
 
 def planned(name: str, warnings: Sequence[str]) -> Finding:
-    """Say whether what a topology file asks for goes well here.
-
-    Args:
-        name: Of the file.
-        warnings: Of its plan.
-    """
+    """Say whether what a topology file asks for goes well here, by the warnings of its plan."""
     reason = "; ".join(warnings) or "nothing asks for more than there is"
     return Finding(kind="plan", name=name, usable=not warnings, reason=reason)
 
 
 def stored(section: StoreSection) -> Finding:
-    """Say whether a store answers; asks it."""
+    """Say whether a store answers."""
     name = section.where
     try:
         store = make_store(section)
@@ -114,7 +104,7 @@ def _platforms(names: Sequence[str], expected: Hardware | None) -> Iterator[Find
 
 
 def _share(name: str) -> Finding | None:
-    """Say whether instances can be kept to a part of a device's compute; nothing where none can."""
+    """Say whether instances can be limited to a part of a device's compute."""
     platform = platforms.get(name)
     traits = platform.traits
     if traits.share_env is None:

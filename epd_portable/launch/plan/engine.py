@@ -16,7 +16,7 @@ from epd_portable.errors import ConfigError
 from epd_portable.launch.plan import installed
 from epd_portable.launch.plan.kv import KVEnd
 from epd_portable.launch.plan.model import ModelSource
-from epd_portable.launch.plan.placement import Seat
+from epd_portable.launch.plan.placement import InstancePlacement
 from epd_portable.platforms.traits import PlatformTraits
 
 SCHEDULER_CLS = "epd_portable.vllm_plugin.scheduler.make_scheduler"
@@ -52,7 +52,7 @@ def engine_argv(
 ) -> tuple[str, ...]:
     """Return the command that starts one instance.
 
-    Of the arguments for one name the most special wins: those of the instance's group, then those
+    Of the arguments for one name the most specific wins: those of the instance's group, then those
     of its role, then those of the whole topology, then the launcher's.
 
     Raises:
@@ -71,7 +71,7 @@ def engine_argv(
         "tensor_parallel_size": group.tensor_parallel_size,
         "ec_transfer_config": {
             **CONNECTOR,
-            # Whoever computes text takes items: at the latest its own.
+            # All others take items, if only their own.
             "ec_role": "ec_producer" if group_name == "encode" else "ec_consumer",
             "ec_connector_extra_config": instance.as_json(),
         },
@@ -85,7 +85,7 @@ def engine_argv(
         # Written out, because a list becomes JSON and every mention of this flag adds one.
         *(("--middleware", PARAMS) if _lacks_params() else ()),
         *(("--middleware", ADMISSION) if group_name == "encode" else ()),
-        # The last is outermost: nobody else is so much as queued.
+        # The last is outermost: requests without the token are not even queued.
         *("--middleware", TOKEN),
     )
 
@@ -166,11 +166,11 @@ def engine_env(
     traits: PlatformTraits,
     instance: InstanceConfig,
     kv: KVEnd | None,
-    seat: Seat,
+    placement: InstancePlacement,
     temp_dir: str,
     has_compiler: bool,
 ) -> dict[str, str]:
-    """Return what one instance has in its environment beyond the launcher's own.
+    """Return the variables of one instance beyond the launcher's own environment.
 
     Raises:
         ConfigError: The topology sets a variable that only the launcher can set.
@@ -185,12 +185,12 @@ def engine_env(
     }
     if traits.visible_devices_env is not None:
         # An engine takes the first tensor_parallel_size of them.
-        owned[traits.visible_devices_env] = ",".join((*seat.devices, *seat.peers))
+        owned[traits.visible_devices_env] = ",".join((*placement.devices, *placement.peers))
     if group.share is not None and traits.share_env is not None:
         owned[traits.share_env] = str(group.share)
     if kv is not None:
         owned |= kv.env(topology.launch.host)
-    remedies = owned_variables(group_name, group.share is not None, traits)
+    remedies = owned_variables(traits, has_share=group.share is not None)
     for name in sorted(owned.keys() & wished.keys()):
         remedy = remedies.get(name, "remove it")
         raise ConfigError(f"env: {name} of instances.{group_name} is set by the launcher; {remedy}")
@@ -209,18 +209,12 @@ def engine_env(
         defaults["HF_HUB_OFFLINE"] = "1"
     if traits.visible_devices_env is None:
         eager = _wished(topology, group).get("enforce_eager") is True
-        defaults |= cpu_env(seat, group.tensor_parallel_size, eager=eager)
+        defaults |= cpu_env(placement, group.tensor_parallel_size, eager=eager)
     return {**defaults, **wished, **owned}
 
 
-def owned_variables(group_name: str, has_share: bool, traits: PlatformTraits) -> dict[str, str]:
-    """Return the variables that only the launcher sets for a group, and what to do instead.
-
-    Args:
-        group_name: Of the instances.
-        has_share: Whether they are kept to a share of their devices.
-        traits: The platform.
-    """
+def owned_variables(traits: PlatformTraits, *, has_share: bool) -> dict[str, str]:
+    """Return the variables that only the launcher sets for a group, and what to do instead."""
     remedies = dict.fromkeys(("EPD_INSTANCE", "EPD_PLATFORM", "TMPDIR"), "remove it")
     if traits.visible_devices_env is not None:
         remedies[traits.visible_devices_env] = "list devices instead"
@@ -229,20 +223,19 @@ def owned_variables(group_name: str, has_share: bool, traits: PlatformTraits) ->
     return remedies
 
 
-def cpu_env(seat: Seat, ranks: int, *, eager: bool) -> dict[str, str]:
+def cpu_env(placement: InstancePlacement, ranks: int, *, eager: bool) -> dict[str, str]:
     """Return how many threads an instance computes with, and where.
 
-    One rank computes in the engine's own process, which the launcher keeps on its cores with
-    everything that it starts. Of several ranks vLLM binds each worker's threads itself.
+    One rank computes in the engine's own process, which the launcher binds to its cores. Of several
+    ranks vLLM binds each worker's threads itself.
     """
     fixed = {"VLLM_CPU_KVCACHE_SPACE": "1"}
     if eager:
         # vLLM compiles parts of its sampler all the same, within the first request that needs them.
         fixed["TORCH_COMPILE_DISABLE"] = "1"
-    if ranks == 1 or not seat.cores:
-        # Without cores of its own each rank would have a thread for every core, and there are too
-        # few cores already.
-        threads = str(len(seat.cores[0]) if seat.cores else 1)
+    if ranks == 1 or not placement.cores:
+        # Without cores of its own each rank would have a thread for every core.
+        threads = str(len(placement.cores[0]) if placement.cores else 1)
         return {**fixed, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": threads}
-    bound = "|".join(",".join(map(str, cores)) for cores in seat.cores)
+    bound = "|".join(",".join(map(str, cores)) for cores in placement.cores)
     return {**fixed, "VLLM_CPU_OMP_THREADS_BIND": bound}

@@ -1,4 +1,4 @@
-"""What is wrong with a topology file beside its schema: told together with what that finds.
+"""What is wrong with a topology file beyond its schema, reported together with what that finds.
 
 Each check takes what the file says for the chosen platform, which may be wrong in other ways too.
 """
@@ -14,12 +14,11 @@ from epd_portable.config.document import KeyPath
 from epd_portable.config.groups import engine_argument_problem
 from epd_portable.config.load import GROUPS, Check
 from epd_portable.config.removed import REMOVED, removed
-from epd_portable.config.roles import ROLES, group_of
 from epd_portable.config.secret import Secret
 from epd_portable.config.store import StoreSection
 from epd_portable.errors import ConfigError
 from epd_portable.launch.plan.engine import owned_variables
-from epd_portable.launch.plan.engine_arguments import EngineArguments, installed_arguments
+from epd_portable.launch.plan.installed import EngineArguments, installed_arguments
 from epd_portable.platforms.traits import PlatformTraits
 from epd_portable.router.ingress.access import ApiKeys
 
@@ -29,25 +28,24 @@ _KEY_FILES = ("api_keys_file", "hop_keys_file")
 
 
 def usual_checks(traits: PlatformTraits) -> tuple[Check, ...]:
-    """Return what is checked of every file that is planned or started here."""
+    """Return the checks of every file that is planned or started here."""
     return (variables_check(traits), engine_arguments_check(installed_arguments()))
 
 
 def variables_check(traits: PlatformTraits) -> Check:
-    """Return the check of variables: the launcher's are not set, the package's are right."""
+    """Return the check that the launcher's variables are not set and the package's are right."""
     variables = {variable.name: variable for variable in envs.TABLE}
 
     def check(data: Mapping[str, Any]) -> Found:
+        instances = data.get(GROUPS)
+        groups = instances if isinstance(instances, dict) else {}
         for group, path, section in _sections(data, "env"):
-            groups = [group] if group else [group_of(role) for role in ROLES]
+            holders = [groups[group]] if group else groups.values()
+            has_share = any(isinstance(each, dict) and each.get("share") for each in holders)
+            owned = owned_variables(traits, has_share=has_share)
             for name in section:
-                remedies = {
-                    remedy
-                    for each in groups
-                    if (remedy := owned_variables(each, _shares(data, each), traits).get(name))
-                }
-                if remedies:
-                    yield (*path, name), f"{name} is set by the launcher; {min(remedies)}"
+                if name in owned:
+                    yield (*path, name), f"{name} is set by the launcher; {owned[name]}"
                 elif name in REMOVED:
                     yield (*path, name), removed(name)
                 elif name in variables:
@@ -60,14 +58,14 @@ def variables_check(traits: PlatformTraits) -> Check:
 
 
 def engine_arguments_check(known: EngineArguments | None) -> Check:
-    """Return the check that the installed engine has the arguments; nothing without an engine."""
+    """Return the check that the installed engine, if there is one, has the arguments."""
 
     def check(data: Mapping[str, Any]) -> Found:
-        for _, path, section in _sections(data, "engine_args"):
+        for _, path, section in _sections(data, "engine_args") if known else ():
+            assert known is not None
             for name, value in section.items():
-                # What the schema refuses is told already.
-                told = bool(engine_argument_problem(name))
-                if known and not told and (problem := known.problem(name, value)):
+                # What the schema refuses is reported by it.
+                if not engine_argument_problem(name) and (problem := known.problem(name, value)):
                     yield (*path, name), problem
 
     return check
@@ -115,11 +113,3 @@ def _sections(
         section = holder.get(key) if isinstance(holder, dict) else None
         if isinstance(section, dict):
             yield group, (GROUPS, group, key) if group else (key,), section
-
-
-def _shares(data: Mapping[str, Any], group: str) -> bool:
-    """Tell whether a group is kept to a share of its devices."""
-    try:
-        return data[GROUPS][group]["share"] is not None
-    except (KeyError, TypeError):
-        return False

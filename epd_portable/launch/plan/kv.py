@@ -1,7 +1,7 @@
-"""Which of vLLM's KV connectors brings prompts from prefill to decode instances, and why. Pure.
+"""Which of vLLM's KV connectors brings KV from prefill to decode instances, and why. Pure.
 
-They are released with vLLM (NIXL) and vllm-ascend (Mooncake), and speak one way of
-``kv_transfer_params``: what the prefill instance answers is handed to the decode instance.
+NIXL's is released with vLLM, Mooncake's with vllm-ascend. Both answer ``kv_transfer_params`` at the
+prefill instance, which the decode instance takes.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ class KVConnector:
     """One of vLLM's KV connectors.
 
     Attributes:
-        name: In `KV_CONNECTORS`.
         cls: vLLM's name of it.
-        module: What must be importable where instances run.
-        install: How to get that.
-        port_each_rank: Whether each rank listens on a port of its own, one after the other;
-            otherwise the instance on one.
+        module: Must be importable where instances run.
+        install: How to get that module.
+        port_each_rank: Whether each rank listens on a port of its own, in a row; otherwise the
+            instance on one.
     """
 
     name: str
@@ -41,13 +40,7 @@ class KVConnector:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVChoice:
-    """The connector of a topology.
-
-    Attributes:
-        name: In `KV_CONNECTORS`.
-        connector: vLLM's name of it.
-        reason: Why this one.
-    """
+    """The connector of a topology: its name in `KV_CONNECTORS`, and vLLM's."""
 
     name: str
     connector: str
@@ -116,14 +109,7 @@ def _senders(topology: Topology) -> list[InstanceGroup]:
 def kv_ports(
     role: Role, ranks: int, connector: KVConnector, free_port: Callable[[], int]
 ) -> dict[str, int]:
-    """Return the ports that an instance needs for a connector, the first of a row by name ``kv``.
-
-    Args:
-        role: Of the instance.
-        ranks: Of the instance.
-        connector: See `kv_connector`.
-        free_port: Hands out one free port after another.
-    """
+    """Return the ports that an instance needs for a connector, the first of a row as ``kv``."""
     if role not in SENDS_KV | TAKES_KV:
         return {}
     wanted = ranks if connector.port_each_rank else 1
@@ -136,24 +122,14 @@ def kv_ports(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVEnd:
-    """The connector of one instance.
-
-    Attributes:
-        connector: See `kv_connector`.
-        role: Of the instance; it sends KV or takes it.
-        port: The first of its ports.
-    """
+    """The connector of one instance; ``port`` is the first of its ports."""
 
     connector: KVConnector
     role: Role
     port: int
 
     def arguments(self, topology: Topology) -> dict[str, JsonValue]:
-        """Return vLLM's arguments for it.
-
-        Blocks that cannot be read are computed again by the decode instance, which has the whole
-        request and the whole model.
-        """
+        """Return vLLM's arguments; blocks that cannot be read are computed again at decode."""
         config: dict[str, JsonValue] = {
             "kv_connector": self.connector.cls,
             "kv_role": "kv_producer" if self.role in SENDS_KV else "kv_consumer",
@@ -161,7 +137,7 @@ class KVEnd:
         }
         if self.connector.port_each_rank:
             decode = topology.instances.decode.tensor_parallel_size
-            # Of instances on other hosts nothing is known here.
+            # Instances on other hosts are not known here.
             sends = next((group.tensor_parallel_size for group in _senders(topology)), decode)
             config["kv_port"] = self.port
             config["kv_connector_extra_config"] = {
@@ -171,11 +147,7 @@ class KVEnd:
         return {"kv_transfer_config": config}
 
     def env(self, host: str) -> dict[str, str]:
-        """Return the variables that it reads.
-
-        Args:
-            host: Address of this machine at which others reach the instance.
-        """
+        """Return the variables that it reads; others reach the instance at ``host``."""
         if self.connector.port_each_rank:
             return {"VLLM_HOST_IP": host}
         return {

@@ -37,11 +37,7 @@ def allowed_cores() -> tuple[int, ...]:
 
 
 def quota_cores(root: Path = Path("/")) -> float | None:
-    """Return how many cores' time this process's control group may take; ``None`` for no limit.
-
-    Args:
-        root: Of the file system.
-    """
+    """Return how many cores' time this process's control group may take; ``None`` for no limit."""
     cgroup = root / "sys/fs/cgroup"
     try:
         names = (root / "proc/self/cgroup").read_text().splitlines()
@@ -78,11 +74,7 @@ def _limit_v1(folder: Path) -> float | None:
 
 
 def memory_nodes(root: Path = Path("/")) -> tuple[tuple[int, ...], ...]:
-    """Return the CPU cores of each memory (NUMA) node that has some.
-
-    Args:
-        root: Of the file system.
-    """
+    """Return the CPU cores of each memory (NUMA) node that has some."""
     nodes = []
     for file in sorted((root / "sys/devices/system/node").glob("node[0-9]*/cpulist")):
         cores: list[int] = []
@@ -103,9 +95,9 @@ def has_compiler(traits: PlatformTraits, environ: Mapping[str, str]) -> bool:
 
 
 def has_shares(traits: PlatformTraits, environ: Mapping[str, str]) -> bool:
-    """Tell whether processes can be kept to a part of a device's compute.
+    """Tell whether processes can be limited to a part of a device's compute.
 
-    Where a service does it, that must run.
+    Where a service does that, it must run.
     """
     places = (Template(place).safe_substitute(environ) for place in traits.share_service)
     return traits.share_env is not None and (

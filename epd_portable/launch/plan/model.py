@@ -18,8 +18,8 @@ class ModelSource:
     """A model as engines and clients know it.
 
     Attributes:
-        argument: What engines get for ``--model``: an absolute folder or a Hugging Face id.
-        served_name: What clients write into ``model``.
+        argument: Value of ``--model``: an absolute folder or a Hugging Face id.
+        served_name: Value of ``model`` in requests.
         is_folder: Whether it loads without a network.
     """
 

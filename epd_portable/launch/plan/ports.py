@@ -39,11 +39,10 @@ def is_free(port: int, host: str = "127.0.0.1") -> bool:
 
 
 def claim(port: int, host: str = "127.0.0.1") -> bool:
-    """Take a free port for as long as this process lives; false if another has it.
+    """Reserve a free port for as long as this process lives; false if another run has it.
 
-    What will listen there is started later, and may be started again: until then nobody listens.
-    So a name that Linux gives to one process at a time, and takes back when it ends, tells other
-    runs that the port is theirs no more.
+    What will listen there is started later, and may be restarted. So an abstract Unix address,
+    which one process has at a time and loses when it ends, marks the port for other runs.
 
     Raises:
         ConfigError: As `is_free`.
@@ -61,16 +60,11 @@ def claim(port: int, host: str = "127.0.0.1") -> bool:
 
 
 def require_free(port: int, host: str, *, key: str = "router.port") -> None:
-    """Check the public port.
-
-    Args:
-        port: That must be free.
-        host: Address of this machine.
-        key: That says so.
+    """Check a public port, which the file sets by ``key``.
 
     Raises:
         PortInUseError: Another process listens there; names a free port instead.
-        ConfigError: ``host`` is no address of this machine, or the port needs a privilege.
+        ConfigError: As `is_free`.
     """
     if is_free(port, host):
         return
@@ -89,16 +83,16 @@ def port_source(
     host: str = "127.0.0.1",
     free: Callable[[int, str], bool] = claim,
 ) -> Callable[[], int]:
-    """Return a function that hands out one free port after another.
+    """Return a function that returns one free port after another.
 
     The search starts at a point that follows from ``run_id``, so that topologies started at the
     same moment rarely meet; where they do, `claim` keeps them apart.
 
     Args:
         run_id: Hexadecimal id of the run.
-        reserved: Ports never to hand out.
-        host: Address of this machine whose ports they are.
-        free: Tells whether a port of an address may be used, and takes it.
+        reserved: Ports to leave out.
+        host: Address of this machine.
+        free: Tells whether a port of an address may be used, and reserves it.
 
     Raises:
         ConfigError: By the function, as `is_free`.
@@ -117,16 +111,15 @@ def port_source(
 
 
 class PortsInOrder:
-    """Hands out the ports from ``launch.first_port`` on, the same ones every time.
+    """Returns the ports from ``launch.first_port`` on, the same ones every time.
 
-    One that is taken is handed out, too: another one in its place would be found by nobody.
-    `complain` tells of it.
+    One that is in use is returned, too, and `problem` names it.
 
     Args:
         first: The first one.
-        reserved: Ports that are passed over, because other software of such machines takes them.
-        host: Address of this machine whose ports they are.
-        free: Tells whether a port of an address may be used, and perhaps takes it.
+        reserved: Ports to leave out, because other software of such machines takes them.
+        host: Address of this machine.
+        free: Tells whether a port of an address may be used, and may reserve it.
     """
 
     def __init__(
@@ -163,26 +156,27 @@ class PortsInOrder:
             self._taken.append(port)
         return port
 
-    def complain(self, uses: Mapping[int, str], public: Mapping[str, int]) -> str:
-        """Return which ports cannot be obtained, and what to do; empty if all can.
+    def problem(self, uses: Mapping[int, str], public: Mapping[str, int]) -> str:
+        """Return which ports cannot be used, and what to do; empty if all can.
 
         Args:
             uses: What each port is for, as ``http of encode-0``.
             public: Ports of the router by their key, as ``router.port``.
         """
-        said = []
-        for key, port in public.items():
-            if port in uses:
-                said.append(f"{port} ({uses[port]}) is {key} as well")
-        said += [
+        found = [
+            f"{port} ({uses[port]}) is {key} as well"
+            for key, port in public.items()
+            if port in uses
+        ]
+        found += [
             f"{port} ({uses[port]}) is in use by another process or run"
             for port in self._taken
             if port in uses and port not in public.values()
         ]
-        if not said:
+        if not found:
             return ""
         return (
             f"launch.first_port {self._first}: instances take {min(uses)} to {max(uses)}, and "
-            f"{'; '.join(said)}; `epd-launch status` shows what runs here; choose another "
+            f"{'; '.join(found)}; `epd-launch status` shows what runs here; choose another "
             "first_port, or leave it out"
         )

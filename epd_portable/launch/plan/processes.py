@@ -6,6 +6,7 @@ Pure: devices, cores and free ports come in as arguments, so one file plans alik
 from __future__ import annotations
 
 import dataclasses
+import json
 import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -13,28 +14,28 @@ from dataclasses import dataclass
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from epd_portable.config.groups import InstanceGroup
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.config.roles import ROLES, TAKES_ITEMS, Role, group_of
 from epd_portable.config.schema import Topology
 from epd_portable.connector.curve import is_off_host
 from epd_portable.connector.registry import offered
 from epd_portable.errors import ConfigError
-from epd_portable.launch.plan.assign import Cores, core_warnings
 from epd_portable.launch.plan.engine import engine_argv, engine_env
-from epd_portable.launch.plan.fit import HardwareFit, fit, memory_warnings
 from epd_portable.launch.plan.kv import KVChoice, KVEnd, kv_connector, kv_ports
 from epd_portable.launch.plan.model import ModelSource
-from epd_portable.launch.plan.placement import place_instances
-from epd_portable.launch.plan.registration import RegistrarSettings
+from epd_portable.launch.plan.placement import Cores, core_warnings, place_instances
 from epd_portable.launch.plan.sharing import (
+    Devices,
     UsedDevice,
     check_collective,
     check_shares,
+    memory_warnings,
     sharing_warnings,
     starts_after,
     used_devices,
 )
-from epd_portable.launch.plan.target import Hardware
+from epd_portable.launch.plan.target import Hardware, HardwareFit, fit
 from epd_portable.media.limits import MediaLimits
 from epd_portable.platforms.traits import PlatformTraits
 from epd_portable.router.settings import (
@@ -50,7 +51,7 @@ GROUPS: dict[str, Role] = {group_of(role): role for role in ROLES}
 QUEUED_BODIES = 8
 """Of the largest size that the router lets through, that an encode instance queues."""
 SMALLEST_POOL_BYTES = 4 << 10
-"""Of an instance to which nobody sends items."""
+"""Receive pool of an instance that gets no items."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,11 +59,11 @@ class Machine:
     """What a plan may use.
 
     Attributes:
-        devices: Device indices or UUIDs; ``None`` when nobody asked the machine.
+        devices: Device indices or UUIDs; ``None`` when they are not known.
         cores: CPU cores that this process may use.
         quota_cores: CPU time that this process and its children may take together, in cores;
             ``None`` for no limit.
-        nodes: Cores of each memory (NUMA) node; empty where nobody looked.
+        nodes: Cores of each memory (NUMA) node; empty where they are not known.
         has_compiler: Whether engines find what they compile kernels with, where they need it.
         has_shares: Whether the service runs that keeps instances to their ``share`` of a device.
     """
@@ -81,8 +82,6 @@ class ProcessSpec:
 
     Attributes:
         name: For example ``encode-0`` or ``router``.
-        role: Of the instance, or ``router``.
-        argv: Command line.
         env: Variables beyond the launcher's own environment.
         url: Base address; ``GET url/health`` answers 200 once it is ready.
         ports: Every port it listens on, by purpose.
@@ -120,10 +119,10 @@ class Plan:
         model: Name that clients use.
         url: Base address for OpenAI clients.
         processes: Instances first, the router last, or the registrar in its place.
-        warnings: What the user should know before starting.
+        warnings: For the user, before the start.
         devices: Those that have instances; none on platforms that have cores only.
-        hardware: What a hardware profile says of it; ``None`` without one.
-        kv: What brings KV from prefill to decode instances; ``None`` where there are none.
+        hardware: What a hardware profile says of it.
+        kv: What brings KV from prefill to decode instances.
         store: Where encoder outputs are kept; empty for nowhere.
     """
 
@@ -152,6 +151,31 @@ class Plan:
             if not process["router_url"]:
                 del process["router_url"]
         return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RegistrarSettings:
+    """Settings of `epd_portable.launch.run.registrar`.
+
+    Attributes:
+        router: Base address of the router.
+        secret_file: Secret of the deployment.
+        port: Of the loopback address, for ``/health``.
+        instances: `InstanceSettings` of each, as the router takes them.
+        join_timeout_s: Longest time that the router may take to warm an instance up.
+        leave_timeout_s: Longest wait for open requests of an instance that leaves.
+    """
+
+    router: str
+    secret_file: str
+    port: int
+    instances: tuple[Mapping[str, Any], ...]
+    join_timeout_s: float
+    leave_timeout_s: float
+
+    def as_json(self) -> str:
+        """Return the argument ``--settings``."""
+        return json.dumps(dataclasses.asdict(self))
 
 
 def new_run_id() -> str:
@@ -184,14 +208,14 @@ def make_plan(
 
     Args:
         topology: Checked configuration of the chosen platform.
-        model: Where ``topology.model`` points.
+        model: What ``topology.model`` resolves to.
         traits: The chosen platform.
         machine: Devices and cores to share out.
-        run_id: See ``new_run_id``.
-        free_port: Hands out one free port of ``launch.host`` after another.
+        run_id: See `new_run_id`.
+        free_port: Returns one free port of ``launch.host`` after another.
         temp_dir: Folder of the run: the engines' own sockets and temporary files, and the run's
             secret where the topology names none.
-        hardware: The profile to hold the plan against.
+        hardware: The profile to check the plan against.
 
     Raises:
         ConfigError: The topology does not fit the platform or the machine.
@@ -199,11 +223,12 @@ def make_plan(
     _check_host(topology, traits)
     kv = kv_connector(topology, traits)
     secret_file = topology.secret_file or run_secret_file(temp_dir)
-    placement = place_instances(
+    placements = place_instances(
         topology, traits, devices=machine.devices, cores=machine.cores, free_port=free_port
     )
-    seats = placement.seats
-    devices = {name: [seat.devices for seat in group] for name, group in seats.items()}
+    devices = {
+        name: [each.devices for each in placed] for name, placed in placements.groups.items()
+    }
     used = used_devices(topology, devices)
     shared = tuple(each for each in used if each.is_shared)
     check_collective(topology, traits, shared)
@@ -212,16 +237,16 @@ def make_plan(
     specs: list[ProcessSpec] = []
     backends: list[InstanceSettings] = []
     for group_name, role in GROUPS.items():
-        for index, seat in enumerate(seats[group_name]):
+        group: InstanceGroup = getattr(topology.instances, group_name)
+        for index, placement in enumerate(placements.groups[group_name]):
             local = f"{group_name}-{index}"
             # Other hosts have an encode-0, too.
             name = f"{local}@{topology.launch.host}" if topology.router.join else local
-            ports = {"http": seat.port}
+            ports = {"http": placement.port}
             if role != "encode":
                 ports |= {"control": free_port(), "data": free_port()}
             if kv is not None:
-                ranks = topology.instances.of(role).tensor_parallel_size
-                ports |= kv_ports(role, ranks, kv[0], free_port)
+                ports |= kv_ports(role, group.tensor_parallel_size, kv[0], free_port)
             instance = _instance(topology, traits, name, role, ports, run_id, secret_file)
             common: dict[str, Any] = {
                 "model": model,
@@ -231,54 +256,48 @@ def make_plan(
                 if kv and "kv" in ports
                 else None,
             }
-            url = _base_url(topology.launch.host, seat.port)
+            url = _base_url(topology.launch.host, placement.port)
             backends.append(
                 InstanceSettings(
                     name=name,
                     role=role,
                     url=url,
                     control=instance.control_address,
-                    weight=getattr(topology.instances, group_name).weight,
-                    labels=getattr(topology.instances, group_name).labels,
+                    weight=group.weight,
+                    labels=group.labels,
                 )
             )
             specs.append(
                 ProcessSpec(
                     name=name,
                     role=role,
-                    argv=engine_argv(topology, group_name, port=seat.port, **common),
+                    argv=engine_argv(topology, group_name, port=placement.port, **common),
                     env=engine_env(
                         topology,
                         group_name,
-                        seat=seat,
+                        placement=placement,
                         temp_dir=temp_dir,
                         has_compiler=machine.has_compiler,
                         **common,
                     ),
                     url=url,
                     ports=ports,
-                    devices=seat.devices,
-                    cores=seat.cores,
-                    api_cores=seat.api_cores,
+                    devices=placement.devices,
+                    cores=placement.cores,
+                    api_cores=placement.api_cores,
                     shm_name=instance.pool,
                     after=tuple(name.replace(local, each, 1) for each in after.get(local, ())),
                 )
             )
-    warnings = [*placement.warnings, *sharing_warnings(shared)]
-    if not machine.has_shares and any(topology.instances.of(role).share for role in ROLES):
-        warnings.append(
-            "share has no effect: the service that keeps instances to it does not run here, and "
-            "the launcher never starts it (docs/configuration.md says how)"
-        )
-    warnings += _store_warnings(topology)
-    warnings += _hardware_warnings(topology, traits, devices, hardware)
+    warnings = [*placements.warnings, *sharing_warnings(shared)]
+    warnings += _warnings(topology, traits, machine, devices, hardware)
     warnings += core_warnings(
         {spec.name: (spec.cores, _threads(spec)) for spec in specs},
         quota_cores=machine.quota_cores,
         nodes=machine.nodes,
     )
     if topology.router.join is None:
-        specs.append(_router(topology, model, backends, secret_file, placement.rest))
+        specs.append(_router(topology, model, backends, secret_file, placements.rest))
         url = _base_url(topology.router.host, topology.router.port, tls=_has_tls(topology))
     else:
         url = topology.router.join
@@ -293,91 +312,10 @@ def make_plan(
         devices=used,
         hardware=fit(hardware) if hardware else None,
         kv=KVChoice(name=kv[0].name, connector=kv[0].cls, reason=kv[1]) if kv else None,
-        store=_store(topology),
+        store=f"{topology.store.where}, at most {topology.store.max_bytes >> 20} MiB"
+        if topology.store
+        else "",
     )
-
-
-def _threads(spec: ProcessSpec) -> int:
-    """Return how many threads each rank has, as far as the environment says so."""
-    given = spec.env.get("OMP_NUM_THREADS", "")
-    return int(given) if given.isdecimal() else 1
-
-
-def _hardware_warnings(
-    topology: Topology,
-    traits: PlatformTraits,
-    devices: Mapping[str, Sequence[Sequence[str]]],
-    hardware: Hardware | None,
-) -> list[str]:
-    if hardware is None:
-        return []
-    profile = hardware.profile
-    found = memory_warnings(topology, traits, devices, profile.usable_memory_bytes)
-    avoid = profile.ports_to_avoid
-    if topology.router.port in avoid:
-        found.append(
-            f"router.port {topology.router.port}: on {hardware.name} other software takes ports "
-            f"{avoid[0]} to {avoid[-1]}; choose one outside them"
-        )
-    return found
-
-
-def _store(topology: Topology) -> str:
-    if topology.store is None:
-        return ""
-    return f"{topology.store.where}, at most {topology.store.max_bytes >> 20} MiB"
-
-
-def _store_warnings(topology: Topology) -> list[str]:
-    if topology.store is None or topology.secret_file is not None:
-        return []
-    return [
-        "store: entries are of use to who has the same secret, and the launcher makes one for this "
-        "run only; set secret_file (epd-launch secret FILE makes one), or nothing of the store "
-        "outlives the run"
-    ]
-
-
-def _instance(
-    topology: Topology,
-    traits: PlatformTraits,
-    name: str,
-    role: Role,
-    ports: dict[str, int],
-    run_id: str,
-    secret_file: str,
-) -> InstanceConfig:
-    transfer, host = topology.transfer, topology.launch.host
-    receives = "control" in ports
-    pool_bytes = transfer.pool_bytes if role in TAKES_ITEMS else SMALLEST_POOL_BYTES
-    return InstanceConfig(
-        instance=name,
-        platform=traits.name,
-        control_address=f"tcp://{host}:{ports['control']}" if receives else "",
-        data_address=f"tcp://{host}:{ports['data']}" if receives else "",
-        pool=f"{shm_prefix(run_id)}{name}" if receives else "",
-        pool_bytes=pool_bytes if receives else 0,
-        path=transfer.path,
-        preallocation=transfer.preallocation,
-        wait_timeout_s=transfer.wait_timeout_s,
-        lease_s=transfer.lease_s,
-        host=host,
-        secret_file=secret_file,
-        trusted_network=transfer.trusted_network,
-        can_encode=topology.instances.prefill_decode.encoder or not receives,
-        **_of_encoders(topology) if role == "encode" else {},
-        store=topology.store,
-        media_limits=MediaLimits.among(topology.router),
-    )
-
-
-def _of_encoders(topology: Topology) -> dict[str, int]:
-    group = topology.instances.encode
-    return {
-        "host_cache_bytes": group.host_cache_bytes,
-        "max_queued_items": group.max_queued_items,
-        "max_queued_bytes": QUEUED_BODIES * topology.router.max_body_bytes,
-    }
 
 
 def _check_host(topology: Topology, traits: PlatformTraits) -> None:
@@ -396,6 +334,84 @@ def _check_host(topology: Topology, traits: PlatformTraits) -> None:
             "hosts must hold too (epd-launch secret FILE makes one)"
         )
     offered(transfer.path, traits.name, plain=transfer.trusted_network)
+
+
+def _threads(spec: ProcessSpec) -> int:
+    """Return how many threads each rank has, as far as the environment says so."""
+    given = spec.env.get("OMP_NUM_THREADS", "")
+    return int(given) if given.isdecimal() else 1
+
+
+def _warnings(
+    topology: Topology,
+    traits: PlatformTraits,
+    machine: Machine,
+    devices: Devices,
+    hardware: Hardware | None,
+) -> list[str]:
+    found = []
+    if not machine.has_shares and any(topology.instances.of(role).share for role in ROLES):
+        found.append(
+            "share has no effect: the service that keeps instances to it does not run here, and "
+            "the launcher never starts it (docs/configuration.md says how)"
+        )
+    if topology.store is not None and topology.secret_file is None:
+        found.append(
+            "store: only holders of the same secret can use its entries, and the launcher makes "
+            "one for this run only; set secret_file (epd-launch secret FILE makes one), or nothing "
+            "of the store outlives the run"
+        )
+    if hardware is not None:
+        found += memory_warnings(topology, traits, devices, hardware.profile.usable_memory_bytes)
+        avoid = hardware.profile.ports_to_avoid
+        if topology.router.port in avoid:
+            found.append(
+                f"router.port {topology.router.port}: on {hardware.name} other software takes "
+                f"ports {avoid[0]} to {avoid[-1]}; choose one outside them"
+            )
+    return found
+
+
+def _instance(
+    topology: Topology,
+    traits: PlatformTraits,
+    name: str,
+    role: Role,
+    ports: dict[str, int],
+    run_id: str,
+    secret_file: str,
+) -> InstanceConfig:
+    transfer, host = topology.transfer, topology.launch.host
+    settings: dict[str, Any]
+    if role == "encode":
+        group = topology.instances.encode
+        settings = {
+            "host_cache_bytes": group.host_cache_bytes,
+            "max_queued_items": group.max_queued_items,
+            "max_queued_bytes": QUEUED_BODIES * topology.router.max_body_bytes,
+        }
+    else:
+        settings = {
+            "control_address": f"tcp://{host}:{ports['control']}",
+            "data_address": f"tcp://{host}:{ports['data']}",
+            "pool": f"{shm_prefix(run_id)}{name}",
+            "pool_bytes": transfer.pool_bytes if role in TAKES_ITEMS else SMALLEST_POOL_BYTES,
+            "can_encode": topology.instances.prefill_decode.encoder,
+        }
+    return InstanceConfig(
+        instance=name,
+        platform=traits.name,
+        path=transfer.path,
+        preallocation=transfer.preallocation,
+        wait_timeout_s=transfer.wait_timeout_s,
+        lease_s=transfer.lease_s,
+        host=host,
+        secret_file=secret_file,
+        trusted_network=transfer.trusted_network,
+        store=topology.store,
+        media_limits=MediaLimits.among(topology.router),
+        **settings,
+    )
 
 
 def _router(
@@ -421,16 +437,11 @@ def _router(
         wait_timeout_s=topology.transfer.wait_timeout_s,
     )
     with_policy(settings, policy_of(settings))
+    module = "epd_portable.router.picker" if router.envoy else "epd_portable.router"
     return ProcessSpec(
         name="router",
         role="router",
-        argv=(
-            sys.executable,
-            "-m",
-            "epd_portable.router.picker" if router.envoy else "epd_portable.router",
-            "--settings",
-            settings.as_json(),
-        ),
+        argv=(sys.executable, "-m", module, "--settings", settings.as_json()),
         env={"EPD_INSTANCE": "router"},
         url=_base_url(router.host, router.admin_port or router.port, tls=_has_tls(topology)),
         ports={"http": router.port} | ({"admin": router.admin_port} if router.admin_port else {}),
@@ -454,16 +465,11 @@ def _registrar(
         join_timeout_s=topology.launch.startup_timeout_s,
         leave_timeout_s=topology.router.drain_s,
     )
+    module = "epd_portable.launch.run.registrar"
     return ProcessSpec(
         name="registrar",
         role="router",
-        argv=(
-            sys.executable,
-            "-m",
-            "epd_portable.launch.run.registrar",
-            "--settings",
-            settings.as_json(),
-        ),
+        argv=(sys.executable, "-m", module, "--settings", settings.as_json()),
         env={"EPD_INSTANCE": "registrar"},
         url=_base_url("127.0.0.1", port),
         ports={"health": port},

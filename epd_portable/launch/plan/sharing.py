@@ -1,8 +1,8 @@
-"""Who is on which device: in which order they start, how they divide its memory. Pure.
+"""Devices with their instances: in which order they start, how they divide its memory. Pure.
 
-vLLM measures a device while it starts, and counts what others take or let go meanwhile as its own.
-So the instances of one device start one after the other; first those that measure, which
-all but encode instances do: those have no KV cache.
+vLLM measures a device while it starts, and counts what others take or free meanwhile as its own.
+So the instances of one device start one after the other; encode instances last, which have no KV
+cache and do not measure.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from pydantic import JsonValue
 
 from epd_portable.config.groups import InstanceGroup
-from epd_portable.config.roles import ROLES, group_of
+from epd_portable.config.roles import ROLES, TAKES_ITEMS, group_of
 from epd_portable.config.schema import Topology
+from epd_portable.connector import registry
 from epd_portable.errors import ConfigError
 from epd_portable.platforms.traits import PlatformTraits
 
 DEFAULT_UTILIZATION = 0.92
-"""What vLLM takes for ``gpu_memory_utilization`` when nobody sets it (0.30 to 0.32)."""
+"""vLLM's default of ``gpu_memory_utilization`` (0.30 to 0.32)."""
 
 START_ORDER = (*(group_of(role) for role in ROLES if role != "encode"), "encode")
 """The groups of a topology file, those first that measure the memory of their device."""
@@ -30,13 +31,12 @@ class Tenant:
     """One instance on a device.
 
     Attributes:
-        name: Of the instance.
         utilization: Part of the device's memory that its engine may take, its receive pool
             included.
         kv_cache_bytes: Of that, for the KV cache, as the file says it; ``None`` where the engine
             measures what is left, or has no KV cache.
-        measures: Whether it does.
-        share: Percent of the device's compute; ``None`` where all take turns.
+        measures: Whether the engine measures what is left.
+        share: Percent of the device's compute; ``None`` where instances take turns.
     """
 
     name: str
@@ -48,12 +48,7 @@ class Tenant:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UsedDevice:
-    """A device with instances.
-
-    Attributes:
-        device: Which one.
-        tenants: Its instances, in the order in which they start.
-    """
+    """A device with its instances, in the order in which they start."""
 
     device: str
     tenants: tuple[Tenant, ...]
@@ -64,21 +59,18 @@ class UsedDevice:
         return len(self.tenants) > 1
 
 
-def used_devices(
-    topology: Topology, devices: Mapping[str, Sequence[Sequence[str]]]
-) -> tuple[UsedDevice, ...]:
-    """Return the devices that have instances.
+Devices = Mapping[str, Sequence[Sequence[str]]]
+"""For each group, for each of its instances, one device per rank."""
 
-    Args:
-        topology: Checked configuration.
-        devices: For each group, for each of its instances, one device per rank.
-    """
+
+def used_devices(topology: Topology, devices: Devices) -> tuple[UsedDevice, ...]:
+    """Return the devices that have instances."""
     tenants: dict[str, list[Tenant]] = {}
     for group_name in START_ORDER:
         group: InstanceGroup = getattr(topology.instances, group_name)
         has_cache = group_name != "encode"
-        wished = {**topology.engine_args, **group.engine_args}
-        kv_cache_bytes = wished.get("kv_cache_memory_bytes") if has_cache else None
+        arguments = {**topology.engine_args, **group.engine_args}
+        kv_cache_bytes = arguments.get("kv_cache_memory_bytes") if has_cache else None
         for index, ranks in enumerate(devices[group_name]):
             tenant = Tenant(
                 name=f"{group_name}-{index}",
@@ -95,7 +87,7 @@ def used_devices(
 
 
 def starts_after(shared: Sequence[UsedDevice]) -> dict[str, tuple[str, ...]]:
-    """Return for each instance those on its devices that start before it; others are left out."""
+    """Return for each instance those on its devices that start before it, if there are any."""
     earlier: dict[str, dict[str, None]] = {}
     for each in shared:
         names = [tenant.name for tenant in each.tenants]
@@ -126,7 +118,7 @@ def check_collective(
     """Refuse groups of ranks on one device where the platform's library does not make them.
 
     Raises:
-        ConfigError: Says which instances they would be of.
+        ConfigError: Names the instances.
     """
     if topology.transfer.path != "collective" or not traits.one_rank_a_device:
         return
@@ -141,7 +133,7 @@ def check_collective(
 
 
 def sharing_warnings(shared: Sequence[UsedDevice]) -> list[str]:
-    """Say what goes wrong, or may, between instances on one device."""
+    """Return what may go wrong between instances on one device."""
     warnings = []
     for each in shared:
         total = round(sum(tenant.utilization for tenant in each.tenants), 6)
@@ -164,8 +156,37 @@ def sharing_warnings(shared: Sequence[UsedDevice]) -> list[str]:
     return warnings
 
 
+def memory_warnings(
+    topology: Topology, traits: PlatformTraits, devices: Devices, memory_bytes: int
+) -> list[str]:
+    """Return on which devices, of so much memory, a receive pool leaves its engine nothing.
+
+    A pool in device memory is on the device of the first rank of each instance that gets items.
+    vLLM finds it there when it measures, and subtracts it from the engine's part.
+    """
+    if not traits.needs_device_copy or not registry.may_use_device_memory(topology.transfer.path):
+        return []
+    pool = topology.transfer.pool_bytes
+    warnings = []
+    for role in ROLES:
+        part = utilization(topology, topology.instances.of(role))
+        engine = round(part * memory_bytes)
+        if role in TAKES_ITEMS and pool >= engine:
+            warnings += [
+                f"device {ranks[0]}: the receive pool of {group_of(role)}-{index} wants "
+                f"{_mib(pool)} of the {_mib(engine)} that gpu_memory_utilization {part:g} gives to "
+                f"its engine (of {_mib(memory_bytes)}); lower transfer.pool_bytes"
+                for index, ranks in enumerate(devices[group_of(role)])
+            ]
+    return warnings
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / (1 << 20):.0f} MiB"
+
+
 def utilization(topology: Topology, group: InstanceGroup) -> float:
-    """Return the share of a device's memory that each engine of a group takes."""
+    """Return the part of a device's memory that each engine of a group takes."""
     arguments = {**topology.engine_args, **group.engine_args}
     value = arguments.get("gpu_memory_utilization")
     return float(value) if isinstance(value, int | float) else DEFAULT_UTILIZATION

@@ -7,22 +7,19 @@ from pathlib import Path
 
 from epd_portable import envs
 from epd_portable.config.hardware import HardwareProfile, find_profile, load_profile
-from epd_portable.config.shipped import SHIPPED
+from epd_portable.config.load import SHIPPED
 from epd_portable.errors import ConfigError
 from epd_portable.platforms.traits import TRAITS, PlatformTraits
 
 PROFILES = (Path("configs/hardware"), SHIPPED / "hardware")
-"""Where profiles are looked for last: seen from the working directory, and in the package."""
+"""Where profiles are looked for last: in the working directory, and in the package."""
+ITEM_BYTES = 32 << 20
+"""The item that transfer times are given for: 1024 tokens of 4096 × 4 bfloat16 numbers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hardware:
-    """A hardware profile that was asked for.
-
-    Attributes:
-        name: Its file's name without the ending.
-        profile: Its content.
-    """
+    """A hardware profile; its name is its file's, without the ending."""
 
     name: str
     profile: HardwareProfile
@@ -30,24 +27,37 @@ class Hardware:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """What to plan for.
-
-    Attributes:
-        traits: The platform.
-        hardware: The profile that was asked for, if any.
-    """
+    """What to plan for."""
 
     traits: PlatformTraits
     hardware: Hardware | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HardwareFit:
+    """What a hardware profile says of a plan.
+
+    Attributes:
+        profile: Name of the profile.
+        device: Name of the device, and the servers that hold it.
+        item_bytes: Size of the item that the times are for.
+        transfer_s: Shortest time for that item by path, waits and protocol left out. ``tcp`` adds
+            its sockets to the time of ``shm``.
+    """
+
+    profile: str
+    device: str
+    item_bytes: int
+    transfer_s: dict[str, float]
 
 
 def find_target(platform: str | None, hardware: str | None, config: Path) -> Target:
     """Join the options ``--platform`` and ``--hardware``.
 
     Args:
-        platform: What the user asked for, or the environment; ``None`` takes the profile's.
+        platform: Name; ``None`` takes the profile's.
         hardware: Name or file of a profile.
-        config: The topology file; profiles are looked for in the folder ``hardware`` beside it.
+        config: Topology file; profiles are looked for in the folder ``hardware`` beside it first.
 
     Raises:
         ConfigError: Neither was given, they contradict each other, or the profile is not there or
@@ -63,17 +73,13 @@ def find_target(platform: str | None, hardware: str | None, config: Path) -> Tar
 
 
 def find_hardware(name: str, *, beside: Path | None = None) -> Hardware:
-    """Read a profile by its name or file; see ``find_profile``."""
+    """Read a profile by its name or file; see `find_profile`."""
     path = find_profile(name, _folders(beside))
     return Hardware(name=path.stem, profile=load_profile(path))
 
 
 def profile_names(beside: Path | None = None) -> list[str]:
-    """Return the names of the profiles that are found, for shells to complete.
-
-    Args:
-        beside: The topology file, if it is known.
-    """
+    """Return the names of the profiles that are found, for shells to complete."""
     return sorted({path.stem for folder in _folders(beside) for path in folder.glob("*.yaml")})
 
 
@@ -97,3 +103,17 @@ def require_platform(hardware: Hardware, platform: str | None) -> None:
             f"--platform (or {envs.EPD_PLATFORM.name}) says {platform}; leave --platform out, or "
             "choose another profile"
         )
+
+
+def fit(hardware: Hardware) -> HardwareFit:
+    """Return what a profile says of transfers between two devices of one server."""
+    profile = hardware.profile
+    pair_s = ITEM_BYTES / profile.pair_bytes_per_s.value
+    # Down from the producer's device, up to the consumer's.
+    host_s = 2 * ITEM_BYTES / profile.host_bytes_per_s.value
+    return HardwareFit(
+        profile=hardware.name,
+        device=profile.device,
+        item_bytes=ITEM_BYTES,
+        transfer_s={"ipc": pair_s, "collective": pair_s, "shm": host_s},
+    )

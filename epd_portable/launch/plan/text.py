@@ -8,9 +8,9 @@ import textwrap
 from collections.abc import Mapping, Sequence
 
 from epd_portable.launch.plan.check import Finding
-from epd_portable.launch.plan.fit import HardwareFit
 from epd_portable.launch.plan.processes import Plan, ProcessSpec
 from epd_portable.launch.plan.sharing import Tenant, UsedDevice
+from epd_portable.launch.plan.target import HardwareFit
 from epd_portable.platforms.traits import TRAITS
 
 _NARROWEST = 24
@@ -21,7 +21,13 @@ def plan_table(plan: Plan) -> str:
     """Return one line a process, then each process's command and environment."""
     rows = [("process", "role", "runs on", "ports", "starts")]
     rows += [
-        (spec.name, spec.role, _place(spec), ports_text(spec.ports), _start(spec))
+        (
+            spec.name,
+            spec.role,
+            _place(spec),
+            ports_text(spec.ports),
+            f"after {', '.join(spec.after)}" if spec.after else "at once",
+        )
         for spec in plan.processes
     ]
     lines = [f"platform {plan.platform}, model {plan.model}, clients use {plan.url}", ""]
@@ -32,7 +38,15 @@ def plan_table(plan: Plan) -> str:
         lines += ["", f"encoder outputs are kept by {plan.store}"]
     for device in plan.shared:
         lines += ["", *_shared(device, TRAITS[plan.platform].share_by)]
-    lines += _alone([each for each in plan.devices if not each.is_shared])
+    if alone := [each for each in plan.devices if not each.is_shared]:
+        lines += ["", "devices with one instance each, which start at once:"]
+        lines += columns(
+            [
+                (f"  device {each.device}", tenant.name, *_memory(tenant))
+                for each in alone
+                for tenant in each.tenants
+            ]
+        )
     if plan.hardware:
         lines += ["", *_hardware(plan.hardware)]
     for spec in plan.processes:
@@ -82,10 +96,6 @@ def _hardware(hardware: HardwareFit) -> list[str]:
     ]
 
 
-def _start(spec: ProcessSpec) -> str:
-    return f"after {', '.join(spec.after)}" if spec.after else "at once"
-
-
 def _shared(shared: UsedDevice, share_by: str) -> list[str]:
     rows = []
     for tenant in shared.tenants:
@@ -99,18 +109,6 @@ def _shared(shared: UsedDevice, share_by: str) -> list[str]:
     if any(tenant.share for tenant in shared.tenants):
         lines.append(f"  kept to their compute by {share_by}; not run on hardware")
     return lines
-
-
-def _alone(devices: Sequence[UsedDevice]) -> list[str]:
-    rows = [
-        (f"  device {each.device}", tenant.name, *_memory(tenant))
-        for each in devices
-        for tenant in each.tenants
-    ]
-    if not rows:
-        return []
-    title = "devices with one instance each; nobody measures beside another, so they start at once:"
-    return ["", title, *columns(rows)]
 
 
 def _memory(tenant: Tenant) -> tuple[str, str]:
@@ -132,14 +130,9 @@ def _place(spec: ProcessSpec) -> str:
     return "any core"
 
 
-def ports_text(ports: Mapping[str, int], *, but: str = "") -> str:
-    """Return ports with their purposes.
-
-    Args:
-        ports: By purpose.
-        but: A purpose to leave out.
-    """
-    return ", ".join(f"{purpose} {port}" for purpose, port in ports.items() if purpose != but)
+def ports_text(ports: Mapping[str, int], *, without: str = "") -> str:
+    """Return ports with their purposes, but for one purpose."""
+    return ", ".join(f"{purpose} {port}" for purpose, port in ports.items() if purpose != without)
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:

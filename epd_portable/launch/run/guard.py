@@ -3,8 +3,7 @@
 The launcher holds the write end of the guard's standard input and names each session that it
 starts: ``+123`` when it starts, ``-123`` when nothing of it is left. When the pipe closes, even
 because the launcher got SIGKILL, the guard ends what is still there and removes what the run left
-behind. It runs in a session of its own and ignores the signals that a terminal sends, so it
-outlives the launcher.
+behind. It runs in a session of its own and ignores the signals that a terminal sends.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from pathlib import Path
 
 from epd_portable.errors import LaunchError
 from epd_portable.launch.run import sessions
-from epd_portable.launch.run.private_files import open_log
+from epd_portable.launch.run.log_files import open_log
 from epd_portable.launch.safe_path import safe_environ
 
 
@@ -29,10 +28,10 @@ class Guard:
     """The launcher's end of the guard process.
 
     Args:
-        run_id: Of the run.
+        run_id: Id of the run.
         shm_prefix: Files of ``/dev/shm`` that start with it are removed at the end.
         temp_dir: Folder that is removed at the end.
-        grace_s: Seconds between asking processes to end and killing them.
+        grace_s: Between asking processes to end and killing them.
         log: File for what the guard says.
     """
 
@@ -52,6 +51,8 @@ class Guard:
                 stderr=output,
                 start_new_session=True,
             )
+        assert self._process.stdin is not None
+        self._pipe = self._process.stdin
 
     @property
     def alive(self) -> bool:
@@ -60,11 +61,11 @@ class Guard:
 
     def watch(self, session: int) -> None:
         """Name a session that has started."""
-        self._tell(f"+{session}\n")
+        self._write(f"+{session}\n")
 
     def forget(self, session: int) -> None:
         """Name a session of which nothing is left, before its number is given to another."""
-        self._tell(f"-{session}\n")
+        self._write(f"-{session}\n")
 
     def close(self, *, timeout_s: float) -> None:
         """Let the guard end what is left, and wait for it.
@@ -72,9 +73,8 @@ class Guard:
         Raises:
             LaunchError: It did not end within ``timeout_s``.
         """
-        assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # It is gone already.
-            self._process.stdin.close()
+            self._pipe.close()
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired as error:
@@ -82,23 +82,19 @@ class Guard:
                 f"the guard process {self._process.pid} still cleans up after {timeout_s:g} s"
             ) from error
 
-    def _tell(self, line: str) -> None:
-        assert self._process.stdin is not None
-        # A guard that is gone is found by ``alive`` and replaced by one that is told everything.
+    def _write(self, line: str) -> None:
+        # A guard that is gone is found by `alive` and replaced by one that learns every session.
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(line.encode())
-            self._process.stdin.flush()
+            self._pipe.write(line.encode())
+            self._pipe.flush()
 
 
 def follow(lines: Iterable[str]) -> set[int]:
     """Read ``+`` and ``-`` lines to their end; return the sessions that are left."""
     known: set[int] = set()
     for line in lines:
-        sign, number = line[0], int(line[1:])
-        if sign == "+":
-            known.add(number)
-        else:
-            known.discard(number)
+        change = known.add if line[0] == "+" else known.discard
+        change(int(line[1:]))
     return known
 
 

@@ -1,12 +1,11 @@
 """When to start, restart and give up: decisions from events and times, without any I/O.
 
-Feed it what happened (``healthy``, ``silent``, ``exited``, ``tick``), each with the time; it
-answers with what to do. While the topology starts, the first death ends it. Once everything has
-been healthy it serves, and a death is answered with a restart after a pause that doubles up to a
-limit. A process that lives and is silent for too long is asked to end, then killed: a death too.
+While the topology starts, the first death ends it. Once everything has been healthy it serves, and
+a death is followed by a restart after a pause that doubles up to a limit. A process that lives and
+is silent for too long is asked to end, then killed: a death too.
 
-Neighbours on one device start one at a time: an engine measures the device's free memory while it
-starts, and takes what another one takes or lets go meanwhile for its own.
+Instances on one device start one at a time: an engine measures the device's free memory while it
+starts, and takes what another one takes or frees meanwhile for its own.
 """
 
 from __future__ import annotations
@@ -56,14 +55,14 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Ask a process to end; its exit will be reported as any other."""
+    """Ask a process to end."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """End a process that does not do so itself; its exit will be reported as any other."""
+    """End a process that does not do so itself."""
 
     name: str
 
@@ -109,11 +108,13 @@ class _State:
 class Lifecycle:
     """Decides for all processes of one topology.
 
+    Each event comes with its time, in seconds of any clock, and is answered with what to do.
+
     Args:
         names: Every process.
         launch: Timeouts.
-        after: For each process the neighbours that must have started before it, if any.
-        backoff: Of restarts.
+        after: For each process the neighbours on its devices that must have started before it.
+        backoff: Pauses before restarts.
     """
 
     def __init__(
@@ -135,14 +136,14 @@ class Lifecycle:
             for other in earlier:
                 self._neighbours[other].add(name)
 
-    def begin(self, now: float) -> list[Action]:
-        """Start everything that waits for no neighbour."""
+    def start_all(self, now: float) -> list[Action]:
+        """Start every process that waits for no neighbour."""
         for state in self._states.values():
             state.restart_at = now
         return self._start_what_is_due(now)
 
     def waiting(self) -> dict[str, list[str]]:
-        """Return who would start but for a neighbour, and for which neighbours each waits."""
+        """Return the processes that are due, with the neighbours that each waits for."""
         return {
             name: blocking
             for name, state in self._states.items()
@@ -150,10 +151,7 @@ class Lifecycle:
         }
 
     def states(self) -> dict[str, str]:
-        """Return for each process ``starting``, ``up``, ``ending``, or ``waiting`` for its start.
-
-        In the order of the plan.
-        """
+        """Return for each process ``starting``, ``up``, ``ending`` or ``waiting`` to be started."""
         return {name: state.word for name, state in self._states.items()}
 
     def pending(self) -> list[str]:
@@ -187,13 +185,7 @@ class Lifecycle:
         return started
 
     def silent(self, name: str, asked_at: float, now: float) -> list[Action]:
-        """A process did not answer a probe, or not as it should; counts while it is `up`.
-
-        Args:
-            name: Which one.
-            asked_at: When the probe began.
-            now: Time.
-        """
+        """A probe that began at ``asked_at`` failed; counts while the process is `up`."""
         state, limit_s = self._states[name], self._launch.hung_after_s
         if state.healthy_at is None or state.kill_at is not None:
             return []
@@ -214,13 +206,7 @@ class Lifecycle:
         return [Stop(name)]
 
     def exited(self, name: str, how: str, now: float) -> list[Action]:
-        """A process ended.
-
-        Args:
-            name: Which one.
-            how: For the user, for example ``was killed by SIGKILL``.
-            now: Time.
-        """
+        """A process ended; ``how`` says it to the user, as in ``was killed by SIGKILL``."""
         state = self._states[name]
         if self.phase is not Phase.SERVING:
             self.phase = Phase.FAILED
@@ -275,7 +261,7 @@ class Lifecycle:
         return started
 
     def _blocking(self, name: str) -> list[str]:
-        """Return the neighbours that must be up, or down, before this one may start."""
+        """Return the neighbours whose start or end this one must wait for."""
         starting = self.phase is Phase.STARTING
         earlier = self._after.get(name, ())
         return [

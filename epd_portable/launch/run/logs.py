@@ -1,9 +1,12 @@
-"""What the log of a process says: when, how far its start is, why it failed. Pure."""
+"""What the logs of processes tell a user: when, how far a start is, why it failed. Pure."""
 
 from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Mapping
+
+from epd_portable.launch.notices import Notice
 
 MILESTONES = (
     ("non-default args:", "reading the configuration"),
@@ -19,7 +22,6 @@ MILESTONES = (
     ("epd_portable.router.fleet.introduction: warming up", "warming up the instances"),
 )
 """What vLLM and the router write while they start, in their order, and what it means."""
-
 FIRST_STAGE = "importing"
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
@@ -46,15 +48,12 @@ _LONGEST = 300
 
 def latest_stage(output: str) -> str:
     """Return how far a start is, in words."""
-    stage = FIRST_STAGE
-    for text, meaning in MILESTONES:
-        if text in output:
-            stage = meaning
-    return stage
+    reached = [meaning for text, meaning in MILESTONES if text in output]
+    return reached[-1] if reached else FIRST_STAGE
 
 
 def time_of(line: str) -> str | None:
-    """Return when a line says that it was written, in its words; ``None`` if it does not."""
+    """Return the time that a log line shows, as it is written there."""
     found = _TIME.match(_ANSI.sub("", line))
     return found[1] if found else None
 
@@ -66,7 +65,8 @@ def telling_line(output: str, *, guess: bool = True) -> str:
     last exception of any kind; failing that, for a guess, the last line above level INFO.
     """
     raw = [line for line in output.splitlines() if not _QUIET.match(line)]
-    lines = [line for line in map(_plain, raw) if line.strip()]
+    plain = (_VLLM_PREFIX.sub("", _ANSI.sub("", line)).rstrip() for line in raw)
+    lines = [line for line in plain if line.strip()]
     causes = [i for i, line in enumerate(lines) if _EXCEPTION.match(line) or _USAGE.match(line)]
     first_hand = [i for i in causes if not _SECOND_HAND.search(lines[i])]
     chosen = first_hand or causes
@@ -84,10 +84,40 @@ def telling_line(output: str, *, guess: bool = True) -> str:
     return _shorten(text)
 
 
-def _plain(line: str) -> str:
-    return _VLLM_PREFIX.sub("", _ANSI.sub("", line)).rstrip()
-
-
 def _shorten(text: str) -> str:
     text = text.strip()
     return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
+
+
+class Progress:
+    """Turns stages of processes into notices: one a change, and one after a long silence.
+
+    Args:
+        started_at: Time of the start, as all times here in seconds of one clock.
+        quiet_s: Longest silence.
+    """
+
+    def __init__(self, *, started_at: float, quiet_s: float = 10.0) -> None:
+        self._started_at = started_at
+        self._quiet_s = quiet_s
+        self._said_at = started_at
+        self._stages: dict[str, str] = {}
+
+    def notices(self, stages: Mapping[str, str], now: float) -> list[Notice]:
+        """Return what to show, by the stage of each process."""
+        elapsed_s = now - self._started_at
+        clock = f"{elapsed_s:3.0f} s"
+        elapsed = {"elapsed_s": round(elapsed_s, 1)}
+        notices = [
+            Notice("stage", f"{clock}  {name}: {stage}", {"instance": name, "stage": stage} | elapsed)
+            for name, stage in stages.items()
+            if stage != self._stages.get(name, FIRST_STAGE)
+        ]
+        self._stages = dict(stages)
+        if not notices and now - self._said_at >= self._quiet_s:
+            waiting = ", ".join(f"{name} ({stage})" for name, stage in stages.items())
+            text = f"{clock}  still waiting for {waiting}"
+            notices = [Notice("waiting", text, {"stages": self._stages} | elapsed)]
+        if notices:
+            self._said_at = now
+        return notices

@@ -1,4 +1,4 @@
-"""Starting one process of a plan and looking at it."""
+"""Starting one process of a plan, and asking how it is."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Collection, Iterator, Mapping
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -18,13 +21,15 @@ from epd_portable import envs
 from epd_portable.config.secret import Secret
 from epd_portable.errors import LaunchError
 from epd_portable.launch.plan.processes import ProcessSpec
-from epd_portable.launch.run.private_files import open_log
+from epd_portable.launch.run.log_files import open_log
 from epd_portable.launch.run.router_client import trusting
 from epd_portable.launch.run.sessions import SHM
 from epd_portable.launch.safe_path import safe_cwd, safe_environ
 
 _TAIL_BYTES = 256 << 10
 _OF_ONE_ENGINE = ("PROMETHEUS_MULTIPROC_DIR", envs.EPD_METRICS_DIR.name)
+_PROBE_THREADS = 64
+"""So many silent processes at a time; while there are more, some are probed less often."""
 
 
 class Child:
@@ -46,7 +51,7 @@ class Child:
         self.spec = spec
         self.log = log_dir / f"{spec.name}.log"
         if spec.shm_name:
-            # Somebody else's file of that name is the instance's to complain of, not our end.
+            # If another user's file has that name, the instance says so.
             with contextlib.suppress(OSError):
                 (SHM / spec.shm_name).unlink(missing_ok=True)
         cores = {core for rank in spec.cores for core in rank}
@@ -71,7 +76,7 @@ class Child:
         return self._process.pid
 
     def spread(self) -> None:
-        """Let the API server run on its further cores too: what it started has what it needs."""
+        """Let the API server run on its further cores too; its children keep theirs."""
         if self.spec.api_cores:
             own = {core for rank in self.spec.cores for core in rank}
             spread(self._process.pid, own.union(self.spec.api_cores))
@@ -81,12 +86,10 @@ class Child:
         return self._process.poll()
 
     def ready(self, *, timeout_s: float, with_instances: Secret | None) -> bool:
-        """Ask ``GET /health``; anything but 200 in time is no.
+        """Tell whether ``GET /health`` answers 200 in time.
 
-        Args:
-            timeout_s: Longest wait for an answer.
-            with_instances: A router must also be ready to use every instance, which it tells
-                holders of this secret.
+        A router must also be ready to use every instance, if the secret is given with which it
+        tells.
         """
         if self.spec.role != "router" or not with_instances:
             return self._health(timeout_s)[0] == HTTPStatus.OK
@@ -94,25 +97,22 @@ class Child:
         return instances is not None and all(seen["state"] == "up" for seen in instances)
 
     def answers(self, *, timeout_s: float) -> bool:
-        """Ask ``GET /health`` of a process that was ready: whether it answers as it should.
+        """Tell whether a process that was ready still answers ``GET /health`` as it should.
 
         An instance answers 200. A router that has no instance to use answers 503, and is well.
-
-        Args:
-            timeout_s: Longest wait for an answer.
         """
         status, _ = self._health(timeout_s)
         return status is not None if self.spec.role == "router" else status == HTTPStatus.OK
 
     def problems(self, *, timeout_s: float, secret: Secret) -> list[str]:
-        """Return what went wrong when a router warmed its instances up; of an instance nothing."""
+        """Return what went wrong when a router warmed its instances up."""
         if self.spec.role != "router":
             return []
         instances = self._instances(timeout_s, secret) or []
         return [seen["problem"] for seen in instances if seen.get("problem")]
 
     def _instances(self, timeout_s: float, secret: Secret) -> list[dict[str, Any]] | None:
-        """Return what a healthy router says of its instances; nothing where it tells nothing."""
+        """Return what a healthy router says of its instances."""
         status, body = self._health(timeout_s, secret)
         try:
             return list(json.loads(body)["instances"].values()) if status == HTTPStatus.OK else None
@@ -127,10 +127,11 @@ class Child:
         connection: http.client.HTTPConnection
         try:
             if self.spec.tls_cert_file:
-                # The file may be renewed, or be written just now.
-                trusted = trusting(self.spec.tls_cert_file)
                 connection = http.client.HTTPSConnection(
-                    address.hostname, address.port, timeout=timeout_s, context=trusted
+                    address.hostname,
+                    address.port,
+                    timeout=timeout_s,
+                    context=trusting(self.spec.tls_cert_file),  # Anew: it may have been renewed.
                 )
             else:
                 connection = http.client.HTTPConnection(
@@ -147,15 +148,15 @@ class Child:
         """Return the end of what this start has written so far, at most 256 KiB."""
         with self.log.open("rb") as file:
             end = file.seek(0, os.SEEK_END)
-            # Cut meanwhile, because it was full: all that is in it is of this start.
+            # Rotated meanwhile: all that is in it is of this start.
             self._log_start = self._log_start if self._log_start <= end else 0
             file.seek(max(self._log_start, end - _TAIL_BYTES))
             return file.read().decode("utf-8", errors="replace")
 
 
 def spread(pid: int, cores: Collection[int]) -> None:
-    """Let a process run on these cores: its threads, and those that they start, but no other."""
-    # One may end meanwhile, and the process too: whoever asks next hears of that.
+    """Let the threads of a process run on these cores, and those that they start."""
+    # Threads and the process may end meanwhile.
     with contextlib.suppress(ProcessLookupError, FileNotFoundError):
         for thread in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(ProcessLookupError):
@@ -184,8 +185,8 @@ def _environment(
 ) -> dict[str, str]:
     """Lay a process's own variables over the launcher's.
 
-    Kernels that torch compiles would go with the run's temporary folder; the next run wants them.
-    Folders of metrics are left out: every engine on the host would show what all of them count.
+    Kernels that torch compiles go into a folder that outlives the run. Folders of metrics are left
+    out: every engine on the host would show what all of them count.
     """
     cache = environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return safe_environ(
@@ -200,14 +201,51 @@ def _environment(
 
 
 def describe_exit(status: int) -> str:
-    """Say how a process ended.
-
-    Args:
-        status: As ``Child.exit_status`` returns it.
-    """
+    """Say how a process ended, by its `Child.exit_status`."""
     if status >= 0:
         return f"exited with status {status}"
     try:
         return f"was killed by {signal.Signals(-status).name}"
     except ValueError:
         return f"was killed by signal {-status}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EndedProbe:
+    """One probe that has ended.
+
+    Attributes:
+        asked_at: Time (``time.monotonic``) at which it began.
+        well: Its answer.
+    """
+
+    child: Child
+    asked_at: float
+    well: bool
+
+
+class Probes:
+    """Probes that are under way, in threads, one at a time for each process."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(_PROBE_THREADS, thread_name_prefix="epd-probe")
+        self._under_way: dict[Child, Future[EndedProbe]] = {}
+
+    def start(self, child: Child, question: Callable[[Child], bool]) -> None:
+        """Ask a question of a process, unless a probe of it is under way."""
+        if child not in self._under_way:
+            self._under_way[child] = self._threads.submit(_probe, child, question)
+
+    def ended(self) -> list[EndedProbe]:
+        """Return the probes that have ended; each is returned once."""
+        children = [child for child, future in self._under_way.items() if future.done()]
+        return [self._under_way.pop(child).result() for child in children]
+
+    def close(self) -> None:
+        """Start no further ones."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _probe(child: Child, question: Callable[[Child], bool]) -> EndedProbe:
+    asked_at = time.monotonic()
+    return EndedProbe(child=child, asked_at=asked_at, well=question(child))

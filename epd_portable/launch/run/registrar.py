@@ -23,7 +23,7 @@ import httpx
 
 from epd_portable.config.secret import Secret
 from epd_portable.errors import LaunchError
-from epd_portable.launch.plan.registration import RegistrarSettings
+from epd_portable.launch.plan.processes import RegistrarSettings
 from epd_portable.launch.run.router_client import RouterAwayError, RouterClient
 
 _PROBE_TIMEOUT_S = 5.0

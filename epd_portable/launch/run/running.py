@@ -1,8 +1,8 @@
-"""What runs here: each launcher says so in the folder of its run, and commands read it.
+"""What runs here: each launcher writes it into the folder of its run, and commands read it.
 
-The file says who was started and when, never who still lives: that is asked of Linux each time. A
-launcher lives as long as it holds the lock on its folder, a process as long as one with its number
-*and its time of start* is there. So nothing is told of a process that has got an old number.
+The file says which processes were started and when, not which still live: that is asked of Linux
+each time. A launcher lives as long as it holds the lock on its folder, a process as long as one
+with its pid *and its start time* is there.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from epd_portable.launch.run.sessions import stat_fields
+
 RUN_FOLDER = "epd-"
 """What the name of a run's folder begins with; the id of the run follows."""
 STATE_FILE = "run.json"
@@ -34,15 +36,11 @@ class ProcessRecord(_Record):
     """One process of a run.
 
     Attributes:
-        name: As in the plan.
-        role: Of an instance, or ``router``.
         state: ``starting``, ``up``, ``ending``, or ``waiting`` to be started (again).
-        url: Of its HTTP server.
         ports: All that it listens on, by purpose.
-        log: Its log file.
+        log: Path of its log file.
         pid: Of the last one that was started; 0 for none.
-        started_ticks: When that was, in clock ticks since the machine was booted.
-        restarts: How often it was started again.
+        started_ticks: Its start time, in clock ticks since boot.
     """
 
     name: str
@@ -60,14 +58,10 @@ class RunRecord(_Record):
     """One run, as its launcher writes it down.
 
     Attributes:
-        run_id: Of the run.
         phase: ``starting``, ``serving`` or ``stopping``.
-        platform: Of all instances.
-        model: Name that clients use.
-        url: Where clients ask.
-        config: The topology file; empty where nobody said.
+        url: Base address for clients.
+        config: Topology file; empty where it is not known.
         pid: Of the launcher.
-        started_ticks: See `ProcessRecord`.
         processes: All of the plan, in its order.
     """
 
@@ -88,7 +82,7 @@ class SeenRun:
 
     Attributes:
         record: What its launcher wrote last.
-        lives: Whether the launcher does; else a guard cleans up after it, or nobody does.
+        lives: Whether the launcher does.
         uptime_s: Of the launcher; ``None`` where it does not live.
         process_uptime_s: Of each process that lives, by its name.
     """
@@ -103,6 +97,27 @@ class SeenRun:
         started = process.pid and process.state != "waiting"
         return process.state if process.name in self.process_uptime_s or not started else "gone"
 
+    def as_json(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return {
+            **self.record.model_dump(mode="json", exclude={"processes", "started_ticks"}),
+            "lives": self.lives,
+            "uptime_s": _rounded(self.uptime_s),
+            "processes": [
+                {
+                    **process.model_dump(mode="json", exclude={"started_ticks", "pid"}),
+                    "state": self.state_of(process),
+                    "pid": process.pid if process.name in self.process_uptime_s else None,
+                    "uptime_s": _rounded(self.process_uptime_s.get(process.name)),
+                }
+                for process in self.record.processes
+            ],
+        }
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 1)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SeenRuns:
@@ -110,8 +125,8 @@ class SeenRuns:
 
     Attributes:
         running: Runs of which something lives, the oldest first.
-        left: Folders of this user's runs of which nothing lives and that nobody removed.
-        strangers: How many runs other users have.
+        left: Folders of this user's runs of which nothing lives.
+        strangers: Number of other users' runs.
     """
 
     running: tuple[SeenRun, ...]
@@ -122,15 +137,14 @@ class SeenRuns:
 def start_ticks(pid: int) -> int:
     """Return when a process was started, in clock ticks since boot; 0 if it does not live."""
     try:
-        # The command name is in parentheses and may hold spaces: fields count from its end.
-        fields = Path("/proc", str(pid), "stat").read_bytes().rpartition(b")")[2].split()
+        fields = stat_fields(Path("/proc", str(pid)))
     except OSError:
         return 0
     return 0 if fields[0] in (b"Z", b"X") else int(fields[19])
 
 
 def write_record(folder: Path, record: RunRecord) -> None:
-    """Put a record in place of the last one, whole or not at all.
+    """Replace the record in a folder, atomically.
 
     Raises:
         OSError: It cannot be written; the last one is still there.
@@ -141,11 +155,7 @@ def write_record(folder: Path, record: RunRecord) -> None:
 
 
 def find_runs(temp_dir: Path) -> SeenRuns:
-    """Return the runs whose folders are in a temporary folder.
-
-    Args:
-        temp_dir: Where launchers make the folders of their runs.
-    """
+    """Return the runs whose folders are in a temporary folder."""
     running: list[SeenRun] = []
     left: list[Path] = []
     strangers = 0
@@ -174,32 +184,25 @@ def _read_run(folder: Path) -> SeenRun | None:
             record = RunRecord.model_validate_json(file.read(_MAX_BYTES))
     except (OSError, ValidationError):
         return None
-    now = _uptime_of_the_machine_s()
+    now_s = float(Path("/proc/uptime").read_text("ascii").split()[0])
+    ages = {process.name: _age_s(process, now_s) for process in record.processes}
     return SeenRun(
         record=record,
         lives=lives,
-        uptime_s=_age_s(record, now) if lives else None,
-        process_uptime_s={
-            process.name: age
-            for process in record.processes
-            if (age := _age_s(process, now)) is not None
-        },
+        uptime_s=_age_s(record, now_s) if lives else None,
+        process_uptime_s={name: age_s for name, age_s in ages.items() if age_s is not None},
     )
 
 
-def _age_s(what: RunRecord | ProcessRecord, now: float) -> float | None:
-    """Return how long a process has lived; ``None`` if it does not, or is another one."""
-    if not what.pid or start_ticks(what.pid) != what.started_ticks:
+def _age_s(record: RunRecord | ProcessRecord, now_s: float) -> float | None:
+    """Return how long a process has lived, at a time since boot; ``None`` if it does not."""
+    if not record.pid or start_ticks(record.pid) != record.started_ticks:
         return None
-    return max(0.0, now - what.started_ticks / os.sysconf("SC_CLK_TCK"))
-
-
-def _uptime_of_the_machine_s() -> float:
-    return float(Path("/proc/uptime").read_text("ascii").split()[0])
+    return max(0.0, now_s - record.started_ticks / os.sysconf("SC_CLK_TCK"))
 
 
 def _is_locked(folder: Path) -> bool:
-    """Tell whether a launcher holds its folder; Linux lets go of it when that ends."""
+    """Tell whether a launcher holds its folder."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -219,28 +222,3 @@ def kept_logs(temp_dir: Path) -> list[Path]:
             if stat.S_ISDIR(seen.st_mode) and seen.st_uid == os.geteuid():
                 found.append((seen.st_mtime_ns, folder))
     return [folder for _, folder in sorted(found, reverse=True)]
-
-
-def runs_as_json(runs: Iterable[SeenRun]) -> list[dict[str, Any]]:
-    """Return runs as plain JSON values, with what lives of them."""
-    return [
-        {
-            **run.record.model_dump(mode="json", exclude={"processes", "started_ticks"}),
-            "lives": run.lives,
-            "uptime_s": _rounded(run.uptime_s),
-            "processes": [
-                {
-                    **process.model_dump(mode="json", exclude={"started_ticks", "pid"}),
-                    "state": run.state_of(process),
-                    "pid": process.pid if process.name in run.process_uptime_s else None,
-                    "uptime_s": _rounded(run.process_uptime_s.get(process.name)),
-                }
-                for process in run.record.processes
-            ],
-        }
-        for run in runs
-    ]
-
-
-def _rounded(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds, 1)

@@ -1,8 +1,12 @@
-"""Finding and ending every process of a run, through ``/proc``; standard library only.
+"""Processes and shared memory of a run: found through ``/proc``, ended, removed.
 
 A process belongs to a run when it is in the session of one that the launcher started (engines
 start children of their own), or when ``EPD_RUN_ID`` in its first environment says so, which also
 finds one that was started a moment before its launcher was killed.
+
+vLLM's processes name their shared memory themselves and remove it when they end, or leave that to
+a helper process. Killed together, none of them removes it; so what they map is noted while they
+live.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,8 +30,7 @@ class Process:
     """One line of the process table.
 
     Attributes:
-        pid: Process id.
-        session: Id of its session, which is the pid of the session's first process.
+        session: Pid of the first process of its session.
         cleans_up: Whether it is Python's resource tracker, which outlives the processes that it
             serves, then removes the shared memory that they left, and ends by itself.
     """
@@ -38,38 +41,35 @@ class Process:
 
 
 def members(sessions: Collection[int], run_id: str | None) -> list[Process]:
-    """Return the living processes of some sessions and of a run, without the calling one.
+    """Return the living processes of some sessions, and of a run if it is given.
 
-    Args:
-        sessions: Ids of sessions.
-        run_id: Finds processes of that run outside the sessions too; ``None`` does not.
+    The calling process is left out.
     """
     marker = f"EPD_RUN_ID={run_id}".encode()
     found = []
     for entry in os.listdir("/proc"):
         if not entry.isdigit() or int(entry) == os.getpid():
             continue
+        folder = Path("/proc", entry)
         try:
-            # The command name is in parentheses and may hold spaces: fields count from its end.
-            state, _, _, session = (
-                Path("/proc", entry, "stat").read_bytes().rpartition(b")")[2].split()[:4]
-            )
+            state, _, _, session, *_ = stat_fields(folder)
             if state in (b"Z", b"X"):
                 continue
-            belongs = int(session) in sessions or (
-                run_id is not None
-                and marker in Path("/proc", entry, "environ").read_bytes().split(b"\0")
-            )
-            if not belongs:
+            if int(session) not in sessions and (
+                run_id is None or marker not in (folder / "environ").read_bytes().split(b"\0")
+            ):
                 continue
-            cleans_up = (
-                b"multiprocessing.resource_tracker" in Path("/proc", entry, "cmdline").read_bytes()
-            )
+            cleans_up = b"multiprocessing.resource_tracker" in (folder / "cmdline").read_bytes()
         except (FileNotFoundError, ProcessLookupError, PermissionError):
-            # It ended while being looked at, or is another user's.
-            continue
+            continue  # It has ended, or is another user's.
         found.append(Process(pid=int(entry), session=int(session), cleans_up=cleans_up))
     return found
+
+
+def stat_fields(folder: Path) -> list[bytes]:
+    """Return the fields of ``/proc/PID/stat`` from the process's state on."""
+    # The command name is in parentheses and may hold spaces: fields count from its end.
+    return (folder / "stat").read_bytes().rpartition(b")")[2].split()
 
 
 def end(
@@ -80,15 +80,15 @@ def end(
     reap: Callable[[], object] = lambda: None,
     hurry: Callable[[], bool] = lambda: False,
 ) -> list[int]:
-    """End all ``members``; return the pids that even SIGKILL did not end.
+    """End all `members`; return the pids that even SIGKILL did not end.
 
     The first process of each session gets SIGTERM and ends its own children; children without it
     get SIGTERM themselves. What is left after the grace gets SIGKILL, resource trackers last.
 
     Args:
-        sessions: As in ``members``.
-        run_id: As in ``members``.
-        grace_s: Seconds between SIGTERM and SIGKILL.
+        sessions: As in `members`.
+        run_id: As in `members`.
+        grace_s: Between SIGTERM and SIGKILL.
         reap: Called while waiting; collects the exit status of children.
         hurry: Called while waiting; true ends the grace.
     """
@@ -131,3 +131,34 @@ def remove_shm(prefix: str) -> None:
     """Remove every file of ``/dev/shm`` whose name starts with ``prefix``."""
     for path in SHM.glob(f"{prefix}*"):
         path.unlink(missing_ok=True)
+
+
+def mapped_files(pids: Iterable[int]) -> set[Path]:
+    """Return the files of ``/dev/shm`` that living processes map.
+
+    By inode: the C library makes a semaphore under another name and links it to its own.
+    """
+    inodes: set[int] = set()
+    for pid in pids:
+        try:
+            lines = Path("/proc", str(pid), "maps").read_text().splitlines()
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+        # address, permissions, offset, device, inode, path
+        inodes.update(int(line.split()[4]) for line in lines if f" {SHM}/" in line)
+    with os.scandir(SHM) as entries:
+        return {Path(entry.path) for entry in entries if entry.inode() in inodes}
+
+
+def remove_unused(files: Iterable[Path], *, since: float) -> None:
+    """Remove files of ``/dev/shm`` that no living process maps.
+
+    Files that were last changed before ``since``, a Unix time, are kept: they are not the run's.
+    """
+    wanted = set(files)
+    if not wanted:
+        return
+    in_use = mapped_files(int(entry) for entry in os.listdir("/proc") if entry.isdigit())
+    for path in wanted - in_use:
+        if path.exists() and path.stat().st_ctime >= since:
+            path.unlink(missing_ok=True)

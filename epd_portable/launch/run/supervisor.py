@@ -19,7 +19,6 @@ from epd_portable.launch.plan.processes import Plan, shm_prefix
 from epd_portable.launch.plan.text import columns, ports_text
 from epd_portable.launch.run import sessions
 from epd_portable.launch.run.guard import Guard
-from epd_portable.launch.run.leftovers import mapped_files, remove_unused
 from epd_portable.launch.run.lifecycle import (
     HUNG_PROBES,
     Action,
@@ -31,23 +30,21 @@ from epd_portable.launch.run.lifecycle import (
     Start,
     Stop,
 )
-from epd_portable.launch.run.logs import latest_stage, telling_line
-from epd_portable.launch.run.probes import Probes
-from epd_portable.launch.run.process import Child, describe_exit
-from epd_portable.launch.run.progress import Progress
-from epd_portable.launch.run.rotation import Rotation
+from epd_portable.launch.run.log_files import Rotation
+from epd_portable.launch.run.logs import Progress, latest_stage, telling_line
+from epd_portable.launch.run.process import Child, Probes, describe_exit
 from epd_portable.launch.run.router_client import RouterClient
 from epd_portable.launch.run.running import ProcessRecord, RunRecord, start_ticks, write_record
 from epd_portable.launch.run.update import RollingUpdate
 
 _STEP_S = 0.1
-_STARTPROBE_EVERY_S = 0.5
+_START_PROBE_EVERY_S = 0.5
 _START_PROBE_TIMEOUT_S = 1.0
 PROBE_EVERY_S = 5.0
 PROBES = 24
 """At least so many within ``launch.hung_after_s``."""
 _LOG_FILES = 3
-_LOOK_EVERY_S = 3.0
+_NOTE_EVERY_S = 3.0
 _ORPHAN_GRACE_S = 1.0
 _DRAIN_MARGIN_S = 5.0
 """What a router may take longer than its own grace, to close what is left."""
@@ -61,14 +58,14 @@ class Supervisor:
         plan: What to run.
         launch: Timeouts and sizes of logs.
         secret: Of the router and its instances.
-        drain_s: How long open requests may go on: of the router when a stop was asked for, of an
-            instance when it is updated.
+        drain_s: How long open requests may go on: of the router at a stop, of an instance at an
+            update.
         log_dir: Existing folder for one log file a process.
-        temp_dir: Existing folder for the engines' temporary files, where `find_runs` learns of the
-            run; removed at the end.
-        say: Tells the user what happens.
-        config: The topology file, for `find_runs`.
-        backoff: Of restarts.
+        temp_dir: Existing folder for the engines' temporary files and the run's record; removed at
+            the end.
+        say: Shows the user what happens.
+        config: Path of the topology file, for the record.
+        backoff: Pauses before restarts.
     """
 
     def __init__(
@@ -100,7 +97,7 @@ class Supervisor:
             {name: spec.after for name, spec in self._specs.items()},
             backoff=backoff,
         )
-        self._probes: Probes[Child] = Probes()
+        self._probes = Probes()
         self._stop_requests = 0
         self._hangups = 0
         self._had_terminal = _has_terminal()
@@ -110,7 +107,7 @@ class Supervisor:
         self._next_probe_at = 0.0
         self._started = time.time()
         self._mapped: dict[str, set[Path]] = {}
-        self._next_look_at = 0.0
+        self._next_note_at = 0.0
         self._starts: Counter[str] = Counter()
         self._start_ticks: dict[str, int] = {}
         self._record: RunRecord | None = None
@@ -138,7 +135,7 @@ class Supervisor:
         """
         started_at = time.monotonic()
         progress = Progress(started_at=started_at)
-        self._perform(self._lifecycle.begin(started_at))
+        self._perform(self._lifecycle.start_all(started_at))
         while self._lifecycle.phase is Phase.STARTING and not self._stop_requests:
             self._step()
             for notice in progress.notices(self._stages(), time.monotonic()):
@@ -169,13 +166,13 @@ class Supervisor:
         asked = self._stop_requests
         if asked:
             self._say(Notice("stopping", "stopping"))
-        self._tell_of_the_run("stopping")
+        self._write_record("stopping")
         self._probes.close()
         if self._update:
             self._update.give_up()
         if asked and self._lifecycle.phase is Phase.SERVING:
             self._drain(until=lambda: self._stop_requests > asked)
-        self._look_at_shared_memory()
+        self._note_shared_memory()
         left = sessions.end(
             [child.session for child in self._children.values()],
             self._plan.run_id,
@@ -183,7 +180,7 @@ class Supervisor:
             reap=lambda: [child.exit_status() for child in self._children.values()],
             hurry=lambda: self._stop_requests > asked,
         )
-        remove_unused(set().union(*self._mapped.values()), since=self._started)
+        sessions.remove_unused(set().union(*self._mapped.values()), since=self._started)
         self._guard.close(timeout_s=grace_s + 10.0)
         if left:
             raise LaunchError(f"processes {', '.join(map(str, left))} do not end, not even killed")
@@ -221,9 +218,9 @@ class Supervisor:
                 self._bury(name)
                 self._perform(self._lifecycle.exited(name, how, now))
         self._probe(now)
-        if now >= self._next_look_at:
-            self._next_look_at = now + _LOOK_EVERY_S
-            self._look_at_shared_memory()
+        if now >= self._next_note_at:
+            self._next_note_at = now + _NOTE_EVERY_S
+            self._note_shared_memory()
         self._perform(self._lifecycle.tick(time.monotonic()))
         if self._hangups:
             self._hangups = 0
@@ -232,27 +229,27 @@ class Supervisor:
             self._perform(self._update.step())
             if self._update.ended:
                 self._update = None
-        self._tell_of_the_run(self._lifecycle.phase.value)
+        self._write_record(self._lifecycle.phase.value)
         self._keep_guarded()
         time.sleep(_STEP_S)
 
     def _probe(self, now: float) -> None:
-        """Ask those that start, and more seldom and with more patience those that serve."""
-        for probe in self._probes.answers():
-            name = probe.what.spec.name
-            if self._children.get(name) is not probe.what:
-                continue  # Of a process that has ended meanwhile.
+        """Probe processes that start, and less often and with longer timeouts those that serve."""
+        for probe in self._probes.ended():
+            name = probe.child.spec.name
+            if self._children.get(name) is not probe.child:
+                continue  # It has ended meanwhile.
             if probe.well:
                 if name in self._lifecycle.pending():
-                    probe.what.spread()
+                    probe.child.spread()
                 self._perform(self._lifecycle.healthy(name, now))
             else:
                 self._perform(self._lifecycle.silent(name, probe.asked_at, now))
         if now >= self._next_start_probe_at:
-            self._next_start_probe_at = now + _STARTPROBE_EVERY_S
+            self._next_start_probe_at = now + _START_PROBE_EVERY_S
             secret = self._secret if self._lifecycle.phase is Phase.STARTING else None
             for name in self._lifecycle.pending():
-                self._probes.ask(
+                self._probes.start(
                     self._children[name],
                     lambda child: child.ready(
                         timeout_s=_START_PROBE_TIMEOUT_S, with_instances=secret
@@ -262,12 +259,12 @@ class Supervisor:
             self._next_probe_at = now + min(PROBE_EVERY_S, self._launch.hung_after_s / PROBES)
             timeout_s = self._launch.hung_after_s / HUNG_PROBES
             for name in self._lifecycle.up():
-                self._probes.ask(
+                self._probes.start(
                     self._children[name], lambda child: child.answers(timeout_s=timeout_s)
                 )
 
     def _hung_up(self) -> None:
-        """Stop if the terminal was closed, but not under nohup; else somebody wishes an update."""
+        """Stop if the terminal was closed, but not under nohup; otherwise begin an update."""
         if self._had_terminal and not _has_terminal():
             self._had_terminal = False
             self._stop_requests += not self._outlives_terminal
@@ -326,15 +323,15 @@ class Supervisor:
         """End what a dead process left running, so that its ports and devices are free again."""
         child = self._children.pop(name)
         sessions.end([child.session], None, grace_s=_ORPHAN_GRACE_S)
-        remove_unused(self._mapped.pop(name, ()), since=self._started)
+        sessions.remove_unused(self._mapped.pop(name, ()), since=self._started)
         self._guard.forget(child.session)
 
-    def _look_at_shared_memory(self) -> None:
-        """Note what each child's processes map, for when they are killed before they remove it."""
+    def _note_shared_memory(self) -> None:
+        """Note what each child's processes map, in case they are killed before they remove it."""
         names = {child.session: name for name, child in self._children.items()}
         for process in sessions.members(names, None):
             name = names[process.session]
-            self._mapped.setdefault(name, set()).update(mapped_files([process.pid]))
+            self._mapped.setdefault(name, set()).update(sessions.mapped_files([process.pid]))
 
     def _stages(self) -> dict[str, str]:
         pending = self._lifecycle.pending()
@@ -352,9 +349,9 @@ class Supervisor:
         return f"{roles}, {self._plan.platform}"
 
     def _ready(self, *, elapsed_s: float) -> Notice:
-        """Say where clients ask, and of each instance who it is, and where."""
+        """Return the notice with the addresses of the router and of each instance."""
         rows = [
-            (f"  {spec.name}", spec.role, spec.url, ports_text(spec.ports, but="http"))
+            (f"  {spec.name}", spec.role, spec.url, ports_text(spec.ports, without="http"))
             for spec in self._plan.processes
             if spec.role != "router"
         ]
@@ -369,8 +366,8 @@ class Supervisor:
         }
         return Notice("ready", "\n".join([first, *columns(rows)]), fields)
 
-    def _tell_of_the_run(self, phase: str) -> None:
-        """Write down how the run is, for `find_runs`, when that has changed."""
+    def _write_record(self, phase: str) -> None:
+        """Write the run's record, for `find_runs`, when it has changed."""
         states = self._lifecycle.states()
         record = RunRecord(
             run_id=self._plan.run_id,

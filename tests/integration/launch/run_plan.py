@@ -10,7 +10,7 @@ from epd_portable.config.routing import RouterSection
 from epd_portable.config.schema import Launch
 from epd_portable.config.secret import Secret
 from epd_portable.errors import LaunchError
-from epd_portable.launch.commands.command_line import teller
+from epd_portable.launch.commands.command_line import printer
 from epd_portable.launch.plan.processes import Plan, ProcessSpec
 from epd_portable.launch.run.lifecycle import Backoff
 from epd_portable.launch.run.supervisor import Supervisor
@@ -34,7 +34,7 @@ def main() -> None:
         drain_s=raw.get("drain_s", RouterSection().drain_s),
         log_dir=Path(raw["log_dir"]),
         temp_dir=Path(raw["temp_dir"]),
-        say=teller(as_json=raw.get("as_json", False)),
+        say=printer(as_json=raw.get("as_json", False)),
         backoff=Backoff(**raw.get("backoff", {})),
     )
     try:

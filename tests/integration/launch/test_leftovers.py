@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from epd_portable.launch.run.leftovers import mapped_files, remove_unused
+from epd_portable.launch.run.sessions import mapped_files, remove_unused
 
 MAPPER = """
 import mmap, os, sys

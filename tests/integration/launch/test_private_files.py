@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from epd_portable.errors import ConfigError, LaunchError
-from epd_portable.launch.run.private_files import make_private_folder, open_log, use_log_folder
+from epd_portable.launch.run.log_files import make_private_folder, open_log, use_log_folder
 
 Launch = Callable[..., Any]
 

@@ -13,7 +13,7 @@ import httpx
 
 from epd_portable.config.secret import Secret, make_secret_file
 from epd_portable.launch.plan.ports import port_source
-from epd_portable.launch.plan.registration import RegistrarSettings
+from epd_portable.launch.plan.processes import RegistrarSettings
 from epd_portable.launch.run.router_client import RouterClient
 from tests.integration.router.conftest import Build
 from tests.integration.router.stand_in import DEADLINE_S, StandIn

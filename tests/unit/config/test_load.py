@@ -383,14 +383,6 @@ def test_a_file_that_says_how_instances_are_chosen_is_read_with_the_topology(
         load_topology(path, "cpu")
 
 
-def test_keys_that_do_not_fit_together_are_told_beside_others_that_are_wrong() -> None:
-    text = "model: demo\nrouter:\n  prot: 1\n  tls_cert_file: a\nlaunch: {first_port: x}\n"
-    lines = problems(text)
-    assert any(line.startswith("router.prot (line 3): unknown key") for line in lines)
-    assert any(line.startswith("router (line 2): tls_cert_file and tls_key") for line in lines)
-    assert any(line.startswith("launch.first_port (line 5): ") for line in lines)
-
-
 def test_nothing_is_said_of_a_key_whose_partner_has_a_wrong_value() -> None:
     lines = problems("model: demo\nrouter: {tls_cert_file: 3, tls_key_file: b}\n")
     assert len(lines) == 2

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from epd_portable.config.choice import ChoiceSection
 from epd_portable.config.groups import Instances
 from epd_portable.config.load import parse_topology
-from epd_portable.config.problems import _section
+from epd_portable.config.problems import section_of
 from epd_portable.config.removed import REMOVED
 from epd_portable.config.schema import Topology
 from epd_portable.errors import ConfigError
@@ -22,9 +22,9 @@ KEYS = [name for name in REMOVED if "." in name]
 def leaves(model: type[BaseModel], at: str = "") -> set[str]:
     found: set[str] = set()
     for name, field in model.model_fields.items():
-        inner = _section(field.annotation)
+        inner = section_of(field.annotation)
         if inner is Instances:
-            groups = [_section(each.annotation) for each in Instances.model_fields.values()]
+            groups = [section_of(each.annotation) for each in Instances.model_fields.values()]
             for group in groups:
                 assert group is not None
                 found |= leaves(group, "instances.*.")

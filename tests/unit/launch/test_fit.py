@@ -9,10 +9,9 @@ import pytest
 from epd_portable.config.hardware import parse_profile
 from epd_portable.config.load import parse_topology
 from epd_portable.launch.plan.check import compare
-from epd_portable.launch.plan.fit import fit
 from epd_portable.launch.plan.model import ModelSource
 from epd_portable.launch.plan.processes import Machine, Plan, make_plan
-from epd_portable.launch.plan.target import Hardware
+from epd_portable.launch.plan.target import Hardware, fit
 from epd_portable.launch.plan.text import plan_table
 from epd_portable.platforms.traits import TRAITS
 

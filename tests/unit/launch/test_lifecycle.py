@@ -22,7 +22,7 @@ def new() -> Lifecycle:
 
 def serving(now: float = 0.0) -> Lifecycle:
     lifecycle = new()
-    lifecycle.begin(now)
+    lifecycle.start_all(now)
     lifecycle.healthy("encode-0", now)
     lifecycle.healthy("router", now)
     return lifecycle
@@ -30,13 +30,13 @@ def serving(now: float = 0.0) -> Lifecycle:
 
 def test_everything_starts_at_once() -> None:
     lifecycle = new()
-    assert lifecycle.begin(0.0) == [Start("encode-0"), Start("router")]
+    assert lifecycle.start_all(0.0) == [Start("encode-0"), Start("router")]
     assert lifecycle.pending() == ["encode-0", "router"]
 
 
 def test_it_serves_when_the_last_process_is_healthy() -> None:
     lifecycle = new()
-    lifecycle.begin(0.0)
+    lifecycle.start_all(0.0)
     lifecycle.healthy("router", 1.0)
     assert lifecycle.phase is Phase.STARTING
     assert lifecycle.pending() == ["encode-0"]
@@ -47,7 +47,7 @@ def test_it_serves_when_the_last_process_is_healthy() -> None:
 
 def test_a_death_at_start_ends_everything_even_after_it_was_healthy() -> None:
     lifecycle = new()
-    lifecycle.begin(0.0)
+    lifecycle.start_all(0.0)
     lifecycle.healthy("router", 1.0)
     assert lifecycle.exited("router", "exited with status 1", 2.0) == [
         Fail("router", "exited with status 1")
@@ -57,7 +57,7 @@ def test_a_death_at_start_ends_everything_even_after_it_was_healthy() -> None:
 
 def test_a_start_that_takes_too_long_ends_everything() -> None:
     lifecycle = new()
-    lifecycle.begin(0.0)
+    lifecycle.start_all(0.0)
     lifecycle.healthy("router", 1.0)
     assert lifecycle.tick(99.9) == []
     (action,) = lifecycle.tick(100.0)
@@ -191,7 +191,7 @@ def test_probes_that_end_after_the_process_was_asked_to_end_count_for_nothing() 
 
 def test_nobody_is_hung_where_the_limit_is_0() -> None:
     lifecycle = Lifecycle(["encode-0"], LAUNCH.model_copy(update={"hung_after_s": 0.0}))
-    lifecycle.begin(0.0)
+    lifecycle.start_all(0.0)
     lifecycle.healthy("encode-0", 0.0)
     assert not any(lifecycle.silent("encode-0", now, now + 10.0) for now in range(0, 1000, 10))
 
@@ -254,7 +254,7 @@ def neighbours() -> Lifecycle:
 
 def serving_neighbours() -> Lifecycle:
     lifecycle = neighbours()
-    lifecycle.begin(0.0)
+    lifecycle.start_all(0.0)
     for name in ("decode-0", "router", "encode-0"):
         lifecycle.healthy(name, 0.0)
     assert lifecycle.phase is Phase.SERVING
@@ -263,7 +263,7 @@ def serving_neighbours() -> Lifecycle:
 
 def test_neighbours_start_one_after_the_other_in_their_order() -> None:
     lifecycle = neighbours()
-    assert lifecycle.begin(0.0) == [Start("decode-0"), Start("router")]
+    assert lifecycle.start_all(0.0) == [Start("decode-0"), Start("router")]
     assert lifecycle.waiting() == {"encode-0": ["decode-0"]}
     assert lifecycle.healthy("router", 1.0) == []
     assert lifecycle.tick(99.0) == []
@@ -277,7 +277,7 @@ def test_neighbours_start_one_after_the_other_in_their_order() -> None:
 
 def test_a_neighbour_that_never_starts_ends_everything_and_the_next_is_not_started() -> None:
     lifecycle = neighbours()
-    lifecycle.begin(0.0)
+    lifecycle.start_all(0.0)
     lifecycle.healthy("router", 1.0)
     (action,) = lifecycle.tick(100.0)
     assert isinstance(action, Fail)

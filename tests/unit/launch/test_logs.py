@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from epd_portable.launch.notices import Notice
-from epd_portable.launch.run.logs import latest_stage, telling_line, time_of
-from epd_portable.launch.run.progress import Progress
+from epd_portable.launch.run.logs import Progress, latest_stage, telling_line, time_of
 
 ENGINE_FAILURE = """\
 (APIServer pid=10) INFO 01-31 12:00:00 [api_server.py:9] vLLM API server version 0.32.0

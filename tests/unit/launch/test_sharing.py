@@ -56,7 +56,7 @@ def test_instances_on_devices_of_their_own_start_at_once() -> None:
     made = plan("")
     assert (after(made), made.shared, made.warnings) == ({}, (), ())
     text = plan_table(made)
-    assert "nobody measures beside another, so they start at once:" in text
+    assert "devices with one instance each, which start at once:" in text
     assert "  device 0  encode-0          92% of its memory  no KV cache\n" in text
     assert (
         "  device 1  prefill_decode-0  92% of its memory  the KV cache takes what is left" in text

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from epd_portable.config.groups import InstanceGroup
 from epd_portable.errors import ConfigError
-from epd_portable.launch.plan.assign import assign_cores, assign_devices, core_warnings
+from epd_portable.launch.plan.placement import assign_cores, assign_devices, core_warnings
 
 
 def groups(encode: dict[str, Any], prefill_decode: dict[str, Any]) -> dict[str, InstanceGroup]:
@@ -22,7 +22,7 @@ def groups(encode: dict[str, Any], prefill_decode: dict[str, Any]) -> dict[str, 
 
 def test_every_rank_gets_a_device_of_its_own() -> None:
     wish = groups({"count": 2}, {"count": 1, "tensor_parallel_size": 2})
-    assert assign_devices(wish, ["3", "4", "5", "6", "7"]).devices == {
+    assert assign_devices(wish, ["3", "4", "5", "6", "7"]) == {
         "encode": [("3",), ("4",)],
         "prefill_decode": [("5", "6")],
     }
@@ -39,12 +39,12 @@ def test_more_devices_than_there_are_is_refused_with_the_numbers() -> None:
 
 def test_a_machine_that_nobody_asked_has_enough_devices() -> None:
     result = assign_devices(groups({"count": 1}, {"count": 2}), None)
-    assert result.devices == {"encode": [("0",)], "prefill_decode": [("1",), ("2",)]}
+    assert result == {"encode": [("0",)], "prefill_decode": [("1",), ("2",)]}
 
 
 def test_a_list_is_kept_and_the_others_get_the_rest() -> None:
     wish = groups({}, {"devices": ["0", "1"], "tensor_parallel_size": 2})
-    assert assign_devices(wish, ["0", "1", "2"]).devices == {
+    assert assign_devices(wish, ["0", "1", "2"]) == {
         "encode": [("2",)],
         "prefill_decode": [("0", "1")],
     }
@@ -52,7 +52,7 @@ def test_a_list_is_kept_and_the_others_get_the_rest() -> None:
 
 def test_a_device_listed_by_two_groups_is_shared() -> None:
     result = assign_devices(groups({"devices": ["0"]}, {"devices": ["0"]}), ["0"])
-    assert result.devices == {"encode": [("0",)], "prefill_decode": [("0",)]}
+    assert result == {"encode": [("0",)], "prefill_decode": [("0",)]}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,187 @@
+"""Logs, and the folder of a run: readable by their user only, within a size.
+
+Logs show what requests hold, and the folder of a run has its secret. A log that is full is copied
+aside and truncated where it is: its writers have it open to append and go on at its new end. No
+pipe can fill up or break, and with the launcher dead logs merely grow. What is written between the
+end of the copy and the truncation, some microseconds, is lost.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import stat
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+from epd_portable.errors import ConfigError, LaunchError
+
+_LOOK_EVERY_S = 0.5
+_CHUNK_BYTES = 1 << 20
+
+
+def make_private_folder(path: Path) -> None:
+    """Make a new folder of mode 700, whatever the umask.
+
+    Raises:
+        FileExistsError: There is something of that name, perhaps not ours.
+    """
+    path.mkdir(mode=0o700)
+    path.chmod(0o700)
+
+
+def use_log_folder(path: Path) -> None:
+    """Make a folder for logs, or take one that is there.
+
+    One that others may enter is closed to them if it holds nothing but logs. One that holds more,
+    such as ``/var/log``, is refused rather than changed; so is one of another user, who could put
+    links in place of logs.
+
+    Raises:
+        ConfigError: It cannot be made or used; says what to do.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            make_private_folder(path)
+            return
+        except FileExistsError:
+            found = path.stat()
+        if not stat.S_ISDIR(found.st_mode):
+            raise ConfigError(f"log folder {path} is no folder: name another")
+        if found.st_uid != os.geteuid():
+            raise ConfigError(
+                f"log folder {path} belongs to user {found.st_uid}, who could put other files in "
+                "place of logs: name a folder of your own, or a new one"
+            )
+        mode = stat.S_IMODE(found.st_mode)
+        if mode == 0o700:
+            return
+        other = next((each.name for each in path.iterdir() if not _is_log(each)), None)
+        if mode & 0o077 and other is not None:
+            raise ConfigError(
+                f"log folder {path} has mode {mode:04o}, and others must not read logs; it holds "
+                f"more than logs ({other}) and is left as it is: name a folder for logs only, or "
+                f"chmod 700 {path}"
+            )
+        path.chmod(0o700)
+    except OSError as error:
+        raise ConfigError(f"log folder {path} cannot be used: {error}") from error
+
+
+def _is_log(path: Path) -> bool:
+    """Tell whether this is ``<name>.log``, or an older part of one: ``<name>.log.1``."""
+    found = path.lstat()
+    of_ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
+    return of_ours and (path.suffix == ".log" or path.with_suffix("").suffix == ".log")
+
+
+def open_log(path: Path) -> BinaryIO:
+    """Open a log, a new one or one of an earlier run, to append to it.
+
+    Raises:
+        LaunchError: It cannot be opened, or is a link or another user's.
+    """
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        file = os.fdopen(os.open(path, flags, 0o600), "ab")
+        os.fchmod(file.fileno(), 0o600)
+    except OSError as error:
+        raise LaunchError(f"log {path} cannot be written: {error}") from error
+    return file
+
+
+class Rotation:
+    """Rotates logs in a thread; a context manager.
+
+    Args:
+        logs: Files that may not exist yet.
+        max_bytes: Size at which a log is rotated; it may grow further until that is noticed.
+        files: Kept of each log: itself and ``.1``, ``.2`` and so on, which are older.
+        say: Called with a line for the user, from the thread.
+    """
+
+    def __init__(
+        self, logs: Sequence[Path], *, max_bytes: int, files: int, say: Callable[[str], None]
+    ) -> None:
+        self._logs = logs
+        self._max_bytes = max_bytes
+        self._files = files
+        self._say = say
+        self._said: set[str] = set()
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="epd-logs")
+
+    def __enter__(self) -> Rotation:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._end.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._end.wait(_LOOK_EVERY_S):
+            for log in self._logs:
+                try:
+                    rotate(log, max_bytes=self._max_bytes, files=self._files)
+                except FileNotFoundError:
+                    continue
+                except OSError as error:
+                    line = f"what {log} held is dropped: it cannot be kept ({error})"
+                    if line not in self._said:
+                        self._said.add(line)
+                        self._say(line)
+
+
+def rotate(log: Path, *, max_bytes: int, files: int) -> None:
+    """Truncate a log that is larger than ``max_bytes``; keep about the last ``max_bytes`` of it.
+
+    Raises:
+        FileNotFoundError: There is no such log.
+        OSError: It cannot be copied; it was truncated all the same.
+    """
+    descriptor = os.open(log, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        size = os.fstat(descriptor).st_size
+        if size <= max_bytes:
+            return
+        try:
+            _keep(descriptor, log, begin=max(0, size - max_bytes), end=size + max_bytes, of=files)
+        finally:
+            os.ftruncate(descriptor, 0)
+    finally:
+        os.close(descriptor)
+
+
+def _keep(source: int, log: Path, *, begin: int, end: int, of: int) -> None:
+    """Copy a log from ``begin`` to where it ends, but at most ``end``, and forget the oldest."""
+    older = [log.with_name(f"{log.name}.{number}") for number in range(1, of)]
+    for path in log.parent.glob(f"{log.name}.[0-9]*"):
+        if path not in older[:-1]:
+            path.unlink()
+    for path, older_path in reversed([*itertools.pairwise(older)]):
+        if path.exists():
+            path.rename(older_path)
+    if not older:
+        return
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    copy = os.open(older[0], flags, 0o600)
+    try:
+        os.fchmod(copy, 0o600)
+        # It grows meanwhile; the truncation follows the first time that nothing more is there.
+        while begin < end and (data := os.pread(source, min(_CHUNK_BYTES, end - begin), begin)):
+            begin += os.write(copy, data)
+    except OSError:
+        older[0].unlink()
+        raise
+    finally:
+        os.close(copy)
