@@ -218,32 +218,12 @@ def test_shell_blocks_and_python_blocks_are_well_formed(page: Path) -> None:
             assert not ended.returncode, f"{page.name}: {ended.stderr}\n{block}"
 
 
-def test_the_program_of_containers_is_the_one_that_their_commands_are_for() -> None:
-    """Arguments behind the image are those of ``epd-launch``: `command_lines` reads them so."""
-    blocks = [block for language, block in FENCE.findall(read(DEPLOY)) if language == "dockerfile"]
-    (dockerfile,) = blocks
-    assert dockerfile.rstrip().endswith('ENTRYPOINT ["epd-launch"]')
-    project = tomllib.loads(read(ROOT / "pyproject.toml"))["project"]
-    assert re.findall(r'"([\w-]+[><=].*?)"', dockerfile) == project["dependencies"]
-    lines = [line for _, line in command_lines("epd-launch") if "--log-dir" in line]
-    assert len(lines) == 3, "two containers and a unit of systemd"
-
-
 def test_the_steps_of_two_hosts_are_those_that_the_job_runs() -> None:
     steps = two_hosts.blocks(read(DEPLOY))
     assert {host for host, _ in steps.values()} == {"both", *two_hosts.HOSTS}
 
 
 # -- figures and words -----------------------------------------------------------------------------
-
-
-def test_the_readme_is_short_and_says_what_has_not_run_before_it_says_how() -> None:
-    text = read(README)
-    assert len(text.splitlines()) <= 350
-    heads = re.findall(r"^## (.*)$", text, re.MULTILINE)
-    order = [heads.index(name) for name in ("State", "Limits", "Try it", "Serve")]
-    assert order == sorted(order)
-    assert "git clone" in text
 
 
 README_COLUMNS = (
@@ -299,17 +279,6 @@ def test_the_figures_of_sizing_are_what_its_command_says() -> None:
     assert f"serve {said[1]} requests/s" in page and re.search(rf"\b{said[2]}\.", page)
 
 
-def test_the_answer_of_the_demo_has_the_lines_that_it_prints() -> None:
-    source = read(PACKAGE / "demo/run.py")
-    block = next(text for _, text in FENCE.findall(read(README)) if text.startswith("picture:"))
-    lines = [line for line in block.splitlines() if line]
-    assert len(lines) == len(set(lines)) == 8
-    for line in lines:
-        label = re.match(r"in one process|[a-z ]+:", line)
-        assert label and f'"{label[0]}' in source, line
-    assert lines[-1] in source.replace('"\n        "', "")
-
-
 def test_every_alarm_has_its_row_with_its_severity() -> None:
     groups = yaml.safe_load(read(ROOT / "docs/observability/alerts.yaml"))["groups"]
     rules = [(r["alert"], r["labels"]["severity"]) for group in groups for r in group["rules"]]
@@ -345,24 +314,6 @@ def test_pages_use_the_words_of_the_glossary(page: Path) -> None:
     text = " ".join(read(page).split())
     found = {p: m[0] for p in WORDS if (m := re.search(p, text))}
     assert not found, {said: WORDS[pattern] for pattern, said in found.items()}
-
-
-def test_docstrings_and_help_use_the_words_of_the_glossary() -> None:
-    found = {}
-    for path in PACKAGE.rglob("*.py"):
-        text = " ".join(read(path).split())
-        found |= {f"{path.name}: {m[0]}": w for p, w in WORDS.items() if (m := re.search(p, text))}
-    assert not found
-
-
-def test_every_role_is_in_the_glossary() -> None:
-    assert all(f"`{role}`" in read(GLOSSARY) for role in ROLES)
-
-
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_every_module_that_is_run_by_name_exists(document: Path) -> None:
-    for name in re.findall(r"python -m (epd_portable[\w.]*)", read(document)):
-        assert importlib.util.find_spec(name), name
 
 
 def test_the_addresses_in_the_readme_are_those_that_are_served() -> None:

@@ -134,12 +134,6 @@ def test_vendor_names_outside_platforms_stand_only_where_a_reason_is_given() -> 
     assert not found, "take the name from the platform, or give a reason here:\n" + "\n".join(found)
 
 
-@pytest.mark.parametrize("relative", sorted(NAMES_ALLOWED))
-def test_a_place_that_may_name_vendors_still_does(relative: str) -> None:
-    tree = ast.parse((PACKAGE / relative).read_text("utf-8"))
-    assert list(vendor_names(tree)), f"{relative} names no vendor: remove it from NAMES_ALLOWED"
-
-
 @pytest.mark.parametrize(
     "source",
     [
@@ -163,23 +157,6 @@ def test_a_place_that_may_name_vendors_still_does(relative: str) -> None:
 )
 def test_the_guard_sees_each_way_to_branch_on_a_vendor(source: str) -> None:
     assert list(vendor_branches(ast.parse(source)))
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        '"""cuda"""',
-        'x = "cuda graphs"',
-        'name = "visible"',
-        "if path.name == wanted: ...",
-        "if traits.needs_device_copy: ...",
-        "if tensor.is_cpu: ...",
-        "label = platform.name",
-    ],
-)
-def test_the_guard_leaves_prose_alone(source: str) -> None:
-    tree = ast.parse(source)
-    assert not [*vendor_branches(tree), *vendor_names(tree)]
 
 
 def test_no_module_is_longer_than_a_reader_can_hold() -> None:
@@ -235,20 +212,3 @@ def test_no_file_names_a_registry_but_the_pytorch_cpu_index() -> None:
             continue
         found += [f"{path.relative_to(ROOT)}:{line}" for line in registry_lines(text)]
     assert not found, "name no package, image or model host:\n" + "\n".join(found)
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "pip install --index-url " + "https://" + "example.test/simple",
-        "image: qua" + "y.io/ascend/cann",
-        "see https://py" + "pi.org/project/x",
-        "https://download.pytorch" + ".org/whl/cu130",
-    ],
-)
-def test_the_guard_sees_each_way_to_name_a_registry(line: str) -> None:
-    assert list(registry_lines(line))
-
-
-def test_the_guard_lets_the_pytorch_cpu_index_pass() -> None:
-    assert not list(registry_lines('INDEX = "https://download.pytorch.org/whl/cpu"'))

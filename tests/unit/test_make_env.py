@@ -130,37 +130,6 @@ class Runs:
         return SimpleNamespace(returncode=code, stdout="" if code else text, stderr=text)
 
 
-def test_pip_is_asked_about_the_torch_of_the_engine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    requires = '"requires_dist": ["numpy", "torch==2.13.0+cpu", "torchvision", "torch-extra==2"]'
-    engine = f'{{"install": [{{"metadata": {{"version": "1", {requires}}}}}]}}'
-    torch = '{"install": [{"metadata": {"version": "2.13.0+cpu"}}]}'
-    runs = Runs(monkeypatch, **{"engine==1": (0, engine), "torch==2.13.0+cpu": (0, torch)})
-    assert Pip(Path("python")).torch_of(["engine==1"]) == ["2.13.0+cpu"]
-    assert [command[-1] for command in runs.commands] == ["engine==1", "torch==2.13.0+cpu"]
-
-
-def test_pip_asks_an_added_index_in_every_command() -> None:
-    pip = Pip(Path("python"))
-    pip.add_index(MIRROR)
-    assert pip.install(["numpy"])[-3:] == ["--extra-index-url", MIRROR, "numpy"]
-
-
-@pytest.mark.parametrize(
-    ("listing", "there"),
-    [
-        ("Available versions: 0.30.0rc2, 0.30.0rc1", True),
-        ("Available versions: 0.30.0rc1, 0.30.0rc22", False),
-        ("", False),
-    ],
-)
-def test_pip_looks_for_a_source_distribution_without_building_it(
-    monkeypatch: pytest.MonkeyPatch, listing: str, there: bool
-) -> None:
-    runs = Runs(monkeypatch, versions=(0, listing))
-    assert Pip(Path("python")).has("source==0.30.0rc2", source=True) is there
-    assert len(runs.commands) == 1
-
-
 # -- uv --------------------------------------------------------------------------------------------
 
 
@@ -189,25 +158,6 @@ def test_why_uv_cannot_be_used_is_told(
 ) -> None:
     with pytest.raises(UvError, match=reason):
         uv_of(monkeypatch, **answers)
-
-
-def test_uv_asks_an_added_index_behind_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    uv, _ = uv_of(monkeypatch, config=(0, f"global.extra-index-url='{MIRROR}'"))
-    uv.add_index(venv.TORCH_CPU_INDEX)
-    assert uv.env["UV_INDEX"] == f"{DEFAULT} {MIRROR}"
-    assert uv.env["UV_DEFAULT_INDEX"] == venv.TORCH_CPU_INDEX
-
-
-def test_uv_tells_what_it_would_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    pins = "numpy==2.3.5\ntorch==2.13.0+cpu\ntorchvision==0.28.0\n"
-    uv, runs = uv_of(monkeypatch, compile=(0, pins))
-    assert uv.torch_of(["engine==1"]) == ["2.13.0+cpu"]
-    assert uv.has("engine==1", source=False)
-    assert "--no-deps" not in runs.commands[-2]
-    assert "--no-deps" in runs.commands[-1] and "--only-binary" in runs.commands[-1]
-    assert runs.envs[-1]["UV_INDEX_STRATEGY"] == "unsafe-best-match"
-    uv.has("engine==1", source=True)
-    assert "--only-binary" not in runs.commands[-1]
 
 
 def test_uv_tells_what_does_not_exist_from_what_went_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,70 +298,6 @@ def test_a_setting_without_counterpart_is_named_not_dropped() -> None:
         translate({"prefer-binary": "1", "only-binary": ":all:"}, [], DEFAULT, Path("/"))
 
 
-def test_pip_names_its_index_and_its_settings_as_uv_needs_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The two questions to pip are answered by the pip that is here."""
-    for name in [name for name in os.environ if name.startswith("PIP_")]:
-        monkeypatch.delenv(name)
-    config = tmp_path / "pip.conf"
-    config.write_text(f"[global]\nindex-url = {MIRROR}\n[install]\ntrusted-host =\n  a\n  b\n")
-    monkeypatch.setenv("PIP_CONFIG_FILE", str(config))
-    monkeypatch.setenv("PIP_EXTRA_INDEX_URL", DEFAULT)
-    real = subprocess.run
-
-    def run(argv: list[str], **options: object) -> object:
-        if argv[0] == "bin/uv" or "install" in argv:
-            return SimpleNamespace(returncode=0, stdout="", stderr="")
-        return real([sys.executable, *argv[1:]], **options)  # type: ignore[call-overload]
-
-    monkeypatch.setattr(installers.subprocess, "run", run)
-    env = Uv(Path("bin/python"), tmp_path).env
-    assert (env["UV_INDEX"], env["UV_DEFAULT_INDEX"]) == (MIRROR, DEFAULT)
-    assert env["UV_INSECURE_HOST"] == "a b"
-
-
-# -- bytecode --------------------------------------------------------------------------------------
-
-
-def packages(folder: Path) -> Path:
-    """A folder of packages: one module, one model of hundreds, one test."""
-    for name in ("vllm/core.py", "transformers/models/x/modeling_x.py", "vllm/tests/test_core.py"):
-        path = folder / "site-packages" / name
-        path.parent.mkdir(parents=True)
-        path.write_text("x = 1\n")
-    return folder / "site-packages"
-
-
-def bytecode_of(folder: Path) -> list[Path]:
-    return sorted(folder.rglob("*.pyc"))
-
-
-def test_what_engines_import_is_compiled_even_where_bytecode_is_not_written(tmp_path: Path) -> None:
-    folder = packages(tmp_path)
-    (folder / "broken.py").write_text("def")
-    argv = [sys.executable, "-m", "ci.bytecode", str(folder)]
-    root = Path(__file__).parents[2]
-    env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
-    subprocess.run(argv, check=True, cwd=root, env=env, stdout=subprocess.DEVNULL)
-    assert [path.parent.parent.name for path in bytecode_of(folder)] == ["vllm"]
-
-
-def test_environments_share_the_bytecode_of_files_that_they_share(tmp_path: Path) -> None:
-    first = packages(tmp_path / "first")
-    second = packages(tmp_path / "second")
-    shared, own = (first / "vllm/shared.py", first / "vllm/core.py")
-    shared.write_text("x = 2\n")
-    os.link(shared, second / "vllm/shared.py")
-    for path in (shared, own):
-        py_compile.compile(str(path))
-    bytecode.share(second, first)
-    (linked,) = bytecode_of(second)
-    assert linked.samefile(bytecode_of(first)[1])
-    bytecode.share(second, first)  # It is there: nothing to do.
-    bytecode.share(second, tmp_path / "nowhere")
-
-
 # -- stamps and steps ------------------------------------------------------------------------------
 
 
@@ -435,53 +321,9 @@ def test_another_pyproject_platform_or_a_lost_interpreter_makes_it_anew(
     assert not env.is_current(make_env.fingerprint("cpu"))
 
 
-def test_an_environment_that_is_made_anew_is_incomplete_until_the_end(
-    env: Venv, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(venv, "Uv", lambda *_: FakeInstaller("uv"))
-    env.complete("old")
-    env.log.write_text("old")
-    env.begin()
-    assert not env.is_current("old")
-    assert not env.log.exists()
-
-
-@pytest.mark.parametrize(
-    ("log", "step"),
-    [
-        ("", "starting"),
-        ("Collecting torch\n  Downloading torch.whl (1 MB)\n", "Downloading torch.whl (1 MB)"),
-        ("Installing collected packages: a, b, c\n", "Installing 3 packages"),
-        ("Using Python 3.11\nResolved 186 packages in 3s\n", "Resolved 186 packages in 3s"),
-        (
-            "Downloading a (2MiB)\nDownloading b (3MiB)\n Downloaded a\n",
-            "1 of 2 large packages ready; Downloading b (3MiB)",
-        ),
-        (" Downloaded a\nPrepared 186 packages in 31s\n", "Prepared 186 packages in 31s"),
-        ("Listing 'x'...\nCompiling 'a.py'...\nCompiling 'b.py'...\n", "2 files compiled"),
-    ],
-)
-def test_progress_shows_how_far_an_installer_is(log: str, step: str) -> None:
-    assert progress.last_step(log) == step
-
-
-def test_progress_forgets_the_step_before(
-    env: Venv, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(venv, "PROGRESS_INTERVAL_S", 0.01)
-    env.log.write_text("Collecting torch\n")
-    env.run_logged(["sh", "-c", "sleep 0.1"], "waiting")
-    assert " s  starting\n" in capsys.readouterr().out
-
-
 def test_a_failed_step_ends_with_the_log(env: Venv) -> None:
     with pytest.raises(EnvironmentSetupError, match=r"(?s)status 3.*no such wheel"):
         env.run_logged(["sh", "-c", "echo no such wheel; exit 3"], "installing")
-
-
-def test_a_step_runs_with_the_variables_of_its_environment(env: Venv) -> None:
-    env.run_logged(["sh", "-c", "echo tastes of $FLAVOUR"], "tasting")
-    assert env.log.read_text() == "tastes of vanilla\n"
 
 
 # -- npu-sim ---------------------------------------------------------------------------------------
@@ -495,20 +337,6 @@ def npu_env(env: Venv, monkeypatch: pytest.MonkeyPatch) -> Venv:
     env.installer = FakeInstaller()
     monkeypatch.setattr(FakeInstaller, "has", lambda *_, **__: True)
     return env
-
-
-def test_a_machine_with_the_compiler_and_the_wheels_can_have_the_simulation(
-    npu_env: Venv, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[str] = []
-
-    def has(_: FakeInstaller, requirement: str, *, source: bool) -> bool:
-        asked.append(requirement)
-        return True
-
-    monkeypatch.setattr(FakeInstaller, "has", has)
-    npu_sim_env.check_available()
-    assert {"torch-npu==2.13.0", "vllm-ascend==0.30.0rc2", "vllm-ascend==0.23.0"} <= set(asked)
 
 
 def test_a_machine_without_gcc_is_told_so(npu_env: Venv, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -534,17 +362,6 @@ def test_what_is_missing_is_named(
         npu_sim_env.check_available()
 
 
-def test_only_what_is_published_as_source_may_be_built(
-    npu_env: Venv, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    built = []
-    monkeypatch.setattr(
-        FakeInstaller, "has", lambda _, name, *, source: not source or not built.append(name)
-    )
-    npu_sim_env.check_available()
-    assert built == [npu_sim_env.VLLM_ASCEND]
-
-
 @pytest.mark.parametrize("constant", ["VLLM", "BESIDE", "OLDER_PAIRS"])
 def test_other_versions_make_the_npu_side_anew(
     npu_env: Venv, monkeypatch: pytest.MonkeyPatch, constant: str
@@ -553,27 +370,6 @@ def test_other_versions_make_the_npu_side_anew(
     assert before == npu_sim_env.fingerprint()
     monkeypatch.setattr(npu_sim_env, constant, "another==1")
     assert npu_sim_env.fingerprint() != before
-
-
-@pytest.mark.parametrize(
-    ("error", "status"),
-    [
-        (UnavailableError("no gcc"), make_env.EXIT_UNAVAILABLE),
-        (EnvironmentSetupError("it does not compile"), make_env.EXIT_FAILED),
-        (KeyboardInterrupt(), make_env.EXIT_INTERRUPTED),
-        (None, 0),
-    ],
-)
-def test_what_cannot_be_had_has_an_exit_status_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, error: BaseException | None, status: int
-) -> None:
-    def make() -> None:
-        if error is not None:
-            raise error
-
-    monkeypatch.setattr(npu_sim_env, "make", make)
-    monkeypatch.setattr(sys, "argv", ["make_env", "--platform", "npu-sim"])
-    assert make_env.main() == status
 
 
 def test_the_engine_is_installed_without_what_is_pinned_or_for_sound_and_extras(
@@ -588,36 +384,3 @@ def test_the_engine_is_installed_without_what_is_pinned_or_for_sound_and_extras(
         'Requires-Dist: boto3; extra == "s3"\n'
     )
     assert npu_sim_env.engine_requirements(tmp_path) == ["torch==2.13.0+cpu", "numpy"]
-
-
-@pytest.fixture
-def runtime(npu_env: Venv, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The sources of a runtime whose build counts its runs in a file."""
-    monkeypatch.setattr(npu_sim_env, "SIMULATION", checkout)
-    sources = checkout / "runtime"
-    sources.mkdir()
-    build = sources / "build.sh"
-    build.write_text('#!/bin/sh\nmkdir -p "$1"; echo built >> "$1/../builds"\n')
-    build.chmod(0o755)
-    return sources
-
-
-def test_the_runtime_is_built_again_only_when_its_sources_change(
-    runtime: Path, tmp_path: Path
-) -> None:
-    builds = tmp_path / "builds"
-    npu_sim_env.build_runtime(tmp_path)
-    npu_sim_env.build_runtime(tmp_path)
-    assert builds.read_text() == "built\n"
-    (runtime / "stream.c").write_text("int main;")
-    npu_sim_env.build_runtime(tmp_path)
-    assert builds.read_text() == "built\n" * 2
-
-
-def test_a_runtime_that_does_not_compile_is_not_taken_for_built(
-    runtime: Path, tmp_path: Path
-) -> None:
-    (runtime / "build.sh").write_text("#!/bin/sh\necho 'stream.c: error'; exit 1\n")
-    for _ in range(2):
-        with pytest.raises(EnvironmentSetupError, match=r"stream\.c: error"):
-            npu_sim_env.build_runtime(tmp_path)

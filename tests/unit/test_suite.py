@@ -63,15 +63,6 @@ def test_lanes_run_side_by_side_and_the_pieces_of_one_after_each_other(folder: P
     assert suite.verdict(done) == 0
 
 
-def test_a_lane_that_has_ended_helps_the_other(folder: Path) -> None:
-    wait, make = waiting_and_making(folder)
-    done = run(
-        piece("waits", wait, lane="a"), piece("makes", make, lane="a"), piece("short", lane="b")
-    )
-    assert [each.status for each in done.outcomes.values()] == [0, 0, 0]
-    assert suite.verdict(done) == 0
-
-
 def test_a_piece_that_fails_is_told_with_its_tests_and_ends_no_other(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -110,13 +101,6 @@ def test_a_machine_that_cannot_have_the_npu_environment_passes_without_it() -> N
     assert suite.verdict(done) == 0
     other = run(piece("other", f"raise SystemExit({suite.EXIT_UNAVAILABLE})"))
     assert suite.verdict(other) == 1
-
-
-def test_what_cannot_be_started_fails() -> None:
-    done = run(Piece(name="none", argv=["/no/such/program"], lane="a"), piece("next"))
-    assert done.outcomes["none"].status == suite.EXIT_CANNOT_START
-    assert done.outcomes["next"].status == 0
-    assert suite.verdict(done) == 1
 
 
 def test_a_stop_interrupts_what_runs_as_the_keyboard_would_and_begins_nothing(
@@ -200,31 +184,6 @@ def test_a_stop_while_an_engine_starts_leaves_none_behind(folder: Path) -> None:
         sender.join()
     assert made.outcomes["engines"].status == pytest.ExitCode.INTERRUPTED
     assert not psutil.pid_exists(int((folder / "engine").read_text()))
-
-
-def test_a_resumed_run_leaves_out_what_passed_on_the_same_commit(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    count = folder / "count"
-    adds = f"open({str(count)!r}, 'a').write('x')"
-    flaky = f"import pathlib; raise SystemExit(not pathlib.Path({str(folder)!r}, 'ok').exists())"
-    monkeypatch.setattr(suite, "commit", lambda: "abc")
-    monkeypatch.setattr(suite, "pieces", lambda full: [piece("adds", adds), piece("flaky", flaky)])
-    assert suite.main(["--resume"]) == 1
-    (folder / "ok").touch()
-    assert suite.main(["--resume"]) == 0
-    assert count.read_text() == "x"
-    assert "adds: left out (passed before)" in capsys.readouterr().out
-    monkeypatch.setattr(suite, "commit", lambda: "another")
-    assert suite.main(["--resume"]) == 0
-    assert count.read_text() == "xx"
-    assert suite.main([]) == 0
-    assert count.read_text() == "xxx"
-    # Of a tree with changes nothing is kept.
-    before = json.loads((folder / "passed.json").read_text())
-    monkeypatch.setattr(suite, "commit", lambda: "")
-    assert suite.main([]) == 0
-    assert json.loads((folder / "passed.json").read_text()) == before
 
 
 @pytest.mark.parametrize("full", [False, True])

@@ -28,7 +28,6 @@ from epd_portable.launch.run.running import (
     SeenRuns,
     find_runs,
     kept_logs,
-    runs_as_json,
 )
 
 _LOOK_EVERY_S = 0.3
@@ -70,13 +69,13 @@ def _complete_instance(
 @json_option
 @click.option("--prometheus", is_flag=True, help="Print a scrape configuration for Prometheus.")
 def status(as_json: bool, prometheus: bool) -> None:
-    """Show what runs on this machine."""
+    """Show what runs on this machine; users read `STATUS_HELP`."""
     if as_json and prometheus:
         raise ConfigError("--json and --prometheus: choose one of them")
     found = _found()
     if as_json:
         print_json(
-            runs=runs_as_json(found.running),
+            runs=[run.as_json() for run in found.running],
             left=[str(folder) for folder in found.left],
             of_other_users=found.strangers,
         )
@@ -122,7 +121,7 @@ def logs(instance: str | None, follow: bool, lines: int, run_id: str | None, as_
         for line in tail.last(lines):
             show(name, line)
     while follow and run is not None:
-        # Seen before the last look: what is written until it ended is shown.
+        # Looked up before the last read, so that everything until its end is shown.
         over = run.record.run_id not in {each.record.run_id for each in _found().running}
         for name, tail in tails.items():
             for line in tail.new():
@@ -137,7 +136,7 @@ def choose_run(found: SeenRuns, run_id: str | None) -> SeenRun | None:
     """Return the run that is meant; ``None`` if it does not run, or none does.
 
     Raises:
-        ConfigError: Several run, and nobody says which is meant.
+        ConfigError: Several run, and none is named.
     """
     runs = {run.record.run_id: run for run in found.running}
     if run_id is not None:
@@ -148,11 +147,7 @@ def choose_run(found: SeenRuns, run_id: str | None) -> SeenRun | None:
 
 
 def logs_of(run: SeenRun, instance: str | None) -> dict[str, Path]:
-    """Return the logs of a run that are there, or that of one of its processes, by their names.
-
-    Raises:
-        ConfigError: There is no such process.
-    """
+    """Return the logs of a run, or that of one of its processes, by their names."""
     return _chosen(
         {each.name: Path(each.log) for each in run.record.processes},
         instance,
@@ -165,7 +160,6 @@ def kept_logs_of(run_id: str | None, instance: str | None) -> dict[str, Path]:
 
     Raises:
         LaunchError: There are none.
-        ConfigError: There is no such process.
     """
     temp_dir = Path(tempfile.gettempdir())
     name = f"{RUN_FOLDER}{run_id}-logs"
@@ -190,11 +184,7 @@ def _chosen(logs: dict[str, Path], instance: str | None, whose: str) -> dict[str
 
 
 class Tail:
-    """Reads the end of a log that others append to, and that is cut when it is full.
-
-    Args:
-        path: Of the log; it need not be there.
-    """
+    """Reads the end of a log that others append to and rotate; it may not exist yet."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -209,7 +199,7 @@ class Tail:
 
     def new(self) -> list[str]:
         """Return the lines that were completed since the last look."""
-        # Cut meanwhile: its older part is in another file, and it begins anew.
+        # Rotated meanwhile, if it is shorter.
         begin = self._place if self._size() >= self._place else 0
         *whole, self._rest = (self._rest + self._read(begin)).split(b"\n")
         return [line.decode("utf-8", "replace") for line in whole]
@@ -232,7 +222,7 @@ class Tail:
 
 
 def run_table(run: SeenRun) -> str:
-    """Return one line about a run, and one for each of its processes."""
+    """Return lines about a run, its launcher and each of its processes."""
     record = run.record
     phase = record.phase if run.lives else "its launcher is gone, what is left of it is being ended"
     head = f"run {record.run_id}: {phase}, {record.url}, model {record.model}, {record.platform}"
@@ -271,10 +261,9 @@ def duration(seconds: float) -> str:
 
 
 def scrape_configuration(runs: Sequence[SeenRun]) -> dict[str, Any]:
-    """Return what Prometheus reads to ask routers and instances.
+    """Return a configuration of Prometheus that scrapes routers and instances.
 
-    The router's metrics have a label ``instance`` of their own, which names instances as people do:
-    ``honor_labels`` keeps it.
+    The router's metrics have a label ``instance`` of their own, which ``honor_labels`` keeps.
     """
     routers: list[dict[str, Any]] = []
     instances: list[dict[str, Any]] = []

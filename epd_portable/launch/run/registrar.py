@@ -1,9 +1,9 @@
-"""``python -m epd_portable.launch.run.registrar``: stands in for a router that is elsewhere.
+"""``python -m epd_portable.launch.run.registrar``: registers instances at a router elsewhere.
 
-The launcher starts it in place of a router when `RouterSection.join` names one. It registers each
-instance there once that is healthy, keeps it registered, and lets all leave at SIGTERM, before the
-launcher ends them. Its ``GET /health`` tells what the router last said of each, in the form in
-which a router does, and answers 200 when all are up.
+The launcher starts it in place of a router when ``router.join`` names one. It registers each
+instance once that is healthy, keeps it registered, and lets all leave at SIGTERM, before the
+launcher ends them. Its ``GET /health`` has the form of a router's, with what the router last said
+of each instance, and answers 200 when all are up.
 """
 
 from __future__ import annotations
@@ -33,11 +33,7 @@ _STARTING, _GONE = "starting", "gone"
 
 
 class Registrar:
-    """Keeps the instances of one launcher registered at one router.
-
-    Args:
-        settings: See there.
-    """
+    """Keeps the instances of one launcher registered at one router."""
 
     def __init__(self, settings: RegistrarSettings) -> None:
         self._settings = settings
@@ -53,7 +49,7 @@ class Registrar:
         server = ThreadingHTTPServer(("127.0.0.1", self._settings.port), handler)
         threading.Thread(target=server.serve_forever, daemon=True).start()
         with ThreadPoolExecutor(len(self._settings.instances)) as pool:
-            list(pool.map(self._look_after, self._settings.instances))
+            list(pool.map(self._keep_registered, self._settings.instances))
         server.shutdown()
 
     def stop(self) -> None:
@@ -66,20 +62,20 @@ class Registrar:
         status = HTTPStatus.OK if all_up else HTTPStatus.SERVICE_UNAVAILABLE
         return status, json.dumps({"instances": self._states}).encode()
 
-    def _look_after(self, instance: Mapping[str, Any]) -> None:
+    def _keep_registered(self, instance: Mapping[str, Any]) -> None:
         name, settings = instance["name"], self._settings
         client = RouterClient(settings.router, self._secret)
-        told = ""
+        said = ""
         while not self._stop.is_set():
             try:
                 self._join(client, instance)
             except LaunchError as error:
-                if str(error) != told:
+                if str(error) != said:
                     print(f"{name}: {error}", flush=True)
-                    told = str(error)
+                    said = str(error)
                 self._stop.wait(_TRY_EVERY_S)
                 continue
-            told = ""
+            said = ""
             if not self._stop.is_set():
                 self._keep(client, instance)
         if self._states[name]["state"] == _STARTING:
@@ -91,7 +87,7 @@ class Registrar:
             print(f"{name}: {error}", flush=True)
 
     def _join(self, client: RouterClient, instance: Mapping[str, Any]) -> None:
-        """Register an instance once it is healthy: a router forgets who is not for long."""
+        """Register an instance once it is healthy: a router forgets unhealthy ones."""
         name, settings = instance["name"], self._settings
         while not _is_healthy(instance["url"]):
             if self._stop.wait(_TRY_EVERY_S):
@@ -101,9 +97,9 @@ class Registrar:
         print(f"{name} has joined {settings.router}", flush=True)
 
     def _keep(self, client: RouterClient, instance: Mapping[str, Any]) -> None:
-        """Return when the router has let an instance go that was away for too long, or at a stop.
+        """Return at a stop, or when the router has removed an instance that was away for too long.
 
-        One that is well was let go by somebody: it stays away.
+        A healthy instance was removed on purpose, and is not registered again.
         """
         try:
             client.keep(

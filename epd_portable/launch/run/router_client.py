@@ -1,4 +1,4 @@
-"""What is asked of a router over HTTP: instances that come, stay, go, or are away for a while."""
+"""Client of a router's ``/epd/`` addresses: instances join, leave, and are drained and resumed."""
 
 from __future__ import annotations
 
@@ -21,11 +21,7 @@ _KEEP_EVERY_S = 2.0
 
 
 def trusting(cert_file: str) -> ssl.SSLContext:
-    """Return what takes exactly this certificate, at whatever address it is shown.
-
-    Args:
-        cert_file: PEM; the file of a router on this machine.
-    """
+    """Return a context that accepts the certificate of a PEM file, for any host name."""
     context = ssl.create_default_context(cafile=cert_file)
     context.check_hostname = False
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
@@ -37,13 +33,14 @@ class RouterAwayError(LaunchError):
 
 
 class RouterClient:
-    """Speaks to the ``/epd/`` addresses of one router, by requests that the secret signs.
+    """Sends signed requests to one router.
+
+    Methods raise `RouterAwayError` if it cannot be reached, and `LaunchError` if it refuses.
 
     Args:
         url: Base address of the router, with or without ``/v1``.
-        secret: Of the deployment.
-        cert_file: Of a router on this machine that speaks HTTPS; else those that the system trusts
-            vouch for its certificate.
+        secret: Secret of the deployment.
+        cert_file: Certificate of a router on this machine; by default the system's CAs are trusted.
     """
 
     def __init__(self, url: str, secret: Secret, *, cert_file: str = "") -> None:
@@ -53,12 +50,7 @@ class RouterClient:
         self._joined = ""  # the router process at which `join` has registered
 
     def instances(self) -> list[dict[str, Any]]:
-        """Return what the router says of each of its instances.
-
-        Raises:
-            RouterAwayError: It cannot be reached.
-            LaunchError: It refuses; says why.
-        """
+        """Return what the router says of each of its instances."""
         found: list[dict[str, Any]] = self._ask("GET", "/epd/instances")["instances"]
         return found
 
@@ -68,7 +60,7 @@ class RouterClient:
         """Register an instance and wait until the router has warmed it up.
 
         Args:
-            instance: ``name``, ``role``, ``url``, ``control``, perhaps ``weight`` and ``labels``.
+            instance: Fields of `InstanceSettings`.
             timeout_s: Longest wait.
             until: Ends the wait.
 
@@ -76,41 +68,36 @@ class RouterClient:
             What the router says of it.
 
         Raises:
-            LaunchError: As `instances`; or it is not up in time.
+            LaunchError: It is not up in time.
         """
         self._register(instance)
-        has = f"{instance['name']} has registered and"
-        return self._wait_up(instance["name"], has, timeout_s=timeout_s, until=until)
+        name = instance["name"]
+        return self.wait_up(name, timeout_s=timeout_s, until=until, who=f"{name} has registered and")
 
-    def wait_up(self, name: str, *, timeout_s: float, until: threading.Event) -> dict[str, Any]:
-        """Wait until clients' requests may go to an instance.
-
-        Args:
-            name: Of an instance that the router knows.
-            timeout_s: Longest wait.
-            until: Ends the wait.
-
-        Returns:
-            What the router says of it.
-
-        Raises:
-            LaunchError: As `instances`; or it is not up in time.
-        """
-        return self._wait_up(name, name, timeout_s=timeout_s, until=until)
+    def wait_up(
+        self, name: str, *, timeout_s: float, until: threading.Event, who: str = ""
+    ) -> dict[str, Any]:
+        """Wait until clients' requests may go to an instance; see `join`."""
+        deadline_s = time.monotonic() + timeout_s
+        while (seen := self._find(name))["state"] != "up" and not until.is_set():
+            if time.monotonic() >= deadline_s:
+                raise LaunchError(
+                    f"{who or name} is still {seen['state']} after {timeout_s:g} s"
+                    f"{seen['reason'] and ': ' + seen['reason']}; the router goes on trying"
+                )
+            until.wait(_LOOK_EVERY_S)
+        return seen
 
     def drain(self, name: str, *, timeout_s: float, until: threading.Event) -> bool:
-        """Let an instance get nothing more, but stay known, and wait for what it works on.
+        """Send an instance no new requests, and wait for its open ones.
 
         Args:
-            name: Of an instance that the router knows.
+            name: An instance that the router knows.
             timeout_s: Longest wait.
             until: Ends the wait.
 
         Returns:
-            Whether nothing of it is needed any more.
-
-        Raises:
-            LaunchError: As `instances`.
+            Whether it is idle.
         """
         self._ask("POST", f"/epd/instances/{name}/drain")
         deadline_s = time.monotonic() + timeout_s
@@ -120,11 +107,7 @@ class RouterClient:
         return idle
 
     def resume(self, name: str) -> None:
-        """Take `drain` back: the instance gets requests as soon as it is healthy.
-
-        Raises:
-            LaunchError: As `instances`.
-        """
+        """Undo `drain`: the instance gets requests as soon as it is healthy."""
         self._ask("POST", f"/epd/instances/{name}/resume")
 
     def keep(
@@ -135,17 +118,17 @@ class RouterClient:
         say: Callable[[Notice], None],
         heard: Callable[[dict[str, Any]], None] = lambda seen: None,
     ) -> None:
-        """Register an instance again with every router process that comes to this address.
+        """Register an instance that has joined again whenever the router restarts.
 
         Args:
-            instance: As for `join`, which it has done.
+            instance: As for `join`.
             until: Ends it.
-            say: Is told when the router goes away, and when the instance is back.
+            say: Called when the router goes away, and when the instance is registered again.
             heard: Called with what the router says of the instance, every time.
 
         Raises:
-            LaunchError: A router refuses; or the one that had the instance has let it go, because
-                somebody told it to or because the instance was away for too long.
+            LaunchError: The router has removed the instance, because it was asked to or because
+                the instance was away for too long.
         """
         name, away = instance["name"], False
         while not until.is_set():
@@ -168,10 +151,10 @@ class RouterClient:
             until.wait(_KEEP_EVERY_S)
 
     def leave(self, name: str, *, timeout_s: float) -> None:
-        """Let an instance go and wait until nothing of it is needed.
+        """Remove an instance and wait for its open requests.
 
         Raises:
-            LaunchError: As `instances`; or it still works on something after the time.
+            LaunchError: It still works on some after the time.
         """
         seen: dict[str, Any] | None = self._ask("DELETE", f"/epd/instances/{name}")
         deadline_s = time.monotonic() + timeout_s
@@ -183,19 +166,6 @@ class RouterClient:
                 )
             time.sleep(_LOOK_EVERY_S)
             seen = next((each for each in self.instances() if each["name"] == name), None)
-
-    def _wait_up(
-        self, name: str, who: str, *, timeout_s: float, until: threading.Event
-    ) -> dict[str, Any]:
-        deadline_s = time.monotonic() + timeout_s
-        while (seen := self._find(name))["state"] != "up" and not until.is_set():
-            if time.monotonic() >= deadline_s:
-                raise LaunchError(
-                    f"{who} is still {seen['state']} after {timeout_s:g} s"
-                    f"{seen['reason'] and ': ' + seen['reason']}; the router goes on trying"
-                )
-            until.wait(_LOOK_EVERY_S)
-        return seen
 
     def _find(self, name: str) -> dict[str, Any]:
         for seen in self.instances():

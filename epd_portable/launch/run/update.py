@@ -1,7 +1,7 @@
-"""A rolling update: instances are started again one after the other, and no request is lost.
+"""A rolling update: instances are restarted one after the other, and no request is lost.
 
-It reads as one sequence and is run in steps, between which the supervisor watches the rest; what it
-asks the router it asks in a thread, so that a slow router holds up nobody.
+It reads as one sequence and is run in steps, between which the supervisor watches the rest; it asks
+the router in a thread, so that a slow router does not block the supervisor.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ MEANWHILE: dict[Duty, str] = {
 
 
 class RollingUpdate:
-    """One update of some instances; `step` goes on with it.
+    """One update of some instances, in their order; `step` goes on with it.
 
     Args:
-        instances: Whom, in this order.
-        lifecycle: Ends and starts them, and says who is up.
-        router: Takes each out before, and in again after.
+        instances: What to restart.
+        lifecycle: Ends and starts them.
+        router: Drains each before, and resumes it after.
         launch: Timeouts.
-        drain_s: How long an instance may go on with its requests before it is ended.
+        drain_s: Longest time for an instance's open requests.
 
     Attributes:
-        ended: Nothing more will come of it.
+        ended: Whether it is over.
     """
 
     def __init__(
@@ -116,9 +116,9 @@ class RollingUpdate:
             ]
         if name in self._lifecycle.up():
             yield self._lifecycle.renew(name, time.monotonic())
-        # Otherwise it has died meanwhile, and is started anew for that.
+        # Otherwise it has died meanwhile, and is restarted for that.
         back = yield from self._until(lambda: name in self._lifecycle.up())
-        # Also one that is not back: it may come later, and would get nothing for ever.
+        # Also if it is not back: it may come later.
         yield from self._ask(lambda: self._router.resume(name))
         if not back:
             raise LaunchError(f"it is not healthy {self._patience_s:g} s after its restart")
@@ -127,14 +127,14 @@ class RollingUpdate:
         )
 
     def _others_up(self, name: str) -> Steps[None]:
-        """Wait until no other instance is away: never two at a time by us."""
+        """Wait until no other instance is down."""
         others = {spec.name for spec in self._instances} - {name}
         if not (yield from self._until(lambda: others <= set(self._lifecycle.up()))):
             away = ", ".join(sorted(others - set(self._lifecycle.up())))
             raise LaunchError(f"{away} must be healthy before, and is not")
 
     def _warn_if_alone(self, spec: ProcessSpec) -> Steps[None]:
-        """Say what its absence means, unless others serve too, those that joined among them."""
+        """Warn what its absence means, unless another one of its duty is up."""
         seen = yield from self._ask(self._router.instances)
         assert spec.role != "router"
         duty = DUTIES[spec.role]
@@ -151,7 +151,7 @@ class RollingUpdate:
             ]
 
     def _until(self, condition: Callable[[], bool]) -> Steps[bool]:
-        """Wait for a condition; tell whether it came true in time."""
+        """Wait for a condition; return whether it became true in time."""
         end = time.monotonic() + self._patience_s
         while not condition():
             if time.monotonic() >= end:
