@@ -14,7 +14,7 @@ from epd_portable.bench.stand_in import TOKEN_BYTES
 from epd_portable.config.extensions import BUILT_IN_PATHS
 from epd_portable.config.instance import PlatformName
 from epd_portable.config.quantities import parse_size
-from epd_portable.launch.commands.command_line import JsonFileCommandLine, PlatformType
+from epd_portable.launch.commands.command_line import CommandLine, PlatformType
 from epd_portable.platforms import registry
 
 DEFAULT_SIZES = ("4KiB", "64KiB", "1MiB", "4MiB", "16MiB", "64MiB")
@@ -56,7 +56,7 @@ MEANT = {
 }
 """Words that users of other programs, or of former versions, may ask for."""
 
-main = JsonFileCommandLine(name="epd-bench", help=HELP, meant=MEANT)
+main = CommandLine(name="epd-bench", help=HELP, meant=MEANT, json_errors=False)
 """The command ``epd-bench``."""
 
 main.add_command(load_command)

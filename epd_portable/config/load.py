@@ -120,7 +120,7 @@ def or_shipped(path: Path) -> Path:
 def placed(
     error: ConfigError, path: Path, platform: PlatformName, *, overrides: Sequence[str] = ()
 ) -> ConfigError:
-    """Return an error about a file that `load_topology` read, with the place of the key it names."""
+    """Add to an error about a file of `load_topology` the place of the key that it names."""
     document = read_yaml(read_text(or_shipped(path)))
     overlay = _split_overlays(document, []).get(platform)
     said = with_place(str(error), _merged(document, overlay, map(read_override, overrides)))

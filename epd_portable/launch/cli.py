@@ -234,9 +234,7 @@ class PlanRequest:
             public["router.admin_port"] = router.admin_port
         in_order = None
         if launch.first_port is not None:
-            in_order = PortsInOrder(
-                launch.first_port, reserved=avoid, host=launch.host, free=free
-            )
+            in_order = PortsInOrder(launch.first_port, reserved=avoid, host=launch.host, free=free)
         try:
             plan = make_plan(
                 topology,
@@ -440,10 +438,7 @@ def check(platform: str | None, hardware: str | None, config: Path | None, as_js
     if as_json:
         print_json(findings=[dataclasses.asdict(finding) for finding in findings])
     else:
-        # Lines for a program are not wrapped.
-        wrapped = sys.stdout.isatty() or os.environ.get("COLUMNS")
-        width = shutil.get_terminal_size().columns if wrapped else None
-        click.echo(findings_table(findings, width=width))
+        click.echo(findings_table(findings))
     platforms = [finding.usable for finding in findings if finding.kind == "platform"]
     compared = [finding.usable for finding in findings if finding.kind == "hardware"]
     if not any(platforms) or not all(compared):

@@ -57,6 +57,7 @@ MEDIA = ("image", "audio", "video")
 MAX_URL_HEAD = 256
 """Longest beginning of a data URL, up to its data, that is looked at."""
 
+_UNTIL_CONFIGURED = AdmissionLimits(items=0, nbytes=0)
 _ESCAPE = re.compile(rb"\\")
 
 
@@ -109,7 +110,7 @@ class AdmissionMiddleware(Collector):
 
     Args:
         app: What is protected.
-        limits: Of the queue.
+        limits: Of the queue; with ``media_limits``.
         media_limits: ``None`` reads both from the instance's settings.
         registry: Where the counts are exposed.
     """
@@ -118,12 +119,12 @@ class AdmissionMiddleware(Collector):
         self,
         app: ASGIApp,
         *,
-        limits: AdmissionLimits = AdmissionLimits(items=1, nbytes=0),
+        limits: AdmissionLimits | None = None,
         media_limits: MediaLimits | None = None,
         registry: CollectorRegistry = REGISTRY,
     ) -> None:
         self._app = app
-        self._admission = Admission(limits)
+        self._admission = Admission(limits or _UNTIL_CONFIGURED)
         self._media_limits = media_limits
         self._refused = dict.fromkeys((*KEYS, "media"), 0)
         self._news = asyncio.Event()

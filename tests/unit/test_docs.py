@@ -30,7 +30,6 @@ from epd_portable.bench.cli import main as bench
 from epd_portable.config.groups import LAUNCHER_OWNED_ARGS, InstanceGroup
 from epd_portable.config.load import OVERLAYS, PLATFORMS, parse_topology
 from epd_portable.config.quantities import UNITS
-from epd_portable.config.roles import ROLES
 from epd_portable.config.schema import Topology
 from epd_portable.config.store import StoreSection
 from epd_portable.connector.stores.metrics import StoreMetrics

@@ -21,7 +21,7 @@ from epd_portable.router.settings import MediaFetching, RouterSettings
 PAGE = Path(__file__).resolve().parents[2] / "docs/configuration.md"
 KIB, MIB = 1 << 10, 1 << 20
 FETCHING = MediaFetching()
-BACKOFF = lifecycle.Backoff()
+BACKOFF = lifecycle.BACKOFF
 
 
 def setting(name: str) -> str:

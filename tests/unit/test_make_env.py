@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import py_compile
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from ci import bytecode, installers, make_env, npu_sim_env, progress, venv
-from ci.installers import Pip, Uv, UvError
+from ci import installers, make_env, npu_sim_env, venv
+from ci.installers import Uv, UvError
 from ci.npu_sim_env import UnavailableError
 from ci.pip_settings import UntranslatableError, parse, translate
 from ci.venv import EnvironmentSetupError, Venv

@@ -10,21 +10,19 @@ import msgspec
 
 from epd_portable.bench.load.record import SideTurn
 from epd_portable.errors import ConfigError
-from epd_portable.launch.commands.command_line import tells_an_error
 
 
 def read_turns(path: Path, fingerprint: str) -> tuple[list[SideTurn], float | None]:
     """Return the turns of a file, and the words per token with which they were asked.
 
     Args:
-        path: Written by `epd_portable.bench.report.write`; nothing if it is not there, or tells
-            why there are no results.
+        path: Written by `epd_portable.bench.report.write`; nothing if it is not there.
         fingerprint: Of the measurement that wants to go on.
 
     Raises:
         ConfigError: The file is none of this command, or its requests were others.
     """
-    if not path.exists() or tells_an_error(path):
+    if not path.exists():
         return [], None
     whole = read_page(path)
     found = whole["summary"].get("fingerprint")

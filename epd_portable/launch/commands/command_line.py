@@ -10,7 +10,6 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -41,7 +40,6 @@ option, a file, a variable, or a machine that cannot do what they ask for; 130 C
 0 where one of the two is the usual way to stop it, as of `up`."""
 """The same for all commands; the end of both pages of ``--help``."""
 
-_MOST_OF_AN_ERROR = 256 << 10
 _DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -51,11 +49,17 @@ class CommandLine(click.Group):
     Args:
         meant: By words that are no commands here but in other programs, what to use instead.
         default: The command that is meant where options come first; empty for none.
+        json_errors: Whether ``--json`` prints errors as JSON too.
         **settings: Of `click.Group`.
     """
 
     def __init__(
-        self, *, meant: Mapping[str, str] | None = None, default: str = "", **settings: Any
+        self,
+        *,
+        meant: Mapping[str, str] | None = None,
+        default: str = "",
+        json_errors: bool = True,
+        **settings: Any,
     ) -> None:
         settings["context_settings"] = {
             "max_content_width": 100,
@@ -66,6 +70,7 @@ class CommandLine(click.Group):
         super().__init__(**settings)
         self._meant = meant or {}
         self._default = default
+        self._json_errors = json_errors
         self.params.append(_version_option())
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -139,19 +144,11 @@ class CommandLine(click.Group):
     def _printed_as_json(
         self, given: Sequence[str], error: Exception, said: str, code: int
     ) -> bool:
-        content = {"type": type(error).__name__, "message": said, "exit_status": code}
-        return self.print_error(given, one_line(event="error", error=content))
-
-    def print_error(self, given: Sequence[str], content: str) -> bool:
-        """Print an error as JSON if that was asked for; false where it was not.
-
-        Args:
-            given: The words of the command line.
-            content: An object as a line of JSON.
-        """
-        if "--json" not in given:
+        """Print an error as JSON if that was asked for; false where it was not."""
+        if not self._json_errors or "--json" not in given:
             return False
-        click.echo(content)
+        content = {"type": type(error).__name__, "message": said, "exit_status": code}
+        click.echo(one_line(event="error", error=content))
         return True
 
     def _explain_os_error(self, error: OSError) -> int:
@@ -161,32 +158,6 @@ class CommandLine(click.Group):
             reason = error.strerror or str(error)
             click.echo(f"{self.name}: cannot {what}: {reason}{remedy}", err=True)
         return FAILED
-
-
-class JsonFileCommandLine(CommandLine):
-    """One whose ``--json`` names a file: errors go there, too, but never in place of results."""
-
-    def print_error(self, given: Sequence[str], content: str) -> bool:
-        """Write an error into the file; it is printed for people as well."""
-        words = [word.partition("=") for word in given]
-        for (word, equals, value), after in zip(words, [*given[1:], ""], strict=True):
-            if word == "--json" and (name := value if equals else after):
-                file = Path(name)
-                # What is wrong may be this very file.
-                with contextlib.suppress(OSError):
-                    if not file.exists() or tells_an_error(file):
-                        file.write_text(f"{content}\n", "utf-8")
-        return False
-
-
-def tells_an_error(file: Path) -> bool:
-    """Tell whether a file holds an error, and no results."""
-    with file.open("rb") as opened:
-        begin = opened.read(_MOST_OF_AN_ERROR)
-    try:
-        return set(json.loads(begin)) == {"schema_version", "event", "error"}
-    except (ValueError, TypeError):
-        return False
 
 
 def http_url(context: click.Context, option: click.Parameter, url: str | None) -> str | None:

@@ -10,7 +10,6 @@ from pydantic import JsonValue
 
 from epd_portable.config.groups import InstanceGroup, PrefillDecodeGroup
 from epd_portable.config.instance import InstanceConfig
-from epd_portable.config.roles import group_of
 from epd_portable.config.schema import Topology
 from epd_portable.errors import ConfigError
 from epd_portable.launch.plan import installed

@@ -104,7 +104,9 @@ def place_instances(
         assigned = assign_cores(groups, cores)
         placed = {
             name: [
-                InstancePlacement(port=free_port(), cores=own, api_cores=_api_cores(assigned, name, own))
+                InstancePlacement(
+                    port=free_port(), cores=own, api_cores=_api_cores(assigned, name, own)
+                )
                 for own in instances
             ]
             for name, instances in assigned.cores.items()
@@ -173,9 +175,7 @@ def assign_devices(
         raise _too_few(groups, wanted=wanted, free=len(free), total=len(available))
     supply = iter(free)
     return {
-        name: _by_instance(
-            group, group.devices or [next(supply) for _ in range(ranks_of(group))]
-        )
+        name: _by_instance(group, group.devices or [next(supply) for _ in range(ranks_of(group))])
         for name, group in groups.items()
     }
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import shlex
-import textwrap
 from collections.abc import Mapping, Sequence
 
 from epd_portable.launch.plan.check import Finding
@@ -12,9 +10,6 @@ from epd_portable.launch.plan.processes import Plan, ProcessSpec
 from epd_portable.launch.plan.sharing import Tenant, UsedDevice
 from epd_portable.launch.plan.target import HardwareFit
 from epd_portable.platforms.traits import TRAITS
-
-_NARROWEST = 24
-"""Characters of the last column, however narrow the terminal is."""
 
 
 def plan_table(plan: Plan) -> str:
@@ -56,32 +51,13 @@ def plan_table(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def findings_table(findings: Sequence[Finding], *, width: int | None = None) -> str:
-    """Return one line a finding, or several where its reason is longer than the terminal is wide.
-
-    Args:
-        findings: What was found.
-        width: Of the terminal; ``None`` for lines of any length.
-    """
+def findings_table(findings: Sequence[Finding]) -> str:
+    """Return one line a finding."""
     rows = [
         (finding.kind, finding.name, "yes" if finding.usable else "no", finding.reason)
         for finding in findings
     ]
-    rows = [("what", "name", "usable", "why"), *rows]
-    if width is None:
-        return "\n".join(columns(rows))
-    before = sum(max(map(len, column)) + 2 for column in list(zip(*rows, strict=True))[:-1])
-    room = max(_NARROWEST, width - before)
-    lines = [
-        (*cells, line) if first else ("", "", "", line)
-        for *cells, reason in rows
-        for first, line in zip(
-            itertools.chain([True], itertools.repeat(False)),
-            textwrap.wrap(reason, room, break_on_hyphens=False) or [""],
-            strict=False,
-        )
-    ]
-    return "\n".join(columns(lines))
+    return "\n".join(columns([("what", "name", "usable", "why"), *rows]))
 
 
 def _hardware(hardware: HardwareFit) -> list[str]:

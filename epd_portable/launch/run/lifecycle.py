@@ -38,6 +38,9 @@ class Backoff:
     max_s: float = 30.0
 
 
+BACKOFF = Backoff()
+
+
 class Phase(Enum):
     """Where the topology stands."""
 
@@ -123,7 +126,7 @@ class Lifecycle:
         launch: Launch,
         after: Mapping[str, Iterable[str]] | None = None,
         *,
-        backoff: Backoff = Backoff(),
+        backoff: Backoff = BACKOFF,
     ) -> None:
         self.phase = Phase.STARTING
         self._launch = launch
@@ -215,10 +218,7 @@ class Lifecycle:
             self._states[name] = _State(deaths=state.deaths, restart_at=now)
             return self._start_what_is_due(now)
         healthy_until = state.silent_since if state.silent_probes else now
-        if (
-            state.healthy_at is not None
-            and healthy_until - state.healthy_at >= FORGIVEN_AFTER_S
-        ):
+        if state.healthy_at is not None and healthy_until - state.healthy_at >= FORGIVEN_AFTER_S:
             state.deaths = 0
         delay_s = min(self._backoff.first_s * 2.0 ** min(state.deaths, 63), self._backoff.max_s)
         self._states[name] = _State(deaths=state.deaths + 1, restart_at=now + delay_s)

@@ -109,7 +109,9 @@ class Progress:
         clock = f"{elapsed_s:3.0f} s"
         elapsed = {"elapsed_s": round(elapsed_s, 1)}
         notices = [
-            Notice("stage", f"{clock}  {name}: {stage}", {"instance": name, "stage": stage} | elapsed)
+            Notice(
+                "stage", f"{clock}  {name}: {stage}", {"instance": name, "stage": stage} | elapsed
+            )
             for name, stage in stages.items()
             if stage != self._stages.get(name, FIRST_STAGE)
         ]

@@ -72,7 +72,9 @@ class RouterClient:
         """
         self._register(instance)
         name = instance["name"]
-        return self.wait_up(name, timeout_s=timeout_s, until=until, who=f"{name} has registered and")
+        return self.wait_up(
+            name, timeout_s=timeout_s, until=until, who=f"{name} has registered and"
+        )
 
     def wait_up(
         self, name: str, *, timeout_s: float, until: threading.Event, who: str = ""

@@ -20,6 +20,7 @@ from epd_portable.launch.plan.text import columns, ports_text
 from epd_portable.launch.run import sessions
 from epd_portable.launch.run.guard import Guard
 from epd_portable.launch.run.lifecycle import (
+    BACKOFF,
     HUNG_PROBES,
     Action,
     Backoff,
@@ -79,7 +80,7 @@ class Supervisor:
         temp_dir: Path,
         say: Callable[[Notice], None],
         config: str = "",
-        backoff: Backoff = Backoff(),
+        backoff: Backoff = BACKOFF,
     ) -> None:
         self._plan = plan
         self._config = config

@@ -93,7 +93,9 @@ class WebFiles:
         resolve: Looks names up; the system unless given.
     """
 
-    def __init__(self, settings: MediaFetching, bodies: Bodies, resolve: Resolve | None = None) -> None:
+    def __init__(
+        self, settings: MediaFetching, bodies: Bodies, resolve: Resolve | None = None
+    ) -> None:
         self._settings = settings
         self._bodies = bodies
         self._domains = Domains(settings.allowed_domains)

@@ -12,8 +12,8 @@ import pytest
 
 from epd_portable.launch.plan.processes import ProcessSpec, new_run_id
 from epd_portable.launch.run import sessions
-from epd_portable.launch.run.process import Child
 from epd_portable.launch.run.log_files import rotate
+from epd_portable.launch.run.process import Child
 
 DEADLINE_S = 30.0
 CODE = """

@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 
-from epd_portable.launch.run.log_files import open_log
-from epd_portable.launch.run.log_files import Rotation, rotate
+from epd_portable.launch.run.log_files import Rotation, open_log, rotate
 
 Launch = Callable[..., Any]
 MAX_BYTES = 1 << 20

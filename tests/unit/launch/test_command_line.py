@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import click
 import pytest
@@ -17,9 +16,7 @@ from click.testing import CliRunner
 
 from epd_portable.bench import cli as bench
 from epd_portable.launch import cli as launch
-from epd_portable.launch.commands.command_line import EXIT_STATUSES, CommandLine, tells_an_error
-from epd_portable.launch.plan.check import Finding
-from epd_portable.launch.plan.text import findings_table
+from epd_portable.launch.commands.command_line import EXIT_STATUSES, CommandLine
 
 ROOT = Path(__file__).resolve().parents[3]
 COMMANDS = {"epd-launch": launch.main, "epd-bench": bench.main}
@@ -119,30 +116,6 @@ def test_an_error_is_one_line_of_json_where_json_is_asked_for(name: str) -> None
     }
 
 
-@pytest.mark.parametrize("equals", [False, True])
-def test_an_error_is_in_the_file_that_was_asked_for(tmp_path: Path, equals: bool) -> None:
-    file = tmp_path / "found.json"
-    words = [f"--json={file}"] if equals else ["--json", str(file)]
-    result = CliRunner().invoke(bench.main, ["plan", *words])
-    assert result.exit_code == 2
-    error = json.loads(file.read_text())["error"]
-    assert error["type"] == "ConfigError"
-    assert error["message"] in result.stderr
-
-
-def test_an_error_never_takes_the_place_of_results(tmp_path: Path) -> None:
-    file = tmp_path / "found.json"
-    for kept in ('{"samples": []}', "[]", "no JSON"):
-        file.write_text(kept)
-        assert CliRunner().invoke(bench.main, ["plan", "--json", str(file)]).exit_code == 2
-        assert file.read_text() == kept
-    file.unlink()
-    for words in (["plan"], ["plan", "--rate", "0"]):
-        CliRunner().invoke(bench.main, [*words, "--json", str(file)])
-    assert "expected a rate above 0" in json.loads(file.read_text())["error"]["message"]
-    assert tells_an_error(file)
-
-
 def completed(command: click.Command, *words: str, incomplete: str) -> set[str]:
     shell = ShellComplete(command, {}, str(command.name), "_COMPLETE")
     return {item.value for item in shell.get_completions(list(words), incomplete)}
@@ -156,19 +129,6 @@ def test_shells_complete_profiles_and_options_without_a_command(
     assert profiles == {"a100-40g", "a100-80g"}
     assert "--platform" in completed(launch.main, incomplete="--pl")
     assert "status" in completed(launch.main, incomplete="st")
-
-
-def finding(**changes: Any) -> Finding:
-    return Finding(**{"kind": "path", "name": "cpu/shm", "usable": True, "reason": "x", **changes})
-
-
-def test_findings_fit_the_terminal_and_are_whole_for_programs() -> None:
-    found = [finding(reason="one two three four five six seven eight nine ten")]
-    assert len(findings_table(found).splitlines()) == 2
-    lines = findings_table(found, width=50).splitlines()
-    assert max(map(len, lines)) <= 50
-    assert in_one_line(" ".join(line[22:] for line in lines[1:])) == found[0].reason
-    assert all(line.startswith(" " * 20) for line in lines[2:])
 
 
 def test_a_plan_warns_of_what_up_refuses(tmp_path: Path) -> None:

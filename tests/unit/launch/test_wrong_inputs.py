@@ -55,7 +55,7 @@ def run(command: str, file: str = "model: demo\n", **env: str) -> Result:
     result = CliRunner().invoke(COMMANDS[program], words, env=env)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
-    assert result.exit_code == 2 or program == "epd-launch" and "secret" in words, result.output
+    assert result.exit_code == 2 or (program == "epd-launch" and "secret" in words), result.output
     assert result.exit_code == 2, result.output
     assert "Traceback" not in result.output and "instance of" not in result.output
     return result

@@ -4,7 +4,6 @@ import hashlib
 import json
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
