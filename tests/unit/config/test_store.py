@@ -66,7 +66,9 @@ def test_a_password_in_a_url_is_refused_and_not_repeated(text: str, overrides: l
 
 
 def test_who_writes_a_password_into_a_url_is_told_where_it_belongs() -> None:
-    with pytest.raises(ConfigError, match=r"\(--set store.url=redis://:\*\*\*@h:1\): .*PASSWORD"):
+    with pytest.raises(
+        ConfigError, match=r"\(--set store.url=redis://:\*\*\*@h:1\): .*password_file"
+    ):
         parse_topology(STORED, "cpu", overrides=[f"store.url={URL}"])
 
 

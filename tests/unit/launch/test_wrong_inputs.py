@@ -138,7 +138,6 @@ def test_a_wrong_command_line_is_answered_with_what_to_write(
         ("transfer.path=rdma", "known are auto, ipc, shm, nixl, mooncake, collective, tcp"),
         ("transfer.path=ipc", "write auto or shm"),
         ("instances.encode=3", "expected a mapping of count, tensor_parallel_size,"),
-        ("instances.encoder.count=1", "did you mean encode?"),
         ("instances.encode.env.A=1", 'put it in quotes, as "1"'),
         ("instances.encode.devices=[0]", "has no use for it; move it under platform.<name>"),
         ("env.TMPDIR=/x", "TMPDIR is set by the launcher; remove it"),
@@ -176,6 +175,7 @@ def test_a_wrong_value_is_answered_with_its_key_its_place_and_the_remedy(
     [
         ("router.tls_cert_file=a.pem", "router", "set both or neither"),
         ("store.kind=redis", "store", "url is missing"),
+        ("instances.encoder.count=1", "instances.encoder", "did you mean encode?"),
         ("instances.encode.tensor_parallel_size=2", "instances.encode", "raise its count instead"),
         ("instances.decode.count=1", "instances", "name prefill or encode_prefill"),
     ],
