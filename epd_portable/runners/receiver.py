@@ -32,7 +32,7 @@ from epd_portable.runners.prompt import (
 from epd_portable.runners.receiver_metrics import ReceiverMetrics
 from epd_portable.scheduling.encoder_cache import MultiModalRequest
 from epd_portable.scheduling.items import Claim, Item, Origin, PromptItem, State
-from epd_portable.scheduling.preallocation import PREALLOCATORS
+from epd_portable.scheduling.preallocator import EncoderCachePreallocator
 from epd_portable.wire.descriptors import SlotDescriptor
 from epd_portable.wire.messages import (
     Announce,
@@ -127,10 +127,11 @@ class Receiver:
             wait_timeout_s=config.wait_timeout_s,
             lease_s=config.lease_s,
         )
-        self.cache = PREALLOCATORS[config.preallocation](
+        self.cache = EncoderCachePreallocator(
             cache_size,
             self._pool,
             self._session,
+            accepts_early=config.preallocation == "async",
             encode_together=encode_together,
             encode=self._encode,
         )

@@ -1,10 +1,11 @@
-"""Tells when a device has come to points of its work, which is later than the work was queued."""
+"""When a device comes to points of its work, which is later than the work was queued."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
     from epd_portable.platforms.base import DeviceEvent
 
 _CLOSE_S = 5.0
+_CHECK_EVERY_S = 0.05
+_STEPS_AHEAD = 1
+"""A step is queued while so many before it are not computed: the device never waits for the next,
+and what is encoded next is decided as late as can be."""
 
 
 class Moment:
@@ -38,13 +43,12 @@ class Moment:
 
 
 class StreamClock:
-    """Hears of points in the work of one stream, in their order, without polling.
+    """Reports points in the work of one stream, in their order, without polling.
 
-    A thread waits in the runtime for one point after the other; it starts with the first. A time
-    that it tells is that of the device and what it took the thread to wake and to get Python's
-    lock: tens of microseconds beside a thread that queues kernels. On platforms whose operations
-    are complete when their call returns there is no thread, and points are reached when they are
-    marked.
+    A thread waits in the runtime for one point after the other; it starts with the first. Reported
+    times include what the thread takes to wake and to get Python's lock: tens of microseconds while
+    another thread queues kernels. On platforms whose operations are complete when their call
+    returns there is no thread, and points are reached when they are marked.
 
     Args:
         copies: Of the worker's device.
@@ -60,7 +64,7 @@ class StreamClock:
         self._problem: Exception | None = None
 
     def mark(self, reached: Callable[[float], None], event: DeviceEvent | None = None) -> None:
-        """Have somebody told when the work queued so far is complete.
+        """Call back when the work queued so far is complete.
 
         Args:
             reached: Called once with the monotonic time, by the clock's thread; must not raise.
@@ -111,3 +115,69 @@ class StreamClock:
                 reached(time.monotonic())
         except Exception as error:  # Who marks the next point raises it.
             self._problem = error
+
+
+class StepProgress:
+    """What the engine takes in of an encode worker: transfers that ended, steps that are computed.
+
+    For several threads.
+
+    Args:
+        clock: Reports when steps are computed.
+    """
+
+    def __init__(self, clock: StreamClock) -> None:
+        self._clock = clock
+        self._ended: set[str] = set()
+        self._computed = self._taken = 0
+        self._changed = threading.Condition()
+
+    def transfer_ended(self, transfer_id: str) -> None:
+        """A transfer has ended, well or not."""
+        with self._changed:
+            self._ended.add(transfer_id)
+            self._changed.notify_all()
+
+    def step_queued(self, step: int) -> None:
+        """All work of a step has been queued; blocks while too many are not computed.
+
+        Args:
+            step: Its number; they grow by one, from 1.
+
+        Raises:
+            PlatformError: The device has failed.
+        """
+        self._clock.mark(partial(self._step_computed, step))
+        with self._changed:
+            while self._computed < step - _STEPS_AHEAD:
+                self._clock.check()
+                self._changed.wait(_CHECK_EVERY_S)
+
+    def take_ended(self) -> set[str]:
+        """Return the ids of transfers that ended since the last call."""
+        with self._changed:
+            ended, self._ended = self._ended, set()
+        return ended
+
+    def take_computed(self) -> int | None:
+        """Return the last step that is computed, if there is a new one since the last call.
+
+        Raises:
+            PlatformError: The device has failed.
+        """
+        self._clock.check()
+        with self._changed:
+            if self._taken == self._computed:
+                return None
+            self._taken = self._computed
+            return self._taken
+
+    def rest(self, timeout_s: float) -> None:
+        """Block until there is something to take, but no longer than this."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended or self._taken != self._computed, timeout_s)
+
+    def _step_computed(self, step: int, at_s: float) -> None:
+        with self._changed:
+            self._computed = step
+            self._changed.notify_all()

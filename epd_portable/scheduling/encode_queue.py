@@ -33,55 +33,30 @@ import logging
 from collections import Counter, OrderedDict
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
-from epd_portable.scheduling.encoder_cache import MultiModalFeature, MultiModalRequest
+from epd_portable.scheduling.encoder_cache import MultiModalRequest
 from epd_portable.scheduling.items import Item
 from epd_portable.scheduling.two_levels import TwoLevelCache
 
 logger = logging.getLogger(__name__)
 
 
-class PromptRange(Protocol):
-    """Where an item stands in a prompt."""
-
-    @property
-    def offset(self) -> int:
-        """Its first token."""
-        ...
-
-    @property
-    def length(self) -> int:
-        """Its tokens."""
-        ...
-
-
-class PlacedFeature(MultiModalFeature, Protocol):
-    """An item and its place."""
-
-    @property
-    def mm_position(self) -> PromptRange:
-        """Read of requests that are encoded in parts."""
-        ...
-
-
 class EncodeRequest(MultiModalRequest, Protocol):
-    """What the queue reads of vLLM's ``Request`` beyond its items."""
+    """What the queue reads of vLLM's ``Request`` beyond its items' names and sizes.
+
+    Attributes:
+        mm_features: Each with ``mm_position``: the first prompt token and the length of its item.
+        num_prompt_tokens: Places of items included.
+        num_computed_tokens: Tokens that steps have been scheduled for.
+    """
 
     @property
-    def mm_features(self) -> Sequence[PlacedFeature]:
-        """Items in the order of their places in the prompt."""
-        ...
-
+    def mm_features(self) -> Sequence[Any]: ...  # noqa: D102 - above
     @property
-    def num_prompt_tokens(self) -> int:
-        """Tokens of the prompt, places of items included."""
-        ...
-
+    def num_prompt_tokens(self) -> int: ...  # noqa: D102 - above
     @property
-    def num_computed_tokens(self) -> int:
-        """Tokens that steps have been scheduled for."""
-        ...
+    def num_computed_tokens(self) -> int: ...  # noqa: D102 - above
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

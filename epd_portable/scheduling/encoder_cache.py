@@ -22,27 +22,28 @@ _WITH_ROOM = (State.RESERVED, State.GRANTED, State.LOCAL, State.ENCODING)
 
 
 class MultiModalFeature(Protocol):
-    """One item of a request, as vLLM describes it."""
+    """One item of a request, as vLLM describes it.
+
+    Attributes:
+        identifier: The item's ``mm_hash``.
+    """
 
     @property
-    def identifier(self) -> str:
-        """The item's ``mm_hash``."""
-        ...
+    def identifier(self) -> str: ...  # noqa: D102 - above
 
 
 class MultiModalRequest(Protocol):
-    """The part of vLLM's ``Request`` that the bookkeeping reads."""
+    """The part of vLLM's ``Request`` that the bookkeeping reads.
+
+    Attributes:
+        request_id: Unique within the instance.
+        mm_features: Items in the order of their places in the prompt.
+    """
 
     @property
-    def request_id(self) -> str:
-        """Unique within the instance."""
-        ...
-
+    def request_id(self) -> str: ...  # noqa: D102 - above
     @property
-    def mm_features(self) -> Sequence[MultiModalFeature]:
-        """Items in the order of their places in the prompt."""
-        ...
-
+    def mm_features(self) -> Sequence[MultiModalFeature]: ...  # noqa: D102 - above
     def get_num_encoder_embeds(self, input_id: int) -> int:
         """Return the number of embeddings of item ``input_id``."""
         ...

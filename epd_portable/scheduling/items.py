@@ -18,6 +18,8 @@ under way when there is room.
 from __future__ import annotations
 
 import enum
+import heapq
+import itertools
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -252,6 +254,55 @@ class Claim:
     def is_last_chance(self) -> bool:
         """Whether the request cannot have the item again once it has given it up."""
         return self.metadata_only and not self.by_transfer
+
+
+Order = tuple[tuple[bool, int], int]
+"""A claim's place among all: its request's rank, and its own in the prompt."""
+
+
+def order(claim: Claim) -> Order:
+    """Return a claim's place among all: the smaller comes first."""
+    return (claim.who.rank, claim.place)
+
+
+class ClaimQueue:
+    """Claims that wait, by `order`.
+
+    A claim is pushed whenever its place changes; entries of former places, and of claims that wait
+    no more, are skipped and dropped in time.
+    """
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[Order, int, Claim]] = []
+        self._numbers = itertools.count()
+        self._bound = 64
+
+    def push(self, claim: Claim) -> None:
+        """Queue a claim at its place, if it waits."""
+        if not claim.waits:
+            return
+        if len(self._entries) > self._bound:
+            self._entries = [each for each in self._entries if _is_current(each)]
+            heapq.heapify(self._entries)
+            self._bound = 2 * len(self._entries) + 64
+        heapq.heappush(self._entries, (order(claim), next(self._numbers), claim))
+
+    @property
+    def first(self) -> Claim | None:
+        """The claim whose turn it is; ``None`` if none waits."""
+        while self._entries and not _is_current(self._entries[0]):
+            heapq.heappop(self._entries)
+        return self._entries[0][-1] if self._entries else None
+
+    @property
+    def first_request(self) -> Claimant | None:
+        """The request of that claim."""
+        first = self.first
+        return None if first is None else first.who
+
+
+def _is_current(entry: tuple[Order, int, Claim]) -> bool:
+    return entry[-1].waits and entry[0] == order(entry[-1])
 
 
 class SlotSource(Protocol):

@@ -30,21 +30,20 @@ every claim is served.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import ClassVar
 
-from epd_portable.scheduling.claim_queue import ClaimQueue, order
 from epd_portable.scheduling.encoder_cache import EncoderCacheManager, MultiModalRequest
 from epd_portable.scheduling.items import (
     COMPUTED,
     Claim,
     Claimant,
+    ClaimQueue,
     Deliveries,
     Item,
     SlotSource,
     State,
+    order,
 )
 from epd_portable.wire.descriptors import SlotDescriptor, TensorSpec
 
@@ -52,29 +51,26 @@ _UNDER_WAY = (State.GRANTED, State.ENCODING)
 """Of items whose room cannot be given to others before something has ended."""
 
 
-class EncoderCachePreallocator(EncoderCacheManager, ABC):
+class EncoderCachePreallocator(EncoderCacheManager):
     """The encoder cache of a prefill+decode instance: gives room to claims, in their order.
 
-    Nothing here blocks or knows the time. The two kinds differ in what they do with an item that
-    is announced before any request asks for it: `accept`.
+    Nothing here blocks or knows the time.
 
     Args:
         cache_size: Room in encoder embeddings.
-        slots: Where receive slots come from.
-        deliveries: Is told what becomes of items.
-        encode_together: One request has no more embeddings encoded in one step than this, but for a
-            single item: in between others get their tokens. 0 for no limit.
-        encode: Begins to encode an item beside the steps, by whose claim it got room, and says
-            whether it does; a step encodes what it does not.
+        slots: Supply of receive slots.
+        deliveries: Transfers of the items; called back when room is given or not wanted.
+        accepts_early: Whether announced items get room before a request asks for them
+            (``transfer.preallocation: async``).
+        encode_together: Upper bound of embeddings that one request encodes in one step, unless a
+            single item is larger; 0 for no bound.
+        encode: Starts to encode the item of a claim in the background; ``False`` if a step must.
 
     Attributes:
-        accepts_early: Whether it ever accepts an item that no request has asked for.
         requests: All that have items, by id.
-        unsettled: Of these, whose items are not all computed: the engine asks before it computes
-            any of them further.
+        unsettled: Ids of those whose items are not all computed: the engine asks before it
+            computes any of them further.
     """
-
-    accepts_early: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -82,10 +78,12 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
         slots: SlotSource,
         deliveries: Deliveries,
         *,
+        accepts_early: bool = False,
         encode_together: int = 0,
         encode: Callable[[Claim], bool] = lambda claim: False,
     ) -> None:
         super().__init__(cache_size)
+        self.accepts_early = accepts_early
         self._encode_together = encode_together
         self._encode = encode
         self.requests: dict[str, Claimant] = {}
@@ -100,19 +98,6 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
         self._retiring = 0
         self._stirred = False
         self._changed: dict[str, None] = {}
-
-    @abstractmethod
-    def accept(self, mm_hash: str, tensor: TensorSpec) -> Item | None:
-        """Reserve room for an announced item that no request has asked for, if that is wanted.
-
-        Args:
-            mm_hash: The item.
-            tensor: What is announced, ``(num_embeds, width)``; it `fits_at_all`.
-
-        Returns:
-            The item, with room and a slot; ``None`` if there is no room now, or it is here or to
-            wait for its request.
-        """
 
     # -- requests --------------------------------------------------------------------------------
 
@@ -153,13 +138,8 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
     ) -> Claim:
         """Let a request claim an item, or another occurrence of one; `advance` serves it.
 
-        Args:
-            who: The request.
-            item: From `open`.
-            input_id: Index of the occurrence among the request's items.
-            end: One past its last token.
-            metadata_only: The request cannot encode it here.
-            transfer_id: Of the request's own transfer of it; empty if it has none.
+        The occurrence has ``input_id`` among the request's items and ends before token ``end``; the
+        rest is as in `Claim`.
         """
         claim = who.claims.get(item.mm_hash)
         if claim is None:
@@ -260,11 +240,7 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
 
         What is being written may still come: that has a deadline of its own. Otherwise the request
         encodes the item as soon as it has room for that, or has lost it. Transfers for other
-        requests go on.
-
-        Args:
-            claim: The request's.
-            reason: For a request that cannot encode it.
+        requests go on. ``reason`` is what a request that cannot encode the item is told.
         """
         item = claim.item
         if not item.transfers or item.is_here or item.state in (State.LOCAL, State.ENCODING):
@@ -291,6 +267,31 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
         while (claim := self._queue.first) is not None:
             if not self._serve(claim) and not self._make_way(claim):
                 return
+
+    def accept(self, mm_hash: str, tensor: TensorSpec) -> Item | None:
+        """Reserve room for an announced item that no request has asked for.
+
+        Not while a claim waits. Such an item lands or ends at a deadline, and once landed it is
+        evicted like every idle entry, so it delays no request for good.
+
+        Args:
+            mm_hash: The item.
+            tensor: What is announced, ``(num_embeds, width)``; it `fits_at_all`.
+
+        Returns:
+            The item, with room and a slot; ``None`` if there is no room, or it is here, or early
+            items are not accepted.
+        """
+        if not self.accepts_early or self.is_blocked:
+            return None
+        if mm_hash in self.items or mm_hash in self._resident:
+            return None
+        item = Item(mm_hash, tensor.shape[0], tensor)
+        self.items[mm_hash] = item
+        if not self._reserve(item):
+            del self.items[mm_hash]
+            return None
+        return item
 
     @property
     def is_blocked(self) -> bool:
@@ -344,9 +345,7 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
     def lost_transfer(self, item: Item, reason: str) -> None:
         """A transfer of an item has ended without it; after the last it is encoded here, if it can.
 
-        Args:
-            item: What it was to bring.
-            reason: For the requests that cannot encode it.
+        ``reason`` is for the requests that cannot encode it.
         """
         self._settle(item)
         if item.state is State.WAITING and not item.transfers:
@@ -494,10 +493,7 @@ class EncoderCachePreallocator(EncoderCacheManager, ABC):
             self._push(claim)
 
     def _push(self, claim: Claim) -> None:
-        """Note that a claim has another place in the order; it is queued there if it waits.
-
-        Entries for former places do not count any more.
-        """
+        """Note that a claim has another place in the order; it is queued there if it waits."""
         self._stirred = True
         self._queue.push(claim)
 

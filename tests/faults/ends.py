@@ -229,7 +229,7 @@ def settle(consumer: Consumer, sender: Sender) -> None:
     end_s = time.monotonic() + DEADLINE_S
     while True:
         kept = consumer.kept()
-        kept |= {"orders": len(sender._orders), "sent": len(sender._outputs)}
+        kept |= {"orders": len(sender._outputs.orders), "sent": len(sender._outputs)}
         left = {name: count for name, count in kept.items() if count}
         if not left:
             return

@@ -24,8 +24,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from epd_portable.scheduling.claim_queue import order
-from epd_portable.scheduling.items import Claim, Claimant, Item, State
+from epd_portable.scheduling.items import Claim, Claimant, Item, State, order
 from epd_portable.wire.descriptors import SlotDescriptor
 from tests.property.budget import budget, seeded
 from tests.unit.scheduling.desk import Desk, tensor

@@ -23,7 +23,7 @@ from epd_portable.router.contents.body import Call
 from epd_portable.router.fleet.instances import Fleet, Instance
 from epd_portable.router.ingress.gate import Gate, Limit, Ticket
 from epd_portable.router.observability.metrics import Metrics
-from epd_portable.scheduling.pace import Pace
+from epd_portable.scheduling.admission import Pace
 
 PRIORITY_HEADER = "x-vllm-priority"
 """Tells a request's priority in place of its field ``priority``, as at vLLM."""

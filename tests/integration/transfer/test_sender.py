@@ -15,7 +15,7 @@ from epd_portable.config.instance import InstanceConfig
 from epd_portable.connector.copies import DeviceCopies
 from epd_portable.connector.transport import Transport
 from epd_portable.errors import PlatformError, TransportError
-from epd_portable.runners import sender as sender_module
+from epd_portable.runners import writers as writers_module
 from epd_portable.runners.sender import _BUSY_POLL_S, _IDLE_POLL_S, Sender
 from epd_portable.runners.sender_metrics import SenderMetrics
 from tests.contract.pairs import Pair, Route
@@ -64,7 +64,8 @@ def ended(sender: Sender, pd: PrefillSide, *transfer_ids: str) -> None:
 
 
 def assert_nothing_is_kept(sender: Sender) -> None:
-    assert (sender._orders, sender._outputs, dict(sender._users)) == ({}, {}, {})
+    outputs = sender._outputs
+    assert (outputs.orders, len(outputs), dict(outputs._users)) == ({}, 0, {})
 
 
 def test_an_output_is_kept_until_every_transfer_of_it_has_ended(
@@ -75,7 +76,7 @@ def test_an_output_is_kept_until_every_transfer_of_it_has_ended(
     ended(sender, pd, "t-r")
     assert pd.placed == ["cat"]
     sender.submit(order("t-late", "cat", pd.address, 10), output("cat", 10))
-    assert "cat" in sender._outputs
+    assert len(sender._outputs) == 1
     pd.receiver._session.decline("t-late")
     ended(sender, pd, "t-late")
     assert_nothing_is_kept(sender)
@@ -155,7 +156,7 @@ def test_a_write_that_raises_ends_its_transfer_and_no_other(
 
     pd.arrive("r", "cat", 10)
     with monkeypatch.context() as patch:
-        transport: Transport = sender._transport("shm")
+        transport: Transport = sender._writers.transport("shm")
         patch.setattr(transport, "write", fail)
         sender.submit(order("t-r", "cat", pd.address, 10), output("cat", 10))
         ended(sender, pd, "t-r")
@@ -170,7 +171,7 @@ def test_a_write_that_raises_ends_its_transfer_and_no_other(
 def test_a_request_that_ends_during_the_write_ends_the_transfer_after_it(
     sender: Sender, pd: PrefillSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    transport = sender._transport("shm")
+    transport = sender._writers.transport("shm")
     real = transport.write
 
     def slow(*args: object, **kwargs: object) -> None:
@@ -333,9 +334,9 @@ def test_a_sender_that_stops_at_once_can_still_be_woken(
 def test_a_short_copy_is_made_by_the_thread_that_says_written_and_a_long_one_beside_it(
     sender: Sender, pd: PrefillSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sender_module, "CHUNK_BYTES", output("cat", 10).nbytes)
+    monkeypatch.setattr(writers_module, "CHUNK_BYTES", output("cat", 10).nbytes)
     writers: list[str] = []
-    transport = sender._transport("shm")
+    transport = sender._writers.transport("shm")
     real = transport.write
 
     def noted(*args: object, **kwargs: object) -> None:
@@ -356,10 +357,10 @@ def stuck(
     sender: Sender, pd: PrefillSide, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[threading.Event]:
     """A write that is under way, far beyond its lease, until the event is set."""
-    monkeypatch.setattr(sender_module, "CHUNK_BYTES", 0)
-    monkeypatch.setattr(sender_module, "_STUCK_AFTER_S", 0.1 - LEASE_S)
+    monkeypatch.setattr(writers_module, "CHUNK_BYTES", 0)
+    monkeypatch.setattr(writers_module, "STUCK_AFTER_S", 0.1 - LEASE_S)
     let_go, begun = threading.Event(), threading.Event()
-    transport = sender._transport("shm")
+    transport = sender._writers.transport("shm")
     real = transport.write
 
     def stuck(*args: object, **kwargs: object) -> None:
@@ -383,7 +384,7 @@ def test_a_write_that_is_stuck_is_told_of_once_and_keeps_what_it_uses_until_it_e
         time.sleep(2 * _BUSY_POLL_S)
     assert caplog.text.count("transfer t-r: its write has not ended") == 1
     assert pd.free_bytes < pd.pool_bytes
-    assert "cat" in sender._outputs
+    assert len(sender._outputs) == 1
     stuck.set()
     ended(sender, pd, "t-r")
     assert pd.placed == ["cat"]
@@ -393,9 +394,9 @@ def test_a_write_that_is_stuck_is_told_of_once_and_keeps_what_it_uses_until_it_e
 def test_closing_leaves_a_write_alone_that_is_stuck_and_the_memory_that_it_uses(
     sender: Sender, stuck: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sender_module, "_STUCK_AFTER_S", 0.1)
+    monkeypatch.setattr(writers_module, "STUCK_AFTER_S", 0.1)
     closed: list[bool] = []
-    monkeypatch.setattr(sender._transport("shm"), "close", lambda: closed.append(True))
+    monkeypatch.setattr(sender._writers.transport("shm"), "close", lambda: closed.append(True))
     sender.close()
     assert not sender._thread.is_alive()
     assert closed == []
@@ -409,7 +410,7 @@ def test_nothing_is_written_any_more_by_a_sender_that_has_ended(path: str, pd: P
     transfer = sender._session._transfers["t-r"]
     pd.step_until(lambda: transfer.grant is not None)
     with sender._turns:
-        sender._over = True
+        sender._is_over = True
     sender.output_ready("cat", output("cat", 10))
     sender.close()
     pd.step()

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 
 from epd_portable.connector.pool import ReceivePool
 from epd_portable.scheduling.items import Claim, Claimant, Item, State
-from epd_portable.scheduling.preallocation import PREALLOCATORS
+from epd_portable.scheduling.preallocator import EncoderCachePreallocator
 from epd_portable.wire.descriptors import SlotDescriptor, TensorSpec
 from tests.unit.builders import FakeRequest, request
 
-KINDS = list(PREALLOCATORS)
+KINDS = ["sync", "async"]
 
 
 def tensor(size: int) -> TensorSpec:
@@ -35,8 +35,12 @@ class Desk:
         self.kind = kind
         self.pool = ReceivePool("pool", pool_bytes, 1)
         self.background = background
-        self.cache = PREALLOCATORS[kind](
-            cache_embeds, self.pool, self, encode=lambda claim: self.background
+        self.cache = EncoderCachePreallocator(
+            cache_embeds,
+            self.pool,
+            self,
+            accepts_early=kind == "async",
+            encode=lambda claim: self.background,
         )
         self.given: list[str] = []
         self.ended: list[str] = []

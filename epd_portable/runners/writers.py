@@ -1,0 +1,273 @@
+"""Encode worker: writes outputs into granted slots, without the model runner's thread waiting.
+
+- A short copy in host memory is made at once, by the thread that asks.
+- A copy that a device makes by itself is queued behind the computation. One thread, the watcher,
+  waits for the ends of these, which come in the order in which they were queued.
+- Whatever else may block is left to a thread of a pool.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
+
+from epd_portable.connector import registry
+from epd_portable.connector.copies import CHUNK_BYTES, QueuedCopy
+from epd_portable.connector.digest import digest_of
+from epd_portable.connector.producer import Write
+from epd_portable.connector.transport import Transport
+from epd_portable.envs import EPD_PAYLOAD_DIGEST
+from epd_portable.log import trace
+from epd_portable.runners.outputs import KeptOutputs
+from epd_portable.runners.stream_clock import Moment
+
+if TYPE_CHECKING:
+    from epd_portable.config.instance import InstanceConfig
+    from epd_portable.connector.copies import DeviceCopies
+    from epd_portable.connector.curve import CurveKeys
+
+_WRITERS = 4
+STUCK_AFTER_S = 30.0
+"""A write that goes on for so long after its lease is reported, and abandoned when closing."""
+_COMPUTED_WAIT_S = 1.0
+"""Longest time from the end of a copy until the end of the computation before it is reported."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WriteResult:
+    """How a write ended.
+
+    Attributes:
+        write: Which.
+        write_s: Its duration from when the output was computed.
+        digest: Of the payload, where that is asked for (``EPD_PAYLOAD_DIGEST``).
+        error: What it failed with.
+    """
+
+    write: Write
+    write_s: float = 0.0
+    digest: str = ""
+    error: Exception | None = None
+
+
+class Writers:
+    """Carries out writes; owns the transports, the pool's threads and the watcher.
+
+    Args:
+        config: Of this instance: says which paths it has.
+        copies: Of the worker's device.
+        keys: For paths that leave the host.
+        outputs: What is written.
+        on_result: Called with a result by a thread of the pool.
+        on_copied: Called with a result by the watcher.
+        on_death: Called when the watcher ends by an error that nothing foresaw.
+    """
+
+    def __init__(
+        self,
+        config: InstanceConfig,
+        copies: DeviceCopies,
+        keys: CurveKeys,
+        outputs: KeptOutputs,
+        *,
+        on_result: Callable[[WriteResult], None],
+        on_copied: Callable[[WriteResult], None],
+        on_death: Callable[[BaseException], None],
+    ) -> None:
+        self._copies = copies
+        self._keys = keys
+        self._outputs = outputs
+        self._on_result = on_result
+        self._on_copied = on_copied
+        self._on_death = on_death
+        self._digests = EPD_PAYLOAD_DIGEST.get()
+        paths = [path.name for path in registry.offered_by(config)]
+        platform = copies.platform.name
+        self._in_place = {path for path in paths if registry.copies_in_place(path, platform)}
+        self._queues = {path for path in paths if registry.queues_copies(path, platform)}
+        self._transports: dict[str, Transport] = {}
+        self._writing: dict[str, Write] = {}
+        """Under way; those that were reported to be stuck are left out."""
+        self._lock = threading.Lock()
+        self._blocking: SimpleQueue[Write | None] = SimpleQueue()
+        self._queued: SimpleQueue[tuple[Write, QueuedCopy, Moment, float] | None] = SimpleQueue()
+        """Copies that the device makes, each with the times at which its output was computed, and
+        at which it was asked to."""
+        self._copied_s = 0.0
+        """When the copy stream ended the last copy that the watcher has waited for."""
+        self._threads = [
+            threading.Thread(target=self._write_blocking, name=f"epd-writer-{number}", daemon=True)
+            for number in range(_WRITERS)
+        ]
+        if self._queues:
+            watcher = threading.Thread(target=self._watch, name="epd-watcher", daemon=True)
+            self._threads.append(watcher)
+
+    @property
+    def are_immediate(self) -> bool:
+        """Whether some writes begin in the thread that starts them."""
+        return bool(self._in_place or self._queues)
+
+    def open(self) -> None:
+        """Start the threads."""
+        for thread in self._threads:
+            thread.start()
+
+    def start(self, write: Write) -> WriteResult | None:
+        """Begin a write, which blocks for about a millisecond at most.
+
+        Returns:
+            The result, if it has ended; otherwise a callback gets it.
+        """
+        with self._lock:
+            self._writing[write.transfer_id] = write
+        if write.path in self._in_place and write.slot.nbytes <= CHUNK_BYTES:
+            return self._write(write)
+        if write.path in self._queues and not self._digests:
+            begin_s = time.monotonic()
+            try:
+                output = self._outputs.output_for(write.transfer_id)
+                copy = self.transport(write.path).queue(
+                    output.tensor,
+                    write.slot,
+                    computed=output.computed,
+                    address=write.address,
+                    deadline_s=write.deadline_s,
+                )
+            except Exception as error:
+                return self._end(WriteResult(write=write, error=error))
+            if copy is not None:
+                try:
+                    _trace_begun(write)
+                finally:  # Whatever happens, the end of the copy must be waited for.
+                    self._queued.put((write, copy, output.computed_at, begin_s))
+                return None
+        self._blocking.put(write)
+        return None
+
+    def take_stuck(self, now: float) -> list[Write]:
+        """Return writes that go on long after their lease; each once."""
+        with self._lock:
+            stuck = [
+                each for each in self._writing.values() if now > each.deadline_s + STUCK_AFTER_S
+            ]
+            for write in stuck:
+                del self._writing[write.transfer_id]
+        return stuck
+
+    def transport(self, path: str) -> Transport:
+        """Return the transport of a path; loads it the first time."""
+        with self._lock:
+            if path not in self._transports:
+                self._transports[path] = registry.load_transport(path, self._copies, self._keys)
+            return self._transports[path]
+
+    def close(self) -> None:
+        """End the threads after the writes under way; one that is stuck keeps its memory."""
+        for _ in range(_WRITERS):
+            self._blocking.put(None)
+        self._queued.put(None)
+        deadline_s = time.monotonic() + STUCK_AFTER_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+        if not any(thread.is_alive() for thread in self._threads):
+            for transport in self._transports.values():
+                transport.close()
+
+    # -- a thread of the pool, or the caller's ---------------------------------------------------
+
+    def _write_blocking(self) -> None:
+        while (write := self._blocking.get()) is not None:
+            self._on_result(self._write(write))
+
+    def _write(self, write: Write) -> WriteResult:
+        try:
+            digest, write_s = self._carry_out(write)
+        except Exception as error:
+            return self._end(WriteResult(write=write, error=error))
+        return self._end(WriteResult(write=write, write_s=write_s, digest=digest))
+
+    def _carry_out(self, write: Write) -> tuple[str, float]:
+        """Write an output; return its digest, if that is asked for, and the duration in seconds."""
+        self._copies.platform.set_device(self._copies.index)
+        output = self._outputs.output_for(write.transfer_id)
+        digest = ""
+        if self._digests:
+            host = self._copies.to_host(
+                output.tensor, after=output.computed, deadline_s=write.deadline_s
+            )
+            digest = digest_of(host)
+        _trace_begun(write)
+        begin_s = time.monotonic()
+        self.transport(write.path).write(
+            output.tensor,
+            write.slot,
+            computed=output.computed,
+            address=write.address,
+            deadline_s=write.deadline_s,
+        )
+        write_s, end_s = _duration(output.computed_at, begin_s)
+        _trace_written(write, write_s, end_s)
+        return digest, write_s
+
+    def _end(self, result: WriteResult) -> WriteResult:
+        with self._lock:
+            self._writing.pop(result.write.transfer_id, None)
+        return result
+
+    # -- the watcher -----------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        try:
+            self._copies.platform.set_device(self._copies.index)
+            while (queued := self._queued.get()) is not None:
+                self._on_copied(self._end(self._finish_copy(*queued)))
+        except BaseException as error:
+            self._on_death(error)
+            raise
+
+    def _finish_copy(
+        self, write: Write, copy: QueuedCopy, computed_at: Moment, begin_s: float
+    ) -> WriteResult:
+        try:
+            copy.finish()
+            # It was queued behind the computation, and behind the copies before it.
+            write_s, self._copied_s = _duration(computed_at, max(begin_s, self._copied_s))
+            _trace_written(write, write_s, self._copied_s)
+        except Exception as error:
+            return WriteResult(write=write, error=error)
+        return WriteResult(write=write, write_s=write_s)
+
+
+def _duration(computed_at: Moment, begin_s: float) -> tuple[float, float]:
+    """Return how long a write took that has ended just now, and when that was.
+
+    Args:
+        computed_at: When its output was computed; another thread hears of it, perhaps a little
+            later than this one heard of the end.
+        begin_s: When the write could have begun otherwise.
+    """
+    end_s = time.monotonic()
+    begin_s = max(begin_s, computed_at.wait(_COMPUTED_WAIT_S) or begin_s)
+    end_s = max(begin_s, end_s)
+    return end_s - begin_s, end_s
+
+
+def _trace_begun(write: Write) -> None:
+    trace("transfer.begun", transfer=write.transfer_id, mm_hash=write.mm_hash, path=write.path)
+
+
+def _trace_written(write: Write, write_s: float, end_s: float) -> None:
+    trace(
+        "transfer.written",
+        at_s=end_s,
+        transfer=write.transfer_id,
+        mm_hash=write.mm_hash,
+        path=write.path,
+        nbytes=write.slot.nbytes,
+        write_s=write_s,
+    )
