@@ -14,7 +14,7 @@ from epd_portable.connector.stores import writer
 from epd_portable.connector.stores.writer import StoreWriter
 from epd_portable.errors import TransportError
 from epd_portable.log import trace
-from epd_portable.runners.sender_metrics import SenderMetrics
+from epd_portable.runners.metrics import SenderMetrics
 from epd_portable.runners.stream_clock import Moment, StreamClock
 from epd_portable.wire.descriptors import TensorSpec
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
+class EncoderOutput:
     """One encoder output.
 
     Attributes:
@@ -71,7 +71,7 @@ class KeptOutputs:
         self._copy_timeout_s = copy_timeout_s
         self.orders: dict[str, TransferOrder] = {}
         self._users: Counter[str] = Counter()
-        self._outputs: dict[str, Output] = {}
+        self._outputs: dict[str, EncoderOutput] = {}
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -99,7 +99,7 @@ class KeptOutputs:
             self._keep(mm_hash, tensor, traced=True)
             return True
 
-    def output_for(self, transfer_id: str) -> Output:
+    def output_for(self, transfer_id: str) -> EncoderOutput:
         """Return the output that a transfer delivers.
 
         Raises:
@@ -142,7 +142,7 @@ class KeptOutputs:
         whole = tensor.detach().contiguous()
         computed = self._copies.platform.record_event()
         computed_at = Moment()
-        self._outputs[mm_hash] = Output(whole, computed, computed_at)
+        self._outputs[mm_hash] = EncoderOutput(whole, computed, computed_at)
         self._metrics.kept(whole.nbytes)
 
         def reached(at_s: float) -> None:
@@ -152,7 +152,7 @@ class KeptOutputs:
 
         self._clock.mark(reached, computed)
 
-    def _store_output(self, order: TransferOrder, output: Output) -> None:
+    def _store_output(self, order: TransferOrder, output: EncoderOutput) -> None:
         if self._store is None or not order.item or not _fits(order.tensor, output.tensor):
             return
         self._store.save_caches(
@@ -168,7 +168,7 @@ class KeptOutputs:
             )
         )
 
-    def _to_host(self, output: Output) -> torch.Tensor:
+    def _to_host(self, output: EncoderOutput) -> torch.Tensor:
         self._copies.platform.set_device(self._copies.index)
         deadline_s = time.monotonic() + self._copy_timeout_s
         return self._copies.to_host(output.tensor, after=output.computed, deadline_s=deadline_s)

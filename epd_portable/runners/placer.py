@@ -10,7 +10,7 @@ from epd_portable.connector.digest import check_digest
 from epd_portable.errors import CorruptPayloadError
 from epd_portable.log import trace
 from epd_portable.runners.background import EncodeOrder
-from epd_portable.runners.receiver_metrics import PlacerMetrics
+from epd_portable.runners.metrics import PlacerMetrics
 from epd_portable.runners.stream_clock import StreamClock
 from epd_portable.wire.descriptors import SlotDescriptor, TensorSpec
 

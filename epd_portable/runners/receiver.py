@@ -20,6 +20,7 @@ from epd_portable.log import trace
 from epd_portable.platforms.traits import TRAITS, PlatformTraits
 from epd_portable.runners.background import EncodeOrder
 from epd_portable.runners.load_reports import LoadReports
+from epd_portable.runners.metrics import ReceiverMetrics
 from epd_portable.runners.orders import OrderBook
 from epd_portable.runners.placer import Placement, WorkerOrders
 from epd_portable.runners.prompt import (
@@ -29,7 +30,6 @@ from epd_portable.runners.prompt import (
     metadata_only_items,
     outcome_of,
 )
-from epd_portable.runners.receiver_metrics import ReceiverMetrics
 from epd_portable.scheduling.encoder_cache import MultiModalRequest
 from epd_portable.scheduling.items import Claim, Item, Origin, PromptItem, State
 from epd_portable.scheduling.preallocator import EncoderCachePreallocator

@@ -24,8 +24,8 @@ from epd_portable.connector.producer import Actions, Finished, ProducerSession, 
 from epd_portable.connector.stores.writer import StoreWriter
 from epd_portable.errors import EPDError, TransportError, UnsupportedError
 from epd_portable.runners.cores import on_all_cores
+from epd_portable.runners.metrics import SenderMetrics
 from epd_portable.runners.outputs import KeptOutputs
-from epd_portable.runners.sender_metrics import SenderMetrics
 from epd_portable.runners.stream_clock import StepProgress, StreamClock
 from epd_portable.runners.writers import STUCK_AFTER_S, WriteResult, Writers
 from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor

@@ -32,11 +32,10 @@ from epd_portable.platforms.traits import TRAITS
 from epd_portable.runners.background import BackgroundEncoder
 from epd_portable.runners.dispatcher import Dispatcher, EncodeItem
 from epd_portable.runners.host_copies import HostCopies
+from epd_portable.runners.metrics import PlacerMetrics, ReceiverMetrics, SenderMetrics
 from epd_portable.runners.placer import Placer, WorkerOrders
 from epd_portable.runners.receiver import Receiver
-from epd_portable.runners.receiver_metrics import PlacerMetrics, ReceiverMetrics
 from epd_portable.runners.sender import Sender
-from epd_portable.runners.sender_metrics import SenderMetrics
 from epd_portable.runners.stream_clock import StreamClock
 from epd_portable.scheduling.answers import WithheldAnswers
 from epd_portable.scheduling.encode_queue import EncodeQueue, StepLimits

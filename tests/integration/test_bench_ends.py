@@ -22,7 +22,7 @@ from epd_portable.platforms.base import DeviceEvent
 from epd_portable.platforms.cpu import CpuPlatform
 from epd_portable.platforms.traits import TRAITS
 from epd_portable.runners import placer, stream_clock
-from epd_portable.runners.receiver_metrics import PlacerMetrics
+from epd_portable.runners.metrics import PlacerMetrics
 from tests.keyring import secret_file
 
 LATE_S = 0.05

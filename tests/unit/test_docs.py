@@ -35,8 +35,7 @@ from epd_portable.config.store import StoreSection
 from epd_portable.connector.stores.metrics import StoreMetrics
 from epd_portable.launch.notices import Event
 from epd_portable.router import server
-from epd_portable.runners.receiver_metrics import PlacerMetrics, ReceiverMetrics
-from epd_portable.runners.sender_metrics import SenderMetrics
+from epd_portable.runners.metrics import PlacerMetrics, ReceiverMetrics, SenderMetrics
 from epd_portable.scheduling.admission import AdmissionLimits
 from epd_portable.vllm_plugin.admission import AdmissionMiddleware
 

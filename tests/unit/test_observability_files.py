@@ -17,9 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from epd_portable.connector.stores.metrics import Ask, Drop, StoreMetrics
 from epd_portable.router.observability.metrics import Metrics
-from epd_portable.runners.instruments import Instruments
-from epd_portable.runners.receiver_metrics import PlacerMetrics, ReceiverMetrics
-from epd_portable.runners.sender_metrics import SenderMetrics
+from epd_portable.runners.metrics import Instruments, PlacerMetrics, ReceiverMetrics, SenderMetrics
 from epd_portable.scheduling.admission import AdmissionLimits
 from epd_portable.vllm_plugin.admission import AdmissionMiddleware
 

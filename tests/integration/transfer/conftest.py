@@ -17,9 +17,9 @@ from epd_portable.connector.copies import DeviceCopies
 from epd_portable.connector.pool import SHM_FOLDER
 from epd_portable.connector.worker_endpoint import WorkerEndpoint
 from epd_portable.platforms import registry
+from epd_portable.runners.metrics import PlacerMetrics, ReceiverMetrics
 from epd_portable.runners.placer import Placer
 from epd_portable.runners.receiver import Receiver
-from epd_portable.runners.receiver_metrics import PlacerMetrics, ReceiverMetrics
 from epd_portable.scheduling.items import PromptItem
 from epd_portable.wire.descriptors import TensorSpec
 from epd_portable.wire.params import ExpectedTransfer, PrefillOutcome, PrefillParams

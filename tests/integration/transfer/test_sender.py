@@ -16,8 +16,8 @@ from epd_portable.connector.copies import DeviceCopies
 from epd_portable.connector.transport import Transport
 from epd_portable.errors import PlatformError, TransportError
 from epd_portable.runners import writers as writers_module
+from epd_portable.runners.metrics import SenderMetrics
 from epd_portable.runners.sender import _BUSY_POLL_S, _IDLE_POLL_S, Sender
-from epd_portable.runners.sender_metrics import SenderMetrics
 from tests.contract.pairs import Pair, Route
 from tests.held_device import HeldPlatform
 from tests.integration.transfer.conftest import DEADLINE_S, PrefillSide

@@ -184,7 +184,7 @@ def _seams(shape: Shape, clock: Clock, made: dict[str, Any]) -> Iterator[None]:
     from vllm.v1.core.sched import scheduler as vllm_scheduler
 
     from epd_portable.runners import receiver as receivers
-    from epd_portable.runners.receiver_metrics import ReceiverMetrics
+    from epd_portable.runners.metrics import ReceiverMetrics
     from epd_portable.vllm_plugin import compat, ec_connector, exposition
 
     class Receiver(receivers.Receiver):

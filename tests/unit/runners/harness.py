@@ -18,9 +18,9 @@ from epd_portable.config.instance import InstanceConfig
 from epd_portable.connector.producer import ProducerSession, TransferOrder, Write
 from epd_portable.platforms.traits import TRAITS
 from epd_portable.runners import receiver as receiver_module
+from epd_portable.runners.metrics import ReceiverMetrics
 from epd_portable.runners.placer import Placement
 from epd_portable.runners.receiver import Receiver
-from epd_portable.runners.receiver_metrics import ReceiverMetrics
 from epd_portable.scheduling.items import PromptItem
 from epd_portable.wire.descriptors import PathEndpoint, PeerDescriptor, TensorSpec
 from epd_portable.wire.messages import Announce, AnyMessage

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from epd_portable.runners.receiver_metrics import PlacerMetrics
+from epd_portable.runners.metrics import PlacerMetrics
 from epd_portable.wire.messages import Announce, EncodeFailed, Written
 from tests.unit.runners.harness import (
     CAT,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry
 
 from epd_portable.connector.producer import Finished
-from epd_portable.runners.sender_metrics import SenderMetrics
+from epd_portable.runners.metrics import SenderMetrics
 from epd_portable.wire.messages import Abort, Announce, Written
 from tests.unit.builders import peer
 from tests.unit.runners.harness import counted, spec

@@ -16,8 +16,7 @@ exposition.serve()
 exposition.publish()
 exposition.publish()
 from prometheus_client import Counter, Gauge
-from epd_portable.runners.receiver_metrics import PlacerMetrics
-from epd_portable.runners.sender_metrics import SenderMetrics
+from epd_portable.runners.metrics import PlacerMetrics, SenderMetrics
 PlacerMetrics().placed(100)
 SenderMetrics().submitted("cache")
 Counter("vllm:something", "of the engine").inc()

@@ -1,21 +1,152 @@
-"""What a PD instance counts; each is listed in ``docs/metrics.md``."""
+"""What an instance counts, in Prometheus form; each is listed in ``docs/metrics.md``.
+
+`epd_portable.vllm_plugin.exposition` brings it to the page that the instance serves.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import get_args
+from typing import Literal, get_args
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from epd_portable.connector.consumer import FailureCause
 from epd_portable.connector.pool import ReceivePool
-from epd_portable.runners.instruments import Instruments
+from epd_portable.connector.producer import Finished, Write
 from epd_portable.scheduling.encoder_cache import EncoderCacheManager
 from epd_portable.wire.descriptors import SlotDescriptor
-from epd_portable.wire.messages import AnyMessage, Grant, Later, Nack, NackCode, NotNeeded
+from epd_portable.wire.messages import (
+    Announce,
+    AnyMessage,
+    Grant,
+    Later,
+    Nack,
+    NackCode,
+    NotNeeded,
+    Written,
+)
 from epd_portable.wire.params import ItemOutcome, Source
 
+SECONDS = (
+    *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05),
+    *(0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
+)
 _CODES = tuple(code.value for code in NackCode if code is not NackCode.RELEASED)
+
+OutputSource = Literal["encoder", "cache", "host"]
+"""Where an output comes from: it is computed now, it is in the encoder cache, or its copy in host
+memory was restored."""
+
+
+class Instruments:
+    """Base of what one part of an instance counts.
+
+    Label values come from the literals and path names of this package, never from peers.
+
+    Args:
+        registry: Where they can be read in this process; ``None`` makes one.
+    """
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        self._registry = registry or CollectorRegistry()
+
+    def _counter(
+        self, name: str, meaning: str, label: str = "", values: Iterable[str] = ()
+    ) -> Counter:
+        """Return a counter that starts at zero for each of ``values`` of its label."""
+        labels = (label,) if label else ()
+        counter = Counter(name, meaning, labels, registry=self._registry)
+        for value in values:
+            counter.labels(value)
+        return counter
+
+    def _seconds(self, name: str, meaning: str, label: str = "") -> Histogram:
+        labels = (label,) if label else ()
+        return Histogram(name, meaning, labels, buckets=SECONDS, registry=self._registry)
+
+    def _gauge(self, name: str, meaning: str) -> Gauge:
+        """Return a gauge; those of several processes are added up."""
+        return Gauge(name, meaning, registry=self._registry, multiprocess_mode="sum")
+
+
+class SenderMetrics(Instruments):
+    """Of the worker's process. `sent` and `finished` are for one thread."""
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        super().__init__(registry)
+        counter = self._counter
+        self._sent: set[tuple[str, str]] = set()
+        self._transfers = counter(
+            "epd_encode_transfers",
+            "Transfers begun, by where the output comes from.",
+            "source",
+            ("encoder", "cache", "host"),
+        )
+        self._ended = counter(
+            "epd_encode_transfers_ended",
+            "Transfers that ended: the consumer has the item or does not need it, or it failed.",
+            "result",
+            ("settled", "failed"),
+        )
+        self._announcements = counter("epd_encode_announcements", "Items announced.")
+        self._repeats = counter(
+            "epd_encode_repeats",
+            "Messages sent again: no answer, no room yet, or a lease to renew.",
+            "message",
+            ("announce", "written"),
+        )
+        self._writes = counter("epd_encode_writes", "Items written into slots.", "path")
+        self._sent_bytes = counter("epd_encode_sent_bytes", "Bytes of these items.", "path")
+        self._write_failures = counter("epd_encode_write_failures", "Writes that failed.", "path")
+        self._write_s = self._seconds(
+            "epd_encode_write_seconds", "Duration of the writes that did not fail.", "path"
+        )
+        self._in_flight = self._gauge(
+            "epd_encode_transfers_in_flight", "Transfers that have not ended."
+        )
+        self._kept_bytes = self._gauge(
+            "epd_encode_kept_bytes", "Bytes of encoder outputs kept for transfers."
+        )
+
+    def submitted(self, source: OutputSource) -> None:
+        """A transfer began of an output that is encoded now, or was there already."""
+        self._transfers.labels(source).inc()
+        self._in_flight.inc()
+
+    def sent(self, message: AnyMessage) -> None:
+        """A message goes to a consumer."""
+        if isinstance(message, Announce):
+            kind = "announce"
+        elif isinstance(message, Written):
+            kind = "written"
+        else:
+            return
+        name = (message.transfer_id, kind)
+        if name in self._sent:
+            self._repeats.labels(kind).inc()
+        elif kind == "announce":
+            self._announcements.inc()
+        self._sent.add(name)
+
+    def written(self, write: Write, write_s: float) -> None:
+        """An item is in its slot, after so many seconds."""
+        self._writes.labels(write.path).inc()
+        self._sent_bytes.labels(write.path).inc(write.slot.nbytes)
+        self._write_s.labels(write.path).observe(write_s)
+
+    def write_failed(self, write: Write) -> None:
+        """A write ended with an error."""
+        self._write_failures.labels(write.path).inc()
+
+    def finished(self, finished: Finished) -> None:
+        """A transfer ended."""
+        self._ended.labels("failed" if finished.problem else "settled").inc()
+        self._in_flight.dec()
+        self._sent -= {(finished.transfer_id, kind) for kind in ("announce", "written")}
+
+    def kept(self, nbytes: int) -> None:
+        """Outputs of so many bytes are kept from now on; negative: not any more."""
+        self._kept_bytes.inc(nbytes)
 
 
 class ReceiverMetrics(Instruments):
