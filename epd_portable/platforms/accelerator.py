@@ -14,12 +14,16 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.multiprocessing import reductions
 
 from epd_portable.errors import PlatformError, PlatformUnavailableError
-from epd_portable.platforms.base import DeviceEvent, MemoryInfo, Platform, ShareHandle
-from epd_portable.platforms.checks import check_address, check_nbytes
+from epd_portable.platforms.base import (
+    DeviceEvent,
+    MemoryInfo,
+    Platform,
+    ShareHandle,
+    check_host_range,
+)
 from epd_portable.platforms.collectives import CollectiveGroup, Rendezvous
-from epd_portable.platforms.collectives_device import DataBackend
+from epd_portable.platforms.collectives_device import DataBackend, Turns
 from epd_portable.platforms.collectives_torch import DeviceSide, TorchCollectiveGroup
-from epd_portable.platforms.collectives_turns import Turns
 
 _environment_lock = threading.Lock()
 
@@ -120,7 +124,7 @@ class AcceleratorPlatform(Platform):
         """Return the device with its index."""
         count = self.device_count()
         if not 0 <= index < count:
-            variable = str(self.visible_devices_env)
+            variable = str(self.traits.visible_devices_env)
             raise PlatformUnavailableError(
                 f"{self.name} device {index} of {count}; this process sees "
                 f"{variable}={os.environ.get(variable, '(unset: all)')}"
@@ -165,8 +169,7 @@ class AcceleratorPlatform(Platform):
 
     def pin_host(self, address: int, nbytes: int) -> None:
         """Register the range; the runtimes disagree on overlaps, so those are found here."""
-        check_address(address)
-        check_nbytes(nbytes)
+        check_host_range(address, nbytes)
         with self._lock:
             for start, size in self._pinned.items():
                 if start < address + nbytes and address < start + size:
@@ -180,7 +183,7 @@ class AcceleratorPlatform(Platform):
 
     def unpin_host(self, address: int) -> None:
         """Unregister the range that starts at ``address``."""
-        check_address(address)
+        check_host_range(address)
         with self._lock:
             if address not in self._pinned:
                 raise PlatformError(

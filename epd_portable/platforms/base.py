@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import msgspec
 
@@ -159,16 +160,6 @@ class Platform(ABC):
         """Word that torch has for the devices."""
         return self.traits.device_type
 
-    @property
-    def dist_backend(self) -> str:
-        """Word that torch.distributed has for the collectives."""
-        return self.traits.dist_backend
-
-    @property
-    def visible_devices_env(self) -> str | None:
-        """Variable that limits a process to some devices."""
-        return self.traits.visible_devices_env
-
     @abstractmethod
     def availability(self) -> Availability:
         """Say whether the platform can be used here, and why or why not.
@@ -314,3 +305,47 @@ class Platform(ABC):
             PeerLostError: Nobody listens at the rendezvous.
             PlatformUnavailableError: There is no such device.
         """
+
+
+@runtime_checkable
+class LimitsCompute(Protocol):
+    """A `Platform` whose processes can keep themselves to a part of a device's compute."""
+
+    def compute_units(self, index: int) -> Mapping[str, int]:
+        """Return how many units of each kind this process computes with on a device.
+
+        Raises:
+            PlatformUnavailableError: There is no such device.
+            UnsupportedError: The installed runtime is too old.
+        """
+        ...
+
+    def limit_compute(self, index: int, percent: int) -> Mapping[str, int]:
+        """Keep this process to a part of a device, from the work that is queued next on.
+
+        Graphs that were captured before keep what they had. May be called once in a process.
+
+        Args:
+            index: Of the device.
+            percent: Of each kind of unit, 1 to 100; at least one unit is left.
+
+        Returns:
+            What is left, as `compute_units` does.
+
+        Raises:
+            PlatformUnavailableError: There is no such device.
+            UnsupportedError: The installed runtime is too old.
+        """
+        ...
+
+
+def check_host_range(address: int, nbytes: int = 1) -> None:
+    """Check the arguments of :meth:`Platform.pin_host` and :meth:`Platform.unpin_host`.
+
+    Raises:
+        ValueError: One of them is not positive.
+    """
+    if address <= 0:
+        raise ValueError(f"address {address:#x} is no host memory; pass the start of a mapping")
+    if nbytes <= 0:
+        raise ValueError(f"a range of {nbytes} bytes; it must hold at least one")

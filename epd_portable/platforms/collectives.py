@@ -1,13 +1,21 @@
-"""Groups of processes that exchange tensors: the interface."""
+"""Groups of processes that exchange tensors: the interface, and the deadlines of its calls."""
 
 from __future__ import annotations
 
+import math
+import threading
+import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
+
+from epd_portable.errors import EPDError
 
 if TYPE_CHECKING:
     import torch
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,3 +103,56 @@ class CollectiveGroup(ABC):
     @abstractmethod
     def close(self) -> None:
         """Leave the group at once; the other ranks' calls fail. Calling again does nothing."""
+
+
+class Deadline:
+    """The end of one call."""
+
+    def __init__(self, timeout_s: float) -> None:
+        if not (math.isfinite(timeout_s) and timeout_s > 0):
+            raise ValueError(f"timeout_s={timeout_s!r}; it must be positive and finite")
+        self.timeout_s = timeout_s
+        self._end_s = time.monotonic() + timeout_s
+
+    def remaining_s(self) -> float:
+        """Seconds left; 0 when it has passed."""
+        return max(0.0, self._end_s - time.monotonic())
+
+    def remaining_ms(self) -> int:
+        """Milliseconds left, rounded up, at least 1."""
+        return max(1, math.ceil(self.remaining_s() * 1000))
+
+    def passed(self) -> bool:
+        """Whether no time is left."""
+        return time.monotonic() >= self._end_s
+
+
+def finish_within(deadline: Deadline, call: Callable[[], T], name: str) -> T:
+    """Make a call of a library that keeps no deadline of ours, in a thread of its own.
+
+    Args:
+        deadline: The longest wait for it.
+        call: Raises nothing but ``RuntimeError`` and our own errors.
+        name: Of the thread, and of what was done in the error.
+
+    Raises:
+        RuntimeError: The call failed, or is not back at the deadline; then its thread ends when the
+            library gives up by itself.
+    """
+    results: list[T] = []
+    failures: list[Exception] = []
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except (RuntimeError, EPDError) as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    thread.join(deadline.remaining_s())
+    if failures:
+        raise failures[0]
+    if not results:
+        raise RuntimeError(f"{name} was not done at the deadline")
+    return results[0]

@@ -12,21 +12,26 @@ bound.
 from __future__ import annotations
 
 import logging
+import os
+import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch.distributed import BroadcastOptions, Store  # type: ignore[attr-defined]
 
-from epd_portable.errors import TransportError
-from epd_portable.platforms.handshake import Deadline, finish_within
+from epd_portable.errors import PlatformError, TransportError, TransportTimeoutError
+from epd_portable.platforms.collectives import Deadline, finish_within
 
 logger = logging.getLogger(__name__)
 
 _WORK_POLL_S = 20e-6
 _RELEASE_WAIT_S = 2.0
+WORD_LENGTH = 11
+"""Numbers in a control word of two ranks."""
 
 
 class DataBackend(Protocol):
@@ -44,6 +49,12 @@ MakeDataBackend = Callable[[Store, int, int], DataBackend]
 
 UseDevice = Callable[[], None]
 """Makes the group's device the calling thread's current one."""
+
+PutWord = Callable[[Sequence[int]], None]
+"""Starts to give ``WORD_LENGTH`` numbers to the peer; does not wait for it."""
+
+GetWord = Callable[[], list[int]]
+"""Returns the next numbers of the peer; fails when it is gone, and at the deadline."""
 
 EndWork = Callable[[Any], None]
 """Lets a piece of work go that says it is completed; raises ``RuntimeError`` if it failed."""
@@ -164,3 +175,52 @@ def _release(held: list[DataBackend]) -> None:
     except RuntimeError as error:
         logger.warning("the collective library failed to abort: %s", error)
     held.clear()
+
+
+class Turns:
+    """Turns at making communicators, for libraries that can make only one at a time in a process.
+
+    A communicator is made by two processes together, so both must have their turn at once. Each
+    pair asks the process with the lower identity first: with one order for all, processes that wait
+    for each other's turns cannot lock up, however many groups they make at the same moment.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._token = secrets.randbits(62)
+
+    @contextmanager
+    def with_peer(self, put: PutWord, get: GetWord, deadline: Deadline) -> Iterator[None]:
+        """Have the turn of this process and that of the peer, which makes the same call.
+
+        Whoever has a turn gives it back at the latest when its own deadline ends the block: a
+        thread of the library that is stuck beyond it would otherwise keep the process from ever
+        making a group again, which is worse than the improbable success of that thread at the very
+        moment of another one's.
+
+        Raises:
+            TransportTimeoutError: Other groups of this process took until the deadline.
+            PlatformError: The peer is in this process, so both turns can never be obtained.
+        """
+        own = [self._token, os.getpid()] + [0] * (WORD_LENGTH - 2)
+        put(own)
+        peer = get()
+        if peer == own:
+            raise PlatformError(
+                "two ranks of one group in one process, where this platform's library can make "
+                "only one communicator at a time; put each rank in a process of its own"
+            )
+        if peer < own:
+            get()
+        if not self._lock.acquire(timeout=deadline.remaining_s()):
+            raise TransportTimeoutError(
+                "other groups of this process were being made, one at a time, for all of "
+                f"{deadline.timeout_s:g} s; allow more time or make fewer groups at once"
+            )
+        try:
+            put(own)
+            if own < peer:
+                get()
+            yield
+        finally:
+            self._lock.release()

@@ -1,18 +1,24 @@
 """Groups over torch.distributed, made and torn down at run time.
 
-They do not touch torch's default process group, so they live beside the engine's own groups.
+They do not touch torch's default process group, so they are independent of the engine's own groups.
 Words travel over gloo on every platform; tensors over gloo on CPU, and over the links of
 :mod:`.collectives_device` elsewhere.
+
+A mismatch in a collective library ends in a hang, a crash or wrong bytes. So the two ends of a call
+compare shape and dtype first, by words, and a mismatch is an error at both ends; a kernel that
+waits for its peer is never started before the peer has come.
 """
 
 from __future__ import annotations
 
 import socket
+import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -26,22 +32,23 @@ from epd_portable.errors import (
     EPDError,
     PeerLostError,
     PlatformError,
+    ProtocolError,
     TransportError,
     TransportTimeoutError,
 )
-from epd_portable.platforms.collectives import Rendezvous
+from epd_portable.platforms.collectives import (
+    CollectiveGroup,
+    Deadline,
+    Rendezvous,
+    finish_within,
+)
 from epd_portable.platforms.collectives_device import (
+    WORD_LENGTH,
     DeviceLink,
     EndWork,
     MakeDataBackend,
+    Turns,
     UseDevice,
-)
-from epd_portable.platforms.collectives_turns import Turns
-from epd_portable.platforms.handshake import (
-    WORD_LENGTH,
-    Deadline,
-    HandshakeGroup,
-    finish_within,
 )
 
 __all__ = ["DeviceSide", "RendezvousHost", "TorchCollectiveGroup"]
@@ -49,6 +56,26 @@ __all__ = ["DeviceSide", "RendezvousHost", "TorchCollectiveGroup"]
 _WORD_TAG = 1
 _DATA_TAG = 2
 _BACKLOG = 128
+_MAX_DIMS = 8
+assert WORD_LENGTH == 3 + _MAX_DIMS
+DTYPES: tuple[torch.dtype, ...] = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+)
+
+
+class WordKind(IntEnum):
+    """First number of a control word."""
+
+    SEND = 1
+    ACCEPT = 2
+    REFUSE = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,7 +140,7 @@ class RendezvousHost:
         self._store = None
 
 
-class TorchCollectiveGroup(HandshakeGroup):
+class TorchCollectiveGroup(CollectiveGroup):
     """A group of processes over torch.distributed."""
 
     def __init__(
@@ -137,9 +164,12 @@ class TorchCollectiveGroup(HandshakeGroup):
             PeerLostError: Nobody listens at the rendezvous, or a rank left while joining.
             PlatformError: The platform has no collectives.
         """
-        super().__init__(
-            name=rendezvous.name, rank=rendezvous.rank, size=rendezvous.size, device=device
-        )
+        self.rank = rendezvous.rank
+        self.size = rendezvous.size
+        self.device = device
+        self._name = rendezvous.name
+        self._closed_because = ""
+        self._close_lock = threading.Lock()
         deadline = Deadline(timeout_s)
         local_address = _probe(rendezvous, deadline)
         with self._translated("the rendezvous", deadline):
@@ -160,6 +190,101 @@ class TorchCollectiveGroup(HandshakeGroup):
             except EPDError:
                 self.close()
                 raise
+
+    def send(self, tensor: torch.Tensor, dst: int, timeout_s: float) -> None:
+        """See :meth:`CollectiveGroup.send`."""
+        offer = self._describe(tensor)
+        self._check_peer(dst)
+        with self._call(timeout_s) as deadline:
+            self._put(offer, dst, deadline)
+            answer = self._expect((WordKind.ACCEPT, WordKind.REFUSE), dst, deadline)
+            if answer[0] == WordKind.REFUSE:
+                raise _mismatch(f"rank {dst} expects", answer, "this rank sends", offer)
+            self._move_out(tensor, dst, deadline)
+
+    def recv(self, tensor: torch.Tensor, src: int, timeout_s: float) -> None:
+        """See :meth:`CollectiveGroup.recv`."""
+        wanted = self._describe(tensor)
+        self._check_peer(src)
+        with self._call(timeout_s) as deadline:
+            offer = self._expect((WordKind.SEND,), src, deadline)
+            answer = WordKind.ACCEPT if offer == wanted else WordKind.REFUSE
+            self._put([int(answer), *wanted[1:]], src, deadline)
+            if offer != wanted:
+                raise _mismatch(f"rank {src} sends", offer, "this rank expects", wanted)
+            self._move_in(tensor, src, deadline)
+
+    def close(self) -> None:
+        """See :meth:`CollectiveGroup.close`."""
+        self._close("close() was called")
+
+    def _expect(self, kinds: Sequence[WordKind], src: int, deadline: Deadline) -> list[int]:
+        word = self._get(src, deadline)
+        if word[0] not in kinds:
+            wanted = " or ".join(kind.name.lower() for kind in kinds)
+            raise ProtocolError(
+                f"group {self._name!r}: rank {src} is at {_kind(word[0])} where this rank "
+                f"{self.rank} waits for {wanted}; the two ends make calls that do not match"
+            )
+        return word
+
+    def _peers(self) -> Iterable[int]:
+        return (rank for rank in range(self.size) if rank != self.rank)
+
+    def _check_peer(self, peer: int) -> None:
+        if not 0 <= peer < self.size or peer == self.rank:
+            raise ValueError(
+                f"rank {peer} as the other end of rank {self.rank} in a group of {self.size}"
+            )
+
+    def _describe(self, tensor: torch.Tensor) -> list[int]:
+        if tensor.device != self.device:
+            raise ValueError(f"tensor is on {tensor.device}; this group moves {self.device}")
+        if not tensor.is_contiguous():
+            raise ValueError("tensor is not contiguous; pass tensor.contiguous()")
+        if tensor.numel() == 0:
+            raise ValueError(f"tensor of shape {tuple(tensor.shape)} is empty")
+        if tensor.dim() > _MAX_DIMS:
+            raise ValueError(f"tensor has {tensor.dim()} dimensions; the limit is {_MAX_DIMS}")
+        if tensor.dtype not in DTYPES:
+            known = ", ".join(_dtype(index) for index in range(len(DTYPES)))
+            raise ValueError(f"dtype {tensor.dtype} cannot be moved; view it as one of {known}")
+        padding = [0] * (_MAX_DIMS - tensor.dim())
+        return [
+            int(WordKind.SEND),
+            DTYPES.index(tensor.dtype),
+            tensor.dim(),
+            *tensor.shape,
+            *padding,
+        ]
+
+    @contextmanager
+    def _call(self, timeout_s: float) -> Iterator[Deadline]:
+        deadline = Deadline(timeout_s)
+        if self._closed_because:
+            raise TransportError(
+                f"group {self._name!r} is closed ({self._closed_because}); make a new one"
+            )
+        try:
+            try:
+                yield deadline
+            except ValueError:
+                # The two ends disagree: the other one must learn it too.
+                self._flush(deadline)
+                raise
+            self._flush(deadline)
+        except EPDError as error:
+            self._close(f"{type(error).__name__}: {error}")
+            raise
+
+    def _close(self, reason: str) -> None:
+        with self._close_lock:
+            if self._closed_because:
+                return
+            self._closed_because = reason
+        self._disconnect()
+
+    # -- channels --------------------------------------------------------------------------------
 
     def _connect(
         self, rendezvous: Rendezvous, store: TCPStore, device_side: DeviceSide, deadline: Deadline
@@ -210,12 +335,17 @@ class TorchCollectiveGroup(HandshakeGroup):
         return gloo
 
     def _put(self, word: Sequence[int], dst: int, deadline: Deadline) -> None:
+        """Start to give ``WORD_LENGTH`` numbers to another rank; :meth:`_flush` completes it.
+
+        Does not wait for the other rank, so that two that both begin to send find out.
+        """
         with self._translated(f"rank {dst}", deadline):
             tensor = torch.tensor(word, dtype=torch.int64)
             # gloo reads the tensor until the work is done, so both are kept.
             self._put_words.append((dst, tensor, self._open().send([tensor], dst, _WORD_TAG)))
 
     def _flush(self, deadline: Deadline) -> None:
+        """Block until the other ranks have what was put, so that closing cannot lose it."""
         while self._put_words:
             dst, _, work = self._put_words[0]
             with self._translated(f"rank {dst}", deadline):
@@ -265,6 +395,22 @@ class TorchCollectiveGroup(HandshakeGroup):
                     f"group {self._name!r}: {peer} did not come within {deadline.timeout_s:g} s"
                 ) from error
             raise PeerLostError(f"group {self._name!r}: lost {peer}: {error}") from error
+
+
+def _mismatch(theirs: str, their_word: list[int], ours: str, our_word: list[int]) -> ValueError:
+    return ValueError(f"{theirs} {_text(their_word)}, {ours} {_text(our_word)}; nothing was moved")
+
+
+def _kind(number: int) -> str:
+    return WordKind(number).name.lower() if number in list(WordKind) else f"word {number}"
+
+
+def _dtype(index: int) -> str:
+    return str(DTYPES[index]).removeprefix("torch.") if index < len(DTYPES) else f"dtype {index}"
+
+
+def _text(word: list[int]) -> str:
+    return f"{_dtype(word[1])}{tuple(word[3 : 3 + word[2]])}"
 
 
 def _store(rendezvous: Rendezvous, deadline: Deadline) -> TCPStore:

@@ -14,8 +14,8 @@ from epd_portable.platforms.base import (
     MemoryInfo,
     Platform,
     ShareHandle,
+    check_host_range,
 )
-from epd_portable.platforms.checks import check_address, check_nbytes
 from epd_portable.platforms.collectives import CollectiveGroup, Rendezvous
 from epd_portable.platforms.collectives_torch import TorchCollectiveGroup
 from epd_portable.platforms.traits import TRAITS
@@ -88,12 +88,11 @@ class CpuPlatform(Platform):
 
     def pin_host(self, address: int, nbytes: int) -> None:
         """Check the arguments."""
-        check_address(address)
-        check_nbytes(nbytes)
+        check_host_range(address, nbytes)
 
     def unpin_host(self, address: int) -> None:
         """Check the argument."""
-        check_address(address)
+        check_host_range(address)
 
     def can_access_peer(self, index: int, peer: int) -> bool:
         """Return ``True`` for the one device."""

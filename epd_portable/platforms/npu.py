@@ -22,8 +22,7 @@ from epd_portable.errors import PlatformError, PlatformUnavailableError, Unsuppo
 from epd_portable.platforms.accelerator import AcceleratorPlatform, errors_spare_the_process
 from epd_portable.platforms.base import Availability, ShareHandle
 from epd_portable.platforms.collectives import CollectiveGroup, Rendezvous
-from epd_portable.platforms.collectives_device import DataBackend
-from epd_portable.platforms.collectives_turns import Turns
+from epd_portable.platforms.collectives_device import DataBackend, Turns
 from epd_portable.platforms.traits import TRAITS
 
 # HCCL takes twice this much device memory for a communicator, by default 2 x 200 MB: so a group of

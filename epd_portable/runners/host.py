@@ -1,4 +1,4 @@
-"""What the mixins need of the model runner that they are mixed into."""
+"""What the mixins need of the model runner that they are mixed into, and of the connector."""
 
 from __future__ import annotations
 
@@ -11,44 +11,35 @@ if TYPE_CHECKING:
 
 
 class StepOutput(Protocol):
-    """vLLM's ``SchedulerOutput``, as far as it is read here."""
+    """vLLM's ``SchedulerOutput``, as far as it is read here.
+
+    Attributes:
+        total_num_scheduled_tokens: Tokens of all requests in this step.
+        num_scheduled_tokens: Tokens by request id.
+        scheduled_encoder_inputs: Indices of the items to encode here, by request id.
+        ec_connector_metadata: What the connector's scheduler half sends to its worker half.
+    """
 
     @property
-    def total_num_scheduled_tokens(self) -> int:
-        """Tokens of all requests in this step."""
-        ...
-
+    def total_num_scheduled_tokens(self) -> int: ...  # noqa: D102 - above
     @property
-    def num_scheduled_tokens(self) -> Mapping[str, int]:
-        """Tokens by request id."""
-        ...
-
+    def num_scheduled_tokens(self) -> Mapping[str, int]: ...  # noqa: D102 - above
     @property
-    def scheduled_encoder_inputs(self) -> Mapping[str, Sequence[int]]:
-        """Indices of the items to encode here, by request id."""
-        ...
-
+    def scheduled_encoder_inputs(self) -> Mapping[str, Sequence[int]]: ...  # noqa: D102 - above
     @property
-    def ec_connector_metadata(self) -> Any:
-        """What the connector's scheduler side sends to its worker side."""
-        ...
+    def ec_connector_metadata(self) -> Any: ...  # noqa: D102 - above
 
 
 class TraceHook(Protocol):
-    """The worker side of an instance's connector, as far as it tells what a device does when."""
+    """The worker half of an instance's connector, as far as it writes the event trace."""
 
     def trace(self, event: str, **fields: Any) -> None:
-        """Record an event of the trace when the device comes to this point of its work.
-
-        Args:
-            event: Its name.
-            **fields: Its own.
-        """
+        """Record an event with the time at which the device comes to this point of its work."""
         ...
 
 
 class EncodeHooks(TraceHook, Protocol):
-    """The worker side of an encode instance's connector, as its runner's mixin calls it.
+    """The worker half of an encode instance's connector, as its runner's mixin calls it.
 
     Attributes:
         encode_together_embeds: See `PlatformTraits.encode_together_embeds`.
@@ -57,7 +48,7 @@ class EncodeHooks(TraceHook, Protocol):
     encode_together_embeds: int | None
 
     def submit_orders(self, metadata: Any, encoder_cache: dict[str, torch.Tensor]) -> None:
-        """Begin the transfers that the scheduler side ordered, before the encoder runs.
+        """Begin the transfers that the scheduler half ordered, before the encoder runs.
 
         In a step that computes nothing because something must end first, rests until something
         has, but for some milliseconds at most.
@@ -79,7 +70,7 @@ class EncodeHooks(TraceHook, Protocol):
 
 
 class PDHooks(TraceHook, Protocol):
-    """The worker side of a PD instance's connector, as its runner's mixin calls it."""
+    """The worker half of a PD instance's connector, as its runner's mixin calls it."""
 
     def place_items(self, metadata: Any, encoder_cache: dict[str, torch.Tensor]) -> None:
         """Make the items that have arrived entries of the runner's encoder cache.
@@ -94,16 +85,16 @@ class PDHooks(TraceHook, Protocol):
         ...
 
     def turn(self) -> AbstractContextManager[None]:
-        """Compute while nothing is encoded beside the steps."""
+        """Compute while nothing is encoded in the background."""
         ...
 
     def report_encoded(self) -> Any | None:
-        """Return what was encoded beside the steps (vLLM's ``ECConnectorOutput``), or ``None``."""
+        """Return what the background encoded (vLLM's ``ECConnectorOutput``), or ``None``."""
         ...
 
 
 class RunnerHost:
-    """The model runner under a mixin: vLLM's V1 ``GPUModelRunner`` and its CPU and NPU subclasses.
+    """vLLM's V1 ``GPUModelRunner`` and its CPU and NPU subclasses (0.26 to 0.33).
 
     For the type checker only; at run time the mixins derive from ``object``.
 
@@ -120,23 +111,16 @@ class RunnerHost:
     requests: Mapping[str, Any]
     input_batch: Any
 
-    def execute_model(self, scheduler_output: StepOutput, *args: Any, **kwargs: Any) -> Any:
-        """Run one step (vLLM 0.26 to 0.33)."""
-        raise NotImplementedError
-
-    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        """Draw the tokens of the step that was executed last (vLLM 0.26 to 0.33)."""
-        raise NotImplementedError
-
-    def _execute_mm_encoder(self, scheduler_output: StepOutput) -> Any:
-        raise NotImplementedError
-
-    def _update_states(self, scheduler_output: StepOutput) -> Any:
-        raise NotImplementedError
+    def execute_model(  # noqa: D102 - vLLM's
+        self, scheduler_output: StepOutput, *args: Any, **kwargs: Any
+    ) -> Any: ...
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any: ...  # noqa: D102 - vLLM's
+    def _execute_mm_encoder(self, scheduler_output: StepOutput) -> Any: ...
+    def _update_states(self, scheduler_output: StepOutput) -> Any: ...
 
 
 class SecondRunnerHost:
-    """The model runner under a mixin: vLLM's second ``GPUModelRunner`` and its NPU subclass.
+    """vLLM's second ``GPUModelRunner`` and its NPU subclass (0.28 to 0.33).
 
     For the type checker only; at run time the mixins derive from ``object``.
 
@@ -162,10 +146,7 @@ class SecondRunnerHost:
     kv_cache_config: Any
     kv_caches: list[Any]
 
-    def load_model(self, *args: Any, **kwargs: Any) -> Any:
-        """Load the model (vLLM 0.28 to 0.33)."""
-        raise NotImplementedError
-
-    def execute_model(self, scheduler_output: StepOutput, *args: Any, **kwargs: Any) -> Any:
-        """Run one step (vLLM 0.28 to 0.33)."""
-        raise NotImplementedError
+    def load_model(self, *args: Any, **kwargs: Any) -> Any: ...  # noqa: D102 - vLLM's
+    def execute_model(  # noqa: D102 - vLLM's
+        self, scheduler_output: StepOutput, *args: Any, **kwargs: Any
+    ) -> Any: ...

@@ -27,7 +27,7 @@ from epd_portable.connector.stores.writer import open_writer
 from epd_portable.connector.worker_endpoint import WorkerEndpoint
 from epd_portable.envs import EPD_COMPUTE_SHARE
 from epd_portable.errors import ProtocolError, UnsupportedError
-from epd_portable.platforms.shares import LimitsCompute
+from epd_portable.platforms.base import LimitsCompute
 from epd_portable.platforms.traits import TRAITS
 from epd_portable.runners.background import BackgroundEncoder
 from epd_portable.runners.dispatcher import Dispatcher, EncodeItem

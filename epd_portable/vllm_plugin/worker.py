@@ -17,8 +17,7 @@ from vllm.distributed.ec_transfer import get_ec_transfer
 from epd_portable.log import trace
 from epd_portable.platforms.traits import TRAITS
 from epd_portable.runners.cores import cores_kept
-from epd_portable.runners.encoder import EncoderRunnerMixin
-from epd_portable.runners.pd import PDRunnerMixin
+from epd_portable.runners.first import EncoderRunnerMixin, PDRunnerMixin
 from epd_portable.runners.second import OrderingSecondRunnerMixin, SecondRunnerMixin
 from epd_portable.vllm_plugin import compat
 

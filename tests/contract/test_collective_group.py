@@ -27,8 +27,7 @@ from epd_portable.errors import (
 from epd_portable.platforms import registry
 from epd_portable.platforms.base import Platform
 from epd_portable.platforms.collectives import CollectiveGroup, Rendezvous
-from epd_portable.platforms.collectives_torch import RendezvousHost
-from epd_portable.platforms.handshake import DTYPES
+from epd_portable.platforms.collectives_torch import DTYPES, RendezvousHost
 from tests.contract.remote_ranks import RankProcesses
 
 # torch_npu says this once a process, at whichever test comes first.

@@ -16,7 +16,7 @@ from epd_portable.launch.plan.kv import KV_CONNECTORS
 from epd_portable.launch.plan.machine import allowed_cores, has_shares, memory_nodes, quota_cores
 from epd_portable.launch.plan.target import Hardware
 from epd_portable.platforms import registry as platforms
-from epd_portable.platforms.shares import LimitsCompute
+from epd_portable.platforms.base import LimitsCompute
 
 MEMORY_TOLERANCE = 0.1
 """Part by which memory may differ from a profile, because drivers reserve some of it."""

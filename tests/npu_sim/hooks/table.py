@@ -130,13 +130,13 @@ for runner, mixin in {"EncodeRunner": "EncoderRunnerMixin", "PDRunner": "PDRunne
     ]
 RUNNER += [
     Provides(
-        caller="traced.py: execute_model chains to",
+        caller="first.py: execute_model chains to",
         owner=NPU_RUNNER,
         method="execute_model",
         provider="NPUModelRunner",
     ),
     Provides(
-        caller="traced.py: _execute_mm_encoder chains to",
+        caller="first.py: _execute_mm_encoder chains to",
         owner=NPU_RUNNER,
         method="_execute_mm_encoder",
         provider="GPUModelRunner",
@@ -148,23 +148,23 @@ RUNNER += [
         provider="ECConnectorModelRunnerMixin",
     ),
     Calls(
-        caller="traced.py: execute_model",
+        caller="first.py: execute_model",
         target=f"{NPU_RUNNER}.execute_model",
         arguments=("self", "scheduler_output"),
     ),
     Calls(
-        caller="traced.py: _execute_mm_encoder",
+        caller="first.py: _execute_mm_encoder",
         target=f"{NPU_RUNNER}._execute_mm_encoder",
         arguments=("self", "scheduler_output"),
     ),
     Reaches(
-        caller="encoder.py: an encode instance's step",
+        caller="first.py: an encode instance's step",
         owner=NPU_RUNNER,
         method="execute_model",
         callee="_execute_mm_encoder",
     ),
     Reaches(
-        caller="encoder.py: an encode instance's step ends after the encoder",
+        caller="first.py: an encode instance's step ends after the encoder",
         owner=NPU_RUNNER,
         method="execute_model",
         callee="make_empty_encoder_model_runner_output",
@@ -201,12 +201,12 @@ RUNNER += [
 ]
 RUNNER += [
     Attribute(
-        caller="encoder.py: EncoderRunnerMixin.execute_model",
+        caller="first.py: EncoderRunnerMixin.execute_model",
         owner="vllm.v1.outputs:ModelRunnerOutput",
         attribute="ec_connector_output",
     ),
     Attribute(
-        caller="traced.py: _execute_mm_encoder",
+        caller="first.py: _execute_mm_encoder",
         owner="vllm.v1.worker.gpu_input_batch:CachedRequestState",
         attribute="mm_features",
     ),

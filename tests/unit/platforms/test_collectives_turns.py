@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from epd_portable.errors import EPDError, PeerLostError, PlatformError, TransportTimeoutError
-from epd_portable.platforms.collectives_turns import Turns
-from epd_portable.platforms.handshake import Deadline
+from epd_portable.platforms.collectives import Deadline
+from epd_portable.platforms.collectives_device import Turns
 
 AMPLE_S = 20.0
 SHORT_S = 0.2

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from epd_portable.runners.first import PDRunnerMixin
 from epd_portable.runners.generators import RewindableGenerator
-from epd_portable.runners.pd import PDRunnerMixin
 
 
 def seeded(seed: int) -> torch.Generator:

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from epd_portable.runners.encoder import EncoderRunnerMixin
-from epd_portable.runners.pd import PDRunnerMixin
+from epd_portable.runners.first import EncoderRunnerMixin, PDRunnerMixin
 
 
 @dataclass

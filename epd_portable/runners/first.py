@@ -1,0 +1,146 @@
+"""vLLM's first model runner, whose mixins call the connector in every step.
+
+vLLM's V1 runner leaves the connector out of steps without tokens, and drops what the connector of
+an encode-only instance reports (0.26 to 0.33). What has ended is attached to the step's output
+here, and workers learn of revoked grants in every step.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from epd_portable.runners.generators import mark_generators
+
+if TYPE_CHECKING:
+    from epd_portable.runners.host import EncodeHooks, PDHooks, RunnerHost, StepOutput, TraceHook
+
+    _Base = RunnerHost
+else:
+    _Base = object
+
+
+class TracedRunner(_Base):
+    """Traces the tokens of every step and the items that the encoder computes in it."""
+
+    epd: TraceHook
+
+    def execute_model(self, scheduler_output: StepOutput, *args: Any, **kwargs: Any) -> Any:
+        """Run one step of the engine."""
+        if scheduler_output.total_num_scheduled_tokens:
+            self.epd.trace("step", tokens=dict(scheduler_output.num_scheduled_tokens))
+        return super().execute_model(scheduler_output, *args, **kwargs)
+
+    def _execute_mm_encoder(self, scheduler_output: StepOutput) -> Any:
+        inputs = scheduler_output.scheduled_encoder_inputs
+        if not inputs:
+            return super()._execute_mm_encoder(scheduler_output)
+        items = [
+            self.requests[request_id].mm_features[input_id].identifier
+            for request_id, input_ids in inputs.items()
+            for input_id in input_ids
+        ]
+        self.epd.trace("encode.begin", items=items)
+        outputs = super()._execute_mm_encoder(scheduler_output)
+        self.epd.trace("encode.end", items=items)
+        return outputs
+
+
+class _PartsRunner(_Base):
+    """Encodes the items of a step a few at a time where more at once are no faster.
+
+    vLLM encodes all of them before it saves the first output (0.26 to 0.33); so each leaves as soon
+    as it is encoded.
+    """
+
+    epd: EncodeHooks
+
+    def _execute_mm_encoder(self, scheduler_output: StepOutput) -> Any:
+        parts = list(self._parts(scheduler_output.scheduled_encoder_inputs))
+        if len(parts) < 2:
+            return super()._execute_mm_encoder(scheduler_output)
+        outputs: list[Any] = []
+        for part in parts:
+            some: Any = copy.copy(scheduler_output)
+            some.scheduled_encoder_inputs = part
+            outputs += super()._execute_mm_encoder(some)
+        return outputs
+
+    def _parts(self, inputs: Mapping[str, Sequence[int]]) -> Iterator[dict[str, list[int]]]:
+        """Divide the items to encode, in their order, into those that are encoded together."""
+        limit = self.epd.encode_together_embeds
+        part: dict[str, list[int]] = {}
+        size = 0
+        for request_id, input_ids in inputs.items():
+            features = self.requests[request_id].mm_features
+            for input_id in input_ids:
+                more = features[input_id].mm_position.get_num_embeds()
+                if part and limit is not None and size + more > limit:
+                    yield part
+                    part, size = {}, 0
+                part.setdefault(request_id, []).append(input_id)
+                size += more
+        if part:
+            yield part
+
+
+class EncoderRunnerMixin(TracedRunner, _PartsRunner):
+    """An encode instance's: announces items before they are encoded, reports ended transfers.
+
+    The encoder's outputs reach the `Sender` through vLLM's ``save_caches`` hook, right after each
+    is computed. The step's orders go to it before, so that the consumer's grant comes while the
+    encoder works.
+    """
+
+    epd: EncodeHooks
+
+    def execute_model(self, scheduler_output: StepOutput, *args: Any, **kwargs: Any) -> Any:
+        """Run one step of the engine, with tokens or without."""
+        self.epd.submit_orders(scheduler_output.ec_connector_metadata, self.encoder_cache)
+        output = super().execute_model(scheduler_output, *args, **kwargs)
+        return _with_report(output, self.epd.report_transfers())
+
+
+class PDRunnerMixin(TracedRunner):
+    """A PD instance's: places items that have arrived before a step computes with them.
+
+    Every tensor-parallel rank reads the same slots, so one transfer serves all. Text before an item
+    is computed while the item is on its way, so prompts are computed in parts.
+    """
+
+    epd: PDHooks
+
+    def execute_model(self, scheduler_output: StepOutput, *args: Any, **kwargs: Any) -> Any:
+        """Run one step of the engine, with tokens or without."""
+        self.epd.place_items(scheduler_output.ec_connector_metadata, self.encoder_cache)
+        if scheduler_output.total_num_scheduled_tokens:
+            with self.epd.turn():
+                # Within it vLLM asks ``get_finished``.
+                return super().execute_model(scheduler_output, *args, **kwargs)
+        output = super().execute_model(scheduler_output, *args, **kwargs)
+        return _with_report(output, self.epd.report_encoded())
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        """Draw the tokens of the step that was executed last."""
+        with self.epd.turn():
+            return super().sample_tokens(*args, **kwargs)
+
+    def _update_states(self, scheduler_output: StepOutput) -> Any:
+        # Makes the generators of new requests and the batch, before anything is drawn (0.26 to
+        # 0.32); vLLM sets back those of requests that are computed in part.
+        corrections = super()._update_states(scheduler_output)
+        mark_generators(self)
+        return corrections
+
+
+def _with_report(output: Any, report: Any | None) -> Any:
+    """Return a step's output with a report (vLLM's ``ECConnectorOutput``) attached.
+
+    The output of an empty step is shared between steps, so a copy gets the report.
+    """
+    if report is None:
+        return output
+    output = copy.copy(output)
+    output.ec_connector_output = report
+    return output
