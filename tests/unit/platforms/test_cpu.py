@@ -42,7 +42,6 @@ def test_its_words_are_those_of_its_traits(platform: Platform) -> None:
     traits = TRAITS["cpu"]
     assert platform.traits is traits
     assert (platform.name, platform.device_type) == (traits.name, traits.device_type)
-    assert platform.traits.visible_devices_env is None
 
 
 def test_it_is_one_device(platform: Platform) -> None:
