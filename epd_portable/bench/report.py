@@ -9,7 +9,7 @@ import json
 import os
 import platform
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
@@ -47,6 +47,14 @@ class Table:
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
+
+    @classmethod
+    def of(cls, title: str, rows: Iterable[Mapping[str, str]]) -> Table:
+        """Return a table of rows that have the same columns, at least one."""
+        found = list(rows)
+        return cls(
+            title=title, columns=tuple(found[0]), rows=tuple(tuple(row.values()) for row in found)
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

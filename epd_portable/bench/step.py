@@ -103,15 +103,6 @@ def make_report(samples: Samples, *, command: str, load_before: float) -> Report
         }
         for case, group in samples.items()
     ]
-    rows = tuple(
-        (
-            f"{row['decoding']} × {row['items']}",
-            str(row["waiting"]),
-            f"{row['step_s'] / row['asking_s']:.2f}",
-            *(f"{row[name] * 1e6:.1f}" for name in ("step_s", "step_p90_s", "asking_s")),
-        )
-        for row in summary
-    )
     return Report(
         title="The package's work in a step of a prefill+decode engine",
         command=command,
@@ -121,13 +112,7 @@ def make_report(samples: Samples, *, command: str, load_before: float) -> Report
             "that asks is Python's, as vLLM's is.",
             "Ratio: that work by as many calls of a function that only answers yes.",
         ),
-        tables=(
-            Table(
-                title="Times in µs",
-                columns=("decoding × items", "waiting", "ratio", "p50", "p90", "only asking, p50"),
-                rows=rows,
-            ),
-        ),
+        tables=(Table.of("Times in µs", map(_row, summary)),),
         summary=summary,
         samples=[
             {
@@ -138,6 +123,17 @@ def make_report(samples: Samples, *, command: str, load_before: float) -> Report
             for case, group in samples.items()
         ],
     )
+
+
+def _row(row: dict[str, float]) -> dict[str, str]:
+    return {
+        "decoding × items": f"{row['decoding']} × {row['items']}",
+        "waiting": str(row["waiting"]),
+        "ratio": f"{row['step_s'] / row['asking_s']:.2f}",
+        "p50": f"{row['step_s'] * 1e6:.1f}",
+        "p90": f"{row['step_p90_s'] * 1e6:.1f}",
+        "only asking, p50": f"{row['asking_s'] * 1e6:.1f}",
+    }
 
 
 @dataclass

@@ -280,6 +280,25 @@ def make_report(
         load_before: See `conditions`.
     """
     groups = by_case(samples)
+    tables = [
+        Table.of(
+            "Against memcpy of the same bytes",
+            (_ratios(case, group) for case, group in groups.items()),
+        )
+    ]
+    if len({case.path for case in groups}) > 1:
+        tables.append(
+            Table.of(
+                "By another path, each item by that of the same round",
+                (_between(case, groups) for case in groups),
+            )
+        )
+    tables.append(
+        Table.of(
+            "Where the time goes, medians in ms",
+            (_parts(case, group) for case, group in groups.items()),
+        )
+    )
     reasons = "; ".join(f"{path} ({reason})" for path, reason in left_out.items())
     entries = [registry.entry(path) for path in {case.path for case in groups}]
     modules = {
@@ -302,8 +321,8 @@ def make_report(
             "Ratio: total time by that of a memcpy of the same bytes right before, median of the "
             "pairs with their quartiles. Other times are medians over all rounds.",
         ),
-        tables=(_ratios(groups), *_between(groups), _parts(groups)),
-        summary=[_summary(case, group) for case, group in groups.items()],
+        tables=tuple(tables),
+        summary={"place": place, "left_out": dict(left_out)},
         samples=[_columns(case, group) for case, group in groups.items()],
     )
 
@@ -331,92 +350,45 @@ def _memcpy_s(group: Sequence[TransferSample]) -> list[float]:
     return [sample.memcpy_s for sample in group]
 
 
-def _median_ms(group: Sequence[TransferSample], part: str) -> float:
-    return quantile([getattr(sample.way, part) for sample in group], 0.5) * 1000
-
-
-def _ratios(groups: Groups) -> Table:
-    rows = []
-    for case, group in groups.items():
-        total = summarize(_total_s(group))
-        rows.append(
-            (
-                _name(case, group),
-                str(paired_ratio(_total_s(group), _memcpy_s(group))),
-                f"{total.median * 1000:.2f}",
-                f"{total.p90 * 1000:.2f}",
-                f"{quantile(_memcpy_s(group), 0.5) * 1000:.3f}",
-                f"{case.nbytes / total.median / 1e9:.3g}",
-                str(total.count),
-            )
-        )
-    return Table(
-        title="Against memcpy of the same bytes",
-        columns=(
-            "path, size, grant",
-            "ratio",
-            "median, ms",
-            "p90, ms",
-            "memcpy, ms",
-            "GB/s",
-            "rounds",
-        ),
-        rows=tuple(rows),
-    )
-
-
-def _between(groups: Groups) -> Iterator[Table]:
-    """Yield the table of each path by each other; none of one path alone."""
-    paths = tuple(dict.fromkeys(case.path for case in groups))
-    if len(paths) == 1:
-        return
-
-    def ratio(case: TransferCase, path: str) -> str:
-        group, peers = groups[case], groups.get(dataclasses.replace(case, path=path), [])
-        if path == case.path or len(peers) != len(group):
-            return "–"
-        return str(paired_ratio(_total_s(group), _total_s(peers)))
-
-    yield Table(
-        title="By another path, each item by that of the same round",
-        columns=("path, size, grant", *(f"by {path}" for path in paths)),
-        rows=tuple(
-            (_name(case, group), *(ratio(case, path) for path in paths))
-            for case, group in groups.items()
-        ),
-    )
-
-
-def _parts(groups: Groups) -> Table:
-    return Table(
-        title="Where the time goes, medians in ms",
-        columns=(
-            "path, size, grant",
-            "wait for grant",
-            "write",
-            "written to landed",
-            "landed to placed",
-            "control",
-        ),
-        rows=tuple(
-            (
-                _name(case, group),
-                *(f"{_median_ms(group, part):.3f}" for part in (*_PARTS, "control_s")),
-            )
-            for case, group in groups.items()
-        ),
-    )
-
-
-def _summary(case: TransferCase, group: Sequence[TransferSample]) -> dict[str, Plain]:
+def _ratios(case: TransferCase, group: Sequence[TransferSample]) -> dict[str, str]:
     total = summarize(_total_s(group))
     return {
-        **dataclasses.asdict(case),
-        "granted": _name(case, group).rpartition(", ")[2],
-        "total_s": dataclasses.asdict(total),
-        "ratio_to_memcpy": dataclasses.asdict(paired_ratio(_total_s(group), _memcpy_s(group))),
-        "medians_ms": {part: _median_ms(group, part) for part in (*_PARTS, "control_s")},
-        "gigabytes_per_s": case.nbytes / total.median / 1e9,
+        "path, size, grant": _name(case, group),
+        "ratio": str(paired_ratio(_total_s(group), _memcpy_s(group))),
+        "median, ms": f"{total.median * 1000:.2f}",
+        "p90, ms": f"{total.p90 * 1000:.2f}",
+        "memcpy, ms": f"{quantile(_memcpy_s(group), 0.5) * 1000:.3f}",
+        "GB/s": f"{case.nbytes / total.median / 1e9:.3g}",
+        "rounds": str(total.count),
+    }
+
+
+def _between(case: TransferCase, groups: Groups) -> dict[str, str]:
+    """Return the row of a case by each path."""
+    row = {"path, size, grant": _name(case, groups[case])}
+    total_s = _total_s(groups[case])
+    for path in dict.fromkeys(each.path for each in groups):
+        peers_s = _total_s(groups.get(dataclasses.replace(case, path=path), ()))
+        known = path != case.path and len(peers_s) == len(total_s)
+        row[f"by {path}"] = str(paired_ratio(total_s, peers_s)) if known else "–"
+    return row
+
+
+def _parts(case: TransferCase, group: Sequence[TransferSample]) -> dict[str, str]:
+    parts = {
+        "wait for grant": "grant_wait_s",
+        "write": "write_s",
+        "written to landed": "notice_s",
+        "landed to placed": "place_s",
+        "control": "control_s",
+    }
+    medians = {
+        title: quantile([getattr(sample.way, part) for sample in group], 0.5)
+        for title, part in parts.items()
+    }
+    return {
+        "path, size, grant": _name(case, group),
+        **{title: f"{seconds * 1000:.3f}" for title, seconds in medians.items()},
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from epd_portable.bench.report import Plain, Report, Table, conditions
@@ -86,7 +86,20 @@ def make_report(
         }
     predictions = [each for each in answers if isinstance(each, Prediction)]
     tables = [_lines(lines)] if lines else []
-    tables.append(_candidates(candidates) if candidates else _predictions(predictions))
+    if candidates:
+        tables.append(
+            Table.of(
+                "Highest rate within the limits, by how the devices are used",
+                (_candidate(each, candidates[0]) for each in candidates),
+            )
+        )
+    if predictions:
+        tables.append(
+            Table.of(
+                "Predicted at rates that were asked for; ms",
+                (row for each in predictions for row in _predicted(each)),
+            )
+        )
     return Report(
         title="Sizing",
         command=command,
@@ -99,84 +112,53 @@ def make_report(
 
 
 def _lines(lines: Sequence[Line]) -> Table:
-    return Table(
-        title="Measured stages: lines by least squares, ms",
-        columns=("stage", "at zero", "each", "of", "residual, rms", "points"),
-        rows=tuple(
-            (
-                line.name,
-                _ms(line.base_s),
-                f"{line.slope_s * 1000:.3g}",
-                line.across,
-                _ms(line.rms_s),
-                ", ".join(f"{place:g}: {_ms(seconds)}" for place, seconds in line.points),
-            )
+    return Table.of(
+        "Measured stages: lines by least squares, ms",
+        (
+            {
+                "stage": line.name,
+                "at zero": _ms(line.base_s),
+                "each": f"{line.slope_s * 1000:.3g}",
+                "of": line.across,
+                "residual, rms": _ms(line.rms_s),
+                "points": ", ".join(f"{place:g}: {_ms(s)}" for place, s in line.points),
+            }
             for line in lines
         ),
     )
 
 
-def _candidates(candidates: Sequence[Candidate]) -> Table:
-    replicas = candidates[0]
-    rows = []
-    for each in candidates:
-        kinds = each.outcome.kinds
-        stage, share = each.fullest
-        rows.append(
-            (
-                str(each.deployment),
-                f"{each.rate / replicas.rate:.2f}" if replicas.rate else "–",
-                f"{each.rate:.3g}",
-                f"{each.goodput:.3g}",
-                *(
-                    f"{kinds[kind].ttft_p99:.3g}" if kind in kinds else "–"
-                    for kind in ("text", "pictures")
-                ),
-                _ms(max(kind.tpot_p99 for kind in kinds.values())),
-                f"{stage} {share:.0%}",
-                each.limit or "–",
-            )
-        )
-    return Table(
-        title="Highest rate within the limits, by how the devices are used",
-        columns=(
-            "deployment",
-            "by replicas",
-            "requests/s",
-            "goodput/s",
-            "TTFT p99 text, s",
-            "pictures, s",
-            "TPOT p99, ms",
-            "nearest to full",
-            "breaks first above",
-        ),
-        rows=tuple(rows),
+def _candidate(each: Candidate, replicas: Candidate) -> dict[str, str]:
+    kinds = each.outcome.kinds
+    text, pictures = (
+        f"{kinds[kind].ttft_p99:.3g}" if kind in kinds else "–" for kind in ("text", "pictures")
     )
+    stage, share = each.fullest
+    return {
+        "deployment": str(each.deployment),
+        "by replicas": f"{each.rate / replicas.rate:.2f}" if replicas.rate else "–",
+        "requests/s": f"{each.rate:.3g}",
+        "goodput/s": f"{each.goodput:.3g}",
+        "TTFT p99 text, s": text,
+        "pictures, s": pictures,
+        "TPOT p99, ms": _ms(max(kind.tpot_p99 for kind in kinds.values())),
+        "nearest to full": f"{stage} {share:.0%}",
+        "breaks first above": each.limit or "–",
+    }
 
 
-def _predictions(predictions: Sequence[Prediction]) -> Table:
-    return Table(
-        title="Predicted at rates that were asked for; ms",
-        columns=(
-            "requests/s, deployment",
-            "kind",
-            "TTFT p50",
-            "TTFT p99",
-            "TPOT p50",
-            "TPOT p99",
-            "busiest stage",
-        ),
-        rows=tuple(
-            (
-                f"{each.rate:g}, {each.deployment}",
-                kind,
-                *map(_ms, (seen.ttft_p50, seen.ttft_p99, seen.tpot_p50, seen.tpot_p99)),
-                "{} {:.0%}".format(*max(each.outcome.busy.items(), key=lambda one: one[1])),
-            )
-            for each in predictions
-            for kind, seen in each.outcome.kinds.items()
-        ),
-    )
+def _predicted(each: Prediction) -> Iterator[dict[str, str]]:
+    stage, share = max(each.outcome.busy.items(), key=lambda one: one[1])
+    for kind, seen in each.outcome.kinds.items():
+        yield {
+            "requests/s, deployment": f"{each.rate:g}, {each.deployment}",
+            "kind": kind,
+            "TTFT p50": _ms(seen.ttft_p50),
+            "TTFT p99": _ms(seen.ttft_p99),
+            "TPOT p50": _ms(seen.tpot_p50),
+            "TPOT p99": _ms(seen.tpot_p99),
+            "busiest stage": f"{stage} {share:.0%}",
+        }
 
 
 def _sample(each: Candidate | Prediction) -> Plain:
