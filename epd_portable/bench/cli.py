@@ -38,7 +38,6 @@ What this package costs a prefill+decode engine in every step:
   epd-bench step
 How many instances of which role to run, and whether to split at all, by simulation:
   epd-bench plan --stages stages.yaml --devices 8 --workload share=0.3,pictures=1+4
-  epd-bench plan --measure http://127.0.0.1:8000 --write-stages stages.yaml
 Write the results to files:
   epd-bench transfer --json t.json --markdown t.md
 

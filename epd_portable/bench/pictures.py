@@ -26,7 +26,7 @@ def png(seed: int, size: int) -> bytes:
         rows.append(row * min(_BLOCK, size - top))
     header = struct.pack(">IIBBBBB", size, size, 8, 2, 0, 0, 0)
     chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(b"".join(rows))), (b"IEND", b""))
-    return b"\x89PNG\r\n\x1a\n" + b"".join(png_chunk(kind, data) for kind, data in chunks)
+    return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(kind, data) for kind, data in chunks)
 
 
 def data_url(seed: int, size: int) -> str:
@@ -34,7 +34,6 @@ def data_url(seed: int, size: int) -> str:
     return "data:image/png;base64," + base64.b64encode(png(seed, size)).decode("ascii")
 
 
-def png_chunk(kind: bytes, data: bytes) -> bytes:
-    """Return one chunk of a PNG: its length, kind, data and checksum."""
+def _chunk(kind: bytes, data: bytes) -> bytes:
     checksum = zlib.crc32(kind + data)
     return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", checksum)

@@ -9,7 +9,6 @@ import click
 
 from epd_portable.bench import console
 from epd_portable.bench import report as reports
-from epd_portable.bench.sizing.measure import Line, Probe, analyse
 from epd_portable.bench.sizing.report import Prediction, make_report
 from epd_portable.bench.sizing.search import (
     Candidate,
@@ -19,16 +18,12 @@ from epd_portable.bench.sizing.search import (
     search,
 )
 from epd_portable.bench.sizing.simulate import RoutingRules
-from epd_portable.bench.sizing.stages import load_stages, to_yaml
+from epd_portable.bench.sizing.stages import load_stages
 from epd_portable.bench.sizing.workload import Workload
-from epd_portable.errors import ConfigError, MeasurementError
-from epd_portable.launch.commands.command_line import http_url
 
 MOST_DEVICES = 256
 """Of a search, which tries every split."""
 SEED = 1
-REPEAT = 5
-"""Measurements of each point of ``--measure``."""
 
 HELP = """Say how many encode and prefill+decode instances to run, and whether to split at all.
 
@@ -38,8 +33,7 @@ highest rate at which 99 of 100 requests, of those with and without pictures, ke
 engine is started. The page says what the simulation does not know.
 
 \b
-Stage times of an idle vLLM in one process, and the answer for 8 such devices:
-  epd-bench plan --measure http://127.0.0.1:8000 --write-stages stages.yaml --devices 8
+The answer for 8 devices:
   epd-bench plan --stages stages.yaml --devices 8 --workload share=0.3,pictures=1+4,size=1024
 What to expect at a rate, without a search:
   epd-bench plan --stages stages.yaml --devices 2 --rate 2,6
@@ -61,7 +55,8 @@ What to expect at a rate, without a search:
   prefill: {base_s: 0.012, per_token_s: 0.00003}
   decode:  {base_s: 0.012, per_sequence_s: 0.00005}
   front_end: {request_s: 0.002, picture_s: 0.004, pixel_s: 2.0e-8}
-More keys, each with a default: transfer, router, engine (epd_portable/bench/sizing/stages.py).
+More keys, each with a default: transfer, router, engine (epd_portable/bench/sizing/stages.py). How
+to measure them with vLLM's own tools: docs/deploy.md.
 
 Exit status: 0; 1 when something failed; 2 on bad input. What is assumed, and how far predictions
 were off: docs/measurements/2026-11-sizing.md.
@@ -89,16 +84,14 @@ _SECONDS = click.FloatRange(min=0, min_open=True)
 
 
 @click.command("plan", help=HELP)
-@click.option("--stages", "stage_file", type=_FILE, metavar="FILE", help="File with stage times.")
 @click.option(
-    "--measure",
-    "url",
-    metavar="URL",
-    callback=http_url,
-    help="Measure the stage times of this server, an idle vLLM in one process, in place of "
-    "--stages.",
+    "--stages",
+    "stage_file",
+    required=True,
+    type=_FILE,
+    metavar="FILE",
+    help="File with stage times; see above.",
 )
-@click.option("--write-stages", type=_FILE, metavar="FILE", help="Write what was measured.")
 @click.option(
     "--devices",
     default=8,
@@ -163,9 +156,7 @@ _SECONDS = click.FloatRange(min=0, min_open=True)
 )
 @console.file_options
 def plan_command(
-    stage_file: Path | None,
-    url: str | None,
-    write_stages: Path | None,
+    stage_file: Path,
     devices: int,
     workload: str,
     ttft_p99: float,
@@ -186,24 +177,9 @@ def plan_command(
             ttft_pictures_s=ttft_p99_pictures or ttft_p99,
             tpot_s=tpot_p99,
         )
-        asked = Workload.read(workload)
-        lines: tuple[Line, ...] = ()
-        if url is not None and stage_file is None:
-            times, lines = analyse(
-                Probe(url, repeat=REPEAT, report=console.progress).run(),
-                source=f"measured from outside by epd-bench plan --measure, repeat {REPEAT}",
-            )
-            if write_stages is not None:
-                _write(to_yaml(times), write_stages)
-        elif stage_file is not None and url is None:
-            times = load_stages(stage_file)
-        else:
-            raise ConfigError(
-                "stage times come from --stages FILE or from --measure URL; give one of them"
-            )
         question = SizingQuestion(
-            times=times,
-            workload=asked,
+            times=load_stages(stage_file),
+            workload=Workload.read(workload),
             rules=RoutingRules(routers=routers, elastic_threshold=elastic_threshold),
             count=requests,
             seed=SEED,
@@ -218,14 +194,6 @@ def plan_command(
         else:
             answers = search(question, devices, limits, console.progress)
         made = make_report(
-            question, limits, answers, lines, command=console.command(), load_before=load_before
+            question, limits, answers, command=console.command(), load_before=load_before
         )
         console.finish(made, json_file=json_file, markdown_file=markdown_file)
-
-
-def _write(text: str, file: Path) -> None:
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise MeasurementError(f"--write-stages {file}: {error}; name another file") from error

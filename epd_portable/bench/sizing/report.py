@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from epd_portable.bench.report import Plain, Report, Table, conditions
-from epd_portable.bench.sizing.measure import Line
 from epd_portable.bench.sizing.search import Candidate, LatencyLimits, SizingQuestion, recommend
 from epd_portable.bench.sizing.simulate import Deployment, Outcome
 
@@ -40,7 +39,6 @@ def make_report(
     question: SizingQuestion,
     limits: LatencyLimits,
     answers: Sequence[Candidate] | Sequence[Prediction],
-    lines: Sequence[Line],
     *,
     command: str,
     load_before: float,
@@ -51,7 +49,6 @@ def make_report(
         question: What was simulated.
         limits: Of latencies.
         answers: Candidates of the search, or predictions at rates that were asked for.
-        lines: Behind stage times that were measured for it.
         command: The command line.
         load_before: See `conditions`.
     """
@@ -67,7 +64,6 @@ def make_report(
         "workload": question.workload.model_dump(mode="json"),
         "stages": question.times.model_dump(mode="json"),
         "limits": dataclasses.asdict(limits),
-        "lines": [dataclasses.asdict(line) for line in lines],
     }
     if candidates:
         recommendation = recommend(candidates)
@@ -82,49 +78,25 @@ def make_report(
         summary["best"] = {
             **dataclasses.asdict(best.deployment),
             "rate": best.rate,
-            "goodput": best.goodput,
         }
-    predictions = [each for each in answers if isinstance(each, Prediction)]
-    tables = [_lines(lines)] if lines else []
-    if candidates:
-        tables.append(
-            Table.of(
-                "Highest rate within the limits, by how the devices are used",
-                (_candidate(each, candidates[0]) for each in candidates),
-            )
+        table = Table.of(
+            "Highest rate within the limits, by how the devices are used",
+            (_candidate(each, candidates[0]) for each in candidates),
         )
-    if predictions:
-        tables.append(
-            Table.of(
-                "Predicted at rates that were asked for; ms",
-                (row for each in predictions for row in _predicted(each)),
-            )
+    else:
+        predictions = [each for each in answers if isinstance(each, Prediction)]
+        table = Table.of(
+            "Predicted at rates that were asked for; ms",
+            (row for each in predictions for row in _predicted(each)),
         )
     return Report(
         title="Sizing",
         command=command,
         conditions=conditions(load_before, measured=_MEASURED),
-        tables=tuple(tables),
+        tables=(table,),
         summary=summary,
         samples=[_sample(each) for each in answers],
         notes=tuple(notes),
-    )
-
-
-def _lines(lines: Sequence[Line]) -> Table:
-    return Table.of(
-        "Measured stages: lines by least squares, ms",
-        (
-            {
-                "stage": line.name,
-                "at zero": _ms(line.base_s),
-                "each": f"{line.slope_s * 1000:.3g}",
-                "of": line.across,
-                "residual, rms": _ms(line.rms_s),
-                "points": ", ".join(f"{place:g}: {_ms(s)}" for place, s in line.points),
-            }
-            for line in lines
-        ),
     )
 
 
@@ -138,7 +110,6 @@ def _candidate(each: Candidate, replicas: Candidate) -> dict[str, str]:
         "deployment": str(each.deployment),
         "by replicas": f"{each.rate / replicas.rate:.2f}" if replicas.rate else "–",
         "requests/s": f"{each.rate:.3g}",
-        "goodput/s": f"{each.goodput:.3g}",
         "TTFT p99 text, s": text,
         "pictures, s": pictures,
         "TPOT p99, ms": _ms(max(kind.tpot_p99 for kind in kinds.values())),
@@ -175,7 +146,6 @@ def _sample(each: Candidate | Prediction) -> Plain:
     }
     if isinstance(each, Candidate):
         sample |= {
-            "goodput": each.goodput,
             "limit": each.limit,
             "capacities": dict(each.capacities),
         }

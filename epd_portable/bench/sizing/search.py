@@ -40,27 +40,15 @@ class LatencyLimits:
     ttft_pictures_s: float
     tpot_s: float
 
-    def ttft_of(self, kind: str) -> float:
-        """Return the limit of the time to the first token of a kind of request."""
-        return self.ttft_pictures_s if kind == "pictures" else self.ttft_s
-
     def broken(self, outcome: Outcome) -> str:
         """Return the limit that a load broke first; empty if it kept all."""
         for kind, seen in outcome.kinds.items():
-            if seen.ttft_p99 > self.ttft_of(kind):
+            ttft_s = self.ttft_pictures_s if kind == "pictures" else self.ttft_s
+            if seen.ttft_p99 > ttft_s:
                 return f"TTFT of {kind}"
             if seen.tpot_p99 > self.tpot_s:
                 return f"TPOT of {kind}"
         return ""
-
-    def goodput(self, outcome: Outcome) -> float:
-        """Return how many requests per second were within the limits."""
-        good = sum(
-            request.ttft_s <= self.ttft_of("pictures" if request.items else "text")
-            and request.tpot_s <= self.tpot_s
-            for request in outcome.requests
-        )
-        return outcome.rate * good / len(outcome.requests)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,7 +127,6 @@ class Candidate:
     Attributes:
         deployment: The instances.
         rate: Highest rate found at which all limits hold, requests per second; 0: none.
-        goodput: Requests per second within the limits at that rate.
         outcome: At that rate; at the lowest that was tried when none holds.
         limit: What breaks first above it.
         capacities: See `SizingQuestion.capacities`.
@@ -147,7 +134,6 @@ class Candidate:
 
     deployment: Deployment
     rate: float
-    goodput: float
     outcome: Outcome
     limit: str
     capacities: dict[str, float]
@@ -189,7 +175,6 @@ def best_rate(question: SizingQuestion, deployment: Deployment, limits: LatencyL
     return Candidate(
         deployment=deployment,
         rate=rate,
-        goodput=limits.goodput(held) if rate else 0.0,
         outcome=held,
         limit=limit,
         capacities=capacities,

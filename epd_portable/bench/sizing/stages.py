@@ -1,4 +1,4 @@
-"""What each stage of a request takes: the file that `plan` reads and `plan --measure` writes."""
+"""What each stage of a request takes: the file that `plan` reads."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 from pathlib import Path
 from typing import Annotated
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
 from epd_portable.config.document import KeyPath
@@ -156,9 +155,3 @@ def load_stages(path: Path) -> StageTimes:
         ConfigError: The file cannot be read, or has problems: names all of them.
     """
     return checked(read_text(path), StageTimes, source=str(path), missing=_MISSING)
-
-
-def to_yaml(times: StageTimes) -> str:
-    """Return the text of a file that `parse_stages` reads."""
-    text: str = yaml.safe_dump(times.model_dump(), sort_keys=False)
-    return text

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from epd_portable.bench.sizing.stages import StageTimes, load_stages, to_yaml
+from epd_portable.bench.sizing.stages import StageTimes, load_stages
 from epd_portable.errors import ConfigError
 from tests.unit.bench.sizing.samples import stage_times
 
@@ -31,11 +31,6 @@ def test_a_file_needs_what_a_model_takes_and_has_defaults_for_the_rest(tmp_path:
     assert times.router.arrival_s([]) == times.router.request_s
     assert times.router.arrival_s([1_000_000]) == pytest.approx(0.00354, rel=0.01)
     assert times.router.arrival_s([100_000]) == pytest.approx(0.000944, rel=0.02)
-
-
-def test_what_is_written_is_read_again(tmp_path: Path) -> None:
-    times = stage_times(front_end={"request_s": 0.25})
-    assert parse_stages(to_yaml(times), tmp_path) == times
 
 
 def test_json_is_read_as_well(tmp_path: Path) -> None:
