@@ -1,11 +1,9 @@
-"""The two processes of a transfer measurement: real ends, without an engine around them.
+"""The two processes of `transfer`: a real sender and a real receiver, without an engine.
 
 ``python -m epd_portable.bench.ends produce|consume CONFIG DESCRIPTOR`` reads commands, one JSON
-object a line, and answers each with one line on that file descriptor. `transfer` starts both and
-gives the commands; the times come from the event traces that the ends write.
-
-On devices work is queued and done later. Nothing here is measured by when it was queued: outputs
-are complete before they are handed over, and copies are waited for.
+object a line, and answers each with one line on that file descriptor. Times come from the event
+traces that both write. On devices nothing is measured by when it was queued: outputs are complete
+before they are handed over, and copies are waited for.
 """
 
 from __future__ import annotations
@@ -54,12 +52,9 @@ class Consumer:
         self._platform = platform
         copies = DeviceCopies(platform, config.device_index)
         self._endpoint = WorkerEndpoint(config, copies)
+        cache_size = config.pool_bytes // TOKEN_BYTES
         try:
-            self._receiver = Receiver(
-                config,
-                fingerprint=_FINGERPRINT,
-                cache_size=config.pool_bytes // TOKEN_BYTES,
-            )
+            self._receiver = Receiver(config, fingerprint=_FINGERPRINT, cache_size=cache_size)
         except BaseException:
             self._endpoint.close()
             raise
@@ -76,9 +71,8 @@ class Consumer:
         """
         name = command.name
         request = StandInRequest.of(name, [name], command.tensor)
-        expected = ExpectedTransfer(transfer_id=name, mm_hash=name)
+        params = PrefillParams(transfers=(ExpectedTransfer(transfer_id=name, mm_hash=name),))
         with self._receiver.lock:
-            params = PrefillParams(transfers=(expected,))
             self._receiver.request_arrived(request, request.prompt(), params)
         while name not in self._outputs:
             self._step()
@@ -97,7 +91,7 @@ class Consumer:
         return CommandDone()
 
     def close(self) -> None:
-        """Stop receiving, when what was placed has been traced."""
+        """Stop receiving."""
         self._placer.close()
         self._receiver.close()
         self._endpoint.close()
@@ -168,10 +162,8 @@ class Producer:
         self._sender.close()
 
     def _memcpy(self, output: torch.Tensor, device: torch.device) -> float:
-        """Copy within this process, to the consumer's device; return seconds until it is complete.
-
-        The target is kept, so that its allocation is not measured.
-        """
+        """Copy within this process to the consumer's device; return seconds until completion."""
+        # The target is kept, so that its allocation is not measured.
         if self._copy.numel() < output.numel():
             self._copy = torch.empty(output.numel(), dtype=self._dtype, device=device)
         target = self._copy[: output.numel()].view(output.shape)
@@ -199,18 +191,14 @@ def main(role: str, config_json: str, descriptor: str) -> None:
 
 
 def _take_core(role: str) -> None:
-    """Keep the two ends on cores of their own, as the instances of a topology are."""
+    """Keep the two ends on different cores, as the instances of a topology are."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) > 1:
         os.sched_setaffinity(0, {cores[-1] if role == "consume" else cores[0]})
 
 
 def _wait(event: DeviceEvent, timeout_s: float) -> None:
-    """Block until device work is complete, without pauses: they would be measured too.
-
-    Raises:
-        MeasurementError: It is not in time.
-    """
+    """Block until device work is complete, without pauses, which would be measured too."""
     deadline_s = time.monotonic() + timeout_s
     while not event.done():
         if time.monotonic() > deadline_s:

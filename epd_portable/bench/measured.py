@@ -1,4 +1,4 @@
-"""Which code a measurement is about, so that a page can be told from one that is older than it."""
+"""Which code a measurement is about, so that a page shows whether the code has changed since."""
 
 from __future__ import annotations
 

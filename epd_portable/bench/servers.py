@@ -57,12 +57,12 @@ class Server:
         name: For messages.
         argv: The command.
         env: Variables beyond those of this process.
-        url: Base of its addresses, without a final slash.
-        log: File that gets what it prints.
-        ready: Start of the line by which it says that it is ready; empty waits for ``/health``.
+        url: Base address, without a final slash.
+        log: File for its output.
+        ready: Start of the line that says that it is ready; empty waits for ``/health``.
         startup_timeout_s: Longest time until it is ready.
         report: Called with progress lines while it starts.
-        popen: What starts the process; takes and gives what `subprocess.Popen` does.
+        popen: Starts the process, as `subprocess.Popen` does.
         startup_s: Seconds that the start took.
     """
 
@@ -179,12 +179,12 @@ def topology(
 
     Args:
         config: The topology file.
-        platform: What to start it on.
+        platform: ``cuda``, ``npu`` or ``cpu``.
         log_dir: Folder for the logs of its processes.
         settings: As ``--set`` takes them.
         model: Replaces the model of the file.
-        env: Variables beyond those of this process.
-        report: Gets the launcher's progress lines.
+        env: See `Server`.
+        report: See `Server`.
     """
     port = free_port()
     argv = [sys.executable, "-m", "epd_portable.launch.cli", "--platform", platform]
@@ -215,17 +215,17 @@ def one_process(
     name: str = "reference",
     popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen,
 ) -> Server:
-    """Return plain vLLM in one process: the reference, without anything of ours in it.
+    """Return plain vLLM in one process, without this package.
 
     Args:
         model: As in a topology file.
-        log: File for what it prints.
+        log: See `Server`.
         engine_args: As in a topology file.
-        platform: What it runs on.
-        env: Variables beyond those of this process.
+        platform: ``cuda``, ``npu`` or ``cpu``.
+        env: See `Server`.
         report: Gets one line for each stage of its start.
         name: For messages.
-        popen: As in `Server`.
+        popen: See `Server`.
     """
     port = free_port()
     source = resolve_model(model)
@@ -237,7 +237,7 @@ def one_process(
     plugins = ("epd_portable_media_guard", *traits.engine_plugins)
     without_compiler = {}
     if not has_compiler(traits, {**os.environ, **(env or {})}):
-        # It would end in its first sampled request; instances of a topology are told the same.
+        # It would end in its first sampled request; instances of a topology have the same setting.
         without_compiler = dict(traits.env_without_compiler)
     variables = {
         **without_compiler,

@@ -8,30 +8,11 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Summary:
-    """What a table says of one series; in the unit of the values.
-
-    Attributes:
-        count: Number of values.
-        median: Half of them are below it.
-        p90: Nine in ten are below it.
-        p99: The same for 99 in 100; of fewer than 100 values it is close to the largest.
-        largest: The largest.
-    """
-
-    count: int
-    median: float
-    p90: float
-    p99: float
-    largest: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Ratio:
     """How one series compares with another that was measured turn by turn with it.
 
     Attributes:
-        median: Of the ratios of each pair.
+        median: Median of the ratios of all pairs.
         low: First quartile of these ratios, of few the lowest; with `high` it shows the noise.
         high: Third quartile, or the highest.
     """
@@ -60,21 +41,6 @@ def quantile(values: Sequence[float], share: float) -> float:
     below = math.floor(position)
     above = min(below + 1, len(ordered) - 1)
     return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
-
-
-def summarize(values: Sequence[float]) -> Summary:
-    """Summarize a series.
-
-    Raises:
-        ValueError: It is empty.
-    """
-    return Summary(
-        count=len(values),
-        median=quantile(values, 0.5),
-        p90=quantile(values, 0.9),
-        p99=quantile(values, 0.99),
-        largest=max(values, default=0.0),
-    )
 
 
 def paired_ratio(values: Sequence[float], peers: Sequence[float]) -> Ratio:

@@ -34,7 +34,7 @@ _MAX_TOKENS = 24
 _TIMEOUT_S = 120.0
 _ENGINES_ARE_UP = "router: warming up the instances"
 _ROOM_BYTES = 6 << 30
-"""Free memory with which plain vLLM fits beside the topology: 3.2 GB, and as much again."""
+"""Free memory with which plain vLLM fits in addition to the topology: 3.2 GB, and as much again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +56,7 @@ class Completion:
     latency_s: float
 
 
-def ask(url: str, picture: Picture, question: str) -> Completion:
+def request_answer(url: str, picture: Picture, question: str) -> Completion:
     """Ask one question about one picture.
 
     Raises:
@@ -142,15 +142,15 @@ def _show(options: argparse.Namespace, picture: Picture, question: str, folder: 
     )
     # Devices with memory of their own are the topology's, as long as it runs.
     shares_memory = not TRAITS[options.platform].needs_device_copy
-    beside = shares_memory and virtual_memory().available >= _ROOM_BYTES
+    fits_together = shares_memory and virtual_memory().available >= _ROOM_BYTES
     with ExitStack() as ended, ThreadPoolExecutor() as pool:
         started: Future[servers.Server] | None = None
 
         def follow(line: str) -> None:
             nonlocal started
             _say(line)
-            if beside and started is None and line.endswith(_ENGINES_ARE_UP):
-                _say("starting plain vLLM in one process beside it, for comparison")
+            if fits_together and started is None and line.endswith(_ENGINES_ARE_UP):
+                _say("starting plain vLLM in one process as well, for comparison")
                 started = pool.submit(ended.enter_context, reference)
 
         _say("starting 1 encode + 1 prefill+decode instance of vLLM and the router")
@@ -161,13 +161,13 @@ def _show(options: argparse.Namespace, picture: Picture, question: str, folder: 
             settings=options.settings,
             report=follow,
         ) as server:
-            split = ask(server.url, picture, question)
+            split = request_answer(server.url, picture, question)
             _report(picture, question, split)
             _say("stopping the topology")
         if started is None:
             _say("starting plain vLLM in one process, for comparison")
             started = pool.submit(ended.enter_context, reference)
-        return _compare(split, ask(started.result().url, picture, question))
+        return _compare(split, request_answer(started.result().url, picture, question))
 
 
 def _report(picture: Picture, question: str, split: Completion) -> None:

@@ -17,7 +17,7 @@ from epd_portable.demo.pictures import HELD_OUT_SEEDS, QUESTIONS, Picture, Quest
 from epd_portable.errors import ConfigError, EngineError
 
 SCORED_KINDS = (QuestionKind.DESCRIBE, QuestionKind.COUNT)
-"""What is asked about every picture unless told otherwise."""
+"""Questions about every picture, by default."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +84,7 @@ def evaluate(
     """Ask an OpenAI endpoint about held-out pictures.
 
     Args:
-        base_url: Of the server, without ``/v1``.
+        base_url: Server, without ``/v1``.
         n: Number of pictures; each is asked about once for each kind.
         seed: First held-out seed.
         kinds: Questions to ask.

@@ -9,7 +9,7 @@ from epd_portable.bench.load.plan import LoadPoint
 from epd_portable.bench.load.record import SideTurn, TracedTurn
 from epd_portable.bench.load.stages import STAGES, RequestStages
 from epd_portable.bench.report import Table, format_bytes
-from epd_portable.bench.stats import quantile, summarize
+from epd_portable.bench.stats import quantile
 from epd_portable.bench.traces import Handover
 
 _PARTS = ("total_s", "grant_wait_s", "write_s", "notice_s", "place_s")
@@ -97,16 +97,15 @@ def _handovers(rounds: Rounds) -> Table:
                     groups.setdefault((side, way.path, way.nbytes), []).append(way)
     rows = []
     for (side, path, nbytes), group in sorted(groups.items()):
-        total = summarize([way.total_s for way in group])
         rows.append(
             (
                 f"{side}: {path}, {format_bytes(nbytes)}",
-                f"{total.p90 * 1000:.2f}",
+                f"{quantile([way.total_s for way in group], 0.9) * 1000:.2f}",
                 *(
                     f"{quantile([getattr(way, part) for way in group], 0.5) * 1000:.2f}"
                     for part in _PARTS
                 ),
-                str(total.count),
+                str(len(group)),
             )
         )
     return Table(

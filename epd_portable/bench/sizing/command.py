@@ -43,7 +43,7 @@ What to expect at a rate, without a search:
   share=0.1           part of the requests that have pictures
   pictures=1          pictures in such a request
   size=448            side of a picture in pixels
-  text=64             prompt tokens beside pictures
+  text=64             prompt tokens besides pictures
   output=60           tokens of an answer
   picture_bytes=100000  size of a picture's file
   burst=1             arrivals: 1 is a Poisson process, with more they come in bursts

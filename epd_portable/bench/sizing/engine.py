@@ -54,7 +54,7 @@ class SimulatedEngine:
 
     Args:
         timeline: The clock.
-        times: Of the stages.
+        times: Stage times.
         on_first: Called when a request's first token is computed.
         on_last: Called when its last one is.
 

@@ -27,7 +27,7 @@ class Prediction:
     Attributes:
         deployment: The instances.
         rate: Requests per second that were asked for.
-        outcome: Of the simulation.
+        outcome: What the simulation saw.
     """
 
     deployment: Deployment

@@ -56,7 +56,7 @@ class SizingQuestion:
     """What is simulated, but for the deployment and the rate.
 
     Attributes:
-        times: Of the stages.
+        times: Stage times.
         workload: What clients ask for.
         rules: What the routers do.
         count: Requests of a simulation.
@@ -109,8 +109,8 @@ class SizingQuestion:
             if self.rules.elastic_threshold is not None:
                 stages[POOLED] = (deployment.devices, engine_s + encode_s)
             else:
-                beside_s = prepare_s + pictures * front_end.request_s
-                stages["encoders' front end"] = (deployment.encoders, beside_s)
+                front_end_s = prepare_s + pictures * front_end.request_s
+                stages["encoders' front end"] = (deployment.encoders, front_end_s)
                 stages["encode"] = (deployment.encoders, encode_s)
         found = {name: count / seconds for name, (count, seconds) in stages.items() if seconds}
         if not found:

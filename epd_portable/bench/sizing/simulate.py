@@ -136,7 +136,7 @@ class Simulation:
     """One deployment and the requests that it gets; call `run` once.
 
     Args:
-        times: Of the stages.
+        times: Stage times.
         deployment: The instances.
         rules: What the routers do.
         seed: Seed of what the routers draw.

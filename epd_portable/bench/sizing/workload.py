@@ -72,7 +72,7 @@ class Workload(BaseModel):
         share: Part of the requests that have pictures.
         pictures: Pictures of such a request.
         size: Side of a picture in pixels.
-        text: Prompt tokens beside pictures.
+        text: Prompt tokens besides pictures.
         output: Tokens of an answer.
         picture_bytes: Size of a picture's file.
         burst: Squared coefficient of variation of the time between requests: 1 is a Poisson

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd_portable.bench.stats import paired_ratio, quantile, summarize
+from epd_portable.bench.stats import paired_ratio, quantile
 
 POSITIVE = st.floats(min_value=1e-6, max_value=1e6)
 
@@ -26,17 +26,6 @@ def test_no_values_and_shares_outside_0_to_1_are_refused() -> None:
         quantile([], 0.5)
     with pytest.raises(ValueError, match=r"share 1\.5"):
         quantile([1.0], 1.5)
-
-
-def test_a_summary_names_median_tails_and_count() -> None:
-    found = summarize([float(value) for value in range(1, 102)])
-    assert (found.count, found.median, found.p90, found.p99, found.largest) == (
-        101,
-        51.0,
-        91.0,
-        100.0,
-        101.0,
-    )
 
 
 def test_a_ratio_is_taken_pair_by_pair_so_that_common_disturbances_cancel_out() -> None:
