@@ -39,6 +39,7 @@ REMOVED: Mapping[str, str] = MappingProxyType(
             "engine_args: {otlp_traces_endpoint: null} leaves theirs out"
         ),
         "router.unknown_fields": "fields that the router does not know go to the engine",
+        "router.workers": "use router.envoy, or several routers behind a balancer (docs/deploy.md)",
         "store.queue_bytes": "it is 256 MiB",
         "transfer.kv_connector": "each platform has one, which epd-launch plan names",
     }

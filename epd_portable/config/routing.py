@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import (
     AfterValidator,
+    BeforeValidator,
     Field,
     model_validator,
 )
@@ -42,6 +43,10 @@ def _check_plain_network(network: str) -> str:
 def _check_domain(domain: str) -> str:
     Domains([domain])
     return domain
+
+
+def _one_or_more(given: object) -> object:
+    return [given] if isinstance(given, str) else given
 
 
 def _check_url(url: str) -> str:
@@ -117,11 +122,6 @@ class AdmissionSection(Section):
     max_wait_s: Seconds = 60.0
     heed_priority: bool = True
 
-    def fewest(self, workers: int) -> str:
-        """Return the key of a limit of which some of the workers would get nothing; or empty."""
-        limits = {name: getattr(self, name) for name in ("max_requests", "max_items")}
-        return next((name for name, limit in limits.items() if limit and limit < workers), "")
-
 
 class TracingSection(Section):
     """Spans of OpenTelemetry.
@@ -140,11 +140,11 @@ class RouterSection(Section):
     Attributes:
         host: Address to listen on.
         port: Port to listen on.
-        join: Address of another host's router, which instances join; none is started here.
+        join: Address of a router of another host, or addresses of several, which instances join;
+            none is started here.
         envoy: Start Envoy in front: it carries requests and answers, and is told where to.
         admin_port: Port of the same host for ``/epd/``, ``/metrics``, ``/health`` and the status
             page; by default they are on `port`.
-        workers: Processes that serve on `port`.
         tls_cert_file: Certificate chain in PEM; with it the router speaks HTTPS.
         tls_key_file: Its private key in PEM.
         api_keys_file: File with one key of clients a line; asked for as bearer token. Read again
@@ -189,10 +189,9 @@ class RouterSection(Section):
 
     host: str = "127.0.0.1"
     port: Port = 8000
-    join: RouterUrl | None = None
+    join: Annotated[list[RouterUrl], BeforeValidator(_one_or_more)] = Field(default=[])
     envoy: bool = False
     admin_port: Port | None = None
-    workers: Annotated[int, Field(ge=1, le=64)] = 1
     tls_cert_file: str | None = None
     tls_key_file: str | None = None
     api_keys_file: str | None = None
@@ -224,20 +223,10 @@ class RouterSection(Section):
     def _files_and_sizes_fit(self) -> RouterSection:
         if (self.tls_cert_file is None) != (self.tls_key_file is None):
             raise ValueError("tls_cert_file and tls_key_file belong together: set both or neither")
-        if self.envoy and self.workers > 1:
-            raise ValueError(
-                f"workers is {self.workers}, and envoy true: with Envoy one process decides, and "
-                "Envoy has a thread for each core; leave one of the keys out"
-            )
         if self.max_bodies_bytes < self.max_body_bytes:
             raise ValueError(
                 f"max_bodies_bytes of {self.max_bodies_bytes} is less than max_body_bytes of "
                 f"{self.max_body_bytes}: one request must fit"
-            )
-        if key := self.admission.fewest(self.workers):
-            raise ValueError(
-                f"admission.{key} of {getattr(self.admission, key)} is less than workers of "
-                f"{self.workers}: each of them gets its part of it; raise it, or lower workers"
             )
         return self
 

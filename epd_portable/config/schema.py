@@ -108,8 +108,8 @@ class Topology(Section):
     @model_validator(mode="after")
     def _prefill_goes_with_decode(self) -> Topology:
         instances = self.instances
-        if self.router.join is not None:
-            return self._check_to_join(self.router.join)
+        if self.router.join:
+            return self._check_to_join(", ".join(self.router.join))
         if problem := encode_problem(instances.counts):
             raise ValueError(f"instances: {problem}")
         if instances.prefill.count + instances.encode_prefill.count and self.router.hop_keys_file:
@@ -122,7 +122,7 @@ class Topology(Section):
         return self
 
     def _check_to_join(self, router: str) -> Topology:
-        """Check a topology whose instances join the router of another, which may have the rest."""
+        """Check a topology whose instances join routers elsewhere, which may have the rest."""
         if self.secret_file is None:
             raise ValueError(f"router.join {router}: set secret_file, a copy of that router's")
         if not any(self.instances.of(role).count for role in ROLES):

@@ -450,7 +450,7 @@ def _refusals(topology: Topology, plan: Plan, clash: str) -> list[EPDError]:
     router, store = topology.router, topology.store
     found: list[EPDError] = [PortInUseError(clash)] if clash else []
     demands: list[Callable[[], None]] = []
-    if router.join is None:
+    if not router.join:
         demands.append(lambda: require_free(router.port, router.host))
     pools = sum(topology.instances.of(role).count for role in TAKES_ITEMS)
     demands.append(lambda: require_shm(topology.transfer.pool_bytes, pools))

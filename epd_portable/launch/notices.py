@@ -24,10 +24,6 @@ Event = Literal[
     "stopping",
     "draining",
     "stopped",
-    "joined",
-    "away",
-    "joined_again",
-    "left",
 ]
 """What can happen; docs/operations.md says what each means."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -19,9 +18,7 @@ from epd_portable.launch.commands.command_line import (
     http_url,
     json_option,
     print_json,
-    printer,
 )
-from epd_portable.launch.notices import Notice
 from epd_portable.launch.run.router_client import RouterClient
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -46,11 +43,10 @@ The router warms it up, and then sends it clients' requests. The command is idem
   epd-launch join pd-3 --router http://10.0.0.1:8000 --secret-file ~/epd.secret \\
     --role prefill-decode --url http://10.0.0.2:20001 --control tcp://10.0.0.2:20002
 
-A restarted router does not know what had joined. With --keep the command keeps running, registers
-the instance again with a restarted router, and lets it leave at SIGTERM or Ctrl-C: stop the
-instance when the command has ended. With --keep and --json events are one object per line.
+A restarted router does not know what had joined: run the command again, or start the instance by
+a launcher with router.join, which keeps it registered.
 
-Exit status: 0 when the instance is up (with --keep: has left), 1 when it is not, 2 on bad input.
+Exit status: 0 when the instance is up, 1 when it is not, 2 on bad input.
 """
 
 LEAVE_HELP = """Take an instance out of its router: it gets no new requests and finishes its own.
@@ -170,9 +166,9 @@ def secret(file: str, as_json: bool) -> None:
     show_default=True,
     type=SECONDS,
     metavar="SECONDS",
-    help="Longest wait until it is up; with --keep also until it has left.",
+    help="Longest wait until it is up.",
 )
-@click.option("--keep", is_flag=True, help="Keep running, and keep the instance registered.")
+@click.option("--keep", is_flag=True, hidden=True)
 @json_option
 def join(
     name: str,
@@ -188,6 +184,8 @@ def join(
     as_json: bool,
 ) -> None:
     """Register an instance at a router."""
+    if keep:
+        raise ConfigError("--keep is gone: a launcher with router.join keeps instances registered")
     if role == "encode" and control:
         raise ConfigError("--control: encode instances have no control channel; leave it out")
     if role != "encode" and not control:
@@ -201,24 +199,12 @@ def join(
     if labels:
         body["labels"] = dict(map(_label, labels))
     client = RouterClient(router, Secret.read(secret_file))
-    stop = threading.Event()
-    if keep:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: stop.set())
-    seen = client.join(body, timeout_s=timeout_s, until=stop)
-    if as_json and not keep:
+    seen = client.join(body, timeout_s=timeout_s, until=threading.Event())
+    if as_json:
         print_json(instance=seen)
         return
-    say = printer(as_json=as_json)
-    told = {"instance": name, "router": router}
-    if not stop.is_set():
-        problem = f"; serving all the same: {seen['problem']}" if seen["problem"] else ""
-        text = f"{name} has joined {router}{problem}"
-        say(Notice("joined", text, {**told, "problem": seen["problem"]}))
-    if keep:
-        client.keep(body, until=stop, say=say)
-        client.leave(name, timeout_s=timeout_s)
-        say(Notice("left", f"{name} has left {router}", told))
+    problem = f"; serving all the same: {seen['problem']}" if seen["problem"] else ""
+    click.echo(f"{name} has joined {router}{problem}")
 
 
 @click.command(help=LEAVE_HELP)

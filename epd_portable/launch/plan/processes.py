@@ -91,7 +91,7 @@ class ProcessSpec:
         shm_name: Its file in ``/dev/shm``, removed before each start; empty for none.
         tls_cert_file: The certificate that it shows, if it speaks HTTPS.
         after: Instances on its devices that must be up before it is started.
-        router_url: Base address of the router that knows the instances, where it is none itself.
+        router_urls: Base addresses of the routers that know the instances, where it is none itself.
     """
 
     name: str
@@ -106,7 +106,7 @@ class ProcessSpec:
     shm_name: str = ""
     tls_cert_file: str = ""
     after: tuple[str, ...] = ()
-    router_url: str = ""
+    router_urls: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,8 +148,8 @@ class Plan:
         if not self.store:
             del found["store"]
         for process in found["processes"]:
-            if not process["router_url"]:
-                del process["router_url"]
+            if not process["router_urls"]:
+                del process["router_urls"]
         return found
 
 
@@ -158,15 +158,15 @@ class RegistrarSettings:
     """Settings of `epd_portable.launch.run.registrar`.
 
     Attributes:
-        router: Base address of the router.
+        routers: Their base addresses.
         secret_file: Secret of the deployment.
         port: Of the loopback address, for ``/health``.
         instances: `InstanceSettings` of each, as the router takes them.
-        join_timeout_s: Longest time that the router may take to warm an instance up.
+        join_timeout_s: Longest time that a router may take to warm an instance up.
         leave_timeout_s: Longest wait for open requests of an instance that leaves.
     """
 
-    router: str
+    routers: tuple[str, ...]
     secret_file: str
     port: int
     instances: tuple[Mapping[str, Any], ...]
@@ -296,12 +296,12 @@ def make_plan(
         quota_cores=machine.quota_cores,
         nodes=machine.nodes,
     )
-    if topology.router.join is None:
+    if not topology.router.join:
         specs.append(_router(topology, model, backends, secret_file, placements.rest))
         url = _base_url(topology.router.host, topology.router.port, tls=_has_tls(topology))
     else:
-        url = topology.router.join
-        specs.append(_registrar(topology, url, backends, secret_file, free_port()))
+        url = topology.router.join[0]
+        specs.append(_registrar(topology, backends, secret_file, free_port()))
     return Plan(
         run_id=run_id,
         platform=traits.name,
@@ -321,12 +321,12 @@ def make_plan(
 def _check_host(topology: Topology, traits: PlatformTraits) -> None:
     host, transfer = topology.launch.host, topology.transfer
     if not is_off_host(host):
-        where = urlsplit(topology.router.join or "").hostname
-        if where is not None and is_off_host(where):
-            raise ConfigError(
-                f"router.join {topology.router.join} is on another host, which does not reach "
-                f"launch.host {host}; set launch.host to this machine's address in its network"
-            )
+        for url in topology.router.join:
+            if is_off_host(urlsplit(url).hostname or ""):
+                raise ConfigError(
+                    f"router.join {url} is on another host, which does not reach launch.host "
+                    f"{host}; set launch.host to this machine's address in its network"
+                )
         return
     if topology.secret_file is None:
         raise ConfigError(
@@ -422,7 +422,6 @@ def _router(
     rest: Cores,
 ) -> ProcessSpec:
     router = topology.router
-    bound = len(rest) >= router.workers and not router.envoy
     settings = RouterSettings(
         **router.model_dump(),
         model=model.served_name,
@@ -445,20 +444,19 @@ def _router(
         env={"EPD_INSTANCE": "router"},
         url=_base_url(router.host, router.admin_port or router.port, tls=_has_tls(topology)),
         ports={"http": router.port} | ({"admin": router.admin_port} if router.admin_port else {}),
-        cores=(rest,) if rest and bound else (),
+        cores=(rest,) if rest and not router.envoy else (),
         tls_cert_file=router.tls_cert_file or "",
     )
 
 
 def _registrar(
     topology: Topology,
-    router: str,
     backends: Sequence[InstanceSettings],
     secret_file: str,
     port: int,
 ) -> ProcessSpec:
     settings = RegistrarSettings(
-        router=router,
+        routers=tuple(topology.router.join),
         secret_file=secret_file,
         port=port,
         instances=tuple(each.model_dump(mode="json") for each in backends),
@@ -473,7 +471,7 @@ def _registrar(
         env={"EPD_INSTANCE": "registrar"},
         url=_base_url("127.0.0.1", port),
         ports={"health": port},
-        router_url=router,
+        router_urls=tuple(topology.router.join),
     )
 
 

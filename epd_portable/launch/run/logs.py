@@ -19,7 +19,7 @@ MILESTONES = (
     ("init engine (profile", "engine is ready"),
     ("Starting vLLM server", "starting the HTTP server"),
     ("epd_portable.router: router for", "waiting for the instances"),
-    ("epd_portable.router.fleet.introduction: warming up", "warming up the instances"),
+    ("epd_portable.router.warm_up: warming up", "warming up the instances"),
 )
 """What vLLM and the router write while they start, in their order, and what it means."""
 FIRST_STAGE = "importing"

@@ -1,9 +1,9 @@
-"""``python -m epd_portable.launch.run.registrar``: registers instances at a router elsewhere.
+"""``python -m epd_portable.launch.run.registrar``: registers instances at routers elsewhere.
 
-The launcher starts it in place of a router when ``router.join`` names one. It registers each
-instance once that is healthy, keeps it registered, and lets all leave at SIGTERM, before the
-launcher ends them. Its ``GET /health`` has the form of a router's, with what the router last said
-of each instance, and answers 200 when all are up.
+The launcher starts it in place of a router when ``router.join`` names some. It registers each
+instance at each of them once that is healthy, keeps it registered, and lets all leave at SIGTERM,
+before the launcher ends them. Its ``GET /health`` has the form of a router's, with what the routers
+last said of each instance, and answers 200 when all are up at all of them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import signal
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -33,38 +33,34 @@ _STARTING, _GONE = "starting", "gone"
 
 
 class Registrar:
-    """Keeps the instances of one launcher registered at one router."""
+    """Keeps the instances of one launcher registered at one router.
 
-    def __init__(self, settings: RegistrarSettings) -> None:
+    Args:
+        settings: Of the launcher.
+        router: Base address.
+        stop: Lets every instance leave.
+
+    Attributes:
+        states: What the router last said of each instance, by name.
+    """
+
+    def __init__(self, settings: RegistrarSettings, router: str, stop: threading.Event) -> None:
         self._settings = settings
+        self._router = router
         self._secret = Secret.read(settings.secret_file)
-        self._stop = threading.Event()
-        self._states: dict[str, dict[str, str]] = {}
+        self._stop = stop
+        self.states: dict[str, dict[str, str]] = {}
         for each in settings.instances:
             self._is(each["name"], _STARTING)
 
     def run(self) -> None:
-        """Serve until `stop`; then let every instance leave."""
-        handler = functools.partial(_Health, self)
-        server = ThreadingHTTPServer(("127.0.0.1", self._settings.port), handler)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        """Register the instances until the stop, and return when all have left."""
         with ThreadPoolExecutor(len(self._settings.instances)) as pool:
             list(pool.map(self._keep_registered, self._settings.instances))
-        server.shutdown()
-
-    def stop(self) -> None:
-        """Let every instance leave, and end."""
-        self._stop.set()
-
-    def health(self) -> tuple[HTTPStatus, bytes]:
-        """Return what ``GET /health`` answers."""
-        all_up = all(each["state"] == "up" for each in self._states.values())
-        status = HTTPStatus.OK if all_up else HTTPStatus.SERVICE_UNAVAILABLE
-        return status, json.dumps({"instances": self._states}).encode()
 
     def _keep_registered(self, instance: Mapping[str, Any]) -> None:
         name, settings = instance["name"], self._settings
-        client = RouterClient(settings.router, self._secret)
+        client = RouterClient(self._router, self._secret)
         said = ""
         while not self._stop.is_set():
             try:
@@ -78,11 +74,11 @@ class Registrar:
             said = ""
             if not self._stop.is_set():
                 self._keep(client, instance)
-        if self._states[name]["state"] == _STARTING:
+        if self.states[name]["state"] == _STARTING:
             return
         try:
             client.leave(name, timeout_s=settings.leave_timeout_s)
-            print(f"{name} has left {settings.router}", flush=True)
+            print(f"{name} has left {self._router}", flush=True)
         except LaunchError as error:
             print(f"{name}: {error}", flush=True)
 
@@ -94,7 +90,7 @@ class Registrar:
                 return
         seen = client.join(dict(instance), timeout_s=settings.join_timeout_s, until=self._stop)
         self._heard(seen)
-        print(f"{name} has joined {settings.router}", flush=True)
+        print(f"{name} has joined {self._router}", flush=True)
 
     def _keep(self, client: RouterClient, instance: Mapping[str, Any]) -> None:
         """Return at a stop, or when the router has removed an instance that was away for too long.
@@ -105,7 +101,7 @@ class Registrar:
             client.keep(
                 dict(instance),
                 until=self._stop,
-                say=lambda notice: print(notice.line, flush=True),
+                say=functools.partial(print, flush=True),
                 heard=self._heard,
             )
         except RouterAwayError:
@@ -122,16 +118,23 @@ class Registrar:
         self._is(seen["name"], seen["state"], reason=seen["reason"], problem=seen["problem"])
 
     def _is(self, name: str, state: str, *, reason: str = "", problem: str = "") -> None:
-        self._states[name] = {"state": state, "reason": reason, "problem": problem}
+        self.states[name] = {"state": state, "reason": reason, "problem": problem}
 
 
 class _Health(BaseHTTPRequestHandler):
-    def __init__(self, registrar: Registrar, *args: Any) -> None:
-        self._registrar = registrar
+    def __init__(self, registrars: Sequence[Registrar], *args: Any) -> None:
+        self._registrars = registrars
         super().__init__(*args)
 
     def do_GET(self) -> None:
-        status, body = self._registrar.health()
+        shown: dict[str, dict[str, str]] = {}
+        for registrar in self._registrars:
+            for name, seen in registrar.states.items():
+                if shown.get(name, {"state": "up"})["state"] == "up":
+                    shown[name] = seen
+        all_up = all(each["state"] == "up" for each in shown.values())
+        status = HTTPStatus.OK if all_up else HTTPStatus.SERVICE_UNAVAILABLE
+        body = json.dumps({"instances": shown}).encode()
         self.send_response(status if self.path == "/health" else HTTPStatus.NOT_FOUND)
         self.send_header("content-type", "application/json")
         self.send_header("content-length", str(len(body)))
@@ -152,11 +155,17 @@ def _is_healthy(url: str) -> bool:
 
 def main() -> None:
     """Run until SIGTERM or SIGINT."""
-    given = json.loads(sys.argv[sys.argv.index("--settings") + 1])
-    registrar = Registrar(RegistrarSettings(**given))
+    settings = RegistrarSettings(**json.loads(sys.argv[sys.argv.index("--settings") + 1]))
+    stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: registrar.stop())
-    registrar.run()
+        signal.signal(number, lambda *_: stop.set())
+    registrars = [Registrar(settings, router, stop) for router in settings.routers]
+    handler = functools.partial(_Health, registrars)
+    server = ThreadingHTTPServer(("127.0.0.1", settings.port), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    with ThreadPoolExecutor(len(registrars)) as pool:
+        list(pool.map(Registrar.run, registrars))
+    server.shutdown()
 
 
 if __name__ == "__main__":

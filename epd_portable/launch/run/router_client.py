@@ -6,14 +6,16 @@ import json
 import ssl
 import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import httpx
 
 from epd_portable.config.secret import Secret
 from epd_portable.errors import LaunchError
-from epd_portable.launch.notices import Notice
+
+T = TypeVar("T")
 
 _REQUEST_TIMEOUT_S = 30.0
 _LOOK_EVERY_S = 0.2
@@ -117,7 +119,7 @@ class RouterClient:
         instance: dict[str, Any],
         *,
         until: threading.Event,
-        say: Callable[[Notice], None],
+        say: Callable[[str], None],
         heard: Callable[[dict[str, Any]], None] = lambda seen: None,
     ) -> None:
         """Register an instance that has joined again whenever the router restarts.
@@ -143,12 +145,11 @@ class RouterClient:
                     raise LaunchError(f"router {self._url} has let {name} go")
                 else:
                     self._register(instance)
-                    text = f"{name} has joined again: the router has restarted"
-                    say(Notice("joined_again", text, {"instance": name}))
+                    say(f"{name} has joined again: the router has restarted")
                 away = False
             except RouterAwayError as error:
                 if not away:
-                    say(Notice("away", f"{error}; still trying"))
+                    say(f"{error}; still trying")
                 away = True
             until.wait(_KEEP_EVERY_S)
 
@@ -206,3 +207,34 @@ class RouterClient:
             reason = body.get("error", {}).get("message", answer.text)
             raise LaunchError(f"router {self._url}: {reason}")
         return body
+
+
+class RouterClients:
+    """The same call to each of several routers; returns when all have answered.
+
+    Args:
+        clients: At least one.
+    """
+
+    def __init__(self, clients: Iterable[RouterClient]) -> None:
+        self._clients = tuple(clients)
+
+    def instances(self) -> list[dict[str, Any]]:
+        """See `RouterClient`; of all of them."""
+        return [each for found in self._each(RouterClient.instances) for each in found]
+
+    def drain(self, name: str, *, timeout_s: float, until: threading.Event) -> bool:
+        """See `RouterClient`; whether none of them needs anything of it."""
+        return all(self._each(lambda one: one.drain(name, timeout_s=timeout_s, until=until)))
+
+    def resume(self, name: str) -> None:
+        """See `RouterClient`."""
+        self._each(lambda one: one.resume(name))
+
+    def wait_up(self, name: str, *, timeout_s: float, until: threading.Event) -> None:
+        """See `RouterClient`."""
+        self._each(lambda one: one.wait_up(name, timeout_s=timeout_s, until=until))
+
+    def _each(self, call: Callable[[RouterClient], T]) -> list[T]:
+        with ThreadPoolExecutor(len(self._clients)) as pool:
+            return list(pool.map(call, self._clients))

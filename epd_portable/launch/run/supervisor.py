@@ -34,7 +34,7 @@ from epd_portable.launch.run.lifecycle import (
 from epd_portable.launch.run.log_files import Rotation
 from epd_portable.launch.run.logs import Progress, latest_stage, telling_line
 from epd_portable.launch.run.process import Child, Probes, describe_exit
-from epd_portable.launch.run.router_client import RouterClient
+from epd_portable.launch.run.router_client import RouterClient, RouterClients
 from epd_portable.launch.run.running import ProcessRecord, RunRecord, start_ticks, write_record
 from epd_portable.launch.run.update import RollingUpdate
 
@@ -278,15 +278,16 @@ class Supervisor:
             self._update = RollingUpdate(
                 [spec for spec in self._plan.processes if spec.role != "router"],
                 lifecycle=self._lifecycle,
-                router=self._router_client(),
+                routers=self._routers(),
                 launch=self._launch,
                 drain_s=self._drain_s,
             )
 
-    def _router_client(self) -> RouterClient:
+    def _routers(self) -> RouterClients:
         router = next(spec for spec in self._plan.processes if spec.role == "router")
-        return RouterClient(
-            router.router_url or router.url, self._secret, cert_file=router.tls_cert_file
+        return RouterClients(
+            RouterClient(url, self._secret, cert_file=router.tls_cert_file)
+            for url in router.router_urls or (router.url,)
         )
 
     def _keep_guarded(self) -> None:

@@ -18,7 +18,7 @@ from epd_portable.errors import LaunchError
 from epd_portable.launch.notices import Notice
 from epd_portable.launch.plan.processes import ProcessSpec
 from epd_portable.launch.run.lifecycle import Action, Lifecycle
-from epd_portable.launch.run.router_client import RouterClient
+from epd_portable.launch.run.router_client import RouterClients
 
 T = TypeVar("T")
 Steps = Generator[list[Action], None, T]
@@ -38,7 +38,7 @@ class RollingUpdate:
     Args:
         instances: What to restart.
         lifecycle: Ends and starts them.
-        router: Drains each before, and resumes it after.
+        routers: Drain each before, and resume it after.
         launch: Timeouts.
         drain_s: Longest time for an instance's open requests.
 
@@ -51,14 +51,14 @@ class RollingUpdate:
         instances: Sequence[ProcessSpec],
         *,
         lifecycle: Lifecycle,
-        router: RouterClient,
+        routers: RouterClients,
         launch: Launch,
         drain_s: float,
     ) -> None:
         self.ended = False
         self._instances = instances
         self._lifecycle = lifecycle
-        self._router = router
+        self._routers = routers
         self._launch = launch
         self._drain_s = drain_s
         self._given_up = threading.Event()
@@ -103,7 +103,7 @@ class RollingUpdate:
         yield from self._others_up(name)
         yield from self._warn_if_alone(spec)
         idle = yield from self._ask(
-            lambda: self._router.drain(name, timeout_s=self._drain_s, until=self._given_up)
+            lambda: self._routers.drain(name, timeout_s=self._drain_s, until=self._given_up)
         )
         if not idle:
             yield [
@@ -119,11 +119,11 @@ class RollingUpdate:
         # Otherwise it has died meanwhile, and is restarted for that.
         back = yield from self._until(lambda: name in self._lifecycle.up())
         # Also if it is not back: it may come later.
-        yield from self._ask(lambda: self._router.resume(name))
+        yield from self._ask(lambda: self._routers.resume(name))
         if not back:
             raise LaunchError(f"it is not healthy {self._patience_s:g} s after its restart")
         yield from self._ask(
-            lambda: self._router.wait_up(name, timeout_s=self._patience_s, until=self._given_up)
+            lambda: self._routers.wait_up(name, timeout_s=self._patience_s, until=self._given_up)
         )
 
     def _others_up(self, name: str) -> Steps[None]:
@@ -135,7 +135,7 @@ class RollingUpdate:
 
     def _warn_if_alone(self, spec: ProcessSpec) -> Steps[None]:
         """Warn what its absence means, unless another one of its duty is up."""
-        seen = yield from self._ask(self._router.instances)
+        seen = yield from self._ask(self._routers.instances)
         assert spec.role != "router"
         duty = DUTIES[spec.role]
         if not any(

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import signal
-import sys
-from asyncio.subprocess import PIPE, STDOUT, Process
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
 from click.testing import CliRunner, Result
 
 from epd_portable.config.secret import make_secret_file
 from epd_portable.launch.cli import main
-from tests.integration.router.conftest import Build, Topology
-from tests.integration.router.stand_in import DEADLINE_S, RouterServing, StandIn
-from tests.integration.router.test_introduction import transferring
+from tests.integration.router.conftest import Build
+from tests.integration.router.stand_in import RouterServing, StandIn
+from tests.integration.router.test_warm_up import transferring
 
 
 async def run(*words: str) -> Result:
@@ -70,72 +63,11 @@ async def test_a_link_to_the_page_holds_a_key_that_shows_it(build: Build, tmp_pa
     assert refused.exit_code == 2
 
 
-@dataclass(frozen=True)
-class Kept:
-    """``epd-launch join --keep`` for ``encode-7``, in a process of its own."""
-
-    process: Process
-    topology: Topology
-    where: tuple[str, ...]
-    as_json: bool
-
-    async def says(self, words: str, event: str) -> None:
-        assert self.process.stdout is not None
-        line = await asyncio.wait_for(self.process.stdout.readline(), DEADLINE_S)
-        text = line.decode()
-        if self.as_json:
-            told = json.loads(text)
-            assert (told["schema_version"], told["event"]) == (1, event)
-            text = told["error"]["message"] if event == "error" else told["text"]
-        assert words in text
-
-    async def has_left(self) -> bool:
-        health = await self.topology.health()
-        return "encode-7" not in health.json()["instances"]
-
-
-@pytest.fixture(params=[False, True], ids=["text", "json"])
-async def kept(request: pytest.FixtureRequest, build: Build, tmp_path: Path) -> AsyncIterator[Kept]:
-    secret = str(tmp_path / "secret")
-    make_secret_file(secret)
-    t = await build(secret_file=secret, registration=True)
-    newcomer = StandIn("encode-7", "encode")
-    await newcomer.serving.start()
-    where = ("--router", t.router.url, "--secret-file", secret)
-    words = ("join", "encode-7", *where, "--role", "encode", "--url", newcomer.serving.url)
-    command = (sys.executable, "-u", "-m", "epd_portable.launch.cli", *words, "--keep")
-    command += ("--json",) if request.param else ()
-    process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=STDOUT)
-    try:
-        joined = Kept(process, t, where, request.param)
-        await joined.says("encode-7 has joined", "joined")
-        yield joined
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
-        await newcomer.serving.stop()
-
-
-async def test_a_kept_instance_joins_again_after_a_restart_of_the_router(kept: Kept) -> None:
-    t = kept.topology
-    await t.until_health(lambda seen: "encode-7" in seen)
-    await t.router.stop()
-    await kept.says("cannot be reached", "away")
-    await t.start_router_again()
-    await kept.says("encode-7 has joined again", "joined_again")
-    await t.until_health(lambda seen: seen["encode-7"]["state"] == "up")
-    kept.process.send_signal(signal.SIGTERM)
-    await kept.says("encode-7 has left", "left")
-    assert await kept.process.wait() == 0
-    assert await kept.has_left()
-
-
-async def test_a_kept_instance_that_is_told_to_leave_stays_away(kept: Kept) -> None:
-    await run("leave", "encode-7", *kept.where)
-    await kept.says("has let encode-7 go", "error")
-    assert await kept.process.wait() == 1
-    assert await kept.has_left()
+async def test_keep_is_answered_with_what_is_used_instead() -> None:
+    where = ("--router", "http://127.0.0.1:9", "--secret-file", "none", "--role", "encode")
+    result = await run("join", "e", *where, "--url", "http://127.0.0.1:9", "--keep")
+    assert result.exit_code == 2
+    assert "router.join" in result.output
 
 
 async def test_one_that_is_not_there_is_still_down_at_the_limit(

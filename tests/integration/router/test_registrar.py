@@ -14,7 +14,7 @@ import httpx
 from epd_portable.config.secret import Secret, make_secret_file
 from epd_portable.launch.plan.ports import port_source
 from epd_portable.launch.plan.processes import RegistrarSettings
-from epd_portable.launch.run.router_client import RouterClient
+from epd_portable.launch.run.router_client import RouterClient, RouterClients
 from tests.integration.router.conftest import Build
 from tests.integration.router.stand_in import DEADLINE_S, StandIn
 
@@ -53,7 +53,7 @@ async def test_instances_join_stay_and_leave_with_their_launcher(
     await newcomer.serving.start()
     port = port_source("0000002b")()
     settings = RegistrarSettings(
-        router=t.router.url,
+        routers=(t.router.url,),
         secret_file=secret,
         port=port,
         instances=({"name": newcomer.name, "role": "encode", "url": newcomer.serving.url},),
@@ -109,7 +109,7 @@ async def test_at_its_end_every_instance_leaves(build: Build, tmp_path: Path) ->
     for each in newcomers:
         await each.serving.start()
     settings = RegistrarSettings(
-        router=t.router.url,
+        routers=(t.router.url,),
         secret_file=secret,
         port=port_source("0000002c")(),
         instances=tuple(
@@ -144,3 +144,62 @@ async def test_at_its_end_every_instance_leaves(build: Build, tmp_path: Path) ->
             await process.wait()
         for each in newcomers:
             await each.serving.stop()
+
+
+async def test_instances_join_drain_and_leave_several_routers_alike(
+    build: Build, tmp_path: Path
+) -> None:
+    secret = str(tmp_path / "secret")
+    make_secret_file(secret)
+    routers = [await build(secret_file=secret, registration=True) for _ in range(2)]
+    newcomer = StandIn("encode-0@10.0.0.2", "encode")
+    await newcomer.serving.start()
+    port = port_source("0000002d")()
+    settings = RegistrarSettings(
+        routers=tuple(each.router.url for each in routers),
+        secret_file=secret,
+        port=port,
+        instances=({"name": newcomer.name, "role": "encode", "url": newcomer.serving.url},),
+        join_timeout_s=30,
+        leave_timeout_s=30,
+    )
+    process = await asyncio.create_subprocess_exec(
+        *(
+            sys.executable,
+            "-m",
+            "epd_portable.launch.run.registrar",
+            "--settings",
+            settings.as_json(),
+        ),
+        stdout=PIPE,
+        stderr=STDOUT,
+    )
+    clients = RouterClients(RouterClient(url, Secret.read(secret)) for url in settings.routers)
+    stop = threading.Event()
+    try:
+        for each in routers:
+            await each.until_health(lambda seen: newcomer.name in seen)
+        await until_told(port, newcomer, 200, "up")
+        idle = await asyncio.to_thread(
+            clients.drain, newcomer.name, timeout_s=DEADLINE_S, until=stop
+        )
+        assert idle
+        for each in routers:
+            health = await each.health()
+            assert health.json()["instances"][newcomer.name]["state"] == "draining"
+        await until_told(port, newcomer, 503, "draining")
+        await asyncio.to_thread(clients.resume, newcomer.name)
+        await until_told(port, newcomer, 200, "up")
+        # At one of them it is not up: that one's answer is told.
+        one = RouterClient(settings.routers[1], Secret.read(secret))
+        await asyncio.to_thread(one.drain, newcomer.name, timeout_s=DEADLINE_S, until=stop)
+        await until_told(port, newcomer, 503, "draining")
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(process.wait(), DEADLINE_S) == 0
+        for each in routers:
+            assert newcomer.name not in (await each.health()).json()["instances"]
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+        await newcomer.serving.stop()

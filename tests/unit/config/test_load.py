@@ -105,7 +105,7 @@ def test_every_problem_is_reported_at_once_with_its_key_and_line() -> None:
 def test_a_key_like_no_other_is_answered_with_those_that_exist() -> None:
     (_, line) = problems("model: demo\nrouter: {zzz: 1}")
     assert line == (
-        "router.zzz (line 2): unknown key; known are host, port, join, envoy, admin_port, workers, "
+        "router.zzz (line 2): unknown key; known are host, port, join, envoy, admin_port, "
         "tls_cert_file, tls_key_file, api_keys_file, hop_keys_file, cors_origins, "
         "item_outcomes, max_body_bytes, max_bodies_bytes, max_media_items, max_item_pixels, "
         "max_request_pixels, max_video_frames, max_media_seconds, unknown_media, media_urls, "
@@ -256,7 +256,7 @@ def test_a_file_of_encoders_alone_joins_the_router_of_another_host() -> None:
     assert any("nobody to encode for" in line for line in problems(text))
     assert any("set secret_file" in line for line in problems(text + join))
     secret = "secret_file: /tmp/secret\n"
-    assert parse_topology(text + join + secret, "cpu").router.join == "http://10.0.0.1:8000"
+    assert parse_topology(text + join + secret, "cpu").router.join == ["http://10.0.0.1:8000"]
     none = "model: demo\ninstances: {e: {count: 0}, pd: {count: 0}}\n"
     assert any("none to join" in line for line in problems(none + join + secret))
     wrong = problems(text + secret + "router: {join: 10.0.0.1}")
