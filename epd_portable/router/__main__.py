@@ -13,9 +13,8 @@ from epd_portable import log
 from epd_portable.errors import EPDError
 from epd_portable.router.http import open_files
 from epd_portable.router.server import Router
-from epd_portable.router.serving import Stopping, listen, reserve, serve
+from epd_portable.router.serving import Stopping, listen, serve
 from epd_portable.router.settings import RouterSettings, load_settings
-from epd_portable.router.workers import keep, work
 
 logger = logging.getLogger("epd_portable.router")
 
@@ -44,13 +43,12 @@ def main(argv: list[str] | None = None) -> int:
         description=HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument(
+    parser.add_argument(
         "--settings",
         metavar="JSON",
+        required=True,
         help="settings as JSON, or @FILE of a file with them",
     )
-    what.add_argument("--worker", type=_descriptors, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     log.configure()
     # What was imported stays. Looked through with all else it would hold everybody up for 20 ms,
@@ -58,10 +56,7 @@ def main(argv: list[str] | None = None) -> int:
     gc.collect()
     gc.freeze()
     try:
-        if options.worker:
-            uvloop.run(work(*options.worker))
-        else:
-            uvloop.run(_serve(load_settings(options.settings)))
+        uvloop.run(_serve(load_settings(options.settings)))
     except EPDError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -72,23 +67,13 @@ async def _serve(settings: RouterSettings) -> None:
     allowed = open_files.raise_limit()
     stop = Stopping()
     stop.on_signals()
-    alone = settings.workers == 1
-    take = listen if alone else reserve
-    address = take(settings.host, settings.port)
+    address = listen(settings.host, settings.port)
     admin = [listen(settings.host, settings.admin_port)] if settings.admin_port else []
     host, port = address.getsockname()[:2]
     scheme = "https" if settings.tls_cert_file else "http"
     logger.info("router for %s on %s://%s:%d", settings.model, scheme, host, port)
     open_files.warn_of_few(allowed)
-    if alone:
-        await serve(Router(settings), [address, *admin], stop)
-    else:
-        await keep(settings, address, admin, stop)
-
-
-def _descriptors(text: str) -> tuple[int, int]:
-    channel, tally = text.split(",")
-    return int(channel), int(tally)
+    await serve(Router(settings), [address, *admin], stop)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,7 @@ from typing import Any
 
 from epd_portable.errors import RequestError
 from epd_portable.router.carrier import Carrier
-from epd_portable.router.choice.explanation import HEADER as EXPLAIN
-from epd_portable.router.choice.explanation import Explanation
+from epd_portable.router.choice.selection_types import EXPLAIN_HEADER, Explanation
 from epd_portable.router.http.events import EVENTS, USAGE_BYTES, tokens_told
 from epd_portable.router.http.incoming import IncomingRequest
 from epd_portable.router.http.replies import Reply, error_event, error_reply
@@ -148,7 +147,7 @@ class Caller:
         given = {**headers, **self.for_hop(), **self._for_client}
         given["x-request-id"] = self.request_id
         if self.explanation is not None:
-            given[EXPLAIN] = self.explanation.text()
+            given[EXPLAIN_HEADER] = self.explanation.text()
         if self.left_out:
             given[LEFT_OUT] = str(self.left_out)
         if self.last:

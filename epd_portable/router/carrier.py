@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Protocol
 
-from epd_portable.router.choice.explanation import Explanation
+from epd_portable.router.choice.selection_types import Explanation
 from epd_portable.router.chooser import Choosing
 from epd_portable.router.contents.body import Call
 from epd_portable.router.contents.cut_text import Segments

@@ -23,8 +23,7 @@ from epd_portable.router.contents.cut_text import Segments
 from epd_portable.router.contents.media import MediaItem
 from epd_portable.router.elastic import EncodeTimes
 from epd_portable.router.fleet.control import ControlChannels, Inbox
-from epd_portable.router.fleet.instances import Instance, Use
-from epd_portable.router.fleet.while_up import WentDownError, while_up
+from epd_portable.router.fleet.instances import Instance, Use, WentDownError, while_up
 from epd_portable.router.http.upstream import Upstream
 from epd_portable.router.http.upstream_connection import Fault, UpstreamError
 from epd_portable.router.ladder import Point, RetryBudget, Trouble, descend

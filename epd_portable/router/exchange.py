@@ -36,8 +36,7 @@ from epd_portable.router.delivery import (
 )
 from epd_portable.router.elastic import sooner_here
 from epd_portable.router.fleet.control import ControlChannels
-from epd_portable.router.fleet.instances import Fleet, Instance
-from epd_portable.router.fleet.while_up import WentDownError, while_up
+from epd_portable.router.fleet.instances import Fleet, Instance, WentDownError, while_up
 from epd_portable.router.hops import HopChoosing
 from epd_portable.router.http.events import EVENTS, WholeEvents, failed_stream, first_event
 from epd_portable.router.http.replies import Reply, unavailable

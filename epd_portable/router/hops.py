@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import msgspec
 
 from epd_portable.errors import RequestError
-from epd_portable.router.choice.profile import Decision
-from epd_portable.router.choice.situation import Stage
+from epd_portable.router.choice.selection_types import Decision, Stage
 from epd_portable.router.chooser import Choosing
 from epd_portable.router.contents.body import Call
 from epd_portable.router.contents.media import MediaItem
@@ -31,8 +29,6 @@ from epd_portable.router.ingress.hop_headers import (
 from epd_portable.router.observability.record import RequestRecord
 from epd_portable.router.prefill import asks_for_kv, brings_kv
 
-LOAD_BOUND = 1.25
-"""No named encoder gets more than this multiple of its share, while another one has room."""
 OTHERWISE = "what the hop says beside it counts, else the router chooses"
 """What is done where a header names nobody who can have it."""
 
@@ -57,17 +53,15 @@ class HopChoosing(Choosing):
         "_call",
         "_encoders",
         "_inner",
-        "_instances",
         "_named",
         "_places",
         "_prefiller",
     )
 
     def __init__(self, named: HopWish, call: Call, instances: Fleet, inner: Choosing) -> None:
-        super().__init__(inner.key, inner.explanation)
+        super().__init__(instances, inner.key, inner.explanation)
         self._named = named
         self._call = call
-        self._instances = instances
         self._inner = inner
         places = _Addresses(instances)
         self._prefiller: Instance | None = None
@@ -142,7 +136,7 @@ class HopChoosing(Choosing):
             # No other one makes of an item what the language model was trained with.
             return self._near(MODEL, self._of_model(), item, exclude)
         if chosen is None and self._named.cache_key:
-            chosen = self._near(CACHE_KEY, self._instances.of_duty("encode"), item, exclude)
+            chosen = self._near(CACHE_KEY, self.instances.of_duty("encode"), item, exclude)
         return chosen or self._inner.encoder(item, exclude)
 
     def asks(self, pd: Instance, items: Iterable[MediaItem]) -> int:
@@ -200,9 +194,9 @@ class HopChoosing(Choosing):
             key = f"{self._named.cache_key}/{self._places.get(item.mm_hash, item.mm_hash)}"
             by = CACHE_KEY
         left = [each for each in candidates if _fits(each, exclude)]
-        chosen = _nearest(key, left) if left else None
+        chosen = self.instances.encoder(key, exclude, set(left)) if left else None
         if self.explanation is not None:
-            there = len(self._instances.of_duty("encode"))
+            there = len(self.instances.of_duty("encode"))
             decision = Decision(stage="encode", item=item.mm_hash, header=header)
             decision.filters = {"there": there, header: len(candidates), "usable": len(left)}
             decision.totals = {each.name: -each.load for each in left}
@@ -222,7 +216,7 @@ class HopChoosing(Choosing):
         Raises:
             RequestError: There is none.
         """
-        everybody = self._instances.of_duty("encode")
+        everybody = self.instances.of_duty("encode")
         found = [each for each in everybody if _has_model(each, self._named.model)]
         if everybody and not found:
             message = f"no encode instance has the model {self._named.model!r} in its label "
@@ -310,13 +304,6 @@ def _fits(instance: Instance, exclude: Collection[str]) -> bool:
 
 def _has_model(encoder: Instance, model: str) -> bool:
     return encoder.settings.labels.get(ENCODER_MODEL_LABEL, model) == model
-
-
-def _nearest(key: str, left: Collection[Instance]) -> Instance:
-    """Return the instance that a key leads to among those with room; any if none has."""
-    share = LOAD_BOUND * (sum(each.load for each in left) + 1) / sum(each.weight for each in left)
-    near = sorted(left, key=lambda each: hashlib.blake2b(f"{key}\0{each.name}".encode()).digest())
-    return next((each for each in near if each.load < math.ceil(share * each.weight)), near[0])
 
 
 def _is_place(header: str, index: int, call: Call) -> bool:

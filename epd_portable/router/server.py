@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import anyio
@@ -17,9 +17,8 @@ from epd_portable.errors import RequestError
 from epd_portable.media.limits import MediaLimits
 from epd_portable.router.caller import Caller
 from epd_portable.router.carrier import Carrier
-from epd_portable.router.choice.explanation import HEADER as EXPLAIN
-from epd_portable.router.choice.explanation import Explanation
-from epd_portable.router.chooser import Chooser, PolicyChooser, RingChooser
+from epd_portable.router.choice.selection_types import EXPLAIN_HEADER, Explanation
+from epd_portable.router.chooser import Chooser
 from epd_portable.router.contents.body import (
     CHAT_PATH,
     COMPLETION_PATH,
@@ -34,10 +33,15 @@ from epd_portable.router.exchange import Exchange
 from epd_portable.router.fleet.control import ControlChannels
 from epd_portable.router.fleet.engine_loads import EngineLoads
 from epd_portable.router.fleet.instances import Fleet
-from epd_portable.router.fleet.introduction import Introducer
-from epd_portable.router.fleet.members import MAX_BODY_BYTES, MemberList, Members
+from epd_portable.router.fleet.registration import MAX_BODY_BYTES, Registration
 from epd_portable.router.hops import told
-from epd_portable.router.http.incoming import Bodies, Body, ClientGoneError, IncomingRequest
+from epd_portable.router.http.incoming import (
+    Bodies,
+    Body,
+    ClientGoneError,
+    HeldBytes,
+    IncomingRequest,
+)
 from epd_portable.router.http.replies import Reply, error_reply, json_reply, unavailable
 from epd_portable.router.http.upstream import Upstream
 from epd_portable.router.ingress.access import ApiKeys
@@ -52,6 +56,7 @@ from epd_portable.router.observability.status import PATHS as STATUS_PATHS
 from epd_portable.router.observability.status import StatusPage
 from epd_portable.router.settings import RouterSettings, policy_of, with_policy
 from epd_portable.router.store import StoreLookup
+from epd_portable.router.warm_up import WarmUp
 
 if TYPE_CHECKING:
     from epd_portable.router.contents.media_urls import LinkedItems, MediaFetcher
@@ -60,88 +65,36 @@ logger = logging.getLogger(__name__)
 
 WITH_MEDIA = frozenset({CHAT_PATH, COMPLETION_PATH, RESPONSES_PATH, MESSAGES_PATH})
 """Paths whose bodies are read: encoders get the items in them."""
+_POSTED = """
+/tokenize /detokenize /v1/embeddings /v2/embed /pooling /classify /score /v1/score /rerank
+/v1/rerank /v2/rerank /generative_scoring /v1/messages/count_tokens /v1/chat/completions/batch
+/v1/chat/completions/derender /v1/chat/completions/render /v1/completions/derender
+/v1/completions/render /v1/messages/render /v1/responses/render /v1/systemone
+/v1/audio/transcriptions /v1/audio/translations /cohere/v2/chat /invocations
+"""
 TO_ANY_INSTANCE: Mapping[str, str] = {
-    **dict.fromkeys(
-        (
-            "/tokenize",
-            "/detokenize",
-            "/v1/embeddings",
-            "/v2/embed",
-            "/pooling",
-            "/classify",
-            "/score",
-            "/v1/score",
-            "/rerank",
-            "/v1/rerank",
-            "/v2/rerank",
-            "/generative_scoring",
-            "/v1/messages/count_tokens",
-            "/v1/chat/completions/batch",
-            "/v1/chat/completions/derender",
-            "/v1/chat/completions/render",
-            "/v1/completions/derender",
-            "/v1/completions/render",
-            "/v1/messages/render",
-            "/v1/responses/render",
-            "/v1/systemone",
-            "/v1/audio/transcriptions",
-            "/v1/audio/translations",
-            "/cohere/v2/chat",
-            "/invocations",
-        ),
-        "POST",
-    ),
+    **dict.fromkeys(_POSTED.split(), "POST"),
     **dict.fromkeys(("/v1/models", "/version", "/load", "/tokenizer_info"), "GET"),
 }
 """Paths that go to a PD instance, and the method of each; the items in them are encoded there."""
 NO_JSON = frozenset({"/v1/audio/transcriptions", "/v1/audio/translations"})
-"""Of them, those whose bodies are forms: nobody looks at them."""
-_OPERATORS = "what it does concerns one instance: its operator asks that one directly"
+"""Of them, those whose bodies are forms, which are not read."""
+_OF_ONE_INSTANCE = """
+/abort_requests /adapters /adapters/ /collective_rpc /docs /docs/ /fault_tolerance/
+/finish_weight_update /get_world_size /init_weight_transfer_engine /is_paused
+/is_scaling_elastic_ep /is_sleeping /kv_event_sources /openapi.json /pause /redoc
+/release_kv_cache_memory /reset_encoder_cache /reset_mm_cache /reset_prefix_cache /resume
+/scale_elastic_ep /server_info /shutdown_weight_transfer_engine /sleep /start_draft_weight_update
+/start_profile /start_weight_update /stop_profile /update_weight_version /update_weights
+/v1/load_lora_adapter /v1/unload_lora_adapter /wake_up /weight_checker /weight_info
+"""
 NOT_SERVED: Mapping[str, str] = {
     "/v1/responses/": "responses are not kept for later: ask with stream, or take the whole answer",
     "/inference/v1/": "it takes names of media from whoever asks, under which others would find "
     "them: send a prompt or messages",
     **dict.fromkeys(
-        (
-            "/abort_requests",
-            "/adapters",
-            "/adapters/",
-            "/collective_rpc",
-            "/docs",
-            "/docs/",
-            "/fault_tolerance/",
-            "/finish_weight_update",
-            "/get_world_size",
-            "/init_weight_transfer_engine",
-            "/is_paused",
-            "/is_scaling_elastic_ep",
-            "/is_sleeping",
-            "/kv_event_sources",
-            "/openapi.json",
-            "/pause",
-            "/redoc",
-            "/release_kv_cache_memory",
-            "/reset_encoder_cache",
-            "/reset_mm_cache",
-            "/reset_prefix_cache",
-            "/resume",
-            "/scale_elastic_ep",
-            "/server_info",
-            "/shutdown_weight_transfer_engine",
-            "/sleep",
-            "/start_draft_weight_update",
-            "/start_profile",
-            "/start_weight_update",
-            "/stop_profile",
-            "/update_weight_version",
-            "/update_weights",
-            "/v1/load_lora_adapter",
-            "/v1/unload_lora_adapter",
-            "/wake_up",
-            "/weight_checker",
-            "/weight_info",
-        ),
-        _OPERATORS,
+        _OF_ONE_INSTANCE.split(),
+        "what it does concerns one instance: its operator asks that one directly",
     ),
 }
 """Paths of vLLM that are refused on purpose, and why; one with a final slash stands for all below
@@ -171,9 +124,6 @@ class Router:
 
     Args:
         settings: Of the router.
-        instances: What is chosen from; several processes may count in their tally.
-        members: Makes what looks after the instances, where another process does.
-        metrics_folder: Where several processes count.
 
     Raises:
         ConfigError: The secret file or another one cannot be used.
@@ -187,14 +137,7 @@ class Router:
         status: Shows all this to people.
     """
 
-    def __init__(
-        self,
-        settings: RouterSettings,
-        *,
-        instances: Fleet | None = None,
-        members: Callable[[Fleet, ControlChannels], MemberList] | None = None,
-        metrics_folder: str = "",
-    ) -> None:
+    def __init__(self, settings: RouterSettings) -> None:
         self._policy = policy_of(settings)
         self.settings = settings = with_policy(settings, self._policy)
         self.draining = False
@@ -208,9 +151,9 @@ class Router:
         if self._policy is not None and self._policy.profile_header:
             self._passed_on += (self._policy.profile_header,)
         self.upstream = Upstream({INSTANCE_TOKEN_HEADER: secret.instance_token()})
-        self.instances = Fleet() if instances is None else instances
+        self.instances = Fleet(caches=self._policy.cache_sizes if self._policy else None)
         self.metrics = Metrics(
-            lambda: self.instances.all, metrics_folder, llmd_names=settings.metrics_names == "llmd"
+            lambda: self.instances.all, llmd_names=settings.metrics_names == "llmd"
         )
         self.requests = RecentRequests([self.metrics, self.metrics.activity, *observers(settings)])
         self._control = ControlChannels(CurveKeys.derive(secret))
@@ -228,12 +171,8 @@ class Router:
             secret,
             self._store,
         )
-        self.members = (
-            members(self.instances, self._control) if members else self._own_members(secret)
-        )
-        self._admission = AdmissionControl(
-            settings.admission, self.instances, self.metrics, processes=settings.workers
-        )
+        self.members = self._members(secret)
+        self._admission = AdmissionControl(settings.admission, self.instances, self.metrics)
         self.status = StatusPage(
             settings.model,
             self.instances,
@@ -243,15 +182,11 @@ class Router:
             secret,
             self._summary,
         )
-        self._bodies = Bodies(
-            max_bytes=settings.max_body_bytes,
-            max_sum_bytes=settings.max_bodies_bytes,
-            tally=self.instances.tally,
-        )
+        self.held_bytes = HeldBytes(settings.max_bodies_bytes)
+        self._bodies = Bodies(max_bytes=settings.max_body_bytes, held=self.held_bytes)
         self._operators_bodies = Bodies(
             max_bytes=MAX_BODY_BYTES,
-            max_sum_bytes=settings.max_bodies_bytes,
-            tally=self.instances.tally,
+            held=self.held_bytes,
             remedy="no address for operators takes as much",
         )
         self._rules = Rules(
@@ -265,17 +200,15 @@ class Router:
 
     def _chooser(self) -> Chooser:
         settings = self.settings
-        if self._policy is None:
-            return RingChooser(self.instances)
-        for note in self._policy.notes:
+        for note in self._policy.notes if self._policy is not None else ():
             logger.warning("router.choice: %s", note)
         takes_media = settings.local_encode and settings.media == "concurrent"
-        return PolicyChooser(self.instances, self._policy, deciders=takes_media, loads=self._loads)
+        return Chooser(self.instances, self._policy, deciders=takes_media, loads=self._loads)
 
-    def _own_members(self, secret: Secret) -> MemberList:
+    def _members(self, secret: Secret) -> Registration:
         together = (self.settings, self.instances, self.upstream, self._control)
-        introducer = Introducer(*together, secret, self.metrics.activity, self._store.hear)
-        return Members(*together, self.metrics, introducer.introduce, secret)
+        warm_up = WarmUp(*together, secret, self.metrics.activity, self._store.hear)
+        return Registration(*together, self.metrics, warm_up.introduce, secret)
 
     def _media_fetcher(self) -> MediaFetcher | None:
         if not self.settings.media_urls.allowed_domains:
@@ -402,7 +335,7 @@ class Router:
         if self._keys is not None:
             client.key = self._keys.check(client.headers)
             client.record.client = client.key.hex()[:8]
-            if client.headers.get(EXPLAIN) == "1":
+            if client.headers.get(EXPLAIN_HEADER) == "1":
                 client.explanation = Explanation()
         if self._hops is not None:
             client.named = self._hops.read(client.headers)
@@ -507,7 +440,7 @@ class Router:
         Names of instances are for holders of the secret.
         """
         answer = self._summary()
-        states = await self.members.states(client.method, client.target, client.headers)
+        states = self.members.states(client.method, client.target, client.headers)
         if states is not None:
             answer["instances"] = states
         return json_reply(answer, 200 if answer["status"] == "ok" else 503)

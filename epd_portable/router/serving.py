@@ -9,7 +9,7 @@ import logging
 import signal
 import socket
 import ssl
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any
 
 import anyio
@@ -30,82 +30,52 @@ LAST_WORDS_S = 1.0
 """In which clients take what they are told at the end."""
 
 
-def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
     """Take a port before anything is started.
 
     Args:
         host: Address to listen on.
         port: 0 takes a free one.
-        shared: Other processes of this router listen there too, and each gets its share.
 
     Raises:
-        PortInUseError: Somebody else has it.
+        PortInUseError: Another process has it.
         ConfigError: The address is not one of this machine.
     """
-    listener = _bound(host, port, shared=shared)
-    listener.listen(BACKLOG)
-    return listener
-
-
-def reserve(host: str, port: int) -> socket.socket:
-    """Take a port for processes of this router that will share it, see `listen`.
-
-    The socket that is returned listens to nobody: it keeps the port while processes come and go.
-
-    Raises:
-        PortInUseError: Somebody else has it.
-        ConfigError: The address is not one of this machine.
-    """
-    # Shared ports may be taken by any process of this user: one that serves is seen like this only.
-    with _bound(host, port, shared=False) as alone:
-        port = alone.getsockname()[1]
-    return _bound(host, port, shared=True)
-
-
-def _bound(host: str, port: int, *, shared: bool) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    bound = socket.socket(family, socket.SOCK_STREAM)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    if shared:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     # Connections inherit it. Without it a token can wait 40 ms for the client's delayed ACK.
-    bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     try:
-        bound.bind((host, port))
+        listener.bind((host, port))
     except OSError as error:
-        bound.close()
+        listener.close()
         where = f"{host}:{port}"
         if error.errno == errno.EADDRINUSE:
             raise PortInUseError(
                 f"router address {where} is taken by another process: choose another port"
             ) from error
         raise ConfigError(f"router address {where} cannot be used: {error}") from error
-    return bound
+    listener.listen(BACKLOG)
+    return listener
 
 
 class Stopping:
-    """How a router is told to stop.
+    """Whether a router shall stop.
 
     Attributes:
         asked: Answers that have begun may end.
         at_once: They may not.
-        abandoned: Nobody keeps the port for this process any more: it is left at once.
     """
 
     def __init__(self) -> None:
         self.asked = asyncio.Event()
         self.at_once = asyncio.Event()
-        self.abandoned = False
 
     def ask(self) -> None:
         """Let answers that have begun end; asked a second time, end them."""
         if self.asked.is_set():
             self.at_once.set()
-        self.asked.set()
-
-    def abandon(self) -> None:
-        """Let answers that have begun end, and take no connection any more."""
-        self.abandoned = True
         self.asked.set()
 
     def on_signals(self) -> None:
@@ -115,20 +85,13 @@ class Stopping:
             loop.add_signal_handler(number, self.ask)
 
 
-async def serve(
-    router: Router,
-    listeners: list[socket.socket],
-    stop: Stopping,
-    *,
-    started: Callable[[], None] | None = None,
-) -> None:
+async def serve(router: Router, listeners: list[socket.socket], stop: Stopping) -> None:
     """Answer requests on listening sockets until told to stop.
 
     Args:
         router: What answers.
         listeners: Where.
         stop: Ends it.
-        started: Called when the first request may come.
 
     Raises:
         ConfigError: A file or an address of the settings cannot be used.
@@ -148,13 +111,10 @@ async def serve(
             for listener in listeners
         ]
         looking = asyncio.create_task(_look(clients, router.settings.send_timeout_s))
-        if started is not None:
-            started()
         await stop.asked.wait()
-        if stop.abandoned:
-            _close(servers)
         await _first_of(router.drain(), stop.at_once.wait())
-        _close(servers)
+        for server in servers:
+            server.close()
         await _end(clients)
         looking.cancel()
     finally:
@@ -179,11 +139,6 @@ def _tls(settings: RouterSettings) -> ssl.SSLContext | None:
             f"{settings.tls_key_file} cannot be used: {error}"
         ) from error
     return context
-
-
-def _close(servers: list[asyncio.Server]) -> None:
-    for server in servers:
-        server.close()
 
 
 async def _look(clients: Clients, send_timeout_s: float) -> None:

@@ -13,7 +13,7 @@ from epd_portable.launch.plan import ports
 from epd_portable.launch.run import lifecycle, supervisor
 from epd_portable.router import exchange, prefill
 from epd_portable.router.contents import body
-from epd_portable.router.fleet import ejections, instances, members, tally
+from epd_portable.router.fleet import circuit_breaker, health_probes, instances, registration
 from epd_portable.router.http import replies, server_connection
 from epd_portable.router.ingress import admission
 from epd_portable.router.settings import MediaFetching, RouterSettings
@@ -56,16 +56,16 @@ IN_THE_CODE = {
         "`launch.hung_after_s`"
     ),
     "interval of health probes of an instance": (
-        f"{setting('probe_interval_s')}, at most {members.PROBES_PER_S:g} probes a second in all; "
-        "at once after a failed request"
+        f"{setting('probe_interval_s')}, at most {health_probes.PROBES_PER_S:g} probes a second in "
+        "all; at once after a failed request"
     ),
     "a health probe waits": setting("probe_timeout_s"),
     "failed health probes": str(instances.PROBES_UNTIL_DOWN),
     "failed requests in a row": (
-        f"{ejections.FAILURES_UNTIL_EJECTED}, for {ejections.FIRST_EJECTION_S:g} s to "
-        f"{ejections.LONGEST_EJECTION_S:g} s"
+        f"{circuit_breaker.FAILURES_UNTIL_EJECTED}, for {circuit_breaker.FIRST_EJECTION_S:g} s to "
+        f"{circuit_breaker.LONGEST_EJECTION_S:g} s"
     ),
-    "instances of one router": str(tally.MAX_INSTANCES),
+    "instances of one router": str(instances.MAX_INSTANCES),
     "headers of a request": (
         f"{server_connection.MAX_HEAD_BYTES // KIB} KiB, "
         f"at most {server_connection.MAX_HEADERS} headers, "
@@ -74,7 +74,7 @@ IN_THE_CODE = {
     "what stands between two chunks of a body": f"{server_connection.MAX_HEAD_BYTES // KIB} KiB",
     "what is read of requests behind one": f"{server_connection.LARGE_BYTES // KIB} KiB",
     "JSON of a request without its long strings": f"{body.MAX_JSON_BYTES // MIB} MiB",
-    "a request at `/epd/`": f"{members.MAX_BODY_BYTES // KIB} KiB",
+    "a request at `/epd/`": f"{registration.MAX_BODY_BYTES // KIB} KiB",
     "an idle connection of a client": f"{server_connection.KEEP_ALIVE_S} s",
     "`Retry-After` of a 503": f"{replies.RETRY_AFTER_S} s",
     "`Retry-After` of a 429 of the router": f"1 s to {admission.LONGEST_RETRY_S} s",

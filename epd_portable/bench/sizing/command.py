@@ -11,8 +11,8 @@ from epd_portable.bench import console
 from epd_portable.bench import report as reports
 from epd_portable.bench.sizing.report import Prediction, make_report
 from epd_portable.bench.sizing.search import (
-    Candidate,
     LatencyLimits,
+    RatedDeployment,
     SizingQuestion,
     deployments,
     search,
@@ -184,7 +184,7 @@ def plan_command(
             count=requests,
             seed=SEED,
         )
-        answers: Sequence[Candidate] | Sequence[Prediction]
+        answers: Sequence[RatedDeployment] | Sequence[Prediction]
         if rates:
             answers = [
                 Prediction(deployment=each, rate=rate, outcome=question.simulate(each, rate))

@@ -7,7 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from epd_portable.bench.report import Plain, Report, Table, conditions
-from epd_portable.bench.sizing.search import Candidate, LatencyLimits, SizingQuestion, recommend
+from epd_portable.bench.sizing.search import (
+    LatencyLimits,
+    RatedDeployment,
+    SizingQuestion,
+    recommend,
+)
 from epd_portable.bench.sizing.simulate import Deployment, Outcome
 
 _MEASURED = ("epd_portable.bench.sizing.engine", "epd_portable.bench.sizing.simulate")
@@ -38,7 +43,7 @@ class Prediction:
 def make_report(
     question: SizingQuestion,
     limits: LatencyLimits,
-    answers: Sequence[Candidate] | Sequence[Prediction],
+    answers: Sequence[RatedDeployment] | Sequence[Prediction],
     *,
     command: str,
     load_before: float,
@@ -52,7 +57,7 @@ def make_report(
         command: The command line.
         load_before: See `conditions`.
     """
-    candidates = [each for each in answers if isinstance(each, Candidate)]
+    candidates = [each for each in answers if isinstance(each, RatedDeployment)]
     notes = [
         f"Workload: {question.workload}.",
         f"Stage times: {question.times.source}.",
@@ -100,7 +105,7 @@ def make_report(
     )
 
 
-def _candidate(each: Candidate, replicas: Candidate) -> dict[str, str]:
+def _candidate(each: RatedDeployment, replicas: RatedDeployment) -> dict[str, str]:
     kinds = each.outcome.kinds
     text, pictures = (
         f"{kinds[kind].ttft_p99:.3g}" if kind in kinds else "–" for kind in ("text", "pictures")
@@ -132,7 +137,7 @@ def _predicted(each: Prediction) -> Iterator[dict[str, str]]:
         }
 
 
-def _sample(each: Candidate | Prediction) -> Plain:
+def _sample(each: RatedDeployment | Prediction) -> Plain:
     outcome = each.outcome
     sample: dict[str, Plain] = {
         "deployment": str(each.deployment),
@@ -144,7 +149,7 @@ def _sample(each: Candidate | Prediction) -> Plain:
         "local_items": outcome.local_items,
         "transferred": outcome.transferred,
     }
-    if isinstance(each, Candidate):
+    if isinstance(each, RatedDeployment):
         sample |= {
             "limit": each.limit,
             "capacities": dict(each.capacities),

@@ -121,7 +121,7 @@ class SizingQuestion:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Candidate:
+class RatedDeployment:
     """The best that a deployment can do.
 
     Attributes:
@@ -151,7 +151,9 @@ def deployments(devices: int) -> list[Deployment]:
     return [Deployment(encoders=0, engines=devices), *splits]
 
 
-def best_rate(question: SizingQuestion, deployment: Deployment, limits: LatencyLimits) -> Candidate:
+def best_rate(
+    question: SizingQuestion, deployment: Deployment, limits: LatencyLimits
+) -> RatedDeployment:
     """Find the highest rate at which all limits hold, by bisection.
 
     The lowest rate that is tried is a hundredth of the capacity of the fullest stage.
@@ -172,7 +174,7 @@ def best_rate(question: SizingQuestion, deployment: Deployment, limits: LatencyL
             else:
                 below, held = middle, outcome
         rate = below
-    return Candidate(
+    return RatedDeployment(
         deployment=deployment,
         rate=rate,
         outcome=held,
@@ -186,7 +188,7 @@ def search(
     devices: int,
     limits: LatencyLimits,
     report: Callable[[str], None],
-) -> list[Candidate]:
+) -> list[RatedDeployment]:
     """Find the best rate of replicas and of every split, in this order."""
     found = []
     for deployment in deployments(devices):
@@ -195,7 +197,7 @@ def search(
     return found
 
 
-def recommend(candidates: Sequence[Candidate]) -> str:
+def recommend(candidates: Sequence[RatedDeployment]) -> str:
     """Return one sentence: split or not, how, and what that is worth.
 
     Args:

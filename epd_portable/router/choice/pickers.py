@@ -1,66 +1,65 @@
-"""Pickers: who it is, of those that were scored."""
+"""Built-in pickers: which one it is, of the candidates that were scored."""
 
 from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from epd_portable.router.choice.plugin import BuiltIn, Parameters, Vain
-from epd_portable.router.choice.situation import Contender, Need
-
-
-class Picking(Parameters):
-    """Of every picker.
-
-    Attributes:
-        maxNumOfEndpoints: Taken, and without effect: one is picked, and another one when it fails.
-    """
-
-    maxNumOfEndpoints: Vain = 1
+from epd_portable.router.choice.parameters import BuiltIn, Factory, Ignored, Parameters
+from epd_portable.router.choice.selection_types import Candidate, Candidates, SelectionRequest
 
 
-class _Picker(BuiltIn[Picking]):
-    takes = Picking
+class _Picking(Parameters):
+    """One is picked, and another one when it fails."""
+
+    maxNumOfEndpoints: Ignored = 1
 
 
-class MaxScorePicker(_Picker):
+class MaxScorePicker(BuiltIn[_Picking]):
     """``max-score-picker``: the best one; of equals, any."""
 
+    takes = _Picking
+
     def pick(
-        self, need: Need, contenders: Sequence[Contender], scores: Sequence[float]
-    ) -> Contender:
+        self, request: SelectionRequest, candidates: Candidates, scores: Sequence[float]
+    ) -> Candidate:
         """See `ScorePicker`."""
         best = max(scores)
         equal = [index for index, score in enumerate(scores) if score == best]
-        return contenders[equal[int(need.chance() * len(equal))]]
+        return candidates[equal[int(request.chance() * len(equal))]]
 
 
-class WeightedRandomPicker(_Picker):
-    """``weighted-random-picker``: each as often as its score is high."""
+class _WeightedRandom(BuiltIn[_Picking]):
+    takes = _Picking
 
     def pick(
-        self, need: Need, contenders: Sequence[Contender], scores: Sequence[float]
-    ) -> Contender:
-        """See `ScorePicker`."""
+        self, request: SelectionRequest, candidates: Candidates, scores: Sequence[float]
+    ) -> Candidate:
         if max(scores) <= 0:
             scores = [1.0] * len(scores)
-        pairs = zip(contenders, scores, strict=True)
-        return _any(need, contenders, [each.weight * score for each, score in pairs])
+        weights = [each.weight * score for each, score in zip(candidates, scores, strict=True)]
+        return _any(request, candidates, weights)
 
 
-class RandomPicker(_Picker):
-    """``random-picker``: each as often as its weight says."""
+class _Random(BuiltIn[_Picking]):
+    takes = _Picking
 
     def pick(
-        self, need: Need, contenders: Sequence[Contender], scores: Sequence[float]
-    ) -> Contender:
-        """See `ScorePicker`."""
-        return _any(need, contenders, [each.weight for each in contenders])
+        self, request: SelectionRequest, candidates: Candidates, scores: Sequence[float]
+    ) -> Candidate:
+        return _any(request, candidates, [each.weight for each in candidates])
 
 
-def _any(need: Need, contenders: Sequence[Contender], weights: Sequence[float]) -> Contender:
+def _any(request: SelectionRequest, candidates: Candidates, weights: Sequence[float]) -> Candidate:
     sums = list(itertools.accumulate(weights))
-    index = bisect.bisect_right(sums, need.chance() * sums[-1])
+    index = bisect.bisect_right(sums, request.chance() * sums[-1])
     # Rounding may lead beyond the last one.
-    return contenders[min(index, len(contenders) - 1)]
+    return candidates[min(index, len(candidates) - 1)]
+
+
+TYPES: Mapping[str, Factory] = {
+    "max-score-picker": MaxScorePicker,
+    "weighted-random-picker": _WeightedRandom,
+    "random-picker": _Random,
+}

@@ -1,21 +1,37 @@
-"""Scorers: who is better, from 0 to 1 each."""
+"""Built-in scorers: 0 to 1 for each candidate, 1 for the best; see docs/choice.md."""
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field
 
+from epd_portable.router.choice.caches import Recent
 from epd_portable.router.choice.filters import SessionAffinity, takes_type
-from epd_portable.router.choice.plugin import BuiltIn, NoParameters, P, Parameters, Vain
-from epd_portable.router.choice.situation import Contender, Need, Stage, place
-from epd_portable.router.choice.standing import StandingScorer
-from epd_portable.router.choice.tokens import Count, Part, cached_tokens
+from epd_portable.router.choice.incremental import IncrementalScorer
+from epd_portable.router.choice.parameters import (
+    BuiltIn,
+    Count,
+    Factory,
+    Ignored,
+    NoParameters,
+    P,
+    Parameters,
+    Part,
+)
+from epd_portable.router.choice.ring import LOAD_BOUND, HashRing
+from epd_portable.router.choice.selection_types import (
+    Candidate,
+    Candidates,
+    SelectionRequest,
+    Stage,
+)
+from epd_portable.router.choice.tokens import cached_tokens
 
-Told = Literal["waiting", "running", "items", "pixels"]
-"""What is compared of `Reported`."""
+Reported = Literal["waiting", "running", "items", "pixels"]
+"""What is compared of a load report."""
 
 ENTRY_MIB = 2
 """One item's output in llm-d's measure of a cache."""
@@ -24,93 +40,59 @@ ENTRY_MIB = 2
 # By load.
 
 
-def loads(contenders: Sequence[Contender]) -> list[float]:
-    """Return what each works on, in proportion to what it can do."""
-    return [each.load / each.weight for each in contenders]
+def _reported(candidate: Candidate, what: Reported) -> float | None:
+    """Return what a candidate reports, in proportion to what it can do."""
+    value = None if candidate.reported is None else getattr(candidate.reported, what)
+    return None if value is None else value / candidate.weight
 
 
-def reports(contenders: Sequence[Contender], what: Told) -> list[float] | None:
-    """Return what each has said of itself, in proportion to what it can do.
+class _ActiveRequests(Parameters):
+    """Up to `idleThreshold` requests are idle; the best of the others gets `maxBusyScore`."""
 
-    ``None`` unless all have: what one says and what the router counts of another do not compare.
-    """
-    told = [_told(each, what) for each in contenders]
-    return None if None in told else cast("list[float]", told)
-
-
-def _told(contender: Contender, what: Told) -> float | None:
-    told = None if contender.reported is None else getattr(contender.reported, what)
-    return None if told is None else told / contender.weight
-
-
-class ActiveRequests(Parameters):
-    """Of ``active-request-scorer``.
-
-    Attributes:
-        requestTimeout: The router sees each request's end.
-        inFlightLoadProducerName: It counts by itself.
-        idleThreshold: Up to so many requests an instance counts as idle.
-        maxBusyScore: Best score of one that is not.
-    """
-
-    requestTimeout: Vain = None
-    inFlightLoadProducerName: Vain = None
+    requestTimeout: Ignored = None
+    inFlightLoadProducerName: Ignored = None
     idleThreshold: Annotated[int, Field(ge=0)] = 0
     maxBusyScore: Part = 1.0
 
 
-class ActiveRequestScorer(BuiltIn[ActiveRequests], StandingScorer):
-    """``active-request-scorer``: the fewer requests of this router an instance works on.
+class _ActiveRequestScorer(BuiltIn[_ActiveRequests], IncrementalScorer):
+    takes = _ActiveRequests
 
-    1 for an idle one, 0 for the busiest one.
-    """
-
-    takes = ActiveRequests
-
-    def measure(self, stage: Stage, contender: Contender) -> float:
-        """See `StandingScorer`."""
-        return contender.load / contender.weight
+    def measure(self, stage: Stage, candidate: Candidate) -> float:
+        return candidate.load / candidate.weight
 
     def scale(self, measures: Sequence[float]) -> float:
-        """See `StandingScorer`."""
         return max(measures)
 
     def rate(self, measures: Sequence[float], scale: float) -> list[float]:
-        """See `StandingScorer`."""
         idle, best = self.p.idleThreshold, self.p.maxBusyScore
         return [1.0 if one <= idle else best * (scale - one) / scale for one in measures]
 
 
 _Both = tuple[float | None, float]
-"""What a contender tells of itself, and its load as the router counts it."""
+"""What a candidate reports, and its load as the router counts it."""
 
 
-class _ByReports(BuiltIn[P], StandingScorer):
-    """By what the instances tell; where one does not tell, by the router's own count for all.
-
-    Attributes:
-        wants_loads: See `Policy`.
-    """
+class _ByReports(BuiltIn[P], IncrementalScorer):
+    """By what the candidates report; where one does not, by the router's own count for all."""
 
     wants_loads = True
-    _what: Told = "waiting"
+    what: Reported = "waiting"
 
-    def measure(self, stage: Stage, contender: Contender) -> _Both:
-        """See `StandingScorer`."""
+    def measure(self, stage: Stage, candidate: Candidate) -> _Both:
         # Queues of encode instances are such of items.
-        what: Told = "items" if stage == "encode" and self._what != "pixels" else self._what
-        return _told(contender, what), contender.load / contender.weight
+        what: Reported = "items" if stage == "encode" and self.what != "pixels" else self.what
+        return _reported(candidate, what), candidate.load / candidate.weight
 
     def scale(self, measures: Sequence[_Both]) -> tuple[int, float, float]:
         """Return which of both counts for all, its least and its most."""
-        found: list[Any] = [told for told, _ in measures]
+        found: list[Any] = [reported for reported, _ in measures]
         which = int(None in found)
         if which:
             found = [load for _, load in measures]
         return which, min(found), max(found)
 
     def rate(self, measures: Sequence[Any], scale: tuple[int, float, float]) -> list[float]:
-        """Return 1 for the least, 0 for the most, and even between them."""
         which, least, most = scale
         span = most - least
         if not span:
@@ -118,112 +100,61 @@ class _ByReports(BuiltIn[P], StandingScorer):
         return [(most - one[which]) / span for one in measures]
 
 
-class QueueScorer(_ByReports[NoParameters]):
-    """``queue-scorer``: 1 for the shortest queue, 0 for the longest, and even between them.
-
-    Queues are those that the instances tell; of encode instances, of items. Where one does not
-    tell, the router's own count of what each works on stands for all.
-    """
-
+class _QueueScorer(_ByReports[NoParameters]):
     takes = NoParameters
 
 
-class RunningScorer(_ByReports[NoParameters]):
-    """``running-requests-size-scorer``: the same by the requests that engines compute for."""
-
+class _RunningScorer(_ByReports[NoParameters]):
     takes = NoParameters
-    _what = "running"
+    what = "running"
 
 
-class EncodePixelsScorer(_ByReports[NoParameters]):
-    """``encode-pixels-scorer``: 1 for the encoder with the fewest pixels to do, 0 for the most.
-
-    By items where one does not tell.
-    """
-
+class _EncodePixelsScorer(_ByReports[NoParameters]):
     takes = NoParameters
-    _what = "pixels"
+    what = "pixels"
 
 
-class LoadAware(Parameters):
-    """Of ``load-aware-scorer``.
-
-    Attributes:
-        threshold: From so many requests on an instance counts as full.
-    """
-
+class _LoadAware(Parameters):
     threshold: Count = 128
 
 
-class LoadAwareScorer(_ByReports[LoadAware]):
-    """``load-aware-scorer``: 0.5 where nothing waits, and 0 from a threshold on.
-
-    By queues as `QueueScorer`.
-    """
-
-    takes = LoadAware
+class _LoadAwareScorer(_ByReports[_LoadAware]):
+    takes = _LoadAware
 
     def scale(self, measures: Sequence[_Both]) -> tuple[int, float, float]:
-        """Return which of both counts for all, and the ends of the scale."""
-        return int(any(told is None for told, _ in measures)), 0.0, float(self.p.threshold)
+        return int(any(reported is None for reported, _ in measures)), 0.0, self.p.threshold
 
     def rate(self, measures: Sequence[Any], scale: tuple[int, float, float]) -> list[float]:
-        """See `StandingScorer`."""
         which, _, full = scale
         return [0.5 * (1 - min(one[which] / full, 1.0)) for one in measures]
 
 
-class KvCacheScorer(BuiltIn[NoParameters], StandingScorer):
-    """``kv-cache-utilization-scorer``: the part of its KV cache that an instance says is free.
-
-    Who does not tell gets the mean of those that do; 0 for all if none does.
-
-    Attributes:
-        wants_loads: See `Policy`.
-    """
-
+class _KvCacheScorer(BuiltIn[NoParameters], IncrementalScorer):
     takes = NoParameters
     wants_loads = True
 
-    def measure(self, stage: Stage, contender: Contender) -> float | None:
-        """See `StandingScorer`."""
-        used = None if contender.reported is None else contender.reported.kv_used
+    def measure(self, stage: Stage, candidate: Candidate) -> float | None:
+        used = None if candidate.reported is None else candidate.reported.kv_used
         return None if used is None else 1 - used
 
     def scale(self, measures: Sequence[float | None]) -> float:
-        """Return what is given to who does not tell."""
+        """Return what those get that do not report."""
         if None not in measures:
             return 0.0
         known = [one for one in measures if one is not None]
         return sum(known) / len(known) if known else 0.0
 
     def rate(self, measures: Sequence[float | None], scale: float) -> list[float]:
-        """See `StandingScorer`."""
         return [scale if one is None else one for one in measures]
 
 
-class EncodeLoad(Parameters):
-    """Of ``encode-load-scorer``.
-
-    Attributes:
-        threshold: From so many items on an encoder counts as full.
-        encoderType: Items that it has a say in: ``vision`` is images and videos; all by default.
-    """
-
+class _EncodeLoad(Parameters):
     threshold: Count = 10
     encoderType: Literal["vision", "image", "video", "audio"] | None = None
 
 
-class EncodeLoadScorer(BuiltIn[EncodeLoad]):
-    """``encode-load-scorer``: the fewer items an encoder has, the better.
-
-    0 for one that is full, or of another type. By what encoders tell, as `QueueScorer`.
-
-    Attributes:
-        wants_loads: See `Policy`.
-    """
-
-    takes = EncodeLoad
+class _EncodeLoadScorer(BuiltIn[_EncodeLoad]):
+    takes = _EncodeLoad
     wants_loads = True
 
     _MODALITIES: Mapping[str, frozenset[str]] = {
@@ -233,42 +164,48 @@ class EncodeLoadScorer(BuiltIn[EncodeLoad]):
         "audio": frozenset({"audio"}),
     }
 
-    def score(self, need: Need, contenders: Sequence[Contender]) -> Sequence[float]:
-        """See `Scorer`."""
-        kind, item, full = self.p.encoderType, need.item, self.p.threshold
+    def score(self, request: SelectionRequest, candidates: Candidates) -> Sequence[float]:
+        kind, item, full = self.p.encoderType, request.item, self.p.threshold
         if kind is not None and item is not None and item.modality not in self._MODALITIES[kind]:
-            return [0.0] * len(contenders)
-        found = reports(contenders, "items") or loads(contenders)
+            return [0.0] * len(candidates)
+        found = [_reported(each, "items") for each in candidates]
+        if None in found:
+            found = [each.load / each.weight for each in candidates]
         return [
             max(0.0, 1 - load / full) if kind is None or self._is_of(kind, each) else 0.0
-            for each, load in zip(contenders, found, strict=True)
+            for each, load in zip(candidates, cast("list[float]", found), strict=True)
         ]
 
     @staticmethod
-    def _is_of(kind: str, contender: Contender) -> bool:
+    def _is_of(kind: str, candidate: Candidate) -> bool:
         wanted = {kind, "vision"} if kind in ("image", "video") else {kind}
-        return takes_type(contender, frozenset(wanted))
+        return takes_type(candidate, frozenset(wanted))
 
 
-class EncodeTimeScorer(BuiltIn[NoParameters], StandingScorer):
-    """``encode-time-scorer``: the sooner an encoder has done what it was given, in seconds.
-
-    1 for one that has nothing, 0 for the one that needs longest.
-    """
-
+class _EncodeTimeScorer(BuiltIn[NoParameters], IncrementalScorer):
     takes = NoParameters
 
-    def measure(self, stage: Stage, contender: Contender) -> float:
-        """See `StandingScorer`."""
-        return contender.owed_s / contender.weight
+    def measure(self, stage: Stage, candidate: Candidate) -> float:
+        return candidate.owed_s / candidate.weight
 
     def scale(self, measures: Sequence[float]) -> float:
-        """See `StandingScorer`."""
         return max(measures)
 
     def rate(self, measures: Sequence[float], scale: float) -> list[float]:
-        """See `StandingScorer`."""
         return [1 - one / scale if scale > 0 else 1.0 for one in measures]
+
+
+class _WeightScorer(BuiltIn[NoParameters], IncrementalScorer):
+    takes = NoParameters
+
+    def measure(self, stage: Stage, candidate: Candidate) -> float:
+        return candidate.weight
+
+    def scale(self, measures: Sequence[float]) -> float:
+        return max(measures)
+
+    def rate(self, measures: Sequence[float], scale: float) -> list[float]:
+        return [one / scale for one in measures]
 
 
 # By what an instance has.
@@ -277,14 +214,12 @@ class EncodeTimeScorer(BuiltIn[NoParameters], StandingScorer):
 class PrefixCache(Parameters):
     """Of ``prefix-cache-scorer`` and its producers.
 
+    The router looks at text, not at tokens, and counts what it has sent, not what engines report.
+
     Attributes:
-        blockSizeTokens: Tokens of one block, of 4 bytes each.
-        blockSize: The same, as it was called.
-        maxPrefixBlocksToMatch: Blocks of a prompt that are looked at.
-        maxPrefixTokensToMatch: The same in tokens.
+        blockSizeTokens: Of one block; of 4 bytes each.
+        blockSize: The same, in older files; so is `maxPrefixBlocksToMatch` in blocks.
         lruCapacityPerServer: Blocks that an instance keeps.
-        autoTune: As the next ones, of what the router does not do: it looks at text, not at tokens,
-            and counts what it has sent, not what engines report.
     """
 
     blockSizeTokens: Count | None = None
@@ -292,12 +227,12 @@ class PrefixCache(Parameters):
     maxPrefixBlocksToMatch: Count | None = None
     maxPrefixTokensToMatch: Count | None = None
     lruCapacityPerServer: Count | None = None
-    autoTune: Vain = None
-    prefixMatchInfoProducerName: Vain = None
-    tokenProcessorConfig: Vain = None
-    indexerConfig: Vain = None
-    kvEventsConfig: Vain = None
-    speculativeIndexing: Vain = None
+    autoTune: Ignored = None
+    prefixMatchInfoProducerName: Ignored = None
+    tokenProcessorConfig: Ignored = None
+    indexerConfig: Ignored = None
+    kvEventsConfig: Ignored = None
+    speculativeIndexing: Ignored = None
 
     @property
     def block_tokens(self) -> int | None:
@@ -313,29 +248,17 @@ class PrefixCache(Parameters):
         return None
 
 
-class PrefixCacheScorer(BuiltIn[PrefixCache]):
-    """``prefix-cache-scorer``: the part of the prompt that the instance has computed before.
-
-    Attributes:
-        wants_blocks: See `Policy`.
-    """
-
+class _PrefixCacheScorer(BuiltIn[PrefixCache]):
     takes = PrefixCache
     wants_blocks = True
 
-    def score(self, need: Need, contenders: Sequence[Contender]) -> Sequence[float]:
-        """See `Scorer`."""
-        whole = need.up_to(len(need.blocks)) or 1
-        return [tokens / whole for tokens in cached_tokens(need, contenders)]
+    def score(self, request: SelectionRequest, candidates: Candidates) -> Sequence[float]:
+        whole = request.up_to(len(request.blocks)) or 1
+        return [tokens / whole for tokens in cached_tokens(request, candidates)]
 
 
 class EmbeddingsCache(Parameters):
-    """Of ``mm-embeddings-cache-scorer`` and its producer.
-
-    Attributes:
-        cacheSizeInMBPerServer: What an instance keeps, at 2 MiB an item.
-        cacheSizeInMB: The same, as it was called.
-    """
+    """Of ``mm-embeddings-cache-scorer`` and its producer; an item is taken for 2 MiB."""
 
     cacheSizeInMBPerServer: Annotated[int, Field(ge=ENTRY_MIB)] | None = None
     cacheSizeInMB: Annotated[int, Field(ge=ENTRY_MIB)] | None = None
@@ -347,96 +270,198 @@ class EmbeddingsCache(Parameters):
         return size // ENTRY_MIB if size else None
 
 
-class EmbeddingsCacheScorer(BuiltIn[EmbeddingsCache]):
-    """``mm-embeddings-cache-scorer``: the part of the items that the instance has encoded, or had.
-
-    Of one item that is to be encoded, that is 1 or 0.
-    """
-
+class _EmbeddingsCacheScorer(BuiltIn[EmbeddingsCache]):
     takes = EmbeddingsCache
 
-    def score(self, need: Need, contenders: Sequence[Contender]) -> Sequence[float]:
-        """See `Scorer`."""
-        if need.item is not None:
-            name = need.item.mm_hash
-            return [float(name in each.holdings.items) for each in contenders]
-        names = [item.mm_hash for item in need.items]
+    def score(self, request: SelectionRequest, candidates: Candidates) -> Sequence[float]:
+        wanted = request.items if request.item is None else (request.item,)
+        names = [item.mm_hash for item in wanted]
         if not names:
-            return [0.0] * len(contenders)
+            return [0.0] * len(candidates)
         return [
-            sum(name in each.holdings.items for name in names) / len(names) for each in contenders
+            sum(name in each.holdings.items for name in names) / len(names) for each in candidates
         ]
 
 
-# By who it is.
+class _TokenLoad(Parameters):
+    queueThresholdTokens: Count = 4 << 20
+    nonTextTokenWeight: Ignored = 1.0
+    inFlightLoadProducerName: Ignored = None
 
 
-class SessionAffinityScorer(BuiltIn[SessionAffinity]):
-    """``session-affinity-scorer``: 1 for the instance that a session's name leads to.
+class _TokenLoadScorer(BuiltIn[_TokenLoad]):
+    takes = _TokenLoad
+    wants_blocks = True
 
-    Nothing is remembered: every router leads it to the same one.
-    """
+    def score(self, request: SelectionRequest, candidates: Candidates) -> Sequence[float]:
+        own, full = request.tokens, self.p.queueThresholdTokens
+        cached = cached_tokens(request, candidates)
+        found = [
+            1 - (each.tokens + own - known) / each.weight / full
+            for each, known in zip(candidates, cached, strict=True)
+        ]
+        return [max(0.0, score) for score in found] if min(found) < 0 else found
 
+
+class _NoHitLru(Parameters):
+    lruSize: Count = 1024
+    prefixPluginType: Ignored = None
+    prefixPluginName: Ignored = None
+    prefixMatchInfoProducerName: Ignored = None
+
+
+class NoHitLruScorer(BuiltIn[_NoHitLru]):
+    """``no-hit-lru-scorer``: prompts that no candidate has any of go round."""
+
+    takes = _NoHitLru
+    wants_blocks = True
+
+    def __init__(self, name: str, given: Mapping[str, Any]) -> None:
+        super().__init__(name, given)
+        self._last: Recent[str] = Recent(self.p.lruSize)
+        self._is_new = False
+
+    def score(self, request: SelectionRequest, candidates: Candidates) -> Sequence[float]:
+        """See `Scorer`."""
+        self._is_new = not any(cached_tokens(request, candidates))
+        if not self._is_new:
+            return [0.5] * len(candidates)
+        if len(candidates) == 1:
+            return [1.0]
+        last = {name: rank for rank, name in enumerate(self._last)}
+        ranks = [last.get(each.name, -1) for each in candidates]
+        never = [index for index, rank in enumerate(ranks) if rank < 0]
+        for place, index in enumerate(never):
+            ranks[index] = place - len(never)
+        return [max(0.0, 1 - (rank + len(never)) / (len(ranks) - 1)) for rank in ranks]
+
+    def note_picked(self, candidate: Candidate) -> None:
+        """Note which candidate gets the request that was scored for last."""
+        if self._is_new:
+            self._last.use((candidate.name,))
+
+
+class _ContextLength(Parameters):
+    """By a label that names the prompts an instance is for: ``0-2048``, in tokens."""
+
+    label: Annotated[str, Field(min_length=1)] = "llm-d.ai/context-length-range"
+    enableFiltering: bool = False
+    reusableTokensProducerName: Ignored = None
+
+
+class _ContextLengthAware(BuiltIn[_ContextLength]):
+    takes = _ContextLength
+    wants_blocks = True
+
+    def keep(self, request: SelectionRequest, candidates: Candidates) -> Candidates:
+        if not self.p.enableFiltering:
+            return candidates
+        kept = []
+        for each in candidates:
+            least, most = _range(each.labels.get(self.p.label))
+            if least <= request.tokens <= most:
+                kept.append(each)
+        return kept
+
+    def score(self, request: SelectionRequest, candidates: Candidates) -> Sequence[float]:
+        return [self._score(request.tokens, each.labels.get(self.p.label)) for each in candidates]
+
+    @staticmethod
+    def _score(tokens: int, label: str | None) -> float:
+        if label is None:
+            return 0.5
+        least, most = _range(label)
+        if most < least:
+            return 0.0
+        if least <= tokens <= most:
+            width = most - least
+            narrow, room = 1 / (1 + width / 10_000), (most - tokens) / (width or 1)
+            return 0.3 + 0.7 * (0.7 * narrow + 0.3 * room) if width else 1.0
+        return 0.3 / (1 + max(tokens - most, least - tokens) / 1000)
+
+
+@functools.lru_cache(maxsize=1024)
+def _range(label: str | None) -> tuple[float, float]:
+    """Return the least and the most tokens; of a label that says none, nothing is between them."""
+    if label is None:
+        return 0, float("inf")
+    parts = [part.strip() for part in label.split("-")]
+    if len(parts) != 2 or not all(part.isascii() and part.isdigit() for part in parts):
+        return 1, 0
+    return int(parts[0]), int(parts[1])
+
+
+# By which instance it is.
+
+
+class _Rings:
+    """The ring of the candidates of each stage, kept as long as they are the same."""
+
+    def __init__(self) -> None:
+        self._last: dict[Stage, tuple[Candidates, HashRing[Candidate]]] = {}
+
+    def ring(self, stage: Stage, candidates: Candidates) -> HashRing[Candidate]:
+        last = self._last.get(stage)
+        if last is None or last[0] != candidates:
+            last = self._last[stage] = candidates[:], HashRing(candidates)
+        return last[1]
+
+
+class _SessionAffinityScorer(BuiltIn[SessionAffinity]):
     takes = SessionAffinity
 
-    def score(self, need: Need, contenders: Sequence[Contender]) -> Sequence[float]:
-        """See `Scorer`."""
-        if not need.session:
-            return [0.0] * len(contenders)
-        return _first(contenders, [place(need.session, each) for each in contenders])
+    def __init__(self, name: str, given: Mapping[str, Any]) -> None:
+        super().__init__(name, given)
+        self._rings = _Rings()
+
+    def score(self, request: SelectionRequest, candidates: Candidates) -> Sequence[float]:
+        if not request.session:
+            return [0.0] * len(candidates)
+        first = next(self._rings.ring(request.stage, candidates).in_order(request.session))
+        return [float(each is first) for each in candidates]
 
 
-class ConsistentHash(Parameters):
-    """Of ``consistent-hash-scorer``.
+class _ConsistentHash(Parameters):
+    loadBound: Annotated[float, Field(gt=1, le=1e6, strict=False)] = LOAD_BOUND
 
-    Attributes:
-        loadBound: Nobody gets more than this multiple of its share of the load.
+
+class ConsistentHashScorer(BuiltIn[_ConsistentHash]):
+    """``consistent-hash-scorer``: 1 for the instance to which a key leads, by the default rule.
+
+    The key is an item's name where one is to be encoded; else the session's, or the request's own.
     """
 
-    loadBound: Annotated[float, Field(gt=1, le=1e6, strict=False)] = 1.25
+    takes = _ConsistentHash
 
+    def __init__(self, name: str, given: Mapping[str, Any]) -> None:
+        super().__init__(name, given)
+        self._rings = _Rings()
 
-class ConsistentHashScorer(BuiltIn[ConsistentHash]):
-    """``consistent-hash-scorer``: 1 for the instance that a key leads to, among those with room.
-
-    The key is an item's name where one is to be encoded, so that a repeated picture meets the
-    encoder that has it; else the session's, or the request's own. (Mirrokni and others, Consistent
-    hashing with bounded loads, 2018.)
-    """
-
-    takes = ConsistentHash
-
-    def score(self, need: Need, contenders: Sequence[Contender]) -> Sequence[float]:
+    def score(self, request: SelectionRequest, candidates: Candidates) -> Sequence[float]:
         """See `Scorer`."""
-        key = need.affinity
-        capacity = sum(each.weight for each in contenders)
-        share = self.p.loadBound * (sum(each.load for each in contenders) + 1) / capacity
-        near = [
-            place(key, each) if each.load < math.ceil(share * each.weight) else 0.0
-            for each in contenders
-        ]
-        return _first(contenders, near)
+        ring = self._rings.ring(request.stage, candidates)
+        load = sum(each.load for each in candidates)
+        weight = sum(each.weight for each in candidates)
+        chosen = ring.choose(request.affinity, load, weight, bound=self.p.loadBound)
+        return [float(each is chosen) for each in candidates]
 
 
-class WeightScorer(BuiltIn[NoParameters], StandingScorer):
-    """``weight-scorer``: an instance's ``weight`` in proportion to the greatest one."""
-
-    takes = NoParameters
-
-    def measure(self, stage: Stage, contender: Contender) -> float:
-        """See `StandingScorer`."""
-        return contender.weight
-
-    def scale(self, measures: Sequence[float]) -> float:
-        """See `StandingScorer`."""
-        return max(measures)
-
-    def rate(self, measures: Sequence[float], scale: float) -> list[float]:
-        """See `StandingScorer`."""
-        return [one / scale for one in measures]
-
-
-def _first(contenders: Sequence[Contender], near: Sequence[float]) -> list[float]:
-    """Return 1 for the nearest one and 0 for the others."""
-    best = max(range(len(contenders)), key=near.__getitem__)
-    return [float(index == best) for index in range(len(contenders))]
+TYPES: Mapping[str, Factory] = {
+    "active-request-scorer": _ActiveRequestScorer,
+    "queue-scorer": _QueueScorer,
+    "running-requests-size-scorer": _RunningScorer,
+    "load-aware-scorer": _LoadAwareScorer,
+    "kv-cache-utilization-scorer": _KvCacheScorer,
+    "encode-load-scorer": _EncodeLoadScorer,
+    "encode-pixels-scorer": _EncodePixelsScorer,
+    "encode-time-scorer": _EncodeTimeScorer,
+    "token-load-scorer": _TokenLoadScorer,
+    "no-hit-lru-scorer": NoHitLruScorer,
+    "prefix-cache-scorer": _PrefixCacheScorer,
+    "precise-prefix-cache-scorer": _PrefixCacheScorer,
+    "mm-embeddings-cache-scorer": _EmbeddingsCacheScorer,
+    "session-affinity-scorer": _SessionAffinityScorer,
+    "consistent-hash-scorer": ConsistentHashScorer,
+    "weight-scorer": _WeightScorer,
+    "context-length-aware": _ContextLengthAware,
+}

@@ -15,7 +15,7 @@ import zmq.asyncio
 from epd_portable.connector.control import new_session
 from epd_portable.connector.curve import CurveKeys, secure_client
 from epd_portable.errors import ConfigError, EPDError
-from epd_portable.router.fleet.tally import MAX_INSTANCES
+from epd_portable.router.fleet.instances import MAX_INSTANCES
 from epd_portable.wire import codec
 from epd_portable.wire.messages import (
     AnyMessage,
@@ -76,7 +76,7 @@ class ControlChannels:
 
     Attributes:
         identity: The name under which the instances can send to this router.
-        on_load: Is told which instance has said how busy it is, see `want_load`.
+        on_load: Called with the name of an instance and its report, see `want_load`.
     """
 
     def __init__(self, keys: CurveKeys) -> None:
@@ -137,7 +137,7 @@ class ControlChannels:
         self._tell(instance, EncodeFailed(transfer_id=transfer_id, reason=reason))
 
     def not_wanted(self, instance: str, transfer_ids: Iterable[str]) -> None:
-        """Tell an instance that nobody asks for some transfers any more; never waits.
+        """Tell an instance that some transfers are not wanted any more; never waits.
 
         If the instance cannot be reached, this is logged: its own deadlines decide then.
         """
@@ -145,31 +145,27 @@ class ControlChannels:
             self._tell(instance, NotWanted(transfer_id=transfer_id))
 
     def want_load(self, instance: str) -> None:
-        """Tell an instance that `on_load` wants to know how busy it is; never waits.
+        """Ask an instance to report its load to `on_load`; never waits.
 
-        Lost, without a word, if the instance cannot be reached: it is to be said again anyway.
+        Lost, without a word, if the instance cannot be reached: it is repeated anyway.
         """
-        socket = self._sockets.get(instance)
-        if socket is not None:
-            data = codec.encode(LoadWanted(), session=self._session)
-            # Without waiting it is done at once; its error is looked at, or asyncio logs it.
-            asyncio.ensure_future(socket.send(data, flags=zmq.NOBLOCK)).exception()
+        self._send(instance, LoadWanted())
 
     def _tell(self, instance: str, message: AnyMessage) -> None:
-        data = codec.encode(message, session=self._session)
+        if problem := self._send(instance, message):
+            logger.warning(
+                "control channel of %s is away (%s): %r is lost", instance, problem, message
+            )
+
+    def _send(self, instance: str, message: AnyMessage) -> str:
+        """Send a message; return why it is lost, if it is."""
         socket = self._sockets.get(instance)
         if socket is None:
-            logger.warning("%s has left: it learns nothing of %r", instance, message)
-            return
-        # Without waiting it is done at once.
-        sent = asyncio.ensure_future(socket.send(data, flags=zmq.NOBLOCK))
-        if error := sent.exception():
-            logger.warning(
-                "control channel of %s is away (%s): it learns nothing of %r",
-                instance,
-                error,
-                message,
-            )
+            return "it has left"
+        data = codec.encode(message, session=self._session)
+        # Without waiting it is done at once; its error is looked at, or asyncio logs it.
+        error = asyncio.ensure_future(socket.send(data, flags=zmq.NOBLOCK)).exception()
+        return str(error) if error else ""
 
     @contextlib.contextmanager
     def expect(self, transfer_ids: Collection[str]) -> Iterator[Inbox]:

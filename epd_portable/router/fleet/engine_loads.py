@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import time
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable
 from urllib.parse import urlencode
 
 import msgspec
@@ -39,34 +37,6 @@ PAUSE_S = 5.0
 TIMEOUT_S = LOAD_HEARTBEAT_S + 2.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Told:
-    load: LoadReport
-    at: float
-    given: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineLoad:
-    """How busy an instance is, by what it has told and what it was given since.
-
-    Attributes:
-        waiting: Requests that wait at it, in its engine or before; ``None`` if it does not tell.
-        running: Requests that its engine computes for; ``None`` if it does not tell.
-        kv_used: Used part of its KV cache, 0 to 1; ``None`` if it does not tell.
-        items: Media items that wait at an encode instance; ``None`` if it does not tell.
-        pixels: Of these; ``None`` if it does not tell.
-        age_s: Of what it told.
-    """
-
-    waiting: int | None
-    running: int | None
-    kv_used: float | None
-    items: int | None
-    pixels: int | None
-    age_s: float
-
-
 class EngineLoads:
     """Keeps what instances tell of their load.
 
@@ -88,13 +58,11 @@ class EngineLoads:
         self._control = control
         self._upstream = upstream
         self._clock = clock
-        self._told: dict[Instance, _Told] = {}  # Who told last is last.
-        self._news: set[Instance] = set()
+        self._reported_at: dict[Instance, float] = {}  # The latest one is last.
         self._asking: dict[Instance, asyncio.Task[None]] = {}
         self._looking: asyncio.Task[None] | None = None
         self._wanted_at = -WANT_EVERY_S
-        control.on_load = self.told
-        instances.watch(self._changed)
+        control.on_load = self.take
 
     def open(self) -> None:
         """Begin to listen; from within the event loop."""
@@ -107,59 +75,23 @@ class EngineLoads:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def told(self, name: str, load: LoadReport) -> None:
-        """Take in what an instance tells."""
+    def take(self, name: str, report: LoadReport) -> None:
+        """Take in what an instance reports."""
         instance = self._instances.get(name)
         if instance is not None:
-            self._forget(instance)
-            self._told[instance] = _Told(load, self._clock(), instance.load)
+            instance.take_report(report)
+            self._reported_at.pop(instance, None)
+            self._reported_at[instance] = self._clock()
 
-    def news(self) -> Collection[Instance]:
-        """Return who has told a load since this was asked, or of whom it is not known any more."""
+    def drop_old(self) -> None:
+        """Forget reports that are too old."""
         oldest = self._clock() - OLD_AFTER_S
-        for instance in [
-            *itertools.takewhile(lambda each: self._told[each].at < oldest, self._told)
-        ]:
-            self._forget(instance)
-        news, self._news = self._news, set()
-        return news
-
-    def of(self, instance: Instance) -> EngineLoad | None:
-        """Return how busy an instance is; ``None`` if that is not known, or not any more.
-
-        What this router has given to it since it told, and what it has given and the engine does
-        not compute, waits there, whether or not the engine knows of it already.
-        """
-        told = self._told.get(instance)
-        if told is None:
-            return None
-        age_s = self._clock() - told.at
-        if age_s > OLD_AFTER_S:
-            return None
-        load, given = told.load, instance.load
-        since = max(0, given - told.given)
-        waiting, items = load.waiting, load.items
-        if waiting is not None:
-            waiting = max(waiting + since, given - (load.running or 0))
-        if items is not None:
-            items = max(items + since, given)
-        return EngineLoad(
-            waiting=waiting,
-            running=load.running,
-            kv_used=load.kv_used,
-            items=items,
-            pixels=load.pixels,
-            age_s=age_s,
-        )
-
-    def _changed(self, instance: Instance) -> None:
-        if not instance.healthy:
-            # Who comes back may be another process.
-            self._forget(instance)
-
-    def _forget(self, instance: Instance) -> None:
-        self._told.pop(instance, None)
-        self._news.add(instance)
+        while self._reported_at:
+            instance = next(iter(self._reported_at))
+            if self._reported_at[instance] >= oldest:
+                break
+            del self._reported_at[instance]
+            instance.take_report(None)
 
     async def _look(self) -> None:
         while True:
@@ -193,6 +125,6 @@ class EngineLoads:
             if load is None:
                 await asyncio.sleep(PAUSE_S)
                 continue
-            self.told(instance.name, load)
+            self.take(instance.name, load)
             known = {"items": load.items or 0, "pixels": load.pixels or 0}
             await asyncio.sleep(LOAD_EVERY_S)

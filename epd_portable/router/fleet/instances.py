@@ -1,11 +1,10 @@
 """The instances as the router sees them: how they are, how busy, and which of them gets what.
 
-No input or output happens here: who probes tells what it saw, who asks tells what came of it. What
-is counted lies in a `Tally`, which several processes may share.
+Nothing here does input or output: probes and requests report what they saw of an instance.
 
-Encoders are chosen by item, on a ring of hashes and under a load bound: the same picture meets the
-encoder that still has it in its cache, unless that one is busier than the others. Those that answer
-and those that prefill are chosen by load.
+Encoders are chosen by item, on a ring of hashes and under a load bound: a repeated picture meets
+the encoder that has it in its cache, unless that one is busier than the others. Instances that
+answer or prefill are chosen by load.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import contextlib
 import logging
 import random
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Literal, TypeAlias
@@ -24,24 +22,27 @@ import anyio
 import msgspec
 
 from epd_portable.config.roles import DUTIES, Duty, Role
-from epd_portable.router.fleet.ejections import Ejections
-from epd_portable.router.fleet.ring import Ring, hashes
-from epd_portable.router.fleet.tally import MAX_INSTANCES, ROWS, Tally
-from epd_portable.router.fleet.view import InstanceView
+from epd_portable.errors import EPDError
+from epd_portable.router.choice.caches import CacheEstimate, CacheSizes
+from epd_portable.router.choice.ring import HashRing
+from epd_portable.router.choice.selection_types import ROLE_LABEL
+from epd_portable.router.fleet.circuit_breaker import CircuitBreaker
 from epd_portable.router.http.upstream_connection import Fault
 from epd_portable.router.settings import InstanceSettings
+from epd_portable.wire.messages import LoadReport
 
 logger = logging.getLogger(__name__)
 
+MAX_INSTANCES = 10_000
+FEW = 16
+"""Up to so many instances the loads of all are compared, else those of two."""
 PROBES_UNTIL_DOWN = 3
-"""Failed probes in a row after which an instance counts as down: a busy one may miss one."""
-
-IDLE_POLL_S = 0.05
+"""Failed probes in a row after which an instance is down: a busy one may miss one."""
 
 State = Literal["joining", "up", "down", "draining"]
 """``joining``: healthy, but not warmed up yet. ``draining``: gets nothing more."""
 Failure: TypeAlias = Fault | Literal["error"]
-"""How a request failed; ``error`` is an answer that says so (5xx)."""
+"""How a request failed; ``error`` is a 5xx answer."""
 
 _WORDS: dict[Failure, str] = {
     Fault.REFUSED: "refused a connection",
@@ -50,21 +51,14 @@ _WORDS: dict[Failure, str] = {
     Fault.BROKEN: "answered something that is no HTTP",
     "error": "answered with an error of its own",
 }
-_RINGS: tuple[Duty, ...] = ("encode", "answer", "prefill")
+
+
+class WentDownError(EPDError):
+    """An instance went down while something of it was awaited."""
 
 
 class Use:
-    """A use of an instance, which must not leave while the context lasts.
-
-    Args:
-        instance: That is used.
-        work: Whether it works meanwhile on a request or job, which then is in flight.
-        item: Name of the item that it encodes meanwhile, or empty.
-
-    Attributes:
-        instance: See above.
-        item: See above.
-    """
+    """A use of an instance, which must not leave while the context lasts."""
 
     __slots__ = ("_callback", "_computes", "_work", "instance", "item")
 
@@ -76,7 +70,7 @@ class Use:
         self._callback: Callable[[], None] | None = None
 
     def __enter__(self) -> Use:
-        self.instance._begin(self, self._work)
+        self.instance._start_use(self, self._work)
         return self
 
     def __exit__(
@@ -88,29 +82,46 @@ class Use:
         self._callback = None
         if self._computes:
             self._computes = False
-            self.instance._compute(-1)
-        self.instance._end(self, self._work)
+            self.instance._count(computes_for=-1)
+        self.instance._end_use(self, self._work)
 
     def compute(self) -> None:
         """Count the request, once, as one that waits for no item; until the context ends."""
         if not self._computes:
             self._computes = True
-            self.instance._compute(1)
+            self.instance._count(computes_for=1)
 
     def on_down(self, callback: Callable[[], None]) -> None:
-        """Have a function called when the instance goes down while this lasts.
+        """Call a function when the instance goes down while this lasts; at once if it is down.
 
-        At once if it is down. The function must not raise.
+        The function must not raise.
         """
         if self.instance.healthy:
             self._callback = callback
         else:
             callback()
 
-    def _gone_down(self) -> None:
+    def _went_down(self) -> None:
         callback, self._callback = self._callback, None
         if callback is not None:
             callback()
+
+
+@contextlib.contextmanager
+def while_up(use: Use) -> Iterator[Use]:
+    """Hold an instance in use, and cancel what is done meanwhile when it goes down.
+
+    Args:
+        use: From `Instance.working` or `Instance.held`.
+
+    Raises:
+        WentDownError: It has gone down; says why.
+    """
+    with anyio.CancelScope() as scope, use:
+        use.on_down(scope.cancel)
+        yield use
+    if scope.cancelled_caught:
+        raise WentDownError(f"went down: {use.instance.reason}")
 
 
 class Instance:
@@ -120,35 +131,29 @@ class Instance:
     a probe or a request. Several in a row eject it: others are preferred for a while, whatever it
     answers. Only probes take it down.
 
+    It is a `Candidate` of `epd_portable.router.choice`.
+
     Attributes:
         settings: Where it is and what it serves.
-        name: From the settings.
-        role: From the settings.
-        duty: What it is asked for.
-        url: From the settings, as `weight` and `labels`.
-        control: ZMQ address of its control channel, or empty.
+        labels: Of the settings, and its role as ``llm-d.ai/role``.
         registered: It came while the router ran, and is forgotten when it stays away.
-        in_flight: Requests or jobs it works on for this process.
+        load: Requests or jobs in flight.
+        computes_for: Requests in flight that wait for no item.
+        tokens: Of prompts that it was given to compute.
+        holdings: What it most likely has in its caches.
+        version: Is another one whenever something changes by which an instance is chosen.
+        answered_at: When it has answered a request last; 0 for never.
         healthy: Whether it answers probes.
         is_introduced: Whether clients' requests may be sent to this life of it.
         draining: It gets nothing more.
         suspected: A request failed, and it has answered nothing since.
         ejected: Requests failed in a row.
-        ejections: Counts those, where this process decides.
         reason: Why it is down, suspected or ejected.
         problem: What went wrong when it was warmed up, or empty.
-        row: In the tally.
-        point: Its place on the ring.
     """
 
     def __init__(
-        self,
-        owner: Fleet,
-        settings: InstanceSettings,
-        *,
-        row: int,
-        registered: bool,
-        warm_up: bool,
+        self, owner: Fleet, settings: InstanceSettings, *, registered: bool, warm_up: bool
     ) -> None:
         self.settings = settings
         self.name: str = settings.name
@@ -156,33 +161,40 @@ class Instance:
         self.duty: Duty = DUTIES[settings.role]
         self.weight: float = settings.weight
         self.url: str = settings.url
-        self.labels: Mapping[str, str] = settings.labels
+        self.labels: Mapping[str, str] = {ROLE_LABEL: settings.role, **settings.labels}
         self.control: str = settings.control
         self.registered = registered
-        self.in_flight = 0
+        self.load = 0
+        self.computes_for = 0
+        self.tokens = 0
+        self.holdings: CacheEstimate = owner.caches.new_estimate()
+        self.version = 0
+        self.answered_at = 0.0
         self.healthy = False
         self.is_introduced = not warm_up
         self.suspected = False
         self.ejected = False
+        self.draining = False
         self.reason = "not probed yet"
         self.problem = ""
-        self.row = row
-        self.point, _ = hashes(settings.name)
+        self.breaker = CircuitBreaker()
         self._owner = owner
-        self._tally = owner.tally
         self._clock = owner.clock
-        self._ring: Ring[Instance] | None = None
+        self._tier: _Tier | None = None
         self._warm_up = warm_up
-        self.draining = False
         self._uses: set[Use] = set()
+        self._idle = asyncio.Event()
         self._up = asyncio.Event()
         self._down = asyncio.Event()
         self._down.set()
+        self._owed_ms = 0
+        self._report: LoadReport | None = None
+        self._load_at_report = 0
+        self._heard_at = 0.0
         self._missed_probes = 0
         self._missed_at = 0.0
-        self.ejections = Ejections()
         self._ejection: asyncio.TimerHandle | None = None
-        self._told: InstanceView | None = None
+        self._shown: tuple[object, ...] = ()
 
     @property
     def state(self) -> State:
@@ -204,34 +216,38 @@ class Instance:
         return self.usable and not (self.suspected or self.ejected)
 
     @property
-    def load(self) -> int:
-        """Requests or jobs it works on for all processes of the router."""
-        return self._tally.load(self.row)
-
-    @property
-    def computes_for(self) -> int:
-        """Requests of all processes of the router that wait for no item any more."""
-        return self._tally.computing(self.row)
-
-    @property
     def owed_s(self) -> float:
-        """Seconds of encoding that all processes of the router have given to it."""
-        return self._tally.owed_ms(self.row) / 1000
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Of prompts that all processes wait for: they have been given to it to compute."""
-        return self._tally.tokens(self.row)
+        """Seconds of encoding that it was given and has not done."""
+        return self._owed_ms / 1000
 
     @property
     def idle(self) -> bool:
-        """Whether no process needs anything of it."""
-        return not self._tally.held(self.row)
+        """Whether nothing of it is needed."""
+        return not self._uses
 
     @property
-    def answered_at(self) -> float:
-        """When it has answered a request last; 0 for never."""
-        return self._tally.answered_at(self.row)
+    def reported(self) -> LoadReport | None:
+        """Its last report of its load, with what it was given since; ``None`` if too old.
+
+        What it was given since the report, and what its engine does not compute, waits there,
+        whether or not the engine knows of it already.
+        """
+        report, load = self._report, self.load
+        if report is None:
+            return None
+        since = max(0, load - self._load_at_report)
+        waiting, items = report.waiting, report.items
+        if waiting is not None:
+            waiting = max(waiting + since, load - (report.running or 0))
+        if items is not None:
+            items = max(items + since, load)
+        return msgspec.structs.replace(report, waiting=waiting, items=items)
+
+    def take_report(self, report: LoadReport | None) -> None:
+        """Set what it reports of its load; ``None`` for nothing that is still true."""
+        self._report = report
+        self._load_at_report = self.load
+        self.version += 1
 
     def working(self, item: str = "") -> Use:
         """Return a context that counts one request as in flight, or a job for an item."""
@@ -243,28 +259,27 @@ class Instance:
 
     @contextlib.contextmanager
     def encoding(self, seconds: float) -> Iterator[None]:
-        """Count encoding that it will need so long for; within `working`."""
+        """Count encoding that takes it so long; within `working`."""
         ms = round(1000 * seconds)
-        self._tally.owe(self.row, ms)
+        self._count(owed_ms=ms)
         try:
             yield
         finally:
-            self._tally.owe(self.row, -ms)
+            self._count(owed_ms=-ms)
 
     @contextlib.contextmanager
     def computing(self, tokens: int) -> Iterator[None]:
         """Count tokens of a prompt that it has to compute; within `working`."""
-        self._tally.prompt(self.row, tokens)
+        self._count(tokens=tokens)
         try:
             yield
         finally:
-            self._tally.prompt(self.row, -tokens)
+            self._count(tokens=-tokens)
 
     async def wait_idle(self) -> None:
-        """Return as soon as no process needs anything of it, nor could begin to unknowingly."""
-        version = self._owner.version
-        while not (self._tally.all_saw(version) and self.idle):
-            await asyncio.sleep(IDLE_POLL_S)
+        """Return as soon as nothing of it is needed."""
+        while self._uses:
+            await self._idle.wait()
 
     async def wait_up(self) -> None:
         """Return as soon as it is healthy."""
@@ -275,12 +290,12 @@ class Instance:
         await self._down.wait()
 
     async def comes_up(self, timeout_s: float) -> bool:
-        """Wait until it is healthy; tell whether that was within the limit."""
+        """Wait until it is healthy; return whether that was within the limit."""
         with anyio.move_on_after(timeout_s):
             await self._up.wait()
         return self.healthy
 
-    # What is seen of it by probes.
+    # What probes saw of it.
 
     def seen_well(self) -> None:
         """It answered a probe."""
@@ -293,7 +308,7 @@ class Instance:
 
     def seen_silent(self) -> None:
         """It did not answer a probe in time: it may be busy."""
-        self._miss(f"{PROBES_UNTIL_DOWN} health probes without answer")
+        self._count_missed(f"{PROBES_UNTIL_DOWN} health probes without answer")
 
     def seen_failing(self, problem: str) -> None:
         """It answered a probe as it should not, or cut it off: something is wrong with it."""
@@ -302,31 +317,31 @@ class Instance:
             return
         self.suspected = True
         self.reason = f"health probe: {problem}"
-        self._miss(f"{PROBES_UNTIL_DOWN} health probes failed: {problem}")
+        self._count_missed(f"{PROBES_UNTIL_DOWN} health probes failed: {problem}")
         self._changed()
 
-    def _miss(self, reason: str) -> None:
-        """Count a probe that failed; bytes of an answer since the last one say that it lives."""
-        if max(self._tally.heard_at(self.row), self.answered_at) > self._missed_at:
+    def seen_gone(self, reason: str) -> None:
+        """Its process has ended: what answers next is a new one."""
+        self.is_introduced = not self._warm_up
+        self._fall(reason)
+
+    def _count_missed(self, reason: str) -> None:
+        # Bytes of an answer since the last missed probe say that it lives.
+        if max(self._heard_at, self.answered_at) > self._missed_at:
             self._missed_probes = 0
         self._missed_at = self._clock()
         self._missed_probes += 1
         if self._missed_probes >= PROBES_UNTIL_DOWN:
             self._fall(reason)
 
-    def seen_gone(self, reason: str) -> None:
-        """Its process has ended: who answers next is a new one."""
-        self.is_introduced = not self._warm_up
-        self._fall(reason)
-
-    # What is seen of it by requests.
+    # What requests saw of it.
 
     def heard(self) -> None:
         """Bytes of an answer have come from it."""
-        self._tally.heard(self.row, self._clock())
+        self._heard_at = self._clock()
 
     def hearing(self, take: Callable[[bytes], bool]) -> Callable[[bytes], bool]:
-        """Return what takes pieces of its answer, and notes that they come."""
+        """Return a function that takes pieces of its answer, and notes that they come."""
 
         def taken(data: bytes) -> bool:
             self.heard()
@@ -336,10 +351,9 @@ class Instance:
 
     def answered(self) -> None:
         """It answered a request as it should."""
-        self._tally.answered(self.row, self._clock())
+        self.answered_at = self._clock()
         if self.suspected:
             self.suspected = False
-            self._owner.report(self, None)
             self._changed()
 
     def failed(self, failure: Failure) -> None:
@@ -347,32 +361,26 @@ class Instance:
         if not self.healthy or failure is Fault.OWN:
             return
         self.suspected = True
-        if self._owner.decides:
-            self._count(failure)
-        self._owner.report(self, failure)
-        self._changed()
-
-    def _count(self, failure: Failure) -> None:
         now = self._clock()
-        self.ejections.fail(now, self.answered_at)
-        self.reason = f"{_WORDS[failure]}, {self.ejections.failures} in a row"
+        tripped = self.breaker.count_failure(now, self.answered_at)
+        self.reason = f"{_WORDS[failure]}, {self.breaker.failures} in a row"
         if failure is Fault.REFUSED:
             # It need not be silent for long to be taken for gone.
             self._missed_probes = PROBES_UNTIL_DOWN - 1
             self._missed_at = now
-        may_be = self.usable and not self.ejected and self._owner.may_eject(self.duty)
-        if self.ejections.due and may_be:
-            for_s = self.ejections.begin(now)
+        if tripped and self.usable and not self.ejected and self._owner.may_eject(self.duty):
+            for_s = self.breaker.eject(now)
             self.ejected = True
-            self._ejection = asyncio.get_running_loop().call_later(for_s, self.let_back)
+            self._ejection = asyncio.get_running_loop().call_later(for_s, self.readmit)
             logger.warning(
                 "instance %s gets nothing for %g s: it %s", self.name, for_s, self.reason
             )
+        self._changed()
 
-    def let_back(self) -> None:
-        """End its ejection; one more failure begins another."""
+    def readmit(self) -> None:
+        """End its ejection; one more failure starts another."""
         self._end_ejection()
-        self.ejections.end()
+        self.breaker.readmit()
         self._changed()
 
     def _end_ejection(self) -> None:
@@ -405,18 +413,22 @@ class Instance:
         self.problem = problem
         self._changed()
 
+    def leave(self) -> None:
+        """Take it down for good."""
+        self.draining = True
+        self._fall("has left")
+
     def _fall(self, reason: str) -> None:
         if self.healthy:
-            self.ejections.failures = 0
+            self.breaker.failures = 0
             self.suspected = False
             self._end_ejection()
         self.healthy = False
         self.reason = reason
+        # What comes back may be another process.
+        self.holdings.clear()
+        self.take_report(None)
         self._changed()
-
-    def _leave(self) -> None:
-        self.draining = True
-        self._fall("has left")
 
     def _changed(self) -> None:
         """Make known what it is since something about it has changed."""
@@ -433,98 +445,95 @@ class Instance:
             self._down.set()
         if not self.healthy:
             for use in tuple(self._uses):
-                use._gone_down()
-        if (view := self.view) != self._told:
-            self._told = view
-            self._owner._tell(self)
+                use._went_down()
+        shown = (self.state, self.healthy, self.suspected, self.ejected, self.reason, self.problem)
+        if shown != self._shown:
+            self._shown = shown
+            self._owner._notify(self)
 
-    # Counting.
+    # What is counted.
 
-    def _begin(self, use: Use, work: int) -> None:
+    def _start_use(self, use: Use, work: int) -> None:
         self._uses.add(use)
-        self._tally.hold(self.row, 1)
-        self._count_work(work)
+        self._idle.clear()
+        self._count(load=work)
         if use.item:
             self._owner.encoding.setdefault(use.item, []).append(self)
 
-    def _end(self, use: Use, work: int) -> None:
+    def _end_use(self, use: Use, work: int) -> None:
         self._uses.remove(use)
-        self._tally.hold(self.row, -1)
-        self._count_work(-work)
+        if not self._uses:
+            self._idle.set()
+        self._count(load=-work)
         if use.item:
             self._owner.encoding[use.item].remove(self)
             if not self._owner.encoding[use.item]:
                 del self._owner.encoding[use.item]
 
-    def _compute(self, change: int) -> None:
-        self._tally.compute(self.row, change)
+    def _count(
+        self, *, load: int = 0, computes_for: int = 0, owed_ms: int = 0, tokens: int = 0
+    ) -> None:
+        self.load += load
+        self.computes_for += computes_for
+        self._owed_ms += owed_ms
+        self.tokens += tokens
+        self.version += 1
+        if self._tier is not None:
+            self._tier.load += load
 
-    def _count_work(self, change: int) -> None:
-        self.in_flight += change
-        self._tally.work(self.row, change)
-        if self._ring is not None:
-            self._tally.work(self._ring.row, change)
 
-    # Between processes.
+class _Tier(HashRing[Instance]):
+    """Instances with one duty that are equally welcome.
 
-    @property
-    def view(self) -> InstanceView:
-        """What another process has to know of it."""
-        return msgspec.convert(self, InstanceView, from_attributes=True)
+    Attributes:
+        load: Sum of their loads.
+        weight: Sum of their weights.
+    """
 
-    def _take(self, view: InstanceView) -> None:
-        self.healthy = view.healthy
-        self.is_introduced = view.is_introduced
-        self.draining = view.draining
-        self.suspected = view.suspected
-        self.ejected = view.ejected
-        self.reason = view.reason
-        self.problem = view.problem
-        self._changed()
+    def __init__(self) -> None:
+        super().__init__()
+        self.load = 0
+        self.weight = 0.0
+
+    def add(self, member: Instance) -> None:
+        super().add(member)
+        self.load += member.load
+        self.weight += member.weight
+
+    def remove(self, member: Instance) -> None:
+        super().remove(member)
+        self.load -= member.load
+        # A sum of what is left, as differences of floats would drift.
+        self.weight = sum(each.weight for each in self.members)
 
 
 class Fleet:
     """The instances that there are; lists to choose from follow every change of one.
 
     Args:
-        tally: Where things are counted; one of this process alone unless given.
-        report: Another process decides how instances are: it is told of failed requests, and
-            of an answer (``None``) of one that was suspected. `take` says what it decides.
+        caches: How much instances keep in their caches.
         clock: Like ``time.monotonic``.
         chance: Decides between equals: nothing that a client sends does.
 
     Attributes:
-        tally: See above, as the next ones.
-        clock: See above.
-        chance: See above.
-        decides: Whether this process decides how instances are.
-        version: Counts the changes.
-        encoding: Who encodes an item for this process, by its name; once for each job.
+        encoding: Instances that encode an item, by its name; once for each job.
     """
 
     def __init__(
         self,
-        tally: Tally | None = None,
         *,
-        report: Callable[[Instance, Failure | None], None] | None = None,
+        caches: CacheSizes | None = None,
         clock: Callable[[], float] = time.monotonic,
         chance: random.Random | None = None,
     ) -> None:
-        self.tally = tally or Tally()
+        self.caches = caches or CacheSizes()
         self.clock = clock
         self.chance = chance or random.Random()
-        self.decides = report is None
-        self.version = 0
         self.encoding: dict[str, list[Instance]] = {}
-        self._report = report
         self._instances: dict[str, Instance] = {}
         self._watchers: list[Callable[[Instance], None]] = []
-        # Of each duty those that are preferred, then the other usable ones.
-        self._rings: dict[Duty, tuple[Ring[Instance], Ring[Instance]]] = {
-            duty: (Ring(self.tally, 2 * n), Ring(self.tally, 2 * n + 1))
-            for n, duty in enumerate(_RINGS)
-        }
-        self._free_rows = deque(range(2 * len(_RINGS), ROWS))
+        duties: tuple[Duty, ...] = ("encode", "answer", "prefill")
+        self._tiers = {duty: (_Tier(), _Tier()) for duty in duties}
 
     @property
     def all(self) -> tuple[Instance, ...]:
@@ -535,19 +544,19 @@ class Fleet:
         return len(self._instances)
 
     def of_duty(self, duty: Duty) -> list[Instance]:
-        """Return all instances that do one thing."""
+        """Return all instances with a duty."""
         return [instance for instance in self._instances.values() if instance.duty == duty]
 
     def any_usable(self, duty: Duty) -> bool:
-        """Tell whether an instance that does something is usable."""
-        return any(self._rings[duty])
+        """Return whether an instance with a duty is usable."""
+        return any(self._tiers[duty])
 
     def get(self, name: str) -> Instance | None:
         """Return the instance of that name."""
         return self._instances.get(name)
 
     def watch(self, callback: Callable[[Instance], None]) -> None:
-        """Have a function called whenever an instance has come, changed or left."""
+        """Call a function whenever an instance has come, changed or left."""
         self._watchers.append(callback)
 
     def add(
@@ -561,129 +570,115 @@ class Fleet:
             warm_up: It has to be introduced, whenever its process has been started.
         """
         assert len(self._instances) < MAX_INSTANCES
-        return self._add(settings, self._free_row(), registered=registered, warm_up=warm_up)
+        assert settings.name not in self._instances
+        instance = Instance(self, settings, registered=registered, warm_up=warm_up)
+        self._instances[instance.name] = instance
+        self._notify(instance)
+        return instance
 
     def remove(self, name: str) -> None:
         """Forget an instance, which is down from then on."""
-        instance = self._instances.pop(name)
-        instance._leave()
-        self._free_rows.append(instance.row)
-
-    def take(self, view: InstanceView) -> None:
-        """Take over what another process says of an instance that is there for it."""
-        instance = self._instances.get(view.name)
-        if instance is not None and instance.row != view.row:
-            self.remove(view.name)
-            instance = None
-        if instance is None:
-            settings = InstanceSettings(
-                name=view.name,
-                role=view.role,
-                url=view.url,
-                control=view.control,
-                weight=view.weight,
-                labels=view.labels,
-            )
-            instance = self._add(settings, view.row, registered=view.registered, warm_up=False)
-        instance._take(view)
+        self._instances.pop(name).leave()
 
     def tiers(self, duty: Duty) -> Iterator[Sequence[Instance]]:
-        """Yield the preferred instances that do one thing, then the other usable ones."""
-        for ring in self._rings[duty]:
-            yield ring.instances
+        """Yield the preferred instances with a duty, then the other usable ones."""
+        for tier in self._tiers[duty]:
+            yield tier.members
 
-    def encoder(self, mm_hash: str, exclude: Collection[str] = ()) -> Instance | None:
+    def encoder(
+        self,
+        key: str,
+        exclude: Collection[str] = (),
+        among: Collection[Instance] | None = None,
+    ) -> Instance | None:
         """Return the usable encode instance that should have an item.
 
         One that encodes it already has least to do for it, however busy it is.
 
         Args:
-            mm_hash: Of the item.
+            key: Name of the item, or what is hashed in its place.
             exclude: Names of instances that must not have it, such as those that are full.
+            among: Those that may have it; all by default.
         """
-        for instance in self.encoding.get(mm_hash, ()):
-            if instance.preferred and instance.name not in exclude:
+        for instance in self.encoding.get(key, ()):
+            allowed = among is None or instance in among
+            if instance.preferred and allowed and instance.name not in exclude:
                 return instance
-        for ring in self._rings["encode"]:
-            if chosen := ring.near(mm_hash, self._within(ring, exclude)):
+        for tier in self._tiers["encode"]:
+            out = self._in_tier(tier, exclude)
+            if among is not None:
+                out.update(each for each in tier.members if each not in among)
+            load = tier.load - sum(each.load for each in out)
+            weight = tier.weight - sum(each.weight for each in out)
+            if chosen := tier.choose(key, load, weight, out):
                 return chosen
         return None
 
     def prefill_decode(
         self, exclude: Collection[str] = (), duty: Duty = "answer"
     ) -> Instance | None:
-        """Return the usable instance that should answer a request, or prefill it for another.
+        """Return the usable instance with the least load for its weight; of many, of two.
 
         Args:
-            exclude: Names of instances that must not have it.
+            exclude: Names of instances that must not be chosen.
             duty: What is asked.
         """
-        for ring in self._rings[duty]:
-            if chosen := ring.lightest(self.chance, self._within(ring, exclude)):
-                return chosen
+        for tier in self._tiers[duty]:
+            out = self._in_tier(tier, exclude)
+            if len(out) < len(tier):
+                return self._lightest(tier.members, out)
         return None
 
+    def _lightest(self, members: Sequence[Instance], exclude: Collection[Instance]) -> Instance:
+        count = len(members)
+        if count > FEW:
+            one = self.chance.randrange(count)
+            other = (one + 1 + self.chance.randrange(count - 1)) % count
+            pair = []
+            for index in (one, other):
+                while members[index] in exclude:
+                    index = (index + 1) % count
+                pair.append(members[index])
+            return min(pair, key=lambda instance: instance.load / instance.weight)
+        loads = [(each.load / each.weight, each) for each in members if each not in exclude]
+        least = min(load for load, _ in loads)
+        return self.chance.choice([instance for load, instance in loads if load == least])
+
     def may_eject(self, duty: Duty) -> bool:
-        """Tell whether one more may be ejected: at most half of the usable ones."""
-        return 2 * (len(self._ejected(duty)) + 1) <= sum(map(len, self._rings[duty]))
+        """Return whether one more may be ejected: at most half of the usable ones."""
+        return 2 * (len(self._ejected(duty)) + 1) <= sum(map(len, self._tiers[duty]))
 
-    def report(self, instance: Instance, failure: Failure | None) -> None:
-        """Tell the process that decides, if it is another one."""
-        if self._report is not None:
-            self._report(instance, failure)
-
-    def _within(self, ring: Ring[Instance], names: Collection[str]) -> list[Instance]:
-        found = (self._instances.get(name) for name in set(names))
-        return [instance for instance in found if instance is not None and instance._ring is ring]
+    def _in_tier(self, tier: _Tier, names: Collection[str]) -> set[Instance]:
+        found = (self._instances.get(name) for name in names)
+        return {each for each in found if each is not None and each._tier is tier}
 
     def _ejected(self, duty: Duty) -> list[Instance]:
-        return [instance for instance in self._rings[duty][1].instances if instance.ejected]
-
-    def _add(
-        self, settings: InstanceSettings, row: int, *, registered: bool, warm_up: bool
-    ) -> Instance:
-        assert settings.name not in self._instances
-        instance = Instance(self, settings, row=row, registered=registered, warm_up=warm_up)
-        self._instances[instance.name] = instance
-        if self.decides:
-            self.tally.answered(row, 0.0)
-            self.tally.heard(row, 0.0)
-        self._tell(instance)
-        return instance
-
-    def _free_row(self) -> int:
-        for _ in range(len(self._free_rows)):
-            row = self._free_rows.popleft()
-            if not self.tally.held(row):
-                return row
-            self._free_rows.append(row)
-        raise AssertionError("more rows are held by instances that have left than there are spare")
+        return [instance for instance in self._tiers[duty][1].members if instance.ejected]
 
     def _place(self, instance: Instance) -> None:
-        """Put an instance into the ring in which it belongs."""
-        preferred, other = self._rings[instance.duty]
-        ring = None
+        """Put an instance into the tier in which it belongs."""
+        preferred, other = self._tiers[instance.duty]
+        tier = None
         if instance.usable and self.get(instance.name) is instance:
-            ring = preferred if instance.preferred else other
-        if ring is instance._ring:
+            tier = preferred if instance.preferred else other
+        if tier is instance._tier:
             return
-        if instance._ring is not None:
-            instance._ring.remove(instance)
-        instance._ring = ring
-        if ring is not None:
-            ring.add(instance)
-        if ring is None and self.decides:
+        if instance._tier is not None:
+            instance._tier.remove(instance)
+        instance._tier = tier
+        if tier is not None:
+            tier.add(instance)
+        else:
             self._keep_half(instance.duty)
 
     def _keep_half(self, duty: Duty) -> None:
-        """Let ejected ones back, the first first, until they are at most half of the usable."""
-        ejected = sorted(self._ejected(duty), key=lambda instance: instance.ejections.until)
+        """Readmit ejected ones, the first first, until they are at most half of the usable."""
+        ejected = sorted(self._ejected(duty), key=lambda instance: instance.breaker.until)
         for instance in ejected:
-            if 2 * len(self._ejected(duty)) <= sum(map(len, self._rings[duty])):
+            if 2 * len(self._ejected(duty)) <= sum(map(len, self._tiers[duty])):
                 break
-            instance.let_back()
+            instance.readmit()
 
-    def _tell(self, instance: Instance) -> None:
-        self.version += 1
+    def _notify(self, instance: Instance) -> None:
         for callback in self._watchers:
             callback(instance)

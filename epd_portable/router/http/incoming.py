@@ -10,7 +10,6 @@ import anyio
 
 from epd_portable.errors import EPDError, RequestError
 from epd_portable.router.contents.cut_text import Data
-from epd_portable.router.fleet.tally import Tally
 from epd_portable.router.http.replies import RETRY_AFTER_S
 
 DRAIN_TIMEOUT_S = 10.0
@@ -77,13 +76,25 @@ class IncomingRequest(Protocol):
         """Send the end. A request that is left without it breaks off."""
 
 
+class HeldBytes:
+    """What all large bodies that are held may take together, and take.
+
+    Attributes:
+        limit: Of the sum.
+        count: The sum.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.count = 0
+
+
 class Bodies:
     """Reads bodies.
 
     Args:
         max_bytes: Of one body.
-        max_sum_bytes: Of all that are held at a time by all processes.
-        tally: Where they are counted; one of this process alone unless given.
+        held: Where they are counted.
         remedy: What is said to who sends a larger one.
     """
 
@@ -91,19 +102,12 @@ class Bodies:
         self,
         *,
         max_bytes: int,
-        max_sum_bytes: int,
-        tally: Tally | None = None,
+        held: HeldBytes,
         remedy: str = "send smaller images, or raise router.max_body_bytes",
     ) -> None:
         self._max_bytes = max_bytes
         self._remedy = remedy
-        self._max_sum_bytes = max_sum_bytes
-        self._tally = tally or Tally()
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of large bodies that are held now."""
-        return self._tally.body_bytes()
+        self._held = held
 
     @contextlib.contextmanager
     def holding(self) -> Iterator[Body]:
@@ -112,7 +116,7 @@ class Bodies:
         try:
             yield body
         finally:
-            self._tally.hold_body(-body.counted)
+            self._held.count -= body.counted
             body.counted = 0
 
     def check(self, nbytes: int) -> None:
@@ -139,16 +143,16 @@ class Bodies:
         if nbytes <= SMALL_BYTES:
             return
         more = nbytes - body.counted
-        held_bytes = self.held_bytes
-        if held_bytes + more > self._max_sum_bytes:
+        held = self._held
+        if held.count + more > held.limit:
             raise RequestError(
-                f"{held_bytes} bytes of request bodies are held, and another {more} would be "
-                f"more than router.max_bodies_bytes of {self._max_sum_bytes}; try again later",
+                f"{held.count} bytes of request bodies are held, and another {more} would be "
+                f"more than router.max_bodies_bytes of {held.limit}; try again later",
                 status=503,
                 code="too_many_bytes",
                 retry_after_s=RETRY_AFTER_S,
             )
-        self._tally.hold_body(more)
+        held.count += more
         body.counted = nbytes
 
 

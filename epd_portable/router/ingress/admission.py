@@ -77,7 +77,6 @@ class AdmissionControl:
         settings: The limits.
         instances: Who is there.
         metrics: Count who waits, and who is refused.
-        processes: Of the router; each has its part of every limit.
         clock: Like ``time.monotonic``.
     """
 
@@ -87,18 +86,16 @@ class AdmissionControl:
         instances: Fleet,
         metrics: Metrics,
         *,
-        processes: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings
-        self._processes = processes
         self._instances = instances
         self._metrics = metrics
         self._clock = clock
         self._bounds = _bounds(settings)
         self._gate = Gate(
             [self._limit(bound) for bound in self._bounds],
-            max_waiting=math.ceil(settings.max_waiting / processes),
+            max_waiting=settings.max_waiting,
         )
         self._encode_kinds = [n for n, bound in enumerate(self._bounds) if bound.duty == "encode"]
         self._pace = Pace()
@@ -246,7 +243,7 @@ class AdmissionControl:
         self._admit()
 
     def _limit(self, bound: _Bound) -> Limit:
-        """Return this process's part of a limit; none where nobody is whom it is for.
+        """Return a limit as it is for the usable instances; none where there are none.
 
         A request then is answered 503, or its items are encoded where it is answered.
         """
@@ -254,7 +251,7 @@ class AdmissionControl:
         if bound.duty is not None:
             tiers = self._instances.tiers(bound.duty)
             limit *= sum(each.weight for tier in tiers for each in tier)
-        return max(int(limit / self._processes), 1) if limit else None
+        return max(int(limit), 1) if limit else None
 
 
 def priority_of(call: Call, headers: Mapping[str, str]) -> int:

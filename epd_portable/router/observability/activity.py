@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import msgspec
@@ -12,7 +11,7 @@ from epd_portable.router.observability.record import ItemRecord, Listener, Reque
 from epd_portable.wire.params import ItemOutcome
 
 MAX_PAIRS = 4096
-"""Of one process; beyond them the one is forgotten that was used longest ago."""
+"""Beyond them the one is forgotten that was used longest ago."""
 
 Cargo = Literal["items", "kv"]
 
@@ -45,7 +44,7 @@ class RungUse(msgspec.Struct, kw_only=True):
     Attributes:
         rung: Its name, see `epd_portable.router.ladder.LADDER`.
         count: Since the router started.
-        at: When last, by ``time.monotonic``, which is one clock for all processes of a machine.
+        at: When last, by ``time.monotonic``.
     """
 
     rung: str
@@ -54,7 +53,7 @@ class RungUse(msgspec.Struct, kw_only=True):
 
 
 class Activity(Listener):
-    """Counts for one process of a router, from what it hears of requests."""
+    """Counts from what it hears of requests."""
 
     def __init__(self) -> None:
         self._pairs: dict[tuple[str, str, Cargo], Traffic] = {}
@@ -119,30 +118,3 @@ class Activity(Listener):
         if len(self._pairs) > MAX_PAIRS:
             del self._pairs[next(iter(self._pairs))]
         return pair
-
-
-def traffic_of_all(processes: Iterable[Sequence[Traffic]]) -> list[Traffic]:
-    """Return the sums over processes of a router."""
-    sums: dict[tuple[str, str, Cargo], Traffic] = {}
-    for pairs in processes:
-        for pair in pairs:
-            key = (pair.source, pair.target, pair.cargo)
-            total = sums.setdefault(
-                key, Traffic(source=pair.source, target=pair.target, cargo=pair.cargo)
-            )
-            total.path = pair.path or total.path
-            total.count += pair.count
-            total.told += pair.told
-            total.nbytes += pair.nbytes
-    return list(sums.values())
-
-
-def rungs_of_all(processes: Iterable[Sequence[RungUse]]) -> list[RungUse]:
-    """Return the sums over processes of a router, and when each rung was used last."""
-    sums: dict[str, RungUse] = {}
-    for rungs in processes:
-        for use in rungs:
-            total = sums.setdefault(use.rung, RungUse(rung=use.rung))
-            total.count += use.count
-            total.at = max(total.at, use.at)
-    return list(sums.values())

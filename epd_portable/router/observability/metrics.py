@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
-from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from epd_portable.connector.stores.metrics import StoreMetrics
@@ -50,22 +49,6 @@ class _InstanceCollector(Collector):
         return (up, load)
 
 
-class _TogetherCollector(Collector):
-    """Reads what all processes of a router have counted, of the instances that are there."""
-
-    def __init__(self, folder: str, instances: Callable[[], Iterable[Instance]]) -> None:
-        self._counted = MultiProcessCollector(None, folder)  # type: ignore[no-untyped-call]
-        self._instances = instances
-
-    def collect(self) -> Iterable[Metric]:
-        names = {None, *(instance.name for instance in self._instances())}
-        for metric in self._counted.collect():  # type: ignore[no-untyped-call]
-            metric.samples = [
-                each for each in metric.samples if each.labels.get("instance") in names
-            ]
-            yield metric
-
-
 class Metrics(Listener):
     """Counters and histograms of one router; counts what it hears of requests.
 
@@ -74,28 +57,21 @@ class Metrics(Listener):
 
     Args:
         instances: Returns those that there are.
-        folder: Where the processes of a router count together; such a process must have been
-            started with it as ``PROMETHEUS_MULTIPROC_DIR``. Empty if there is one process.
         llmd_names: Show some of it a second time, under names of llm-d's proposal.
 
     Attributes:
-        activity: What the status page shows of this process.
+        activity: What the status page shows.
     """
 
     def __init__(
         self,
         instances: Callable[[], Iterable[Instance]] = tuple,
-        folder: str = "",
         *,
         llmd_names: bool = False,
     ) -> None:
         registry = CollectorRegistry()
-        counted = CollectorRegistry() if folder else registry
-        counted.register(_InstanceCollector(instances))
-        if folder:
-            counted.register(_TogetherCollector(folder, instances))
-        self._shown: Collector = LlmdNames(counted) if llmd_names else counted
-        self._together = bool(folder)
+        registry.register(_InstanceCollector(instances))
+        self._shown: Collector = LlmdNames(registry) if llmd_names else registry
         self.activity = Activity()
         # To find a metric by its labels costs as much as to count.
         self._of_answers = functools.cache(self._find_those_of_answers)
@@ -107,7 +83,6 @@ class Metrics(Listener):
             "epd_router_requests_in_flight",
             "Requests being answered.",
             registry=registry,
-            multiprocess_mode="livesum",
         )
         self.disconnects = Counter(
             "epd_router_client_disconnects",
@@ -241,7 +216,6 @@ class Metrics(Listener):
             "Requests that wait to be let in.",
             ("priority",),
             registry=registry,
-            multiprocess_mode="livesum",
         )
         self.admission_wait_s = Histogram(
             "epd_router_admission_wait_seconds",
@@ -351,8 +325,6 @@ class Metrics(Listener):
     def forget(self, instance: str) -> None:
         """Drop what was counted of an instance that has left."""
         self.activity.forget(instance)
-        if self._together:
-            return  # It is left out when all counts are read.
         with contextlib.suppress(KeyError):  # Older clients raise it for what was never counted.
             self.encode_s.remove(instance)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +19,11 @@ from epd_portable.errors import RequestError
 from epd_portable.router.fleet.instances import Fleet, Instance
 from epd_portable.router.http.replies import JSON, Reply
 from epd_portable.router.ladder import LADDER
-from epd_portable.router.observability.activity import (
-    Activity,
-    RungUse,
-    Traffic,
-    rungs_of_all,
-    traffic_of_all,
-)
+from epd_portable.router.observability.activity import Activity, RungUse
 from epd_portable.router.observability.engine_figures import EngineFigures, EngineWatch
 from epd_portable.router.observability.record import RecentRequests, RequestRecord
 
-SCHEMA = 1
+SCHEMA = 2
 """Of the JSON: raised when a field goes, or means something else."""
 JSON_PATH = "/status.json"
 NOW_HEADER = "x-epd-now"
@@ -70,52 +64,17 @@ _OF_REQUESTS = (
 RUNGS = tuple(dict.fromkeys(rung for rungs in LADDER.values() for rung in rungs))
 
 
-class ProcessStatus(msgspec.Struct, kw_only=True):
-    """What one process of a router knows that the others do not.
-
-    Attributes:
-        pairs: What went between instances.
-        rungs: Which rungs of the ladder were used.
-        in_flight: Requests that it serves.
-        waiting: Those of them that have not been let in yet.
-        requests: Some of those in flight, then the last that have ended; as the page shows them.
-    """
-
-    pairs: tuple[Traffic, ...] = ()
-    rungs: tuple[RungUse, ...] = ()
-    in_flight: int = 0
-    waiting: int = 0
-    requests: tuple[dict[str, Any], ...] = ()
-
-
-class Gathered(msgspec.Struct, kw_only=True):
-    """What the processes of a router know.
-
-    Attributes:
-        processes: Of those that have told it.
-        serving: How many of them serve clients.
-        silent: Others that do, and have not told it in time.
-    """
-
-    processes: list[ProcessStatus]
-    serving: int = 1
-    silent: int = 0
-
-
 class StatusPage:
     """Answers at the page's paths.
 
     Args:
         model: Served name of the model.
         instances: Who is there.
-        activity: Of this process, as `requests`.
-        requests: Those that it serves, and the last ones.
+        activity: What went between instances.
+        requests: Those in flight, and the last ones.
         engines: Ask instances how they are.
         secret: Makes the keys of the page.
         health: Returns what ``/health`` tells everybody.
-
-    Attributes:
-        gather: Returns what all processes know; of this one alone unless set.
     """
 
     def __init__(
@@ -135,7 +94,6 @@ class StatusPage:
         self._engines = engines
         self._secret = secret
         self._health = health
-        self.gather: Callable[[], Awaitable[Gathered]] = self._of_this_process
 
     async def close(self) -> None:
         """Ask instances no more."""
@@ -165,46 +123,27 @@ class StatusPage:
         shown: dict[str, object] = {"schema": SCHEMA, **self._health()}
         if scheme.lower() == "bearer":
             self._secret.check_page_key(key.strip())
-            shown |= self._detail(await self.gather())
+            shown |= self._detail()
         given = {**JSON, "cache-control": "no-cache", NOW_HEADER: f"{time.monotonic():.3f}"}
         return _unless_known(msgspec.json.encode(shown), given, headers)
 
-    def of_this_process(self) -> ProcessStatus:
-        """Return what no other process knows."""
-        in_flight = tuple(self._requests.in_flight)
-        ended = tuple(self._requests.ended)[: -MAX_ENDED_SHOWN - 1 : -1]
-        return ProcessStatus(
-            pairs=self._activity.pairs,
-            rungs=self._activity.rungs,
-            in_flight=len(in_flight),
-            waiting=sum(1 for each in in_flight if each.read_at and not each.admitted_at),
-            requests=tuple(map(_noted, (*in_flight[:MAX_IN_FLIGHT_SHOWN], *ended))),
-        )
-
-    async def _of_this_process(self) -> Gathered:
-        return Gathered(processes=[self.of_this_process()])
-
-    def _detail(self, gathered: Gathered) -> dict[str, object]:
+    def _detail(self) -> dict[str, object]:
         """Return what is for holders of a key."""
-        processes = gathered.processes
         shown = self._instances.all[:MAX_INSTANCES_SHOWN]
         figures = self._engines.of(shown)
         names = {instance.name for instance in shown}
-        pairs = [
-            pair
-            for pair in traffic_of_all(process.pairs for process in processes)
-            if {pair.source, pair.target} <= names
-        ]
-        uses = {use.rung: use for use in rungs_of_all(process.rungs for process in processes)}
+        pairs = [pair for pair in self._activity.pairs if {pair.source, pair.target} <= names]
+        uses = {use.rung: use for use in self._activity.rungs}
+        in_flight = tuple(self._requests.in_flight)
+        ended = tuple(self._requests.ended)[: -MAX_ENDED_SHOWN - 1 : -1]
         return {
             "model": self._model,
-            "processes": {"shown": gathered.serving, "silent": gathered.silent},
             "instances": [_shown(instance, figures) for instance in shown],
             "instances_in_all": len(self._instances),
             "pairs": pairs[-MAX_PAIRS_SHOWN:],
-            "in_flight": sum(process.in_flight for process in processes),
-            "waiting": sum(process.waiting for process in processes),
-            "requests": _latest(each for process in processes for each in process.requests),
+            "in_flight": len(in_flight),
+            "waiting": sum(1 for each in in_flight if each.read_at and not each.admitted_at),
+            "requests": [*map(_noted, (*in_flight[:MAX_IN_FLIGHT_SHOWN], *ended))],
             "ladder": [uses.get(rung) or RungUse(rung=rung) for rung in RUNGS],
         }
 
@@ -233,14 +172,6 @@ def _noted(record: RequestRecord) -> dict[str, Any]:
     noted["items"] = msgspec.to_builtins(record.items[:MAX_ITEMS_SHOWN])
     noted["items_in_all"] = len(record.items)
     return noted
-
-
-def _latest(requests: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return those in flight, the oldest first, and the last that have ended."""
-    by_end = sorted(requests, key=lambda each: -each["ended_at"] or each["began_at"])
-    in_flight = [each for each in by_end if not each["ended_at"]]
-    ended = [each for each in by_end if each["ended_at"]]
-    return in_flight[:MAX_IN_FLIGHT_SHOWN] + ended[:MAX_ENDED_SHOWN]
 
 
 @functools.cache

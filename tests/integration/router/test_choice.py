@@ -441,11 +441,10 @@ async def test_engines_that_are_busy_for_others_get_less(build: Build, tmp_path:
     )
     t.encoders[0].load = LoadReport(items=1, pixels=1 << 20)
     t.encoders[1].load = LoadReport(items=3, pixels=1 << 10)
-    loads = t.router.router._loads
     everybody = t.router.router.instances.all
 
     async def all_known() -> None:
-        while not all(map(loads.of, everybody)):
+        while not all(each.reported for each in everybody):
             await asyncio.sleep(0.01)
 
     async def tell(control: ControlEnd, load: LoadReport) -> None:

@@ -279,5 +279,5 @@ async def test_who_leaves_while_an_instance_goes_down_is_not_served_again(
     # An encode job may just have been given to the other encoder.
     assert sum(len(each.received) for each in t.pds) == 1
     assert sum(len(each.received) - each.aborted for each in both) == 0
-    assert all(not router.instances.tally.held(each.row) for each in router.instances.all)
+    assert all(each.idle for each in router.instances.all)
     asked.cancel()

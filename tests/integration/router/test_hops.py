@@ -12,7 +12,7 @@ import httpx
 import pytest
 from starlette.responses import Response
 
-from epd_portable.router.choice.explanation import HEADER as EXPLAIN
+from epd_portable.router.choice.selection_types import EXPLAIN_HEADER
 from epd_portable.router.ingress.hop_headers import (
     CACHE_KEY,
     ENCODER_MODEL_LABEL,
@@ -142,12 +142,12 @@ async def test_who_holds_a_key_is_told_what_the_headers_of_a_hop_decided(
     t = await topology(build, tmp_path, api_keys_file=keys_file(keys, "c" * 20))
     headers = {
         **bearer("c" * 20),
-        EXPLAIN: "1",
+        EXPLAIN_HEADER: "1",
         PREFILLER: at(t.pds[1]),
         MAPPING: json.dumps({"0": at(t.encoders[2])}),
     }
     answered = await ask(t, RED, TEXT, headers=headers)
-    decode, encode, *_ = json.loads(answered.headers[EXPLAIN])
+    decode, encode, *_ = json.loads(answered.headers[EXPLAIN_HEADER])
     assert decode == {"stage": "decode", "header": PREFILLER, "winner": "pd-1", "reason": "named"}
     assert (encode["stage"], encode["header"], encode["winner"]) == ("encode", MAPPING, "encode-2")
     # Who is not known is asked by nobody, and the error says which header named it.

@@ -14,9 +14,9 @@ from epd_portable.wire.params import prefill_params
 from tests.integration.router.conftest import Build, Topology
 from tests.integration.router.stand_in import DEADLINE_S, Received, StandIn, answer, refuse, stream
 from tests.integration.router.test_failures import forever
-from tests.integration.router.test_introduction import is_up
 from tests.integration.router.test_metadata import describe
 from tests.integration.router.test_requests import BLUE, RED, TEXT
+from tests.integration.router.test_warm_up import is_up
 
 
 @pytest.fixture

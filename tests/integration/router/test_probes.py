@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
+from epd_portable.router.fleet.health_probes import HealthProbes
 from epd_portable.router.fleet.instances import PROBES_UNTIL_DOWN, Fleet, Instance
-from epd_portable.router.fleet.members import HealthProbes
 from epd_portable.router.http.upstream import Upstream
 from epd_portable.router.http.upstream_connection import Fault
 from epd_portable.router.settings import InstanceSettings, RouterSettings
@@ -257,7 +257,7 @@ async def test_one_whose_queue_of_connections_is_full_is_silent_and_not_gone(
 
 
 async def test_many_are_asked_less_often(probed: Probed, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("epd_portable.router.fleet.members.PROBES_PER_S", 20.0)
+    monkeypatch.setattr("epd_portable.router.fleet.health_probes.PROBES_PER_S", 20.0)
     await probed.start(10, interval_s=0.05)
     await asyncio.sleep(2)
     asked = sum(server.count for server in probed.servers)

@@ -22,9 +22,8 @@ from tests.integration.router.stand_in import CHAT, Received
 async def port(build: Build) -> AsyncIterator[tuple[Topology, int]]:
     t = await build(encoders=0, send_timeout_s=0.5)
     listener = listen("127.0.0.1", 0)
-    stop, started = Stopping(), asyncio.Event()
-    serving = asyncio.create_task(serve(Router(t.settings), [listener], stop, started=started.set))
-    await started.wait()
+    stop = Stopping()
+    serving = asyncio.create_task(serve(Router(t.settings), [listener], stop))
     yield t, listener.getsockname()[1]
     stop.ask()
     await serving

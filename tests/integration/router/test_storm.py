@@ -298,8 +298,8 @@ def is_quiet(router: Router) -> bool:
     """Tell whether nothing is counted any more."""
     return (
         all(each.idle and not each.load and not each._uses for each in router.instances.all)
-        and all(not router.instances.tally.load(row) for row in range(4))
-        and not router.instances.tally.body_bytes()
+        and all(not tier.load for tiers in router.instances._tiers.values() for tier in tiers)
+        and not router.held_bytes.count
         and not router._control._inboxes
         and all(each._answer is None for each in router.upstream._connections)
         and router.metrics.in_flight._value.get() == 0

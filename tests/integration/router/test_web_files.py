@@ -21,8 +21,7 @@ from epd_portable.errors import RequestError
 from epd_portable.media.formats import READERS, Modality
 from epd_portable.router.contents import web_files
 from epd_portable.router.contents.media_urls import MEDIA_TYPES, LinkedItems, MediaFetcher
-from epd_portable.router.fleet.tally import Tally
-from epd_portable.router.http.incoming import Bodies
+from epd_portable.router.http.incoming import Bodies, HeldBytes
 from epd_portable.router.observability.metrics import Metrics
 from epd_portable.router.settings import MediaFetching
 from tests.integration.router.web import Answer, Site, moved, plain
@@ -53,7 +52,7 @@ class World:
         self.site = Site()
         self.names: dict[str, list[str]] = {HOST: ["127.0.0.1"], **INSIDE}
         self.looked_up: list[str] = []
-        self.tally = Tally()
+        self.held = HeldBytes(128 << 20)
         self.metrics = Metrics()
         self.fetchers: list[MediaFetcher] = []
 
@@ -70,7 +69,7 @@ class World:
             "timeout_s": 5.0,
             **settings,
         }
-        bodies = Bodies(max_bytes=64 << 20, max_sum_bytes=128 << 20, tally=self.tally)
+        bodies = Bodies(max_bytes=64 << 20, held=self.held)
         self.fetchers.append(
             MediaFetcher(
                 MediaFetching.model_validate(options),
@@ -117,7 +116,7 @@ async def world() -> AsyncIterator[World]:
     for fetcher in world.fetchers:
         await fetcher.close()
     await world.site.stop()
-    assert world.tally.body_bytes() == 0
+    assert world.held.count == 0
 
 
 def endless(head: str, piece: bytes) -> Answer:
@@ -550,10 +549,10 @@ async def test_who_waits_too_long_for_a_turn_is_told_to_come_again(world: World)
 async def test_what_is_on_its_way_counts_as_memory(world: World) -> None:
     world.site.pages = {"/a.png": plain(bytes(1 << 20))}
     fetcher = world.fetcher(unknown_media=True)
-    world.tally.hold_body((128 << 20) - (1 << 18))
+    world.held.count += (128 << 20) - (1 << 18)
     refused = await refusal(fetcher, world.url())
     assert (refused.status, refused.code) == (503, "too_many_bytes")
-    world.tally.hold_body(-(128 << 20) + (1 << 18))
+    world.held.count -= (128 << 20) - (1 << 18)
 
 
 async def test_names_that_are_looked_up_for_long_hold_no_other_name_up(world: World) -> None:

@@ -5,8 +5,6 @@ from epd_portable.router.observability.activity import (
     Activity,
     RungUse,
     Traffic,
-    rungs_of_all,
-    traffic_of_all,
 )
 from epd_portable.router.observability.record import ItemRecord, JobRecord, Leg, RequestRecord, Step
 from epd_portable.wire.params import ItemOutcome
@@ -58,16 +56,6 @@ def test_there_are_never_more_pairs_than_the_limit_and_the_oldest_goes() -> None
     assert len(names) == MAX_PAIRS
     assert "e-0" in names
     assert "e-1" not in names
-
-
-def test_processes_are_added_up() -> None:
-    one = Traffic(source="e", target="pd", cargo="items", path="tcp", count=1, told=1, nbytes=5)
-    other = Traffic(source="e", target="pd", cargo="items", count=2)
-    assert traffic_of_all([[one], [other], []]) == [
-        Traffic(source="e", target="pd", cargo="items", path="tcp", count=3, told=1, nbytes=5)
-    ]
-    first, last = RungUse(rung="timeout", count=1, at=9.0), RungUse(rung="timeout", count=4, at=3.0)
-    assert rungs_of_all([[first], [last]]) == [RungUse(rung="timeout", count=5, at=9.0)]
 
 
 def test_an_item_went_to_who_was_asked_when_its_job_began() -> None:

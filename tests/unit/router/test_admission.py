@@ -21,14 +21,13 @@ TEXT = Call.untouched("POST", "/v1/chat/completions", b"{}")
 class Door:
     """Admission whose clock a test sets."""
 
-    def __init__(self, *, processes: int = 1, **limits: Any) -> None:
+    def __init__(self, **limits: Any) -> None:
         self.now_s = 0.0
         self.fleet = Fleet()
         self.keeper = AdmissionControl(
             AdmissionSection.model_validate(limits),
             self.fleet,
             Metrics(),
-            processes=processes,
             clock=lambda: self.now_s,
         )
 
@@ -67,15 +66,8 @@ async def test_what_is_not_limited_costs_no_ticket() -> None:
     assert await Door().enter() is None
 
 
-@pytest.mark.parametrize(("limit", "processes", "expected"), [(8, 1, 8), (8, 4, 2), (9, 4, 2)])
-async def test_each_process_of_a_router_has_its_part_of_a_limit(
-    limit: int, processes: int, expected: int
-) -> None:
-    assert await Door(max_requests=limit, processes=processes).go_at_once() == expected
-
-
 async def test_a_limit_for_each_instance_is_as_large_as_those_that_are_usable() -> None:
-    door = Door(answer={"max_requests": 4}, processes=2)
+    door = Door(answer={"max_requests": 2})
     door.add("a")
     double = door.add("b", weight=2.0)
     assert await door.go_at_once() == 6
@@ -89,8 +81,8 @@ async def test_a_limit_for_each_instance_is_as_large_as_those_that_are_usable() 
     assert await door.go_at_once() == 1
 
 
-async def test_small_parts_are_one_request_at_least() -> None:
-    door = Door(answer={"max_requests": 1}, processes=4)
+async def test_a_small_limit_is_one_request_at_least() -> None:
+    door = Door(answer={"max_requests": 1})
     door.add("slow", weight=0.5)
     assert await door.go_at_once() == 1
 

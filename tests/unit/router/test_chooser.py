@@ -13,10 +13,13 @@ import msgspec
 import pytest
 
 from epd_portable.config.choice import parse_choice
-from epd_portable.router.choice.explanation import MAX_BYTES, Explanation
 from epd_portable.router.choice.policy import Policy
-from epd_portable.router.choice.profile import Decision
-from epd_portable.router.chooser import Choosing, PolicyChooser, RingChooser
+from epd_portable.router.choice.selection_types import (
+    MAX_EXPLANATION_BYTES,
+    Decision,
+    Explanation,
+)
+from epd_portable.router.chooser import Chooser, Choosing
 from epd_portable.router.contents.body import Call, Rules, read_call
 from epd_portable.router.contents.media import MediaItem
 from epd_portable.router.fleet.instances import Fleet, Instance
@@ -61,12 +64,12 @@ def fleet(encoders: int = 0, pds: int = 0) -> Fleet:
     return instances
 
 
-def chooser(instances: Fleet, text: str = AFFINITY, *, deciders: bool = True) -> PolicyChooser:
-    return PolicyChooser(instances, Policy(parse_choice(text)), deciders=deciders)
+def chooser(instances: Fleet, text: str = AFFINITY, *, deciders: bool = True) -> Chooser:
+    return Chooser(instances, Policy(parse_choice(text)), deciders=deciders)
 
 
 def begun(
-    one: PolicyChooser | RingChooser,
+    one: Chooser,
     key: str = "k",
     call: Call = NOTHING,
     *,
@@ -129,7 +132,7 @@ class Replay:
         )
         pd = choosing.pd(())
         assert pd is not None
-        holdings = self.chooser.observed(pd).holdings
+        holdings = pd.holdings
         before = len(holdings.blocks)
         choosing.asks(pd, ())
         asked = len(choosing._prompt().blocks)  # type: ignore[attr-defined]
@@ -158,7 +161,7 @@ def test_eight_turns_of_a_conversation_stay_on_one_instance(sessions: bool) -> N
 
 def test_without_affinity_turns_go_everywhere() -> None:
     instances = fleet(pds=3)
-    one = RingChooser(instances)
+    one = Chooser(instances)
     went = {begun(one, f"k{n}").pd(()) for n in range(20)}
     assert len(went) == 3
 
@@ -194,7 +197,7 @@ def test_a_repeated_picture_is_encoded_where_it_was_once(busy: bool) -> None:
 @pytest.mark.parametrize("pds", [4, 200])
 def test_no_id_of_a_request_leads_to_an_instance(pds: int, by_policy: bool) -> None:
     instances = fleet(pds=pds)
-    one = chooser(instances) if by_policy else RingChooser(instances)
+    one = chooser(instances) if by_policy else Chooser(instances)
     with contextlib.ExitStack() as working:
         for _ in range(10 * pds):
             pd = begun(one, "the same id").pd(())
@@ -207,7 +210,7 @@ def test_no_id_of_a_request_leads_to_an_instance(pds: int, by_policy: bool) -> N
 
 
 def test_items_of_one_request_are_shared_among_encoders() -> None:
-    for one in (chooser(fleet(encoders=2)), RingChooser(fleet(encoders=2))):
+    for one in (chooser(fleet(encoders=2)), Chooser(fleet(encoders=2))):
         items = [picture(str(n)) for n in range(8)]
         found = begun(one).encoders(items)
         assert {Counter(found)[each] for each in set(found)} <= {3, 4, 5}
@@ -232,13 +235,13 @@ def test_what_an_instance_had_is_forgotten_when_it_goes_down_or_leaves() -> None
     first = begun(policy, call=call).pd(())
     assert first is not None
     begun(policy, call=call).asks(first, [])
-    assert len(policy.observed(first).holdings.blocks) > 0
+    assert len(first.holdings.blocks) > 0
     assert all(begun(policy, f"k{n}", call).pd(()) is first for n in range(10))
     first.seen_gone("refused")
     other = begun(policy, call=call).pd(())
     assert other is not None and other is not first
     first.seen_well()
-    assert len(policy.observed(first).holdings.blocks) == 0
+    assert len(first.holdings.blocks) == 0
     instances.remove(first.name)
     assert len({begun(policy, f"k{n}", call).pd(()) for n in range(9)}) == 1
     # One that has left while it was asked is no trouble.
@@ -250,14 +253,14 @@ def test_what_an_instance_had_is_forgotten_when_it_goes_down_or_leaves() -> None
 
 def test_those_that_are_preferred_are_chosen_first_and_excluded_ones_never() -> None:
     instances = fleet(pds=3)
-    for one in (chooser(instances), RingChooser(instances)):
+    for one in (chooser(instances), Chooser(instances)):
         found = {begun(one, f"k{n}").pd(["pd0"]) for n in range(30)}
         assert {each.name for each in found if each} == {"pd1", "pd2"}
         assert begun(one).pd(["pd0", "pd1", "pd2"]) is None
     suspected = instances.get("pd1")
     assert suspected is not None
     suspected.failed("error")
-    for one in (chooser(instances), RingChooser(instances)):
+    for one in (chooser(instances), Chooser(instances)):
         found = {begun(one, f"k{n}").pd(["pd0"]) for n in range(30)}
         assert {each.name for each in found if each} == {"pd2"}
         found = {begun(one, f"k{n}").pd(["pd0", "pd2"]) for n in range(30)}
@@ -304,9 +307,7 @@ def test_deciders_decide_where_pd_instances_can_encode(deciders: bool, left: lis
     assert pd is not None
     assert [each.mm_hash for each in choosing.apart(items, pd)] == left
     assert len(explanation.decisions) == 2 - len(left)
-    assert (
-        RingChooser(instances).begin(NOTHING, {"x-request-id": "k"}, None).apart(items, pd) == items
-    )
+    assert Chooser(instances).begin(NOTHING, {"x-request-id": "k"}, None).apart(items, pd) == items
 
 
 # Weights by default.
@@ -317,7 +318,7 @@ def test_by_default_an_instance_of_twice_the_weight_gets_twice_as_much() -> None
     for name, weight in (("small", 1.0), ("large", 2.0)):
         instances.add(settings(name, "prefill-decode", weight=weight)).seen_well()
         instances.add(settings(f"e-{name}", "encode", weight=weight)).seen_well()
-    one = RingChooser(instances)
+    one = Chooser(instances)
     with contextlib.ExitStack() as working:
         for number in range(300):
             choosing = begun(one, f"k{number}")
@@ -332,7 +333,7 @@ def test_by_default_an_instance_of_twice_the_weight_gets_twice_as_much() -> None
 # Explanations.
 
 
-def told(one: PolicyChooser | RingChooser) -> list[dict[str, Any]]:
+def told(one: Chooser) -> list[dict[str, Any]]:
     explanation = Explanation()
     choosing = begun(one, explanation=explanation)
     choosing.pd(["pd1"])
@@ -348,16 +349,16 @@ def test_both_ways_of_choosing_say_why() -> None:
     assert decode["filters"] == {"there": 1, "decode-filter": 1}
     assert decode["scores"]["pd0"]["active-request-scorer"] == 1
     assert encode["item"] == "p" and set(encode["scores"]) == {"e0", "e1"}
-    decode, encode = told(RingChooser(fleet(encoders=2, pds=2)))
+    decode, encode = told(Chooser(fleet(encoders=2, pds=2)))
     assert (decode["profile"], decode["winner"]) == ("default", "pd0")
     assert decode["filters"] == {"there": 2, "usable": 1}
     assert "least load" in decode["reason"] and "hash" in encode["reason"]
-    (decode, encode) = told(RingChooser(fleet()))
+    (decode, encode) = told(Chooser(fleet()))
     assert decode["winner"] is None and decode["reason"] == "nobody is left"
 
 
 def test_the_log_says_why_to_who_debugs(caplog: pytest.LogCaptureFixture) -> None:
-    one = RingChooser(fleet(pds=1))
+    one = Chooser(fleet(pds=1))
     with caplog.at_level(logging.INFO, logger="epd_portable"):
         begun(one).pd(())
     assert "request k" not in caplog.text
@@ -374,6 +375,6 @@ def test_an_explanation_fits_into_a_header() -> None:
         explanation.decisions.append(decision)
         if number % 25 == 0:
             text = explanation.text()
-            assert len(text) <= MAX_BYTES and text.isascii()
+            assert len(text) <= MAX_EXPLANATION_BYTES and text.isascii()
     *shown, last = json.loads(text)
     assert len(shown) + last["left_out"] == 276 and len(shown) > 30

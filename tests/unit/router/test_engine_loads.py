@@ -6,13 +6,12 @@ from collections.abc import AsyncIterator
 import pytest
 
 from epd_portable.config.choice import parse_choice
-from epd_portable.router.choice.explanation import Explanation
 from epd_portable.router.choice.policy import Policy
-from epd_portable.router.chooser import PolicyChooser
+from epd_portable.router.choice.selection_types import Explanation
+from epd_portable.router.chooser import Chooser
 from epd_portable.router.fleet.control import ControlChannels
 from epd_portable.router.fleet.engine_loads import OLD_AFTER_S, EngineLoads
-from epd_portable.router.fleet.instances import Fleet, Use
-from epd_portable.router.fleet.tally import Tally
+from epd_portable.router.fleet.instances import Fleet, Instance, Use
 from epd_portable.router.http.upstream import Upstream
 from epd_portable.wire.messages import LoadReport
 from tests.keyring import keys
@@ -41,25 +40,27 @@ def made(control: ControlChannels) -> tuple[Fleet, Clock, EngineLoads]:
 async def test_a_load_has_its_age_and_is_unknown_when_it_is_old(control: ControlChannels) -> None:
     instances, clock, loads = made(control)
     pd = instances.of_duty("answer")[0]
-    assert loads.of(pd) is None
+    assert pd.reported is None
     assert control.on_load is not None
     control.on_load(pd.name, LoadReport(waiting=2, running=3, kv_used=0.5))
     clock.now += 1
-    known = loads.of(pd)
+    known = pd.reported
     assert known is not None
     assert (known.waiting, known.running, known.kv_used, known.items) == (2, 3, 0.5, None)
-    assert known.age_s == 1
+    loads.drop_old()
+    assert pd.reported is not None
     clock.now += OLD_AFTER_S
-    assert loads.of(pd) is None
+    loads.drop_old()
+    assert pd.reported is None
 
 
 async def test_who_went_down_has_no_load_until_it_tells_again(control: ControlChannels) -> None:
     instances, _, loads = made(control)
     pd = instances.of_duty("answer")[0]
-    loads.told(pd.name, LoadReport(waiting=2))
+    loads.take(pd.name, LoadReport(waiting=2))
     pd.seen_gone("killed")
-    assert loads.of(pd) is None
-    loads.told("nobody", LoadReport(waiting=2))
+    assert pd.reported is None
+    loads.take("nobody", LoadReport(waiting=2))
 
 
 async def test_what_was_given_since_waits_there_too(control: ControlChannels) -> None:
@@ -67,15 +68,15 @@ async def test_what_was_given_since_waits_there_too(control: ControlChannels) ->
     pd, encoder = instances.of_duty("answer")[0], instances.of_duty("encode")[0]
     with pd.working(), pd.working():
         # Both are on their way into the engine, which knows of somebody else's.
-        loads.told(pd.name, LoadReport(waiting=1, running=0))
-        known = loads.of(pd)
+        loads.take(pd.name, LoadReport(waiting=1, running=0))
+        known = pd.reported
         assert known is not None and known.waiting == 2
         with pd.working(), pd.working():
-            known = loads.of(pd)
+            known = pd.reported
             assert known is not None and known.waiting == 4
-    loads.told(encoder.name, LoadReport(items=3, pixels=7))
+    loads.take(encoder.name, LoadReport(items=3, pixels=7))
     with encoder.working():
-        known = loads.of(encoder)
+        known = encoder.reported
         assert known is not None and (known.items, known.pixels) == (4, 7)
 
 
@@ -100,18 +101,16 @@ schedulingProfiles:
 async def test_each_choice_knows_what_was_given_and_told_until_then(
     control: ControlChannels,
 ) -> None:
-    memory = memoryview(bytearray(Tally.nbytes(2)))
-    instances = Fleet(Tally(memory, columns=2))
-    elsewhere = Tally(memory, columns=2, column=1)
+    instances = Fleet()
     for number in range(40):
         instances.add(settings(f"pd{number}", "prefill-decode")).seen_well()
     clock, chance = Clock(), random.Random(5)
     loads = EngineLoads(instances, control, Upstream(), clock)
 
-    def policy() -> PolicyChooser:
-        return PolicyChooser(instances, Policy(parse_choice(BUSY)), deciders=True, loads=loads)
+    def policy() -> Chooser:
+        return Chooser(instances, Policy(parse_choice(BUSY)), deciders=True, loads=loads)
 
-    def said(one: PolicyChooser, tried: list[str]) -> dict[str, object]:
+    def said(one: Chooser, tried: list[str]) -> dict[str, object]:
         explanation = Explanation()
         begun(one, explanation=explanation).pd(tried)
         (decision,) = explanation.decisions
@@ -121,14 +120,12 @@ async def test_each_choice_knows_what_was_given_and_told_until_then(
     uses: list[Use] = []
     for step in range(400):
         some = chance.choice(instances.all)
-        event = chance.randrange(6)
+        event = chance.choice([0, 1, 3, 4, 5])
         if event == 0 and uses:
             uses.pop(chance.randrange(len(uses))).__exit__(None, None, None)
         elif event == 1:
             uses.append(some.working())
             uses[-1].__enter__()
-        elif event == 2:
-            elsewhere.work(some.row, 1)
         elif event == 3:
             clock.now += chance.choice([0.01, 1.0])
         elif step % 50 == 49:
@@ -139,32 +136,33 @@ async def test_each_choice_knows_what_was_given_and_told_until_then(
         else:
             for each in instances.all if step < 200 else (some,):
                 load = LoadReport(waiting=chance.randrange(4), running=1, kv_used=chance.random())
-                loads.told(each.name, load)
+                loads.take(each.name, load)
         tried = [some.name] if step % 7 == 0 else []
         # One that has never chosen before looks at everybody.
         assert said(seasoned, tried) == said(policy(), tried)
 
 
-class Counting(Tally):
-    looks = 0
+async def test_a_choice_measures_those_that_have_changed(
+    control: ControlChannels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[Instance] = []
+    report = Instance.reported.fget
+    assert report is not None
 
-    def load(self, row: int) -> int:
-        self.looks += 1
-        return super().load(row)
+    def reported(instance: Instance) -> LoadReport | None:
+        measured.append(instance)
+        return report(instance)
 
-
-async def test_a_choice_looks_at_those_that_have_changed(control: ControlChannels) -> None:
-    tally = Counting()
-    instances = Fleet(tally)
+    instances = Fleet()
     for number in range(300):
         instances.add(settings(f"pd{number}", "prefill-decode")).seen_well()
     loads = EngineLoads(instances, control, Upstream(), Clock())
-    one = PolicyChooser(instances, Policy(parse_choice(BUSY)), deciders=True, loads=loads)
+    one = Chooser(instances, Policy(parse_choice(BUSY)), loads=loads)
     begun(one).pd(())
-    tally.looks = 0
+    monkeypatch.setattr(Instance, "reported", property(reported))
     for number, each in enumerate(instances.all[:20]):
-        loads.told(each.name, LoadReport(waiting=number, kv_used=0.5))
+        loads.take(each.name, LoadReport(waiting=number, kv_used=0.5))
         chosen = begun(one).pd(())
         assert chosen is not None
         chosen.working().__enter__()
-    assert tally.looks < 20 * 10
+    assert 0 < len(measured) < 20 * 15

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from epd_portable.router.choice.explanation import Explanation
-from epd_portable.router.chooser import RingChooser
+from epd_portable.router.choice.selection_types import Explanation
+from epd_portable.router.chooser import Chooser
 from epd_portable.router.fleet.instances import Fleet
 from epd_portable.router.hops import HopChoosing
 from epd_portable.router.ingress.hop_headers import (
@@ -41,7 +41,7 @@ class Asked:
 
     def __init__(self, instances: Fleet, call: Any = CALL, **wish: Any) -> None:
         self._explanation = Explanation()
-        inner = RingChooser(instances).begin(call, AT, self._explanation)
+        inner = Chooser(instances).begin(call, AT, self._explanation)
         self.choosing = HopChoosing(HopWish(**wish), call, instances, inner)
 
     def told(self) -> list[dict[str, Any]]:
@@ -147,11 +147,11 @@ def test_a_prefill_instance_that_is_named_is_explained_to_who_has_it_compute() -
 def test_the_log_says_to_who_debugs_which_header_decided(caplog: pytest.LogCaptureFixture) -> None:
     instances = fleet(pds=2)
     with caplog.at_level(logging.DEBUG, logger="epd_portable"):
-        inner = RingChooser(instances).begin(CALL, AT, None)
+        inner = Chooser(instances).begin(CALL, AT, None)
         HopChoosing(HopWish(prefiller="pd1:1"), CALL, instances, inner).pd(())
     assert f'request k: {{"stage": "decode", "header": "{PREFILLER}"' in caplog.text
     caplog.clear()
     with caplog.at_level(logging.INFO, logger="epd_portable"):
-        inner = RingChooser(instances).begin(CALL, AT, None)
+        inner = Chooser(instances).begin(CALL, AT, None)
         HopChoosing(HopWish(prefiller="pd1:1"), CALL, instances, inner).pd(())
     assert "request k" not in caplog.text

@@ -9,7 +9,7 @@ import pytest
 
 from epd_portable.errors import RequestError
 from epd_portable.router.http import incoming
-from epd_portable.router.http.incoming import SMALL_BYTES, Bodies, ClientGoneError
+from epd_portable.router.http.incoming import SMALL_BYTES, Bodies, ClientGoneError, HeldBytes
 
 MEBIBYTE = 1 << 20
 CHUNKED = {"transfer-encoding": "chunked"}
@@ -59,7 +59,7 @@ class Stalled:
 
 
 def bodies(max_bytes: int, max_sum_bytes: int = 1 << 30) -> Bodies:
-    return Bodies(max_bytes=max_bytes, max_sum_bytes=max_sum_bytes)
+    return Bodies(max_bytes=max_bytes, held=HeldBytes(max_sum_bytes))
 
 
 async def read(all_bodies: Bodies, sizes: Iterable[int], headers: dict[str, str]) -> bytes:
@@ -125,7 +125,7 @@ async def test_what_came_counts_and_not_what_was_announced() -> None:
             announced.read(cast(Any, Stalled({"content-length": str(MEBIBYTE)})))
         )
         await asyncio.sleep(0)
-        assert all_bodies.held_bytes == 0
+        assert all_bodies._held.count == 0
         assert len(await read(all_bodies, [MEBIBYTE], CHUNKED)) == MEBIBYTE
         waiting.cancel()
 
@@ -140,4 +140,4 @@ async def test_the_sum_is_bounded_and_falls_when_bodies_are_done_with() -> None:
         assert (caught.value.status, caught.value.retry_after_s) == (503, 2)
         # Small ones are no danger.
         assert await read(all_bodies, [SMALL_BYTES], CHUNKED)
-    assert all_bodies.held_bytes == 0
+    assert all_bodies._held.count == 0

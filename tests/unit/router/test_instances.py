@@ -11,19 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from epd_portable.router.fleet.ejections import (
+from epd_portable.router.choice.ring import LOAD_BOUND
+from epd_portable.router.fleet.circuit_breaker import (
     FAILURES_UNTIL_EJECTED,
     FIRST_EJECTION_S,
     LONGEST_EJECTION_S,
 )
 from epd_portable.router.fleet.instances import (
+    FEW,
     PROBES_UNTIL_DOWN,
     Failure,
     Fleet,
     Instance,
 )
-from epd_portable.router.fleet.ring import FEW, LOAD_BOUND
-from epd_portable.router.fleet.tally import Tally
 from epd_portable.router.http.upstream_connection import Fault
 from epd_portable.router.settings import InstanceSettings, Role
 
@@ -210,7 +210,7 @@ async def test_ejection_ends_and_grows_with_each_failure_after_it() -> None:
         assert instance._ejection is not None
         lasted.append(instance._ejection.when() - asyncio.get_running_loop().time())
         clock.now += lasted[-1]
-        instance.let_back()
+        instance.readmit()
         WELL(instance)
         assert instance.preferred
     assert lasted == pytest.approx([FIRST_EJECTION_S * 2**n for n in range(4)] + 2 * [60], abs=0.2)
@@ -220,11 +220,11 @@ async def test_ejection_ends_and_grows_with_each_failure_after_it() -> None:
         ERROR(instance)
         assert not instance.ejected
     ERROR(instance)
-    assert instance.ejections.until - clock.now == pytest.approx(FIRST_EJECTION_S, abs=0.2)
+    assert instance.breaker.until - clock.now == pytest.approx(FIRST_EJECTION_S, abs=0.2)
 
 
 async def test_an_ejected_one_comes_back_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("epd_portable.router.fleet.ejections.FIRST_EJECTION_S", 0.01)
+    monkeypatch.setattr("epd_portable.router.fleet.circuit_breaker.FIRST_EJECTION_S", 0.01)
     instances = of(2)
     instance = found(instances, "i-0")
     for event in EJECTED:
@@ -281,7 +281,7 @@ class Lives(RuleBasedStateMachine):
     @rule(number=st.integers(0, 99))
     def let_back(self, number: int) -> None:
         if (instance := self.pick(number)) and instance.ejected:
-            instance.let_back()
+            instance.readmit()
 
     @rule(key=st.text(max_size=3))
     def work(self, key: str) -> None:
@@ -319,12 +319,10 @@ class Lives(RuleBasedStateMachine):
 
     @invariant()
     def everything_in_flight_is_counted(self) -> None:
-        for instance in self.instances.all:
-            assert instance.load == instance.in_flight
-        for rings in self.instances._rings.values():
-            for ring in rings:
-                total = self.instances.tally.load(ring.row)
-                assert total == sum(i.in_flight for i in ring.instances)
+        for tiers in self.instances._tiers.values():
+            for tier in tiers:
+                assert tier.load == sum(i.load for i in tier.members)
+                assert tier.weight == sum(i.weight for i in tier.members)
 
 
 Lives.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
@@ -447,16 +445,16 @@ def test_without_instances_nothing_is_chosen() -> None:
 def test_work_in_flight_is_counted_even_when_it_fails() -> None:
     instance = found(of(1), "i-0")
     with pytest.raises(ValueError, match="broken"), instance.working(), instance.working():
-        assert instance.in_flight == instance.load == 2
+        assert instance.load == 2
         raise ValueError("broken")
-    assert instance.in_flight == 0
+    assert instance.load == 0
     assert instance.idle
 
 
 async def test_it_is_idle_when_nothing_of_it_is_needed() -> None:
     instance = found(of(1), "i-0")
     with instance.held():
-        assert instance.in_flight == 0
+        assert instance.load == 0
         waiting = asyncio.ensure_future(instance.wait_idle())
         await asyncio.sleep(0)
         assert not instance.idle
@@ -504,7 +502,6 @@ def test_one_that_is_removed_is_down_for_who_works_with_it() -> None:
         assert heard == ["has left"]
         assert len(instances) == 0
         again = instances.add(named("i-0"))
-        assert again.row != instance.row
         assert again.load == 0
 
 
@@ -517,171 +514,3 @@ def test_watchers_hear_of_changes_only() -> None:
         event(instance)
     instances.remove("i-0")
     assert heard == ["down", "down", "up", "draining", "draining"]
-
-
-# Between processes.
-
-
-@pytest.fixture
-def two() -> tuple[Fleet, Fleet, list[tuple[str, Failure | None]]]:
-    """Return the instances of who decides and of another process, and what it reports."""
-    memory = memoryview(bytearray(Tally.nbytes(2)))
-    reports: list[tuple[str, Failure | None]] = []
-    return (
-        Fleet(Tally(memory, columns=2, column=0), clock=Clock()),
-        Fleet(
-            Tally(memory, columns=2, column=1),
-            report=lambda instance, failure: reports.append((instance.name, failure)),
-            clock=Clock(),
-        ),
-        reports,
-    )
-
-
-Two = tuple[Fleet, Fleet, list[tuple[str, Failure | None]]]
-
-
-def test_another_process_sees_what_one_decides(two: Two) -> None:
-    deciding, other, _ = two
-    deciding.watch(lambda instance: other.take(instance.view))
-    for name in ("a", "b"):
-        instance = well(deciding.add(named(name), warm_up=True))
-        instance.introduced()
-    assert [instance.view for instance in other.all] == [i.view for i in deciding.all]
-    here = found(deciding, "a")
-    GONE(here)
-    there = found(other, "a")
-    assert (there.state, there.reason) == ("down", "refused")
-    assert chosen(other, "item") == "b"
-
-
-def test_bytes_that_come_to_another_process_say_that_an_instance_lives() -> None:
-    memory, clock = memoryview(bytearray(Tally.nbytes(2))), Clock()
-    deciding = Fleet(Tally(memory, columns=2, column=0), clock=clock)
-    other = Fleet(Tally(memory, columns=2, column=1), report=lambda *_: None, clock=clock)
-    deciding.watch(lambda instance: other.take(instance.view))
-    here = well(deciding.add(named("a")))
-    there = found(other, "a")
-    for miss in (SILENT, lambda instance: instance.seen_failing("answered 503")):
-        for _ in range(2 * PROBES_UNTIL_DOWN):
-            there.heard()
-            miss(here)
-            assert there.healthy
-        for _ in range(PROBES_UNTIL_DOWN - 1):
-            miss(here)
-        assert not there.healthy
-        WELL(here)
-
-
-def test_load_is_that_of_all_processes(two: Two) -> None:
-    deciding, other, _ = two
-    deciding.watch(lambda instance: other.take(instance.view))
-    for name in ("p", "q"):
-        WELL(deciding.add(named(name, "prefill-decode")))
-        WELL(deciding.add(named(f"e-{name}")))
-    with found(deciding, "p").working(), found(other, "p").working(), found(other, "q").working():
-        assert [i.load for i in deciding.all] == [i.load for i in other.all] == [2, 0, 1, 0]
-        assert [i.in_flight for i in other.all] == [1, 0, 1, 0]
-        for instances in (deciding, other):
-            for _ in range(3):
-                pd = instances.prefill_decode()
-                assert pd is not None
-                assert pd.name == "q"
-    favourite = chosen(other, "item")
-    works = [found(deciding, favourite).working() for _ in range(3)]
-    for work in works:
-        work.__enter__()
-    assert chosen(other, "item") != favourite
-    deciding.tally.clear_column(0)
-    assert chosen(other, "item") == favourite
-
-
-def test_a_failure_seen_by_another_process_is_told_and_at_once_avoided_there(two: Two) -> None:
-    deciding, other, reports = two
-    deciding.watch(lambda instance: other.take(instance.view))
-    for name in ("a", "b"):
-        WELL(deciding.add(named(name)))
-    favourite = chosen(other, "item")
-    found(other, favourite).failed(Fault.CUT)
-    assert reports == [(favourite, Fault.CUT)]
-    assert chosen(other, "item") != favourite
-    found(other, favourite).answered()
-    assert reports[1:] == [(favourite, None)]
-    assert chosen(other, "item") == favourite
-
-
-def test_answers_to_another_process_count_between_failures(two: Two) -> None:
-    deciding, other, _ = two
-    deciding.watch(lambda instance: other.take(instance.view))
-    for name in ("a", "b"):
-        WELL(deciding.add(named(name)))
-    instance = found(deciding, "a")
-    for _ in range(3 * FAILURES_UNTIL_EJECTED):
-        ERROR(instance)
-        WELL(instance)
-        other.clock = deciding.clock
-        found(other, "a")._clock = deciding.clock
-        ANSWERED(found(other, "a"))
-    assert not instance.ejected
-
-
-async def test_one_leaves_only_when_every_process_knows_and_needs_nothing_of_it(two: Two) -> None:
-    deciding, other, _ = two
-    deciding.watch(lambda instance: other.take(instance.view))
-    instance = well(deciding.add(named("a")))
-    deciding.tally.open_column(1)
-    with found(other, "a").held():
-        DRAIN(instance)
-        waiting = asyncio.ensure_future(instance.wait_idle())
-        await asyncio.sleep(0.1)
-        assert not waiting.done()
-    await asyncio.sleep(0.1)
-    assert not waiting.done()
-    other.tally.saw(deciding.version)
-    await asyncio.wait_for(waiting, 10)
-
-
-def test_the_place_of_one_that_left_is_not_taken_while_it_is_needed_elsewhere(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("epd_portable.router.fleet.tally.ROWS", 8)
-    monkeypatch.setattr("epd_portable.router.fleet.instances.ROWS", 8)
-    memory = memoryview(bytearray(Tally.nbytes(2)))
-    deciding = Fleet(Tally(memory, columns=2, column=0))
-    other = Fleet(Tally(memory, columns=2, column=1), report=lambda *_: None)
-    first = well(deciding.add(named("a")))
-    other.take(first.view)
-    with found(other, "a").working():
-        ANSWERED(found(other, "a"))
-        deciding.remove("a")
-        second = deciding.add(named("b"))
-        deciding.remove("b")
-        again = deciding.add(named("b"))
-        assert again.row == second.row != first.row
-    deciding.remove("b")
-    third = deciding.add(named("a"))
-    assert (third.row, third.load, third.answered_at) == (first.row, 0, 0)
-
-
-def test_labels_and_weight_are_known_everywhere(two: Two) -> None:
-    deciding, other, _ = two
-    given = InstanceSettings(
-        name="a", role="encode", url="http://a:1", weight=2.0, labels={"zone": "east"}
-    )
-    other.take(well(deciding.add(given)).view)
-    assert found(other, "a").settings == given
-    assert found(other, "a").weight == 2.0
-
-
-def test_another_one_of_the_same_name_takes_over_nothing(two: Two) -> None:
-    deciding, other, _ = two
-    other.take(well(deciding.add(named("a"))).view)
-    before = found(other, "a")
-    heard: list[str] = []
-    with before.working() as work:
-        work.on_down(lambda: heard.append(before.reason))
-        deciding.remove("a")
-        other.take(well(deciding.add(named("a"))).view)
-    after = found(other, "a")
-    assert heard == ["has left"]
-    assert (after.healthy, after.row, after.load) == (True, found(deciding, "a").row, 0)

@@ -98,9 +98,3 @@ def test_labels_and_weights_are_kept_within_bounds() -> None:
     ):
         with pytest.raises(ConfigError, match=f"instances.0.{next(iter(wrong))}"):
             load_settings(text(instances=[{**PD, **wrong}]))
-
-
-def test_each_worker_gets_a_part_of_every_limit_in_all() -> None:
-    with pytest.raises(ConfigError, match=r"admission.max_items of 3 is less than workers of 4"):
-        load_settings(text(workers=4, admission={"max_requests": 4, "max_items": 3}))
-    assert load_settings(text(workers=4, admission={"max_requests": 4})).workers == 4

@@ -2,7 +2,7 @@
 // as text (textContent, setAttribute): names come from many hands.
 "use strict";
 
-const SCHEMA = 1;
+const SCHEMA = 2;
 const POLL_MS = 1000;
 const PATIENCE_MS = 5000;
 const WINDOW_S = 6; // over which rates are taken
@@ -242,11 +242,9 @@ function show() {
     return;
   }
   setText(at("model"), data.model);
-  const { shown, silent } = data.processes;
   setText(at("traffic"), `${many(data.in_flight, "request")} in flight`
     + (data.waiting ? `, ${data.waiting} of them wait to be let in` : ""));
-  setText(at("freshness"), shown + silent === 1 ? "live"
-    : `live, of ${shown} of ${shown + silent} processes of the router`);
+  setText(at("freshness"), "live");
   showInstances();
   showEdges();
   showLadder();

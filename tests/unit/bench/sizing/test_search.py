@@ -7,8 +7,8 @@ import pytest
 
 from epd_portable.bench.sizing.search import (
     POOLED,
-    Candidate,
     LatencyLimits,
+    RatedDeployment,
     SizingQuestion,
     best_rate,
     deployments,
@@ -117,9 +117,9 @@ def test_limits_name_the_kind_that_breaks_them() -> None:
     assert replace(LIMITS, tpot_s=0.001).broken(outcome) == "TPOT of text"
 
 
-def candidate(deployment: Deployment, rate: float) -> Candidate:
+def candidate(deployment: Deployment, rate: float) -> RatedDeployment:
     outcome = question(count=100).simulate(deployment, 0.5)
-    return Candidate(
+    return RatedDeployment(
         deployment=deployment,
         rate=rate,
         outcome=outcome,

@@ -1,14 +1,15 @@
-"""Contenders and needs for tables of situations."""
+"""Candidates and requests for tables of situations."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from epd_portable.media.formats import Modality
-from epd_portable.router.choice.holdings import Holdings
-from epd_portable.router.choice.situation import Need, Snapshot, Stage
+from epd_portable.router.choice.caches import CacheEstimate, CacheSizes
+from epd_portable.router.choice.selection_types import SelectionRequest, Stage
+from epd_portable.wire.messages import LoadReport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,6 +17,23 @@ class Picture:
     mm_hash: str = "p"
     modality: Modality = "image"
     pixels: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Snapshot:
+    """A candidate that is only data."""
+
+    name: str
+    role: str = "prefill-decode"
+    labels: Mapping[str, str] = field(default_factory=dict)
+    weight: float = 1.0
+    load: int = 0
+    owed_s: float = 0.0
+    computes_for: int = 0
+    tokens: int = 0
+    reported: LoadReport | None = None
+    version: int = 0
+    holdings: CacheEstimate = field(default_factory=CacheSizes().new_estimate)
 
 
 def seen(name: str, **more: Any) -> Snapshot:
@@ -27,16 +45,18 @@ def with_load(*loads: int, **more: Any) -> list[Snapshot]:
 
 
 def having(name: str, *, items: Sequence[str] = (), blocks: Sequence[int] = ()) -> Snapshot:
-    holdings = Holdings()
+    holdings = CacheSizes().new_estimate()
     holdings.items.use(items)
     holdings.use_prefix(blocks)
     return seen(name, holdings=holdings)
 
 
-def asked(stage: Stage = "decode", key: str = "k", **more: Any) -> Need:
-    return Need(stage=stage, key=key, **more)
+def asked(stage: Stage = "decode", key: str = "k", **more: Any) -> SelectionRequest:
+    return SelectionRequest(stage=stage, key=key, **more)
 
 
-def to_encode(mm_hash: str = "p", modality: Modality = "image", pixels: int = 0) -> Need:
+def to_encode(
+    mm_hash: str = "p", modality: Modality = "image", pixels: int = 0
+) -> SelectionRequest:
     item = Picture(mm_hash=mm_hash, modality=modality, pixels=pixels)
     return asked("encode", items=(item,), item=item)

@@ -5,16 +5,17 @@ from typing import Any
 
 import pytest
 
-from epd_portable.router.choice.catalogue import make
-from epd_portable.router.choice.plugin import Decider, ScorePicker
-from epd_portable.router.choice.situation import Need
+from epd_portable.router.choice.catalogue import make_plugin
+from epd_portable.router.choice.selection_types import Decider, ScorePicker, SelectionRequest
 from tests.unit.router.choice.situations import asked, having, seen, to_encode, with_load
 
 
-def decided(kind: str, need: Need, known: tuple[int, ...] = (), **parameters: Any) -> bool:
-    one = make(kind, kind, parameters)
+def decided(
+    kind: str, need: SelectionRequest, known: tuple[int, ...] = (), **parameters: Any
+) -> bool:
+    one = make_plugin(kind, kind, parameters)
     assert isinstance(one, Decider)
-    return one.apart(need, having("d", blocks=known))
+    return one.disaggregate(need, having("d", blocks=known))
 
 
 @pytest.mark.parametrize(
@@ -31,12 +32,12 @@ def decided(kind: str, need: Need, known: tuple[int, ...] = (), **parameters: An
     ],
 )
 def test_small_pictures_are_not_encoded_apart(
-    parameters: dict[str, Any], need: Need, apart: bool
+    parameters: dict[str, Any], need: SelectionRequest, apart: bool
 ) -> None:
     assert decided("multimodal-epd-decider", need, **parameters) is apart
 
 
-def prompt(tokens: int) -> Need:
+def prompt(tokens: int) -> SelectionRequest:
     blocks = tuple(range(tokens // 64))
     return asked("prefill", blocks=blocks, nbytes=4 * tokens)
 
@@ -69,7 +70,7 @@ def test_always_is_always(kind: str) -> None:
 
 
 def picks(kind: str, scores: list[float], weights: tuple[float, ...] = (1, 1, 1)) -> Counter[str]:
-    one = make(kind, kind, {"maxNumOfEndpoints": 1})
+    one = make_plugin(kind, kind, {"maxNumOfEndpoints": 1})
     assert isinstance(one, ScorePicker)
     contenders = [seen(f"i{n}", weight=weight) for n, weight in enumerate(weights)]
     return Counter(one.pick(asked(key=str(n)), contenders, scores).name for n in range(600))
@@ -94,7 +95,7 @@ def test_chance_follows_scores_and_weights_and_is_the_same_for_the_same_demand()
 
 
 def test_items_of_one_request_do_not_all_go_the_same_way() -> None:
-    one = make("max-score-picker", "p", {})
+    one = make_plugin("max-score-picker", "p", {})
     assert isinstance(one, ScorePicker)
     contenders = with_load(0, 0)
     found = {one.pick(to_encode(str(n)), contenders, [1.0, 1.0]).name for n in range(16)}

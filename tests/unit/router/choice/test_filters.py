@@ -5,10 +5,9 @@ from typing import Any
 import pytest
 
 from epd_portable.errors import ConfigError
-from epd_portable.router.choice.catalogue import make
-from epd_portable.router.choice.plugin import Filter
-from epd_portable.router.choice.situation import Need, Snapshot, stages
-from tests.unit.router.choice.situations import asked, seen, to_encode
+from epd_portable.router.choice.catalogue import make_plugin
+from epd_portable.router.choice.selection_types import Filter, SelectionRequest, stages
+from tests.unit.router.choice.situations import Snapshot, asked, seen, to_encode
 
 ROLES = [
     *("encode", "prefill", "decode", "encode-prefill", "prefill-decode", "encode-prefill-decode"),
@@ -17,8 +16,10 @@ ROLES = [
 BY_ROLE = [seen(role, role=role) for role in ROLES]
 
 
-def kept(kind: str, contenders: list[Snapshot], need: Need, **parameters: Any) -> list[str]:
-    one = make(kind, kind, parameters)
+def kept(
+    kind: str, contenders: list[Snapshot], need: SelectionRequest, **parameters: Any
+) -> list[str]:
+    one = make_plugin(kind, kind, parameters)
     assert isinstance(one, Filter)
     return [each.name for each in one.keep(need, contenders)]
 
@@ -136,4 +137,4 @@ def test_wrong_parameters_are_refused_with_those_that_there_are(
     kind: str, parameters: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        make(kind, "mine", parameters)
+        make_plugin(kind, "mine", parameters)

@@ -9,15 +9,22 @@ import pytest
 
 from epd_portable.config.choice import ChoiceSection, parse_choice, with_file
 from epd_portable.errors import ConfigError
-from epd_portable.router.choice.catalogue import make
-from epd_portable.router.choice.holdings import Holdings
-from epd_portable.router.choice.plugin import Filter, Scorer
+from epd_portable.router.choice.caches import CacheSizes
+from epd_portable.router.choice.catalogue import make_plugin
 from epd_portable.router.choice.policy import Policy
 from epd_portable.router.choice.prefix import chain
-from epd_portable.router.choice.situation import Need, Snapshot
-from epd_portable.router.choice.tokens import NoHitLruScorer
-from epd_portable.router.fleet.engine_loads import EngineLoad
-from tests.unit.router.choice.situations import Picture, asked, having, seen, to_encode, with_load
+from epd_portable.router.choice.scorers import NoHitLruScorer
+from epd_portable.router.choice.selection_types import Filter, Scorer, SelectionRequest
+from epd_portable.wire.messages import LoadReport
+from tests.unit.router.choice.situations import (
+    Picture,
+    Snapshot,
+    asked,
+    having,
+    seen,
+    to_encode,
+    with_load,
+)
 
 
 def guide() -> Policy:
@@ -28,21 +35,19 @@ def pd(
     name: str, tokens: int = 0, cached: int = 0, role: str = "prefill-decode", **more: Any
 ) -> Snapshot:
     """An instance with so many tokens to prefill, which has the first blocks of the prompt."""
-    holdings = Holdings()
+    holdings = CacheSizes().new_estimate()
     holdings.use_prefix(range(cached))
     return seen(name, tokens=tokens, role=role, holdings=holdings, **more)
 
 
-def prompt(*blocks: int) -> Need:
+def prompt(*blocks: int) -> SelectionRequest:
     """A prompt of blocks of so many tokens."""
     ends = [sum(blocks[: index + 1]) for index in range(len(blocks))]
     return asked("decode", blocks=range(len(blocks)), ends=ends, nbytes=4 * ends[-1])
 
 
 def encoder(name: str, waiting: int | None, role: str = "encode", **more: Any) -> Snapshot:
-    told = dict.fromkeys(("waiting", "running", "kv_used", "pixels"))
-    load = EngineLoad(**told, items=waiting, age_s=0.1)
-    return seen(name, role=role, reported=load, **more)
+    return seen(name, role=role, reported=LoadReport(items=waiting), **more)
 
 
 LONG = prompt(*[64] * 100)
@@ -51,7 +56,7 @@ GATE = 567_036
 """Tokens that are prefilled in 36 s, at 15,751 a second."""
 FULL = 4_194_304
 
-SITUATIONS: list[tuple[str, Need, list[Snapshot], str]] = [
+SITUATIONS: list[tuple[str, SelectionRequest, list[Snapshot], str]] = [
     # decode-filter, then nothing else to decide by.
     ("the only one", LONG, [pd("a", FULL)], "a"),
     ("equals", LONG, [pd("a"), pd("b")], "ab"),
@@ -101,7 +106,7 @@ SITUATIONS: list[tuple[str, Need, list[Snapshot], str]] = [
     ("need", "there", "winners"), [pytest.param(*row[1:], id=row[0]) for row in SITUATIONS]
 )
 def test_the_guides_file_picks_as_llm_d_does(
-    need: Need, there: list[Snapshot], winners: str
+    need: SelectionRequest, there: list[Snapshot], winners: str
 ) -> None:
     """Each row follows from what llm-d documents of the types in the file.
 
@@ -120,7 +125,9 @@ def test_the_guides_file_picks_as_llm_d_does(
     found = guide()
     picked = set()
     for number in range(24):
-        one = Need(**{name: getattr(need, name) for name in FIELDS} | {"key": str(number)})
+        one = SelectionRequest(
+            **{name: getattr(need, name) for name in FIELDS} | {"key": str(number)}
+        )
         chosen = found.choose(one, there)
         assert chosen is not None
         picked.add(chosen.name)
@@ -132,8 +139,8 @@ FIELDS = ("stage", "key", "items", "item", "blocks", "ends", "nbytes")
 
 def test_the_guides_file_has_items_encoded_apart_and_nothing_prefilled_apart() -> None:
     found = guide()
-    assert found.apart(to_encode(pixels=1), pd("a")) == ""
-    assert found.apart(asked("prefill"), pd("a")) == "the handler decides so"
+    assert found.why_together(to_encode(pixels=1), pd("a")) == ""
+    assert found.why_together(asked("prefill"), pd("a")) == "the handler decides so"
     assert found.notes == []
 
 
@@ -163,8 +170,8 @@ def test_a_picture_weighs_where_it_stands_in_the_prompt() -> None:
 # Single types.
 
 
-def kept(kind: str, need: Need, there: list[Snapshot], **parameters: Any) -> str:
-    one = make(kind, kind, parameters)
+def kept(kind: str, need: SelectionRequest, there: list[Snapshot], **parameters: Any) -> str:
+    one = make_plugin(kind, kind, parameters)
     assert isinstance(one, Filter)
     return "".join(each.name for each in one.keep(need, there))
 
@@ -179,7 +186,7 @@ def test_affinity_may_be_explored_and_its_gate_left_out() -> None:
     assert kept(kind, asked(), there) == "ab"
     for wrong in ({"peakPrefillThroughput": 0}, {"ttftSource": "latencyPredictor"}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
-            make(kind, kind, wrong)
+            make_plugin(kind, kind, wrong)
 
 
 @pytest.mark.parametrize("kind", ["by-label-selector", "label-selector-filter"])
@@ -201,15 +208,15 @@ def test_a_session_has_one_instance_while_that_is_there() -> None:
 
 
 def test_prompts_that_nobody_has_go_round() -> None:
-    one = make("no-hit-lru-scorer", "x", {})
+    one = make_plugin("no-hit-lru-scorer", "x", {})
     assert isinstance(one, NoHitLruScorer)
     there = [pd("a"), pd("b"), pd("c")]
     assert one.score(LONG, there) == [1, 0.5, 0]
-    one.picked(there[1])
+    one.note_picked(there[1])
     assert one.score(LONG, there) == [1, 0, 0.5]
-    one.picked(there[0])
+    one.note_picked(there[0])
     one.score(LONG, [pd("a", cached=1), *there[1:]])
-    one.picked(there[2])  # Of a prompt that somebody has.
+    one.note_picked(there[2])  # Of a prompt that somebody has.
     assert one.score(LONG, there) == [0, 0.5, 1]
     assert one.score(LONG, [there[0]]) == [1]
     assert one.score(LONG, [pd("a", cached=1), *there[1:]]) == [0.5] * 3
@@ -245,7 +252,7 @@ def test_prompts_meet_instances_for_their_length(
     label: str | None, tokens: int, score: float
 ) -> None:
     there = [seen("a", labels={"llm-d.ai/context-length-range": label} if label else {})]
-    one = make("context-length-aware", "x", {})
+    one = make_plugin("context-length-aware", "x", {})
     assert isinstance(one, Scorer)
     assert one.score(asked(nbytes=4 * tokens), there) == [pytest.approx(score, abs=1e-4)]
     kind = "context-length-aware"
@@ -272,7 +279,7 @@ schedulingProfiles:
         return {chosen.name for need in needs if (chosen := found.choose(need, there))}
 
     assert (choose(""), choose("large"), choose("Large")) == ({"a", "b"}, {"b"}, set())
-    assert found.apart(to_encode(), None) == "the handler decides so"
+    assert found.why_together(to_encode(), None) == "the handler decides so"
     # With one profile there is nothing to name, nor need it have the default's name.
     one = text[: text.index("- {name: all")] + "- {name: large, plugins: [{pluginRef: large}]}\n"
     found = Policy(parse_choice(one.replace(", parameters: {defaultProfile: all}", "")))

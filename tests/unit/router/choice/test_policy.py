@@ -10,9 +10,8 @@ import pytest
 from epd_portable.config.choice import ChoiceSection, parse_choice, with_file
 from epd_portable.errors import ConfigError
 from epd_portable.router.choice.catalogue import BUILT_IN
-from epd_portable.router.choice.deciders import MultimodalDecider
-from epd_portable.router.choice.policy import HANDLERS, Policy
-from epd_portable.router.choice.profile import Decision
+from epd_portable.router.choice.policy import Policy
+from epd_portable.router.choice.selection_types import Decision
 from tests.unit.router.choice.situations import asked, having, seen, to_encode
 
 FILES = sorted((Path(__file__).parent / "files").glob("*.yaml"))
@@ -36,7 +35,7 @@ def test_the_three_stages_of_a_configuration_are_chosen_by_their_profiles() -> N
     found = named("e-p-d")
     assert found.stages == {"decode": "decode", "encode": "encode", "prefill": "prefill"}
     assert (found.block_bytes, found.most_blocks) == (256, 64)
-    assert (found.kept_blocks, found.kept_items) == (1000, 1024)
+    assert (found.cache_sizes.blocks, found.cache_sizes.items) == (1000, 1024)
     assert found.wants_blocks
     assert found.notes == [
         "featureGates has no effect in this router",
@@ -57,16 +56,18 @@ def test_stages_may_be_told_by_labels_and_profiles_called_as_one_likes() -> None
     everybody = [seen("x", labels={"stage": "encode"}), seen("y", labels={"stage": "other"})]
     encoder, decoder = found.choose(to_encode(), everybody), found.choose(asked(), everybody)
     assert (encoder, decoder) == (everybody[0], everybody[1])
-    assert found.apart(to_encode(), None) == ""
+    assert found.why_together(to_encode(), None) == ""
     # No decider for prefill, so it is never done apart.
-    assert found.apart(asked("prefill"), None) == "the handler decides so"
+    assert found.why_together(asked("prefill"), None) == "the handler decides so"
 
 
 def test_the_first_proposal_loads_too() -> None:
     found = named("proposal")
     assert found.encode_timeout_s == 5.0
-    assert found.apart(to_encode(pixels=100 * 100), None) == "multimodal-epd-decider decides so"
-    assert found.apart(to_encode(pixels=300 * 300), None) == ""
+    assert (
+        found.why_together(to_encode(pixels=100 * 100), None) == "multimodal-epd-decider decides so"
+    )
+    assert found.why_together(to_encode(pixels=300 * 300), None) == ""
     assert any("precise-prefix-cache-scorer" in note for note in found.notes)
 
 
@@ -101,13 +102,13 @@ def test_without_a_decider_the_handler_says_whether_items_are_encoded_apart(
         "- type: always-disagg-multimodal-decider\n"
     )
     found = policy(plugins + handler + BOTH)
-    assert (found.apart(to_encode(), None) == "") is encode_apart
-    assert found.apart(asked("prefill"), None)
+    assert (found.why_together(to_encode(), None) == "") is encode_apart
+    assert found.why_together(asked("prefill"), None)
 
 
 def test_a_stage_without_a_profile_is_chosen_for_all_the_same() -> None:
     found = policy(DECODE)
-    assert found.apart(to_encode(), None)
+    assert found.why_together(to_encode(), None)
     decision = Decision(stage="encode")
     encoders = [seen("e0", role="encode"), seen("e1", role="encode")]
     assert found.choose(to_encode(), encoders, decision) in encoders
@@ -164,7 +165,7 @@ def test_what_is_wrong_is_said_with_the_remedy(text: str, message: str) -> None:
 
 def test_every_type_makes_a_plugin_and_says_which_parameters_it_takes() -> None:
     needed: dict[str, dict[str, Any]] = {"by-label": {"label": "a"}}
-    for kind, make in {**BUILT_IN, **HANDLERS}.items():
+    for kind, make in BUILT_IN.items():
         assert make("mine", needed.get(kind, {})) is not None
 
 
@@ -175,9 +176,11 @@ def test_a_decider_that_raises_means_no(
         raise KeyError("decider")
 
     found = named("proposal")
-    monkeypatch.setattr(MultimodalDecider, "apart", fail)
+    monkeypatch.setattr(BUILT_IN["multimodal-epd-decider"], "disaggregate", fail)
     large = to_encode(pixels=1 << 20)
-    assert {found.apart(large, None) for _ in range(2)} == {"multimodal-epd-decider has failed"}
+    assert {found.why_together(large, None) for _ in range(2)} == {
+        "multimodal-epd-decider has failed"
+    }
     assert caplog.text.count("plug-in multimodal-epd-decider has failed") == 1
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd_portable.router.choice.holdings import Beginnings, Holdings, Recent
+from epd_portable.router.choice.caches import CacheSizes, Recent
 from epd_portable.router.choice.prefix import chain
 from epd_portable.router.chooser import pieces
 from epd_portable.router.contents.body import Call, Rules, read_call
@@ -44,15 +44,14 @@ def test_the_latest_are_kept() -> None:
     recent.use([1, 2, 3])
     recent.use([1, 4])
     assert [n in recent for n in (1, 2, 3, 4)] == [True, False, True, True]
-    recent.forget(9)
-    recent.forget(4)
+    recent.pop(4)
     assert len(recent) == 2
     recent.clear()
     assert len(recent) == 0
 
 
 def test_the_beginning_of_a_prompt_is_kept_longest() -> None:
-    holdings = Holdings(blocks=4)
+    holdings = CacheSizes(blocks=4).new_estimate()
     holdings.use_prefix((1, 2, 3))
     holdings.use_prefix((11, 12, 13))
     assert (holdings.prefix((1, 2, 3)), holdings.prefix((11, 12, 13))) == (1, 3)
@@ -114,8 +113,8 @@ def test_a_body_that_nobody_read_has_none() -> None:
 
 def test_whose_caches_have_a_beginning_is_known_without_a_look_at_all() -> None:
     chance = random.Random(11)
-    beginnings: Beginnings = {}
-    everybody = [Holdings(blocks=12, beginnings=beginnings) for _ in range(5)]
+    caches = CacheSizes(blocks=12)
+    everybody = [caches.new_estimate() for _ in range(5)]
     prompts = [tuple(10 * n + depth for depth in range(1 + n % 7)) for n in range(30)]
     hits = 0
     for _ in range(2000):
@@ -126,16 +125,16 @@ def test_whose_caches_have_a_beginning_is_known_without_a_look_at_all() -> None:
             one.use_prefix(chance.choice(prompts))
         for blocks in prompts:
             having = {each for each in everybody if blocks[0] in each.blocks}
-            assert beginnings.get(blocks[0], set()) == having
+            assert set(caches.with_prefix(blocks)) == having
             hits += len(having)
     assert hits
     for each in everybody:
         each.clear()
-    assert not beginnings
+    assert not any(caches.with_prefix(blocks) for blocks in prompts)
 
 
 def test_how_much_of_a_prompt_is_known_is_found_from_any_guess() -> None:
-    one = Holdings(blocks=5)
+    one = CacheSizes(blocks=5).new_estimate()
     one.use_prefix(tuple(range(8)))
     assert [one.prefix(tuple(range(8)), guess) for guess in range(9)] == [5] * 9
     assert [one.prefix((9, 8), guess) for guess in range(3)] == [0] * 3

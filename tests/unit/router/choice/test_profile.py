@@ -7,8 +7,14 @@ from typing import Any
 
 import pytest
 
-from epd_portable.router.choice.profile import MOST_SHOWN, SAID_EVERY_S, Decision, Profile
-from epd_portable.router.choice.situation import Contender, Need
+from epd_portable.router.choice.profile import LOG_EVERY_S, Profile
+from epd_portable.router.choice.selection_types import (
+    MOST_SHOWN,
+    Candidate,
+    Candidates,
+    Decision,
+    SelectionRequest,
+)
 from tests.unit.router.choice.situations import asked, with_load
 
 
@@ -18,30 +24,30 @@ class ByTable:
     def __init__(self, answers: dict[str, Any]) -> None:
         self.answers = answers
 
-    def keep(self, need: Need, contenders: Sequence[Contender]) -> Sequence[Contender]:
-        return [each for each in contenders if self.answers[each.name]]
+    def keep(self, request: SelectionRequest, candidates: Candidates) -> Candidates:
+        return [each for each in candidates if self.answers[each.name]]
 
-    def score(self, need: Need, contenders: Sequence[Contender]) -> Sequence[float]:
-        return [self.answers[each.name] for each in contenders]
+    def score(self, request: SelectionRequest, candidates: Candidates) -> Sequence[float]:
+        return [self.answers[each.name] for each in candidates]
 
 
 class Last:
     def pick(
-        self, need: Need, contenders: Sequence[Contender], scores: Sequence[float]
-    ) -> Contender:
-        return contenders[-1]
+        self, request: SelectionRequest, candidates: Candidates, scores: Sequence[float]
+    ) -> Candidate:
+        return candidates[-1]
 
 
 class Raising:
-    def keep(self, need: Need, contenders: Sequence[Contender]) -> Sequence[Contender]:
+    def keep(self, request: SelectionRequest, candidates: Candidates) -> Candidates:
         raise KeyError("filter")
 
-    def score(self, need: Need, contenders: Sequence[Contender]) -> Sequence[float]:
+    def score(self, request: SelectionRequest, candidates: Candidates) -> Sequence[float]:
         raise KeyError("scorer")
 
     def pick(
-        self, need: Need, contenders: Sequence[Contender], scores: Sequence[float]
-    ) -> Contender:
+        self, request: SelectionRequest, candidates: Candidates, scores: Sequence[float]
+    ) -> Candidate:
         raise KeyError("picker")
 
 
@@ -73,12 +79,12 @@ def test_filters_then_scores_times_weights_then_the_picker(
         {f"s{n}": one for n, one in enumerate(scorers)},
     )
     decision = Decision(stage="decode")
-    contenders = with_load(0, 0, 0)
-    chosen = profile.choose(asked(), contenders, decision)
+    candidates = with_load(0, 0, 0)
+    chosen = profile.choose(asked(), candidates, decision)
     assert (chosen.name if chosen else "") == winner == decision.winner
     assert bool(decision.reason) == (not winner)
     # It is the same when nobody wants to know why.
-    assert profile.choose(asked(), contenders) is chosen
+    assert profile.choose(asked(), candidates) is chosen
 
 
 def test_a_decision_says_what_each_plugin_said() -> None:
@@ -144,7 +150,7 @@ def test_a_plugin_that_raises_stops_no_request_and_is_said_once_a_minute(
             chosen = profile.choose(asked(), with_load(0, 0, 0))
             assert chosen is not None and chosen.name == "i1"
         assert len(caplog.records) == 3
-        now[0] = SAID_EVERY_S + 1
+        now[0] = LOG_EVERY_S + 1
         profile.choose(asked(), with_load(0, 0, 0))
         assert len(caplog.records) == 6
 
@@ -152,8 +158,8 @@ def test_a_plugin_that_raises_stops_no_request_and_is_said_once_a_minute(
 def test_a_picker_that_answers_somebody_else_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
     class Stranger:
         def pick(
-            self, need: Need, contenders: Sequence[Contender], scores: Sequence[float]
-        ) -> Contender:
+            self, request: SelectionRequest, candidates: Candidates, scores: Sequence[float]
+        ) -> Candidate:
             return with_load(0)[0]
 
     chosen = Profile("p", {}, {"b": (B, 1.0)}, ("q", Stranger())).choose(

@@ -9,17 +9,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epd_portable.errors import ConfigError
-from epd_portable.router.choice.catalogue import make
-from epd_portable.router.choice.plugin import Scorer
-from epd_portable.router.choice.situation import Need, Snapshot
-from epd_portable.router.fleet.engine_loads import EngineLoad
-from tests.unit.router.choice.situations import Picture, asked, having, seen, to_encode, with_load
+from epd_portable.router.choice.catalogue import make_plugin
+from epd_portable.router.choice.selection_types import Scorer, SelectionRequest
+from epd_portable.wire.messages import LoadReport
+from tests.unit.router.choice.situations import (
+    Picture,
+    Snapshot,
+    asked,
+    having,
+    seen,
+    to_encode,
+    with_load,
+)
 
 
 def scores(
-    kind: str, contenders: Sequence[Snapshot], need: Need | None = None, **parameters: Any
+    kind: str,
+    contenders: Sequence[Snapshot],
+    need: SelectionRequest | None = None,
+    **parameters: Any,
 ) -> list[float]:
-    one = make(kind, kind, parameters)
+    one = make_plugin(kind, kind, parameters)
     assert isinstance(one, Scorer)
     return [round(score, 3) for score in one.score(need or asked(), contenders)]
 
@@ -48,13 +58,9 @@ def test_load_decides(
 
 
 def telling(load: int = 0, **told: Any) -> Snapshot:
-    return seen("x", load=load, reported=EngineLoad(**{**SILENT, **told}))
+    return seen("x", load=load, reported=LoadReport(**told))
 
 
-SILENT: dict[str, Any] = {
-    **dict.fromkeys(("waiting", "running", "kv_used", "items", "pixels")),
-    "age_s": 0.1,
-}
 TOLD = [telling(9, waiting=1, running=8, kv_used=0.25), telling(0, waiting=3, running=2, kv_used=0)]
 ENCODERS = [telling(9, items=1, pixels=900), telling(0, items=5, pixels=100)]
 
@@ -210,4 +216,4 @@ def test_nobody_gets_more_than_the_bound(loads: list[int], weights: list[float],
 )
 def test_wrong_parameters_are_refused(kind: str, parameters: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"plug-in 'mine': {next(iter(parameters))}"):
-        make(kind, "mine", parameters)
+        make_plugin(kind, "mine", parameters)

@@ -264,7 +264,7 @@ async def test_one_that_lost_a_connection_goes_on_without(build: Build) -> None:
 async def test_a_silent_partner_holds_nobody_up(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("epd_portable.router.fleet.introduction.PATIENCE_S", 0.5)
+    monkeypatch.setattr("epd_portable.router.warm_up.PATIENCE_S", 0.5)
     answer, ever = transferring(), asyncio.Event()
     silent = 0
 

@@ -1,4 +1,4 @@
-"""Scores that stand until an instance changes: not computed anew for every request. Pure."""
+"""Scores that are kept until an instance changes: not computed anew for every request. Pure."""
 
 from __future__ import annotations
 
@@ -8,22 +8,27 @@ from itertools import compress
 from operator import add, ne
 from typing import Any
 
-from epd_portable.router.choice.situation import Contender, Need, Stage
+from epd_portable.router.choice.selection_types import (
+    Candidate,
+    Candidates,
+    SelectionRequest,
+    Stage,
+)
 
 _UNKNOWN = object()
 
 
-class StandingScorer(ABC):
-    """A scorer that asks of a need for nothing but its stage.
+class IncrementalScorer(ABC):
+    """A scorer that uses nothing of a request but its stage.
 
-    Each contender has a measure, and a scale follows from the measures of all; a score is where a
-    measure lies on the scale. So a contender that changes has another score, and the others keep
+    Each candidate has a measure, and a scale follows from the measures of all; a score is where a
+    measure lies on the scale. So a candidate that changes has another score, and the others keep
     theirs, as long as the scale stays the same.
     """
 
     @abstractmethod
-    def measure(self, stage: Stage, contender: Contender) -> Any:
-        """Return what of a contender is compared; only what `Contender.version` counts."""
+    def measure(self, stage: Stage, candidate: Candidate) -> Any:
+        """Return what of a candidate is compared; only what `Candidate.version` counts."""
 
     @abstractmethod
     def scale(self, measures: Sequence[Any]) -> Any:
@@ -31,29 +36,29 @@ class StandingScorer(ABC):
 
     @abstractmethod
     def rate(self, measures: Sequence[Any], scale: Any) -> list[float]:
-        """Return the scores of some contenders, see `Scorer`."""
+        """Return the scores of some candidates, 0 to 1."""
 
-    def score(self, need: Need, contenders: Sequence[Contender]) -> Sequence[float]:
+    def score(self, request: SelectionRequest, candidates: Candidates) -> Sequence[float]:
         """See `Scorer`."""
-        measures = [self.measure(need.stage, each) for each in contenders]
+        measures = [self.measure(request.stage, each) for each in candidates]
         return self.rate(measures, self.scale(measures))
 
 
 class _Column:
-    """What one scorer gives to each contender, times its weight."""
+    """What one scorer gives to each candidate, times its weight."""
 
-    def __init__(self, scorer: StandingScorer, weight: float, count: int) -> None:
+    def __init__(self, scorer: IncrementalScorer, weight: float, count: int) -> None:
         self.parts: list[float] = [0.0] * count
         self._scorer = scorer
         self._weight = weight
         self._measures: list[Any] = [_UNKNOWN] * count
         self._scale: Any = _UNKNOWN
 
-    def update(self, stage: Stage, contenders: Sequence[Contender], changed: list[int]) -> bool:
-        """Look at contenders that have changed; tell whether others have another score, too."""
+    def update(self, stage: Stage, candidates: Candidates, changed: list[int]) -> bool:
+        """Measure candidates that have changed; return whether others have another score, too."""
         scorer, measures, moved = self._scorer, self._measures, []
         for index in changed:
-            measure = scorer.measure(stage, contenders[index])
+            measure = scorer.measure(stage, candidates[index])
             if measure != measures[index]:
                 measures[index] = measure
                 moved.append(index)
@@ -70,28 +75,24 @@ class _Column:
         return False
 
 
-class Standing:
-    """The scores of some contenders by some scorers, as `Contender.version` was at the last look.
+class ScoreTable:
+    """The scores of some candidates by some scorers, as `Candidate.version` was at the last look.
 
     Args:
-        stage: That contenders are scored for.
-        contenders: Who is scored.
-        scorers: By name, with their weights.
-
-    Attributes:
-        stage: See above.
-        contenders: See above.
+        stage: That candidates are scored for.
+        candidates: Rows.
+        scorers: Columns, by name, with their weights.
     """
 
     def __init__(
         self,
         stage: Stage,
-        contenders: Sequence[Contender],
-        scorers: Mapping[str, tuple[StandingScorer, float]],
+        candidates: Candidates,
+        scorers: Mapping[str, tuple[IncrementalScorer, float]],
     ) -> None:
-        count = len(contenders)
+        count = len(candidates)
         self.stage = stage
-        self.contenders = contenders[:]
+        self.candidates = candidates[:]
         self._columns = {
             name: _Column(scorer, weight, count) for name, (scorer, weight) in scorers.items()
         }
@@ -99,14 +100,14 @@ class Standing:
         self._totals = [0.0] * count
 
     def totals(self) -> list[float]:
-        """Return the sum of each one's scores."""
-        versions = [each.version for each in self.contenders]
+        """Return the sum of each candidate's scores."""
+        versions = [each.version for each in self.candidates]
         changed = [*compress(range(len(versions)), map(ne, versions, self._versions))]
         if changed:
             self._versions = versions
             columns = self._columns.values()
             # All of them are brought up to date.
-            if any([each.update(self.stage, self.contenders, changed) for each in columns]):
+            if any([each.update(self.stage, self.candidates, changed) for each in columns]):
                 self._totals = [0.0] * len(versions)
                 for each in columns:
                     self._totals = [*map(add, self._totals, each.parts)]

@@ -34,8 +34,7 @@ from epd_portable.router.delivery import (
     read_item,
 )
 from epd_portable.router.fleet.control import ControlChannels
-from epd_portable.router.fleet.instances import Fleet, Instance
-from epd_portable.router.fleet.while_up import WentDownError, while_up
+from epd_portable.router.fleet.instances import Fleet, Instance, WentDownError, while_up
 from epd_portable.router.http.upstream import Upstream
 from epd_portable.router.http.upstream_connection import Fault, UpstreamError
 from epd_portable.router.observability.activity import Activity
@@ -82,7 +81,7 @@ class _RefusedError(Exception):
 MakeItem = Callable[[], dict[str, Any]]
 
 
-class Introducer:
+class WarmUp:
     """Lets a newcomer meet those that are there, by requests like those of clients.
 
     They show a picture or, to a model that takes none, a clip of sound.

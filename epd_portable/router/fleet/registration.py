@@ -1,21 +1,15 @@
-"""Instances that come and go: who may join, when one gets work or no more, when it is forgotten.
-
-How each of them is between that, probes say.
-"""
+"""Instances that join, drain and leave, over HTTP at ``/epd/instances``, and are forgotten."""
 
 from __future__ import annotations
 
 import asyncio
-import heapq
 import ipaddress
 import itertools
 import logging
-import random
 import uuid
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any
 from urllib.parse import urlsplit
 
 from pydantic import ValidationError
@@ -25,11 +19,10 @@ from epd_portable.config.secret import Secret, SignatureCheck
 from epd_portable.errors import ConfigError, RequestError
 from epd_portable.log import say_failure
 from epd_portable.router.fleet.control import ControlChannels
-from epd_portable.router.fleet.instances import Fleet, Instance
-from epd_portable.router.fleet.tally import MAX_INSTANCES
+from epd_portable.router.fleet.health_probes import HealthProbes
+from epd_portable.router.fleet.instances import MAX_INSTANCES, Fleet, Instance
 from epd_portable.router.http.replies import Reply, json_reply
 from epd_portable.router.http.upstream import Upstream
-from epd_portable.router.http.upstream_connection import Fault, UpstreamError
 from epd_portable.router.observability.metrics import Metrics
 from epd_portable.router.settings import InstanceSettings, RouterSettings
 
@@ -40,27 +33,12 @@ INSTANCES_PATH = "/epd/instances"
 MAX_BODY_BYTES = 64 * 1024
 """Of a request at ``/epd/``."""
 
-PROBES_PER_S = 100.0
-"""Of all instances together: many of them are asked less often than ``probe_interval_s`` says."""
-PROBES_AT_ONCE = 64
-TOGETHER_S = 0.1
-"""HealthProbes that are due within this are sent together: to wake up costs more than a probe."""
-JITTER = 0.1
-"""Part of an interval by which probes are moved, so that they do not come in bursts."""
-
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 5.0
 """Between two introductions of an instance that is lost in the middle of them."""
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
-Introduce = Callable[[Instance], Awaitable[None]]
-"""Lets a healthy instance meet the others, and says by `Instance.introduced` when it gets clients'
-requests; returns when nothing is left to do for it. It may be lost meanwhile."""
-
-States: TypeAlias = dict[str, dict[str, Any]]
-"""How each instance is, by name."""
-
 _NETWORKS: Mapping[str, tuple[str, ...]] = {
     "loopback": ("127.0.0.0/8", "::1/128"),
     "private": ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "fc00::/7"),
@@ -75,172 +53,7 @@ _SPECIAL: tuple[Network, ...] = tuple(
 )
 
 
-class MemberList(Protocol):
-    """Knows the instances: `Members`, or whoever asks the process in which those are."""
-
-    async def open(self) -> None:
-        """Begin: afterwards instances can be chosen."""
-
-    async def close(self) -> None:
-        """End."""
-
-    async def states(self, method: str, target: str, headers: Mapping[str, str]) -> States | None:
-        """Return how each instance is; ``None`` to who does not hold the secret.
-
-        Args:
-            method: Of the request, which has no body.
-            target: Path and query, as they came.
-            headers: Names in lower case.
-        """
-
-    async def handle(
-        self, method: str, target: str, headers: Mapping[str, str], body: bytes
-    ) -> Reply:
-        """Answer a request at ``/epd/``, for holders of the secret.
-
-        Answers carry a name of this router: another one knows nobody who has registered.
-
-        Args:
-            method: Of HTTP.
-            target: Path and query, as they came.
-            headers: Names in lower case.
-            body: Whole.
-
-        Raises:
-            RequestError: It is refused.
-        """
-
-
-class HealthProbes:
-    """Asks instances for ``/health``: each every interval, and at once when a request failed.
-
-    One that has answered a request since is not asked.
-
-    Args:
-        settings: Of the router.
-        instances: Who is asked; those that come later too.
-        upstream: Connections to them.
-    """
-
-    def __init__(self, settings: RouterSettings, instances: Fleet, upstream: Upstream) -> None:
-        self._interval_s = settings.probe_interval_s
-        self._timeout_s = settings.probe_timeout_s
-        self._instances = instances
-        self._upstream = upstream
-        self._due: dict[Instance, float] = {}
-        self._queue: list[tuple[float, int, Instance]] = []
-        self._number = itertools.count()
-        self._asked: dict[Instance, bool] = {}  # Whether once more, at once.
-        self._wake = asyncio.Event()
-        self._at_once = asyncio.Semaphore(PROBES_AT_ONCE)
-        self._asking: set[asyncio.Task[None]] = set()
-        self._running: asyncio.Task[None] | None = None
-        instances.watch(self._changed)
-
-    def start(self) -> None:
-        """Begin; from within the event loop."""
-        self._running = asyncio.create_task(self._run())
-
-    async def close(self) -> None:
-        """End."""
-        tasks = [*self._asking, *([self._running] if self._running else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def look(self, instance: Instance) -> None:
-        """Ask an instance once, and let it know what was seen."""
-        saw = await self._see(instance)
-        if self._is_there(instance):
-            self._let_know(instance, saw)
-
-    async def _see(self, instance: Instance) -> Callable[[], None]:
-        """Ask an instance once; return what lets it know what was seen."""
-        try:
-            url = instance.url + "/health"
-            status, _, _ = await self._upstream.ask("GET", url, timeout_s=self._timeout_s)
-        except UpstreamError as error:
-            if error.fault is Fault.OWN:
-                return _nothing
-            if error.fault is Fault.SILENT:
-                return instance.seen_silent
-            if isinstance(error.__cause__, ConnectionRefusedError):
-                return partial(instance.seen_gone, f"health probe: {error}")
-            return partial(instance.seen_failing, str(error))
-        if 200 <= status < 300:
-            return instance.seen_well
-        return partial(instance.seen_failing, f"answered {status}")
-
-    def _is_there(self, instance: Instance) -> bool:
-        return self._instances.get(instance.name) is instance
-
-    def _changed(self, instance: Instance) -> None:
-        if not self._is_there(instance):
-            self._due.pop(instance, None)
-            self._asked.pop(instance, None)
-        elif instance not in self._due:
-            self._set_due(instance, self._next(instance))
-        elif instance.suspected and instance in self._asked:
-            # The answer that is on its way may be from before the failure.
-            self._asked[instance] = True
-        elif instance.suspected:
-            self._set_due(instance, self._instances.clock())
-            self._wake.set()
-
-    def _next(self, instance: Instance) -> float:
-        interval_s = self._interval_s
-        if not instance.suspected:
-            interval_s = max(interval_s, len(self._instances) / PROBES_PER_S)
-        return self._instances.clock() + interval_s * random.uniform(1 - JITTER, 1 + JITTER)
-
-    def _set_due(self, instance: Instance, at: float) -> None:
-        self._due[instance] = at
-        heapq.heappush(self._queue, (at, next(self._number), instance))
-
-    async def _run(self) -> None:
-        while True:
-            self._wake.clear()
-            now = self._instances.clock()
-            while self._queue and self._queue[0][0] <= now:
-                at, _, instance = heapq.heappop(self._queue)
-                if self._due.get(instance) == at:
-                    self._ask(instance, now)
-            await _set_within(self._wake, TOGETHER_S)
-
-    def _ask(self, instance: Instance, now: float) -> None:
-        well = instance.healthy and not instance.suspected
-        if well and now - instance.answered_at < self._interval_s:
-            self._set_due(instance, self._next(instance))
-            return
-        if instance in self._asked:
-            return
-        self._asked[instance] = False
-        task = asyncio.create_task(self._probe(instance))
-        self._asking.add(task)
-        task.add_done_callback(self._asking.discard)
-        task.add_done_callback(_said)
-
-    async def _probe(self, instance: Instance) -> None:
-        saw: Callable[[], None] = _nothing
-        try:
-            async with self._at_once:
-                saw = await self._see(instance)
-        finally:
-            again = self._asked.pop(instance, False)
-            if self._is_there(instance):
-                self._let_know(instance, saw, again=again)
-
-    def _let_know(
-        self, instance: Instance, saw: Callable[[], None], *, again: bool = False
-    ) -> None:
-        saw()
-        # Also of one that fails the next probe comes in its time: what ails it may pass.
-        self._set_due(instance, self._instances.clock() if again else self._next(instance))
-        if again:
-            self._wake.set()
-
-
-class Members:
+class Registration:
     """Takes instances in and lets them go, while requests are served.
 
     Args:
@@ -249,8 +62,8 @@ class Members:
         upstream: Connections to them.
         control: Gets a channel to each prefill+decode instance.
         metrics: Forget those that have left.
-        introduce: Called for each instance when it is healthy, for each life of its process until
-            it is introduced.
+        introduce: Warms up a healthy instance, see `WarmUp`; called for each life of its process
+            until `Instance.introduced`. The instance may be lost meanwhile.
         secret: Its holders may ask at ``/epd/``.
     """
 
@@ -261,7 +74,7 @@ class Members:
         upstream: Upstream,
         control: ControlChannels,
         metrics: Metrics,
-        introduce: Introduce,
+        introduce: Callable[[Instance], Awaitable[None]],
         secret: Secret,
     ) -> None:
         self._settings = settings
@@ -374,29 +187,39 @@ class Members:
 
     # Over HTTP.
 
-    async def states(self, method: str, target: str, headers: Mapping[str, str]) -> States | None:
-        """See `MemberList`."""
+    def states(self, method: str, target: str, headers: Mapping[str, str]) -> dict[str, Any] | None:
+        """Return how each instance is, by name; ``None`` to a client without the secret.
+
+        Args:
+            method: Of the request, which has no body.
+            target: Path and query, as they came.
+            headers: Names in lower case.
+        """
         try:
             self._check.check(headers.get("authorization", ""), method, target)
         except RequestError:
             return None
         return {
-            instance.name: {
-                "role": instance.role,
-                "url": instance.url,
-                "healthy": instance.healthy,
-                "state": instance.state,
-                "in_flight": instance.load,
-                **({"reason": instance.reason} if instance.reason else {}),
-                **({"problem": instance.problem} if instance.problem else {}),
-            }
+            instance.name: {key: value for key, value in _shown(instance).items() if value != ""}
             for instance in self._instances.all
         }
 
     async def handle(
         self, method: str, target: str, headers: Mapping[str, str], body: bytes
     ) -> Reply:
-        """See `MemberList`."""
+        """Answer a request at ``/epd/``, for holders of the secret.
+
+        Answers carry a name of this router: another one does not know who has registered.
+
+        Args:
+            method: Of HTTP.
+            target: Path and query, as they came.
+            headers: Names in lower case.
+            body: Whole.
+
+        Raises:
+            RequestError: It is refused.
+        """
         self._check.check(headers.get("authorization", ""), method, target, body)
         path = target.partition("?")[0]
         if path == INSTANCES_PATH:
@@ -566,6 +389,7 @@ def _shown(instance: Instance) -> dict[str, Any]:
         "role": instance.role,
         "url": instance.url,
         "control": instance.control,
+        "healthy": instance.healthy,
         "state": instance.state,
         "idle": instance.idle,
         "registered": instance.registered,
@@ -626,16 +450,3 @@ async def _resolved(name: str, url: str) -> set[Address]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"instance {name!r}: {url!r} cannot be used: {error}") from error
     return {ipaddress.ip_address(str(each[4][0])) for each in found}
-
-
-async def _set_within(event: asyncio.Event, timeout_s: float) -> None:
-    """Return when an event is set, at the latest after a time."""
-    waiting = asyncio.ensure_future(event.wait())
-    try:
-        await asyncio.wait({waiting}, timeout=timeout_s)
-    finally:
-        waiting.cancel()
-
-
-def _nothing() -> None:
-    """Let nobody know of anything."""

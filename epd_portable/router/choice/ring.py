@@ -1,0 +1,107 @@
+"""Consistent hashing with bounded loads: which instance a key prefers, while it has room. Pure.
+
+One function answers it for everything that leads a picture, or a conversation, to the instance that
+had it before: the default rules, `router.choice` and the headers of hops.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Iterator
+from typing import Generic, TypeVar
+
+from epd_portable.router.choice.selection_types import Candidate
+
+LOAD_BOUND = 1.25
+"""No instance takes more than this multiple of its share of the load."""
+PROBES = 21
+"""Places on the circle from which a key looks for an instance."""
+_MASK = (1 << 64) - 1
+
+
+T = TypeVar("T", bound=Candidate)
+
+
+class HashRing(Generic[T]):
+    """Instances on a circle of hashes, with one point each.
+
+    A key probes the circle at several places and prefers the instance whose point comes soonest
+    after one of them, distances divided by weights: so shares are even among few instances, and
+    when one leaves only the keys that preferred it move. (Appleton and O'Reilly, Multi-probe
+    consistent hashing, 2015.)
+
+    Attributes:
+        members: In the order of their points.
+    """
+
+    def __init__(self, members: Iterable[T] = ()) -> None:
+        self.members: list[T] = []
+        self._points: list[int] = []
+        for member in members:
+            self.add(member)
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    def add(self, member: T) -> None:
+        """Let an instance be chosen."""
+        point, _ = _hashes(member.name)
+        index = bisect_left(self._points, point)
+        self._points.insert(index, point)
+        self.members.insert(index, member)
+
+    def remove(self, member: T) -> None:
+        """Let an instance be chosen no more."""
+        index = self.members.index(member)
+        del self._points[index], self.members[index]
+
+    def in_order(self, key: str) -> Iterator[T]:
+        """Yield every instance, some of them several times, the one that a key prefers first."""
+        points, members, count = self._points, self.members, len(self._points)
+        place, step = _hashes(key)
+        found: list[tuple[float, int]] = []
+        for _ in range(PROBES if count else 0):
+            index = bisect_left(points, place)
+            if index == count:
+                index = 0
+            found.append((((points[index] - place) & _MASK) / members[index].weight, index))
+            place = (place + step) & _MASK
+        found.sort()
+        for _, index in found:
+            yield members[index]
+        if found:
+            first = found[0][1]
+            yield from members[first:]
+            yield from members[:first]
+
+    def choose(
+        self,
+        key: str,
+        load: float,
+        weight: float,
+        exclude: Collection[T] = (),
+        bound: float = LOAD_BOUND,
+    ) -> T | None:
+        """Return the instance that a key prefers of those with room.
+
+        Args:
+            key: As an item's hash.
+            load: Sum of the loads of all members that are not excluded.
+            weight: Sum of their weights.
+            exclude: Members that must not be chosen.
+            bound: Multiple of its share up to which an instance has room; more than 1.
+
+        Returns:
+            ``None`` if every member is excluded.
+        """
+        if len(exclude) >= len(self.members):
+            return None
+        share = bound * (load + 1) / weight
+        left = (each for each in self.in_order(key) if each not in exclude)
+        return next((each for each in left if each.load < share * each.weight), None)
+
+
+def _hashes(key: str) -> tuple[int, int]:
+    digest = hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    return int.from_bytes(digest[:8], "big"), int.from_bytes(digest[8:], "big")

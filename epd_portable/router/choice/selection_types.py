@@ -1,0 +1,319 @@
+"""What is asked of a choice, among whom, and by which kinds of plug-ins; and why it was made. Pure.
+
+A user's plug-in is made by what its entry point names, called with its name and its parameters, and
+is whatever its methods say: see docs/choice.md.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, TypeAlias, runtime_checkable
+
+from epd_portable.media.formats import Modality
+from epd_portable.router.choice.caches import CacheEstimate
+from epd_portable.router.choice.prefix import BYTES_A_TOKEN
+from epd_portable.wire.messages import LoadReport
+
+Stage = Literal["encode", "prefill", "decode"]
+
+ROLE_LABEL = "llm-d.ai/role"
+
+_ALL: frozenset[Stage] = frozenset({"encode", "prefill", "decode"})
+_SHORT: Mapping[str, frozenset[Stage]] = {
+    "all": _ALL,
+    "both": frozenset({"prefill", "decode"}),
+    "pd": frozenset({"prefill", "decode"}),
+    "ep": frozenset({"encode", "prefill"}),
+    "epd": _ALL,
+    "e": frozenset({"encode"}),
+    "p": frozenset({"prefill"}),
+    "d": frozenset({"decode"}),
+}
+
+EXPLAIN_HEADER = "x-epd-explain"
+"""A client's ``x-epd-explain: 1`` is answered under the same name."""
+MAX_EXPLANATION_BYTES = 6000
+"""Of the answer: a line of a header that every client takes."""
+_LEFT_OUT_BYTES = 40
+MOST_SHOWN = 16
+"""Instances of one decision that are explained; the best ones."""
+
+
+# What is asked, and among whom.
+
+
+class AskedItem(Protocol):
+    """One picture, video or clip of a request."""
+
+    @property
+    def mm_hash(self) -> str:
+        """Its name by content."""
+
+    @property
+    def modality(self) -> Modality:
+        """What it is to the model."""
+
+    @property
+    def pixels(self) -> int:
+        """Once it is decoded; 0 if that is not known."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SelectionRequest:
+    """For what an instance is chosen.
+
+    Attributes:
+        stage: That it is chosen for.
+        key: Random bits of the router, one for each request: no client chooses by them.
+        model: That the client names, or empty.
+        session: The client's name for its conversation, or empty.
+        items: Of the request.
+        item: For ``encode`` the one that is to be encoded.
+        blocks: Names of the request's text, block by block, each with all before it: equal for two
+            requests as far as these begin alike. Media count by their content.
+        having: Whose caches have the first of the blocks; ``None`` if that was not looked up.
+        nbytes: Of the prompt, also of what is beyond the blocks; each token that an item is taken
+            for counts as much as one of text.
+        block_bytes: Of one block, if no ``ends`` are given.
+        ends: Tokens of the prompt up to the end of each block.
+        profile: Of the configuration, if the request names one that it may name.
+    """
+
+    stage: Stage
+    key: str
+    model: str = ""
+    session: str = ""
+    items: Sequence[AskedItem] = ()
+    item: AskedItem | None = None
+    blocks: Sequence[int] = ()
+    having: Collection[CacheEstimate] | None = None
+    nbytes: int = 0
+    block_bytes: int = 256
+    ends: Sequence[int] = ()
+    profile: str = ""
+
+    @property
+    def tokens(self) -> int:
+        """Of the prompt, estimated."""
+        return self.nbytes // BYTES_A_TOKEN
+
+    def up_to(self, count: int) -> int:
+        """Return how many tokens the prompt's first blocks have."""
+        if self.ends and count:
+            return self.ends[count - 1]
+        return count * self.block_bytes // BYTES_A_TOKEN
+
+    @property
+    def affinity(self) -> str:
+        """What should meet the same instance again."""
+        if self.item is not None:
+            return self.item.mm_hash
+        return self.session or self.key
+
+    def chance(self) -> float:
+        """Return a number from 0 to below 1, always the same one; decides between equals."""
+        # Another one for each item, so that the items of one request do not go the same way.
+        text = f"{self.key}\0{self.item.mm_hash}" if self.item else self.key
+        digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+        return int.from_bytes(digest, "big") / (1 << 64)
+
+
+class Candidate(Protocol):
+    """An instance that could be chosen, as it is at this moment."""
+
+    @property
+    def name(self) -> str:
+        """Unique."""
+
+    @property
+    def role(self) -> str:
+        """What it serves: stages with ``-`` between them."""
+
+    @property
+    def labels(self) -> Mapping[str, str]:
+        """Of its settings."""
+
+    @property
+    def weight(self) -> float:
+        """How much it does of what the others do; positive."""
+
+    @property
+    def load(self) -> int:
+        """Requests or jobs that the router has given to it and that have not ended."""
+
+    @property
+    def owed_s(self) -> float:
+        """Seconds of encoding that the router has given to it."""
+
+    @property
+    def computes_for(self) -> int:
+        """Requests that it computes for: they wait for no item."""
+
+    @property
+    def tokens(self) -> int:
+        """Of prompts that the router has given to it, and whose answers have not begun."""
+
+    @property
+    def reported(self) -> LoadReport | None:
+        """What it reported of its load within the last seconds; ``None`` if nothing."""
+
+    @property
+    def version(self) -> int:
+        """Is another one whenever something above is."""
+
+    @property
+    def holdings(self) -> CacheEstimate:
+        """What it most likely has in its caches."""
+
+
+Candidates: TypeAlias = Sequence[Candidate]
+
+
+def label(candidate: Candidate, key: str) -> str | None:
+    """Return a label's value; an instance's role is one if no label says otherwise."""
+    value = candidate.labels.get(key)
+    return candidate.role if value is None and key == ROLE_LABEL else value
+
+
+@functools.lru_cache(maxsize=1024)
+def stages(role: str) -> frozenset[Stage]:
+    """Return what a role serves; nothing for a word that is none."""
+    if role in _SHORT:
+        return _SHORT[role]
+    words = role.split("-")
+    found = frozenset(stage for stage in _ALL if stage in words)
+    return found if len(found) == len(words) else frozenset()
+
+
+# Kinds of plug-ins.
+
+
+@runtime_checkable
+class Filter(Protocol):
+    """Leaves out candidates."""
+
+    def keep(self, request: SelectionRequest, candidates: Candidates) -> Candidates:
+        """Return those of the candidates that can have it, in their order; perhaps none."""
+
+
+@runtime_checkable
+class Scorer(Protocol):
+    """Rates candidates."""
+
+    def score(self, request: SelectionRequest, candidates: Candidates) -> Sequence[float]:
+        """Return a number from 0 to 1 for each candidate; 1 is best."""
+
+
+@runtime_checkable
+class ScorePicker(Protocol):
+    """Takes one of the rated candidates."""
+
+    def pick(
+        self, request: SelectionRequest, candidates: Candidates, scores: Sequence[float]
+    ) -> Candidate:
+        """Return one of the candidates, of which there is at least one.
+
+        Args:
+            request: What is asked.
+            candidates: That the filters have left.
+            scores: Of each, the weighted sum over the scorers.
+        """
+
+
+@runtime_checkable
+class Decider(Protocol):
+    """Decides whether a stage gets an instance of its own."""
+
+    def disaggregate(self, request: SelectionRequest, decode: Candidate | None) -> bool:
+        """Return whether the request's stage is done apart from decoding.
+
+        Args:
+            request: Of stage ``encode``, with its item, or ``prefill``.
+            decode: The instance that was chosen to decode, if there is one.
+        """
+
+
+# Why it was made.
+
+
+@dataclass(kw_only=True, slots=True)
+class Decision:
+    """What was decided for a stage, and why.
+
+    Attributes:
+        item: Name of the item that is to be encoded, or empty.
+        profile: That decided, or empty.
+        header: Of a trusted hop, that decided or left only some; or empty.
+        filters: How many instances there were, and how many each filter left.
+        scores: What each scorer gave the instances that were left, times its weight, by instance.
+        totals: Their sums.
+        winner: The instance, or empty.
+        reason: Why none was chosen, or why none was looked for.
+    """
+
+    stage: Stage
+    item: str = ""
+    profile: str = ""
+    header: str = ""
+    filters: dict[str, int] = field(default_factory=dict)
+    scores: dict[str, dict[str, float]] = field(default_factory=dict)
+    totals: dict[str, float] = field(default_factory=dict)
+    winner: str = ""
+    reason: str = ""
+
+    def shown(self) -> dict[str, object]:
+        """Return what there is to say, as plain data."""
+        best = sorted(self.totals, key=lambda name: -self.totals[name])[:MOST_SHOWN]
+        scores = {
+            name: {
+                **{each: round(one, 4) for each, one in self.scores.get(name, {}).items()},
+                "total": round(self.totals[name], 4),
+            }
+            for name in best
+        }
+        said = {
+            "stage": self.stage,
+            "item": self.item[:16],
+            "profile": self.profile,
+            "header": self.header,
+            "filters": self.filters,
+            "scores": scores,
+            "winner": self.winner or None,
+            "reason": self.reason,
+        }
+        return {name: value for name, value in said.items() if value or name == "winner"}
+
+
+class Explanation:
+    """All decisions for one request, in their order."""
+
+    def __init__(self) -> None:
+        self.decisions: list[Decision] = []
+
+    def text(self) -> str:
+        """Return all of it as JSON in ASCII; of too much, scores are left out, then decisions."""
+        said = [each.shown() for each in self.decisions]
+        brief = [_compact({k: v for k, v in each.items() if k != "scores"}) for each in said]
+        left_bytes = MAX_EXPLANATION_BYTES - _LEFT_OUT_BYTES
+        shown: list[str] = []
+        for each in brief:
+            left_bytes -= len(each) + 1
+            if left_bytes < 0:
+                break
+            shown.append(each)
+        for index, whole in enumerate(map(_compact, said[: len(shown)])):
+            more = len(whole) - len(shown[index])
+            if 0 <= more <= left_bytes:
+                left_bytes -= more
+                shown[index] = whole
+        if len(shown) < len(brief):
+            shown.append(_compact({"left_out": len(brief) - len(shown)}))
+        return f"[{','.join(shown)}]"
+
+
+def _compact(said: dict[str, object]) -> str:
+    return json.dumps(said, separators=(",", ":"))
