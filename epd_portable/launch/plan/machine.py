@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -19,8 +20,6 @@ from epd_portable.launch.safe_path import safe_environ
 from epd_portable.platforms.traits import PlatformTraits
 
 _PROBE_TIMEOUT_S = 120.0
-_CPU_CONTROLLER = "cpu"
-"""Of Linux's control groups, version 1."""
 # A process of its own, so that neither torch nor a device runtime is loaded by the launcher.
 _PROBE = """
 import json, sys
@@ -37,40 +36,22 @@ def allowed_cores() -> tuple[int, ...]:
 
 
 def quota_cores(root: Path = Path("/")) -> float | None:
-    """Return how many cores' time this process's control group may take; ``None`` for no limit."""
-    cgroup = root / "sys/fs/cgroup"
+    """Return how many cores' time this process's control group (version 2) may take.
+
+    ``None`` for no limit.
+    """
     try:
-        names = (root / "proc/self/cgroup").read_text().splitlines()
+        group = PurePosixPath((root / "proc/self/cgroup").read_text().strip().rpartition("::")[2])
     except OSError:
         return None
     found = []
-    for line in names:
-        _, controllers, name = line.split(":", 2)
-        if controllers and _CPU_CONTROLLER not in controllers.split(","):
-            continue
-        # Limits of every group above hold, too. In a container what is above may not be seen.
-        place = PurePosixPath(name)
-        for group in (place, *place.parents):
-            folder = cgroup / (controllers and _CPU_CONTROLLER) / str(group).lstrip("/")
-            found += [limit for limit in (_limit_v2(folder), _limit_v1(folder)) if limit]
+    # Limits of every group above hold, too; in a container they may not be visible.
+    for each in (group, *group.parents):
+        with contextlib.suppress(OSError):
+            folder = root / "sys/fs/cgroup" / str(each).lstrip("/")
+            quota, period = (folder / "cpu.max").read_text().split()
+            found += [int(quota) / int(period)] if quota != "max" else []
     return min(found, default=None)
-
-
-def _limit_v2(folder: Path) -> float | None:
-    try:
-        quota, period = (folder / "cpu.max").read_text().split()
-    except (OSError, ValueError):
-        return None
-    return None if quota == "max" else int(quota) / int(period)
-
-
-def _limit_v1(folder: Path) -> float | None:
-    try:
-        quota = int((folder / "cpu.cfs_quota_us").read_text())
-        period = int((folder / "cpu.cfs_period_us").read_text())
-    except (OSError, ValueError):
-        return None
-    return quota / period if quota > 0 else None
 
 
 def memory_nodes(root: Path = Path("/")) -> tuple[tuple[int, ...], ...]:

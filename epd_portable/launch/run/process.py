@@ -123,19 +123,14 @@ class Child:
         """Return status and body of the answer to ``GET /health``; no status for no answer."""
         headers = {"authorization": secret.sign("GET", "/health")} if secret else {}
         address = urlsplit(self.spec.url)
-        assert address.hostname is not None
-        connection: http.client.HTTPConnection
+        host, port = address.hostname or "", address.port
+        connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
         try:
-            if self.spec.tls_cert_file:
+            if cert_file := self.spec.tls_cert_file:
+                # Read each time: it may be renewed.
+                context = trusting(cert_file)
                 connection = http.client.HTTPSConnection(
-                    address.hostname,
-                    address.port,
-                    timeout=timeout_s,
-                    context=trusting(self.spec.tls_cert_file),  # Anew: it may have been renewed.
-                )
-            else:
-                connection = http.client.HTTPConnection(
-                    address.hostname, address.port, timeout=timeout_s
+                    host, port, timeout=timeout_s, context=context
                 )
             with contextlib.closing(connection):
                 connection.request("GET", "/health", headers=headers)
