@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -54,33 +53,6 @@ def refuse(command: Command, tmp_path: Path) -> Callable[..., str]:
 Refuse = Callable[..., str]
 
 
-@pytest.mark.parametrize("words", [[], ["plan"]], ids=["up", "plan"])
-def test_misspelt_keys_are_all_named_with_the_right_spelling(
-    refuse: Refuse, tmp_path: Path, words: list[str]
-) -> None:
-    config = tmp_path / "bad.yaml"
-    config.write_text("model: demo\nrouter: {prot: 1}\ninstances: {encoder: {}}\n")
-    message = refuse(*words, "--platform", "cpu", "--config", config)
-    assert message.startswith(f"epd-launch: {config}: 2 problems\n")
-    assert "router.prot (line 2): unknown key; did you mean port?" in message
-    assert "instances.encoder (line 3): unknown key; did you mean encode?" in message
-
-
-def test_a_port_in_use_is_named_with_a_free_one(refuse: Refuse) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        message = refuse("--platform", "cpu", "--config", CONFIG, "--port", port)
-    assert f"router.port {port} on 127.0.0.1 is in use by another process" in message
-    assert "--port" in message
-    assert message.count("\n") == 1
-
-
-def test_a_missing_model_folder_is_named(refuse: Refuse) -> None:
-    message = refuse("--platform", "cpu", "--config", CONFIG, "--model", "/no/such/model")
-    assert "there is no folder /no/such/model; give an existing folder" in message
-    assert message.count("\n") == 1
-
-
 def test_more_devices_than_there_are_is_refused(
     refuse: Refuse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,46 +76,6 @@ def test_more_devices_than_the_profile_has_is_refused(
     arguments = ["--hardware", "910b-64g", "--config", CONFIG, "--set"]
     message = refuse("plan", *arguments, "instances.prefill_decode.count=8")
     assert "wants 9 devices (encode 1 × 1 + prefill_decode 8 × 1) and there are 8" in message
-
-
-@pytest.mark.parametrize("words", [["plan", "--config", CONFIG], ["--config", CONFIG], ["check"]])
-def test_a_profile_of_another_platform_is_refused(refuse: Refuse, words: list[object]) -> None:
-    message = refuse(*words, "--platform", "cuda", "--hardware", "910b-64g")
-    assert "910b-64g is a profile of platform npu" in message
-    assert message.count("\n") == 1
-
-
-def test_a_path_that_the_platform_cannot_have_is_refused(refuse: Refuse) -> None:
-    arguments = ["--platform", "cpu", "--config", CONFIG, "--set", "transfer.path=ipc"]
-    message = refuse("plan", *arguments)
-    assert "(--set transfer.path=ipc): ipc writes into the memory of a device" in message
-
-
-def test_pools_larger_than_shared_memory_are_refused(refuse: Refuse) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    arguments = ["--platform", "cpu", "--config", CONFIG, "--port", port, "--set"]
-    message = refuse(*arguments, "transfer.pool_bytes=9000TiB")
-    assert "do not fit into /dev/shm" in message
-
-
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (["--platform", "tpu"], "'tpu' is not one of 'cuda', 'npu', 'cpu'"),
-        (["--config", CONFIG], "name a platform with --platform, or a hardware profile with"),
-        (["--hardware", "a1", "--config", CONFIG], "there are 910b-32g, 910b-64g, a100-40g"),
-        (["--platform", "cpu"], "Missing option '--config'"),
-        (["--platform", "cpu", "--config", "/no/such.yaml"], "No such file or directory"),
-        (["--platform", "cpu", "--config", ROOT], "Is a directory"),
-        (["--platform", "cpu", "--config", CONFIG, "--set", "x"], "key.subkey=value"),
-        (["--platform", "cpu", "--config", CONFIG, "--port", "0"], "--port"),
-        (["--platform", "cpu", "--config", CONFIG, "--wrong"], "No such option"),
-        (["wrong"], "No such command 'wrong'"),
-    ],
-)
-def test_wrong_options_are_named(refuse: Refuse, arguments: list[object], complaint: str) -> None:
-    assert complaint in refuse(*arguments)
 
 
 def test_a_plan_is_shown_without_a_device(command: Command) -> None:

@@ -32,16 +32,6 @@ def test_a_profile_of_another_platform_is_refused() -> None:
         find_target("cuda", "910b-64g", CONFIG)
 
 
-def test_without_either_option_both_are_named() -> None:
-    with pytest.raises(ConfigError, match=r"--platform.*--hardware"):
-        find_target(None, None, CONFIG)
-
-
-def test_without_a_profile_the_platform_is_all() -> None:
-    target = find_target("cpu", None, CONFIG)
-    assert (target.traits.name, target.hardware) == ("cpu", None)
-
-
 def test_a_profile_is_found_beside_the_topology_file_then_here_then_in_the_package(
     tmp_path: Path,
 ) -> None:
@@ -58,17 +48,7 @@ def test_a_profile_is_found_beside_the_topology_file_then_here_then_in_the_packa
         find_hardware("h2000")
 
 
-def test_a_profile_may_be_any_file() -> None:
-    found = find_hardware(str(CONFIGS / "hardware" / "a100-40g.yaml"))
-    assert (found.name, found.profile.platform) == ("a100-40g", "cuda")
-
-
 def test_an_unknown_profile_is_refused_with_those_that_there_are() -> None:
     with pytest.raises(ConfigError) as error:
         find_target(None, "910b", CONFIG)
     assert "there are 910b-32g, 910b-64g, a100-40g, a100-80g, h200." in str(error.value)
-
-
-def test_a_file_that_is_not_there_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"/no/such\.yaml: No such file"):
-        find_hardware("/no/such.yaml")
