@@ -5,12 +5,7 @@ from __future__ import annotations
 import ipaddress
 from typing import Annotated, Literal
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Field,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from epd_portable.config.choice import ChoiceSection
 from epd_portable.config.quantities import Port, RouterUrl, Seconds, Section, Size, url_problem
@@ -66,9 +61,9 @@ class MediaUrls(Section):
     Attributes:
         allowed_domains: Hosts to fetch from, as ``media.example.com``, ``*.example.com`` for names
             below it, ``*`` for any name, with another port than 80 and 443 after a colon; by
-            default none, and such URLs are refused with 400.
-        allowed_networks: Networks whose addresses may be connected to although they are not public,
-            as ``10.1.0.0/16``. Where clouds tell a machine's secrets no network of these opens.
+            default none.
+        allowed_networks: Networks that are connected to although they are not public, as
+            ``10.1.0.0/16``; never metadata services of clouds.
         max_bytes: Larger files are refused with 413.
         cache_bytes: Of files that are kept, as base64; 0 keeps none.
     """
@@ -80,37 +75,25 @@ class MediaUrls(Section):
 
 
 class EncodeAdmission(Section):
-    """What may be in flight for each usable encode instance, by its weight.
-
-    Attributes:
-        max_items: Items that are not encoded yet.
-    """
+    """Items in flight that are not encoded yet, for each usable encode instance, by weight."""
 
     max_items: Annotated[int, Field(ge=1)] | None = None
 
 
 class AnswerAdmission(Section):
-    """What may be in flight for each usable instance that answers, by its weight.
-
-    Attributes:
-        max_requests: Requests that are not answered yet.
-    """
+    """Requests in flight for each usable instance that answers, by weight."""
 
     max_requests: Annotated[int, Field(ge=1)] | None = None
 
 
 class AdmissionSection(Section):
-    """What the router lets in to the instances, and who waits; ``None`` limits nothing.
+    """What may be in flight at the instances, and which requests wait; ``None`` is no limit.
 
     Attributes:
-        max_requests: Requests in flight.
-        max_items: Their images, videos and audio clips.
-        max_bytes: Their bodies, as far as ``router.max_bodies_bytes`` counts them.
-        encode: The same for each instance that encodes.
-        answer: The same for each instance that answers.
+        max_bytes: Of bodies, as far as ``router.max_bodies_bytes`` counts them.
         max_waiting: Requests that wait; beyond them 429.
-        max_wait_s: Longest wait of one, then 429.
-        heed_priority: Let who asks for it go before others, or behind them.
+        max_wait_s: Longest wait of a request, then 429.
+        heed_priority: Order waiting requests by the priority that they ask for.
     """
 
     max_requests: Annotated[int, Field(ge=1)] | None = None
@@ -124,12 +107,7 @@ class AdmissionSection(Section):
 
 
 class TracingSection(Section):
-    """Spans of OpenTelemetry.
-
-    Attributes:
-        endpoint: Of a collector that takes OTLP by HTTP, from the router and the engines; without
-            it there are no spans, unless variables of OpenTelemetry name one.
-    """
+    """Spans of OpenTelemetry, from the router and engines, to a collector of OTLP over HTTP."""
 
     endpoint: Annotated[str, AfterValidator(_check_url)] | None = None
 
@@ -138,25 +116,19 @@ class RouterSection(Section):
     """The public HTTP address and its limits.
 
     Attributes:
-        host: Address to listen on.
-        port: Port to listen on.
         join: Address of a router of another host, or addresses of several, which instances join;
             none is started here.
         envoy: Start Envoy in front: it carries requests and answers, and is told where to.
         admin_port: Port of the same host for ``/epd/``, ``/metrics``, ``/health`` and the status
             page; by default they are on `port`.
-        tls_cert_file: Certificate chain in PEM; with it the router speaks HTTPS.
-        tls_key_file: Its private key in PEM.
-        api_keys_file: File with one key of clients a line; asked for as bearer token. Read again
-            when it changes.
-        hop_keys_file: The same for hops in front that are trusted, such as another picker: who
-            shows one in ``x-epd-hop-key`` may say which instances get a request.
-        cors_origins: Origins of web pages that may ask; ``*`` is any.
-        item_outcomes: Tell clients where each item of theirs came from (``ec_transfer_params`` in
-            answers that are not streamed). Who sees it learns which pictures others have sent.
+        api_keys_file: File with one bearer token of clients a line. Read again when it changes.
+        hop_keys_file: The same for trusted hops in front, such as another picker, which may say
+            which instances get a request; they send one in ``x-epd-hop-key``.
+        cors_origins: Origins of web pages that may send requests; ``*`` is any.
+        item_outcomes: Tell clients where each item of theirs came from, which shows whether others
+            have sent the same picture.
         max_body_bytes: Larger request bodies are refused with 413.
-        max_bodies_bytes: Bytes of all request bodies that are held at a time; beyond them requests
-            are refused with 503.
+        max_bodies_bytes: Bytes of all request bodies in memory; beyond them 503.
         max_media_items: Requests with more images, videos and audio clips are refused with 400.
         max_item_pixels: Larger images, and videos of larger frames, are refused with 413.
         max_request_pixels: The same for all media of a request together: of an image its own
@@ -173,16 +145,12 @@ class RouterSection(Section):
         elastic_encode: Let a prefill-decode instance encode items of its requests itself when that
             ends sooner than the encode instances would; not with ``transfer.media: metadata`` or
             ``encoder: false``.
-        choice: Filters, scorers and pickers that choose instances, as llm-d's
-            ``EndpointPickerConfig`` has them, or ``file``, which has them; left out, items go by
-            hash within a load bound, and requests to who has least to do.
+        choice: Filters, scorers and pickers that choose instances; by default items go by hash
+            within a load bound, and requests to the instance with the least load.
         access_log: Where each request that ended gets a line of JSON: ``stderr``, or a file.
         metrics_names: ``llmd`` shows some metrics under the names of llm-d's proposal, too.
-        tracing: Spans of requests.
-        admission: What is let in to the instances at a time, and who waits.
         idle_timeout_s: Longest silence of a prefill-decode instance before a request is given up.
-        drain_s: How long answers that have begun may go on when the router is stopped, and those
-            of an instance when it is updated.
+        drain_s: Longest time for open requests when the router is stopped or an instance updated.
         instance_networks: Networks in which instances may be that join, as ``10.0.0.0/8``; by
             default this machine and private ones.
     """
