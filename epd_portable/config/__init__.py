@@ -1,1 +1,1 @@
-"""Configuration: the topology file that users write and what each instance is told."""
+"""Configuration: the topology file, hardware profiles, and the settings of each instance."""

@@ -1,4 +1,4 @@
-"""The instances of the topology file, by role, and what their engines may be told."""
+"""The instances of the topology file, by role, and their engine arguments."""
 
 from __future__ import annotations
 

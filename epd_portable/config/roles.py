@@ -48,7 +48,7 @@ DUTIES: Mapping[Role, Duty] = MappingProxyType(
 )
 
 TAKES_ITEMS: frozenset[Role] = frozenset({"prefill", "prefill-decode"})
-"""Whoever gets items from encode instances."""
+"""Roles that get items from encode instances."""
 
 SENDS_KV: frozenset[Role] = frozenset({"prefill", "encode-prefill"})
 TAKES_KV: frozenset[Role] = frozenset({"decode"})
@@ -66,19 +66,17 @@ def group_of(role: Role) -> str:
 
 
 def encode_problem(counts: Mapping[Role, int]) -> str:
-    """Return why encode instances are of no use; empty if they are, or if there are none.
-
-    Args:
-        counts: How many instances there are of each role.
-    """
+    """Return why encode instances have no use, by the counts of roles; empty if they have one."""
     if not counts["encode"] or any(counts[role] for role in TAKES_ITEMS):
         return ""
-    nobody = "encode instances have nobody to encode for: name prefill or prefill_decode"
-    return f"{nobody}, leave encode out, or set router.join"
+    return (
+        "encode instances have nobody to encode for: name prefill or prefill_decode, leave encode "
+        "out, or set router.join"
+    )
 
 
 def answer_problem(counts: Mapping[Role, int]) -> str:
-    """Return why nobody answers; empty if somebody does."""
+    """Return why no instance answers; empty if one does."""
     if any(counts[role] for role in ROLES if DUTIES[role] == "answer"):
         return ""
     return (

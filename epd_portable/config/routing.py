@@ -118,7 +118,7 @@ class RouterSection(Section):
     Attributes:
         join: Address of a router of another host, or addresses of several, which instances join;
             none is started here.
-        envoy: Start Envoy in front: it carries requests and answers, and is told where to.
+        envoy: Start Envoy in front: it carries requests and answers, where the router sends them.
         admin_port: Port of the same host for ``/epd/``, ``/metrics``, ``/health`` and the status
             page; by default they are on `port`.
         api_keys_file: File with one bearer token of clients a line. Read again when it changes.

@@ -20,7 +20,7 @@ from pathlib import Path
 from epd_portable.errors import ConfigError, RequestError
 
 MIN_CHARACTERS = 32
-MAX_BYTES = 4096
+MAX_BYTES = 1 << 20
 INSTANCE_TOKEN_HEADER = "x-epd-token"
 """HTTP header in which a caller of an instance's own server shows `Secret.instance_token`."""
 SIGNATURE_SCHEME = "EPD-HMAC"
@@ -29,6 +29,29 @@ _SIGNATURE = re.compile(
     rf"{SIGNATURE_SCHEME} time=([0-9]{{1,12}}), nonce=([0-9a-f]{{32}}), mac=([0-9a-f]{{64}})",
     re.ASCII,
 )
+
+
+def read_private_file(path: str, *, key: str, remedy: str = "") -> str:
+    """Return the text of a file that only its owner can read, without white space around it.
+
+    Args:
+        path: The file; of larger ones the first `MAX_BYTES` are read.
+        key: That names it, for messages.
+        remedy: What to add where it cannot be read.
+
+    Raises:
+        ConfigError: It cannot be read, or others can read or change it.
+    """
+    try:
+        with Path(path).expanduser().open("rb") as opened:
+            if (mode := os.fstat(opened.fileno()).st_mode & 0o777) & 0o077:
+                raise ConfigError(
+                    f"{key} {path} has mode {mode:04o}: others can read or change it; chmod 600 "
+                    f"{path}, and replace its content if they may have read it"
+                )
+            return opened.read(MAX_BYTES).decode("utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{key} {path} cannot be read: {_reason(error)}{remedy}") from error
 
 
 class Secret:
@@ -54,19 +77,9 @@ class Secret:
                 "epd-launch secret FILE makes one; name it as secret_file to the router and to "
                 "every instance that is started by hand (epd-launch makes one for its own)"
             )
-        try:
-            with Path(path).expanduser().open("rb") as opened:
-                if (mode := os.fstat(opened.fileno()).st_mode & 0o777) & 0o077:
-                    raise ConfigError(
-                        f"secret_file {path} has mode {mode:04o}: others can read or change it; "
-                        f"chmod 600 {path}, and make a new secret if they may have read this one"
-                    )
-                text = opened.read(MAX_BYTES).decode("utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                f"secret_file {path} cannot be read: {_reason(error)}; epd-launch secret {path} "
-                "makes one"
-            ) from error
+        text = read_private_file(
+            path, key="secret_file", remedy=f"; epd-launch secret {path} makes one"
+        )
         if len(text) < MIN_CHARACTERS:
             raise ConfigError(
                 f"secret_file {path} holds {len(text)} characters: at least {MIN_CHARACTERS} that "

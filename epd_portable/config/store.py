@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from epd_portable.config.quantities import Seconds, Section, Size
-from epd_portable.errors import ConfigError
+from epd_portable.config.secret import read_private_file
 
 SCHEMES = ("redis", "rediss")
-_MAX_PASSWORD_BYTES = 4096
 _OF_ONE_KIND = {"redis": ("url", "password_file", "tls_ca_file"), "file": ("path", "layout")}
 """Keys that the other kind has no use for."""
 
@@ -90,15 +87,4 @@ class StoreSection(Section):
         """
         if self.password_file is None:
             return None
-        try:
-            with Path(self.password_file).expanduser().open("rb") as opened:
-                if (mode := os.fstat(opened.fileno()).st_mode & 0o777) & 0o077:
-                    raise ConfigError(
-                        f"store.password_file {self.password_file} has mode {mode:04o}: others can "
-                        f"read it; chmod 600 {self.password_file}"
-                    )
-                return opened.read(_MAX_PASSWORD_BYTES).decode("utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                f"store.password_file {self.password_file} cannot be read: {error}"
-            ) from error
+        return read_private_file(self.password_file, key="store.password_file")

@@ -1,1 +1,1 @@
-"""Commands of `epd-launch` beside `up`, `plan` and `check`, and what commands have in common."""
+"""Commands of `epd-launch` besides `up`, `plan` and `check`, and what commands share."""

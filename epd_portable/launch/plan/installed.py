@@ -63,14 +63,14 @@ class EngineArguments:
     Attributes:
         engine: Its name and version, for messages.
         known: The types of each argument, of ``bool``, ``int``, ``float``, ``str``, ``dict``; none
-            where it takes more than can be told.
+            where its types are not simple.
     """
 
     engine: str
     known: Mapping[str, frozenset[str]]
 
     def problem(self, name: str, value: JsonValue) -> str:
-        """Return why vLLM would not take this; empty if it would, or if that cannot be told."""
+        """Return why vLLM would not take this; empty if it would, or if that is not known."""
         if value is None:  # Left out.
             return ""
         types = self.known.get(name, self.known.get(name.removeprefix("no_")))
@@ -103,7 +103,7 @@ def _fits(value: JsonValue, expected: str) -> bool:
 
 @functools.cache
 def installed_arguments() -> EngineArguments | None:
-    """Return the arguments of the vLLM that is installed; ``None`` if nothing can be told."""
+    """Return the arguments of the vLLM that is installed; ``None`` if they are not known."""
     engine = next((f"vLLM {version}" for version in installed_engines().values()), "")
     try:
         found = importlib.util.find_spec("vllm")

@@ -89,12 +89,12 @@ class _State:
     deaths: int = 0
     silent_probes: int = 0
     silent_since: float = 0.0
-    kill_at: float | None = None  # it was asked to end
-    renewed: bool = False  # and that is no death
+    kill_at: float | None = None  # when it was asked to end
+    renewed: bool = False  # asked to end by `Lifecycle.renew`, which is no death
 
     @property
     def word(self) -> str:
-        """What a user is told of it."""
+        """Its state, for the user."""
         if self.restart_at is not None:
             return "waiting"
         if self.kill_at is not None:
@@ -103,7 +103,7 @@ class _State:
 
     @property
     def is_unsteady(self) -> bool:
-        """Whether it is on its way up or down: what it has of a device changes."""
+        """Whether it is on its way up or down: the memory that it takes of a device changes."""
         is_down = self.restart_at is not None
         return not is_down and (self.healthy_at is None or self.kill_at is not None)
 

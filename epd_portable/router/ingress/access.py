@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from epd_portable.config.secret import read_private_file
 from epd_portable.errors import ConfigError, RequestError
 
 logger = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ class ApiKeys:
             if _stamp(self._path) == self._stamp:
                 return
             self._stamp, self._digests = _read(self._path, self._key)
-        except (OSError, ConfigError) as error:
+        except ConfigError as error:
             # The keys that are known go on being good: a file is not always written at once.
             logger.warning("keys stay as they are: %s", error)
         else:
@@ -84,20 +85,17 @@ def _digest(shown: str) -> bytes:
 
 
 def _stamp(path: str) -> tuple[int, int, int]:
-    found = os.stat(Path(path).expanduser())
+    try:
+        found = os.stat(Path(path).expanduser())
+    except OSError:  # Reported when it is read.
+        return 0, 0, 0
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _read(path: str, key: str) -> tuple[tuple[int, int, int], list[bytes]]:
-    try:
-        stamp = _stamp(path)
-        if (mode := os.stat(Path(path).expanduser()).st_mode & 0o777) & 0o077:
-            raise ConfigError(
-                f"{key} {path} has mode {mode:04o}: others can read or change it; chmod 600 {path}"
-            )
-        lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{key} {path} cannot be read: {error}") from error
+    stamp = _stamp(path)
+    # Read after that: a change meanwhile is seen the next time.
+    lines = read_private_file(path, key=key).splitlines()
     keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
     if not keys or min(map(len, keys)) < MIN_CHARACTERS:
         raise ConfigError(
