@@ -1,4 +1,4 @@
-"""PD scheduler: expects items, gives them room, and tells the scheduler what it may compute."""
+"""PD scheduler: expects items, gives them room, and decides what the engine may compute."""
 
 from __future__ import annotations
 
@@ -50,28 +50,87 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_LOOK_EVERY_S = 0.05
+_CHECK_EVERY_S = 0.05
 """Deadlines are judged so often while no message comes."""
 
 
-class Receiver:
-    """Everything that the PD instance's scheduler process does for items from elsewhere.
+class MessageThread:
+    """Takes messages in as they come, by a thread, so that peers wait for no step of the engine.
 
-    Messages are taken in as they come, by a thread (`listen`), so that a peer's question waits
-    neither for the engine's step nor for its next request. The thread and the engine's take turns
-    by `lock`: the engine's holds it while it schedules, while it takes in what a step put out, and
-    whenever it changes what it has of requests or of the encoder cache.
+    The thread and the engine's take turns by `lock`: the engine's holds it while it schedules,
+    while it takes in what a step put out, and whenever it changes what it has of requests or of the
+    encoder cache.
+
+    Args:
+        endpoint: Where messages come.
+        take_in: Takes in what has come, and judges deadlines; called under `lock`.
+
+    Attributes:
+        lock: See above; reentrant.
+        thread: ``None`` before `start`.
+    """
+
+    def __init__(self, endpoint: ConsumerEndpoint, take_in: Callable[[], None]) -> None:
+        self.lock = threading.RLock()
+        self.thread: threading.Thread | None = None
+        self._endpoint = endpoint
+        self._take_in = take_in
+        self._closing = False
+        self._death: BaseException | None = None
+
+    def start(self) -> None:
+        """Start the thread."""
+        self.thread = threading.Thread(target=self._run, name="epd-receiver", daemon=True)
+        self.thread.start()
+
+    def check(self) -> None:
+        """Find out whether messages are still taken in.
+
+        Raises:
+            TransportError: The thread has ended.
+        """
+        if self._death is not None:
+            raise TransportError(
+                f"the thread epd-receiver ended with {self._death!r}, and no item comes to this "
+                "instance; restart it"
+            ) from self._death
+
+    def close(self) -> None:
+        """End the thread, then the endpoint."""
+        self._closing = True
+        if self.thread is not None:
+            self._endpoint.wake()
+            self.thread.join()
+        self._endpoint.close()
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._endpoint.wait(_CHECK_EVERY_S)
+                with self.lock:
+                    if not self._closing:
+                        self._take_in()
+        except BaseException as error:
+            self._death = error
+            logger.critical("the thread epd-receiver ends: no item comes here any more")
+            raise
+
+
+class Receiver:
+    """What a PD instance's scheduler process does for items from elsewhere.
+
+    `MessageThread` calls `take_in`; all else is called by the engine's thread, under its lock.
 
     Args:
         config: Of this instance.
-        fingerprint: What producers must agree with.
+        fingerprint: Compatibility fingerprint, compared with that of producers.
         cache_size: Of the scheduler's encoder cache, in embeddings.
         lookahead: Tokens beyond those it computes whose items the engine wants
             (speculative decoding; vLLM's ``num_prefill_lookahead``).
         encode_together: See `EncoderCachePreallocator`.
         load: Returns how busy the engine is, see `LoadReports`; ``None`` knows nothing.
         clock: Monotonic seconds.
-        metrics: Counts what happens; ``None`` counts where nobody looks.
+        metrics: ``None`` counts without publishing.
         namespace: Of the entries that it may load from a store, see `namespace_of`.
         traits: Of the platform, if not those of ``config.platform``: they say how slots are
             aligned, and whether workers copy items out of them. If not, a slot is kept as long as
@@ -79,7 +138,6 @@ class Receiver:
 
     Attributes:
         cache: The scheduler's encoder cache.
-        lock: See above; may be taken again by who has it.
     """
 
     def __init__(
@@ -138,11 +196,13 @@ class Receiver:
         self._requests = cast("dict[str, PromptRecord]", self.cache.requests)
         self._orders = OrderBook(self._pool, self.cache, copies=traits.needs_device_copy)
         self._loads = LoadReports(load or LoadReport, self._send)
-        self.lock = threading.RLock()
+        self._messages = MessageThread(self._endpoint, self.take_in)
         self._has_news = threading.Event()
-        self._closing = False
-        self._death: BaseException | None = None
-        self._listener: threading.Thread | None = None
+
+    @property
+    def lock(self) -> threading.RLock:
+        """See `MessageThread.lock`."""
+        return self._messages.lock
 
     # -- requests --------------------------------------------------------------------------------
 
@@ -304,14 +364,10 @@ class Receiver:
         """A step is about to be scheduled: hand out the room that came back since.
 
         Raises:
-            TransportError: The receiver's thread has ended: nothing comes to this instance any
-                more. It ends the engine, which would seem well otherwise.
+            TransportError: The listener has died. It ends the engine, which would seem well
+                otherwise.
         """
-        if self._death is not None:
-            raise TransportError(
-                f"the thread epd-receiver ended with {self._death!r}, and no item comes to "
-                f"{self._config.instance}; restart it"
-            ) from self._death
+        self._messages.check()
         self._has_news.clear()
         if self.cache.unsettled:
             trace("turn")
@@ -340,8 +396,7 @@ class Receiver:
 
     def listen(self) -> None:
         """Take messages in as they come, by a thread, until `close`."""
-        self._listener = threading.Thread(target=self._listen, name="epd-receiver", daemon=True)
-        self._listener.start()
+        self._messages.start()
 
     def take_in(self) -> None:
         """Take in what has come, then judge deadlines: what came during a long step is in time.
@@ -364,23 +419,7 @@ class Receiver:
 
     def close(self) -> None:
         """Stop receiving and remove the pool."""
-        self._closing = True
-        if self._listener is not None:
-            self._endpoint.wake()
-            self._listener.join()
-        self._endpoint.close()
-
-    def _listen(self) -> None:
-        try:
-            while not self._closing:
-                self._endpoint.wait(_LOOK_EVERY_S)
-                with self.lock:
-                    if not self._closing:
-                        self.take_in()
-        except BaseException as error:
-            self._death = error
-            logger.critical("the thread epd-receiver ends: no item comes here any more")
-            raise
+        self._messages.close()
 
     def _send(self, identity: bytes, message: AnyMessage) -> None:
         self._endpoint.send(identity, message)
