@@ -133,7 +133,7 @@ class AtTheGate(RuleBasedStateMachine):
     @rule(kind=st.sampled_from(KINDS), limit=limits)
     def change(self, kind: int, limit: Limit) -> None:
         self.limits[kind] = limit
-        self.gate.limit(kind, limit)
+        self.gate.set_limit(kind, limit)
         self.settle()
 
     @invariant()

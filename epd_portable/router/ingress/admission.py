@@ -188,7 +188,7 @@ class AdmissionControl:
         waiter = self._waiters[ticket]
         if waiter.done():
             return
-        bound = self._bounds[self._gate.lacks(ticket)]
+        bound = self._bounds[self._gate.lacking_limit(ticket)]
         self._metrics.admission_refused.labels(reason, bound.key).inc()
         for_each = f" for each usable instance of {bound.duty}" if bound.duty else ""
         retry_s = self._retry_after_s()
@@ -239,7 +239,7 @@ class AdmissionControl:
     def _rescale(self, _: Instance) -> None:
         for kind, bound in enumerate(self._bounds):
             if bound.duty is not None:
-                self._gate.limit(kind, self._limit(bound))
+                self._gate.set_limit(kind, self._limit(bound))
         self._admit()
 
     def _limit(self, bound: _Bound) -> Limit:

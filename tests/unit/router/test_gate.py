@@ -89,7 +89,7 @@ def test_nobody_overtakes_at_a_limit_that_somebody_before_lacks() -> None:
     first = enter(door, items=3)
     large, small = enter(door, items=4), enter(door, items=1)
     assert (large.where, small.where) == ("waiting", "waiting")
-    assert door.lacks(small) == ITEMS
+    assert door.lacking_limit(small) == ITEMS
     assert order(door, first) == [large, small]
 
 
@@ -137,7 +137,7 @@ def test_a_limit_that_is_raised_lets_others_in(limit: Limit) -> None:
     door = gate(1)
     enter(door)
     waiting = [enter(door), enter(door)]
-    door.limit(REQUESTS, limit)
+    door.set_limit(REQUESTS, limit)
     assert door.admit() == waiting
 
 
@@ -145,7 +145,7 @@ def test_a_limit_that_falls_below_what_goes_lets_nobody_in() -> None:
     door = gate(3)
     going = [enter(door) for _ in range(3)]
     waiting = enter(door)
-    door.limit(REQUESTS, 1)
+    door.set_limit(REQUESTS, 1)
     for ticket in going[:2]:
         door.leave(ticket)
         assert door.admit() == []
