@@ -15,11 +15,10 @@ from epd_portable.connector.consumer import ConsumerSession, FailureCause, Trans
 from epd_portable.connector.endpoint import ConsumerEndpoint
 from epd_portable.connector.pool import ReceivePool
 from epd_portable.connector.transport import LeaseFence
-from epd_portable.errors import TransportError
 from epd_portable.log import trace
 from epd_portable.platforms.traits import TRAITS, PlatformTraits
 from epd_portable.runners.background import EncodeOrder
-from epd_portable.runners.load_reports import LoadReports
+from epd_portable.runners.messages import LoadReports, MessageThread
 from epd_portable.runners.metrics import ReceiverMetrics
 from epd_portable.runners.orders import OrderBook
 from epd_portable.runners.placer import Placement, WorkerOrders
@@ -49,71 +48,6 @@ if TYPE_CHECKING:
     from epd_portable.config.instance import InstanceConfig
 
 logger = logging.getLogger(__name__)
-
-_CHECK_EVERY_S = 0.05
-"""Deadlines are judged so often while no message comes."""
-
-
-class MessageThread:
-    """Takes messages in as they come, by a thread, so that peers wait for no step of the engine.
-
-    The thread and the engine's take turns by `lock`: the engine's holds it while it schedules,
-    while it takes in what a step put out, and whenever it changes what it has of requests or of the
-    encoder cache.
-
-    Args:
-        endpoint: Where messages come.
-        take_in: Takes in what has come, and judges deadlines; called under `lock`.
-
-    Attributes:
-        lock: See above; reentrant.
-        thread: ``None`` before `start`.
-    """
-
-    def __init__(self, endpoint: ConsumerEndpoint, take_in: Callable[[], None]) -> None:
-        self.lock = threading.RLock()
-        self.thread: threading.Thread | None = None
-        self._endpoint = endpoint
-        self._take_in = take_in
-        self._closing = False
-        self._death: BaseException | None = None
-
-    def start(self) -> None:
-        """Start the thread."""
-        self.thread = threading.Thread(target=self._run, name="epd-receiver", daemon=True)
-        self.thread.start()
-
-    def check(self) -> None:
-        """Find out whether messages are still taken in.
-
-        Raises:
-            TransportError: The thread has ended.
-        """
-        if self._death is not None:
-            raise TransportError(
-                f"the thread epd-receiver ended with {self._death!r}, and no item comes to this "
-                "instance; restart it"
-            ) from self._death
-
-    def close(self) -> None:
-        """End the thread, then the endpoint."""
-        self._closing = True
-        if self.thread is not None:
-            self._endpoint.wake()
-            self.thread.join()
-        self._endpoint.close()
-
-    def _run(self) -> None:
-        try:
-            while not self._closing:
-                self._endpoint.wait(_CHECK_EVERY_S)
-                with self.lock:
-                    if not self._closing:
-                        self._take_in()
-        except BaseException as error:
-            self._death = error
-            logger.critical("the thread epd-receiver ends: no item comes here any more")
-            raise
 
 
 class Receiver:
@@ -407,7 +341,7 @@ class Receiver:
         received = self._endpoint.receive()
         for identity, message in received:
             if isinstance(message, LoadWanted):
-                self._loads.wanted(identity, now)
+                self._loads.subscribe(identity, now)
             else:
                 self._session.receive(identity, message, now)
         self._session.tick(now)
