@@ -52,8 +52,15 @@ MEANT = {
     "transport": "`transfer` measures paths between instances",
     "router": "`load` measures the router as a part of a topology; its CPU time is in the tables",
     "store": "`load` with a `store` in the topology shows what it saves",
+    "--encode-ms": "Transfers are measured with the output 10 ms after the order, and at once.",
+    **dict.fromkeys(
+        ("--decoding", "--items", "--waiting"), "256 requests decode; 0, 100 and 1,000 wait."
+    ),
+    "--measure": "`vllm bench` measures stage times (docs/deploy.md).",
+    **dict.fromkeys(("--scale", "--scale-load"), "--devices takes up to 256."),
+    "--router-workers": "Use --routers.",
 }
-"""Words that users of other programs, or of former versions, may ask for."""
+"""Commands and options of other programs, or of former versions, and what to use here."""
 
 main = CommandLine(name="epd-bench", help=HELP, meant=MEANT, json_errors=False)
 """The command ``epd-bench``."""

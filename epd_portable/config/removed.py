@@ -1,4 +1,7 @@
-"""Keys of topology files, and variables, that are gone, and what to use instead."""
+"""Keys of files, and variables, that are gone, and what to use instead.
+
+Most are keys of topology files; some of the stage times that ``epd-bench plan`` reads.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ REMOVED: Mapping[str, str] = MappingProxyType(
         "EPD_MAX_QUEUED_ITEMS": "use instances.encode.max_queued_items",
         "EPD_SECRET_FILE": "use --secret-file",
         "EPD_STORE_PASSWORD": "use store.password_file",
+        "engine.encode_turn_s": "engines are simulated to encode in their steps",
+        "front_end.shares_core": "API servers are simulated on cores of their own",
         "instances.encode.max_queued_bytes": "it is eight times router.max_body_bytes",
         "launch.log_files": "three files of each log are kept; launch.log_max_bytes limits them",
         "launch.probe_interval_s": "launch.hung_after_s determines it",
@@ -19,12 +24,14 @@ REMOVED: Mapping[str, str] = MappingProxyType(
         "router.admission.encode.max_pixels": "use router.admission.encode.max_items",
         "router.admission.max_pixels": "use router.admission.max_items or max_bytes",
         "router.body_timeout_s": "it is 60 s",
+        "router.choice_s": "the choice of an encoder is a part of picture_s",
         "router.elastic_threshold": "it is 4; router.elastic_encode turns elastic encoding off",
         "router.encode_timeout_s": (
             "it is half of transfer.wait_timeout_s; encoderTimeout of multimodal-epd-decider in "
             "router.choice replaces it"
         ),
         "router.forget_after_s": "it is 600 s",
+        "router.instance_bytes": "memory is not simulated",
         "router.media_urls.cache_s": "it is 300 s, or less if the server says so",
         "router.media_urls.max_fetches": "it is 64",
         "router.media_urls.max_fetches_per_host": "it is 8",
@@ -33,6 +40,7 @@ REMOVED: Mapping[str, str] = MappingProxyType(
         "router.prefill_min_bytes": (
             "use promptTokens of prefix-based-pd-decider in router.choice, which counts tokens"
         ),
+        "router.probe_s": "health probes are not simulated",
         "router.send_timeout_s": "it is 60 s",
         "router.tracing.engines": (
             "engines send spans wherever router.tracing.endpoint is set; "

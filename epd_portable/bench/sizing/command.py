@@ -20,10 +20,12 @@ from epd_portable.bench.sizing.search import (
 from epd_portable.bench.sizing.simulate import RoutingRules
 from epd_portable.bench.sizing.stages import load_stages
 from epd_portable.bench.sizing.workload import Workload
+from epd_portable.router.settings import RouterSettings
 
 MOST_DEVICES = 256
 """Of a search, which tries every split."""
 SEED = 1
+ELASTIC_THRESHOLD: float = RouterSettings.model_fields["elastic_threshold"].default
 
 HELP = """Say how many encode and prefill+decode instances to run, and whether to split at all.
 
@@ -142,10 +144,8 @@ _SECONDS = click.FloatRange(min=0, min_open=True)
 )
 @click.option(
     "--elastic",
-    "elastic_threshold",
-    type=click.FloatRange(min=1),
-    metavar="THRESHOLD",
-    help="Simulate elastic encoding with this router.elastic_threshold.  [default: none]",
+    is_flag=True,
+    help="Simulate elastic encoding (router.elastic_encode), which topologies have by default.",
 )
 @click.option(
     "--requests",
@@ -164,7 +164,7 @@ def plan_command(
     tpot_p99: float,
     rates: list[float],
     routers: int,
-    elastic_threshold: float | None,
+    elastic: bool,
     requests: int,
     json_file: Path | None,
     markdown_file: Path | None,
@@ -180,7 +180,9 @@ def plan_command(
         question = SizingQuestion(
             times=load_stages(stage_file),
             workload=Workload.read(workload),
-            rules=RoutingRules(routers=routers, elastic_threshold=elastic_threshold),
+            rules=RoutingRules(
+                routers=routers, elastic_threshold=ELASTIC_THRESHOLD if elastic else None
+            ),
             count=requests,
             seed=SEED,
         )

@@ -54,8 +54,8 @@ class RoutingRules:
 
     Attributes:
         routers: Number of routers behind a balancer that spreads requests evenly.
-        elastic_threshold: ``router.elastic_threshold``; ``None``: prefill+decode instances encode
-            nothing.
+        elastic_threshold: `RouterSettings.elastic_threshold`; ``None``: prefill+decode instances
+            encode nothing.
     """
 
     routers: int = 1

@@ -47,7 +47,7 @@ class CommandLine(click.Group):
     """A command with subcommands, whose errors are one line for people or one of JSON.
 
     Args:
-        meant: By words that are no commands here but in other programs, what to use instead.
+        meant: By commands and options that are not here but elsewhere, or were, what to use.
         default: The command that is meant where options come first; empty for none.
         json_errors: Whether ``--json`` prints errors as JSON too.
         **settings: Of `click.Group`.
@@ -124,11 +124,13 @@ class CommandLine(click.Group):
             sys.stdout.flush()
             return status if isinstance(status, int) else 0
         except click.ClickException as error:
-            said = without_passwords(error.format_message())
+            name = error.option_name if isinstance(error, click.NoSuchOption) else ""
+            hint = self._meant.get(name, "")
+            said = without_passwords(f"{error.format_message()} {hint}".strip())
             if not self._printed_as_json(given, error, said, error.exit_code):
                 page = io.StringIO()
                 error.show(page)
-                click.echo(without_passwords(page.getvalue()), err=True, nl=False)
+                click.echo(without_passwords(page.getvalue()) + hint, err=True, nl=bool(hint))
             return error.exit_code
         except EPDError as error:
             code = BAD_INPUT if isinstance(error, _BAD_INPUT) else FAILED

@@ -50,6 +50,8 @@ def test_the_help_of_a_command_tells_its_exit_statuses_and_defaults(command: str
         ([*LOAD, "x.yaml", "--preset", "hope"], "'hope' is not one of"),
         (["load", "--platform", "cpu"], "Missing option '--side'"),
         (["step", "--steps", "9"], "9 is not in the range"),
+        (["step", "--items", "3"], "256 requests decode; 0, 100 and 1,000 wait."),
+        (["plan", "--router-workers", "3"], "Use --routers."),
         (["router"], "No such command 'router': `load` measures the router"),
         (["store"], "No such command 'store': `load` with a `store`"),
     ],

@@ -16,7 +16,7 @@ from epd_portable.config.schema import Topology
 from epd_portable.errors import ConfigError
 
 MOST_KEYS = 80
-KEYS = [name for name in REMOVED if "." in name]
+KEYS = [name for name in REMOVED if name.partition(".")[0] in Topology.model_fields]
 
 
 def leaves(model: type[BaseModel], at: str = "") -> set[str]:

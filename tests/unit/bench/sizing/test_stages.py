@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from epd_portable.bench.sizing.stages import StageTimes, load_stages
+from epd_portable.config.removed import REMOVED
 from epd_portable.errors import ConfigError
 from tests.unit.bench.sizing.samples import stage_times
 
@@ -51,6 +52,13 @@ def test_every_problem_of_a_file_is_told_at_once_with_its_line(tmp_path: Path) -
     assert "source: is missing; say where the times are from" in message
     assert "prefill.base_s (line 4)" in message
     assert "did you mean source?" in message
+
+
+@pytest.mark.parametrize("key", ["engine.encode_turn_s", "front_end.shares_core", "router.probe_s"])
+def test_a_removed_key_is_refused_with_what_applies_instead(key: str, tmp_path: Path) -> None:
+    section, _, name = key.partition(".")
+    with pytest.raises(ConfigError, match=f"{key} .*is gone: {REMOVED[key]}"):
+        parse_stages(f"{LEAST}{section}: {{{name}: 1}}\n", tmp_path)
 
 
 @pytest.mark.parametrize("value", [".inf", ".nan", "4000", "fast"])
