@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Protocol
 
+from epd_portable.delivery.replies import Reply
 from epd_portable.router.choice.selection_types import Explanation
 from epd_portable.router.chooser import Choosing
 from epd_portable.router.contents.body import Call
 from epd_portable.router.contents.cut_text import Segments
 from epd_portable.router.delivery import Attempt
 from epd_portable.router.fleet.instances import Instance
-from epd_portable.router.http.replies import Reply
 from epd_portable.router.ingress.hop_headers import HopWish
 from epd_portable.router.observability.record import RequestRecord
 

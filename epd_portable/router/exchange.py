@@ -16,6 +16,8 @@ import msgspec
 
 from epd_portable.config.roles import TAKES_ITEMS, TAKES_KV
 from epd_portable.config.secret import Secret
+from epd_portable.delivery.elastic import sooner_here
+from epd_portable.delivery.replies import Reply, unavailable
 from epd_portable.errors import RequestError
 from epd_portable.log import say_failure, trace
 from epd_portable.router.carrier import Carrier, Outgoing
@@ -34,12 +36,10 @@ from epd_portable.router.delivery import (
     from_store,
     new_transfer,
 )
-from epd_portable.router.elastic import sooner_here
 from epd_portable.router.fleet.control import ControlChannels
 from epd_portable.router.fleet.instances import Fleet, Instance, WentDownError, while_up
 from epd_portable.router.hops import HopChoosing
 from epd_portable.router.http.events import EVENTS, WholeEvents, failed_stream, first_event
-from epd_portable.router.http.replies import Reply, unavailable
 from epd_portable.router.http.upstream import Upstream
 from epd_portable.router.http.upstream_connection import Fault, InstanceAnswer, UpstreamError
 from epd_portable.router.ladder import Failed, Point, RetryBudget, Trouble, descend

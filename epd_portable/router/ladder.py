@@ -5,8 +5,8 @@ from __future__ import annotations
 import enum
 from collections.abc import Collection, Mapping
 
+from epd_portable.delivery.replies import Reply
 from epd_portable.errors import EPDError
-from epd_portable.router.http.replies import Reply
 from epd_portable.router.observability.record import RequestRecord, Rung
 
 RETRIES_AT_ONCE = 100

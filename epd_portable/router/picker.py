@@ -30,6 +30,7 @@ import uvloop
 
 from epd_portable import log
 from epd_portable.config.roles import Duty
+from epd_portable.delivery.replies import Reply, error_reply
 from epd_portable.errors import ConfigError, EPDError, RequestError
 from epd_portable.router import envoy, ext_proc
 from epd_portable.router.carrier import Outgoing
@@ -42,7 +43,6 @@ from epd_portable.router.ext_proc import ProcessingRequest, ProcessingResponse, 
 from epd_portable.router.fleet.instances import Instance
 from epd_portable.router.http import open_files
 from epd_portable.router.http.incoming import ClientGoneError
-from epd_portable.router.http.replies import Reply, error_reply
 from epd_portable.router.http.upstream_connection import Fault
 from epd_portable.router.ladder import Failed, Point, Trouble
 from epd_portable.router.server import Router

@@ -13,6 +13,7 @@ import msgspec
 
 from epd_portable.config.secret import INSTANCE_TOKEN_HEADER, Secret
 from epd_portable.connector.curve import CurveKeys
+from epd_portable.delivery.replies import Reply, error_reply, json_reply, unavailable
 from epd_portable.errors import RequestError
 from epd_portable.media.limits import MediaLimits
 from epd_portable.router.caller import Caller
@@ -42,7 +43,6 @@ from epd_portable.router.http.incoming import (
     HeldBytes,
     IncomingRequest,
 )
-from epd_portable.router.http.replies import Reply, error_reply, json_reply, unavailable
 from epd_portable.router.http.upstream import Upstream
 from epd_portable.router.ingress.access import ApiKeys
 from epd_portable.router.ingress.admission import AdmissionControl

@@ -24,6 +24,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from epd_portable.delivery.replies import DRAIN_TIMEOUT_S, error_body
 from epd_portable.errors import RequestError
 from epd_portable.media.formats import Modality
 from epd_portable.media.limits import (
@@ -32,8 +33,6 @@ from epd_portable.media.limits import (
     check_processor_settings,
     check_request,
 )
-from epd_portable.router.http.incoming import DRAIN_TIMEOUT_S
-from epd_portable.router.http.replies import error_body
 from epd_portable.scheduling.admission import Admission, AdmissionLimits, Refusal, Visit
 from epd_portable.vllm_plugin.instance_token import instance_of
 from epd_portable.wire.messages import LOAD_HEARTBEAT_S, LOAD_PATH, LoadReport

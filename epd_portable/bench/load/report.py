@@ -32,7 +32,7 @@ _COMPARED = (
 )
 """By which users decide; whichever side they favour."""
 _CPU = "CPU time"
-_MEASURED = ("epd_portable.router.elastic", "epd_portable.runners.background")
+_MEASURED = ("epd_portable.delivery.elastic", "epd_portable.runners.background")
 """What decides who encodes a picture, and between which steps."""
 _MILLISECONDS = 1000.0
 _AS_MEANT = ("encoded", "stored", "sooner_here", "cancelled")

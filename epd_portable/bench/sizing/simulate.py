@@ -12,8 +12,8 @@ from epd_portable.bench.sizing.stages import StageTimes
 from epd_portable.bench.sizing.timeline import FifoServer, Timeline
 from epd_portable.bench.sizing.workload import PictureItem, SimulatedRequest
 from epd_portable.bench.stats import quantile
-from epd_portable.router.choice.ring import LOAD_BOUND
-from epd_portable.router.elastic import sooner_here
+from epd_portable.delivery.elastic import sooner_here
+from epd_portable.delivery.ring import LOAD_BOUND
 from epd_portable.router.fleet.instances import FEW
 
 WARM_UP_SHARE = 0.1

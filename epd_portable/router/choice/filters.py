@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from epd_portable.delivery.ring import HashRing
 from epd_portable.media.formats import Modality
 from epd_portable.router.choice.parameters import (
     BuiltIn,
@@ -19,7 +20,6 @@ from epd_portable.router.choice.parameters import (
     Parameters,
     Part,
 )
-from epd_portable.router.choice.ring import HashRing
 from epd_portable.router.choice.selection_types import (
     ROLE_LABEL,
     Candidate,

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field
 
+from epd_portable.delivery.ring import LOAD_BOUND, HashRing
 from epd_portable.router.choice.caches import Recent
 from epd_portable.router.choice.filters import SessionAffinity, takes_type
 from epd_portable.router.choice.incremental import IncrementalScorer
@@ -21,7 +22,6 @@ from epd_portable.router.choice.parameters import (
     Parameters,
     Part,
 )
-from epd_portable.router.choice.ring import LOAD_BOUND, HashRing
 from epd_portable.router.choice.selection_types import (
     Candidate,
     Candidates,

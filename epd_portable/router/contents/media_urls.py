@@ -15,13 +15,13 @@ import re
 import time
 from collections.abc import Callable, Iterator
 
+from epd_portable.delivery.replies import unavailable
 from epd_portable.errors import RequestError
 from epd_portable.media.addresses import FetchResult, MediaUrlError, WebTarget, read_url
 from epd_portable.media.formats import READERS, Modality
 from epd_portable.router.contents.cut_text import Bytes
 from epd_portable.router.contents.web_files import FetchedFile, Resolve, WebFiles
 from epd_portable.router.http.incoming import Bodies
-from epd_portable.router.http.replies import unavailable
 from epd_portable.router.observability.metrics import Metrics
 from epd_portable.router.settings import MediaFetching
 

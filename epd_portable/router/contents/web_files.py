@@ -26,6 +26,7 @@ import httpcore
 import httpx
 import msgspec
 
+from epd_portable.delivery.replies import RETRY_AFTER_S
 from epd_portable.errors import MediaError
 from epd_portable.media.addresses import (
     AddressPolicy,
@@ -38,7 +39,6 @@ from epd_portable.media.base64_view import Base64View
 from epd_portable.media.formats import kind_of
 from epd_portable.router.contents.cut_text import Bytes
 from epd_portable.router.http.incoming import Bodies, Body
-from epd_portable.router.http.replies import RETRY_AFTER_S
 from epd_portable.router.settings import MediaFetching
 
 Resolve = Callable[[str, int], list[str]]

@@ -22,9 +22,9 @@ import anyio
 import msgspec
 
 from epd_portable.config.roles import DUTIES, Duty, Role
+from epd_portable.delivery.ring import HashRing
 from epd_portable.errors import EPDError
 from epd_portable.router.choice.caches import CacheEstimate, CacheSizes
-from epd_portable.router.choice.ring import HashRing
 from epd_portable.router.choice.selection_types import ROLE_LABEL
 from epd_portable.router.fleet.circuit_breaker import CircuitBreaker
 from epd_portable.router.http.upstream_connection import Fault

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import msgspec
 
-from epd_portable.router.http.replies import JSON, Reply
+from epd_portable.delivery.replies import JSON, Reply
 from epd_portable.router.http.upstream_connection import InstanceAnswer
 
 EVENTS = "text/event-stream"

@@ -8,16 +8,10 @@ from typing import Protocol
 
 import anyio
 
+from epd_portable.delivery.replies import DRAIN_TIMEOUT_S, RETRY_AFTER_S
 from epd_portable.errors import EPDError, RequestError
 from epd_portable.router.contents.cut_text import Data
-from epd_portable.router.http.replies import RETRY_AFTER_S
 
-DRAIN_TIMEOUT_S = 10.0
-"""How long the rest of a too large body is read and dropped.
-
-Most clients read no answer before they have sent everything: one that came earlier would reach
-them as a broken connection without a reason.
-"""
 SMALL_BYTES = 64 * 1024
 """Bodies up to this size are not counted: there are no more of them than connections."""
 

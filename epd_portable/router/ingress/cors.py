@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from epd_portable.delivery.replies import JSON, Reply
 from epd_portable.errors import RequestError
-from epd_portable.router.http.replies import JSON, Reply
 
 METHODS = "GET, POST"
 EXPOSED = "x-request-id, retry-after"

@@ -31,8 +31,8 @@ ItemEnd = Literal[
 """``encoded``: by the encoder asked first. ``other_encoder``: by a second one. ``stored``:
 loaded by the PD instance from the store, or there already. ``local``: encoders
 failed and the PD instance was told to encode. ``sooner_here``: it encodes by choice, see
-`epd_portable.router.elastic`. ``by_role``: it encodes its items always. ``decided_here``: a decider
-of ``router.choice`` leaves it to the PD instance. ``no_encoder``: none was healthy from the start.
+`epd_portable.delivery.elastic`. ``by_role``: it encodes its items always. ``decided_here``: a
+decider of ``router.choice`` leaves it to the PD instance. ``no_encoder``: none was healthy.
 ``not_needed``: its job failed when the answer had already begun. ``left_out``: the request is
 answered without it, see ``router.partial_results``. ``cancelled``: the request ended first."""
 

@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 
 from epd_portable.config.secret import Secret
+from epd_portable.delivery.replies import JSON, Reply
 from epd_portable.errors import RequestError
 from epd_portable.router.fleet.instances import Fleet, Instance
-from epd_portable.router.http.replies import JSON, Reply
 from epd_portable.router.ladder import LADDER
 from epd_portable.router.observability.activity import Activity, RungUse
 from epd_portable.router.observability.engine_figures import EngineFigures, EngineWatch

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from epd_portable.router.choice.ring import LOAD_BOUND
+from epd_portable.delivery.ring import LOAD_BOUND
 from epd_portable.router.fleet.circuit_breaker import (
     FAILURES_UNTIL_EJECTED,
     FIRST_EJECTION_S,

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from epd_portable.config.choice import parse_choice
+from epd_portable.delivery.ring import HashRing
 from epd_portable.router.choice.policy import Policy
-from epd_portable.router.choice.ring import HashRing
 from epd_portable.router.chooser import Chooser
 from epd_portable.router.hops import HopChoosing
 from epd_portable.router.ingress.hop_headers import HopWish

@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
-from epd_portable.router.contents.media import MediaItem
-
 Reason = Literal["idle", "queue"]
 """Why an item is encoded by the PD instance by choice.
 
@@ -27,6 +25,18 @@ _NEW = 0.2
 """Weight of the latest time in the average."""
 
 
+class SizedItem(Protocol):
+    """An item, as far as its encoding time depends on it."""
+
+    @property
+    def modality(self) -> str:
+        """What it is to the model."""
+
+    @property
+    def pixels(self) -> int:
+        """How large it is; 0 if that is not known."""
+
+
 class EncodeTimes:
     """How long encoders take for an item, on average of late, by modality and size.
 
@@ -37,13 +47,13 @@ class EncodeTimes:
     def __init__(self) -> None:
         self._averages: dict[tuple[str, int], float] = {}
 
-    def observe(self, item: MediaItem, seconds: float) -> None:
+    def observe(self, item: SizedItem, seconds: float) -> None:
         """Take a time in."""
         kind = _kind(item)
         average = self._averages.get(kind, seconds)
         self._averages[kind] = average + _NEW * (seconds - average)
 
-    def of(self, item: MediaItem) -> float:
+    def of(self, item: SizedItem) -> float:
         """Return the seconds for an item; 0 where none of the kind was seen."""
         return self._averages.get(_kind(item), 0.0)
 
@@ -101,5 +111,5 @@ def sooner_here(
     return len(times_s), reason
 
 
-def _kind(item: MediaItem) -> tuple[str, int]:
+def _kind(item: SizedItem) -> tuple[str, int]:
     return item.modality, item.pixels.bit_length()

@@ -1,4 +1,4 @@
-"""Answers of the router's own, and errors in the form of the interface that was asked."""
+"""Answers of our own, and errors in the form of the interface that was asked."""
 
 from __future__ import annotations
 
@@ -11,6 +11,12 @@ from epd_portable.errors import RequestError
 
 RETRY_AFTER_S = 2
 """What clients are told to wait when no instance can serve them at the moment."""
+DRAIN_TIMEOUT_S = 10.0
+"""How long the rest of a too large body is read and dropped.
+
+Most clients read no answer before they have sent everything: one that came earlier would reach
+them as a broken connection without a reason.
+"""
 JSON = {"content-type": "application/json"}
 
 _INVALID = "invalid_request_error"

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 
-from epd_portable.router.http.replies import error_reply, unavailable
+from epd_portable.delivery.replies import error_reply, unavailable
 
 
 def test_errors_have_openais_form() -> None:

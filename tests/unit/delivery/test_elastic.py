@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from epd_portable.delivery.elastic import EncodeTimes, sooner_here
 from epd_portable.router.contents.media import MediaItem
-from epd_portable.router.elastic import EncodeTimes, sooner_here
 from epd_portable.router.fleet.instances import Fleet, Instance
 from epd_portable.router.settings import InstanceSettings
 

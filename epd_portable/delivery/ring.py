@@ -9,9 +9,7 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator
-from typing import Generic, TypeVar
-
-from epd_portable.router.choice.selection_types import Candidate
+from typing import Generic, Protocol, TypeVar
 
 LOAD_BOUND = 1.25
 """No instance takes more than this multiple of its share of the load."""
@@ -20,7 +18,23 @@ PROBES = 21
 _MASK = (1 << 64) - 1
 
 
-T = TypeVar("T", bound=Candidate)
+class Member(Protocol):
+    """Who can be chosen."""
+
+    @property
+    def name(self) -> str:
+        """Unique."""
+
+    @property
+    def weight(self) -> float:
+        """How much it does of what the others do; positive."""
+
+    @property
+    def load(self) -> int:
+        """Requests or jobs that it was given and that have not ended."""
+
+
+T = TypeVar("T", bound=Member)
 
 
 class HashRing(Generic[T]):
