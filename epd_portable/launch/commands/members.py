@@ -199,7 +199,8 @@ def join(
     if labels:
         body["labels"] = dict(map(_label, labels))
     client = RouterClient(router, Secret.read(secret_file))
-    seen = client.join(body, timeout_s=timeout_s, until=threading.Event())
+    client.register(body)
+    seen = client.wait_up(name, timeout_s=timeout_s, until=threading.Event())
     if as_json:
         print_json(instance=seen)
         return

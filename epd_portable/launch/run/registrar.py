@@ -24,10 +24,10 @@ import httpx
 from epd_portable.config.secret import Secret
 from epd_portable.errors import LaunchError
 from epd_portable.launch.plan.processes import RegistrarSettings
-from epd_portable.launch.run.router_client import RouterAwayError, RouterClient
+from epd_portable.launch.run.router_client import RouterClient
 
 _PROBE_TIMEOUT_S = 5.0
-_TRY_EVERY_S = 1.0
+_LOOK_EVERY_S = 1.0
 _STARTING, _GONE = "starting", "gone"
 """States before and after those that the router knows."""
 
@@ -59,61 +59,52 @@ class Registrar:
             list(pool.map(self._keep_registered, self._settings.instances))
 
     def _keep_registered(self, instance: Mapping[str, Any]) -> None:
-        name, settings = instance["name"], self._settings
+        """Register an instance when it is healthy, and again with every restart of the router."""
+        name = instance["name"]
         client = RouterClient(self._router, self._secret)
+        registered = ""  # the router process that has the instance
         said = ""
         while not self._stop.is_set():
             try:
-                self._join(client, instance)
+                router, seen = client.find(name)
+                if registered and seen is not None:
+                    self._note(seen)
+                elif registered == router:
+                    self._removed(instance)
+                    registered = ""
+                elif _is_healthy(instance["url"]):  # A router forgets unhealthy ones.
+                    again = " again: the router has restarted" if registered else ""
+                    registered = client.register(instance)
+                    timeout_s = self._settings.join_timeout_s
+                    self._note(client.wait_up(name, timeout_s=timeout_s, until=self._stop))
+                    print(f"{name} has joined {self._router}{again}", flush=True)
+                said = ""
             except LaunchError as error:
                 if str(error) != said:
                     print(f"{name}: {error}", flush=True)
                     said = str(error)
-                self._stop.wait(_TRY_EVERY_S)
-                continue
-            said = ""
-            if not self._stop.is_set():
-                self._keep(client, instance)
-        if self.states[name]["state"] == _STARTING:
+            self._stop.wait(_LOOK_EVERY_S)
+        if not registered:
             return
         try:
-            client.leave(name, timeout_s=settings.leave_timeout_s)
+            client.leave(name, timeout_s=self._settings.leave_timeout_s)
             print(f"{name} has left {self._router}", flush=True)
         except LaunchError as error:
             print(f"{name}: {error}", flush=True)
 
-    def _join(self, client: RouterClient, instance: Mapping[str, Any]) -> None:
-        """Register an instance once it is healthy: a router forgets unhealthy ones."""
-        name, settings = instance["name"], self._settings
-        while not _is_healthy(instance["url"]):
-            if self._stop.wait(_TRY_EVERY_S):
-                return
-        seen = client.join(dict(instance), timeout_s=settings.join_timeout_s, until=self._stop)
-        self._heard(seen)
-        print(f"{name} has joined {self._router}", flush=True)
+    def _removed(self, instance: Mapping[str, Any]) -> None:
+        """Return at once if the router has removed an instance that was away for too long.
 
-    def _keep(self, client: RouterClient, instance: Mapping[str, Any]) -> None:
-        """Return at a stop, or when the router has removed an instance that was away for too long.
-
-        A healthy instance was removed on purpose, and is not registered again.
+        A healthy one was removed on purpose, and is not registered again.
         """
-        try:
-            client.keep(
-                dict(instance),
-                until=self._stop,
-                say=functools.partial(print, flush=True),
-                heard=self._heard,
-            )
-        except RouterAwayError:
-            raise
-        except LaunchError as error:
-            self._is(instance["name"], _GONE, reason=str(error))
-            print(error, flush=True)
-            if _is_healthy(instance["url"]):
-                print(f"{instance['name']} joins again when it is started again", flush=True)
-                self._stop.wait()
+        reason = f"router {self._router} has removed {instance['name']}"
+        self._is(instance["name"], _GONE, reason=reason)
+        print(reason, flush=True)
+        if _is_healthy(instance["url"]):
+            print(f"{instance['name']} joins again when it is started again", flush=True)
+            self._stop.wait()
 
-    def _heard(self, seen: Mapping[str, Any]) -> None:
+    def _note(self, seen: Mapping[str, Any]) -> None:
         """Note what the router says of an instance."""
         self._is(seen["name"], seen["state"], reason=seen["reason"], problem=seen["problem"])
 

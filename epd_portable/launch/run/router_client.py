@@ -19,7 +19,6 @@ T = TypeVar("T")
 
 _REQUEST_TIMEOUT_S = 30.0
 _LOOK_EVERY_S = 0.2
-_KEEP_EVERY_S = 2.0
 
 
 def trusting(cert_file: str) -> ssl.SSLContext:
@@ -30,14 +29,10 @@ def trusting(cert_file: str) -> ssl.SSLContext:
     return context
 
 
-class RouterAwayError(LaunchError):
-    """A router cannot be reached."""
-
-
 class RouterClient:
     """Sends signed requests to one router.
 
-    Methods raise `RouterAwayError` if it cannot be reached, and `LaunchError` if it refuses.
+    Methods raise `LaunchError` if it cannot be reached, or refuses.
 
     Args:
         url: Base address of the router, with or without ``/v1``.
@@ -49,20 +44,28 @@ class RouterClient:
         self._url = url.rstrip("/").removesuffix("/v1")
         self._verify = trusting(cert_file) if cert_file else True
         self._secret = secret
-        self._joined = ""  # the router process at which `join` has registered
 
     def instances(self) -> list[dict[str, Any]]:
         """Return what the router says of each of its instances."""
         found: list[dict[str, Any]] = self._ask("GET", "/epd/instances")["instances"]
         return found
 
-    def join(
-        self, instance: dict[str, Any], *, timeout_s: float, until: threading.Event
-    ) -> dict[str, Any]:
-        """Register an instance and wait until the router has warmed it up.
+    def find(self, name: str) -> tuple[str, dict[str, Any] | None]:
+        """Return the id of the router process, and what it says of an instance that it knows."""
+        answer = self._ask("GET", "/epd/instances")
+        found = (each for each in answer["instances"] if each["name"] == name)
+        return answer["router"], next(found, None)
+
+    def register(self, instance: Mapping[str, Any]) -> str:
+        """Register an instance (fields of `InstanceSettings`); return the router process's id."""
+        router: str = self._ask("POST", "/epd/instances", instance)["router"]
+        return router
+
+    def wait_up(self, name: str, *, timeout_s: float, until: threading.Event) -> dict[str, Any]:
+        """Wait until the router has warmed an instance up, and sends it clients' requests.
 
         Args:
-            instance: Fields of `InstanceSettings`.
+            name: An instance that the router knows.
             timeout_s: Longest wait.
             until: Ends the wait.
 
@@ -72,21 +75,11 @@ class RouterClient:
         Raises:
             LaunchError: It is not up in time.
         """
-        self._register(instance)
-        name = instance["name"]
-        return self.wait_up(
-            name, timeout_s=timeout_s, until=until, who=f"{name} has registered and"
-        )
-
-    def wait_up(
-        self, name: str, *, timeout_s: float, until: threading.Event, who: str = ""
-    ) -> dict[str, Any]:
-        """Wait until clients' requests may go to an instance; see `join`."""
         deadline_s = time.monotonic() + timeout_s
-        while (seen := self._find(name))["state"] != "up" and not until.is_set():
+        while (seen := self._known(name))["state"] != "up" and not until.is_set():
             if time.monotonic() >= deadline_s:
                 raise LaunchError(
-                    f"{who or name} is still {seen['state']} after {timeout_s:g} s"
+                    f"{name} is still {seen['state']} after {timeout_s:g} s"
                     f"{seen['reason'] and ': ' + seen['reason']}; the router goes on trying"
                 )
             until.wait(_LOOK_EVERY_S)
@@ -105,7 +98,7 @@ class RouterClient:
         """
         self._ask("POST", f"/epd/instances/{name}/drain")
         deadline_s = time.monotonic() + timeout_s
-        while not (idle := bool(self._find(name)["idle"])):
+        while not (idle := bool(self._known(name)["idle"])):
             if time.monotonic() >= deadline_s or until.wait(_LOOK_EVERY_S):
                 break
         return idle
@@ -113,45 +106,6 @@ class RouterClient:
     def resume(self, name: str) -> None:
         """Undo `drain`: the instance gets requests as soon as it is healthy."""
         self._ask("POST", f"/epd/instances/{name}/resume")
-
-    def keep(
-        self,
-        instance: dict[str, Any],
-        *,
-        until: threading.Event,
-        say: Callable[[str], None],
-        heard: Callable[[dict[str, Any]], None] = lambda seen: None,
-    ) -> None:
-        """Register an instance that has joined again whenever the router restarts.
-
-        Args:
-            instance: As for `join`.
-            until: Ends it.
-            say: Called when the router goes away, and when the instance is registered again.
-            heard: Called with what the router says of the instance, every time.
-
-        Raises:
-            LaunchError: The router has removed the instance, because it was asked to or because
-                the instance was away for too long.
-        """
-        name, away = instance["name"], False
-        while not until.is_set():
-            try:
-                there = self._ask("GET", "/epd/instances")
-                seen = next((each for each in there["instances"] if each["name"] == name), None)
-                if seen is not None:
-                    heard(seen)
-                elif there["router"] == self._joined:
-                    raise LaunchError(f"router {self._url} has let {name} go")
-                else:
-                    self._register(instance)
-                    say(f"{name} has joined again: the router has restarted")
-                away = False
-            except RouterAwayError as error:
-                if not away:
-                    say(f"{error}; still trying")
-                away = True
-            until.wait(_KEEP_EVERY_S)
 
     def leave(self, name: str, *, timeout_s: float) -> None:
         """Remove an instance and wait for its open requests.
@@ -168,19 +122,16 @@ class RouterClient:
                     f"after {timeout_s:g} s: ask again before you end it"
                 )
             time.sleep(_LOOK_EVERY_S)
-            seen = next((each for each in self.instances() if each["name"] == name), None)
+            _, seen = self.find(name)
 
-    def _find(self, name: str) -> dict[str, Any]:
-        for seen in self.instances():
-            if seen["name"] == name:
-                return seen
-        raise LaunchError(f"router {self._url} does not know {name} any more")
-
-    def _register(self, instance: dict[str, Any]) -> None:
-        self._joined = self._ask("POST", "/epd/instances", instance)["router"]
+    def _known(self, name: str) -> dict[str, Any]:
+        _, seen = self.find(name)
+        if seen is None:
+            raise LaunchError(f"router {self._url} does not know {name} any more")
+        return seen
 
     def _ask(
-        self, method: str, path: str, content: Mapping[str, str] | None = None
+        self, method: str, path: str, content: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
         data = json.dumps(content).encode() if content is not None else b""
         try:
@@ -196,7 +147,7 @@ class RouterClient:
                 verify=self._verify,
             )
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise RouterAwayError(f"router {self._url} cannot be reached: {error}") from error
+            raise LaunchError(f"router {self._url} cannot be reached: {error}") from error
         try:
             body: dict[str, Any] = answer.json()
         except ValueError as error:

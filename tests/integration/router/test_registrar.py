@@ -85,13 +85,13 @@ async def test_instances_join_stay_and_leave_with_their_launcher(
         await t.router.stop()
         await says(process, "cannot be reached")
         await t.start_router_again()
-        await says(process, "has joined again")
+        await says(process, "again: the router has restarted")
         # Somebody lets it go: it stays away until its launcher is started again.
         await asyncio.to_thread(client.leave, newcomer.name, timeout_s=DEADLINE_S)
         await says(process, "joins again when it is started again")
         assert newcomer.name not in (await t.health()).json()["instances"]
         status, state, reason = await told(port, newcomer)
-        assert (status, state) == (503, "gone") and "has let" in reason
+        assert (status, state) == (503, "gone") and "has removed" in reason
         process.send_signal(signal.SIGTERM)
         assert await asyncio.wait_for(process.wait(), DEADLINE_S) == 0
     finally:
