@@ -62,7 +62,7 @@ class Encoding(Protocol):
     """Who encodes."""
 
     @property
-    def owed_s(self) -> float:
+    def pending_encode_s(self) -> float:
         """Seconds of work that it was given and has not done."""
 
 
@@ -97,10 +97,10 @@ def sooner_here(
     """
     reason: Reason = "queue" if here.computes_for else "idle"
     factor = threshold if here.computes_for else min(threshold, IDLE_THRESHOLD)
-    end_s = {encoder: encoder.owed_s for encoder in encoders}
+    end_s = {encoder: encoder.pending_encode_s for encoder in encoders}
     for time_s, encoder in zip(times_s, encoders, strict=True):
         end_s[encoder] += time_s
-    here_s = here.owed_s
+    here_s = here.pending_encode_s
     for count, (time_s, encoder) in enumerate(zip(times_s, encoders, strict=True)):
         here_s += time_s
         if not time_s or factor * here_s >= max(end_s.values()):

@@ -55,67 +55,67 @@ class Choosing:
         self.key = key
         self.explanation = explanation
 
-    def tell(self, decision: Decision) -> None:
+    def record(self, decision: Decision) -> None:
         """Add a decision to the explanation, if there is one."""
         if self.explanation is not None:
             self.explanation.decisions.append(decision)
             logger.debug("request %s: %s", self.key, json.dumps(decision.shown()))
 
-    def pd(self, tried: Collection[str]) -> Instance | None:
+    def choose_pd(self, tried: Collection[str]) -> Instance | None:
         """Return the usable PD instance that should answer; ``None`` if there is none.
 
         Args:
             tried: Names of instances that must not get it.
         """
-        chosen = self.instances.prefill_decode(tried)
+        chosen = self.instances.choose_least_loaded(tried)
         if self.explanation is not None:
             self._explain("answer", Decision(stage="decode"), chosen, tried)
         return chosen
 
-    def prefills(self, decode: Instance) -> bool:
+    def disaggregates_prefill(self, decode: Instance) -> bool:
         """Return whether another instance should prefill for the one that decodes."""
         return True
 
-    def prefill(self, tried: Collection[str]) -> Instance | None:
+    def choose_prefill(self, tried: Collection[str]) -> Instance | None:
         """Return the usable instance that should prefill; ``None`` if there is none.
 
         Args:
             tried: Names of instances that must not.
         """
-        chosen = self.instances.prefill_decode(tried, "prefill")
+        chosen = self.instances.choose_least_loaded(tried, "prefill")
         if self.explanation is not None:
             self._explain("prefill", Decision(stage="prefill"), chosen, tried)
         return chosen
 
-    def apart(self, items: Sequence[MediaItem], pd: Instance) -> Sequence[MediaItem]:
+    def items_to_encode(self, items: Sequence[MediaItem], pd: Instance) -> Sequence[MediaItem]:
         """Return those of the items that encode instances should encode, in their order."""
         return items
 
-    def encoders(self, items: Sequence[MediaItem]) -> list[Instance | None]:
+    def choose_encoders(self, items: Sequence[MediaItem]) -> list[Instance | None]:
         """Return the usable encode instance that should have each of some items."""
         found = []
         with contextlib.ExitStack() as reserved:
             for item in items:
-                encoder = self.encoder(item, ())
+                encoder = self.choose_encoder(item, ())
                 found.append(encoder)
                 if encoder is not None:
                     # Not in flight yet, but the next item's choice must see it.
                     reserved.enter_context(encoder.working(item.mm_hash))
         return found
 
-    def encoder(self, item: MediaItem, exclude: Collection[str]) -> Instance | None:
+    def choose_encoder(self, item: MediaItem, exclude: Collection[str]) -> Instance | None:
         """Return the usable encode instance that should have an item.
 
         Args:
             item: Of the request.
             exclude: Names of instances that must not have it.
         """
-        chosen = self.instances.encoder(item.mm_hash, exclude)
+        chosen = self.instances.choose_encoder(item.mm_hash, exclude)
         if self.explanation is not None:
             self._explain("encode", Decision(stage="encode", item=item.mm_hash), chosen, exclude)
         return chosen
 
-    def asks(self, pd: Instance, items: Iterable[MediaItem]) -> int:
+    def note_request(self, pd: Instance, items: Iterable[MediaItem]) -> int:
         """Note that a PD instance is asked, and gets these items.
 
         Returns:
@@ -123,10 +123,10 @@ class Choosing:
         """
         return 0
 
-    def encodes(self, item: MediaItem, encoder: Instance) -> None:
+    def note_encode_job(self, item: MediaItem, encoder: Instance) -> None:
         """Note that an encode instance is asked for an item."""
 
-    def has_not(self, item: MediaItem, encoder: Instance) -> None:
+    def note_not_encoded(self, item: MediaItem, encoder: Instance) -> None:
         """Note that it has not encoded it."""
 
     def _explain(
@@ -146,7 +146,7 @@ class Choosing:
             decision.totals[chosen.name] = -chosen.load
             by = "an item's hash, within the load bound" if duty == "encode" else "the least load"
             decision.reason = f"by {by}; total is the load, below zero"
-        self.tell(decision)
+        self.record(decision)
 
 
 class Chooser:
@@ -173,7 +173,7 @@ class Chooser:
         self._deciders = deciders
         self._loads = loads
 
-    def begin(
+    def start_selection(
         self, call: Call, headers: Mapping[str, str], explanation: Explanation | None
     ) -> Choosing:
         """Return the choices for one request.
@@ -218,19 +218,19 @@ class _ByPolicy(Choosing):
         self._read: prefix.Prompt | None = None
         self._chance = f"{instances.chance.getrandbits(64):x}"
 
-    def pd(self, tried: Collection[str]) -> Instance | None:
+    def choose_pd(self, tried: Collection[str]) -> Instance | None:
         return self._choose("answer", self._request("decode"), tried)
 
-    def prefills(self, decode: Instance) -> bool:
+    def disaggregates_prefill(self, decode: Instance) -> bool:
         why = self._policy.why_together(self._request("prefill"), decode)
         if why:
-            self.tell(Decision(stage="prefill", winner=decode.name, reason=why))
+            self.record(Decision(stage="prefill", winner=decode.name, reason=why))
         return not why
 
-    def prefill(self, tried: Collection[str]) -> Instance | None:
+    def choose_prefill(self, tried: Collection[str]) -> Instance | None:
         return self._choose("prefill", self._request("prefill"), tried)
 
-    def apart(self, items: Sequence[MediaItem], pd: Instance) -> Sequence[MediaItem]:
+    def items_to_encode(self, items: Sequence[MediaItem], pd: Instance) -> Sequence[MediaItem]:
         if not self._deciders:
             return items
         left = []
@@ -239,26 +239,26 @@ class _ByPolicy(Choosing):
             if not why:
                 left.append(item)
             else:
-                self.tell(Decision(stage="encode", item=item.mm_hash, winner=pd.name, reason=why))
+                self.record(Decision(stage="encode", item=item.mm_hash, winner=pd.name, reason=why))
         return left
 
-    def encoder(self, item: MediaItem, exclude: Collection[str]) -> Instance | None:
+    def choose_encoder(self, item: MediaItem, exclude: Collection[str]) -> Instance | None:
         return self._choose("encode", self._request("encode", item), exclude)
 
-    def asks(self, pd: Instance, items: Iterable[MediaItem]) -> int:
+    def note_request(self, pd: Instance, items: Iterable[MediaItem]) -> int:
         request = self._request("decode")
         [cached] = cached_tokens(request, [pd])
         if self._is_there(pd):
-            pd.holdings.items.use(item.mm_hash for item in items)
-            pd.holdings.use_prefix(request.blocks)
+            pd.cached.items.use(item.mm_hash for item in items)
+            pd.cached.use_prefix(request.blocks)
         return request.tokens - cached
 
-    def encodes(self, item: MediaItem, encoder: Instance) -> None:
+    def note_encode_job(self, item: MediaItem, encoder: Instance) -> None:
         if self._is_there(encoder):
-            encoder.holdings.items.use((item.mm_hash,))
+            encoder.cached.items.use((item.mm_hash,))
 
-    def has_not(self, item: MediaItem, encoder: Instance) -> None:
-        encoder.holdings.items.pop(item.mm_hash, None)
+    def note_not_encoded(self, item: MediaItem, encoder: Instance) -> None:
+        encoder.cached.items.pop(item.mm_hash, None)
 
     def _is_there(self, instance: Instance) -> bool:
         return self.instances.get(instance.name) is instance
@@ -277,7 +277,7 @@ class _ByPolicy(Choosing):
                 decision = Decision(stage=request.stage, item=item)
             chosen = self._policy.choose(request, candidates, decision)
             if decision is not None:
-                self.tell(decision)
+                self.record(decision)
             if chosen is not None:
                 return chosen
         return None

@@ -224,7 +224,7 @@ class Deliverer:
             refusal = await _refused_by_store(delivery, delivery.stored, one)
             if not refusal or one.over.is_set():
                 return "stored"
-            encoder = one.choosing.encoder(delivery.item, ())
+            encoder = one.choosing.choose_encoder(delivery.item, ())
             rungs: tuple[Rung, ...] = ("from_encoder",) if encoder else ()
             descend(Trouble.NOT_STORED, Point.ENCODING, rungs, one.record)
             if encoder is None:
@@ -239,7 +239,7 @@ class Deliverer:
                 async with self._turn(one, again=bool(failed or full)):
                     if one.over.is_set():
                         return "not_needed"
-                    one.choosing.encodes(delivery.item, encoder)
+                    one.choosing.note_encode_job(delivery.item, encoder)
                     failure = await self._encode(delivery, index, encoder, one, deadline)
                 if failure is None:
                     failure = await _lost_before_answer(delivery, encoder, one)
@@ -248,7 +248,7 @@ class Deliverer:
                 return "encoded" if first else "other_encoder"
             if one.over.is_set():
                 return "not_needed"
-            one.choosing.has_not(delivery.item, encoder)
+            one.choosing.note_not_encoded(delivery.item, encoder)
             is_full = failure.trouble is Trouble.ENCODER_FULL
             logger.log(
                 logging.INFO if is_full else logging.WARNING,
@@ -265,7 +265,7 @@ class Deliverer:
             # No other encoder can do more with an item at fault.
             refused = failure.trouble is Trouble.ITEM_REFUSED
             if not refused and len(failed) < MAX_ENCODERS and time.monotonic() < deadline:
-                another = one.choosing.encoder(delivery.item, [*failed, *full])
+                another = one.choosing.choose_encoder(delivery.item, [*failed, *full])
                 if another is None and full and min(full.values()) < deadline:
                     another = await self._first_with_room(delivery, one, failed, full)
                     if one.over.is_set():
@@ -292,7 +292,7 @@ class Deliverer:
         with anyio.move_on_after(min(full.values()) - time.monotonic()):
             await one.over.wait()
         full.clear()
-        return one.choosing.encoder(delivery.item, failed)
+        return one.choosing.choose_encoder(delivery.item, failed)
 
     async def _encode(
         self, delivery: Delivery, index: int, encoder: Instance, one: Attempt, deadline: float

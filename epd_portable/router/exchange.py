@@ -165,7 +165,7 @@ class Exchange:
         record.has(call.items)
         self._retries.request()
         carrier = carrier or self
-        choosing = self._chooser.begin(call, headers, out.explanation)
+        choosing = self._chooser.start_selection(call, headers, out.explanation)
         if out.named is not None:
             choosing = HopChoosing(out.named, call, self._instances, choosing)
         course = _Course(
@@ -268,8 +268,8 @@ class Exchange:
 
         found = from_store(call, course.stored, pd, self._secret, as_metadata)
         others = [item for item in call.items if item.mm_hash not in found]
-        items = choosing.apart(others, pd)
-        encoders = choosing.encoders(items)
+        items = choosing.items_to_encode(others, pd)
+        encoders = choosing.choose_encoders(items)
         here, here_s = self._encoded_here(items, encoders, record, pd)
         for item in others if len(items) < len(others) else ():
             if item not in items:
@@ -379,7 +379,7 @@ class Exchange:
                     held,
                     awaited=awaited,
                 )
-                tokens = choosing.asks(pd, () if plan.prefill else call.items)
+                tokens = choosing.note_request(pd, () if plan.prefill else call.items)
                 if tokens and not plan.prefill:
                     held.enter_context(pd.computing(tokens))
                 if plan.here_s:
@@ -485,7 +485,7 @@ class Exchange:
 
     def choose(self, choosing: Choosing, tried: Collection[str]) -> Instance | None:
         """Return the PD instance that should answer a request; see `Carrier`."""
-        return choosing.pd(tried)
+        return choosing.choose_pd(tried)
 
     async def carry(self, call: Call, one: Attempt, body: Segments, out: Outgoing) -> int:
         """Send a request and relay the answer; see `Carrier`."""
@@ -612,7 +612,7 @@ class Exchange:
         if (
             failed.point is Point.PREFILLING
             and len(course.prefills) < MAX_PREFILLS
-            and course.choosing.prefill(course.prefills) is not None
+            and course.choosing.choose_prefill(course.prefills) is not None
             and self._retries.take()
         ):
             again = ("prefill_again",)
@@ -621,7 +621,7 @@ class Exchange:
             lost = failed.trouble is Trouble.PD_LOST
             failing = failed.trouble is Trouble.PD_FAILED
             # An instance's own error says more than that there is no other instance.
-            other = failing and course.choosing.pd(tried) is not None
+            other = failing and course.choosing.choose_pd(tried) is not None
             if (lost or other) and self._retries.take():
                 again = ("pd_again",)
         return (*media, *again)

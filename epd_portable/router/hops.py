@@ -87,44 +87,44 @@ class HopChoosing(Choosing):
         for each in (*self._encoders, *(encoder for _, encoder in self._by_item.values())):
             self._check_model(each)
 
-    def pd(self, tried: Collection[str]) -> Instance | None:
+    def choose_pd(self, tried: Collection[str]) -> Instance | None:
         """See `Choosing`."""
         first = self._prefiller
         if asks_for_kv(self._call):
             if first is not None:
                 otherwise = "nobody else computes for a hop that wants this one"
                 return self._taken("prefill", first, tried, otherwise)
-            return self._inner.prefill(tried)
+            return self._inner.choose_prefill(tried)
         if first is not None and first.duty == "answer":
             chosen = self._taken("decode", first, tried, OTHERWISE)
-            return chosen or self._inner.pd(tried)
-        return self._inner.pd(tried)
+            return chosen or self._inner.choose_pd(tried)
+        return self._inner.choose_pd(tried)
 
-    def prefills(self, decode: Instance) -> bool:
+    def disaggregates_prefill(self, decode: Instance) -> bool:
         """See `Choosing`."""
         if brings_kv(self._call):
             return False
         first = self._prefiller
         named = first is not None and first.duty == "prefill"
-        return named or self._inner.prefills(decode)
+        return named or self._inner.disaggregates_prefill(decode)
 
-    def prefill(self, tried: Collection[str]) -> Instance | None:
+    def choose_prefill(self, tried: Collection[str]) -> Instance | None:
         """See `Choosing`."""
         first = self._prefiller
         chosen = None
         if first is not None and first.duty == "prefill":
             chosen = self._taken("prefill", first, tried, OTHERWISE)
-        return chosen or self._inner.prefill(tried)
+        return chosen or self._inner.choose_prefill(tried)
 
-    def apart(self, items: Sequence[MediaItem], pd: Instance) -> Sequence[MediaItem]:
+    def items_to_encode(self, items: Sequence[MediaItem], pd: Instance) -> Sequence[MediaItem]:
         """See `Choosing`."""
         if brings_kv(self._call):
             return ()
         if self._encoders or self._by_item:
             return items
-        return self._inner.apart(items, pd)
+        return self._inner.items_to_encode(items, pd)
 
-    def encoder(self, item: MediaItem, exclude: Collection[str]) -> Instance | None:
+    def choose_encoder(self, item: MediaItem, exclude: Collection[str]) -> Instance | None:
         """See `Choosing`."""
         chosen = None
         if item.mm_hash in self._by_item:
@@ -137,19 +137,19 @@ class HopChoosing(Choosing):
             return self._near(MODEL, self._of_model(), item, exclude)
         if chosen is None and self._named.cache_key:
             chosen = self._near(CACHE_KEY, self.instances.of_duty("encode"), item, exclude)
-        return chosen or self._inner.encoder(item, exclude)
+        return chosen or self._inner.choose_encoder(item, exclude)
 
-    def asks(self, pd: Instance, items: Iterable[MediaItem]) -> int:
+    def note_request(self, pd: Instance, items: Iterable[MediaItem]) -> int:
         """See `Choosing`."""
-        return self._inner.asks(pd, items)
+        return self._inner.note_request(pd, items)
 
-    def encodes(self, item: MediaItem, encoder: Instance) -> None:
+    def note_encode_job(self, item: MediaItem, encoder: Instance) -> None:
         """See `Choosing`."""
-        self._inner.encodes(item, encoder)
+        self._inner.note_encode_job(item, encoder)
 
-    def has_not(self, item: MediaItem, encoder: Instance) -> None:
+    def note_not_encoded(self, item: MediaItem, encoder: Instance) -> None:
         """See `Choosing`."""
-        self._inner.has_not(item, encoder)
+        self._inner.note_not_encoded(item, encoder)
 
     def _taken(
         self,
@@ -178,7 +178,7 @@ class HopChoosing(Choosing):
         else:
             why = "was tried" if named.name in exclude else f"is {named.state}"
             decision.reason = f"{named.name} is named and {why}: {otherwise}"
-        self.tell(decision)
+        self.record(decision)
         return named if fits else None
 
     def _near(
@@ -194,7 +194,7 @@ class HopChoosing(Choosing):
             key = f"{self._named.cache_key}/{self._places.get(item.mm_hash, item.mm_hash)}"
             by = CACHE_KEY
         left = [each for each in candidates if _fits(each, exclude)]
-        chosen = self.instances.encoder(key, exclude, set(left)) if left else None
+        chosen = self.instances.choose_encoder(key, exclude, set(left)) if left else None
         if self.explanation is not None:
             there = len(self.instances.of_duty("encode"))
             decision = Decision(stage="encode", item=item.mm_hash, header=header)
@@ -207,7 +207,7 @@ class HopChoosing(Choosing):
                 decision.reason = "none of those that have the model can have it, and no other may"
             else:
                 decision.reason = f"none of those can have it: {OTHERWISE}"
-            self.tell(decision)
+            self.record(decision)
         return chosen
 
     def _of_model(self) -> list[Instance]:

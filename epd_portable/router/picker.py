@@ -308,11 +308,11 @@ class Consultation:
     def _choose(self, choosing: Choosing, tried: Collection[str]) -> Instance | None:
         endpoints = self._picker.endpoints
         unseen = [instance.name for instance in endpoints.unseen]
-        chosen = choosing.pd([*tried, *unseen])
+        chosen = choosing.choose_pd([*tried, *unseen])
         if chosen is None and unseen:
             # Most likely Envoy has seen it by now.
             unlisted = [each.name for each in endpoints.unseen if not endpoints.lists(each)]
-            chosen = choosing.pd([*tried, *unlisted])
+            chosen = choosing.choose_pd([*tried, *unlisted])
         return chosen
 
     async def carry(self, call: Call, one: Attempt, body: Segments, out: Outgoing) -> int:

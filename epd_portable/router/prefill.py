@@ -164,9 +164,9 @@ def where(
         return None, "unsuited"
     if len(tried) >= MAX_PREFILLS:
         return None, "failed"
-    if not choosing.prefills(decode):
+    if not choosing.disaggregates_prefill(decode):
         return None, "decided"
-    chosen = choosing.prefill(tried)
+    chosen = choosing.choose_prefill(tried)
     if chosen is None:
         return None, "failed" if tried else "none_usable"
     return chosen, "apart"

@@ -208,7 +208,7 @@ class Router:
     def _members(self, secret: Secret) -> Registration:
         together = (self.settings, self.instances, self.upstream, self._control)
         warm_up = WarmUp(*together, secret, self.metrics.activity, self._store.hear)
-        return Registration(*together, self.metrics, warm_up.introduce, secret)
+        return Registration(*together, self.metrics, warm_up.warm_up, secret)
 
     def _media_fetcher(self) -> MediaFetcher | None:
         if not self.settings.media_urls.allowed_domains:

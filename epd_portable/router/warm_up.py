@@ -117,14 +117,14 @@ class WarmUp:
         self._taken: MakeItem = picture
         self._ready: set[Instance] = set()
 
-    async def introduce(self, newcomer: Instance) -> None:
+    async def warm_up(self, newcomer: Instance) -> None:
         """Send an instance its first requests, and an item over each of its pairs.
 
-        It gets clients' requests (`Instance.introduced`) when its first ones are answered and it
-        has met those that answer in time; the other pairs meet afterwards, and then this returns.
-        What goes wrong is logged and noted in `Instance.problem`: an instance may refuse a small
-        picture and still be well. One that goes down meanwhile, or whose connection breaks over its
-        first requests, is not let in.
+        It gets clients' requests (`Instance.mark_warmed_up`) when its first ones are answered and
+        it has met those that answer in time; the other pairs meet afterwards. What goes wrong is
+        logged and noted in `Instance.problem`: an instance may refuse a small picture and still be
+        well. One that goes down meanwhile, or whose connection breaks over its first requests, is
+        not let in.
         """
         with contextlib.suppress(WentDownError), while_up(newcomer.held()):
             newcomer.note("")
@@ -189,7 +189,7 @@ class WarmUp:
                 names = ", ".join(sorted(waiting[task] for task in late))
                 logger.warning("%s gets requests, and has not met %s yet", newcomer.name, names)
                 newcomer.note(f"has not met {names} yet")
-            newcomer.introduced()
+            newcomer.mark_warmed_up()
             if waiting:
                 await asyncio.wait(waiting)
                 _note(newcomer, (task.result() for task in waiting))

@@ -186,7 +186,7 @@ class _EncodeTimeScorer(BuiltIn[NoParameters], IncrementalScorer):
     takes = NoParameters
 
     def measure(self, stage: Stage, candidate: Candidate) -> float:
-        return candidate.owed_s / candidate.weight
+        return candidate.pending_encode_s / candidate.weight
 
     def scale(self, measures: Sequence[float]) -> float:
         return max(measures)
@@ -279,7 +279,7 @@ class _EmbeddingsCacheScorer(BuiltIn[EmbeddingsCache]):
         if not names:
             return [0.0] * len(candidates)
         return [
-            sum(name in each.holdings.items for name in names) / len(names) for each in candidates
+            sum(name in each.cached.items for name in names) / len(names) for each in candidates
         ]
 
 

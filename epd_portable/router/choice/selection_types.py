@@ -146,7 +146,7 @@ class Candidate(Protocol):
         """Requests or jobs that the router has given to it and that have not ended."""
 
     @property
-    def owed_s(self) -> float:
+    def pending_encode_s(self) -> float:
         """Seconds of encoding that the router has given to it."""
 
     @property
@@ -166,7 +166,7 @@ class Candidate(Protocol):
         """Is another one whenever something above is."""
 
     @property
-    def holdings(self) -> CacheEstimate:
+    def cached(self) -> CacheEstimate:
         """What it most likely has in its caches."""
 
 

@@ -79,11 +79,11 @@ def cached_tokens(request: SelectionRequest, candidates: Candidates) -> list[int
     if blocks:
         having = request.having
         if having is None:
-            having = {each.holdings for each in candidates if blocks[0] in each.holdings.blocks}
+            having = {each.cached for each in candidates if blocks[0] in each.cached.blocks}
         if not having:
             return found
-        for index in [i for i, each in enumerate(candidates) if each.holdings in having]:
+        for index in [i for i, each in enumerate(candidates) if each.cached in having]:
             # Mostly as many as another one has: of a system prompt, say.
-            matched = candidates[index].holdings.prefix(blocks, matched)
+            matched = candidates[index].cached.prefix(blocks, matched)
             found[index] = request.up_to(matched)
     return found

@@ -125,7 +125,7 @@ def while_up(use: Use) -> Iterator[Use]:
 
 
 class Instance:
-    """One instance; down until a probe succeeds, joining until it was introduced.
+    """One instance; down until a probe succeeds, joining until it is warmed up.
 
     A failed request makes a healthy instance suspected: others are preferred until it has answered
     a probe or a request. Several in a row eject it: others are preferred for a while, whatever it
@@ -140,11 +140,11 @@ class Instance:
         load: Requests or jobs in flight.
         computes_for: Requests in flight that wait for no item.
         tokens: Of prompts that it was given to compute.
-        holdings: What it most likely has in its caches.
+        cached: What it most likely has in its caches.
         version: Is another one whenever something changes by which an instance is chosen.
         answered_at: When it has answered a request last; 0 for never.
         healthy: Whether it answers probes.
-        is_introduced: Whether clients' requests may be sent to this life of it.
+        is_warmed_up: Whether clients' requests may be sent to this life of it.
         draining: It gets nothing more.
         suspected: A request failed, and it has answered nothing since.
         ejected: Requests failed in a row.
@@ -167,11 +167,11 @@ class Instance:
         self.load = 0
         self.computes_for = 0
         self.tokens = 0
-        self.holdings: CacheEstimate = owner.caches.new_estimate()
+        self.cached: CacheEstimate = owner.caches.new_estimate()
         self.version = 0
         self.answered_at = 0.0
         self.healthy = False
-        self.is_introduced = not warm_up
+        self.is_warmed_up = not warm_up
         self.suspected = False
         self.ejected = False
         self.draining = False
@@ -203,12 +203,12 @@ class Instance:
             return "draining"
         if not self.healthy:
             return "down"
-        return "up" if self.is_introduced else "joining"
+        return "up" if self.is_warmed_up else "joining"
 
     @property
     def usable(self) -> bool:
         """Whether clients' requests may be sent to it."""
-        return self.healthy and self.is_introduced and not self.draining
+        return self.healthy and self.is_warmed_up and not self.draining
 
     @property
     def preferred(self) -> bool:
@@ -216,7 +216,7 @@ class Instance:
         return self.usable and not (self.suspected or self.ejected)
 
     @property
-    def owed_s(self) -> float:
+    def pending_encode_s(self) -> float:
         """Seconds of encoding that it was given and has not done."""
         return self._owed_ms / 1000
 
@@ -322,7 +322,7 @@ class Instance:
 
     def seen_gone(self, reason: str) -> None:
         """Its process has ended: what answers next is a new one."""
-        self.is_introduced = not self._warm_up
+        self.is_warmed_up = not self._warm_up
         self._fall(reason)
 
     def _count_missed(self, reason: str) -> None:
@@ -391,10 +391,10 @@ class Instance:
 
     # What is decided about it.
 
-    def introduced(self) -> None:
+    def mark_warmed_up(self) -> None:
         """Let clients' requests be sent to it until it is gone; nothing if that is so already."""
-        if self.healthy and not self.is_introduced:
-            self.is_introduced = True
+        if self.healthy and not self.is_warmed_up:
+            self.is_warmed_up = True
             self._changed()
 
     def drain(self) -> None:
@@ -426,7 +426,7 @@ class Instance:
         self.healthy = False
         self.reason = reason
         # What comes back may be another process.
-        self.holdings.clear()
+        self.cached.clear()
         self.take_report(None)
         self._changed()
 
@@ -567,7 +567,7 @@ class Fleet:
         Args:
             settings: Where it is and what it serves.
             registered: It came while the router ran.
-            warm_up: It has to be introduced, whenever its process has been started.
+            warm_up: It has to be warmed up, whenever its process has been started.
         """
         assert len(self._instances) < MAX_INSTANCES
         assert settings.name not in self._instances
@@ -585,7 +585,7 @@ class Fleet:
         for tier in self._tiers[duty]:
             yield tier.members
 
-    def encoder(
+    def choose_encoder(
         self,
         key: str,
         exclude: Collection[str] = (),
@@ -614,7 +614,7 @@ class Fleet:
                 return chosen
         return None
 
-    def prefill_decode(
+    def choose_least_loaded(
         self, exclude: Collection[str] = (), duty: Duty = "answer"
     ) -> Instance | None:
         """Return the usable instance with the least load for its weight; of many, of two.

@@ -35,7 +35,7 @@ MAX_BODY_BYTES = 64 * 1024
 
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 5.0
-"""Between two introductions of an instance that is lost in the middle of them."""
+"""Between two warm-ups of an instance that is lost in the middle of them."""
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -62,8 +62,8 @@ class Registration:
         upstream: Connections to them.
         control: Gets a channel to each prefill+decode instance.
         metrics: Forget those that have left.
-        introduce: Warms up a healthy instance, see `WarmUp`; called for each life of its process
-            until `Instance.introduced`. The instance may be lost meanwhile.
+        warm_up: Warms up a healthy instance, see `WarmUp`; called for each life of its process
+            until `Instance.mark_warmed_up`. The instance may be lost meanwhile.
         secret: Its holders may ask at ``/epd/``.
     """
 
@@ -74,14 +74,14 @@ class Registration:
         upstream: Upstream,
         control: ControlChannels,
         metrics: Metrics,
-        introduce: Callable[[Instance], Awaitable[None]],
+        warm_up: Callable[[Instance], Awaitable[None]],
         secret: Secret,
     ) -> None:
         self._settings = settings
         self._instances = instances
         self._control = control
         self._metrics = metrics
-        self._introduce = introduce
+        self._warm_up = warm_up
         self._probes = HealthProbes(settings, instances, upstream)
         self._networks = _networks(settings.instance_networks)
         self._check = SignatureCheck(secret)
@@ -344,9 +344,9 @@ class Registration:
         pause_s = FIRST_PAUSE_S
         while True:
             await instance.wait_up()
-            if not instance.is_introduced:
-                await self._introduce(instance)
-            if instance.is_introduced:
+            if not instance.is_warmed_up:
+                await self._warm_up(instance)
+            if instance.is_warmed_up:
                 await instance.wait_down()
                 pause_s = FIRST_PAUSE_S
             else:

@@ -161,7 +161,7 @@ def _shown(instance: Instance, figures: Mapping[str, EngineFigures]) -> dict[str
         "problem": instance.problem,
         "in_flight": instance.load,
         "computes_for": instance.computes_for,
-        "owed_s": round(instance.owed_s, 1),
+        "pending_encode_s": round(instance.pending_encode_s, 1),
         "engine": figures.get(instance.name) if instance.healthy else None,
     }
 

@@ -101,7 +101,9 @@ async def test_nothing_stays_counted(build: Build) -> None:
     await asyncio.gather(*clients, return_exceptions=True)
 
     async def none_left() -> None:
-        while any(each.computes_for or each.owed_s or each.load for each in router.instances.all):
+        while any(
+            each.computes_for or each.pending_encode_s or each.load for each in router.instances.all
+        ):
             await asyncio.sleep(0.02)
 
     await asyncio.wait_for(none_left(), 5)

@@ -100,14 +100,18 @@ def test_what_is_encoded_here_ends_before_encoders_would_have_ended(
         scene.has(scene.encoders[number % encoders], 1)
     here, _ = scene.asked(pictures(count), threshold=1.0)
     longest = max(
-        each.owed_s + TIME_S * len(range(number, count, encoders))
+        each.pending_encode_s + TIME_S * len(range(number, count, encoders))
         for number, each in enumerate(scene.encoders)
         if number < count
     )
     assert here * TIME_S < longest
     # And nothing more could have been.
     left = [len([n for n in range(here, count) if n % encoders == e]) for e in range(encoders)]
-    ends = [each.owed_s + TIME_S * n for each, n in zip(scene.encoders, left, strict=True) if n]
+    ends = [
+        each.pending_encode_s + TIME_S * n
+        for each, n in zip(scene.encoders, left, strict=True)
+        if n
+    ]
     assert here == count or (here + 1) * TIME_S >= max(ends)
 
 

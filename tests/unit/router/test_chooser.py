@@ -77,7 +77,7 @@ def begun(
     explanation: Explanation | None = None,
 ) -> Choosing:
     headers = {"x-request-id": key} | ({"x-session-id": session} if session else {})
-    return one.begin(call, headers, explanation)
+    return one.start_selection(call, headers, explanation)
 
 
 def picture(name: str, pixels: int = 0) -> MediaItem:
@@ -130,14 +130,14 @@ class Replay:
         choosing = begun(
             self.chooser, self.chance.randbytes(8).hex(), chat(*texts), session=session
         )
-        pd = choosing.pd(())
+        pd = choosing.choose_pd(())
         assert pd is not None
-        holdings = pd.holdings
-        before = len(holdings.blocks)
-        choosing.asks(pd, ())
+        cached = pd.cached
+        before = len(cached.blocks)
+        choosing.note_request(pd, ())
         asked = len(choosing._prompt().blocks)  # type: ignore[attr-defined]
         self.asked_blocks += asked
-        self.hit_blocks += asked - (len(holdings.blocks) - before)
+        self.hit_blocks += asked - (len(cached.blocks) - before)
         self.went[number].append(pd.name)
         stack = contextlib.ExitStack()
         stack.enter_context(pd.working())
@@ -162,7 +162,7 @@ def test_eight_turns_of_a_conversation_stay_on_one_instance(sessions: bool) -> N
 def test_without_affinity_turns_go_everywhere() -> None:
     instances = fleet(pds=3)
     one = Chooser(instances)
-    went = {begun(one, f"k{n}").pd(()) for n in range(20)}
+    went = {begun(one, f"k{n}").choose_pd(()) for n in range(20)}
     assert len(went) == 3
 
 
@@ -181,9 +181,9 @@ def test_a_repeated_picture_is_encoded_where_it_was_once(busy: bool) -> None:
             names.append(name)
             item = picture(name)
             choosing = begun(policy, f"k{number}")
-            (encoder,) = choosing.encoders([item])
+            (encoder,) = choosing.choose_encoders([item])
             assert encoder is not None
-            choosing.encodes(item, encoder)
+            choosing.note_encode_job(item, encoder)
             runs += name not in caches[encoder]
             caches[encoder].add(name)
             if busy and number % 50 == 0:
@@ -200,7 +200,7 @@ def test_no_id_of_a_request_leads_to_an_instance(pds: int, by_policy: bool) -> N
     one = chooser(instances) if by_policy else Chooser(instances)
     with contextlib.ExitStack() as working:
         for _ in range(10 * pds):
-            pd = begun(one, "the same id").pd(())
+            pd = begun(one, "the same id").choose_pd(())
             assert pd is not None
             working.enter_context(pd.working())
         assert max(each.load for each in instances.all) <= 14
@@ -212,7 +212,7 @@ def test_no_id_of_a_request_leads_to_an_instance(pds: int, by_policy: bool) -> N
 def test_items_of_one_request_are_shared_among_encoders() -> None:
     for one in (chooser(fleet(encoders=2)), Chooser(fleet(encoders=2))):
         items = [picture(str(n)) for n in range(8)]
-        found = begun(one).encoders(items)
+        found = begun(one).choose_encoders(items)
         assert {Counter(found)[each] for each in set(found)} <= {3, 4, 5}
 
 
@@ -220,50 +220,50 @@ def test_an_item_that_was_not_encoded_is_not_taken_as_held() -> None:
     instances = fleet(encoders=2)
     policy = chooser(instances)
     choosing, item = begun(policy), picture("p")
-    first = choosing.encoder(item, ())
+    first = choosing.choose_encoder(item, ())
     assert first is not None
-    choosing.encodes(item, first)
-    assert all(begun(policy, f"k{n}").encoder(item, ()) is first for n in range(10))
-    choosing.has_not(item, first)
-    assert len({begun(policy, f"k{n}").encoder(item, ()) for n in range(20)}) == 2
+    choosing.note_encode_job(item, first)
+    assert all(begun(policy, f"k{n}").choose_encoder(item, ()) is first for n in range(10))
+    choosing.note_not_encoded(item, first)
+    assert len({begun(policy, f"k{n}").choose_encoder(item, ()) for n in range(20)}) == 2
 
 
 def test_what_an_instance_had_is_forgotten_when_it_goes_down_or_leaves() -> None:
     instances = fleet(pds=2)
     policy = chooser(instances)
     call = chat("hello " * 100)
-    first = begun(policy, call=call).pd(())
+    first = begun(policy, call=call).choose_pd(())
     assert first is not None
-    begun(policy, call=call).asks(first, [])
-    assert len(first.holdings.blocks) > 0
-    assert all(begun(policy, f"k{n}", call).pd(()) is first for n in range(10))
+    begun(policy, call=call).note_request(first, [])
+    assert len(first.cached.blocks) > 0
+    assert all(begun(policy, f"k{n}", call).choose_pd(()) is first for n in range(10))
     first.seen_gone("refused")
-    other = begun(policy, call=call).pd(())
+    other = begun(policy, call=call).choose_pd(())
     assert other is not None and other is not first
     first.seen_well()
-    assert len(first.holdings.blocks) == 0
+    assert len(first.cached.blocks) == 0
     instances.remove(first.name)
-    assert len({begun(policy, f"k{n}", call).pd(()) for n in range(9)}) == 1
+    assert len({begun(policy, f"k{n}", call).choose_pd(()) for n in range(9)}) == 1
     # One that has left while it was asked is no trouble.
-    begun(policy, call=call).asks(first, [picture("p")])
+    begun(policy, call=call).note_request(first, [picture("p")])
     again = instances.add(settings(first.name, "prefill-decode"))
     again.seen_well()
-    assert again in {begun(policy, f"k{n}", call).pd(()) for n in range(30)}
+    assert again in {begun(policy, f"k{n}", call).choose_pd(()) for n in range(30)}
 
 
 def test_those_that_are_preferred_are_chosen_first_and_excluded_ones_never() -> None:
     instances = fleet(pds=3)
     for one in (chooser(instances), Chooser(instances)):
-        found = {begun(one, f"k{n}").pd(["pd0"]) for n in range(30)}
+        found = {begun(one, f"k{n}").choose_pd(["pd0"]) for n in range(30)}
         assert {each.name for each in found if each} == {"pd1", "pd2"}
-        assert begun(one).pd(["pd0", "pd1", "pd2"]) is None
+        assert begun(one).choose_pd(["pd0", "pd1", "pd2"]) is None
     suspected = instances.get("pd1")
     assert suspected is not None
     suspected.failed("error")
     for one in (chooser(instances), Chooser(instances)):
-        found = {begun(one, f"k{n}").pd(["pd0"]) for n in range(30)}
+        found = {begun(one, f"k{n}").choose_pd(["pd0"]) for n in range(30)}
         assert {each.name for each in found if each} == {"pd2"}
-        found = {begun(one, f"k{n}").pd(["pd0", "pd2"]) for n in range(30)}
+        found = {begun(one, f"k{n}").choose_pd(["pd0", "pd2"]) for n in range(30)}
         assert {each.name for each in found if each} == {"pd1"}
 
 
@@ -280,10 +280,13 @@ def test_labels_and_weights_of_the_settings_are_seen() -> None:
     """
     choosing = begun(chooser(instances, text))
     clip = MediaItem(mm_hash="c", modality="audio", part={})
-    assert [each.name for each in choosing.encoders([picture("p"), clip]) if each] == ["e1", "e1"]
-    found = choosing.encoder(clip, ["e1"])
+    assert [each.name for each in choosing.choose_encoders([picture("p"), clip]) if each] == [
+        "e1",
+        "e1",
+    ]
+    found = choosing.choose_encoder(clip, ["e1"])
     assert found is not None and found.name == "e0"
-    assert choosing.encoder(picture("p"), ["e1"]) is None
+    assert choosing.choose_encoder(picture("p"), ["e1"]) is None
 
 
 DECIDED = """
@@ -305,9 +308,14 @@ def test_deciders_decide_where_pd_instances_can_encode(deciders: bool, left: lis
     items = [picture("small", 99 * 99), picture("large", 100 * 100)]
     pd = instances.get("pd0")
     assert pd is not None
-    assert [each.mm_hash for each in choosing.apart(items, pd)] == left
+    assert [each.mm_hash for each in choosing.items_to_encode(items, pd)] == left
     assert len(explanation.decisions) == 2 - len(left)
-    assert Chooser(instances).begin(NOTHING, {"x-request-id": "k"}, None).apart(items, pd) == items
+    assert (
+        Chooser(instances)
+        .start_selection(NOTHING, {"x-request-id": "k"}, None)
+        .items_to_encode(items, pd)
+        == items
+    )
 
 
 # Weights by default.
@@ -322,7 +330,10 @@ def test_by_default_an_instance_of_twice_the_weight_gets_twice_as_much() -> None
     with contextlib.ExitStack() as working:
         for number in range(300):
             choosing = begun(one, f"k{number}")
-            for chosen in (choosing.pd(()), choosing.encoder(picture(f"p{number}"), ())):
+            for chosen in (
+                choosing.choose_pd(()),
+                choosing.choose_encoder(picture(f"p{number}"), ()),
+            ):
                 assert chosen is not None
                 working.enter_context(chosen.working())
         loads = {each.name: each.load for each in instances.all}
@@ -336,8 +347,8 @@ def test_by_default_an_instance_of_twice_the_weight_gets_twice_as_much() -> None
 def told(one: Chooser) -> list[dict[str, Any]]:
     explanation = Explanation()
     choosing = begun(one, explanation=explanation)
-    choosing.pd(["pd1"])
-    choosing.encoders([picture("p")])
+    choosing.choose_pd(["pd1"])
+    choosing.choose_encoders([picture("p")])
     found = json.loads(explanation.text())
     assert isinstance(found, list)
     return found
@@ -360,10 +371,10 @@ def test_both_ways_of_choosing_say_why() -> None:
 def test_the_log_says_why_to_who_debugs(caplog: pytest.LogCaptureFixture) -> None:
     one = Chooser(fleet(pds=1))
     with caplog.at_level(logging.INFO, logger="epd_portable"):
-        begun(one).pd(())
+        begun(one).choose_pd(())
     assert "request k" not in caplog.text
     with caplog.at_level(logging.DEBUG, logger="epd_portable"):
-        begun(one).pd(())
+        begun(one).choose_pd(())
     assert "request k" in caplog.text and '"winner": "pd0"' in caplog.text
 
 

@@ -58,7 +58,7 @@ async def test_a_job_that_is_cancelled_as_its_answer_comes_ends(turns: int) -> N
     deliverer = Deliverer(settings, cast(Upstream, upstream), control, RetryBudget(), store)
     headers = {"x-request-id": "r"}
     call = Call.untouched("POST", "/v1/chat/completions", b"{}")
-    choosing = Chooser(instances).begin(call, headers, None)
+    choosing = Chooser(instances).start_selection(call, headers, None)
     record = RequestRecord("r", call.path)
     record.has([delivery.item])
     one = Attempt(pd.working(), (delivery,), headers, Inbox(), choosing, lambda: None, record)

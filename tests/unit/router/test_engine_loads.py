@@ -112,7 +112,7 @@ async def test_each_choice_knows_what_was_given_and_told_until_then(
 
     def said(one: Chooser, tried: list[str]) -> dict[str, object]:
         explanation = Explanation()
-        begun(one, explanation=explanation).pd(tried)
+        begun(one, explanation=explanation).choose_pd(tried)
         (decision,) = explanation.decisions
         return {"filters": decision.filters, **{k: round(v, 9) for k, v in decision.totals.items()}}
 
@@ -158,11 +158,11 @@ async def test_a_choice_measures_those_that_have_changed(
         instances.add(settings(f"pd{number}", "prefill-decode")).seen_well()
     loads = EngineLoads(instances, control, Upstream(), Clock())
     one = Chooser(instances, Policy(parse_choice(BUSY)), loads=loads)
-    begun(one).pd(())
+    begun(one).choose_pd(())
     monkeypatch.setattr(Instance, "reported", property(reported))
     for number, each in enumerate(instances.all[:20]):
         loads.take(each.name, LoadReport(waiting=number, kv_used=0.5))
-        chosen = begun(one).pd(())
+        chosen = begun(one).choose_pd(())
         assert chosen is not None
         chosen.working().__enter__()
     assert 0 < len(measured) < 20 * 15

@@ -71,18 +71,18 @@ def well(instance: Instance) -> Instance:
 
 def chosen(instances: Fleet, key: str, exclude: tuple[str, ...] = ()) -> str:
     """Return the name of the encoder of an item."""
-    instance = instances.encoder(key, exclude)
+    instance = instances.choose_encoder(key, exclude)
     assert instance is not None
     return instance.name
 
 
 # How an instance is. What happens to it, in order; then its state, whether it is preferred to
-# others, whether its process has been introduced.
+# others, whether its process has been warmed up.
 
 WELL, SILENT, GONE = Instance.seen_well, Instance.seen_silent, lambda i: i.seen_gone("refused")
 LATE = [SILENT] * PROBES_UNTIL_DOWN
-INTRODUCED, DRAIN, RESUME, ANSWERED = (
-    Instance.introduced,
+WARMED_UP, DRAIN, RESUME, ANSWERED = (
+    Instance.mark_warmed_up,
     Instance.drain,
     Instance.resume,
     Instance.answered,
@@ -93,15 +93,15 @@ def fails(failure: Failure) -> Callable[[Instance], None]:
     return lambda instance: instance.failed(failure)
 
 
-UP = [WELL, INTRODUCED]
+UP = [WELL, WARMED_UP]
 ERROR, REFUSED, CUT = fails("error"), fails(Fault.REFUSED), fails(Fault.CUT)
 EJECTED = [*UP, *[ERROR] * FAILURES_UNTIL_EJECTED]
 
 HISTORIES: dict[str, tuple[list[Callable[[Instance], Any]], str, bool, bool]] = {
     "nobody has seen it": ([], "down", False, False),
     "it answers a probe": ([WELL], "joining", False, False),
-    "it cannot be introduced while it is down": ([INTRODUCED, WELL], "joining", False, False),
-    "it is introduced": (UP, "up", True, True),
+    "it cannot be warmed up while it is down": ([WARMED_UP, WELL], "joining", False, False),
+    "it is warmed up": (UP, "up", True, True),
     "a busy one misses probes": ([*UP, *LATE[1:]], "up", True, True),
     "missed probes count in a row only": ([*UP, *LATE[1:], WELL, *LATE[1:]], "up", True, True),
     "it misses too many probes": ([*UP, *LATE], "down", False, True),
@@ -118,27 +118,27 @@ HISTORIES: dict[str, tuple[list[Callable[[Instance], Any]], str, bool, bool]] = 
     "it answers an error": ([*UP, ERROR], "up", False, True),
     "errors in a row": ([*EJECTED, WELL, ANSWERED], "up", False, True),
     "errors with answers between": ([*UP, *[ERROR, ANSWERED] * 20], "up", True, True),
-    "an ejected one ends": ([*EJECTED, GONE, WELL, INTRODUCED], "up", True, True),
+    "an ejected one ends": ([*EJECTED, GONE, WELL, WARMED_UP], "up", True, True),
     "an ejected one drains": ([*EJECTED, DRAIN], "draining", False, True),
     "it drains": ([*UP, DRAIN], "draining", False, True),
     "it resumes": ([*UP, DRAIN, RESUME], "up", True, True),
     "it resumes as another process": ([*UP, DRAIN, GONE, WELL, RESUME], "joining", False, False),
     "it resumes while it is down": ([*UP, DRAIN, *LATE, RESUME], "down", False, True),
-    "an error while it is down": ([*UP, GONE, ERROR, WELL, INTRODUCED], "up", True, True),
+    "an error while it is down": ([*UP, GONE, ERROR, WELL, WARMED_UP], "up", True, True),
 }
 
 
 @pytest.mark.parametrize("history", HISTORIES)
 async def test_how_an_instance_is_after(history: str) -> None:
-    happens, state, preferred, is_introduced = HISTORIES[history]
+    happens, state, preferred, is_warmed_up = HISTORIES[history]
     instances = of(3)
     instance = instances.add(named("e"), warm_up=True)
     for event in happens:
         event(instance)
-    assert (instance.state, instance.preferred, instance.is_introduced) == (
+    assert (instance.state, instance.preferred, instance.is_warmed_up) == (
         state,
         preferred,
-        is_introduced,
+        is_warmed_up,
     )
     assert instance.usable == (state == "up")
     assert bool(instance.reason) == (not instance.healthy or instance.suspected or instance.ejected)
@@ -180,7 +180,7 @@ async def test_ejected_ones_come_back_when_they_would_be_more_than_half_of_the_u
 def test_a_prefill_decode_instance_that_failed_is_not_preferred_either() -> None:
     instances = of(2, "prefill-decode")
     CUT(found(instances, "i-0"))
-    assert {i.name for _ in range(20) if (i := instances.prefill_decode())} == {"i-1"}
+    assert {i.name for _ in range(20) if (i := instances.choose_least_loaded())} == {"i-1"}
 
 
 @pytest.mark.parametrize("failure", FAILURES)
@@ -285,7 +285,7 @@ class Lives(RuleBasedStateMachine):
 
     @rule(key=st.text(max_size=3))
     def work(self, key: str) -> None:
-        for instance in (self.instances.encoder(key), self.instances.prefill_decode()):
+        for instance in (self.instances.choose_encoder(key), self.instances.choose_least_loaded()):
             if instance is not None:
                 self.works.append(instance.working())
                 self.works[-1].__enter__()
@@ -299,8 +299,8 @@ class Lives(RuleBasedStateMachine):
     def only_usable_ones_are_chosen_the_preferred_first_and_excluded_ones_never(self) -> None:
         everybody = self.instances.all
         for role, choose in (
-            ("encode", lambda exclude: self.instances.encoder("key", exclude)),
-            ("prefill-decode", self.instances.prefill_decode),
+            ("encode", lambda exclude: self.instances.choose_encoder("key", exclude)),
+            ("prefill-decode", self.instances.choose_least_loaded),
         ):
             names = [i.name for i in everybody if i.role == role]
             for exclude in ([], names[:1], names[::2], names):
@@ -389,18 +389,18 @@ def test_a_busy_encoder_is_passed_over_for_the_same_other_one() -> None:
 def test_an_item_that_is_being_encoded_goes_where_it_is_encoded(count: int) -> None:
     instances = of(count)
     for number in range(50):
-        one = instances.encoder(item := f"item {number}")
+        one = instances.choose_encoder(item := f"item {number}")
         assert one is not None
         with one.working(item):
-            assert instances.encoder(item) is one
+            assert instances.choose_encoder(item) is one
             with one.working(item):
                 # Who says that it is full is excluded.
-                other = instances.encoder(item, [one.name])
+                other = instances.choose_encoder(item, [one.name])
                 assert other is not one
-            others = {instances.encoder(f"other {n}") for n in range(50)}
+            others = {instances.choose_encoder(f"other {n}") for n in range(50)}
             assert count == 2 or one not in others
             one.failed(Fault.CUT)
-            assert instances.encoder(item) is not one
+            assert instances.choose_encoder(item) is not one
             one.answered()
         assert not instances.encoding
 
@@ -410,14 +410,14 @@ def test_an_item_that_is_being_encoded_goes_where_it_is_encoded(count: int) -> N
 def test_of_few_the_least_busy_has_a_request(given_loads: list[int]) -> None:
     instances = of(len(given_loads), "prefill-decode")
     busy(instances, {f"i-{n}": load for n, load in enumerate(given_loads)})
-    instance = instances.prefill_decode()
+    instance = instances.choose_least_loaded()
     assert instance is not None
     assert instance.load == min(given_loads)
 
 
 def test_chance_decides_between_equals() -> None:
     instances = of(3, "prefill-decode")
-    shares = Counter(i.name for _ in range(300) if (i := instances.prefill_decode()))
+    shares = Counter(i.name for _ in range(300) if (i := instances.choose_least_loaded()))
     assert len(shares) == 3
     assert min(shares.values()) > 60
 
@@ -426,15 +426,15 @@ def test_of_many_the_lighter_of_two_has_a_request() -> None:
     count = 10 * FEW
     instances = of(count, "prefill-decode")
     for _ in range(20 * count):
-        instance = instances.prefill_decode()
+        instance = instances.choose_least_loaded()
         assert instance is not None
         instance.working().__enter__()
     assert max(instance.load for instance in instances.all) <= 24
 
 
 def test_without_instances_nothing_is_chosen() -> None:
-    assert Fleet().encoder("item") is None
-    assert Fleet().prefill_decode() is None
+    assert Fleet().choose_encoder("item") is None
+    assert Fleet().choose_least_loaded() is None
     assert not of(1).any_usable("answer")
     assert of(1).any_usable("encode")
 

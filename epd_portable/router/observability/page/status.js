@@ -329,7 +329,7 @@ function fillBox(box, one, most) {
   const load = [`${one.in_flight} in flight`];
   const waiting = one.in_flight - one.computes_for;
   if (one.role !== "encode" && waiting > 0) load.push(`${waiting} waiting for items`);
-  if (one.owed_s >= 0.1) load.push(`${duration(one.owed_s)} of encoding ahead`);
+  if (one.pending_encode_s >= 0.1) load.push(`${duration(one.pending_encode_s)} of encoding ahead`);
   setText(box.load, load.join(" · "));
   setText(box.engine, engineLine(one));
   setText(box.why, [one.reason, one.problem].filter(Boolean).join("; "));

@@ -28,12 +28,12 @@ class Snapshot:
     labels: Mapping[str, str] = field(default_factory=dict)
     weight: float = 1.0
     load: int = 0
-    owed_s: float = 0.0
+    pending_encode_s: float = 0.0
     computes_for: int = 0
     tokens: int = 0
     reported: LoadReport | None = None
     version: int = 0
-    holdings: CacheEstimate = field(default_factory=CacheSizes().new_estimate)
+    cached: CacheEstimate = field(default_factory=CacheSizes().new_estimate)
 
 
 def seen(name: str, **more: Any) -> Snapshot:
@@ -45,10 +45,10 @@ def with_load(*loads: int, **more: Any) -> list[Snapshot]:
 
 
 def having(name: str, *, items: Sequence[str] = (), blocks: Sequence[int] = ()) -> Snapshot:
-    holdings = CacheSizes().new_estimate()
-    holdings.items.use(items)
-    holdings.use_prefix(blocks)
-    return seen(name, holdings=holdings)
+    cached = CacheSizes().new_estimate()
+    cached.items.use(items)
+    cached.use_prefix(blocks)
+    return seen(name, cached=cached)
 
 
 def asked(stage: Stage = "decode", key: str = "k", **more: Any) -> SelectionRequest:

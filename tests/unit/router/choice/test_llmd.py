@@ -35,9 +35,9 @@ def pd(
     name: str, tokens: int = 0, cached: int = 0, role: str = "prefill-decode", **more: Any
 ) -> Snapshot:
     """An instance with so many tokens to prefill, which has the first blocks of the prompt."""
-    holdings = CacheSizes().new_estimate()
-    holdings.use_prefix(range(cached))
-    return seen(name, tokens=tokens, role=role, holdings=holdings, **more)
+    estimate = CacheSizes().new_estimate()
+    estimate.use_prefix(range(cached))
+    return seen(name, tokens=tokens, role=role, cached=estimate, **more)
 
 
 def prompt(*blocks: int) -> SelectionRequest:
@@ -98,7 +98,7 @@ SITUATIONS: list[tuple[str, SelectionRequest, list[Snapshot], str]] = [
     ("who encodes beside", to_encode(), [encoder("a", 1), encoder("x", 0, "encode-prefill")], "x"),
     ("who only answers does not", to_encode(), [encoder("a", 9), pd("b")], "a"),
     ("an item it had does not count", to_encode(),
-     [encoder("a", 1, holdings=having("", items=["p"]).holdings), encoder("b", 0)], "b"),
+     [encoder("a", 1, cached=having("", items=["p"]).cached), encoder("b", 0)], "b"),
 ]  # fmt: skip
 
 

@@ -190,4 +190,4 @@ def test_prompts_are_compared_where_a_plugin_asks_for_it() -> None:
         assert policy(text).wants_blocks is wants
         # Users' types may want either.
         assert policy(text).wants_loads is not wants
-    assert having("x", blocks=(1, 2)).holdings.prefix((1, 2, 3)) == 2
+    assert having("x", blocks=(1, 2)).cached.prefix((1, 2, 3)) == 2

@@ -51,12 +51,12 @@ def test_the_latest_are_kept() -> None:
 
 
 def test_the_beginning_of_a_prompt_is_kept_longest() -> None:
-    holdings = CacheSizes(blocks=4).new_estimate()
-    holdings.use_prefix((1, 2, 3))
-    holdings.use_prefix((11, 12, 13))
-    assert (holdings.prefix((1, 2, 3)), holdings.prefix((11, 12, 13))) == (1, 3)
-    holdings.clear()
-    assert holdings.prefix((11,)) == 0
+    cached = CacheSizes(blocks=4).new_estimate()
+    cached.use_prefix((1, 2, 3))
+    cached.use_prefix((11, 12, 13))
+    assert (cached.prefix((1, 2, 3)), cached.prefix((11, 12, 13))) == (1, 3)
+    cached.clear()
+    assert cached.prefix((11,)) == 0
 
 
 # Prompts of requests.

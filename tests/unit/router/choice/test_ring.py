@@ -39,7 +39,9 @@ def test_direct_traffic_hops_and_a_hash_scorer_send_one_picture_to_one_encoder()
             item = picture(f"p{number}")
             call = msgspec.structs.replace(NOTHING, items=(item,))
             hop = HopChoosing(HopWish(encoders=addresses), call, instances, begun(by_rule))
-            found = {each.encoder(item, ()) for each in (begun(by_rule), begun(by_policy), hop)}
+            found = {
+                each.choose_encoder(item, ()) for each in (begun(by_rule), begun(by_policy), hop)
+            }
             assert len(found) == 1
             went |= found
         assert len(went) >= 3
@@ -52,7 +54,7 @@ def test_a_hop_that_names_some_encoders_leaves_a_picture_at_its_own_if_that_is_a
         item = picture(f"p{number}")
         call = msgspec.structs.replace(NOTHING, items=(item,))
         hop = HopChoosing(HopWish(encoders=("e1:1", "e2:1")), call, instances, begun(direct))
-        own, named = begun(direct).encoder(item, ()), hop.encoder(item, ())
+        own, named = begun(direct).choose_encoder(item, ()), hop.choose_encoder(item, ())
         assert own is not None and named is not None
         assert named.name in ("e1", "e2")
         assert named is own or own.name not in ("e1", "e2")

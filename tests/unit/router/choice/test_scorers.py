@@ -100,7 +100,11 @@ def test_an_instance_of_twice_the_weight_may_have_twice_the_load() -> None:
         small, large = scores(kind, pair)
         assert small == large
     assert scores("weight-scorer", pair) == [0.5, 1]
-    times = [seen("small", owed_s=1.0), seen("large", owed_s=2.0, weight=4.0), seen("idle")]
+    times = [
+        seen("small", pending_encode_s=1.0),
+        seen("large", pending_encode_s=2.0, weight=4.0),
+        seen("idle"),
+    ]
     assert scores("encode-time-scorer", times) == [0, 0.5, 1]
     assert scores("encode-time-scorer", [seen("idle")]) == [1]
 
