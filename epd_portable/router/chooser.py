@@ -41,7 +41,6 @@ class Choosing:
     Items go by hash and under a load bound, requests to the least loaded instance.
 
     Args:
-        instances: Whom to choose from.
         key: The request's id, for the log.
         explanation: Collects the reasons; ``None`` for nowhere but the log, at level DEBUG.
     """
@@ -64,8 +63,7 @@ class Choosing:
     def choose_pd(self, tried: Collection[str]) -> Instance | None:
         """Return the usable PD instance that should answer; ``None`` if there is none.
 
-        Args:
-            tried: Names of instances that must not get it.
+        Those of the names in ``tried`` must not.
         """
         chosen = self.instances.choose_least_loaded(tried)
         if self.explanation is not None:
@@ -77,11 +75,7 @@ class Choosing:
         return True
 
     def choose_prefill(self, tried: Collection[str]) -> Instance | None:
-        """Return the usable instance that should prefill; ``None`` if there is none.
-
-        Args:
-            tried: Names of instances that must not.
-        """
+        """Return the usable instance that should prefill, see `choose_pd`."""
         chosen = self.instances.choose_least_loaded(tried, "prefill")
         if self.explanation is not None:
             self._explain("prefill", Decision(stage="prefill"), chosen, tried)
@@ -104,12 +98,7 @@ class Choosing:
         return found
 
     def choose_encoder(self, item: MediaItem, exclude: Collection[str]) -> Instance | None:
-        """Return the usable encode instance that should have an item.
-
-        Args:
-            item: Of the request.
-            exclude: Names of instances that must not have it.
-        """
+        """Return the usable encode instance that should have an item, see `choose_pd`."""
         chosen = self.instances.choose_encoder(item.mm_hash, exclude)
         if self.explanation is not None:
             self._explain("encode", Decision(stage="encode", item=item.mm_hash), chosen, exclude)
@@ -153,7 +142,6 @@ class Chooser:
     """Makes the choices for all requests.
 
     Args:
-        instances: Whom to choose from.
         policy: A configuration, which rates every instance; ``None`` for the default rules, whose
             cost does not grow with the number of instances.
         deciders: Whether PD instances can encode items of their requests: else no decider is asked.
@@ -176,13 +164,7 @@ class Chooser:
     def start_selection(
         self, call: Call, headers: Mapping[str, str], explanation: Explanation | None
     ) -> Choosing:
-        """Return the choices for one request.
-
-        Args:
-            call: The request.
-            headers: Of the request; ``x-request-id`` is among them.
-            explanation: Collects the reasons, if the client wants them.
-        """
+        """Return the choices for one request, whose headers include ``x-request-id``."""
         if self._policy is None:
             return Choosing(self._instances, headers["x-request-id"], explanation)
         return _ByPolicy(

@@ -122,19 +122,11 @@ SWEEP_EVERY_S = 1.0
 class Router:
     """Everything that lives as long as the server.
 
-    Args:
-        settings: Of the router.
-
     Raises:
         ConfigError: The secret file or another one cannot be used.
 
     Attributes:
         draining: Nothing new is taken on.
-        exchange: Has requests answered.
-        in_flight: Requests that are being answered.
-        members: Looks after the instances.
-        requests: What is noted of those that go to instances.
-        status: Shows all this to people.
     """
 
     def __init__(self, settings: RouterSettings) -> None:

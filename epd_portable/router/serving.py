@@ -61,12 +61,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class Stopping:
-    """Whether a router shall stop.
-
-    Attributes:
-        asked: Answers that have begun may end.
-        at_once: They may not.
-    """
+    """Whether a router shall stop: when answers that have begun have ended, or at once."""
 
     def __init__(self) -> None:
         self.asked = asyncio.Event()
@@ -87,11 +82,6 @@ class Stopping:
 
 async def serve(router: Router, listeners: list[socket.socket], stop: Stopping) -> None:
     """Answer requests on listening sockets until told to stop.
-
-    Args:
-        router: What answers.
-        listeners: Where.
-        stop: Ends it.
 
     Raises:
         ConfigError: A file or an address of the settings cannot be used.

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from epd_portable.config.choice import with_file
 from epd_portable.config.groups import Labels, Weight
 from epd_portable.config.problems import in_one_line
+from epd_portable.config.removed import REMOVED, removed
 from epd_portable.config.roles import DUTIES, Duty, role_named
 from epd_portable.config.roles import Role as Role
 from epd_portable.config.routing import MAX_ENCODERS, MediaUrls, RouterSection
@@ -86,7 +87,6 @@ class RouterSettings(RouterSection):
     The keys of the topology file's ``router`` section, and what the launcher adds.
 
     Attributes:
-        port: Port to listen on; 0 takes a free one.
         model: Served name of the model; goes to instances where a client names none.
         instances: Those that are there from the beginning; without registration at least one
             that answers.
@@ -111,11 +111,8 @@ class RouterSettings(RouterSection):
         elastic_threshold: While a PD instance computes for other requests, encode instances must
             need so many times longer until it encodes by itself.
         forget_after_s: An instance that joined and is not healthy for this long is forgotten.
-        connect_timeout_s: Longest time of connecting to an instance.
         nack_grace_s: After a failed PD request, how long its reason is waited for on the control
             channel.
-        probe_interval_s: Time between two health probes of one instance.
-        probe_timeout_s: Longest time of one probe.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
@@ -231,4 +228,7 @@ def load_settings(text: str) -> RouterSettings:
     try:
         return RouterSettings.model_validate_json(text)
     except ValidationError as error:
-        raise ConfigError(f"router settings from {source}: {in_one_line(error)}") from error
+        keys = [".".join(map(str, ("router", *each["loc"]))) for each in error.errors()]
+        remedies = [f"{key} {removed(key)}" for key in keys if key in REMOVED]
+        problems = "; ".join([in_one_line(error), *remedies])
+        raise ConfigError(f"router settings from {source}: {problems}") from error

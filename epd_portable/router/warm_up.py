@@ -65,12 +65,7 @@ class _Answer(msgspec.Struct):
 
 
 class _RefusedError(Exception):
-    """An instance did not answer as it should; says which and how.
-
-    Attributes:
-        by_engine: The engine itself would not have the request (400).
-        lost: The connection to it was.
-    """
+    """An instance did not answer as it should: its engine refused, or the connection was lost."""
 
     def __init__(self, message: str, *, by_engine: bool = False, lost: bool = False) -> None:
         super().__init__(message)
@@ -87,13 +82,7 @@ class WarmUp:
     They show a picture or, to a model that takes none, a clip of sound.
 
     Args:
-        settings: Of the router.
-        instances: Who is there.
-        upstream: Connections to them.
-        control: Told of items that nobody will ask for.
-        secret: Vouches for transfers.
-        activity: Told which items went over which path.
-        hear: Is told what encode instances answer: who, and the answer.
+        hear: Called with the name of an encode instance and its answer.
     """
 
     def __init__(

@@ -38,14 +38,7 @@ TIMEOUT_S = LOAD_HEARTBEAT_S + 2.0
 
 
 class EngineLoads:
-    """Keeps what instances tell of their load.
-
-    Args:
-        instances: Who is there.
-        control: Channels to PD instances.
-        upstream: Connections to encode instances.
-        clock: Like ``time.monotonic``.
-    """
+    """Takes in what instances report of their load, and forgets it when it is old."""
 
     def __init__(
         self,

@@ -32,11 +32,6 @@ class HealthProbes:
     """Asks instances for ``/health``: each every interval, and at once when a request failed.
 
     One that has answered a request since is not asked.
-
-    Args:
-        settings: Of the router.
-        instances: Who is asked; those that come later too.
-        upstream: Connections to them.
     """
 
     def __init__(self, settings: RouterSettings, instances: Fleet, upstream: Upstream) -> None:

@@ -111,9 +111,6 @@ class Use:
 def while_up(use: Use) -> Iterator[Use]:
     """Hold an instance in use, and cancel what is done meanwhile when it goes down.
 
-    Args:
-        use: From `Instance.working` or `Instance.held`.
-
     Raises:
         WentDownError: It has gone down; says why.
     """
@@ -134,18 +131,10 @@ class Instance:
     It is a `Candidate` of `epd_portable.router.choice`.
 
     Attributes:
-        settings: Where it is and what it serves.
         labels: Of the settings, and its role as ``llm-d.ai/role``.
         registered: It came while the router ran, and is forgotten when it stays away.
-        load: Requests or jobs in flight.
-        computes_for: Requests in flight that wait for no item.
-        tokens: Of prompts that it was given to compute.
-        cached: What it most likely has in its caches.
-        version: Is another one whenever something changes by which an instance is chosen.
         answered_at: When it has answered a request last; 0 for never.
-        healthy: Whether it answers probes.
         is_warmed_up: Whether clients' requests may be sent to this life of it.
-        draining: It gets nothing more.
         suspected: A request failed, and it has answered nothing since.
         ejected: Requests failed in a row.
         reason: Why it is down, suspected or ejected.
@@ -483,12 +472,7 @@ class Instance:
 
 
 class _Tier(HashRing[Instance]):
-    """Instances with one duty that are equally welcome.
-
-    Attributes:
-        load: Sum of their loads.
-        weight: Sum of their weights.
-    """
+    """Instances with one duty that are equally welcome, and the sums of their loads and weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -511,8 +495,6 @@ class Fleet:
     """The instances that there are; lists to choose from follow every change of one.
 
     Args:
-        caches: How much instances keep in their caches.
-        clock: Like ``time.monotonic``.
         chance: Decides between equals: nothing that a client sends does.
 
     Attributes:

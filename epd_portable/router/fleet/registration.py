@@ -57,14 +57,9 @@ class Registration:
     """Takes instances in and lets them go, while requests are served.
 
     Args:
-        settings: Of the router; the instances in them come first.
-        instances: What the rest of the router chooses from.
-        upstream: Connections to them.
-        control: Gets a channel to each prefill+decode instance.
-        metrics: Forget those that have left.
         warm_up: Warms up a healthy instance, see `WarmUp`; called for each life of its process
             until `Instance.mark_warmed_up`. The instance may be lost meanwhile.
-        secret: Its holders may ask at ``/epd/``.
+        secret: Of the deployment; its holders may ask at ``/epd/``.
     """
 
     def __init__(

@@ -98,3 +98,8 @@ def test_labels_and_weights_are_kept_within_bounds() -> None:
     ):
         with pytest.raises(ConfigError, match=f"instances.0.{next(iter(wrong))}"):
             load_settings(text(instances=[{**PD, **wrong}]))
+
+
+def test_a_key_that_is_gone_is_answered_with_what_is_used_instead() -> None:
+    with pytest.raises(ConfigError, match=r"router\.workers is gone: use router\.envoy"):
+        load_settings(text(workers=2))
