@@ -63,7 +63,7 @@ class SimulatedEngine:
         preprocessing: Serves their pictures.
         encode_s: Time of its steps that went into encoding.
         compute_s: Time of its steps that went into prefill and decode.
-        owed_s: Encoding and prefill that it was asked for and has not begun.
+        pending_encode_s: Encoding and prefill that it was asked for and has not begun.
         steps: Number of steps so far.
         longest_stall_s: Longest step while a sequence generated.
     """
@@ -84,7 +84,7 @@ class SimulatedEngine:
         self.preprocessing = FifoServer(timeline)
         self.encode_s = 0.0
         self.compute_s = 0.0
-        self.owed_s = 0.0
+        self.pending_encode_s = 0.0
         self.steps = 0
         self.longest_stall_s = 0.0
         self._queue: deque[_Sequence] = deque()
@@ -111,7 +111,7 @@ class SimulatedEngine:
         """Take a request in, by way of the API server."""
         times = self._times
         tokens = request.text_tokens + sum(item.embeddings for item in request.items)
-        self.owed_s += times.prefill.per_token_s * tokens + sum(
+        self.pending_encode_s += times.prefill.per_token_s * tokens + sum(
             times.encode.seconds(item.embeddings) for item in request.items if item.here
         )
         then = self._prepare if request.items else self._arrived
@@ -167,7 +167,7 @@ class SimulatedEngine:
         self._since_s = self._timeline.now
         self.encode_s += encode_s
         begun_s = encode_s + prefill.per_token_s * tokens
-        self.owed_s = max(0.0, self.owed_s - begun_s)
+        self.pending_encode_s = max(0.0, self.pending_encode_s - begun_s)
         if decoding:
             self.longest_stall_s = max(self.longest_stall_s, self._step_s)
         self._until(self._since_s + self._planned * self._step_s)

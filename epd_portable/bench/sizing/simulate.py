@@ -120,7 +120,7 @@ class _Encoder:
         self.tower = FifoServer(timeline)
         self.front_end = FifoServer(timeline)
         self.load = 0
-        self.owed_s = 0.0
+        self.pending_encode_s = 0.0
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -230,7 +230,7 @@ class Simulation:
                 self._encoding -= 1
                 self._local += 1
             else:
-                encoder.owed_s += self._times.encode.seconds(item.embeddings)
+                encoder.pending_encode_s += self._times.encode.seconds(item.embeddings)
                 self._send(_Job(item=item, request=request, encoder=encoder, engine=engine))
 
     def _send(self, job: _Job) -> None:
@@ -244,7 +244,7 @@ class Simulation:
         job.encoder.tower.serve(work_s, self._encoded, job)
 
     def _encoded(self, job: _Job) -> None:
-        job.encoder.owed_s -= self._times.encode.seconds(job.item.embeddings)
+        job.encoder.pending_encode_s -= self._times.encode.seconds(job.item.embeddings)
         transfer_s = self._times.transfer.seconds(job.item.embeddings)
         self._timeline.at(self._timeline.now + transfer_s, self._landed, job)
 
