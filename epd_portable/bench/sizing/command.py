@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -12,7 +11,6 @@ from epd_portable.bench import report as reports
 from epd_portable.bench.sizing.report import Prediction, make_report
 from epd_portable.bench.sizing.search import (
     LatencyLimits,
-    RatedDeployment,
     SizingQuestion,
     deployments,
     search,
@@ -186,16 +184,17 @@ def plan_command(
             count=requests,
             seed=SEED,
         )
-        answers: Sequence[RatedDeployment] | Sequence[Prediction]
-        if rates:
-            answers = [
-                Prediction(deployment=each, rate=rate, outcome=question.simulate(each, rate))
-                for rate in rates
-                for each in deployments(devices)
-            ]
-        else:
-            answers = search(question, devices, limits, console.progress)
+        predictions = [
+            Prediction(deployment=each, rate=rate, outcome=question.simulate(each, rate))
+            for rate in rates
+            for each in deployments(devices)
+        ]
         made = make_report(
-            question, limits, answers, command=console.command(), load_before=load_before
+            question,
+            limits,
+            candidates=[] if rates else search(question, devices, limits, console.progress),
+            predictions=predictions,
+            command=console.command(),
+            load_before=load_before,
         )
         console.finish(made, json_file=json_file, markdown_file=markdown_file)

@@ -43,8 +43,9 @@ class Prediction:
 def make_report(
     question: SizingQuestion,
     limits: LatencyLimits,
-    answers: Sequence[RatedDeployment] | Sequence[Prediction],
     *,
+    candidates: Sequence[RatedDeployment] = (),
+    predictions: Sequence[Prediction] = (),
     command: str,
     load_before: float,
 ) -> Report:
@@ -53,11 +54,11 @@ def make_report(
     Args:
         question: What was simulated.
         limits: Of latencies.
-        answers: Candidates of the search, or predictions at rates that were asked for.
+        candidates: Answer of the search.
+        predictions: Answers at rates that were asked for, in place of a search.
         command: The command line.
         load_before: See `conditions`.
     """
-    candidates = [each for each in answers if isinstance(each, RatedDeployment)]
     notes = [
         f"Workload: {question.workload}.",
         f"Stage times: {question.times.source}.",
@@ -71,25 +72,20 @@ def make_report(
         "limits": dataclasses.asdict(limits),
     }
     if candidates:
-        recommendation = recommend(candidates)
         best = max(candidates, key=lambda each: each.rate)
-        notes.insert(0, f"**{recommendation}**")
-        notes.insert(
-            3,
+        summary["recommendation"] = recommend(candidates)
+        summary["best"] = {**dataclasses.asdict(best.deployment), "rate": best.rate}
+        notes = [
+            f"**{summary['recommendation']}**",
             f"Limits at p99 of every kind of request: TTFT {limits.ttft_s:g} s, with pictures "
             f"{limits.ttft_pictures_s:g} s, TPOT {limits.tpot_s:g} s.",
-        )
-        summary["recommendation"] = recommendation
-        summary["best"] = {
-            **dataclasses.asdict(best.deployment),
-            "rate": best.rate,
-        }
+            *notes,
+        ]
         table = Table.of(
             "Highest rate within the limits, by how the devices are used",
             (_candidate(each, candidates[0]) for each in candidates),
         )
     else:
-        predictions = [each for each in answers if isinstance(each, Prediction)]
         table = Table.of(
             "Predicted at rates that were asked for; ms",
             (row for each in predictions for row in _predicted(each)),
@@ -100,7 +96,7 @@ def make_report(
         conditions=conditions(load_before, measured=_MEASURED),
         tables=(table,),
         summary=summary,
-        samples=[_sample(each) for each in answers],
+        samples=[_sample(each) for each in candidates or predictions],
         notes=tuple(notes),
     )
 
