@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     options = parser.parse_args(argv)
     log.configure()
-    # What was imported stays. Looked through with all else it would hold everybody up for 20 ms,
+    # What was imported stays. Looked through with all else it would delay every request by 20 ms,
     # again and again.
     gc.collect()
     gc.freeze()

@@ -129,7 +129,7 @@ class Choosing:
         for each in sorted(first, key=lambda one: one.load)[:MOST_SHOWN]:
             decision.totals[each.name] = -each.load
         if chosen is None:
-            decision.reason = "nobody is left"
+            decision.reason = "no instance is left"
         else:
             decision.winner = chosen.name
             decision.totals[chosen.name] = -chosen.load

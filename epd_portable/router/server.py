@@ -100,7 +100,7 @@ NOT_SERVED: Mapping[str, str] = {
 """Paths of vLLM that are refused on purpose, and why; one with a final slash stands for all below
 it."""
 LOOKS = frozenset({"/health", "/ping", "/metrics", *STATUS_PATHS})
-"""Paths whose GETs are not counted: who watches asks them again and again."""
+"""Paths whose GETs are not counted: monitors ask them all the time."""
 OTHER = "other"
 """Label of all paths that are not served."""
 
@@ -115,7 +115,7 @@ PASSED_ON = (
 )
 """Headers of clients that reach instances. All others stay here, so none can be forged."""
 IN_THREAD_BYTES = 256 * 1024
-"""Bodies from this size on are read beside the event loop."""
+"""Bodies from this size on are read in a thread."""
 SWEEP_EVERY_S = 1.0
 
 
@@ -438,7 +438,7 @@ class Router:
         return json_reply(answer, 200 if answer["status"] == "ok" else 503)
 
     def _summary(self) -> dict[str, object]:
-        """Return how the router is, for everybody."""
+        """Return how the router is, without names of instances."""
         usable = self.instances.any_usable("answer")
         if self._hops is not None:
             # For hops that answer elsewhere it prefills.
@@ -455,7 +455,7 @@ class Router:
     # Clients that send nothing, or take nothing.
 
     async def _sweep(self) -> None:
-        """Give up clients whose bodies do not come, and who take nothing of their answers."""
+        """Give up clients that do not send their bodies, or take nothing of their answers."""
         settings = self.settings
         shortest = min(settings.body_timeout_s, settings.send_timeout_s)
         while True:

@@ -27,7 +27,7 @@ LOOK_EVERY_S = 5.0
 ANSWERS_WITHIN_S = 1.0
 """In which answers that were not waited for any longer may still end by themselves."""
 LAST_WORDS_S = 1.0
-"""In which clients take what they are told at the end."""
+"""In which clients take the end of their answers."""
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -81,7 +81,7 @@ class Stopping:
 
 
 async def serve(router: Router, listeners: list[socket.socket], stop: Stopping) -> None:
-    """Answer requests on listening sockets until told to stop.
+    """Answer requests on listening sockets until the stop.
 
     Raises:
         ConfigError: A file or an address of the settings cannot be used.
@@ -145,7 +145,7 @@ async def _first_of(*waits: Coroutine[Any, Any, object]) -> None:
 
 
 async def _end(clients: Clients) -> None:
-    """Close all connections: answers that have not ended are told, and get a moment to."""
+    """Close all connections: answers that have not ended get a moment, and then an error."""
     clients.stop()
     for within_s in (ANSWERS_WITHIN_S, LAST_WORDS_S):
         if clients.tasks:

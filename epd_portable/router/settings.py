@@ -1,4 +1,4 @@
-"""What the router is told when it starts."""
+"""Settings of the router."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class InstanceSettings(BaseModel):
         role: What it serves; short names of roles are taken too.
         url: ``http://host:port`` of its OpenAI server, without a path.
         control: ZMQ address of its control channel; for all but ``encode``. Encode instances are
-            told this address too, so it must be reachable from where they run.
+            given this address too, so it must be reachable from where they run.
         weight: How much it does of what others of its role do.
         labels: What its operator says of it, for ``router.choice``.
     """
@@ -92,7 +92,7 @@ class RouterSettings(RouterSection):
             that answers.
         secret_file: File with the secret of the deployment or of the launcher's run, from which the
             keys of the control channels come; without one the router does not start.
-        registration: Whether who holds the secret may register instances while the router runs.
+        registration: Whether holders of the secret may register instances while the router runs.
             The launcher allows it for a secret that the topology file names, and not for the one
             that it makes for a run.
         store: Is asked for items before encoders are chosen; ``None`` for none.

@@ -2,7 +2,7 @@
 
 The first step of an engine compiles and allocates; the first item of a pair connects the two and
 opens the path between them. No client pays for either, unless a partner stays silent: one that
-does holds up nobody for longer than `PATIENCE_S`.
+does delays a newcomer by `PATIENCE_S` at most.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class WarmUp:
             await self._ask(instance, self._body(content, max_tokens=2, logprobs=True))
 
     async def _meet_all(self, newcomer: Instance) -> None:
-        """Meet everybody who has answered first requests of their own, and be let in.
+        """Meet all instances that have answered their own first requests, and be let in.
 
         Of two newcomers the second meets the first, so every pair meets.
         """
@@ -245,12 +245,12 @@ class WarmUp:
     ) -> ItemOutcome | None:
         (item,) = call.items
         job = call.for_encoder(item, transfer)
-        told = None if self._settings.local_encode else await self._described(encoder, job)
-        expected = expected_transfer(transfer, encoder, told)
+        metadata = None if self._settings.local_encode else await self._described(encoder, job)
+        expected = expected_transfer(transfer, encoder, metadata)
         request = call.for_pd(
-            PrefillParams(transfers=(expected,)), {item.mm_hash: told} if told else None
+            PrefillParams(transfers=(expected,)), {item.mm_hash: metadata} if metadata else None
         )
-        if told is None:
+        if metadata is None:
             answer = await _second_of(self._ask(encoder, job), self._ask(pd, request))
         else:
             answer = await self._ask(pd, request)

@@ -182,12 +182,12 @@ class _BySession(BuiltIn[SessionAffinity]):
 
 
 class _PrefixAffinity(Parameters):
-    """Who has the prompt, unless others are much less busy.
+    """Those that have the prompt, unless others are much less busy.
 
     Attributes:
         affinityThreshold: Part of the prompt from which on an instance counts as having it.
         explorationProbability: How often all are kept all the same.
-        maxTTFTPenaltyMs: How much longer who has the prompt may need for what is in flight; 0 for
+        maxTTFTPenaltyMs: How much longer those may need for what is in flight; 0 for
             any time.
         ttftSource: Latencies are not predicted here.
         peakPrefillThroughput: Tokens that an instance prefills in a second.

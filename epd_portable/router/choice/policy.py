@@ -115,7 +115,7 @@ class _ByHeader(Parameters):
     defaultProfile: PluginName = "decode"
 
     def handler(self) -> Handler:
-        """Return what it says; a request's header names the profile that chooses who answers."""
+        """Return what it says; a request's header names the profile for its answer."""
         return Handler({"decode": self.defaultProfile}, _NEVER, self.headerName.strip().lower())
 
 
@@ -209,7 +209,7 @@ class Policy:
     def choose(
         self, request: SelectionRequest, candidates: Sequence[C], decision: Decision | None = None
     ) -> C | None:
-        """Return who should have a request's stage; ``None`` for none.
+        """Return the candidate for a request's stage; ``None`` for none.
 
         A stage without a profile, which the deciders or the instances' abilities may ask for all
         the same, is chosen for as by default: by key, among those with room.

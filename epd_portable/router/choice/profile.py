@@ -113,7 +113,7 @@ class Profile:
                 decision.filters[name] = len(left)
         if not left:
             if decision is not None:
-                decision.reason = "nobody is left" if candidates else "nobody is there"
+                decision.reason = "no instance is left" if candidates else "there is no instance"
             return None
         totals = self._scored(request, left, decision)
         chosen = self._picked(request, left, totals)

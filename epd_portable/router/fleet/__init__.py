@@ -1,1 +1,1 @@
-"""The instances: their state and load, who comes and goes, what they say."""
+"""The instances: their state and load, registration, probes and control channels."""

@@ -1,7 +1,7 @@
-"""How busy instances say that they are: pushed by them, kept with its age, unknown when it is old.
+"""Reports of instances about their load: pushed by them, and forgotten when they are old.
 
-PD instances tell by their control channels as long as this router says that it wants to know.
-Encode instances have none: each is asked by HTTP, and answers when there is news.
+PD instances report by their control channels as long as this router asks them to. Encode instances
+have none: each is polled by HTTP, and answers when its load has changed.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from epd_portable.wire.messages import (
 )
 
 OLD_AFTER_S = 3 * LOAD_HEARTBEAT_S
-"""A load that was told longer ago is unknown."""
+"""An older report counts for nothing."""
 WANT_EVERY_S = LOAD_LEASE_S / 5
-"""PD instances are told so often that this router wants to know; a message may be lost."""
+"""PD instances are asked for reports so often; a message may be lost."""
 LOOK_EVERY_S = 1.0
-"""So often is looked which instances there are."""
+"""Between two looks for new encode instances."""
 PAUSE_S = 5.0
-"""After an encode instance has not told its load."""
+"""After an encode instance has not reported."""
 TIMEOUT_S = LOAD_HEARTBEAT_S + 2.0
 
 
@@ -107,7 +107,7 @@ class EngineLoads:
         while True:
             load = None
             with contextlib.suppress(UpstreamError, msgspec.MsgspecError):
-                # Whether it is well is told by probes.
+                # Its health is for probes.
                 status, _, body = await self._upstream.ask(
                     "GET",
                     f"{instance.url}{LOAD_PATH}?{urlencode(known)}",

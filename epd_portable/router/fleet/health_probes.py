@@ -162,4 +162,4 @@ async def _set_within(event: asyncio.Event, timeout_s: float) -> None:
 
 
 def _nothing() -> None:
-    """Let nobody know of anything."""
+    """Nothing was seen."""

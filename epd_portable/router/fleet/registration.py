@@ -97,7 +97,7 @@ class Registration:
         self._probes.start()
 
     async def close(self) -> None:
-        """Let everybody go at once."""
+        """Forget all instances at once."""
         await self._probes.close()
         for instance in self._instances.all:
             async with self._changing_of(instance.name):
@@ -204,7 +204,7 @@ class Registration:
     ) -> Reply:
         """Answer a request at ``/epd/``, for holders of the secret.
 
-        Answers carry a name of this router: another one does not know who has registered.
+        Answers carry a name of this router: another one does not know what has registered.
 
         Args:
             method: Of HTTP.
@@ -366,7 +366,7 @@ class Registration:
             await self._forget(instance)
 
     async def _forget(self, instance: Instance) -> None:
-        """Drop an instance and end what watches it; for who holds the lock."""
+        """Drop an instance and end what watches it; the lock of its name is held."""
         tasks = set(self._tasks.pop(instance).values()) - {asyncio.current_task()}
         for task in tasks:
             task.cancel()

@@ -365,7 +365,7 @@ def test_both_ways_of_choosing_say_why() -> None:
     assert decode["filters"] == {"there": 2, "usable": 1}
     assert "least load" in decode["reason"] and "hash" in encode["reason"]
     (decode, encode) = told(Chooser(fleet()))
-    assert decode["winner"] is None and decode["reason"] == "nobody is left"
+    assert decode["winner"] is None and decode["reason"] == "no instance is left"
 
 
 def test_the_log_says_why_to_who_debugs(caplog: pytest.LogCaptureFixture) -> None:

@@ -116,7 +116,7 @@ def test_of_many_instances_the_best_are_shown() -> None:
 def test_nobody_is_chosen_where_nobody_is() -> None:
     decision = Decision(stage="decode")
     assert Profile("p", {}, {}).choose(asked(), [], decision) is None
-    assert decision.shown()["reason"] == "nobody is there"
+    assert decision.shown()["reason"] == "there is no instance"
 
 
 @pytest.mark.parametrize(
