@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-
-import msgspec
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from epd_portable.config.roles import Duty
 from epd_portable.router.choice import prefix
@@ -22,17 +20,13 @@ from epd_portable.router.choice.selection_types import (
 from epd_portable.router.choice.tokens import cached_tokens
 from epd_portable.router.contents.body import Call
 from epd_portable.router.contents.media import MediaItem
+from epd_portable.router.contents.prompt import prompt_pieces, prompt_salt, text_field
 from epd_portable.router.fleet.engine_loads import EngineLoads
 from epd_portable.router.fleet.instances import Fleet, Instance
 
 logger = logging.getLogger(__name__)
 
 SESSION_HEADER = "x-session-id"
-_SALTS = ("tools", "chat_template", "chat_template_kwargs", "system", "instructions")
-"""Fields that stand before the messages in a prompt, or change all of it."""
-_PROMPTS = ("messages", "input", "prompt")
-"""Fields that hold a prompt, by the interface."""
-_raws = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 class Choosing:
@@ -195,7 +189,7 @@ class _ByPolicy(Choosing):
         self._deciders = deciders
         self._loads = loads
         self._call = call
-        self._session = headers.get(SESSION_HEADER, "") or _text(call, "session_id")
+        self._session = headers.get(SESSION_HEADER, "") or text_field(call, "session_id")
         self._profile = headers.get(policy.profile_header, "").strip()
         self._read: prefix.Prompt | None = None
         self._chance = f"{instances.chance.getrandbits(64):x}"
@@ -286,58 +280,16 @@ class _ByPolicy(Choosing):
             self._read = prefix.Prompt()
             if policy.wants_blocks:
                 self._read = prefix.chain(
-                    pieces(self._call),
+                    prompt_pieces(self._call),
                     block_bytes=policy.block_bytes,
                     most=policy.most_blocks,
-                    salt=_salt(self._call),
+                    salt=prompt_salt(self._call),
                     items={
                         b'"%b"' % item.mm_hash.encode(): policy.item_tokens(item)
                         for item in self._call.items
                     },
                 )
         return self._read
-
-
-def pieces(call: Call) -> Iterator[Iterable[prefix.Piece]]:
-    """Yield what each message of a prompt is made of; of an item, its name."""
-    for name in _PROMPTS:
-        given = call.fields.get(name)
-        if given is None:
-            continue
-        if isinstance(given, msgspec.Raw):
-            is_list = bytes(memoryview(given)[:1]) == b"["
-            given = _raws.decode(given) if is_list and name != "prompt" else [given]
-        assert isinstance(given, Sequence)
-        for message in given:
-            yield _of_message(call, message)
-        return
-
-
-def _of_message(call: Call, message: object) -> Iterator[prefix.Piece]:
-    if isinstance(message, msgspec.Raw):
-        yield from call.cut.segments(bytes(message))
-    elif isinstance(message, Mapping) and "uuid" in message:
-        yield bytes(message["uuid"])
-    elif isinstance(message, Mapping):
-        for name, value in message.items():
-            yield name.encode()
-            yield from _of_message(call, value)
-    elif isinstance(message, Sequence):
-        for part in message:
-            yield from _of_message(call, part)
-
-
-def _salt(call: Call) -> bytes:
-    given = (call.fields.get(name) for name in _SALTS)
-    raws = [bytes(each) if isinstance(each, msgspec.Raw) else b"" for each in given]
-    return b"\0".join([call.model.encode(), *map(call.cut.whole, raws)])
-
-
-def _text(call: Call, name: str) -> str:
-    raw = call.fields.get(name)
-    if not isinstance(raw, msgspec.Raw) or bytes(memoryview(raw)[:1]) != b'"':
-        return ""
-    return call.cut.whole(bytes(raw)).decode("utf-8", "replace")
 
 
 def _without(tier: Sequence[Instance], exclude: Collection[str]) -> Sequence[Instance]:

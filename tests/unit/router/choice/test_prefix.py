@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from epd_portable.router.choice.caches import CacheSizes, Recent
 from epd_portable.router.choice.prefix import chain
-from epd_portable.router.chooser import pieces
 from epd_portable.router.contents.body import Call, Rules, read_call
+from epd_portable.router.contents.prompt import prompt_pieces
 
 texts = st.lists(st.binary(max_size=40), max_size=6)
 
@@ -71,7 +71,7 @@ def call(path: str = "/v1/chat/completions", **fields: object) -> Call:
 
 
 def named(one: Call) -> tuple[int, ...]:
-    return chain(pieces(one), block_bytes=64, most=1000).blocks
+    return chain(prompt_pieces(one), block_bytes=64, most=1000).blocks
 
 
 def user(*content: object) -> dict[str, object]:
