@@ -44,13 +44,7 @@ class _Part(BaseModel):
 
 
 class PluginSection(_Part):
-    """One plug-in.
-
-    Attributes:
-        type: What it is.
-        name: By which profiles name it; by default its type.
-        parameters: Of its type.
-    """
+    """One plug-in."""
 
     type: Name
     name: Name | None = None
@@ -63,24 +57,14 @@ class PluginSection(_Part):
 
 
 class PluginUse(_Part):
-    """A plug-in's part in a profile.
-
-    Attributes:
-        pluginRef: Its name.
-        weight: Of a scorer; 1 by default.
-    """
+    """A plug-in's part in a profile; only scorers have a weight, 1 by default."""
 
     pluginRef: Name
     weight: Annotated[float, Field(ge=0, le=1e6, strict=False)] | None = None
 
 
 class ProfileSection(_Part):
-    """How one stage is chosen for.
-
-    Attributes:
-        name: Of the profile.
-        plugins: Filters in their order, scorers, and at most one picker.
-    """
+    """How one stage is chosen for: by filters in their order, scorers, and at most one picker."""
 
     name: Name
     plugins: Annotated[list[PluginUse], Field(max_length=MAX_PLUGINS)]
@@ -91,11 +75,8 @@ class ChoiceSection(_Part):
 
     Attributes:
         file: That has the rest; relative to where the program was started.
-        apiVersion: As llm-d writes it.
-        kind: ``EndpointPickerConfig``.
-        metadata: Name and labels; not looked at.
-        plugins: All of them, of every kind.
-        schedulingProfiles: Which plug-ins choose for which stage.
+        metadata: Not looked at.
+        plugins: Of every kind.
     """
 
     file: Name | None = None

@@ -315,12 +315,7 @@ class Router:
             self.requests.end(record)
 
     async def _read(self, path: str, client: Caller, body: Body) -> Call:
-        """Return what the client asks for.
-
-        Raises:
-            RequestError: It is refused.
-            ClientGoneError: It has gone.
-        """
+        """Return what the client asks for."""
         method = TO_ANY_INSTANCE.get(path, "POST")
         if client.method != method:
             raise _no_such(client.method, path, 405)
@@ -413,12 +408,7 @@ class Router:
         raise _no_such(client.method, path, 404)
 
     async def _operators_body(self, client: Caller) -> bytes:
-        """Return a body for ``/epd/``; that it may be asked for is known only from the whole.
-
-        Raises:
-            RequestError: 408 or 413; it does not come in time, or is too large.
-            ClientGoneError: The client is gone.
-        """
+        """Return a body for ``/epd/``; that it may be asked for is known only from the whole."""
         try:
             with anyio.fail_after(self.settings.body_timeout_s):
                 with self._operators_bodies.holding() as body:

@@ -273,11 +273,7 @@ class WarmUp:
         return item
 
     async def _ask(self, instance: Instance, body: Segments | bytes) -> bytes:
-        """Return the answer to a request.
-
-        Raises:
-            _RefusedError: There is none, or it says no.
-        """
+        """Return the answer to a request."""
         headers = {
             "content-type": "application/json",
             "x-request-id": f"warm-up-{uuid.uuid4().hex}",

@@ -123,51 +123,39 @@ class SelectionRequest:
 
 
 class Candidate(Protocol):
-    """An instance that could be chosen, as it is at this moment."""
+    """An instance that could be chosen, as it is at this moment.
 
-    @property
-    def name(self) -> str:
-        """Unique."""
+    Attributes:
+        name: Unique.
+        labels: Of its settings.
+        weight: How much it does of what the others do; positive.
+        load: Requests or jobs that the router has given to it and that have not ended.
+        computes_for: Requests in flight that wait for no item.
+        tokens: Of prompts that the router has given to it, and whose answers have not begun.
+        cached: What it most likely has in its caches.
+        version: Is another one whenever something of this is.
+    """
+
+    name: str
+    labels: Mapping[str, str]
+    weight: float
+    load: int
+    computes_for: int
+    tokens: int
+    cached: CacheEstimate
+    version: int
 
     @property
     def role(self) -> str:
         """What it serves: stages with ``-`` between them."""
 
     @property
-    def labels(self) -> Mapping[str, str]:
-        """Of its settings."""
-
-    @property
-    def weight(self) -> float:
-        """How much it does of what the others do; positive."""
-
-    @property
-    def load(self) -> int:
-        """Requests or jobs that the router has given to it and that have not ended."""
-
-    @property
     def pending_encode_s(self) -> float:
         """Seconds of encoding that the router has given to it."""
 
     @property
-    def computes_for(self) -> int:
-        """Requests that it computes for: they wait for no item."""
-
-    @property
-    def tokens(self) -> int:
-        """Of prompts that the router has given to it, and whose answers have not begun."""
-
-    @property
     def reported(self) -> LoadReport | None:
         """What it reported of its load within the last seconds; ``None`` if nothing."""
-
-    @property
-    def version(self) -> int:
-        """Is another one whenever something above is."""
-
-    @property
-    def cached(self) -> CacheEstimate:
-        """What it most likely has in its caches."""
 
 
 Candidates: TypeAlias = Sequence[Candidate]

@@ -103,18 +103,99 @@ class Registration:
             async with self._changing_of(instance.name):
                 await self._forget(instance)
 
+    def states(self, method: str, target: str, headers: Mapping[str, str]) -> dict[str, Any] | None:
+        """Return how each instance is, by name; ``None`` to a client without the secret."""
+        try:
+            self._check.check(headers.get("authorization", ""), method, target)
+        except RequestError:
+            return None
+        return {
+            instance.name: {key: value for key, value in _shown(instance).items() if value != ""}
+            for instance in self._instances.all
+        }
+
+    async def handle(
+        self, method: str, target: str, headers: Mapping[str, str], body: bytes
+    ) -> Reply:
+        """Answer a request at ``/epd/``, for holders of the secret.
+
+        Answers carry a name of this router: another one does not know what has registered.
+
+        Raises:
+            RequestError: It is refused.
+        """
+        self._check.check(headers.get("authorization", ""), method, target, body)
+        path = target.partition("?")[0]
+        if path == INSTANCES_PATH:
+            return await self._at_all(method, body)
+        if not path.startswith(f"{INSTANCES_PATH}/"):
+            raise _no_such(path)
+        name, _, what = path.removeprefix(f"{INSTANCES_PATH}/").partition("/")
+        return await self._at_one(method, name, what)
+
+    async def _at_all(self, method: str, body: bytes) -> Reply:
+        if method == "GET":
+            shown = [_shown(instance) for instance in self._instances.all]
+            return json_reply({"router": self._name, "instances": shown})
+        _check_method(method, "GET", "POST")
+        self._check_registration()
+        try:
+            settings = InstanceSettings.model_validate_json(body)
+            instance, new = await self._join(settings)
+        except ValidationError as error:
+            problems = in_one_line(error, whole="body")
+            raise RequestError(
+                f"instance to register: {problems}", status=400, code="invalid_instance"
+            ) from error
+        except ConfigError as error:
+            raise RequestError(str(error), status=400, code="invalid_instance") from error
+        return json_reply({"router": self._name, **_shown(instance)}, 201 if new else 200)
+
+    async def _at_one(self, method: str, name: str, what: str) -> Reply:
+        if what == "":
+            _check_method(method, "DELETE")
+            self._check_registration()
+            return json_reply(_shown(self._leave(name)), 202)
+        if what == "drain":
+            _check_method(method, "POST")
+            return json_reply(_shown(self._drain(name)), 202)
+        if what == "resume":
+            _check_method(method, "POST")
+            return json_reply(_shown(await self._resume(name)))
+        raise _no_such(f"{INSTANCES_PATH}/{name}/{what}")
+
+    def _check_registration(self) -> None:
+        if not self._settings.registration:
+            raise RequestError(
+                "this router registers no instances: name a secret_file in its topology file",
+                status=404,
+                code="registration_off",
+            )
+
+    async def _check_networks(self, settings: InstanceSettings) -> None:
+        """Refuse an instance at which this router has nothing to ask."""
+        for address in (settings.url, settings.control):
+            if not address or address.startswith("ipc://"):
+                continue
+            for found in await _resolved(settings.name, address):
+                if not _lies_in(found, self._networks):
+                    allowed = ", ".join(self._settings.instance_networks)
+                    at = "" if str(found) in address else f", which is at {found}"
+                    raise RequestError(
+                        f"instance {settings.name!r}: {address}{at}, is in no network of "
+                        f"router.instance_networks ({allowed}): add the network there if this "
+                        "router shall ask it",
+                        status=403,
+                        code="network_not_allowed",
+                    )
+
     # What may be asked for.
 
-    async def join(self, settings: InstanceSettings) -> tuple[Instance, bool]:
+    async def _join(self, settings: InstanceSettings) -> tuple[Instance, bool]:
         """Take in an instance; one that is there already stays, also if it was about to leave.
 
         Returns:
             The instance, and whether it is new.
-
-        Raises:
-            ConfigError: Its control address cannot be used.
-            RequestError: 403; its addresses are not where instances may be. 409; another one of
-                that name is healthy, or there are too many.
         """
         await self._check_networks(settings)
         async with self._changing_of(settings.name):
@@ -143,24 +224,16 @@ class Registration:
             await self._probes.look(instance)
             return instance, True
 
-    def drain(self, name: str) -> Instance:
-        """Send an instance nothing more; it stays known.
-
-        Raises:
-            RequestError: 404; there is none of that name.
-        """
+    def _drain(self, name: str) -> Instance:
+        """Send an instance nothing more; it stays known."""
         instance = self._named(name)
         if instance.state != "draining":
             logger.info("instance %s drains", name)
             self._send_no_more(instance)
         return instance
 
-    def leave(self, name: str) -> Instance:
-        """Send an instance nothing more, and forget it when what it works on has ended.
-
-        Raises:
-            RequestError: 404; there is none of that name.
-        """
+    def _leave(self, name: str) -> Instance:
+        """Send an instance nothing more, and forget it when what it works on has ended."""
         instance = self._named(name)
         if "leaving" not in self._tasks[instance]:
             logger.info("instance %s leaves", name)
@@ -168,121 +241,13 @@ class Registration:
             self._start(instance, "leaving", self._see_off(instance))
         return instance
 
-    async def resume(self, name: str) -> Instance:
-        """Take back `drain` and `leave`, and look at the instance.
-
-        Raises:
-            RequestError: 404; there is none of that name.
-        """
+    async def _resume(self, name: str) -> Instance:
+        """Take back `_drain` and `_leave`, and look at the instance."""
         async with self._changing_of(name):
             instance = self._named(name)
             await self._probes.look(instance)
             self._take_back(instance)
             return instance
-
-    # Over HTTP.
-
-    def states(self, method: str, target: str, headers: Mapping[str, str]) -> dict[str, Any] | None:
-        """Return how each instance is, by name; ``None`` to a client without the secret.
-
-        Args:
-            method: Of the request, which has no body.
-            target: Path and query, as they came.
-            headers: Names in lower case.
-        """
-        try:
-            self._check.check(headers.get("authorization", ""), method, target)
-        except RequestError:
-            return None
-        return {
-            instance.name: {key: value for key, value in _shown(instance).items() if value != ""}
-            for instance in self._instances.all
-        }
-
-    async def handle(
-        self, method: str, target: str, headers: Mapping[str, str], body: bytes
-    ) -> Reply:
-        """Answer a request at ``/epd/``, for holders of the secret.
-
-        Answers carry a name of this router: another one does not know what has registered.
-
-        Args:
-            method: Of HTTP.
-            target: Path and query, as they came.
-            headers: Names in lower case.
-            body: Whole.
-
-        Raises:
-            RequestError: It is refused.
-        """
-        self._check.check(headers.get("authorization", ""), method, target, body)
-        path = target.partition("?")[0]
-        if path == INSTANCES_PATH:
-            return await self._at_all(method, body)
-        if not path.startswith(f"{INSTANCES_PATH}/"):
-            raise _no_such(path)
-        name, _, what = path.removeprefix(f"{INSTANCES_PATH}/").partition("/")
-        return await self._at_one(method, name, what)
-
-    async def _at_all(self, method: str, body: bytes) -> Reply:
-        if method == "GET":
-            shown = [_shown(instance) for instance in self._instances.all]
-            return json_reply({"router": self._name, "instances": shown})
-        _check_method(method, "GET", "POST")
-        self._check_registration()
-        try:
-            settings = InstanceSettings.model_validate_json(body)
-            instance, new = await self.join(settings)
-        except ValidationError as error:
-            problems = in_one_line(error, whole="body")
-            raise RequestError(
-                f"instance to register: {problems}", status=400, code="invalid_instance"
-            ) from error
-        except ConfigError as error:
-            raise RequestError(str(error), status=400, code="invalid_instance") from error
-        return json_reply({"router": self._name, **_shown(instance)}, 201 if new else 200)
-
-    async def _at_one(self, method: str, name: str, what: str) -> Reply:
-        if what == "":
-            _check_method(method, "DELETE")
-            self._check_registration()
-            return json_reply(_shown(self.leave(name)), 202)
-        if what == "drain":
-            _check_method(method, "POST")
-            return json_reply(_shown(self.drain(name)), 202)
-        if what == "resume":
-            _check_method(method, "POST")
-            return json_reply(_shown(await self.resume(name)))
-        raise _no_such(f"{INSTANCES_PATH}/{name}/{what}")
-
-    def _check_registration(self) -> None:
-        if not self._settings.registration:
-            raise RequestError(
-                "this router registers no instances: name a secret_file in its topology file",
-                status=404,
-                code="registration_off",
-            )
-
-    async def _check_networks(self, settings: InstanceSettings) -> None:
-        """Refuse an instance at which this router has nothing to ask.
-
-        Raises:
-            RequestError: 403; says which address, and the key.
-        """
-        for address in (settings.url, settings.control):
-            if not address or address.startswith("ipc://"):
-                continue
-            for found in await _resolved(settings.name, address):
-                if not _lies_in(found, self._networks):
-                    allowed = ", ".join(self._settings.instance_networks)
-                    at = "" if str(found) in address else f", which is at {found}"
-                    raise RequestError(
-                        f"instance {settings.name!r}: {address}{at}, is in no network of "
-                        f"router.instance_networks ({allowed}): add the network there if this "
-                        "router shall ask it",
-                        status=403,
-                        code="network_not_allowed",
-                    )
 
     # What is done.
 
@@ -308,23 +273,23 @@ class Registration:
             settings, registered=registered, warm_up=self._settings.warm_up
         )
         self._tasks[instance] = {}
-        self._let_meet(instance)
+        self._start_warm_up(instance)
         if registered:
             self._start(instance, "forgetting", self._forget_when_away(instance))
         return instance
 
-    def _let_meet(self, instance: Instance) -> None:
-        if self._settings.warm_up and "meeting" not in self._tasks[instance]:
-            self._start(instance, "meeting", self._meet(instance))
+    def _start_warm_up(self, instance: Instance) -> None:
+        if self._settings.warm_up and "warming up" not in self._tasks[instance]:
+            self._start(instance, "warming up", self._keep_warm(instance))
 
     def _send_no_more(self, instance: Instance) -> None:
-        self._stop(instance, "meeting")
+        self._stop(instance, "warming up")
         instance.drain()
 
     def _take_back(self, instance: Instance) -> None:
         self._stop(instance, "leaving")
         instance.resume()
-        self._let_meet(instance)
+        self._start_warm_up(instance)
 
     def _stop(self, instance: Instance, what: str) -> None:
         if task := self._tasks[instance].pop(what, None):
@@ -335,7 +300,7 @@ class Registration:
         self._tasks[instance][what] = task
         task.add_done_callback(_said)
 
-    async def _meet(self, instance: Instance) -> None:
+    async def _keep_warm(self, instance: Instance) -> None:
         pause_s = FIRST_PAUSE_S
         while True:
             await instance.wait_up()
@@ -434,11 +399,7 @@ def _within(inner: Network, outer: Network) -> bool:
 
 
 async def _resolved(name: str, url: str) -> set[Address]:
-    """Return every address of a URL's host.
-
-    Raises:
-        ConfigError: It has none.
-    """
+    """Return every address of a URL's host."""
     try:
         parts = urlsplit(url)
         found = await asyncio.get_running_loop().getaddrinfo(parts.hostname, parts.port)

@@ -19,7 +19,7 @@ class Picture:
     pixels: int = 0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Snapshot:
     """A candidate that is only data."""
 
