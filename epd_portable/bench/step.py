@@ -169,7 +169,7 @@ class _Engine:
         receiver, unsettled = self.receiver, self.receiver.cache.unsettled
 
         def may_schedule(request: StandInRequest, num_computed_tokens: int) -> bool:
-            # As `EPDConnector.ensure_cache_available`.
+            # As `PDScheduler.ensure_cache_available`.
             return request.request_id not in unsettled or receiver.may_schedule(
                 request.request_id, num_computed_tokens
             )

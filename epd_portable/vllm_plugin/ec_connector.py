@@ -1,4 +1,4 @@
-"""The EC connector as vLLM sees it: a scheduler half and a worker half for either role.
+"""The EC connector that vLLM loads: one class for each role and half behind `EPDConnector`.
 
 Hooks by version are listed in `epd_portable.vllm_plugin.compat`.
 """
@@ -6,8 +6,9 @@ Hooks by version are listed in `epd_portable.vllm_plugin.compat`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container
-from contextlib import AbstractContextManager, nullcontext
+from abc import abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -50,20 +51,24 @@ from epd_portable.wire.params import encode_params, prefill_params, to_params
 
 if TYPE_CHECKING:
     import torch
+    from typing_extensions import Self
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
+    from epd_portable.connector.copies import DeviceCopies
     from epd_portable.platforms.base import Platform
 
 logger = logging.getLogger(__name__)
 
 ParamsT = TypeVar("ParamsT")
+Ended = tuple[set[str] | None, set[str] | None]
+"""What vLLM's connectors report of a step: ``finished_sending``, ``finished_recving``."""
 
 _REST_S = 0.005
 """vLLM steps every millisecond while a request waits; a new one waits no longer than this."""
 _LINGER_S = 2.0
-"""vLLM kills an engine that has not ended 5 s after it was told to."""
+"""vLLM kills an engine that has not ended 5 s after it was asked to."""
 
 
 @dataclass
@@ -87,12 +92,22 @@ class StepMetadata(ECConnectorMetadata):
 
 
 class EPDConnector(ECConnectorBase):
-    """Delegates to the collaborators of `epd_portable.runners`.
+    """Makes the connector of the instance's role and the process's half.
+
+    The hooks here do nothing: each class overrides those that concern it.
 
     Args:
         vllm_config: Of the engine; ``ec_connector_extra_config`` is an `InstanceConfig`.
         role: Scheduler or worker half.
     """
+
+    def __new__(cls, vllm_config: VllmConfig, role: ECConnectorRole) -> Self:
+        """Return an object of the class for this role and half."""
+        half = cls
+        if cls is EPDConnector:
+            half = _HALVES[vllm_config.ec_transfer_config.is_ec_producer, role]
+        made: Self = super().__new__(half)
+        return made
 
     def __init__(self, vllm_config: VllmConfig, role: ECConnectorRole) -> None:
         super().__init__(vllm_config, role)
@@ -104,27 +119,164 @@ class EPDConnector(ECConnectorBase):
             compat.check_metadata()
         self._fingerprint = compat.fingerprint(vllm_config)
         self._namespace = namespace_of(self._config, lambda: compat.stored_as(vllm_config))
-        exposition.publish()
-        self._dispatcher: Dispatcher | None = None
-        self._levels: TwoLevelCache | None = None
-        self._queue: EncodeQueue | None = None
-        self.answers: WithheldAnswers[Any] = WithheldAnswers()
-        self._scheduled_step = self._queued_step = 0
-        self._receiver: Receiver | None = None
-        self._sender: Sender | None = None
-        self._copies: HostCopies | None = None
-        self._placer: Placer | None = None
-        self._background: BackgroundEncoder | None = None
         self._in_background = compat.encodes_in_background(vllm_config, self._config)
-        self._end: WorkerEndpoint | None = None
-        self._clock: StreamClock | None = None
-        self._metadata: ItemMetadata | None = None
-        self._by_hooks: bool = vllm_config.use_v2_model_runner
-        """vLLM's second runner calls its hooks in every step; beside the first mixins call ours."""
-        self._unsettled: Container[str] = frozenset()
-        self._lock: AbstractContextManager[Any] = nullcontext()
+        self._opened = ExitStack()
+        exposition.publish()
 
-    # -- scheduler half, called by our scheduler subclass ----------------------------------------
+    def shutdown(self) -> None:
+        """Stop threads, close sockets, remove the pool."""
+        self._opened.close()
+
+    # -- hooks of vLLM ---------------------------------------------------------------------------
+
+    def has_cache_item(self, identifier: str) -> bool:
+        """Return ``False``: an item that has arrived is in the scheduler's encoder cache."""
+        return False
+
+    def update_state_after_alloc(self, request: Request, index: int) -> None:
+        """An item is encoded on this instance."""
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
+        """Return what the worker half must do in this step."""
+        return StepMetadata()
+
+    def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], **kwargs: Any) -> None:
+        """The step of a PD instance begins."""
+
+    def save_caches(
+        self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: Any
+    ) -> None:
+        """An encoder output was computed."""
+
+
+class SchedulerConnector(EPDConnector):
+    """The scheduler half: what our scheduler calls beside vLLM's hooks."""
+
+    def __init__(self, vllm_config: VllmConfig, role: ECConnectorRole) -> None:
+        super().__init__(vllm_config, role)
+        self._metadata = ItemMetadata(vllm_config)
+
+    def exclusive(self) -> AbstractContextManager[Any]:
+        """Keep messages out while the scheduler works on requests or its encoder cache."""
+        return nullcontext()
+
+    def before_schedule(self) -> None:
+        """A step is about to be scheduled."""
+
+    def rest(self, timeout_s: float) -> None:
+        """See `Receiver.rest`."""
+
+    def take_woken(self) -> list[str]:
+        """See `Receiver.take_woken`."""
+        return []
+
+    def take_sleepers(self) -> list[str]:
+        """See `Receiver.take_sleepers`."""
+        return []
+
+    def step_done(self) -> None:
+        """The output of the oldest scheduled step has been processed."""
+
+    def _tensor(self, feature: Any) -> TensorSpec:
+        width = compat.encoder_output_width(self._vllm_config, feature.modality)
+        return TensorSpec(
+            shape=(feature.mm_position.get_num_embeds(), width),
+            dtype=compat.dtype_name(self._vllm_config),
+        )
+
+
+class EncodeScheduler(SchedulerConnector):
+    """The scheduler half of an encode instance: a `Dispatcher` and its `EncodeQueue`.
+
+    Attributes:
+        answers: Of steps that the device has not computed yet.
+    """
+
+    _dispatcher: Dispatcher
+    _cache: TwoLevelCache
+    _queue: EncodeQueue
+    _step = 0
+
+    def attach(self, cache_size: int, **kwargs: Any) -> EncoderCacheManager:
+        """See `PDScheduler.attach`."""
+        config = self._config
+        self.answers: WithheldAnswers[Any] = WithheldAnswers()
+        self._cache = TwoLevelCache(
+            cache_size,
+            config.host_cache_bytes,
+            lambda request, index: self._tensor(request.mm_features[index]).nbytes,
+        )
+        secret = Secret.read(config.secret_file)
+        self._dispatcher = Dispatcher(self._cache, secret, config.instance, self._namespace)
+        return self._cache
+
+    def make_queue(self, limits: StepLimits) -> EncodeQueue:
+        """Make the queue that decides which requests may start; after `attach`."""
+        self._queue = EncodeQueue(
+            self._cache, limits, self._dispatcher.kept, remember_s=self._config.wait_timeout_s
+        )
+        return self._queue
+
+    def consumers(self, request_id: str) -> frozenset[str]:
+        """Return the addresses that the items of a request are for."""
+        return self._dispatcher.consumers(request_id)
+
+    def request_arrived(self, request: Request) -> None:
+        """Remember the transfers that a request asks for."""
+        params = _read(encode_params, request) if request.mm_features else None
+        if params is not None:
+            items = [
+                EncodeItem(
+                    mm_hash=feature.identifier,
+                    tensor=self._tensor(feature),
+                    modality=feature.modality,
+                    metadata=self._metadata.of(feature),
+                )
+                for feature in request.mm_features
+            ]
+            self._dispatcher.request_arrived(request.request_id, items, params)
+
+    def ensure_cache_available(self, request: Request, num_computed_tokens: int) -> bool:
+        """Return whether the request's items may be encoded."""
+        return self._queue.may_start(request.request_id)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
+        """See `EPDConnector`."""
+        computes = scheduler_output.total_num_scheduled_tokens > 0
+        if computes and TRAITS[self._config.platform].needs_device_copy:
+            self._step += 1  # It is computed later than it is queued.
+        orders = self._dispatcher.take_orders(scheduler_output.num_scheduled_tokens)
+        waits = bool(self.answers) or (self._dispatcher.busy and not self._queue.is_empty)
+        return StepMetadata(
+            orders=orders,
+            copies=self._cache.take_orders(),
+            step=self._step if computes else 0,
+            rests=not computes and waits,
+        )
+
+    def update_connector_output(self, connector_output: ECConnectorOutput) -> None:
+        """Take in what `EncodeWorker` reports."""
+        self._dispatcher.transfers_ended(connector_output.finished_sending or ())
+        names = connector_output.finished_recving or ()
+        for step in filter(str.isdecimal, names):
+            self.answers.computed(int(step))
+        self._cache.take_report(HostReport.from_names(names))
+
+    def take_unavailable_requests(self) -> set[str]:
+        """Return requests whose items can never be encoded."""
+        return self._queue.take_hopeless()
+
+    def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        """Return what the request's items are; never delays the freeing of its blocks."""
+        self._queue.withdraw(request.request_id)
+        outcome = self._dispatcher.request_finished(request.request_id)
+        return False, None if outcome is None else to_params(outcome)
+
+
+class PDScheduler(SchedulerConnector):
+    """The scheduler half of a PD instance: a `Receiver`."""
+
+    _receiver: Receiver
 
     def attach(
         self, cache_size: int, *, lookahead: int, load: Callable[[], LoadReport]
@@ -136,21 +288,7 @@ class EPDConnector(ECConnectorBase):
             lookahead: Tokens beyond those that a step computes whose items it wants.
             load: Returns how busy the engine is.
         """
-        self._metadata = ItemMetadata(self._vllm_config)
-        if self.is_producer:
-            self._levels = TwoLevelCache(
-                cache_size,
-                self._config.host_cache_bytes,
-                lambda request, index: self._tensor(request.mm_features[index]).nbytes,
-            )
-            self._dispatcher = Dispatcher(
-                self._levels,
-                Secret.read(self._config.secret_file),
-                self._config.instance,
-                self._namespace,
-            )
-            return self._levels
-        receiver = Receiver(
+        self._receiver = Receiver(
             self._config,
             fingerprint=self._fingerprint,
             cache_size=cache_size,
@@ -160,102 +298,58 @@ class EPDConnector(ECConnectorBase):
             metrics=ReceiverMetrics(),
             namespace=self._namespace,
         )
-        self._receiver = receiver
-        self._unsettled = receiver.cache.unsettled
-        self._lock = receiver.lock
-        receiver.listen()
-        return receiver.cache
+        self._opened.callback(self._receiver.close)
+        self._unsettled = self._receiver.cache.unsettled
+        self._receiver.listen()
+        return self._receiver.cache
 
     def exclusive(self) -> AbstractContextManager[Any]:
-        """Keep messages out while the scheduler works on requests or its encoder cache."""
-        return self._lock
-
-    def make_queue(self, limits: StepLimits) -> EncodeQueue:
-        """Make the queue of an encode instance, and let it say which requests may start."""
-        assert self._dispatcher is not None, "the scheduler did not attach its encoder cache"
-        assert self._levels is not None
-        self._queue = EncodeQueue(
-            self._levels, limits, self._dispatcher.kept, remember_s=self._config.wait_timeout_s
-        )
-        return self._queue
-
-    def consumers(self, request_id: str) -> frozenset[str]:
-        """Return whom the items of an encode request are for."""
-        assert self._dispatcher is not None, "the scheduler did not attach its encoder cache"
-        return self._dispatcher.consumers(request_id)
+        """See `SchedulerConnector`."""
+        return self._receiver.lock
 
     def request_arrived(self, request: Request) -> None:
-        """A request was added; one without media is none of our business."""
+        """Expect the items of a request."""
         if not request.mm_features:
             return
-        raw = compat.transfer_params(request)
-        if self._dispatcher is not None and raw is not None:
-            asked = self._read(encode_params, request, raw)
-            if asked is not None:
-                items = self._encode_items(request)
-                self._dispatcher.request_arrived(request.request_id, items, asked)
-        elif self._receiver is not None and getattr(request, "resumable", False):
+        if getattr(request, "resumable", False):
             self._receiver.session_arrived(request)
-        elif self._receiver is not None:
-            expected = self._read(prefill_params, request, raw)
-            self._receiver.request_arrived(request, self._prompt_items(request), expected)
+        else:
+            params = _read(prefill_params, request)
+            self._receiver.request_arrived(request, self._prompt_items(request), params)
 
     def before_schedule(self) -> None:
-        """A step is about to be scheduled."""
-        if self._receiver is not None:
-            self._receiver.before_step()
+        """See `SchedulerConnector`."""
+        self._receiver.before_step()
 
     def rest(self, timeout_s: float) -> None:
         """See `Receiver.rest`."""
-        if self._receiver is not None:
-            self._receiver.rest(timeout_s)
+        self._receiver.rest(timeout_s)
 
     def take_woken(self) -> list[str]:
         """See `Receiver.take_woken`."""
-        return self._receiver.take_woken() if self._receiver is not None else []
+        return self._receiver.take_woken()
 
     def take_sleepers(self) -> list[str]:
         """See `Receiver.take_sleepers`."""
-        return self._receiver.take_sleepers() if self._receiver is not None else []
+        return self._receiver.take_sleepers()
 
     def step_done(self) -> None:
-        """The output of the oldest scheduled step has been taken in."""
-        if self._receiver is not None:
-            self._receiver.step_done()
-
-    # -- scheduler half, called by vLLM ----------------------------------------------------------
-
-    def has_cache_item(self, identifier: str) -> bool:
-        """Return ``False``: an item that has arrived is in the scheduler's encoder cache."""
-        return False
+        """See `SchedulerConnector`."""
+        self._receiver.step_done()
 
     def ensure_cache_available(self, request: Request, num_computed_tokens: int) -> bool:
-        """Tell whether the request's next token can be computed, or its items be encoded."""
+        """Return whether the request's next token can be computed."""
         if request.request_id not in self._unsettled:
-            # Asked of every request in every step, and so for almost all while they decode.
-            return self._queue is None or self._queue.may_start(request.request_id)
-        assert self._receiver is not None
+            return True  # Asked of every request in every step: of almost all while they decode.
         running = request.status is RequestStatus.RUNNING
         return self._receiver.may_schedule(request.request_id, num_computed_tokens, running=running)
 
     def update_state_after_alloc(self, request: Request, index: int) -> None:
-        """An item is encoded on this instance."""
-        if self._receiver is not None:
-            self._receiver.encoding_here(request.request_id, request.mm_features[index].identifier)
+        """See `EPDConnector`."""
+        self._receiver.encoding_here(request.request_id, request.mm_features[index].identifier)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
-        """Return what the worker half must do in this step."""
-        if self._dispatcher is not None:
-            assert self._levels is not None
-            computes = scheduler_output.total_num_scheduled_tokens > 0
-            waiting = self._queue is not None and not self._queue.is_empty
-            return StepMetadata(
-                orders=self._dispatcher.take_orders(scheduler_output.num_scheduled_tokens),
-                copies=self._levels.take_orders(),
-                step=self._next_step() if computes else 0,
-                rests=not computes and (bool(self.answers) or (self._dispatcher.busy and waiting)),
-            )
-        assert self._receiver is not None, "the scheduler did not attach its encoder cache"
+        """See `EPDConnector`."""
         receipts = self._receiver.take_orders(
             scheduler_output.free_encoder_mm_hashes,
             computes=scheduler_output.total_num_scheduled_tokens > 0,
@@ -263,44 +357,48 @@ class EPDConnector(ECConnectorBase):
         return StepMetadata(receipts=receipts)
 
     def update_connector_output(self, connector_output: ECConnectorOutput) -> None:
-        """Take in the ids of transfers that ended, and which steps have been computed."""
-        if self._dispatcher is not None:
-            self._dispatcher.transfers_ended(connector_output.finished_sending or ())
-            names = connector_output.finished_recving or ()
-            for step in filter(str.isdecimal, names):
-                self.answers.computed(int(step))
-            assert self._levels is not None
-            self._levels.take_report(HostReport.from_names(names))
-        elif self._receiver is not None:
-            self._receiver.encoded(connector_output.finished_recving or ())
-            self._receiver.not_encoded(connector_output.finished_sending or ())
+        """Take in what `PDWorker` reports."""
+        self._receiver.encoded(connector_output.finished_recving or ())
+        self._receiver.not_encoded(connector_output.finished_sending or ())
 
     def take_unavailable_requests(self) -> set[str]:
         """Return requests whose items cannot be obtained."""
-        if self._queue is not None:
-            return self._queue.take_hopeless()
-        return self._receiver.take_unavailable() if self._receiver is not None else set()
+        return self._receiver.take_unavailable()
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
-        """Give up what the request awaited; never delays the freeing of its blocks."""
-        if self._queue is not None:
-            self._queue.withdraw(request.request_id)
-        if self._dispatcher is not None:
-            encoded = self._dispatcher.request_finished(request.request_id)
-            return False, None if encoded is None else to_params(encoded)
-        if self._receiver is not None:
-            outcome = self._receiver.request_finished(
-                request.request_id, request.num_computed_tokens
+        """Return where the request's items came from; never delays the freeing of its blocks."""
+        outcome = self._receiver.request_finished(request.request_id, request.num_computed_tokens)
+        return False, None if outcome is None else to_params(outcome)
+
+    def _prompt_items(self, request: Request) -> list[PromptItem]:
+        # Of a prompt whose KV comes no item is encoded before a step is known to need it.
+        in_background = self._in_background and not compat.awaits_kv(request)
+        return [
+            PromptItem(
+                input_id=index,
+                mm_hash=feature.identifier,
+                begin=feature.mm_position.offset,
+                end=feature.mm_position.offset + feature.mm_position.length,
+                num_embeds=feature.mm_position.get_num_embeds(),
+                tensor=self._tensor(feature),
+                modality=feature.modality,
+                has_media=self._metadata.has_media(feature),
+                media=feature.data if in_background and feature.data else None,
             )
-            return False, None if outcome is None else to_params(outcome)
-        return False, None
+            for index, feature in enumerate(request.mm_features)
+        ]
 
-    # -- worker half, called by our worker and its runner's mixin --------------------------------
 
-    @property
-    def encode_together_embeds(self) -> int | None:
-        """See `epd_portable.runners.host.EncodeHooks`."""
-        return TRAITS[self._config.platform].encode_together_embeds
+class WorkerConnector(EPDConnector):
+    """The worker half.
+
+    Mixins of vLLM's first model runner call it (`epd_portable.runners.host`); the second runner
+    calls vLLM's hooks in every step.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, role: ECConnectorRole) -> None:
+        super().__init__(vllm_config, role)
+        self._by_hooks: bool = vllm_config.use_v2_model_runner
 
     def open_worker(self, device: torch.device, rank: int) -> int:
         """Open what the worker needs to send or receive; before the scheduler is made.
@@ -322,20 +420,115 @@ class EPDConnector(ECConnectorBase):
         platform = registry.get(self._config.platform)
         compat.check_dtype(self._vllm_config, platform)
         _limit_compute(platform, device.index or 0)
-        copies = DeviceCopies(platform, device.index or 0)
-        if self.is_producer:
-            store = open_writer(self._config, self._namespace) if rank == 0 else None
-            self._sender = Sender(self._config, self._fingerprint, copies, SenderMetrics(), store)
-            if self._config.host_cache_bytes:
-                self._copies = HostCopies(copies)
-            return 0
+        return self._open(DeviceCopies(platform, device.index or 0), rank)
+
+    @abstractmethod
+    def _open(self, copies: DeviceCopies, rank: int) -> int: ...
+
+    def _step_metadata(self) -> StepMetadata:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, StepMetadata)
+        return metadata
+
+
+class EncodeWorker(WorkerConnector):
+    """The worker half of an encode instance: a `Sender`, and perhaps `HostCopies`."""
+
+    _sender: Sender
+    _copies: HostCopies | None = None
+    _queued_step = 0
+
+    def _open(self, copies: DeviceCopies, rank: int) -> int:
+        if self._config.host_cache_bytes:
+            self._copies = HostCopies(copies)
+            self._opened.callback(self._copies.close)
+        store = open_writer(self._config, self._namespace) if rank == 0 else None
+        self._sender = Sender(self._config, self._fingerprint, copies, SenderMetrics(), store)
+        self._opened.callback(self._sender.close, linger_s=_LINGER_S)
+        return 0
+
+    @property
+    def encode_together_embeds(self) -> int | None:
+        """See `epd_portable.runners.host.EncodeHooks`."""
+        return TRAITS[self._config.platform].encode_together_embeds
+
+    def submit_orders(self, metadata: StepMetadata, encoder_cache: dict[str, torch.Tensor]) -> None:
+        """See `epd_portable.runners.host.EncodeHooks`."""
+        if self._copies is not None:
+            self._copies.carry_out(metadata.copies, encoder_cache)
+        for order in metadata.orders:
+            self._sender.submit(
+                order,
+                encoder_cache.get(order.mm_hash),
+                restored=order.mm_hash in metadata.copies.restored,
+                missing=self._copies is not None and self._copies.is_missing(order.mm_hash),
+            )
+        self._queued_step = metadata.step
+        if metadata.rests:
+            self._sender.rest(_REST_S)
+
+    def report_transfers(self) -> ECConnectorOutput | None:
+        """See `epd_portable.runners.host.EncodeHooks`."""
+        return _report(self._take_ended())
+
+    def trace(self, event: str, **fields: Any) -> None:
+        """See `epd_portable.runners.host.TraceHook`."""
+        self._sender.trace(event, **fields)
+
+    def start_save_caches(
+        self, *, encoder_cache: dict[str, torch.Tensor] | None = None, **kwargs: Any
+    ) -> None:
+        """A step begins (0.30 and later)."""
+        if self._by_hooks:
+            assert encoder_cache is not None, "vLLM gives it in all versions that call this"
+            self.submit_orders(self._step_metadata(), encoder_cache)
+
+    def save_caches(
+        self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: Any
+    ) -> None:
+        """See `EPDConnector`."""
+        self._sender.output_ready(mm_hash, encoder_cache[mm_hash])
+        if self._copies is not None:
+            self._copies.output_ready(mm_hash, encoder_cache[mm_hash])
+
+    def get_finished(self, finished_req_ids: set[str]) -> Ended:
+        """Return what ended by the end of a step."""
+        return self._take_ended() if self._by_hooks else (None, None)
+
+    def _take_ended(self) -> Ended:
+        """Return transfers that ended; the last computed step, and what became of copies.
+
+        vLLM has no field for the latter. Its field for received items is free here: an encode
+        instance receives none.
+        """
+        step, self._queued_step = self._queued_step, 0
+        if step:
+            self._sender.step_queued(step)
+        computed = self._sender.take_computed()
+        names = set() if computed is None else {str(computed)}
+        if self._copies is not None:
+            names |= self._copies.take_report().as_names()
+        return self._sender.take_ended() or None, names or None
+
+
+class PDWorker(WorkerConnector):
+    """The worker half of a PD instance: a `Placer`, and perhaps a `BackgroundEncoder`."""
+
+    _placer: Placer
+    _clock: StreamClock
+    _background: BackgroundEncoder | None = None
+
+    def _open(self, copies: DeviceCopies, rank: int) -> int:
+        endpoint = WorkerEndpoint(self._config, copies, rank)
+        self._opened.callback(endpoint.close)
         self._clock = StreamClock(copies, "epd-computed")
-        self._end = WorkerEndpoint(self._config, copies, rank)
-        self._placer = Placer(copies, self._end, PlacerMetrics())
-        return self._end.slab_bytes
+        self._opened.callback(self._clock.close)
+        self._placer = Placer(copies, endpoint, PlacerMetrics())
+        self._opened.callback(self._placer.close)
+        return endpoint.slab_bytes
 
     def encode_in_background(self, model: Any, device: torch.device) -> None:
-        """Encode items of a PD instance beside its steps, where that is possible.
+        """Encode items beside the steps, where that is possible.
 
         Args:
             model: vLLM's, loaded.
@@ -346,37 +539,10 @@ class EPDConnector(ECConnectorBase):
                 lambda item: compat.encode(model, item.modality, item.media, device),
                 compat.encoder_modules(model),
             )
-
-    def submit_orders(self, metadata: StepMetadata, encoder_cache: dict[str, torch.Tensor]) -> None:
-        """See `epd_portable.runners.host.EncodeHooks`."""
-        assert self._sender is not None, "the worker did not open its end"
-        if self._copies is not None:
-            self._copies.carry_out(metadata.copies, encoder_cache)
-        for order in metadata.orders:
-            restored = order.mm_hash in metadata.copies.restored
-            missing = self._copies is not None and self._copies.is_missing(order.mm_hash)
-            output = encoder_cache.get(order.mm_hash)
-            self._sender.submit(order, output, restored=restored, missing=missing)
-        self._queued_step = metadata.step
-        if metadata.rests:
-            self._sender.rest(_REST_S)
-
-    def report_transfers(self) -> ECConnectorOutput | None:
-        """See `epd_portable.runners.host.EncodeHooks`."""
-        ended, computed = self._ended()
-        if not ended and not computed:
-            return None
-        return ECConnectorOutput(finished_sending=ended, finished_recving=computed)
-
-    def trace(self, event: str, **fields: Any) -> None:
-        """See `epd_portable.runners.host.TraceHook`."""
-        clock = self._sender or self._clock
-        assert clock is not None, "the worker did not open its end"
-        clock.trace(event, **fields)
+            self._opened.callback(self._background.close)
 
     def place_items(self, metadata: StepMetadata, encoder_cache: dict[str, torch.Tensor]) -> None:
         """See `epd_portable.runners.host.PDHooks`."""
-        assert self._placer is not None, "the worker did not open its end"
         self._placer.carry_out(metadata.receipts, encoder_cache)
         if self._background is not None:
             for encoding in metadata.receipts.encodings:
@@ -389,144 +555,51 @@ class EPDConnector(ECConnectorBase):
 
     def report_encoded(self) -> ECConnectorOutput | None:
         """See `epd_portable.runners.host.PDHooks`."""
-        failed, placed = self._take_encoded()
-        if not (failed or placed):
-            return None
-        return ECConnectorOutput(finished_sending=failed, finished_recving=placed)
+        return _report(self._take_encoded())
 
-    # -- worker half, called by vLLM -------------------------------------------------------------
+    def trace(self, event: str, **fields: Any) -> None:
+        """See `epd_portable.runners.host.TraceHook`."""
+        self._clock.trace(event, **fields)
 
     def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], **kwargs: Any) -> None:
-        """The step of a PD instance begins."""
+        """See `EPDConnector`."""
         if self._by_hooks:
-            self.place_items(self._step(), encoder_cache)
+            self.place_items(self._step_metadata(), encoder_cache)
 
-    def start_save_caches(
-        self, *, encoder_cache: dict[str, torch.Tensor] | None = None, **kwargs: Any
-    ) -> None:
-        """The step of an encode instance begins (0.30 and later)."""
-        if self._by_hooks:
-            assert encoder_cache is not None, "vLLM gives it in all versions that call this"
-            self.submit_orders(self._step(), encoder_cache)
+    def get_finished(self, finished_req_ids: set[str]) -> Ended:
+        """Return items that could not be encoded in the background, and those that were."""
+        return self._take_encoded()
 
-    def save_caches(
-        self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: Any
-    ) -> None:
-        """An encoder output was computed."""
-        if self._sender is not None:
-            self._sender.output_ready(mm_hash, encoder_cache[mm_hash])
-        if self._copies is not None:
-            self._copies.output_ready(mm_hash, encoder_cache[mm_hash])
-
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Return what ended by the end of a step.
-
-        Of an encode instance the ids of transfers, and the last step that is computed. Of a PD
-        instance items that were to be encoded in the background: those that could not be, and those
-        that were.
-        """
-        if not self.is_producer:
-            return self._take_encoded()
-        return self._ended() if self._by_hooks else (None, None)
-
-    def shutdown(self) -> None:
-        """Stop threads, close sockets, remove the pool."""
-        if self._sender is not None:
-            self._sender.close(linger_s=_LINGER_S)
-        receiving = (self._receiver, self._background, self._placer, self._clock, self._end)
-        for part in (self._copies, *receiving):
-            if part is not None:
-                part.close()
-        self._sender = self._copies = self._receiver = None
-        self._background = self._placer = self._clock = self._end = None
-
-    # --------------------------------------------------------------------------------------------
-
-    def _step(self) -> StepMetadata:
-        metadata = self._get_connector_metadata()
-        assert isinstance(metadata, StepMetadata)
-        return metadata
-
-    def _take_encoded(self) -> tuple[set[str] | None, set[str] | None]:
+    def _take_encoded(self) -> Ended:
         if self._background is None:
             return None, None
         failed, placed = self._background.take_ended()
         return failed or None, placed or None
 
-    def _next_step(self) -> int:
-        """Return the number of a step that is computed later than it is queued; 0 elsewhere."""
-        if TRAITS[self._config.platform].needs_device_copy:
-            self._scheduled_step += 1
-        return self._scheduled_step
 
-    def _ended(self) -> tuple[set[str] | None, set[str] | None]:
-        """Return transfers that ended; the last step that is computed, and what became of copies.
+_HALVES: dict[tuple[bool, ECConnectorRole], type[EPDConnector]] = {
+    (True, ECConnectorRole.SCHEDULER): EncodeScheduler,
+    (True, ECConnectorRole.WORKER): EncodeWorker,
+    (False, ECConnectorRole.SCHEDULER): PDScheduler,
+    (False, ECConnectorRole.WORKER): PDWorker,
+}
 
-        vLLM has no field for the latter. Its field for what was received is free: nothing comes to
-        an encode instance.
-        """
-        if self._sender is None:
-            return None, None
-        step, self._queued_step = self._queued_step, 0
-        if step:
-            self._sender.step_queued(step)
-        computed = self._sender.take_computed()
-        names = set() if computed is None else {str(computed)}
-        if self._copies is not None:
-            names |= self._copies.take_report().as_names()
-        return self._sender.take_ended() or None, names or None
 
-    def _tensor(self, feature: Any) -> TensorSpec:
-        width = compat.encoder_output_width(self._vllm_config, feature.modality)
-        return TensorSpec(
-            shape=(feature.mm_position.get_num_embeds(), width),
-            dtype=compat.dtype_name(self._vllm_config),
-        )
+def _read(reader: Callable[[dict[str, Any]], ParamsT], request: Request) -> ParamsT | None:
+    """Return a request's transfer parameters; ``None`` if it has none that can be read."""
+    raw = compat.transfer_params(request)
+    try:
+        return None if raw is None else reader(raw)
+    except ProtocolError as error:
+        logger.error("request %s is served without transfer: %s", request.request_id, error)
+        return None
 
-    def _read(
-        self,
-        reader: Callable[[dict[str, Any]], ParamsT],
-        request: Request,
-        raw: dict[str, Any] | None,
-    ) -> ParamsT | None:
-        if raw is None:
-            return None
-        try:
-            return reader(raw)
-        except ProtocolError as error:
-            logger.error("request %s is served without transfer: %s", request.request_id, error)
-            return None
 
-    def _encode_items(self, request: Request) -> list[EncodeItem]:
-        assert self._metadata is not None
-        return [
-            EncodeItem(
-                mm_hash=feature.identifier,
-                tensor=self._tensor(feature),
-                modality=feature.modality,
-                metadata=self._metadata.of(feature),
-            )
-            for feature in request.mm_features
-        ]
-
-    def _prompt_items(self, request: Request) -> list[PromptItem]:
-        assert self._metadata is not None
-        # Of a prompt whose KV comes no item is encoded before a step is known to need it.
-        beside = self._in_background and not compat.awaits_kv(request)
-        return [
-            PromptItem(
-                input_id=index,
-                mm_hash=feature.identifier,
-                begin=feature.mm_position.offset,
-                end=feature.mm_position.offset + feature.mm_position.length,
-                num_embeds=feature.mm_position.get_num_embeds(),
-                tensor=self._tensor(feature),
-                modality=feature.modality,
-                has_media=self._metadata.has_media(feature),
-                media=feature.data if beside and feature.data else None,
-            )
-            for index, feature in enumerate(request.mm_features)
-        ]
+def _report(ended: Ended) -> ECConnectorOutput | None:
+    sent, received = ended
+    if not (sent or received):
+        return None
+    return ECConnectorOutput(finished_sending=sent, finished_recving=received)
 
 
 def _limit_compute(platform: Platform, index: int) -> None:

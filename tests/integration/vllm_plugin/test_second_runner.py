@@ -43,7 +43,7 @@ def attributes(caller: str, owner: str, names: tuple[str, ...]) -> list[Hook]:
 
 ALWAYS: list[Hook] = [
     *reaches(
-        "ec_connector.py: EPDConnector",
+        "ec_connector.py: EncodeWorker, PDWorker",
         HOOKING,
         {
             "maybe_get_output": (
@@ -134,7 +134,7 @@ ENCODE_ONLY: list[Hook] = [
     ),
 ]
 STARTS_SAVES: list[Hook] = reaches(
-    "ec_connector.py: EPDConnector", HOOKING, {"maybe_get_output": ("start_save_caches",)}
+    "ec_connector.py: EncodeWorker", HOOKING, {"maybe_get_output": ("start_save_caches",)}
 )
 
 
@@ -220,17 +220,14 @@ def hooking(
     """vLLM's own caller of the hooks, with our connector."""
     from vllm.v1.worker.gpu import ec_connector as theirs
 
-    from epd_portable.vllm_plugin.ec_connector import EPDConnector
+    from epd_portable.vllm_plugin.ec_connector import EncodeWorker, PDWorker
 
-    connector = EPDConnector.__new__(EPDConnector)
+    half: Any = EncodeWorker if encodes else PDWorker
+    connector = half.__new__(half, None, None)
     connector._is_producer, connector._is_consumer = encodes, not encodes
     connector._connector_metadata = None
     connector._by_hooks = second
-    connector._queued_step = 0
-    connector._background = connector._copies = None
-    collaborator: Any = host
-    connector._sender = collaborator if encodes else None
-    connector._placer = None if encodes else collaborator
+    connector._sender = connector._placer = host
     monkeypatch.setattr(theirs, "get_ec_transfer", lambda: connector)
     config: Any = None
     yield theirs.ActiveECConnector(config, host.cache)

@@ -13,7 +13,7 @@ from vllm.platforms import current_platform
 from vllm_ascend.worker.model_runner_v1 import NPUModelRunner
 
 from epd_portable.vllm_plugin import executor, scheduler, worker
-from epd_portable.vllm_plugin.ec_connector import EPDConnector
+from epd_portable.vllm_plugin.ec_connector import EncodeWorker, PDWorker
 from epd_portable.vllm_plugin.encoder_scheduler import encoder_scheduler
 
 # What an engine does before anything else: vllm-ascend replaces classes of vLLM.
@@ -41,7 +41,8 @@ def runner_class(runner: type, *, second: bool, is_producer: bool) -> type:
             self.model_runner.device = torch.device("cpu")
 
     made = type("Worker", (worker._WorkerMixin, ChoosesRunner), {})()
-    connector = mock.create_autospec(EPDConnector, instance=True, is_producer=is_producer)
+    half = EncodeWorker if is_producer else PDWorker
+    connector = mock.create_autospec(half, instance=True, is_producer=is_producer)
     with mock.patch.object(worker, "get_ec_transfer", lambda: connector):
         made.init_device()
     return type(made.model_runner)

@@ -20,7 +20,7 @@ OURS = "tests.npu_sim.hooks.ours"
 NPU_WORKER = "vllm_ascend.worker.worker:NPUWorker"
 NPU_RUNNER = "vllm_ascend.worker.model_runner_v1:NPUModelRunner"
 CONNECTOR_BASE = "vllm.distributed.ec_transfer.ec_connector.base:ECConnectorBase"
-CONNECTOR = "epd_portable.vllm_plugin.ec_connector:EPDConnector"
+CONNECTORS = "epd_portable.vllm_plugin.ec_connector"
 CACHES = {
     "encoder_cache.py": "epd_portable.scheduling.encoder_cache:EncoderCacheManager",
     "preallocator.py": "epd_portable.scheduling.preallocator:EncoderCachePreallocator",
@@ -301,19 +301,22 @@ for kind in ("", "Async"):
             )
             for module, cache in CACHES.items()
         ),
-        Serves(
-            caller="ec_connector.py: EPDConnector",
-            owner=base,
-            attribute="ec_connector",
-            ours=CONNECTOR,
-            at_least=(
-                "has_cache_item",
-                "ensure_cache_available",
-                "update_state_after_alloc",
-                "build_connector_meta",
-                "request_finished",
-                "shutdown",
-            ),
+        *(
+            Serves(
+                caller=f"ec_connector.py: {half}",
+                owner=base,
+                attribute="ec_connector",
+                ours=f"{CONNECTORS}:{half}",
+                at_least=(
+                    "has_cache_item",
+                    "ensure_cache_available",
+                    "update_state_after_alloc",
+                    "build_connector_meta",
+                    "request_finished",
+                    "shutdown",
+                ),
+            )
+            for half in ("EncodeScheduler", "PDScheduler")
         ),
         Shared(
             caller="compat.py: FEEDS_CONNECTOR_OUTPUT",
@@ -348,7 +351,7 @@ SCHEDULER += [
     ),
     *(
         Attribute(
-            caller="ec_connector.py: EPDConnector.ensure_cache_available",
+            caller="ec_connector.py: PDScheduler.ensure_cache_available",
             owner=owner,
             attribute=attribute,
         )
@@ -419,14 +422,19 @@ ENCODE_SCHEDULER: list[Hook] = [
 ]
 
 CONNECTING: list[Hook] = [
-    Implements(caller="ec_connector.py: EPDConnector", ours=CONNECTOR, base=CONNECTOR_BASE),
+    *(
+        Implements(
+            caller=f"ec_connector.py: {half}", ours=f"{CONNECTORS}:{half}", base=CONNECTOR_BASE
+        )
+        for half in ("EncodeScheduler", "EncodeWorker", "PDScheduler", "PDWorker")
+    ),
     Calls(
         caller="ec_connector.py: EPDConnector.__init__",
         target=f"{CONNECTOR_BASE}.__init__",
         arguments=("self", "vllm_config", "role"),
     ),
     Calls(
-        caller="ec_connector.py: EPDConnector.report_transfers",
+        caller="ec_connector.py: EncodeWorker.report_transfers",
         target="vllm.v1.outputs:ECConnectorOutput",
         keywords=("finished_sending", "finished_recving"),
     ),
@@ -436,7 +444,7 @@ CONNECTING: list[Hook] = [
         arguments=("self", "input_id"),
     ),
     Calls(
-        caller="ec_connector.py: EPDConnector._tensor",
+        caller="ec_connector.py: SchedulerConnector._tensor",
         target="vllm.multimodal.inputs:PlaceholderRange.get_num_embeds",
         arguments=("self",),
     ),
@@ -461,17 +469,17 @@ CONNECTING += [
         ),
         ("compat.py: transfer_params", REQUEST, ("ec_transfer_params",)),
         (
-            "ec_connector.py: EPDConnector._prompt_items",
+            "ec_connector.py: PDScheduler._prompt_items",
             "vllm.multimodal.inputs:MultiModalFeatureSpec",
             ("identifier", "modality", "mm_position"),
         ),
         (
-            "ec_connector.py: EPDConnector._prompt_items",
+            "ec_connector.py: PDScheduler._prompt_items",
             "vllm.multimodal.inputs:PlaceholderRange",
             ("offset", "length"),
         ),
         (
-            "ec_connector.py: EPDConnector.build_connector_meta",
+            "ec_connector.py: PDScheduler.build_connector_meta",
             "vllm.v1.core.sched.output:SchedulerOutput",
             (
                 "num_scheduled_tokens",
@@ -480,7 +488,7 @@ CONNECTING += [
             ),
         ),
         (
-            "ec_connector.py: EPDConnector.update_connector_output",
+            "ec_connector.py: PDScheduler.update_connector_output",
             "vllm.v1.outputs:ECConnectorOutput",
             ("finished_sending",),
         ),

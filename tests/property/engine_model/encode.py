@@ -213,7 +213,7 @@ class Worker:
         self.session = ProducerSession(peer("encode-0"), wait_timeout_s=TIMEOUT_S)
 
     def execute(self, planned: Any, encoded: list[str]) -> None:
-        """Do what a step says, as `EPDConnector`'s half for workers and vLLM's runner do."""
+        """Do what a step says, as `EncodeWorker` and vLLM's runner do."""
         metadata = planned.ec_connector_metadata
         self.missing.difference_update(metadata.copies.dropped)
         self.told.difference_update(metadata.copies.dropped)
