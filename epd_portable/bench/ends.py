@@ -71,7 +71,7 @@ class Consumer:
         """
         name = command.name
         request = StandInRequest.of(name, [name], command.tensor)
-        params = PrefillParams(transfers=(ExpectedTransfer(transfer_id=name, mm_hash=name),))
+        params = PrefillParams(transfers=(ExpectedTransfer(transfer_id=name, item_uuid=name),))
         with self._receiver.lock:
             self._receiver.request_arrived(request, request.prompt(), params)
         while name not in self._outputs:
@@ -141,7 +141,7 @@ class Producer:
             mm_hash=command.name,
             consumer=command.consumer,
             tensor=command.tensor,
-            item=command.name,
+            item_uuid=command.name,
             # As a router gives it: the announcement may come before the consumer's request.
             proof=self._secret.vouch(command.name, command.name, command.consumer),
         )

@@ -147,7 +147,7 @@ class _Engine:
         request = StandInRequest.of(name, names, _TENSOR)
         prompt = request.prompt()
         expected = tuple(
-            ExpectedTransfer(transfer_id=item.mm_hash, mm_hash=item.mm_hash) for item in prompt
+            ExpectedTransfer(transfer_id=item.mm_hash, item_uuid=item.mm_hash) for item in prompt
         )
         params = PrefillParams(transfers=expected) if by_transfer else None
         self.receiver.request_arrived(request, prompt, params)

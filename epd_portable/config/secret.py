@@ -150,7 +150,7 @@ class Secret:
 
         Args:
             transfer_id: Id of the transfer.
-            item: The router's name of the item, ``EncodeTransfer.mm_hash``.
+            item: The router's name of the item, ``EncodeTransfer.item_uuid``.
             consumer: Address of the consumer's control channel, as the router writes it.
         """
         fields = (transfer_id, item, consumer)

@@ -154,7 +154,7 @@ class ConsumerEndpoint:
     def vouched(self, announce: Announce) -> bool:
         """Tell whether the router wants an item to come here by this transfer."""
         return any(
-            self._secret.vouched(announce.proof, announce.transfer_id, announce.item, address)
+            self._secret.vouched(announce.proof, announce.transfer_id, announce.item_uuid, address)
             for address in (self._config.control_address, self._control.address)
         )
 

@@ -45,9 +45,9 @@ class TransferOrder:
         mm_hash: The engine's identifier of the item.
         consumer: ZMQ address of the consumer's control channel.
         tensor: What the encoder will put out.
-        item: The router's name of the item.
-        proof: The router's, that it wants this; see `Secret.vouch`.
-        kind: What the router takes the item for: ``image``, ``video`` or ``audio``.
+        item_uuid: As in `epd_portable.wire.params.EncodeTransfer`.
+        proof: As there.
+        kind: Modality as there.
         modality: As in `epd_portable.wire.params.EncodedItem`.
         metadata: As there.
     """
@@ -56,7 +56,7 @@ class TransferOrder:
     mm_hash: str
     consumer: str
     tensor: TensorSpec
-    item: str = ""
+    item_uuid: str = ""
     proof: str = ""
     kind: str = "image"
     modality: str = "image"
@@ -302,7 +302,7 @@ class ProducerSession:
             mm_hash=order.mm_hash,
             tensor=order.tensor,
             producer=self._peer,
-            item=order.item,
+            item_uuid=order.item_uuid,
             proof=order.proof,
         )
 

@@ -388,7 +388,7 @@ def new_transfer(item: MediaItem, pd: Instance, secret: Secret) -> EncodeTransfe
     transfer_id = uuid.uuid4().hex
     return EncodeTransfer(
         transfer_id=transfer_id,
-        mm_hash=item.mm_hash,
+        item_uuid=item.mm_hash,
         consumer=pd.control,
         modality=item.modality,
         proof=secret.vouch(transfer_id, item.mm_hash, pd.control),
@@ -434,7 +434,7 @@ def expected_transfer(
     """
     return ExpectedTransfer(
         transfer_id=transfer.transfer_id,
-        mm_hash=told.mm_hash if told else transfer.mm_hash,
+        item_uuid=told.mm_hash if told else transfer.item_uuid,
         encoder=encoder.name if encoder else "",
         modality=transfer.modality,
         media=told is None,

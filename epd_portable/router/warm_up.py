@@ -261,7 +261,7 @@ class WarmUp:
                 f"{pd.name} answered its first item with no answer: {error}"
             ) from error
         items = outcome.items if outcome else ()
-        return next((each for each in items if each.mm_hash == expected.mm_hash), None)
+        return next((each for each in items if each.mm_hash == expected.item_uuid), None)
 
     async def _described(self, encoder: Instance, job: Segments) -> EncodedItem:
         """Have an item encoded for an instance that takes no media; return what it is."""

@@ -80,10 +80,10 @@ class Dispatcher:
             EncodedItem(mm_hash=item.mm_hash, modality=item.modality, metadata=item.metadata)
             for item in distinct.values()
         )
-        names = engine_names(items, params.transfers)
+        names = engine_names([(item.mm_hash, item.modality) for item in items], params.transfers)
         orders = []
         for transfer in params.transfers:
-            item = distinct.get(names.get(transfer.mm_hash, ""))
+            item = distinct.get(names.get(transfer.item_uuid, ""))
             if item is None:
                 logger.warning(
                     "request %s names %d transfers but has %d items: %s is not delivered",
@@ -94,7 +94,7 @@ class Dispatcher:
                 )
                 continue
             if not self._secret.vouched(
-                transfer.proof, transfer.transfer_id, transfer.mm_hash, transfer.consumer
+                transfer.proof, transfer.transfer_id, transfer.item_uuid, transfer.consumer
             ):
                 logger.warning(
                     "request %s: transfer %r to %r is not the router's: it is not delivered; do "
@@ -110,7 +110,7 @@ class Dispatcher:
                     mm_hash=item.mm_hash,
                     consumer=transfer.consumer,
                     tensor=item.tensor,
-                    item=transfer.mm_hash,
+                    item_uuid=transfer.item_uuid,
                     proof=transfer.proof,
                     kind=transfer.modality,
                     modality=item.modality,

@@ -153,11 +153,11 @@ class KeptOutputs:
         self._clock.mark(reached, computed)
 
     def _store_output(self, order: TransferOrder, output: EncoderOutput) -> None:
-        if self._store is None or not order.item or not _fits(order.tensor, output.tensor):
+        if self._store is None or not order.item_uuid or not _fits(order.tensor, output.tensor):
             return
         self._store.save_caches(
             writer.Output(
-                item=order.item,
+                item_uuid=order.item_uuid,
                 kind=order.kind,
                 mm_hash=order.mm_hash,
                 modality=order.modality,

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from epd_portable.connector.registry import STORE
 from epd_portable.scheduling.items import Claimant, Item, PromptItem
-from epd_portable.wire.params import ExpectedTransfer, ItemOutcome, PrefillParams
+from epd_portable.wire.params import (
+    EncodeTransfer,
+    ExpectedTransfer,
+    ItemOutcome,
+    PrefillParams,
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -61,26 +65,14 @@ def match_transfers(
 ) -> dict[str, ExpectedTransfer]:
     """Return the transfer of each item by the engine's ``mm_hash``; see `engine_names`."""
     transfers = params.transfers if params is not None else ()
-    names = engine_names(items, transfers)
-    return {names[each.mm_hash]: each for each in transfers if each.mm_hash in names}
+    names = engine_names([(item.mm_hash, item.modality) for item in items], transfers)
+    return {names[each.item_uuid]: each for each in transfers if each.item_uuid in names}
 
 
-class Named(Protocol):
-    """An item or a transfer.
-
-    Attributes:
-        mm_hash: Its name: an item's is the engine's, a transfer's the one that the router gave.
-        modality: What the item is to the model, such as ``image``.
-    """
-
-    @property
-    def mm_hash(self) -> str: ...  # noqa: D102 - above
-    @property
-    def modality(self) -> str: ...  # noqa: D102 - above
-
-
-def engine_names(items: Sequence[Named], transfers: Sequence[Named]) -> dict[str, str]:
-    """Return the engine's names of the transfers' items, by the router's names.
+def engine_names(
+    items: Sequence[tuple[str, str]], transfers: Sequence[EncodeTransfer | ExpectedTransfer]
+) -> dict[str, str]:
+    """Return the engine's identifiers of the transfers' items, by ``item_uuid``.
 
     Mostly they are the same. Where a request has settings for a modality, the engine derives names
     of its own; within a modality it keeps the order in which the request has the items, so these
@@ -88,22 +80,24 @@ def engine_names(items: Sequence[Named], transfers: Sequence[Named]) -> dict[str
     items, pictures and sound.
 
     Args:
-        items: Of a prompt, in its order; repeated ones count once.
+        items: ``(identifier, modality)`` of those in a prompt, in its order.
         transfers: In the order of the request; several can be of one item.
     """
-    known = {item.mm_hash for item in items}
-    names = {each.mm_hash: each.mm_hash for each in transfers if each.mm_hash in known}
-    for modality in {item.modality for item in items}:
-        ours = _unnamed(items, modality, names)
-        theirs = _unnamed(transfers, modality, names)
+    known = {identifier for identifier, _ in items}
+    routed = [(each.item_uuid, each.modality) for each in transfers]
+    names = {item_uuid: item_uuid for item_uuid, _ in routed if item_uuid in known}
+    for wanted in {modality for _, modality in items}:
+        ours, theirs = (
+            [
+                name
+                for name, modality in dict.fromkeys(side)
+                if modality == wanted and name not in names
+            ]
+            for side in (items, routed)
+        )
         if len(ours) == len(theirs):
             names.update(zip(theirs, ours, strict=True))
     return names
-
-
-def _unnamed(every: Sequence[Named], modality: str, names: dict[str, str]) -> list[str]:
-    found = (each.mm_hash for each in every if each.modality == modality)
-    return [name for name in dict.fromkeys(found) if name not in names]
 
 
 def is_own(item: Item, record: PromptRecord) -> bool:

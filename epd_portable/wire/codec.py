@@ -1,7 +1,7 @@
 """Messages to bytes and back (msgpack).
 
-Whatever a peer sends is data: it is decoded into the types that are named here and nothing else,
-and every way in which that can fail is a `ProtocolError`.
+Bytes of a peer are decoded into the types that are named here; any other bytes are a
+`ProtocolError`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from epd_portable.wire.descriptors import Name
 from epd_portable.wire.messages import PROTOCOL_VERSION, AnyMessage
 
 MAX_MESSAGE_BYTES = 16 * 1024
-"""Control messages are small; a larger one is refused before it is decoded."""
+"""A larger control message is refused before it is decoded."""
 
 
 class Envelope(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -25,7 +25,7 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     Attributes:
         protocol: Version of the sender.
-        session: One life of the sending process.
+        session: Identifies one life of the sending process.
         body: The message.
     """
 
@@ -35,18 +35,18 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 def reader(expected: Any, what: str) -> Callable[[bytes | memoryview], Any]:
-    """Return a function that decodes a peer's msgpack.
+    """Return a function that decodes a peer's msgpack, or raises `ProtocolError`.
 
     Args:
-        expected: Type of what it returns.
-        what: Name of that for errors; the function raises `ProtocolError` for all other bytes.
+        expected: Type of the result.
+        what: Name of that type in errors.
     """
     decoder = msgspec.msgpack.Decoder(expected)
 
     def read(data: bytes | memoryview) -> Any:
         try:
             return decoder.decode(data)
-        # RecursionError: arrays within arrays, in a field that nobody reads.
+        # RecursionError: arrays within arrays, in a field that is not read.
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise ProtocolError(f"not {what}: {error}") from error
 
@@ -54,16 +54,16 @@ def reader(expected: Any, what: str) -> Callable[[bytes | memoryview], Any]:
 
 
 def as_address(fields: msgspec.Struct) -> str:
-    """Return what a path tells producers of a consumer, as the text of an address."""
+    """Return fields that producers need to reach a consumer, as the text of an address."""
     return base64.b85encode(msgspec.msgpack.encode(fields)).decode()
 
 
 def address_reader(expected: Any, path: str) -> Callable[[str], Any]:
-    """Return a function that reads what `as_address` wrote.
+    """Return a function that reads what `as_address` wrote, or raises `TransportError`.
 
     Args:
-        expected: Type of what it returns.
-        path: For errors; the function raises `TransportError` for all other texts.
+        expected: Type of the result.
+        path: For errors.
     """
     read_fields = reader(expected, f"an address of {path}")
 
@@ -88,11 +88,7 @@ def encode(message: AnyMessage, *, session: str) -> bytes:
 
 
 def decode_parts(frames: Sequence[bytes]) -> tuple[AnyMessage, str]:
-    """Return the message of a ZMQ message, which has one part, see `decode`.
-
-    Raises:
-        ProtocolError: It has several parts, or none; or as `decode`.
-    """
+    """As `decode`, of the one part of a ZMQ message."""
     if len(frames) != 1:
         raise ProtocolError(f"control message of {len(frames)} parts: it must have one")
     return decode(frames[0])

@@ -9,13 +9,13 @@ import msgspec
 from msgspec import Meta
 
 Word = Annotated[str, Meta(max_length=64)]
-"""Of our own making: a path, a device, a dtype."""
+"""A path, a device, a dtype."""
 Name = Annotated[str, Meta(max_length=512, pattern="^[^\ud800-\udfff]*$")]
-"""A transfer, an item, an instance, a session, a host. Limits hold for what is received; halves of
-surrogate pairs, which JSON can hold, could not be sent on in UTF-8."""
+"""A transfer, an item, an instance, a session, a host. Halves of surrogate pairs, which JSON can
+hold, could not be sent on in UTF-8."""
 MAX_ADDRESS = 4096
 Address = Annotated[str, Meta(max_length=MAX_ADDRESS)]
-"""Where something is reached; that of device memory holds its handle."""
+"""Of a receiving end, in the form of its path; that of device memory holds its handle."""
 MAX_PATHS = 16
 MAX_DIMS = 8
 
@@ -58,11 +58,11 @@ class SlotDescriptor(msgspec.Struct, frozen=True, kw_only=True):
     """A granted range of a consumer's receive pool.
 
     Attributes:
-        pool: Name of the pool; on one host also the name of its shared-memory file.
+        pool: Name of the pool and of its shared-memory file.
         offset: First byte within the pool.
         nbytes: Bytes granted.
-        generation: Number of this grant; a slot granted again has another one, so that a write or
-            a message that belongs to an older grant is recognised.
+        generation: Number of this grant, by which late writes and messages of an older grant are
+            recognised.
     """
 
     pool: Name
@@ -76,7 +76,7 @@ class PathEndpoint(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         path: Name of the transport, for example ``shm``.
-        address: Where the other end reaches it, in the transport's own form; empty if nowhere.
+        address: In the transport's own form; empty if it needs none.
     """
 
     path: Word
@@ -88,12 +88,12 @@ class PeerDescriptor(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         instance: Name of the instance, for example ``encode-0``.
-        session: Identifies one life of the process; differs after a restart.
-        host: Identifies the host and its shared-memory namespace; equal strings share ``/dev/shm``.
+        session: Identifies one life of the process.
+        host: Equal for ends that share a host and its ``/dev/shm``.
         device: Platform and index, for example ``cpu`` or ``npu:0``.
         fingerprint: Digest of what both ends must agree on (model, revision, dtype, multimodal
             processor settings).
-        paths: Transfer paths that this end has, in its own order of preference.
+        paths: Paths of this end, in its own order of preference.
     """
 
     instance: Name

@@ -14,9 +14,9 @@
       │                           │ ◀────────────── LoadWanted │
       │                           │ LoadReport ──────────────▶ │
 
-Every message but the last two names its transfer and the producer's attempt at it, may arrive twice
-or out of order, and changes nothing then. Text that explains is cut to `MAX_REASON` characters; a
-message with a name that is longer than its limit is refused.
+Every message but the last two names its transfer and the producer's attempt at it; one that arrives
+twice or out of order changes nothing. Explanations are cut to `MAX_REASON` characters; a message
+with a name beyond its limit is refused.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from epd_portable.wire.descriptors import (
     Word,
 )
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_REASON = 1000
-"""Characters of an explanation; what is longer is cut."""
+"""Characters of an explanation."""
 MAX_LEASE_S = 24 * 3600.0
 LOAD_LEASE_S = 15.0
-"""An instance tells a router its load for so long after it was asked to."""
+"""How long an instance reports its load to a router after `LoadWanted`."""
 LOAD_EVERY_S = 0.05
-"""At most so often, and only if it has changed."""
+"""Shortest time between two reports, which differ."""
 LOAD_HEARTBEAT_S = 1.0
-"""So often though nothing has changed."""
+"""Longest time between two reports."""
 LOAD_PATH = "/epd/load"
-"""Of an encode instance's HTTP server: ``GET`` answers as soon as its load differs from what the
-query says was told, at the latest after `LOAD_HEARTBEAT_S`."""
+"""Of an encode instance's HTTP server: ``GET`` answers as soon as its load differs from that in the
+query, at the latest after `LOAD_HEARTBEAT_S`."""
 
 
 class NackCode(str, enum.Enum):
@@ -63,9 +63,9 @@ class NackCode(str, enum.Enum):
     UNEXPECTED = "unexpected"
     """The announced item is not the one that the request expects."""
     UNAVAILABLE = "unavailable"
-    """Nobody delivered the item in time and the instance cannot encode it itself."""
+    """The item was not delivered in time and the instance cannot encode it itself."""
     NOT_STORED = "not_stored"
-    """The store did not bring the item; an encoder has to."""
+    """The store does not have the item; an encoder has to deliver it."""
     RELEASED = "released"
     """Answer to `Abort`: the slot will not be written any more."""
 
@@ -74,10 +74,10 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
     """Base of all messages.
 
     Attributes:
-        transfer_id: The router's name for one item on its way to one PD request.
-        attempt: The producer's number for its work on this transfer, greater than that of every
-            earlier one of its process; answers repeat it. An attempt that was aborted is over for
-            good: nothing is written for it any more. 0 in messages from and to the router.
+        transfer_id: The router's name for the transfer of one item to one PD request.
+        attempt: The producer's number for its work on this transfer, greater than every earlier
+            one of its process; answers repeat it. Nothing is written for an attempt once it was
+            aborted. 0 in messages from and to the router.
     """
 
     transfer_id: Name
@@ -91,14 +91,14 @@ class Announce(Message, frozen=True, kw_only=True, tag="announce"):
         mm_hash: The engine's identifier of the item.
         tensor: What will be written.
         producer: The announcing end.
-        item: The router's name of the item, ``EncodeTransfer.mm_hash``.
-        proof: As in `epd_portable.wire.params.EncodeTransfer`.
+        item_uuid: As in `epd_portable.wire.params.EncodeTransfer`.
+        proof: As there.
     """
 
     mm_hash: Name
     tensor: TensorSpec
     producer: PeerDescriptor
-    item: Name = ""
+    item_uuid: Name = ""
     proof: Word = ""
 
 
@@ -106,11 +106,10 @@ class Grant(Message, frozen=True, kw_only=True, tag="grant"):
     """PD → encode: write into this slot.
 
     Attributes:
-        slot: Where.
-        path: Transport to use, with the address of the receiving end.
+        slot: Range of the receive pool.
+        path: Name of the transport.
         address: See `PathEndpoint.address`.
-        lease_s: Seconds, counted by the receiver of this message from its arrival, within which
-            the write must have ended.
+        lease_s: Seconds from the arrival of this message within which the write must have ended.
     """
 
     slot: SlotDescriptor
@@ -120,7 +119,7 @@ class Grant(Message, frozen=True, kw_only=True, tag="grant"):
 
 
 class NotNeeded(Message, frozen=True, kw_only=True, tag="not_needed"):
-    """PD → encode: the item is already there, or nobody waits for it any more."""
+    """PD → encode: the item is already there, or no request waits for it any more."""
 
 
 class Later(Message, frozen=True, kw_only=True, tag="later"):
@@ -131,8 +130,8 @@ class Written(Message, frozen=True, kw_only=True, tag="written"):
     """Encode → PD: the slot holds the whole item.
 
     Attributes:
-        generation: Of the slot that was written.
-        digest: Of the item's bytes, for the consumer to check; empty if not asked for.
+        generation: See `SlotDescriptor.generation`.
+        digest: Digest of the item's bytes, for the consumer to check; empty for no check.
     """
 
     generation: int
@@ -146,8 +145,8 @@ class Injected(Message, frozen=True, kw_only=True, tag="injected"):
 class Abort(Message, frozen=True, kw_only=True, tag="abort"):
     """Either way: this transfer ends without success.
 
-    From the PD side it asks the encode side to stop writing and to answer `Nack` with
-    `NackCode.RELEASED`; until then the slot is not given to anybody else.
+    The encode side stops writing and answers `Nack` with `NackCode.RELEASED`; until then the slot
+    is not granted again.
 
     Attributes:
         reason: For the log.
@@ -164,7 +163,7 @@ class Nack(Message, frozen=True, kw_only=True, tag="nack"):
 
     Attributes:
         code: Machine-readable reason.
-        detail: Sentence with the value, the limit and the remedy.
+        detail: Value, limit and remedy.
     """
 
     code: NackCode
@@ -175,7 +174,7 @@ class Nack(Message, frozen=True, kw_only=True, tag="nack"):
 
 
 class EncodeFailed(Message, frozen=True, kw_only=True, tag="encode_failed"):
-    """Router → PD: no encoder will deliver this item; walk on down the failure ladder.
+    """Router → PD: no encoder will deliver this item; take the next fallback.
 
     Attributes:
         reason: For the log.
@@ -188,29 +187,27 @@ class EncodeFailed(Message, frozen=True, kw_only=True, tag="encode_failed"):
 
 
 class LoadWanted(Message, frozen=True, kw_only=True, omit_defaults=True, tag="load_wanted"):
-    """Router → PD: tell me from now on how busy you are; to be said again before `LOAD_LEASE_S`.
-
-    An instance that does not know the message drops it, and its load stays unknown.
+    """Router → PD: report your load for `LOAD_LEASE_S`.
 
     Attributes:
-        transfer_id: Of none.
+        transfer_id: Always empty.
     """
 
     transfer_id: Name = ""
 
 
 class LoadReport(Message, frozen=True, kw_only=True, omit_defaults=True, tag="load"):
-    """PD → router: how busy the engine is; ``None`` for what it does not know of itself.
+    """PD → router: how busy the engine is; ``None`` where that is unknown.
 
-    Encode instances, which have no control channel, tell the same as JSON at `LOAD_PATH`.
+    Encode instances, which have no control channel, report the same as JSON at `LOAD_PATH`.
 
     Attributes:
-        transfer_id: Of none.
+        transfer_id: Always empty.
         waiting: Requests in the engine's queue, those that wait for items included.
-        running: Requests that it computes for.
-        kv_used: Used part of its KV cache, 0 to 1.
-        items: Media items that an encode instance has taken on and not answered.
-        pixels: Of these items; nothing for each whose size nobody knows.
+        running: Requests that are computed.
+        kv_used: Used part of the KV cache, 0 to 1.
+        items: Media items that an encode instance has accepted and not answered.
+        pixels: Sum over these items; 0 for each of unknown size.
     """
 
     transfer_id: Name = ""
@@ -222,11 +219,10 @@ class LoadReport(Message, frozen=True, kw_only=True, omit_defaults=True, tag="lo
 
 
 class NotWanted(Message, frozen=True, kw_only=True, tag="not_wanted"):
-    """Router → PD: nobody asks, or goes on asking, for the item by this transfer.
+    """Router → PD: the item is not needed by this transfer.
 
-    The request was refused, given up by its client, or sent again by another transfer. The message
-    may come before the item is announced, after it was used, and beside a request that reached the
-    engine all the same.
+    The request was refused, cancelled by its client, or sent again by another transfer. The message
+    may come before the item is announced or after it was used.
     """
 
 

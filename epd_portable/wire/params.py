@@ -1,12 +1,12 @@
 """What travels in the ``ec_transfer_params`` field of OpenAI requests and responses.
 
-The field is vLLM's own (0.26 and later): it reaches the connector of the instance as a plain
-dictionary, and what the connector returns when a request ends comes back in the response.
+The field is vLLM's own (0.26 and later). It reaches the connector as a plain dictionary; what the
+connector returns when a request ends comes back in the response.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -14,25 +14,25 @@ from msgspec import Meta
 from epd_portable.errors import ProtocolError
 from epd_portable.wire.descriptors import Name, Word
 
+ParamsT = TypeVar("ParamsT")
+
 MAX_TRANSFERS = 4096
-"""Of one request."""
 
 
 class EncodeTransfer(msgspec.Struct, frozen=True, kw_only=True):
     """One item that an encode instance is asked to deliver.
 
     Attributes:
-        transfer_id: Unique name of the item's way to one PD request.
-        mm_hash: The ``uuid`` that the router gave the item.
+        transfer_id: Unique name of the transfer of this item to one PD request.
+        item_uuid: The item's ``uuid`` in the request, which the router set.
         consumer: ZMQ address of the PD instance's control channel.
-        modality: What it is to the model: ``image``, ``video`` or ``audio``.
-        proof: The router's word, made with the secret, that it wants this item brought to this
-            consumer by this transfer, see `epd_portable.config.secret.Secret.vouch`; empty vouches
-            for nothing.
+        modality: ``image``, ``video`` or ``audio``.
+        proof: Shows that a holder of the secret wants this transfer of this item to this consumer,
+            see `epd_portable.config.secret.Secret.vouch`.
     """
 
     transfer_id: Name
-    mm_hash: Name
+    item_uuid: Name
     consumer: Name
     modality: Word = "image"
     proof: Word = ""
@@ -49,10 +49,10 @@ class EncodedItem(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         mm_hash: The engine's identifier.
-        modality: As the engine calls it: ``image``, ``video`` or ``audio``.
+        modality: The engine's: ``image``, ``video`` or ``audio``.
         metadata: Fields that size the item's place in the prompt, such as Qwen-VL's
             ``image_grid_thw``. Empty if the model's items cannot be sent without their media;
-            ``None`` if they can, but the engine does not hold this one's fields any more.
+            ``None`` if the engine does not hold this item's fields any more.
     """
 
     mm_hash: Name
@@ -64,9 +64,9 @@ class EncodeOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """What the response of an encode instance carries in ``ec_transfer_params``.
 
     Attributes:
-        instance: Who answered.
-        items: Of the request.
-        namespace: Of the entries that it writes into the store; empty without one.
+        instance: Name of the answering instance.
+        items: Distinct items of the request.
+        namespace: Namespace of its entries in the store; empty without one.
     """
 
     instance: Name
@@ -79,16 +79,16 @@ class ExpectedTransfer(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         transfer_id: As in `EncodeTransfer`.
-        mm_hash: As in `EncodeTransfer`.
-        encoder: Name of the instance that was asked first, for the log when nothing comes.
+        item_uuid: As in `EncodeTransfer`.
+        encoder: Name of the instance that was asked first, for the log.
         modality: As in `EncodeTransfer`.
-        media: Whether the request holds the item's media; if not, it must never be encoded here.
-        store: Key of its entry in the store, from which the PD instance loads it by itself; empty
-            if an encode instance brings it.
+        media: Whether the request holds the item's media; if not, it cannot be encoded here.
+        store: Key of the item's entry in the store, for the PD instance to load; empty if an encode
+            instance delivers the item.
     """
 
     transfer_id: Name
-    mm_hash: Name
+    item_uuid: Name
     encoder: Name = ""
     modality: Word = "image"
     media: bool = True
@@ -100,8 +100,7 @@ class PrefillParams(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         transfers: Distinct items in the order of their first place in the prompt.
-        reply_to: ZMQ identity of the router on the PD instance's control channel, for `Nack`s
-            that concern this request.
+        reply_to: ZMQ identity of the router on the PD instance's control channel, for `Nack`s.
     """
 
     transfers: Annotated[tuple[ExpectedTransfer, ...], Meta(max_length=MAX_TRANSFERS)]
@@ -120,9 +119,9 @@ class ItemOutcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
             ``prefix_cache`` (covered by cached KV), ``local`` (encoded by the PD instance) or
             ``store`` (loaded from the store).
         encoder: Instance that encoded it, if it was transferred.
-        path: Transfer path used.
+        path: Transfer path.
         nbytes: Bytes transferred or loaded.
-        wait_ms: From the arrival of the request to the item's presence.
+        wait_ms: From the arrival of the request to the item's.
         transfer_ms: From the grant to *written*.
     """
 
@@ -139,10 +138,10 @@ class PrefillOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """What a PD response carries in ``ec_transfer_params``.
 
     Attributes:
-        instance: Who answered.
-        items: Where each distinct item came from, in the order of the prompt.
-        mm_inputs_done: Items whose tokens were all computed when the request ended.
-        mm_inputs_total: Items of the prompt, one that comes twice counted twice.
+        instance: Name of the answering instance.
+        items: Distinct items, in the order of the prompt.
+        mm_inputs_done: Places of items whose tokens were all computed when the request ended.
+        mm_inputs_total: Places of items in the prompt.
     """
 
     instance: str
@@ -159,24 +158,17 @@ def to_params(
 
 
 def encode_params(raw: dict[str, Any]) -> EncodeParams:
-    """Read what an encode instance received.
-
-    Raises:
-        ProtocolError: The dictionary has another form.
-    """
-    try:
-        return msgspec.convert(raw, EncodeParams)
-    except (msgspec.ValidationError, RecursionError) as error:
-        raise ProtocolError(f"ec_transfer_params of an encode request: {error}") from error
+    """Read the parameters of a request to an encode instance, or raise `ProtocolError`."""
+    return _convert(raw, EncodeParams, "an encode request")
 
 
 def prefill_params(raw: dict[str, Any]) -> PrefillParams:
-    """Read what a PD instance received.
+    """Read the parameters of a request to a PD instance, or raise `ProtocolError`."""
+    return _convert(raw, PrefillParams, "a PD request")
 
-    Raises:
-        ProtocolError: The dictionary has another form.
-    """
+
+def _convert(raw: dict[str, Any], kind: type[ParamsT], what: str) -> ParamsT:
     try:
-        return msgspec.convert(raw, PrefillParams)
+        return msgspec.convert(raw, kind)
     except (msgspec.ValidationError, RecursionError) as error:
-        raise ProtocolError(f"ec_transfer_params of a PD request: {error}") from error
+        raise ProtocolError(f"ec_transfer_params of {what}: {error}") from error

@@ -95,7 +95,7 @@ class Consumer:
             num_embeds=picture.num_tokens,
             tensor=tensor(item),
         )
-        expected = ExpectedTransfer(transfer_id=transfer_id, mm_hash=picture.name)
+        expected = ExpectedTransfer(transfer_id=transfer_id, item_uuid=picture.name)
         self.receiver.request_arrived(request, [place], PrefillParams(transfers=(expected,)))
 
     def step(self) -> None:

@@ -39,8 +39,8 @@ class Output:
     """An encoder output that is to be kept.
 
     Attributes:
-        item: The router's name of the item.
-        kind: What the router takes the item for; with `item` it makes the key.
+        item_uuid: As in `epd_portable.wire.params.EncodeTransfer`.
+        kind: The router's modality; with `item_uuid` it makes the key.
         mm_hash: The engine's identifier.
         modality: As the engine calls it.
         metadata: As in `epd_portable.wire.params.EncodedItem`.
@@ -49,7 +49,7 @@ class Output:
         to_host: Returns its bytes, ``(nbytes,)`` uint8 on CPU; blocks, and may raise an `EPDError`.
     """
 
-    item: str
+    item_uuid: str
     kind: str
     mm_hash: str
     modality: str
@@ -176,7 +176,7 @@ class StoreWriter:
         Raises:
             StoreError: The store does not take it.
         """
-        wanted = {self._seal.key(self._namespace, each.item, each.kind): each for each in batch}
+        wanted = {self._seal.key(self._namespace, each.item_uuid, each.kind): each for each in batch}
         found = self._store.has_caches(list(wanted))
         entries = []
         for (key, output), head in zip(wanted.items(), found, strict=True):

@@ -112,11 +112,11 @@ async def test_many_requests_at_once_on_one_slow_encoder_are_all_answered(
         async with encoder_works:
             await asyncio.sleep(0.003)
         at_work -= 1
-        has(received.params["transfers"][0]["mm_hash"]).set()
+        has(received.params["transfers"][0]["item_uuid"]).set()
         return JSONResponse({})
 
     async def generate(received: Received) -> Response:
-        await has(received.params["transfers"][0]["mm_hash"]).wait()
+        await has(received.params["transfers"][0]["item_uuid"]).wait()
         return JSONResponse({"name": received.headers["x-request-id"]})
 
     # What is late would be encoded elsewhere, and nobody here does that.

@@ -105,7 +105,7 @@ async def test_a_repeated_picture_meets_the_encoder_that_has_it(build: Build) ->
         for part in (RED, BLUE, TEXT):
             assert (await t.chat(part, TEXT)).status_code == 200
     jobs = [
-        {encode_params(r.params).transfers[0].mm_hash for r in encoder.received}
+        {encode_params(r.params).transfers[0].item_uuid for r in encoder.received}
         for encoder in t.encoders
     ]
     assert sum(map(len, jobs)) == 2

@@ -48,7 +48,7 @@ async def test_an_idle_instance_encodes_the_first_half_of_many_items(build: Buil
     assert (await t.chat(*map(picture, range(1, 5)))).status_code == 200
     [received] = t.pd.received
     names = [part["uuid"] for part in received.body["messages"][0]["content"]]
-    expected = [each["mm_hash"] for each in received.params["transfers"]]
+    expected = [each["item_uuid"] for each in received.params["transfers"]]
     assert expected == names[-len(expected) :]
     assert 1 <= len(expected) < 4
     assert len(t.encoders[0].received) == len(expected)

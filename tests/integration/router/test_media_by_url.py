@@ -62,7 +62,7 @@ async def test_instances_get_the_bytes_and_the_name_of_an_inlined_item(
     assert [urls(received) for received in t.pd.received] == [[INLINED], [INLINED] * 2, [INLINED]]
     jobs = [received for encoder in t.encoders for received in encoder.received]
     assert [urls(job) for job in jobs] == [[INLINED]] * 3
-    names = {job.params["transfers"][0]["mm_hash"] for job in jobs}
+    names = {job.params["transfers"][0]["item_uuid"] for job in jobs}
     assert len(names) == 1
     assert sum(bool(encoder.received) for encoder in t.encoders) == 1
     assert site.paths == ["/a.png"]

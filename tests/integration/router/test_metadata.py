@@ -71,7 +71,7 @@ async def test_the_pd_instance_is_asked_after_the_encoders_and_without_media(
     assert kinds(received) == ["text", "image_embeds", "image_embeds", "image_embeds"]
     assert b"base64" not in received.raw
     transfers = received.params["transfers"]
-    assert [transfer["mm_hash"] for transfer in transfers] == [
+    assert [transfer["item_uuid"] for transfer in transfers] == [
         parts(received)[1]["uuid"],
         parts(received)[2]["uuid"],
     ]
@@ -91,7 +91,7 @@ async def test_the_engine_s_own_name_of_an_item_is_expected_at_the_pd_instance(
     t.encoders[0].behaviour = rename
     await t.chat(RED)
     [received] = t.pd.received
-    assert [transfer["mm_hash"] for transfer in received.params["transfers"]] == ["engine's"]
+    assert [transfer["item_uuid"] for transfer in received.params["transfers"]] == ["engine's"]
     assert parts(received)[0]["uuid"] == parts(t.encoders[0].received[0])[0]["uuid"]
 
 

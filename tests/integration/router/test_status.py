@@ -48,7 +48,7 @@ async def with_outcome(received: Received) -> Response:
     """Answer as an instance does that had every item by `shm`, a thousand bytes each."""
     items = [
         {
-            "mm_hash": each["mm_hash"],
+            "mm_hash": each["item_uuid"],
             "source": "transfer",
             "encoder": each["encoder"],
             "path": "shm",

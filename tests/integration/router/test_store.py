@@ -80,7 +80,7 @@ async def test_an_item_that_is_stored_is_not_encoded(build: Build, section: Stor
     assert (await t.chat(TEXT, BLUE, RED)).status_code == 200
     [job] = t.encoders[0].received
     assert parts(job)[0]["uuid"] != name
-    stores = {each["mm_hash"]: each.get("store", "") for each in transfers(t)}
+    stores = {each["item_uuid"]: each.get("store", "") for each in transfers(t)}
     assert stores == {parts(job)[0]["uuid"]: "", name: key}
     assert list(stores)[1] == name, "in the order of the prompt"
     assert await t.metric('epd_router_items_total{outcome="stored"}') == 1
@@ -206,7 +206,7 @@ async def test_what_an_item_is_comes_from_its_entry(build: Build, section: Store
     assert (await t.chat(RED)).status_code == 200
     [received] = t.pd.received
     assert (kinds(received), parts(received)[0]["image_embeds"]) == (["image_embeds"], GRID)
-    assert transfers(t)[0]["mm_hash"] == f"engine-{name}"
+    assert transfers(t)[0]["item_uuid"] == f"engine-{name}"
     assert t.encoders[0].received == []
 
 

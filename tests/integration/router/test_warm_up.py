@@ -23,7 +23,7 @@ def transferring(source: str = "transfer") -> Behaviour:
     async def behave(received: Received) -> Response:
         items = [
             {
-                "mm_hash": t["mm_hash"],
+                "mm_hash": t["item_uuid"],
                 "source": source,
                 "encoder": t.get("encoder", ""),
                 "path": "shm",
@@ -110,7 +110,7 @@ async def test_an_instance_without_the_encoder_expects_the_engines_own_name(buil
     )
     await t.until_health(is_up)
     expected = t.pd.received[-1].params["transfers"]
-    assert [(each["mm_hash"], each["media"]) for each in expected] == [("engine's", False)]
+    assert [(each["item_uuid"], each["media"]) for each in expected] == [("engine's", False)]
 
 
 async def test_clients_are_told_to_wait_until_then(build: Build) -> None:

@@ -102,7 +102,7 @@ class PrefillSide:
             for index, mm_hash in enumerate(transfers)
         ]
         expected = tuple(
-            ExpectedTransfer(transfer_id=transfer_id, mm_hash=mm_hash)
+            ExpectedTransfer(transfer_id=transfer_id, item_uuid=mm_hash)
             for mm_hash, transfer_id in transfers.items()
         )
         self.receiver.request_arrived(

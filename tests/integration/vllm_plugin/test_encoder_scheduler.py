@@ -100,7 +100,7 @@ class Engine:
         transfers = tuple(
             EncodeTransfer(
                 transfer_id=(transfer_id := f"{mm_hash} to {request_id}"),
-                mm_hash=mm_hash,
+                item_uuid=mm_hash,
                 consumer=to,
                 proof=secret().vouch(transfer_id, mm_hash, to),
             )

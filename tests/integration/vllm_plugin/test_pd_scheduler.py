@@ -130,7 +130,7 @@ class Engine:
             for key, value in fields.items()
         }
         name = f"item of {request_id}"
-        expected = ExpectedTransfer(transfer_id=f"to {request_id}", mm_hash=name, media=pixels)
+        expected = ExpectedTransfer(transfer_id=f"to {request_id}", item_uuid=name, media=pixels)
         extra: dict[str, Any] = {"kv_transfer_params": {"do_remote_prefill": True}} if kv else {}
         if transfer:
             extra["ec_transfer_params"] = to_params(PrefillParams(transfers=(expected,)))

@@ -461,7 +461,7 @@ class World:
                 proof = secret().vouch(transfer_id, name, consumer)
                 transfers.append(
                     EncodeTransfer(
-                        transfer_id=transfer_id, mm_hash=name, consumer=consumer, proof=proof
+                        transfer_id=transfer_id, item_uuid=name, consumer=consumer, proof=proof
                     )
                 )
         params = to_params(EncodeParams(transfers=tuple(transfers)))

@@ -151,7 +151,7 @@ class Encoder:
             wrong = (tensor.shape[0] + 1, *tensor.shape[1:])
             tensor = msgspec.structs.replace(tensor, shape=wrong)
         order = TransferOrder(
-            transfer_id=transfer_id, mm_hash=name, consumer=ADDRESS, tensor=tensor, item=name
+            transfer_id=transfer_id, mm_hash=name, consumer=ADDRESS, tensor=tensor, item_uuid=name
         )
         self.session.submit(order, ready=name in self._outputs, now=self._clock.now)
         if name not in self._outputs:

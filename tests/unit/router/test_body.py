@@ -83,7 +83,7 @@ def test_forged_transfer_parameters_are_dropped(name: str) -> None:
 def test_the_pd_body_holds_the_expected_transfers() -> None:
     call = chat(WITH_IMAGE, max_tokens=5)
     expected = PrefillParams(
-        transfers=(ExpectedTransfer(transfer_id="t", mm_hash=call.items[0].mm_hash),), reply_to="r"
+        transfers=(ExpectedTransfer(transfer_id="t", item_uuid=call.items[0].mm_hash),), reply_to="r"
     )
 
     body = sent(call.for_pd(expected))
@@ -96,7 +96,7 @@ def test_the_pd_body_holds_the_expected_transfers() -> None:
 def test_an_encode_job_holds_the_image_and_nothing_of_the_text() -> None:
     call = chat(WITH_IMAGE, max_tokens=5, mm_processor_kwargs={"max_pixels": 64}, seed=3)
     item = call.items[0]
-    transfer = EncodeTransfer(transfer_id="t", mm_hash=item.mm_hash, consumer="tcp://c:1")
+    transfer = EncodeTransfer(transfer_id="t", item_uuid=item.mm_hash, consumer="tcp://c:1")
 
     body = sent(call.for_encoder(item, transfer))
 
@@ -127,7 +127,7 @@ def test_an_encode_job_holds_a_video_or_a_clip_alone(part: dict[str, Any], modal
     call = chat([{"role": "user", "content": [part, {"type": "text", "text": "secret"}]}])
     (item,) = call.items
     transfer = EncodeTransfer(
-        transfer_id="t", mm_hash=item.mm_hash, consumer="tcp://c:1", modality=item.modality
+        transfer_id="t", item_uuid=item.mm_hash, consumer="tcp://c:1", modality=item.modality
     )
 
     body = sent(call.for_encoder(item, transfer))
@@ -246,7 +246,7 @@ def told(call: Call) -> dict[str, EncodedItem]:
 
 
 def params(call: Call) -> PrefillParams:
-    transfers = [ExpectedTransfer(transfer_id="t", mm_hash=i.mm_hash) for i in call.items]
+    transfers = [ExpectedTransfer(transfer_id="t", item_uuid=i.mm_hash) for i in call.items]
     return PrefillParams(transfers=tuple(transfers))
 
 
@@ -291,7 +291,7 @@ def test_renamed_items_hold_their_media_under_other_names_everywhere() -> None:
         image(BLUE) | {"uuid": names[1]},
         image(RED) | {"uuid": names[0]},
     ]
-    transfer = EncodeTransfer(transfer_id="t", mm_hash=names[0], consumer="tcp://c:1")
+    transfer = EncodeTransfer(transfer_id="t", item_uuid=names[0], consumer="tcp://c:1")
     job = sent(renamed.for_encoder(renamed.items[0], transfer))
     assert job["messages"][0]["content"] == [image(RED) | {"uuid": names[0]}]
 
@@ -318,7 +318,7 @@ def test_long_settings_and_salts_give_the_same_key_each_time() -> None:
     more = {"cache_salt": "s" * 9000, "mm_processor_kwargs": {"x": "y" * 9000}}
     first, second = (chat(WITH_IMAGE, **more) for _ in range(2))
     assert first.items[0].mm_hash == second.items[0].mm_hash
-    transfer = EncodeTransfer(transfer_id="t", mm_hash="h", consumer="tcp://c:1")
+    transfer = EncodeTransfer(transfer_id="t", item_uuid="h", consumer="tcp://c:1")
     job = sent(first.for_encoder(first.items[0], transfer))
     assert job["mm_processor_kwargs"] == more["mm_processor_kwargs"]
 
@@ -341,7 +341,7 @@ def test_a_large_picture_is_keyed_and_sent_without_a_copy(kind: type) -> None:
     (item,) = call.items
     assert item.mm_hash == content_key("image", "image/png", text.encode(), b"\0\0\0")
 
-    transfer = EncodeTransfer(transfer_id="t", mm_hash=item.mm_hash, consumer="tcp://c:1")
+    transfer = EncodeTransfer(transfer_id="t", item_uuid=item.mm_hash, consumer="tcp://c:1")
     for written in (call.for_pd(params(call)), call.for_encoder(item, transfer)):
         (view,) = (each for each in written if isinstance(each, memoryview))
         assert view.obj is data and len(view) > 1 << 20
@@ -410,7 +410,7 @@ def test_images_of_a_responses_request_are_keyed_wherever_the_engine_looks_for_t
     ]
     assert body["input"][2]["output"] == [{**SEEN, "image_url": BLUE, "uuid": blue.mm_hash}]
     assert body["input"][1::2] == given[1::2]
-    transfer = EncodeTransfer(transfer_id="t", mm_hash=red.mm_hash, consumer="tcp://c:1")
+    transfer = EncodeTransfer(transfer_id="t", item_uuid=red.mm_hash, consumer="tcp://c:1")
     job = sent(call.for_encoder(red, transfer))
     assert job["messages"][0]["content"] == [{**SEEN, "uuid": red.mm_hash}]
     assert job["mm_processor_kwargs"] == {"max_pixels": 64}
@@ -454,7 +454,7 @@ def test_images_of_anthropics_messages_are_found_in_the_engines_order_and_not_na
     call = anthropic(DRAWN)
     urls = []
     for item in call.items:
-        transfer = EncodeTransfer(transfer_id="t", mm_hash=item.mm_hash, consumer="tcp://c:1")
+        transfer = EncodeTransfer(transfer_id="t", item_uuid=item.mm_hash, consumer="tcp://c:1")
         job = sent(call.for_encoder(item, transfer))
         (part,) = job["messages"][0]["content"]
         assert part.keys() == {"type", "image_url"}
@@ -473,7 +473,7 @@ def test_a_large_image_of_anthropics_messages_is_sent_without_a_copy() -> None:
     data = "ABCD" * 100_000
     call = anthropic([{"role": "user", "content": [block(media_type="image/png", data=data)]}])
     (item,) = call.items
-    transfer = EncodeTransfer(transfer_id="t", mm_hash=item.mm_hash, consumer="tcp://c:1")
+    transfer = EncodeTransfer(transfer_id="t", item_uuid=item.mm_hash, consumer="tcp://c:1")
     job = call.for_encoder(item, transfer)
     assert any(isinstance(each, memoryview) for each in job)
     (part,) = sent(job)["messages"][0]["content"]

@@ -49,7 +49,7 @@ async def test_a_job_that_is_cancelled_as_its_answer_comes_ends(turns: int) -> N
     encoder, pd = instances.add(ENCODER), instances.add(PD)
     delivery = Delivery(
         item=MediaItem(mm_hash="a", modality="image", part={}),
-        transfer=EncodeTransfer(transfer_id="t", mm_hash="a", consumer=PD.control),
+        transfer=EncodeTransfer(transfer_id="t", item_uuid="a", consumer=PD.control),
         encoder=encoder,
         body=[b"{}"],
         metadata_only=False,

@@ -31,7 +31,7 @@ OTHER = "https://example.com/b.png"
 TEXT = b"iVBORw0KGgoAAAANSUhE" * 400
 INLINED = f"data:image/png;base64,{TEXT.decode()}"
 TRANSFER = EncodeTransfer(
-    transfer_id="t", mm_hash="h", consumer="tcp://127.0.0.1:1", modality="image", proof="p"
+    transfer_id="t", item_uuid="h", consumer="tcp://127.0.0.1:1", modality="image", proof="p"
 )
 
 

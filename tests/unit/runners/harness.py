@@ -185,7 +185,7 @@ class PrefillSide:
             begin = end
         transfers = {
             item.mm_hash: ExpectedTransfer(
-                transfer_id=item.transfer_id, mm_hash=item.mm_hash, media=item.sent_with_media
+                transfer_id=item.transfer_id, item_uuid=item.mm_hash, media=item.sent_with_media
             )
             for item in items
             if item.transfer_id

@@ -24,7 +24,7 @@ class Desk:
             transfers=tuple(
                 EncodeTransfer(
                     transfer_id=transfer_id,
-                    mm_hash=mm_hash,
+                    item_uuid=mm_hash,
                     consumer=CONSUMER,
                     proof=SECRET.vouch(transfer_id, mm_hash, CONSUMER),
                 )
@@ -128,7 +128,7 @@ def test_an_order_whose_transfer_is_under_way_changes_nothing(desk: Desk) -> Non
 
 @pytest.mark.parametrize(
     "changed",
-    [{"proof": ""}, {"transfer_id": "other"}, {"mm_hash": "b"}, {"consumer": "tcp://mine"}],
+    [{"proof": ""}, {"transfer_id": "other"}, {"item_uuid": "b"}, {"consumer": "tcp://mine"}],
     ids=lambda changed: next(iter(changed)),
 )
 def test_what_the_router_does_not_vouch_for_is_not_delivered(
@@ -136,8 +136,8 @@ def test_what_the_router_does_not_vouch_for_is_not_delivered(
 ) -> None:
     """Whoever reaches an encode instance's HTTP could name any address otherwise."""
     desk = Desk()
-    fields = {"transfer_id": "t", "mm_hash": "a", "consumer": CONSUMER}
-    proof = SECRET.vouch(fields["transfer_id"], fields["mm_hash"], fields["consumer"])
+    fields = {"transfer_id": "t", "item_uuid": "a", "consumer": CONSUMER}
+    proof = SECRET.vouch(fields["transfer_id"], fields["item_uuid"], fields["consumer"])
     transfer = EncodeTransfer(**{**fields, "proof": proof, **changed})
     items = [EncodeItem(mm_hash=name, tensor=spec(1)) for name in "ab"]
     desk.dispatcher.request_arrived("r", items, EncodeParams(transfers=(transfer,)))

@@ -38,7 +38,7 @@ def items(names: str) -> list[PromptItem]:
 def matched(names: str, transfers: str) -> dict[str, str]:
     params = PrefillParams(
         transfers=tuple(
-            ExpectedTransfer(transfer_id=f"t{name}", mm_hash=name, modality=modality(name))
+            ExpectedTransfer(transfer_id=f"t{name}", item_uuid=name, modality=modality(name))
             for name in transfers
         )
     )
@@ -89,7 +89,7 @@ def test_bare_is_what_has_no_media_by_the_engine_or_by_the_router(
 ) -> None:
     items = [prompt_item("with"), prompt_item("without", has_media=False), prompt_item("told")]
     transfers = {
-        name: ExpectedTransfer(transfer_id=f"t-{name}", mm_hash=name, media=name != "told")
+        name: ExpectedTransfer(transfer_id=f"t-{name}", item_uuid=name, media=name != "told")
         for name in ("with", "told")
     }
     assert metadata_only_items(items, transfers, can_encode=can_encode) == expected

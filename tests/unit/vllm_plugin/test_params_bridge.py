@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 
 from epd_portable.vllm_plugin.params_bridge import ParamsMiddleware
 
-PARAMS = {"transfers": [{"transfer_id": "t", "mm_hash": 'with "quotes" and é'}]}
+PARAMS = {"transfers": [{"transfer_id": "t", "item_uuid": 'with "quotes" and é'}]}
 
 
 async def old_server(request: Request) -> Response:

@@ -17,9 +17,9 @@ from epd_portable.wire.params import (
     to_params,
 )
 
-ENCODE = EncodeParams(transfers=(EncodeTransfer(transfer_id="t", mm_hash="h", consumer="tcp://x"),))
+ENCODE = EncodeParams(transfers=(EncodeTransfer(transfer_id="t", item_uuid="h", consumer="tcp://x"),))
 PREFILL = PrefillParams(
-    transfers=(ExpectedTransfer(transfer_id="t", mm_hash="h", encoder="encode-0"),), reply_to="me"
+    transfers=(ExpectedTransfer(transfer_id="t", item_uuid="h", encoder="encode-0"),), reply_to="me"
 )
 
 
@@ -40,7 +40,7 @@ def test_an_outcome_names_only_what_is_known() -> None:
 
 
 @pytest.mark.parametrize(
-    "raw", [{}, {"transfers": 1}, {"transfers": [{"mm_hash": "h"}]}, {"transfers": [None]}]
+    "raw", [{}, {"transfers": 1}, {"transfers": [{"item_uuid": "h"}]}, {"transfers": [None]}]
 )
 def test_params_of_another_form_are_protocol_errors(raw: dict[str, object]) -> None:
     with pytest.raises(ProtocolError, match="encode request"):

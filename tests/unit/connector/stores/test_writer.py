@@ -28,7 +28,7 @@ def output(name: str, *, to_host: Callable[[], torch.Tensor] | None = None) -> O
         return torch.full((SPEC.nbytes,), 1, dtype=torch.uint8)
 
     return Output(
-        item=name,
+        item_uuid=name,
         kind="image",
         mm_hash=name,
         modality="image",
