@@ -1,17 +1,16 @@
 """The PD side of the control protocol, as a state machine without I/O.
 
 A transfer is expected, announced by an encoder, granted the slot of its item once that has one, and
-written; or it fails: its encoder says so, the router says that none will deliver it, its deadline
-passes, or its lease. How far its *item* has come is the item's own state.
+written; or it fails: its encoder or the router ends it, its deadline passes, or its lease.
 
-An item may be on its way by several transfers, for several requests: one is granted, and when the
-item is here the others are answered *not needed*.
+Several transfers, for several requests, may bring one item: one is granted, and when the item is
+here the others are answered *not needed*.
 
 An encoder whose announcement does not fit is refused alone: another may still deliver the item. A
 second encoder takes over from the first, which is refused then.
 
-A slot whose grant failed is quarantined until nobody can write it any more: the producer said so,
-it is gone, or the path is fenced.
+A slot whose grant failed is quarantined until it cannot be written any more: the producer has said
+so, it is gone, or the path is fenced.
 """
 
 from __future__ import annotations
@@ -46,13 +45,13 @@ from epd_portable.wire.messages import (
 )
 
 MAX_ENDED = 4096
-"""Ended transfers that are remembered at most."""
+"""Ended transfers that are remembered."""
 MAX_EARLY = 1024
-"""Announcements that came before their request, and are remembered at most."""
+"""Announcements that are kept until their request comes."""
 MAX_REFUSED = 8
 """Attempts at one transfer that are refused before it fails."""
 LEASE_MARGIN_S = 1.0
-"""The producer's lease begins when the grant arrives; ours ends this much later."""
+"""The producer's lease begins when the grant arrives; the consumer's ends this much later."""
 
 FailureCause = Literal[
     "lease", "timeout", "no_encoder", "not_wanted", "aborted", "refused", "other_encoder", "early"
@@ -66,20 +65,20 @@ was granted to one. ``early``: it was accepted before its request, and has ended
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """An item on its way to this instance.
+    """One transfer to this instance.
 
     Attributes:
         transfer_id: Unique name.
-        item: What it brings.
+        item: The item that it delivers.
         encoder: Instance that was asked first, for the log.
         deadline_s: When it has failed.
-        writer: Who will write it, once announced.
+        writer: The announced attempt.
         producer: The writer's end.
-        grant: Once granted.
+        grant: The slot that the writer was granted.
         granted_s: When that was.
         lease_end_s: When the grant ends.
-        asked: A request waits for it; not yet, if it was accepted before its request.
-        refused: What is answered to attempts that take no more part.
+        asked: A request waits for it; ``False`` if it was accepted before its request.
+        refused: Answers to attempts that were refused.
     """
 
     transfer_id: str
@@ -95,7 +94,7 @@ class Transfer:
     refused: dict[Writer, Abort | Nack] = field(default_factory=dict)
 
     @property
-    def stage(self) -> str:
+    def progress(self) -> str:
         """What it waits for, for the log."""
         if self.producer is None:
             return f"{self.encoder or 'its encoder'} has not announced it"
@@ -105,11 +104,11 @@ class Transfer:
 
     @property
     def due_s(self) -> float:
-        """When it must be looked at next."""
+        """When its lease or deadline ends."""
         return self.deadline_s if self.grant is None else min(self.deadline_s, self.lease_end_s)
 
     def mismatch(self, message: Announce) -> str:
-        """Return why an announcement is not of this item; empty if it is."""
+        """Return why an announcement is not of this item, or an empty string."""
         if message.mm_hash == self.item.mm_hash and message.tensor == self.item.tensor:
             return ""
         return (
@@ -120,24 +119,24 @@ class Transfer:
 
 
 class TransferEvents(Protocol):
-    """Who hears what becomes of transfers; called when all that a transfer had is settled."""
+    """Callbacks of a `ConsumerSession`, whose own state has changed before each."""
 
     def announced(self, announce: Announce) -> None:
-        """An encoder has an item that nobody expects yet."""
+        """An encoder has an item that no request expects yet."""
         ...
 
     def may_bring(self, item: Item, transfer_id: str) -> bool:
-        """Tell whether a transfer may use the slot of its item."""
+        """Return whether a transfer may use the slot of its item."""
         ...
 
     def landed(self, transfer: Transfer, grant: Grant, *, transfer_s: float, digest: str) -> None:
-        """An item is in its slot.
+        """An item is in its slot, and the transfer is over.
 
         Args:
-            transfer: Has brought it, and is over.
-            grant: By which it was written.
-            transfer_s: From the grant to *written*.
-            digest: Of the bytes that were written; empty if not to be checked.
+            transfer: The transfer.
+            grant: The slot and the path.
+            transfer_s: Seconds from the grant to *written*.
+            digest: Digest of the written bytes; empty if they are not to be checked.
         """
         ...
 
@@ -153,22 +152,22 @@ class TransferEvents(Protocol):
 
         Args:
             transfer: Is over unless the item still has it.
-            slot: Was granted, and is not the item's any more; comes back by `released`.
+            slot: Was granted, and is not the item's any more; see `released`.
             cause: For the metrics.
             reason: For the log.
         """
         ...
 
     def refused(self, transfer: Transfer, nack: Nack) -> None:
-        """One encoder cannot deliver an item; its transfer goes on, for another."""
+        """One encoder cannot deliver an item; its transfer goes on, for another encoder."""
         ...
 
     def revoked(self, slot: SlotDescriptor) -> None:
-        """A grant is taken back because nobody wants the item; see `released`."""
+        """The grant of an item that is not wanted any more ends; see `released`."""
         ...
 
     def released(self, slot: SlotDescriptor) -> None:
-        """Nobody can write a slot any more that was granted and lost."""
+        """A slot whose grant failed or was revoked can not be written any more."""
         ...
 
 
@@ -177,11 +176,11 @@ class ConsumerSession:
 
     Args:
         send: Sends a message to a ZMQ identity.
-        events: Hears what becomes of transfers.
-        choose: Finds the path for a producer, see `PathChooser`.
-        fingerprint: What producers must agree with.
-        vouched: Tells whether the router wants an announced transfer, before its request says so.
-        is_gone: Tells whether a producer's process has certainly ended.
+        events: See `TransferEvents`.
+        choose: Returns the path for a producer, see `PathChooser`.
+        fingerprint: See `PeerDescriptor`.
+        vouched: Returns whether the router wants an announced transfer, whose request is to come.
+        is_gone: Returns whether a producer's process has certainly ended.
         fence: Lets writes through to leased slots only.
         fenced_paths: Paths whose writes go through the fence; their slots need no quarantine.
         wait_timeout_s: Longest wait for one item.
@@ -217,8 +216,9 @@ class ConsumerSession:
         self._numbers = itertools.count()
         self._early: OrderedDict[str, tuple[float, bytes, Announce]] = OrderedDict()
         self._offers: dict[str, Announce] = {}
-        """Those of them that fit this instance and were not passed over."""
-        self._ended: OrderedDict[str, bool] = OrderedDict()  # whether before it was asked for
+        """Early announcements that fit this instance and were not passed over."""
+        self._ended: OrderedDict[str, bool] = OrderedDict()
+        """Whether each ended before a request asked for it."""
         self._quarantine = Quarantine(is_gone, ask_every_s=lease_s)
 
     # -- what the instance wants -----------------------------------------------------------------
@@ -226,17 +226,11 @@ class ConsumerSession:
     def expect(
         self, transfer_id: str, item: Item, now: float, *, encoder: str = "", asked: bool = True
     ) -> None:
-        """An item is to come by this transfer: for a request, or accepted before its request.
+        """Expect an item by a transfer; the arguments are attributes of `Transfer`.
 
-        The request of an accepted one calls again. If it means something else by the item, the
-        encoder is refused. A transfer that ended before its request came fails at once.
-
-        Args:
-            transfer_id: Unique name.
-            item: The item.
-            now: Seconds.
-            encoder: Instance that was asked first, for the log.
-            asked: A request waits for it.
+        A transfer that was accepted before its request is expected again by the request. If the
+        request's item is another one, the encoder is refused. A transfer that ended before its
+        request came fails at once.
         """
         self._now = now
         deadline_s = now + self._wait_timeout_s
@@ -249,8 +243,7 @@ class ConsumerSession:
                     self._events.refused(known, answer)
             return
         if known is not None:
-            reason = "its request describes the item differently"
-            self._fail(known, "refused", reason)
+            self._fail(known, "refused", "its request describes the item differently")
             del self._ended[transfer_id]
         transfer = Transfer(transfer_id, item, encoder, deadline_s, asked=asked)
         self._transfers[transfer_id] = item.transfers[transfer_id] = transfer
@@ -268,24 +261,23 @@ class ConsumerSession:
             self._announced(*early[1:], transfer)
 
     def early(self) -> list[Announce]:
-        """Return announcements that fit this instance and that nobody expects yet, in order.
+        """Return announcements that fit this instance and that no request expects yet, in order.
 
-        Whoever has no room for one looks at no later one; one that it wants for no other reason is
-        passed over. So it looks at few, however many there are.
+        The caller gives room in this order and stops where there is none.
         """
         return list(self._offers.values())
 
     def pass_over(self, transfer_id: str) -> None:
-        """Return an announcement by `early` no more; it waits for its request."""
+        """Leave an announcement out of `early`; it waits for its request."""
         self._offers.pop(transfer_id, None)
 
     def decline(self, transfer_id: str) -> None:
-        """A request has this item from elsewhere: its announcement gets *not needed*."""
+        """Answer *not needed* to the announcement of a transfer, whenever it comes."""
         self._forget_early(transfer_id)
         self._remember(transfer_id)
 
     def room_given(self, item: Item) -> None:
-        """The item has a slot: grant it to the first encoder that has announced it."""
+        """Grant the item's slot to the first encoder that has announced it."""
         assert item.slot is not None
         trace("item.reserved", mm_hash=item.mm_hash, nbytes=item.slot.nbytes)
         for transfer in list(item.transfers.values()):
@@ -297,7 +289,7 @@ class ConsumerSession:
         return [key for key, each in item.transfers.items() if each.writer is not None]
 
     def not_wanted(self, item: Item, but: Iterable[str] = ()) -> None:
-        """End the transfers of an item, all but these; a slot that was granted is quarantined."""
+        """End the transfers of an item except ``but``; a slot that was granted is quarantined."""
         for transfer in [each for key, each in item.transfers.items() if key not in but]:
             slot = self._revoke(transfer, "not needed any more")
             if slot is not None:
@@ -305,18 +297,12 @@ class ConsumerSession:
             elif transfer.writer is not None:
                 self._not_needed(transfer.writer)
             self._end(transfer)
-        self._tell_released()
+        self._report_released()
 
     # -- what others say -------------------------------------------------------------------------
 
     def receive(self, sender: bytes, message: AnyMessage, now: float) -> None:
-        """Take in a message; those that make no sense here are ignored.
-
-        Args:
-            sender: ZMQ identity to answer to.
-            message: Any.
-            now: Seconds.
-        """
+        """Process a message of a ZMQ identity; ignores those that make no sense here."""
         self._now = now
         transfer = self._transfers.get(message.transfer_id)
         if isinstance(message, Announce):
@@ -345,13 +331,12 @@ class ConsumerSession:
             if transfer is None:
                 self.decline(message.transfer_id)
             else:
-                reason = "the router does not want it any more"
-                self._fail(transfer, "not_wanted", reason)
+                self._fail(transfer, "not_wanted", "the router does not want it any more")
         elif isinstance(message, Abort):
             self._aborted(_writer_of(sender, message), message, transfer)
 
     def tick(self, now: float) -> None:
-        """Judge deadlines, and ask for slots that are quarantined."""
+        """Fail transfers that are due, and ask for quarantined slots."""
         self._now = now
         while self._due and self._due[0][0] <= now:
             transfer = heapq.heappop(self._due)[-1]
@@ -360,7 +345,7 @@ class ConsumerSession:
             if now >= transfer.deadline_s:
                 reason = (
                     f"not delivered within {self._wait_timeout_s} s (transfer.wait_timeout_s): "
-                    f"{transfer.stage}"
+                    f"{transfer.progress}"
                 )
                 self._fail(transfer, "timeout", reason)
             elif now >= transfer.due_s:
@@ -371,7 +356,7 @@ class ConsumerSession:
         if len(self._quarantine):
             for sender, question in self._quarantine.poll(now):
                 self._send(sender, question)
-            self._tell_released()
+            self._report_released()
         while self._early:
             transfer_id, (expires_s, _, _) = next(iter(self._early.items()))
             if expires_s > now:
@@ -422,7 +407,7 @@ class ConsumerSession:
         self._refuse(transfer, writer, nack)
 
     def _refuse(self, transfer: Transfer, writer: Writer, answer: Abort | Nack) -> None:
-        """Let an attempt take no more part in a transfer; what it was granted is taken back."""
+        """Let an attempt take no more part in a transfer; its grant is revoked."""
         transfer.refused[writer] = answer
         slot = None
         reason = answer.reason if isinstance(answer, Abort) else answer.detail
@@ -432,10 +417,10 @@ class ConsumerSession:
         if len(transfer.refused) > MAX_REFUSED:
             reason = f"{len(transfer.refused)} attempts were refused (at most {MAX_REFUSED})"
             self._end(transfer)
-            self._fail_with(transfer, slot, "refused", reason)
+            self._report_failure(transfer, slot, "refused", reason)
         elif slot is not None:
             cause: FailureCause = "other_encoder" if isinstance(answer, Abort) else "refused"
-            self._fail_with(transfer, slot, cause, reason)
+            self._report_failure(transfer, slot, cause, reason)
 
     def _aborted(self, writer: Writer, message: Abort, transfer: Transfer | None) -> None:
         early = self._early.get(writer.transfer_id)
@@ -446,7 +431,7 @@ class ConsumerSession:
         self._release(writer)
 
     def _grant_if_free(self, transfer: Transfer) -> None:
-        """Grant an item's slot to a transfer that an encoder has announced, if it may have it."""
+        """Grant an item's reserved slot to an announced transfer, if that may bring the item."""
         item = transfer.item
         if item.state is State.RESERVED and self._events.may_bring(item, transfer.transfer_id):
             self._grant(transfer)
@@ -493,25 +478,21 @@ class ConsumerSession:
         self._end(transfer)
         transfer_s = self._now - transfer.granted_s
         self._events.landed(transfer, grant, transfer_s=transfer_s, digest=message.digest)
-        self._send(sender, injected)  # Last: requests wait for the item, nobody for this.
+        self._send(sender, injected)  # Last: requests wait for the item, and none for this.
 
     def _fail(self, transfer: Transfer, cause: FailureCause, reason: str) -> None:
         slot = self._revoke(transfer, reason)
         self._end(transfer)
-        self._fail_with(transfer, slot, cause, reason)
+        self._report_failure(transfer, slot, cause, reason)
 
-    def _fail_with(
-        self,
-        transfer: Transfer,
-        slot: SlotDescriptor | None,
-        cause: FailureCause,
-        reason: str,
+    def _report_failure(
+        self, transfer: Transfer, slot: SlotDescriptor | None, cause: FailureCause, reason: str
     ) -> None:
         self._events.failed(transfer, slot, cause=cause, reason=reason)
-        self._tell_released()
+        self._report_released()
 
     def _revoke(self, transfer: Transfer, reason: str) -> SlotDescriptor | None:
-        """Take back what a transfer was granted, if anything was; return it."""
+        """Quarantine the slot that a transfer was granted, if any, and return it."""
         writer, producer, grant = transfer.writer, transfer.producer, transfer.grant
         if grant is None:
             return None
@@ -527,9 +508,9 @@ class ConsumerSession:
 
     def _release(self, writer: Writer) -> None:
         self._quarantine.release(writer)
-        self._tell_released()
+        self._report_released()
 
-    def _tell_released(self) -> None:
+    def _report_released(self) -> None:
         for slot in self._quarantine.take_released():
             self._events.released(slot)
 
@@ -538,7 +519,7 @@ class ConsumerSession:
         self._send(writer.sender, message)
 
     def _keep_early(self, sender: bytes, message: Announce) -> None:
-        """Remember an announcement; what is not kept now is sent again by its producer."""
+        """Keep an announcement until its request comes; its producer sends one that is not kept."""
         if message.transfer_id in self._early or len(self._early) >= MAX_EARLY:
             return
         if self._vouched(message):
@@ -558,7 +539,7 @@ class ConsumerSession:
             self._not_needed(_writer_of(*early[1:]))
 
     def _watch(self, transfer: Transfer) -> None:
-        """Look at a transfer when it is due; entries of those that have ended are left in time."""
+        """Have `tick` look at a transfer when it is due; drops entries of ended ones in bulk."""
         if len(self._due) > 4 * len(self._transfers) + 64:
             self._due = [
                 (each.due_s, next(self._numbers), each) for each in self._transfers.values()
