@@ -1,9 +1,8 @@
 """The control channel: ZMQ sockets that carry `epd_portable.wire` messages.
 
 The consumer listens (ROUTER), producers and the router connect (DEALER). Nothing here blocks.
-Everything is encrypted, see `epd_portable.connector.curve`.
-
-On one host *written*, for which requests wait, takes a shorter way (`datagrams`).
+Everything is encrypted, see `epd_portable.connector.curve`. On one host *written*, for which
+requests wait, is sent as a datagram (`epd_portable.connector.datagrams`).
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import select
 import socket
 import threading
 import uuid
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import zmq
@@ -35,22 +35,21 @@ _HIGH_WATER_MARK = 1000
 _POLLIN = int(zmq.POLLIN)
 _WITHIN_HOST = paths_within_host()
 MAX_AT_ONCE = 1000
-"""Messages that one call takes in, so that a flood does not keep its caller."""
+"""Messages that one call returns, so that a flood does not keep its caller."""
 
 
 def new_session() -> str:
-    """Return a name for this life of the process, for `process_is_gone` and unique."""
+    """Return a unique name for this life of the process, see `process_is_gone`."""
     pid = os.getpid()
     _, start = _process(pid)
     return f"{pid}-{start}-{_pid_namespace()}-{uuid.uuid4().hex[:12]}"
 
 
 def process_is_gone(session: str) -> bool:
-    """Tell whether the process that made a session on this host has certainly ended.
+    """Return whether the process that made a session on this host has certainly ended.
 
-    A zombie has ended, once no thread of it is left: until then a device may write for it. A pid
-    that another process was given since does not count, nor does a pid of another namespace (a
-    container that shares ``/dev/shm``).
+    A zombie has ended once it has no thread left: until then a device may write for it. Pids of
+    another namespace (a container that shares ``/dev/shm``) are unknown here.
     """
     parts = session.split("-")
     if len(parts) != 4 or not parts[0].isdecimal() or parts[2] != _pid_namespace():
@@ -65,23 +64,22 @@ def process_is_gone(session: str) -> bool:
 
 
 def is_later_life(later: PeerDescriptor, earlier: PeerDescriptor) -> bool:
-    """Tell whether two processes were lives of one instance on one machine, and which began later.
+    """Return whether one process is a later life of another's instance on the same machine.
 
-    Instances have names of their own, and whoever starts one again has waited for the end of its
-    former processes, or killed them. Of another machine it is not known: the former one may be cut
-    off and alive.
+    An instance is started again only after its former processes have ended. On another machine the
+    former one may be cut off and alive.
     """
-    instance, machine = earlier.instance, earlier.host.partition(":")[0]
-    if (later.instance, later.host.partition(":")[0]) != (instance, machine):
-        return False
-    began, began_before = (_began(each.session) for each in (later, earlier))
-    return later.session != earlier.session and began >= began_before
 
+    def instance(peer: PeerDescriptor) -> tuple[str, str]:
+        return peer.instance, peer.host.partition(":")[0]
 
-def _began(session: str) -> int:
-    """Return the clock ticks of the machine at which a session's process began."""
-    parts = session.split("-")
-    return int(parts[1]) if len(parts) == 4 and parts[1].isdecimal() else 0
+    def start(peer: PeerDescriptor) -> int:
+        """Return the clock ticks of the machine at which the process started."""
+        parts = peer.session.split("-")
+        return int(parts[1]) if len(parts) == 4 and parts[1].isdecimal() else 0
+
+    same = instance(later) == instance(earlier) and later.session != earlier.session
+    return same and start(later) >= start(earlier)
 
 
 def _process(pid: int) -> tuple[str, str]:
@@ -91,13 +89,13 @@ def _process(pid: int) -> tuple[str, str]:
 
 
 def _pid_exists(pid: int) -> bool:
-    """Tell whether there is such a process, also where ``/proc`` hides those of other users."""
+    """Return whether there is such a process, also where ``/proc`` hides those of other users."""
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
-        return True
+        pass
     return True
 
 
@@ -116,8 +114,8 @@ def host_identity() -> str:
 class _Alarm:
     """Lets one thread wait for messages of sockets that other threads use.
 
-    ZMQ's own poll would use the sockets meanwhile. Their descriptors can be waited for, but tell
-    only once that a message has come, and that to whoever uses the socket next.
+    ZMQ's own poll would use the sockets meanwhile. Their descriptors can be polled, but are
+    edge-triggered, and the next use of the socket consumes the edge.
     """
 
     def __init__(self) -> None:
@@ -128,7 +126,7 @@ class _Alarm:
         self._ready.register(self._bell, select.POLLIN)
 
     def watch_descriptor(self, descriptor: int) -> None:
-        """Wait until this one can be read from, too; that is told until it was read."""
+        """Wait for data of this descriptor, too (level-triggered)."""
         self._ready.register(descriptor, select.POLLIN)
 
     def watch(self, target: zmq.Socket[bytes]) -> None:
@@ -141,7 +139,7 @@ class _Alarm:
         self._ready.unregister(int(target.getsockopt(zmq.FD)))
 
     def look_again(self, target: zmq.Socket[bytes]) -> None:
-        """Ring if a socket that was just used has a message: it may have told its user of it."""
+        """Ring if a socket that was just used has a message: its use may have consumed the edge."""
         if _has_message(target):
             self.ring()
 
@@ -157,7 +155,7 @@ class _Alarm:
                 os.eventfd_write(self._bell, 1)
 
     def close(self) -> None:
-        """Nobody waits any more."""
+        """Close, when no thread waits any more."""
         with self._lock:
             self._closed = True
             os.close(self._bell)
@@ -167,14 +165,34 @@ def _has_message(target: zmq.Socket[bytes]) -> bool:
     return bool(int(target.getsockopt(zmq.EVENTS)) & _POLLIN)
 
 
+def _arrived(
+    target: zmq.Socket[bytes], alarm: _Alarm, *, parts: int, limit: int = MAX_AT_ONCE
+) -> Iterator[list[bytes]]:
+    """Yield messages that have arrived, see `receive_parts`; at most ``limit``."""
+    for _ in range(limit):
+        if not _has_message(target):
+            return
+        yield receive_parts(target, most=parts)
+    alarm.ring()  # More may have come, and the edge is consumed.
+
+
+def _decoded(parts: Sequence[bytes], sender: object) -> tuple[AnyMessage, str] | None:
+    """Return a message and its session; ``None``, with a warning, for other bytes."""
+    try:
+        return codec.decode_parts(parts)
+    except ProtocolError as error:
+        logger.warning("control message from %r dropped: %r", sender, str(error))
+        return None
+
+
 class ControlServer:
     """The consumer's end.
 
     Args:
         address: ZMQ address to listen on.
-        session: Of this process.
+        session: See `new_session`.
         keys: Of the deployment.
-        inbox: Where producers of this host are heard too; whoever made it closes it, later.
+        inbox: For datagrams of producers on this host; its owner closes it, later.
 
     Raises:
         TransportError: The address cannot be bound.
@@ -187,7 +205,7 @@ class ControlServer:
         self._inbox = inbox
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        # Who comes again has lost its former connection, whether that was noticed here or not.
+        # A peer that connects again has lost its former connection.
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.set_hwm(_HIGH_WATER_MARK)
         self._socket.setsockopt(zmq.MAXMSGSIZE, codec.MAX_MESSAGE_BYTES)
@@ -207,13 +225,13 @@ class ControlServer:
 
     @property
     def address(self) -> str:
-        """Where it listens, with the port that was chosen for port 0."""
+        """ZMQ address, with the port that was chosen for port 0."""
         return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def wait(self, timeout_s: float) -> None:
         """Return when messages may have arrived, after `wake`, or when the time is over.
 
-        For one thread, beside another that does everything else with this object.
+        May be called by one thread while another one uses the rest.
         """
         self._alarm.wait(timeout_s)
 
@@ -222,65 +240,50 @@ class ControlServer:
         self._alarm.ring()
 
     def receive(self) -> list[tuple[bytes, AnyMessage]]:
-        """Return what has arrived, as ``(identity, message)``; what is no message is logged.
+        """Return ``(identity, message)`` of messages that have arrived; other bytes are logged.
 
         At most `MAX_AT_ONCE`; the rest comes with the next call.
         """
-        received = self._receive_datagrams()
-        for _ in range(MAX_AT_ONCE - len(received)):
-            if not _has_message(self._socket):
-                break
-            identity, *parts = receive_parts(self._socket, most=2)
-            try:
-                message, _session = codec.decode_parts(parts)
-            except ProtocolError as error:
-                logger.warning("control message from %r dropped: %r", identity, str(error))
-            else:
-                received.append((identity, message))
-        else:
-            self.wake()  # More may have come, of which ZMQ does not tell again.
-        if not received:  # Who has the key waits for an answer.
-            self._gate.look()
-        return received
-
-    def _receive_datagrams(self) -> list[tuple[bytes, AnyMessage]]:
         received: list[tuple[bytes, AnyMessage]] = []
-        if self._inbox is None:
-            return received
-        while len(received) < MAX_AT_ONCE and (data := self._inbox.receive()) is not None:
-            try:
-                message, session = codec.decode(data)
-            except ProtocolError as error:
-                logger.warning("datagram dropped: %r", str(error))
-            else:
+        while self._inbox is not None and len(received) < MAX_AT_ONCE:
+            data = self._inbox.receive()
+            if data is None:
+                break
+            if decoded := _decoded([data], "a datagram"):
+                message, session = decoded
                 received.append((session.encode(), message))
+        limit = MAX_AT_ONCE - len(received)
+        for identity, *parts in _arrived(self._socket, self._alarm, parts=2, limit=limit):
+            if decoded := _decoded(parts, identity):
+                received.append((identity, decoded[0]))
+        if not received:  # Peers that wait for an answer come first.
+            self._gate.look()
         return received
 
     def send(self, identity: bytes, message: AnyMessage) -> None:
         """Send to a peer.
 
-        Dropped if the peer is not connected any more, or does not read and too much waits for it
-        already (ZMQ's ROUTER never blocks and raises nothing then); sessions send again.
+        Dropped if the peer is not connected or its queue is full (ZMQ's ROUTER neither blocks nor
+        raises); sessions send again.
         """
         data = codec.encode(message, session=self._session)
         self._socket.send_multipart([identity, data], flags=zmq.NOBLOCK)
         self._alarm.look_again(self._socket)
 
     def close(self) -> None:
-        """Close the channel; what was sent goes out for at most 0.2 s."""
+        """Close the channel; lingers for at most 0.2 s."""
         self._gate.close()
         self._context.destroy()
         self._alarm.close()
 
 
 class ControlClients:
-    """The producer's end: a connection to each consumer that it has to do with.
+    """The producer's end: a connection to each consumer.
 
-    For one thread at a time; only `wait` may go on in one while another does the rest, and `wake`
-    may come at any time.
+    For one thread at a time, except that another one may `wait`, and any may `wake`.
 
     Args:
-        session: Of this process.
+        session: See `new_session`.
         keys: Of the deployment.
     """
 
@@ -288,7 +291,7 @@ class ControlClients:
         self._session = session
         self._keys = keys
         self._context = zmq.Context()
-        # With the first socket ZMQ makes threads of its own, which run where their maker does.
+        # With the first socket ZMQ makes its own threads, which inherit this thread's CPU affinity.
         self._context.socket(zmq.DEALER).close()
         self._alarm = _Alarm()
         self._sockets = Connections(self._connect, self._leave)
@@ -298,10 +301,10 @@ class ControlClients:
     def send(self, address: str, message: AnyMessage) -> None:
         """Send to the consumer that listens on ``address``; connects if need be.
 
-        Dropped if so much waits for a consumer that does not read; sessions send again.
+        Dropped if the consumer's queue is full; sessions send again.
 
         Raises:
-            TransportError: The address is none, or this process has no socket left.
+            TransportError: The address is invalid, or this process has no socket left.
         """
         data = codec.encode(message, session=self._session)
         if isinstance(message, Written) and self._send_near(address, data):
@@ -316,26 +319,18 @@ class ControlClients:
         self._alarm.wait(timeout_s)
 
     def receive(self) -> list[tuple[str, AnyMessage]]:
-        """Return what has arrived, as ``(address, message)``; what is no message is logged.
+        """Return ``(address, message)`` of messages that have arrived; other bytes are logged.
 
         At most `MAX_AT_ONCE` of each consumer; the rest comes with the next call.
         """
         received = []
         for target, address in self._addresses.items():
-            for _ in range(MAX_AT_ONCE):
-                if not _has_message(target):
-                    break
-                parts = receive_parts(target, most=1)
-                try:
-                    message, _session = codec.decode_parts(parts)
-                except ProtocolError as error:
-                    logger.warning("message from %s dropped: %r", address, str(error))
-                else:
+            for parts in _arrived(target, self._alarm, parts=1):
+                if decoded := _decoded(parts, address):
+                    message, _ = decoded
                     received.append((address, message))
                     if isinstance(message, Grant):
                         self._granted(address, message)
-            else:
-                self.wake()  # More may have come, of which ZMQ does not tell again.
         return received
 
     def wake(self) -> None:
@@ -343,14 +338,14 @@ class ControlClients:
         self._alarm.ring()
 
     def close(self) -> None:
-        """Close every connection; what was sent goes out for at most 0.2 s."""
+        """Close every connection; lingers for at most 0.2 s."""
         self._context.destroy()
         self._alarm.close()
         for address in list(self._near):
             self._depart(address)
 
     def _granted(self, address: str, grant: Grant) -> None:
-        """Open the short way to a consumer that shares this host, if it is not open."""
+        """Open the datagram socket of a consumer that shares this host, if it is not open."""
         trace("transfer.granted", transfer=grant.transfer_id)
         near, pool = self._near.get(address), grant.slot.pool
         if grant.path not in _WITHIN_HOST or (near is not None and near.pool == pool):
@@ -359,7 +354,7 @@ class ControlClients:
         try:
             self._near[address] = DatagramOutbox(pool)
         except (OSError, ValueError) as error:
-            logger.info("no short way to %s: %r", address, str(error))
+            logger.info("no datagrams to %s: %r", address, str(error))
 
     def _send_near(self, address: str, data: bytes) -> bool:
         near = self._near.get(address)
@@ -369,7 +364,7 @@ class ControlClients:
             near.send(data)
         except BlockingIOError:
             return False
-        except OSError:  # Its owner has gone; the next grant is of another.
+        except OSError:  # The consumer has gone.
             self._depart(address)
             return False
         return True

@@ -32,16 +32,15 @@ CHUNK_BYTES = 8 << 20
 
 
 class QueuedCopy:
-    """A copy that a device makes by itself, and that nobody can call back.
+    """A copy that a device makes by itself and that cannot be cancelled.
 
-    Until `finish` has returned or raised, the memory at both ends is in use, so nobody may be told
-    that the write has ended, whatever its deadline.
+    The memory at both ends is in use until `finish` has returned or raised, whatever the deadline.
 
     Args:
         ends: Both ends of the copy; they live as long as this.
         copied: Event behind the copy.
-        deadline_s: Point of the clock at which the lease ends.
-        clock: Of the deadline.
+        deadline_s: End of the lease on ``clock``.
+        clock: Monotonic seconds.
         ended: Called once, when the copy has ended, well or not.
     """
 
@@ -61,7 +60,7 @@ class QueuedCopy:
         self._ended = ended
 
     def finish(self) -> None:
-        """Block until the copy has ended; Python's other threads run meanwhile.
+        """Block until the copy has ended, without the GIL.
 
         Raises:
             TransportTimeoutError: It ended too late.
@@ -80,14 +79,12 @@ class QueuedCopy:
 
 
 class DeviceCopies:
-    """One worker's device, as transports use it.
-
-    Safe from several threads, whose current device must be this one.
+    """One worker's device, as transports use it; for threads whose current device it is.
 
     Args:
         platform: Of the worker.
-        index: Of its device, among those that this process may see.
-        clock: Of deadlines.
+        index: Of the device, among those that this process may see.
+        clock: Clock of deadlines.
     """
 
     def __init__(self, platform: Platform, index: int = 0, clock: Clock = time.monotonic) -> None:
@@ -99,13 +96,8 @@ class DeviceCopies:
     def allocate(self, nbytes: int, *, what: str, remedy: str) -> torch.Tensor:
         """Return ``(nbytes,)`` uint8 on the device, allocated on the current stream.
 
-        Args:
-            nbytes: Positive.
-            what: It is for, with its size; for the error.
-            remedy: For the error.
-
         Raises:
-            CapacityError: The device has no room for it.
+            CapacityError: The device has no room for ``what``; says ``remedy``.
         """
         try:
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
@@ -116,6 +108,11 @@ class DeviceCopies:
                 f"{free} free: {remedy}"
             ) from error
 
+    def check_lease(self, deadline_s: float) -> None:
+        """Raise `LeaseExpiredError` if a lease has ended."""
+        if self.clock() >= deadline_s:
+            raise LeaseExpiredError("the lease ended before the write; ask for a new grant")
+
     def write(
         self, target: torch.Tensor, src: torch.Tensor, *, after: DeviceEvent, deadline_s: float
     ) -> None:
@@ -125,7 +122,7 @@ class DeviceCopies:
             target: ``(nbytes,)`` uint8, on this device, on one that it reaches, or on the host.
             src: Contiguous, of as many bytes, on this device or on the host.
             after: Event behind the work that fills ``src``.
-            deadline_s: Point of the clock at which the lease ends.
+            deadline_s: End of the lease on the clock.
 
         Raises:
             LeaseExpiredError: ``deadline_s`` has passed; nothing was copied.
@@ -135,11 +132,10 @@ class DeviceCopies:
         if self.platform.traits.needs_device_copy:
             self.queue(target, src, after=after, deadline_s=deadline_s).finish()
             return
+        self.check_lease(deadline_s)
         source = src.view(-1).view(torch.uint8)
         for start in range(0, source.numel(), CHUNK_BYTES):
             remaining_s = deadline_s - self.clock()
-            if remaining_s <= 0 and start == 0:
-                raise _expired()
             if remaining_s <= 0:
                 raise TransportTimeoutError(
                     f"{start} of {source.numel()} bytes written when the lease ended; "
@@ -157,23 +153,16 @@ class DeviceCopies:
         deadline_s: float,
         ended: Callable[[], None] = lambda: None,
     ) -> QueuedCopy:
-        """Let the device copy bytes, in one piece, once it has done what comes before.
+        """Let the device copy bytes, in one piece, once it has done the work before.
 
-        Blocks only where one end is host memory and copies with that block (`pin`).
-
-        Args:
-            target: As `write`.
-            src: As `write`.
-            after: As `write`.
-            deadline_s: As `write`.
-            ended: Called once if this returns, see `QueuedCopy`.
+        Blocks only where one end is host memory and copies with that block (`pin`). Arguments are
+        those of `write`; ``ended`` is called once if this returns, see `QueuedCopy`.
 
         Raises:
             LeaseExpiredError: ``deadline_s`` has passed; nothing was copied.
             PlatformError: The device failed; it does not copy any more.
         """
-        if self.clock() >= deadline_s:
-            raise _expired()
+        self.check_lease(deadline_s)
         source = src.view(-1).view(torch.uint8)
         try:
             with self.platform.stream(self.index):
@@ -181,7 +170,7 @@ class DeviceCopies:
                 target.copy_(source, non_blocking=True)
                 copied = self.platform.record_event()
         except Exception:
-            # The device may have the copy: nobody is told of the error before that has ended.
+            # The device may have the copy, which ends before the error is raised.
             with self.platform.stream(self.index):
                 self.platform.record_event().block()
             raise
@@ -189,15 +178,9 @@ class DeviceCopies:
         return QueuedCopy(ends, copied, deadline_s=deadline_s, clock=self.clock, ended=ended)
 
     def to_host(self, src: torch.Tensor, *, after: DeviceEvent, deadline_s: float) -> torch.Tensor:
-        """Return the bytes of ``src`` in page-locked host memory; ``src`` itself if it is there.
+        """Return the bytes of ``src``, ``(nbytes,)`` uint8 in page-locked host memory.
 
-        Returns:
-            ``(nbytes,)`` uint8 on CPU.
-
-        Raises:
-            LeaseExpiredError: As `write`.
-            TransportTimeoutError: As `write`.
-            PlatformError: As `write`.
+        A view if ``src`` is on the host. Raises as `write`.
         """
         if src.is_cpu:
             return src.view(-1).view(torch.uint8)
@@ -207,11 +190,7 @@ class DeviceCopies:
         return host
 
     def pin(self, memory: SharedMemory) -> bool:
-        """Page-lock a receive pool, so that the device copies from and to it by itself.
-
-        Returns:
-            Whether it does; otherwise whoever asks for a copy is blocked until that has ended.
-        """
+        """Page-lock a receive pool; return whether the device copies without blocking the caller."""
         if not self.platform.traits.needs_device_copy:
             return False
         try:
@@ -236,7 +215,3 @@ def _move(target: torch.Tensor, source: torch.Tensor, start: int, end: int) -> N
     torch would start a team of threads for it, on cores that the encoder computes on.
     """
     ctypes.memmove(target.data_ptr() + start, source.data_ptr() + start, end - start)
-
-
-def _expired() -> LeaseExpiredError:
-    return LeaseExpiredError("the lease ended before the write; ask for a new grant")

@@ -1,25 +1,21 @@
-"""The short way to a consumer on the same host: a Unix datagram socket beside its pool.
+"""*Written* to a consumer on the same host: a Unix datagram socket beside its pool.
 
-By ZMQ a message passes a thread of each end, which have to be woken, encrypts and is decrypted: on
-an idle host that takes longer than all that the two ends do about an item. A datagram is in the
-consumer's hands when the call that sends it returns. It has one part and a largest size.
+ZMQ wakes a thread at each end, encrypts and decrypts: on an idle host that takes longer than all
+other work of the two ends on an item. A datagram has arrived when the call that sends it returns.
 
-Nobody but this user can open the socket, as nobody else can open the pool: who could send by it
-could as well write the items themselves. It carries what is sent again until it is answered, so
-nothing is lost with it; the channel that everything else takes stays ZMQ's.
+Only this user can open the socket, and this user could as well write to the pool itself. A lost
+datagram is no loss: *written* is sent until it is answered.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import os
 import socket
 import stat
 from hashlib import blake2b
 from pathlib import Path
 
-from epd_portable.connector.pool import path_of
+from epd_portable.connector.pool import check_private, path_of
 from epd_portable.errors import ConfigError
 from epd_portable.wire.codec import MAX_MESSAGE_BYTES
 
@@ -39,10 +35,10 @@ class DatagramInbox:
     """The consumer's end.
 
     Args:
-        pool: Name of its receive pool; what a dead owner left under it is replaced.
+        pool: Name of its receive pool; a file of that name left by a dead owner is replaced.
 
     Raises:
-        ConfigError: What has that name cannot be replaced: another user's.
+        ConfigError: The file of that name cannot be replaced: another user's.
         ValueError: It is no name of a pool.
     """
 
@@ -50,7 +46,7 @@ class DatagramInbox:
         self._path = _address(pool)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         try:
-            os.fchmod(self._socket.fileno(), 0o600)  # So the file never is anybody else's to open.
+            os.fchmod(self._socket.fileno(), 0o600)  # Before the file exists.
             self._path.unlink(missing_ok=True)
             self._socket.bind(str(self._path))
         except OSError as error:
@@ -61,11 +57,11 @@ class DatagramInbox:
             ) from error
 
     def fileno(self) -> int:
-        """Return the descriptor that can be read from when something has come."""
+        """Return the socket's descriptor, for `select.poll`."""
         return self._socket.fileno()
 
     def receive(self) -> bytes | None:
-        """Return the next message, of one too long a byte more than is allowed; or ``None``."""
+        """Return the next message, or ``None``; one that is too long is cut after the limit."""
         try:
             return self._socket.recv(MAX_MESSAGE_BYTES + 1)
         except BlockingIOError:
@@ -84,36 +80,26 @@ class DatagramOutbox:
         pool: Name of the consumer's pool, as it says.
 
     Raises:
-        OSError: There is none of this user's alone under that name on this host.
+        OSError: There is no such socket of this user alone on this host.
         ValueError: It is no name of a pool.
     """
 
     def __init__(self, pool: str) -> None:
         self.pool = pool
         path = _address(pool)
-        found = path.lstat()
-        if (
-            not stat.S_ISSOCK(found.st_mode)
-            or found.st_uid != os.geteuid()
-            or stat.S_IMODE(found.st_mode) & 0o077
-        ):
-            raise PermissionError(
-                errno.EPERM,
-                f"{path} is {stat.filemode(found.st_mode)} of user {found.st_uid}, not a socket of "
-                f"user {os.geteuid()} that nobody else may open",
-            )
-        with contextlib.ExitStack() as opened:
-            made = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
-            opened.callback(made.close)
-            made.connect(str(path))
-            opened.pop_all()
-        self._socket = made
+        check_private(path, path.lstat(), stat.S_ISSOCK)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        try:
+            self._socket.connect(str(path))
+        except OSError:
+            self._socket.close()
+            raise
 
     def send(self, data: bytes) -> None:
         """Send one message.
 
         Raises:
-            BlockingIOError: Too much waits there already.
+            BlockingIOError: The consumer's queue is full.
             OSError: The consumer has gone.
         """
         self._socket.send(data)

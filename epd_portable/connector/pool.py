@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,9 +25,9 @@ _NAME = re.compile(r"epd-[A-Za-z0-9][A-Za-z0-9._@-]{0,200}")
 class ReceivePool:
     """Hands out slots of a fixed range of bytes, first fit.
 
-    Bookkeeping only; `SharedMemory` is the memory. A slot's ``nbytes`` is what was asked for; what
-    it occupies is rounded up to the alignment. Every slot handed out has a generation of its own;
-    they begin at a random number, so that a grant from before a restart is not taken for a new one.
+    Bookkeeping only; `SharedMemory` is the memory. A slot's ``nbytes`` is what was asked for; it
+    occupies a multiple of the alignment. Every slot has its own generation, counted from a random
+    number, so that a grant from before a restart is not taken for a new one.
 
     Args:
         name: Name of the pool and of its file.
@@ -49,7 +50,7 @@ class ReceivePool:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes in no slot, not necessarily in one piece."""
+        """Bytes in no slot, in one piece or several."""
         return sum(size for _, size in self._free)
 
     def take(self, nbytes: int) -> SlotDescriptor | None:
@@ -75,7 +76,7 @@ class ReceivePool:
         """Make a slot's range free again.
 
         Raises:
-            ValueError: The slot is not out: given back twice, or never taken here.
+            ValueError: The slot is not in use: given back twice, or never taken here.
         """
         if slot.pool != self.name or slot.generation not in self._used:
             raise ValueError(f"slot {slot.generation} of pool {slot.pool} is not in use here")
@@ -101,6 +102,25 @@ def path_of(name: str) -> Path:
     return SHM_FOLDER / name
 
 
+def check_private(
+    path: Path, found: os.stat_result, kind: Callable[[int], bool] = stat.S_ISREG
+) -> None:
+    """Raise `PermissionError` unless a file is of a kind, this user's, and closed to all others."""
+    if kind(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077:
+        return
+    raise PermissionError(
+        errno.EPERM,
+        f"{path} is {stat.filemode(found.st_mode)} of user {found.st_uid}, not a file of user "
+        f"{os.geteuid()} that no other user may open; look who put it there",
+    )
+
+
+def check_range(offset: int, nbytes: int, size: int, what: object) -> None:
+    """Raise `ValueError` if a range is not inside ``what``, which has ``size`` bytes."""
+    if offset < 0 or nbytes <= 0 or offset + nbytes > size:
+        raise ValueError(f"bytes {offset} to {offset + nbytes} are outside {what} of {size}")
+
+
 class SharedMemory:
     """A file in ``/dev/shm`` mapped into this process.
 
@@ -118,7 +138,7 @@ class SharedMemory:
 
     @property
     def identity(self) -> str:
-        """Name of this very file: one of the same path that is made anew has another."""
+        """Identifies this file: one that is made anew at the same path has another."""
         return str(self._inode)
 
     @classmethod
@@ -127,7 +147,7 @@ class SharedMemory:
 
         Raises:
             CapacityError: ``/dev/shm`` has no room for it.
-            ConfigError: What has that name cannot be replaced: another user's file, or no file.
+            ConfigError: The file of that name cannot be replaced: another user's, or no file.
             ValueError: It is no name of a pool.
         """
         path = path_of(name)
@@ -160,24 +180,18 @@ class SharedMemory:
 
         Raises:
             FileNotFoundError: There is none of that name.
-            PermissionError: It is no regular file, or another user's, or others may open it.
+            PermissionError: See `check_private`.
             OSError: It is a link.
             ValueError: It is no name of a pool.
         """
         path = path_of(name)
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         found = os.fstat(descriptor)
-        if (
-            not stat.S_ISREG(found.st_mode)
-            or found.st_uid != os.geteuid()
-            or stat.S_IMODE(found.st_mode) & 0o077
-        ):
+        try:
+            check_private(path, found)
+        except PermissionError:
             os.close(descriptor)
-            raise PermissionError(
-                errno.EPERM,
-                f"{stat.filemode(found.st_mode)} of user {found.st_uid} is no pool of user "
-                f"{os.geteuid()}, which is a file that nobody else may open",
-            )
+            raise
         return cls(path, found.st_size, descriptor)
 
     def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
@@ -196,14 +210,11 @@ class SharedMemory:
         Raises:
             ValueError: The range is not inside the memory.
         """
-        if offset < 0 or nbytes <= 0 or offset + nbytes > self.nbytes:
-            raise ValueError(
-                f"bytes {offset} to {offset + nbytes} are outside {self.path} of {self.nbytes}"
-            )
+        check_range(offset, nbytes, self.nbytes, self.path)
         return memoryview(self._map)[offset : offset + nbytes]
 
     def is_current(self) -> bool:
-        """Tell whether the file still is the one mapped: its owner may have made it anew."""
+        """Return whether the file is still the mapped one: its owner may have made it anew."""
         try:
             return self.path.stat().st_ino == self._inode
         except FileNotFoundError:

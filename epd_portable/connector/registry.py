@@ -1,7 +1,7 @@
 """Which transfer paths there are, and which one a pair of instances takes.
 
-A choice keeps its reasons: every better path that was not taken is named with why. A path that was
-asked for is taken or refused; nothing else is taken in its place.
+A choice names every better path that was refused, with its reason. A path that was asked for is
+taken or refused; no other is taken in its place.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import functools
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -38,9 +38,8 @@ AUTO = extensions.AUTO
 PathChooser = Callable[[PeerDescriptor], PathEndpoint]
 """Returns the path for a producer and the consumer's address on it, or `NoCommonPathError`."""
 
-
 STORE = "store"
-"""In place of a path's name where no instance writes an item but the store's loader."""
+"""Stands for a path's name where the store's loader writes an item."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,26 +49,26 @@ class PathEntry:
     Attributes:
         name: Word in configuration, messages and metrics.
         transport: ``module:class`` of the encode side; imported when the path is first used.
-        receiver: The same for the consumer's end, or empty if nobody is needed there.
+        receiver: The same for the consumer's end; empty if none is needed.
         in_worker: Rank 0's worker of the consumer opens the receiving end, not its scheduler.
         capabilities: See `TransportCapabilities`.
         summary: Half a sentence for people.
         library: Module that must be installed.
-        extra: Of this package, which installs it.
-        system_library: What the module needs of the system, as the linker looks for it.
-        protocol: Attribute of `PlatformTraits` that says by which of the library's protocols a
-            platform moves bytes. Both ends must have the same.
-        tried: Those of them that were run; elsewhere the path is offered only when asked for.
-        before: Of a path that is not built in: the built-in one before which ``auto`` tries it.
-            Without one it comes after all others.
-        between_hosts: Without being asked for it is offered only by instances that other hosts can
-            reach: within one host a better path is always there.
+        extra: Extra of this package that installs the library.
+        system_library: System library that the module needs, as the linker looks for it.
+        protocol: Attribute of `PlatformTraits` with the library's protocol on a platform. Both ends
+            must have the same.
+        tried: Protocols that were run; with others the path is offered only when asked for.
+        between_hosts: Offered without being asked for only by instances that other hosts can reach:
+            within one host there is always a better path.
+        before: Of an installed package's path: the path before which ``auto`` tries it; the last by
+            default.
     """
 
     name: str
     transport: str
-    receiver: str
-    in_worker: bool
+    receiver: str = ""
+    in_worker: bool = False
     capabilities: TransportCapabilities
     summary: str
     library: str = ""
@@ -80,59 +79,40 @@ class PathEntry:
     between_hosts: bool = False
     before: str = ""
 
+    @property
+    def is_copy(self) -> bool:
+        """Whether a write is a mere copy between memories of one host."""
+        can = self.capabilities
+        return can.same_host and can.one_sided and not can.fenced
 
-_BY_LIBRARY = TransportCapabilities(
-    same_host=False,
-    same_platform=False,
-    devices_only=False,
-    device_memory=False,
-    zero_copy=True,
-    one_sided=True,
-    plain_off_host=True,
-    fenced=False,
-)
-"""Of a library that writes into a registered pool of the consumer's."""
+
+_TRANSPORTS = "epd_portable.connector.transports"
+_BY_LIBRARY = TransportCapabilities(zero_copy=True, one_sided=True, plain_off_host=True)
 
 PATHS: tuple[PathEntry, ...] = (
     PathEntry(
         name="ipc",
-        transport="epd_portable.connector.transports.ipc:IpcTransport",
-        receiver="",
+        transport=f"{_TRANSPORTS}.ipc:IpcTransport",
         in_worker=True,
         capabilities=TransportCapabilities(
             same_host=True,
             same_platform=True,
             devices_only=True,
             device_memory=True,
-            zero_copy=False,
             one_sided=True,
-            plain_off_host=False,
-            fenced=False,
         ),
         summary="the producer's device copies into the memory of the consumer's",
     ),
     PathEntry(
         name="shm",
-        transport="epd_portable.connector.transports.shm:ShmTransport",
-        receiver="",
-        in_worker=False,
-        capabilities=TransportCapabilities(
-            same_host=True,
-            same_platform=False,
-            devices_only=False,
-            device_memory=False,
-            zero_copy=True,
-            one_sided=True,
-            plain_off_host=False,
-            fenced=False,
-        ),
+        transport=f"{_TRANSPORTS}.shm:ShmTransport",
+        capabilities=TransportCapabilities(same_host=True, zero_copy=True, one_sided=True),
         summary="the producer copies into the consumer's pool in /dev/shm",
     ),
     PathEntry(
         name="nixl",
-        transport="epd_portable.connector.transports.nixl:NixlTransport",
-        receiver="epd_portable.connector.transports.nixl:NixlReceiver",
-        in_worker=False,
+        transport=f"{_TRANSPORTS}.nixl:NixlTransport",
+        receiver=f"{_TRANSPORTS}.nixl:NixlReceiver",
         capabilities=_BY_LIBRARY,
         summary="NIXL writes into the consumer's registered pool, by RDMA where there is any",
         library="nixl",
@@ -141,9 +121,8 @@ PATHS: tuple[PathEntry, ...] = (
     ),
     PathEntry(
         name="mooncake",
-        transport="epd_portable.connector.transports.mooncake:MooncakeTransport",
-        receiver="epd_portable.connector.transports.mooncake:MooncakeReceiver",
-        in_worker=False,
+        transport=f"{_TRANSPORTS}.mooncake:MooncakeTransport",
+        receiver=f"{_TRANSPORTS}.mooncake:MooncakeReceiver",
         capabilities=_BY_LIBRARY,
         summary="Mooncake writes into the consumer's registered pool, by RDMA where there is any",
         library="mooncake",
@@ -156,16 +135,13 @@ PATHS: tuple[PathEntry, ...] = (
     ),
     PathEntry(
         name="collective",
-        transport="epd_portable.connector.transports.collective:CollectiveTransport",
-        receiver="epd_portable.connector.transports.collective_receiver:CollectiveReceiver",
+        transport=f"{_TRANSPORTS}.collective:CollectiveTransport",
+        receiver=f"{_TRANSPORTS}.collective_receiver:CollectiveReceiver",
         in_worker=True,
         capabilities=TransportCapabilities(
-            same_host=False,
             same_platform=True,
-            devices_only=False,
             device_memory=True,
             zero_copy=True,
-            one_sided=False,
             plain_off_host=True,
             fenced=True,
         ),
@@ -173,19 +149,9 @@ PATHS: tuple[PathEntry, ...] = (
     ),
     PathEntry(
         name="tcp",
-        transport="epd_portable.connector.transports.tcp:TcpTransport",
-        receiver="epd_portable.connector.transports.tcp:TcpReceiver",
-        in_worker=False,
-        capabilities=TransportCapabilities(
-            same_host=False,
-            same_platform=False,
-            devices_only=False,
-            device_memory=False,
-            zero_copy=False,
-            one_sided=True,
-            plain_off_host=False,
-            fenced=True,
-        ),
+        transport=f"{_TRANSPORTS}.tcp:TcpTransport",
+        receiver=f"{_TRANSPORTS}.tcp:TcpReceiver",
+        capabilities=TransportCapabilities(one_sided=True, fenced=True),
         summary="chunks over ZMQ, copied into the pool by the consumer",
     ),
 )
@@ -215,6 +181,20 @@ def paths() -> tuple[PathEntry, ...]:
     return tuple(found)
 
 
+def entry(name: str) -> PathEntry:
+    """Return the path of that name.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    # Built-in paths first: no installed package is imported for them.
+    for candidate in (*PATHS, *(() if name in extensions.BUILT_IN_PATHS else paths())):
+        if candidate.name == name:
+            return candidate
+    names = ", ".join(candidate.name for candidate in paths())
+    raise ConfigError(f"transfer.path {name!r}: expected {AUTO} or one of {names}")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refused:
     """A path that was not taken.
@@ -241,30 +221,14 @@ class Choice:
     refused: tuple[Refused, ...]
 
 
-def entry(name: str) -> PathEntry:
-    """Return the path of that name.
-
-    Raises:
-        ConfigError: There is none.
-    """
-    for candidate in PATHS:
-        if candidate.name == name:
-            return candidate
-    for candidate in paths():
-        if candidate.name == name:
-            return candidate
-    names = ", ".join(candidate.name for candidate in paths())
-    raise ConfigError(f"transfer.path {name!r}: expected {AUTO} or one of {names}")
-
-
 def load_transport(name: str, copies: DeviceCopies, keys: CurveKeys) -> Transport:
-    """Make the encode side of a path; ``keys`` are the deployment's."""
+    """Make the encode side of a path."""
     make: Callable[[DeviceCopies, CurveKeys], Transport] = _load(entry(name).transport)
     return make(copies, keys)
 
 
 def open_receiver(name: str, end: ReceivingEnd) -> PathReceiver | None:
-    """Open the consumer's end of a path, or return ``None`` if nobody is needed there.
+    """Open the consumer's end of a path; ``None`` if it needs none.
 
     Raises:
         ConfigError: There is no such path, or something that it needs is not installed.
@@ -287,6 +251,35 @@ def fenced_paths() -> frozenset[str]:
     return frozenset(path.name for path in paths() if path.capabilities.fenced)
 
 
+def in_device_memory(name: str, platform: str) -> bool:
+    """Return whether slots of a path are in the slab of a consumer of that platform."""
+    if name == STORE:
+        return False
+    return entry(name).capabilities.device_memory and TRAITS[platform].needs_device_copy
+
+
+def may_use_device_memory(asked: str) -> bool:
+    """Return whether receivers keep a pool in device memory with this ``transfer.path``."""
+    return asked == AUTO or entry(asked).capabilities.device_memory
+
+
+def needs_devices(asked: str) -> bool:
+    """Return whether ``transfer.path`` names a path that opens another process's device memory."""
+    return asked != AUTO and entry(asked).capabilities.devices_only
+
+
+def copies_in_place(name: str, platform: str) -> bool:
+    """Return whether a producer writes with a copy in host memory, which waits for nothing."""
+    path = entry(name)
+    on_host = not (path.capabilities.devices_only or TRAITS[platform].needs_device_copy)
+    return on_host and path.is_copy
+
+
+def queues_copies(name: str, platform: str) -> bool:
+    """Return whether a producer writes with a copy that its device makes by itself."""
+    return entry(name).is_copy and TRAITS[platform].needs_device_copy
+
+
 def offered(
     asked: str, platform: str, *, plain: bool = True, off_host: bool = False
 ) -> tuple[PathEntry, ...]:
@@ -295,9 +288,8 @@ def offered(
     Args:
         asked: ``transfer.path``.
         platform: Of the instance.
-        plain: Whether what moves may be unencrypted: nothing leaves the host, or its network is
-            trusted.
-        off_host: Whether other hosts can reach the instance.
+        plain: Payloads may be unencrypted: they stay on the host, or its network is trusted.
+        off_host: Other hosts can reach the instance.
 
     Raises:
         ConfigError: ``asked`` is neither ``auto`` nor a path, or one that the instance has not.
@@ -317,89 +309,27 @@ def offered(
         for path in paths()
         if not _problem(path, platform)
         and not _missing(path)
-        and not _reserve(path, platform)
+        and not _reserved(path, platform)
         and (off_host or not path.between_hosts)
         and (plain or not path.capabilities.plain_off_host)
     )
 
 
-def in_device_memory(name: str, platform: str) -> bool:
-    """Tell whether slots of a path are in the slab of a consumer of that platform."""
-    if name == STORE:
-        return False
-    return entry(name).capabilities.device_memory and TRAITS[platform].needs_device_copy
-
-
-def may_use_device_memory(asked: str) -> bool:
-    """Tell whether receivers keep a pool in device memory, where there is any.
-
-    Args:
-        asked: ``transfer.path``.
-
-    Raises:
-        ConfigError: There is no such path.
-    """
-    return asked == AUTO or entry(asked).capabilities.device_memory
-
-
-def needs_devices(asked: str) -> bool:
-    """Tell whether a path that was asked for opens device memory of another process.
-
-    Args:
-        asked: ``transfer.path``; ``auto`` needs nothing.
-
-    Raises:
-        ConfigError: There is no such path.
-    """
-    return asked != AUTO and entry(asked).capabilities.devices_only
-
-
-def copies_in_place(name: str, platform: str) -> bool:
-    """Tell whether a producer of that platform writes with a mere copy from host memory to another.
-
-    Such a write waits for nobody, neither for a device nor for a peer.
-    """
-    path = entry(name)
-    on_the_host = not (path.capabilities.devices_only or TRAITS[platform].needs_device_copy)
-    return on_the_host and _is_copy(path)
-
-
-def queues_copies(name: str, platform: str) -> bool:
-    """Tell whether a producer of that platform writes with a mere copy that its device makes."""
-    return _is_copy(entry(name)) and TRAITS[platform].needs_device_copy
-
-
-def _is_copy(path: PathEntry) -> bool:
-    can = path.capabilities
-    return can.same_host and can.one_sided and not can.fenced
-
-
 def offered_by(config: InstanceConfig) -> tuple[PathEntry, ...]:
     """Return the paths that an instance has by its configuration, see `offered`."""
-    return offered(
-        config.path,
-        config.platform,
-        plain=may_be_plain(config),
-        off_host=is_off_host(config.host),
-    )
+    off_host = is_off_host(config.host)
+    return offered(config.path, config.platform, plain=may_be_plain(config), off_host=off_host)
 
 
-def choose(
-    producer: PeerDescriptor, consumer: PeerDescriptor, among: Sequence[PathEntry] | None = None
-) -> Choice:
+def choose(producer: PeerDescriptor, consumer: PeerDescriptor) -> Choice:
     """Return the best path that both ends offer and whose conditions hold.
-
-    Args:
-        producer: Says what it offers.
-        consumer: The same.
-        among: These paths only, best first; ``None`` means `paths`.
 
     Raises:
         NoCommonPathError: Names every path with the reason against it.
     """
     receiving = {endpoint.path: endpoint for endpoint in consumer.paths}
     refused: list[Refused] = []
-    for path in paths() if among is None else among:
+    for path in paths():
         reason = _reason_against(path, producer, consumer)
         if not reason:
             return Choice(endpoint=receiving[path.name], refused=tuple(refused))
@@ -418,13 +348,18 @@ def describe(producer: str, consumer: str) -> list[tuple[str, bool, str]]:
         problem = _problem(path, producer) or _problem(path, consumer) or _missing(path)
         if not problem and path.capabilities.same_platform and producer != consumer:
             problem = f"{producer} and {consumer} are not the same platform"
-        problem = problem or _ways(path, producer, consumer)
+        problem = problem or _other_protocol(path, producer, consumer)
         if not problem and path.capabilities.same_host and not os.access(SHM_FOLDER, os.W_OK):
             problem = f"{SHM_FOLDER} cannot be written"
-        reserve = _reserve(path, producer) or _within_host(path)
-        reason = f"{path.summary}; {reserve or _copies(path, producer, consumer)}"
+        remark = _reserved(path, producer)
+        if not remark and path.between_hosts:
+            remark = "between hosts, or when asked for"
+        reason = f"{path.summary}; {remark or _copies(path, producer, consumer)}"
         described.append((path.name, not problem, problem or reason))
     return described
+
+
+# Each returns a reason for people, or an empty string.
 
 
 def _reason_against(path: PathEntry, producer: PeerDescriptor, consumer: PeerDescriptor) -> str:
@@ -435,18 +370,18 @@ def _reason_against(path: PathEntry, producer: PeerDescriptor, consumer: PeerDes
             f"{producer.instance} is on {producer.platform}, {consumer.instance} on "
             f"{consumer.platform}"
         )
-    if ways := _ways(path, producer.platform, consumer.platform):
-        return ways
+    if problem := _other_protocol(path, producer.platform, consumer.platform):
+        return problem
     for end in (producer, consumer):
         if path.name not in {endpoint.path for endpoint in end.paths}:
-            return _reserve(path, end.platform) or f"not offered by {end.instance}"
+            return _reserved(path, end.platform) or f"not offered by {end.instance}"
     if path.capabilities.same_host and producer.host != consumer.host:
         return f"{producer.instance} and {consumer.instance} do not share {SHM_FOLDER}"
     return ""
 
 
 def _problem(path: PathEntry, platform: str) -> str:
-    """Return why a platform does not have a path; empty if it has."""
+    """Why a platform does not have a path."""
     if platform not in TRAITS:
         return f"{platform!r} is no platform that this version knows"
     if path.capabilities.devices_only and not TRAITS[platform].needs_device_copy:
@@ -458,8 +393,8 @@ def _protocol(path: PathEntry, platform: str) -> str:
     return getattr(TRAITS[platform], path.protocol) if path.protocol else ""
 
 
-def _ways(path: PathEntry, producer: str, consumer: str) -> str:
-    """Return why a path's library does not connect two platforms; empty if it does."""
+def _other_protocol(path: PathEntry, producer: str, consumer: str) -> str:
+    """Why a path's library does not connect two platforms."""
     sends, receives = _protocol(path, producer), _protocol(path, consumer)
     if sends == receives:
         return ""
@@ -468,7 +403,7 @@ def _ways(path: PathEntry, producer: str, consumer: str) -> str:
 
 
 def _missing(path: PathEntry) -> str:
-    """Return why this environment does not have a path; empty if it has."""
+    """Why this environment does not have a path."""
     if path.library and importlib.util.find_spec(path.library) is None:
         what = f"epd-portable[{path.extra}]" if path.extra else "it"
         return f"{path.library} is not installed: install {what}"
@@ -481,13 +416,8 @@ def _missing(path: PathEntry) -> str:
     return ""
 
 
-def _within_host(path: PathEntry) -> str:
-    """Return who offers a path without being asked; empty if everybody does."""
-    return "between hosts, or when asked for" if path.between_hosts else ""
-
-
-def _reserve(path: PathEntry, platform: str) -> str:
-    """Return why a platform offers a path only to who asks for it; empty if it always does."""
+def _reserved(path: PathEntry, platform: str) -> str:
+    """Why a platform offers a path only when it is asked for."""
     if not path.capabilities.one_sided and not TRAITS[platform].needs_device_copy:
         return f"on {platform} only when asked for: without device memory tcp does, and encrypts"
     if path.protocol and _protocol(path, platform) not in path.tried:
@@ -496,7 +426,7 @@ def _reserve(path: PathEntry, platform: str) -> str:
 
 
 def _copies(path: PathEntry, producer: str, consumer: str) -> str:
-    """Say where the bytes pass through the host."""
+    """Where the bytes pass through the host."""
     ends = {
         word: TRAITS[platform].needs_device_copy
         for word, platform in (("from", producer), ("to", consumer))

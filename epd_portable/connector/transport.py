@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from epd_portable.platforms.base import DeviceEvent
 
 MAX_REVOKED = 4096
-"""Grants that were taken back, remembered one by one."""
+"""Revoked grants that are remembered one by one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,35 +32,35 @@ class TransportCapabilities:
     Attributes:
         same_host: Both ends must share ``/dev/shm``.
         same_platform: Both ends must be devices of one platform.
-        devices_only: There is no such path between instances that compute in host memory.
+        devices_only: Both ends must have device memory.
         device_memory: Slots are in device memory, on platforms that have any; the output does not
             pass through the host.
         zero_copy: On CPU the injected tensor is the written memory itself.
         one_sided: The consumer's workers take no part in the transfer.
-        plain_off_host: What it moves between hosts is not encrypted.
-        fenced: A write that comes after its lease ended cannot touch the slot, because the
-            consumer's own process does the last step.
+        plain_off_host: Bytes between hosts are not encrypted.
+        fenced: A write after the end of its lease cannot touch the slot: the consumer's own process
+            does the last step.
     """
 
-    same_host: bool
-    same_platform: bool
-    devices_only: bool
-    device_memory: bool
-    zero_copy: bool
-    one_sided: bool
-    plain_off_host: bool
-    fenced: bool
+    same_host: bool = False
+    same_platform: bool = False
+    devices_only: bool = False
+    device_memory: bool = False
+    zero_copy: bool = False
+    one_sided: bool = False
+    plain_off_host: bool = False
+    fenced: bool = False
 
 
 class Transport(ABC):
     """The encode side of one path: writes encoder outputs into granted slots.
 
-    One object serves all consumers of its process and may be called from several threads, whose
+    One object serves all consumers of its process. It may be called from several threads, whose
     current device is the worker's.
 
     Args:
         copies: The worker's device, its copy stream and the clock of deadlines.
-        keys: Of the deployment, for paths that encrypt.
+        keys: For paths that encrypt.
     """
 
     def __init__(self, copies: DeviceCopies, keys: CurveKeys) -> None:
@@ -83,17 +83,16 @@ class Transport(ABC):
         bytes.
 
         Args:
-            src: On the worker's device, contiguous, of exactly ``slot.nbytes`` bytes; the caller
-                keeps it unchanged until the call returns.
-            slot: From the consumer's grant; still leased.
-            computed: Event behind the work that puts ``src`` out.
+            src: On the worker's device, contiguous, of exactly ``slot.nbytes`` bytes; unchanged
+                until the call returns.
+            slot: From the consumer's grant.
+            computed: Event behind the work that computes ``src``.
             address: From the grant.
-            deadline_s: Point of the copies' clock at which the lease ends; the slot is not touched
-                after it.
+            deadline_s: End of the lease on the clock of ``copies``; the slot is not touched after
+                it.
 
         Raises:
-            LeaseExpiredError: ``deadline_s`` has passed, or the consumer took the slot back; ask
-                for a new grant.
+            LeaseExpiredError: ``deadline_s`` has passed, or the consumer revoked the grant.
             TransportTimeoutError: Not complete at ``deadline_s``; the slot's content is undefined.
             PeerLostError: The consumer is gone.
             UnsupportedError: This process can never write by this path; take another.
@@ -109,37 +108,30 @@ class Transport(ABC):
         address: str,
         deadline_s: float,
     ) -> QueuedCopy | None:
-        """Begin a `write` that the device makes by itself, without a wait for anything.
+        """Begin a `write` that the device makes by itself; never waits.
 
-        Args:
-            src: As `write`; the caller keeps it unchanged until the copy has ended.
-            slot: As `write`.
-            computed: As `write`.
-            address: As `write`.
-            deadline_s: As `write`.
+        Arguments and errors are those of `write`; ``src`` is unchanged until the copy has ended.
 
         Returns:
-            The copy, once whose `QueuedCopy.finish` has returned the consumer may read the bytes.
-            ``None`` if nothing was begun because something must be waited for: `write` does that.
+            The copy: the consumer may read the bytes when its `QueuedCopy.finish` has returned.
+            ``None`` if nothing was begun, because something must be waited for: call `write`.
 
         Raises:
-            LeaseExpiredError: As `write`.
-            ValueError: As `write`.
             PlatformError: The device failed; it does not copy any more.
         """
         return None
 
     @abstractmethod
     def close(self) -> None:
-        """Release connections and mappings; no copy is under way, and none begins any more."""
+        """Release connections and mappings; no copy is under way or begins any more."""
 
 
 class ReceiveMemory(Protocol):
-    """What slots are in: the pool's file, or device memory."""
+    """The memory of slots: the pool's file, or device memory."""
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """Size in bytes."""
         ...
 
     def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
@@ -156,15 +148,15 @@ class ReceivingEnd:
     """What a PD instance gives to the receiver of a path.
 
     Attributes:
-        memory: Returns what slots are in. In a worker it is called when the first item comes, not
-            before: the scheduler makes the pool's file after its workers.
-        platform: Of the instance.
+        memory: Returns the memory of slots. A worker calls it when the first item comes: the
+            scheduler makes the pool's file after its workers.
+        platform: Name of the instance's platform.
         host: Address of this machine to listen on.
-        data_address: ZMQ address that the launcher chose for ``tcp``; of no meaning to others.
-        fence: Tells whether a slot may still be written: in the scheduler's process every leased
-            one, in a worker every one that was not taken back.
-        keys: Of the deployment, for paths that encrypt; ``None`` in a worker, which has none.
-        copies: Of the worker's device; ``None`` in the scheduler's process, which has none.
+        data_address: ZMQ address for ``tcp``.
+        fence: In the scheduler's process lets writes to leased slots through, in a worker writes to
+            all slots that were not revoked.
+        keys: For paths that encrypt; ``None`` in a worker.
+        copies: The worker's device; ``None`` in the scheduler's process.
     """
 
     memory: Callable[[], ReceiveMemory]
@@ -177,10 +169,9 @@ class ReceivingEnd:
 
 
 class PathReceiver(ABC):
-    """The consumer's end of a path that needs somebody there.
+    """The consumer's end of a path.
 
-    It is opened in the scheduler's process, or, where `PathEntry.in_worker` says so, in the worker
-    of the first rank.
+    Opened in the scheduler's process, or with `PathEntry.in_worker` in the worker of rank 0.
     """
 
     @classmethod
@@ -196,7 +187,7 @@ class PathReceiver(ABC):
     @property
     @abstractmethod
     def address(self) -> str:
-        """What producers are told in a grant."""
+        """Address for producers, in each grant."""
 
     @abstractmethod
     def close(self) -> None:
@@ -204,10 +195,7 @@ class PathReceiver(ABC):
 
 
 class LeaseFence:
-    """Keeps late writes away from slots that are leased no more.
-
-    Used by receivers that write into the pool themselves; safe from several threads.
-    """
+    """Refuses late writes to slots that are not leased any more; for several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Condition(threading.Lock())
@@ -220,7 +208,7 @@ class LeaseFence:
             self._lock.notify_all()
 
     def wait_leased(self, timeout_s: float) -> bool:
-        """Return whether any slot is leased, at once or when one is within this time."""
+        """Return whether a slot is leased, or becomes so within the time."""
         with self._lock:
             return self._lock.wait_for(lambda: bool(self._leased), timeout_s)
 
@@ -231,16 +219,16 @@ class LeaseFence:
 
     @contextmanager
     def writing(self, slot: SlotDescriptor) -> Iterator[bool]:
-        """Tell whether the slot may be written; it stays so until the block ends."""
+        """Yield whether the slot may be written; that holds until the block ends."""
         with self._lock:
             yield slot in self._leased
 
 
 class RevokedFence:
-    """Keeps late writes away from slots that were taken back.
+    """Refuses late writes to slots that were revoked; for several threads.
 
-    For receivers in a worker, which hears of slots only when they are taken back; safe from several
-    threads. Generations grow, so the oldest are remembered by their greatest number.
+    For receivers in a worker, which is informed of slots only when they are revoked. Generations
+    grow, so the oldest are remembered by their greatest number.
     """
 
     def __init__(self) -> None:
@@ -258,17 +246,13 @@ class RevokedFence:
 
     @contextmanager
     def writing(self, slot: SlotDescriptor) -> Iterator[bool]:
-        """Tell whether the slot may be written; it stays so until the block ends."""
+        """As `LeaseFence.writing`."""
         with self._lock:
             yield slot.generation > self._oldest and slot.generation not in self._revoked
 
 
 def check_source(src: torch.Tensor, slot: SlotDescriptor, device: torch.device) -> None:
-    """Refuse a tensor that is not exactly what the slot was granted for.
-
-    Raises:
-        ValueError: Names both sides of the mismatch.
-    """
+    """Raise `ValueError` if a tensor is not exactly what the slot was granted for."""
     nbytes = src.numel() * src.element_size()
     if nbytes != slot.nbytes:
         raise ValueError(
@@ -282,11 +266,7 @@ def check_source(src: torch.Tensor, slot: SlotDescriptor, device: torch.device) 
 
 
 def check_slot(slot: SlotDescriptor, nbytes: int) -> None:
-    """Refuse a slot that is not inside the consumer's memory of ``nbytes`` bytes.
-
-    Raises:
-        TransportError: Says both.
-    """
+    """Raise `TransportError` if a slot is not inside the consumer's memory of ``nbytes`` bytes."""
     if slot.offset < 0 or slot.offset + slot.nbytes > nbytes:
         raise TransportError(
             f"slot of {slot.nbytes} bytes at {slot.offset} is outside the consumer's memory of "
