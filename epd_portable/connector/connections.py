@@ -1,4 +1,4 @@
-"""What a producer has opened to its consumers, no more than a process can have."""
+"""A producer's connections to its consumers: least recently used ones are closed."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 MAX_CONSUMERS = 64
-"""To which ZMQ connections are kept; one more costs the one that was used least lately its own.
+"""Consumers to which connections are kept.
 
-ZMQ tries for ever to reach who is gone, and does not tell. So instances that come and go would
-otherwise add up until the process has no sockets left.
+ZMQ reconnects for ever, and does not report it. Without a limit the connections to instances that
+come and go would add up until the process has no sockets left.
 """
 
 
 class Connections(Generic[T]):
-    """At most `MAX_CONSUMERS` of what is opened once for each address. Not for several threads.
+    """At most `MAX_CONSUMERS` connections by address; for one thread.
 
     Args:
-        open_: Opens it for an address.
-        close: Closes what was used least lately.
+        open_: Opens the connection to an address.
+        close: Closes the least recently used one.
     """
 
     def __init__(self, open_: Callable[[str], T], close: Callable[[T], None]) -> None:
         self._open = open_
         self._close = close
         self._by_address: dict[str, T] = {}
-        """The one that was used least lately first."""
+        """Least recently used first."""
 
     def use(self, address: str) -> T:
-        """Return what is open for an address, or open it."""
+        """Return the connection to an address; opens it if need be."""
         found = self._by_address.pop(address, None)
         if found is None:
             while len(self._by_address) >= MAX_CONSUMERS:
@@ -40,15 +40,15 @@ class Connections(Generic[T]):
         return found
 
     def get(self, address: str) -> T | None:
-        """Return what is open for an address, if anything is."""
+        """Return the connection to an address, if it is open."""
         return self._by_address.get(address)
 
     def drop(self, address: str) -> T | None:
-        """Forget what is open for an address and return it, for the caller to close."""
+        """Remove and return the connection to an address, for the caller to close."""
         return self._by_address.pop(address, None)
 
     def close_where(self, is_over: Callable[[T], bool]) -> None:
-        """Close what this says is of no use any more."""
+        """Close the connections for which this is true."""
         for address, each in list(self._by_address.items()):
             if is_over(each):
                 self._close(self._by_address.pop(address))

@@ -1,9 +1,9 @@
-"""The ZMQ channels between processes: encrypted, for whom, and kept alive.
+"""Encryption of the ZMQ channels between processes (CurveZMQ), and their keep-alive.
 
-Both ends derive the same key pairs (CurveZMQ) from the deployment's secret: one for those who
-listen, one for those who connect. Nobody is told the public key of those who listen, and without it
-no handshake begins, so it admits holders of the secret only. That holds on every address: any user
-of a machine can connect to its loopback address.
+Both ends derive the same key pairs from the deployment's secret: one for servers, one for clients.
+No handshake begins without the server's public key, which is never published, so servers admit
+holders of the secret only. That holds on every address: any user of a machine can connect to its
+loopback address.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ON_HOST = frozenset({"127.0.0.1", "[::1]", "::1", "localhost"})
-"""Other loopback addresses, for example 127.0.0.2, are treated like those of a network."""
+"""Other loopback addresses, for example 127.0.0.2, count as addresses of a network."""
 
 _REFUSALS = (
     zmq.Event.HANDSHAKE_FAILED_PROTOCOL
@@ -43,19 +43,15 @@ _KEEP_ALIVE = {
     zmq.TCP_KEEPALIVE_INTVL: 20,
     zmq.TCP_KEEPALIVE_CNT: 3,
 }
-"""In seconds. What lies between hosts forgets idle connections, some after a few minutes, and tells
-neither end; a host that has gone does not tell either."""
+"""In seconds. Firewalls between hosts drop idle connections silently, some after a few minutes; a
+host that is gone does not close its own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CurveKeys:
     """Key pairs of one deployment, in Z85.
 
-    Attributes:
-        server_public: Of everybody who listens.
-        server_secret: Of everybody who listens.
-        client_public: Of everybody who connects.
-        client_secret: Of everybody who connects.
+    All servers have one pair, all clients another.
     """
 
     server_public: bytes
@@ -87,7 +83,7 @@ def read_keys(secret_file: str) -> CurveKeys:
 
 
 def is_off_host(address: str) -> bool:
-    """Tell whether other machines may reach an address, ``tcp://host:port`` or a host alone."""
+    """Return whether other machines may reach an address, ``tcp://host:port`` or a host alone."""
     scheme, separator, rest = address.rpartition("://")
     if separator and scheme != "tcp":
         return False
@@ -96,12 +92,12 @@ def is_off_host(address: str) -> bool:
 
 
 def may_be_plain(config: InstanceConfig) -> bool:
-    """Tell whether an instance may use paths that cannot encrypt."""
+    """Return whether an instance may use paths that cannot encrypt."""
     return config.trusted_network or not is_off_host(config.host)
 
 
 def secure_client(socket: zmq.Socket[Any], keys: CurveKeys) -> None:
-    """Prepare a socket that will connect; its limit on messages is set before."""
+    """Prepare a socket that will connect; set its ``MAXMSGSIZE`` before."""
     socket.curve_secretkey = keys.client_secret
     socket.curve_publickey = keys.client_public
     socket.curve_serverkey = keys.server_public
@@ -109,17 +105,7 @@ def secure_client(socket: zmq.Socket[Any], keys: CurveKeys) -> None:
 
 
 def connect_client(socket: zmq.Socket[Any], address: str, keys: CurveKeys, *, what: str) -> None:
-    """Connect a socket, encrypted; it is closed if that cannot be.
-
-    Args:
-        socket: Not connected yet.
-        address: ZMQ address.
-        keys: Of the deployment.
-        what: Sort of address, for the error.
-
-    Raises:
-        TransportError: The address is none.
-    """
+    """Connect a socket, encrypted; closes it and raises `TransportError` if that fails."""
     secure_client(socket, keys)
     try:
         socket.connect(address)
@@ -129,10 +115,9 @@ def connect_client(socket: zmq.Socket[Any], address: str, keys: CurveKeys, *, wh
 
 
 def receive_parts(socket: zmq.Socket[bytes], *, most: int) -> list[bytes]:
-    """Return the parts of the message that waits; of longer ones ``most`` and one, to tell them.
+    """Return the parts of the next message, at most ``most`` and one, which shows a longer one.
 
-    ZMQ holds a message until its last part is there, however many come before: nothing that a
-    socket can be told bounds it. Of what it then hands over no more is copied than is asked for.
+    No option of a ZMQ socket bounds the number of parts, so no more are copied than are asked for.
     """
     parts = [socket.recv()]
     while socket.getsockopt(zmq.RCVMORE):
@@ -146,7 +131,7 @@ class CurveGate:
     """Lets only holders of the secret through to a listening socket; made before it is bound.
 
     Args:
-        socket: Will listen; its limit on messages is set.
+        socket: Will listen; set its ``MAXMSGSIZE`` before.
         address: Where it will listen.
         keys: Of the deployment.
         name: Of the channel, for the log.
@@ -160,8 +145,8 @@ class CurveGate:
     ) -> None:
         self._name = f"{name} at {address}"
         self.refused = 0
-        self._told = 0
-        self._tell_at_s = 0.0
+        self._logged = 0
+        self._next_log_s = 0.0
         socket.curve_secretkey = keys.server_secret
         socket.curve_publickey = keys.server_public
         socket.curve_server = True
@@ -170,22 +155,22 @@ class CurveGate:
         self._events = socket.get_monitor_socket(_REFUSALS)
 
     def look(self) -> None:
-        """Count and log what was refused since the last call."""
+        """Count and log refusals since the last call."""
         while self._events.poll(0):
             zmq.utils.monitor.recv_monitor_message(self._events)
             self.refused += 1
         now = time.monotonic()
-        if self.refused > self._told and now >= self._tell_at_s:
+        if self.refused > self._logged and now >= self._next_log_s:
             logger.warning(
                 "%s has refused %d connections without the key of this deployment: is it the same "
                 "secret_file at both ends?",
                 self._name,
-                self.refused - self._told,
+                self.refused - self._logged,
             )
-            self._told, self._tell_at_s = self.refused, now + _LOG_EVERY_S
+            self._logged, self._next_log_s = self.refused, now + _LOG_EVERY_S
 
     def close(self) -> None:
-        """Stop; before the socket is closed."""
+        """Stop monitoring; before the socket is closed."""
         self._socket.disable_monitor()
         self._events.close(linger=0)
 

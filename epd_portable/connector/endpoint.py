@@ -1,4 +1,4 @@
-"""The consumer's end of everything: the pool's memory, the receivers of its paths, its control."""
+"""The consumer's end: the pool's memory, the receivers of its paths, its control channel."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_TOLD = 1000
-"""Producers and paths whose refusal is remembered, not to be logged again."""
+MAX_LOGGED = 1000
+"""Pairs of producer and path whose refusal is not logged again."""
 
 
 class ConsumerEndpoint:
@@ -44,10 +44,10 @@ class ConsumerEndpoint:
 
     Args:
         config: Of the instance.
-        fingerprint: What producers must agree with.
+        fingerprint: See `PeerDescriptor`.
         pool_bytes: Size of the pool's memory.
         fence: Lets writes through to leased slots only.
-        namespace: Of the entries that it may load from a store.
+        namespace: Of the store's entries that may be loaded.
 
     Raises:
         ConfigError: There is no secret.
@@ -69,7 +69,7 @@ class ConsumerEndpoint:
         self._namespace = namespace
         self._secret = Secret.read(config.secret_file)
         self._keys = CurveKeys.derive(self._secret)
-        self._told: set[tuple[str, str]] = set()
+        self._logged: set[tuple[str, str]] = set()
         with contextlib.ExitStack() as opened:
             inbox = DatagramInbox(config.pool)
             opened.callback(inbox.close)
@@ -89,19 +89,19 @@ class ConsumerEndpoint:
             self._opened = opened.pop_all()
 
     def receive(self) -> list[tuple[bytes, AnyMessage]]:
-        """Return control messages that have arrived, as ``(identity, message)``."""
+        """Return ``(identity, message)`` of control messages that have arrived."""
         received = self._control.receive()
         return received if self._loader is None else received + self._loader.receive()
 
     def load(
         self, transfer: ExpectedTransfer, mm_hash: str, tensor: TensorSpec
     ) -> tuple[bytes, AnyMessage]:
-        """Have an item loaded from the store; return what is to be taken in at once, as `receive`.
+        """Load an item from the store; return the first ``(identity, message)`` of that transfer.
 
         Args:
-            transfer: Says where it is in the store.
+            transfer: Names the entry.
             mm_hash: The engine's identifier.
-            tensor: What the request's item must be.
+            tensor: Shape and dtype that the entry must have.
         """
         if self._loader is not None:
             loading = self._loader.load(transfer.transfer_id, transfer.store, mm_hash, tensor)
@@ -113,7 +113,7 @@ class ConsumerEndpoint:
     def wait(self, timeout_s: float) -> None:
         """Return when messages may have arrived, after `wake`, or when the time is over.
 
-        The only thing that a thread may do while another one uses the rest.
+        May be called by one thread while another one uses the rest.
         """
         self._control.wait(timeout_s)
 
@@ -129,19 +129,15 @@ class ConsumerEndpoint:
             self._loader.send(message)
 
     def choose(self, producer: PeerDescriptor) -> PathEndpoint:
-        """Return the best path from a producer; why it is not a better one is logged once.
-
-        Raises:
-            NoCommonPathError: There is none.
-        """
+        """Return the best path from a producer, see `registry.choose`; logs refusals once."""
         if self._loader is not None and self._loader.is_its_own(producer):
             return producer.paths[0]
         choice = registry.choose(producer, self._peer)
         for refused in choice.refused:
-            if (producer.session, refused.path) not in self._told:
-                if len(self._told) >= MAX_TOLD:
-                    self._told.clear()
-                self._told.add((producer.session, refused.path))
+            if (producer.session, refused.path) not in self._logged:
+                if len(self._logged) >= MAX_LOGGED:
+                    self._logged.clear()
+                self._logged.add((producer.session, refused.path))
                 logger.info(
                     "from %r by %s, not by %s: %r",
                     producer.instance,
@@ -152,14 +148,14 @@ class ConsumerEndpoint:
         return choice.endpoint
 
     def vouched(self, announce: Announce) -> bool:
-        """Tell whether the router wants an item to come here by this transfer."""
+        """Return whether the proof of an announced transfer is valid."""
         return any(
             self._secret.vouched(announce.proof, announce.transfer_id, announce.item_uuid, address)
             for address in (self._config.control_address, self._control.address)
         )
 
     def is_gone(self, producer: PeerDescriptor) -> bool:
-        """Tell whether a producer's process has certainly ended."""
+        """Return whether a producer's process has certainly ended."""
         return producer.host == self._peer.host and process_is_gone(producer.session)
 
     def close(self) -> None:

@@ -7,8 +7,8 @@
                 │  └───────────────┘  while encoding)          └─error─▶ Abort, end
                 └── NotNeeded, Nack, Abort, deadline ─▶ end
 
-Unanswered messages are sent again; what arrives twice or too late changes nothing. Every submission
-has a number of its own, its attempt: a grant or answer to another one is not for it.
+Unanswered messages are sent again; messages that arrive twice or too late change nothing. Every
+submission has its own attempt number, which answers repeat.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class TransferOrder:
         transfer_id: Unique name.
         mm_hash: The engine's identifier of the item.
         consumer: ZMQ address of the consumer's control channel.
-        tensor: What the encoder will put out.
+        tensor: Shape and dtype of the encoder's output.
         item_uuid: As in `epd_portable.wire.params.EncodeTransfer`.
         proof: As there.
         kind: Modality as there.
@@ -65,10 +65,10 @@ class TransferOrder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Write:
-    """Asks the caller to write an item now and to report the end of it.
+    """Asks the caller to write an item and to call `ProducerSession.write_done` or `write_failed`.
 
     Attributes:
-        transfer_id: For the report.
+        transfer_id: The transfer.
         mm_hash: Item to write.
         slot: Where.
         path: Transport.
@@ -86,11 +86,11 @@ class Write:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finished:
-    """A transfer ended; the item may be forgotten.
+    """A transfer ended.
 
     Attributes:
-        transfer_id: Which.
-        mm_hash: Its item.
+        transfer_id: The transfer.
+        mm_hash: Its item, whose output may be freed.
         problem: Empty if the consumer has the item or does not need it.
     """
 
@@ -101,7 +101,7 @@ class Finished:
 
 @dataclass(slots=True)
 class Actions:
-    """What a poll asks the caller to do."""
+    """What a session asks the caller to do."""
 
     messages: list[tuple[str, AnyMessage]] = field(default_factory=list)
     writes: list[Write] = field(default_factory=list)
@@ -129,7 +129,7 @@ class _Transfer:
     """Set while a write is under way whose result does not matter any more."""
     digest: str = ""
     farewell: AnyMessage | None = None
-    """What the consumer hears when the slot is not written any more."""
+    """Sent when the slot is not written any more."""
 
 
 class ProducerSession:
@@ -157,13 +157,7 @@ class ProducerSession:
         return len(self._transfers)
 
     def submit(self, order: TransferOrder, *, ready: bool, now: float) -> None:
-        """Begin a transfer; a transfer of that name that is under way stays as it is.
-
-        Args:
-            order: What and where to.
-            ready: The encoder's output is there already.
-            now: Seconds on the session's clock.
-        """
+        """Begin a transfer, unless it is under way; ``ready`` if the output is there already."""
         if order.transfer_id not in self._transfers:
             self._transfers[order.transfer_id] = _Transfer(
                 order, next(self._attempts), now + self._wait_timeout_s, ready, next_send_s=now
@@ -176,13 +170,7 @@ class ProducerSession:
                 transfer.ready = True
 
     def receive(self, consumer: str, message: AnyMessage, now: float) -> None:
-        """Take in a message of a consumer.
-
-        Args:
-            consumer: Address it came from.
-            message: Any; those that make no sense here are ignored.
-            now: Seconds.
-        """
+        """Process a message from the address of a consumer; ignores those that make no sense."""
         transfer = self._transfers.get(message.transfer_id)
         if transfer is not None and (consumer, message.attempt) != (
             transfer.order.consumer,
@@ -207,13 +195,7 @@ class ProducerSession:
             self._end(transfer, f"{message.code.value}: {message.detail}")
 
     def write_done(self, transfer_id: str, now: float, *, digest: str = "") -> None:
-        """A write that was asked for is complete.
-
-        Args:
-            transfer_id: See `Write`.
-            now: Seconds.
-            digest: Of the item's bytes, if the consumer shall check them.
-        """
+        """A `Write` is complete; ``digest`` is for `Written`."""
         transfer = self._transfers[transfer_id]
         transfer.digest = digest
         if transfer.ending:
@@ -223,29 +205,23 @@ class ProducerSession:
             self._ask(transfer, now)
 
     def write_failed(self, transfer_id: str, problem: str, now: float) -> None:
-        """A write that was asked for failed: the consumer is told, the transfer ends."""
+        """A `Write` failed: aborts and ends the transfer."""
         transfer = self._transfers[transfer_id]
         if transfer.ending:
             self._close(transfer, transfer.ending)
         else:
             self._send(transfer, _abort(transfer, problem))
-            self._close(
-                transfer,
-                Finished(transfer_id=transfer_id, mm_hash=transfer.order.mm_hash, problem=problem),
-            )
+            self._close(transfer, _finished(transfer, problem))
 
     def fail(self, transfer_id: str, problem: str) -> None:
-        """End a transfer that this process cannot go on with; does nothing if there is none.
-
-        The consumer is told; a write that is under way ends first.
-        """
+        """Abort a transfer, if it is under way; a write that has begun ends first."""
         transfer = self._transfers.get(transfer_id)
         if transfer is not None:
             transfer.farewell = _abort(transfer, problem)
             self._end(transfer, problem)
 
     def withdraw(self, path: str) -> None:
-        """Offer a path no more, because this process cannot write by it; others are chosen then."""
+        """Stop offering a path by which this process cannot write."""
         paths = tuple(endpoint for endpoint in self._peer.paths if endpoint.path != path)
         self._peer = msgspec.structs.replace(self._peer, paths=paths)
 
@@ -256,9 +232,9 @@ class ProducerSession:
         return self.take()
 
     def take(self) -> Actions:
-        """Return what follows from what was reported since the last call, without a look at time.
+        """Return the actions that follow from reports since the last call, as of `write_done`.
 
-        Saves a `poll` between the end of a write and *written*.
+        Saves a `poll` of all transfers between the end of a write and *written*.
         """
         out, self._out = self._out, Actions()
         return out
@@ -283,28 +259,29 @@ class ProducerSession:
             self._ask(transfer, now)
 
     def _ask(self, transfer: _Transfer, now: float) -> None:
+        """Send *written* or the announcement, until it is answered."""
         transfer.next_send_s = now + self._resend_s
-        self._send(transfer, self._question(transfer))
-
-    def _question(self, transfer: _Transfer) -> AnyMessage:
         order = transfer.order
+        question: AnyMessage
         if transfer.state is _State.WRITTEN:
             assert transfer.grant is not None
-            return Written(
+            question = Written(
                 transfer_id=order.transfer_id,
                 attempt=transfer.attempt,
                 generation=transfer.grant.slot.generation,
                 digest=transfer.digest,
             )
-        return Announce(
-            transfer_id=order.transfer_id,
-            attempt=transfer.attempt,
-            mm_hash=order.mm_hash,
-            tensor=order.tensor,
-            producer=self._peer,
-            item_uuid=order.item_uuid,
-            proof=order.proof,
-        )
+        else:
+            question = Announce(
+                transfer_id=order.transfer_id,
+                attempt=transfer.attempt,
+                mm_hash=order.mm_hash,
+                tensor=order.tensor,
+                producer=self._peer,
+                item_uuid=order.item_uuid,
+                proof=order.proof,
+            )
+        self._send(transfer, question)
 
     def _write(self, transfer: _Transfer) -> None:
         grant = transfer.grant
@@ -330,11 +307,7 @@ class ProducerSession:
         self._end(transfer, f"aborted by the consumer: {message.reason}")
 
     def _end(self, transfer: _Transfer, problem: str = "") -> None:
-        finished = Finished(
-            transfer_id=transfer.order.transfer_id,
-            mm_hash=transfer.order.mm_hash,
-            problem=problem,
-        )
+        finished = _finished(transfer, problem)
         if transfer.state is _State.WRITING:
             transfer.ending = finished
         else:
@@ -348,6 +321,11 @@ class ProducerSession:
 
     def _send(self, transfer: _Transfer, message: AnyMessage) -> None:
         self._out.messages.append((transfer.order.consumer, message))
+
+
+def _finished(transfer: _Transfer, problem: str) -> Finished:
+    order = transfer.order
+    return Finished(transfer_id=order.transfer_id, mm_hash=order.mm_hash, problem=problem)
 
 
 def _abort(transfer: _Transfer, reason: str) -> Abort:

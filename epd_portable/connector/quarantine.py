@@ -1,7 +1,7 @@
-"""Slots whose grant failed, until nobody can write them any more.
+"""Slots whose grant failed, until they cannot be written any more.
 
-A slot comes out when its producer says that it does not write, or when its process is gone. Of a
-process of this host that can be seen; of one elsewhere a later life of the same instance proves it
+A slot is released when its producer says that it does not write, or when the producer's process is
+gone. On this host that can be seen; elsewhere a later life of the same instance proves it
 (`is_later_life`). What could still be written when a process is gone:
 
 - ``shm``, ``ipc``: nothing. Its stores and the copies that it queued end before the process does.
@@ -11,7 +11,7 @@ process of this host that can be seen; of one elsewhere a later life of the same
   after `SETTLED_S` at most when the network was cut.
 - ``tcp``, ``collective``: nothing ever; they are fenced, and their slots do not stay here.
 
-So for a process elsewhere that time must have passed since the later life was heard.
+So for a process elsewhere that time must have passed since the first message of the later life.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class _Entry:
     reason: str
     next_ask_s: float = 0.0
     settled_s: float | None = None
-    """When nothing of its producer can be under way any more, which has a later life."""
+    """When no write of its producer, which has a later life, can be under way any more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Writer:
-    """Who may be writing: one attempt of a producer at a transfer, which is granted one slot.
+    """One attempt of a producer at a transfer, which is granted one slot.
 
     Attributes:
         transfer_id: The grant's transfer.
@@ -53,11 +53,11 @@ class Writer:
 
 
 class Quarantine:
-    """Asks producers to let go of slots, and keeps the slots until they did or are gone.
+    """Asks producers to release slots, and keeps the slots until they have or are gone.
 
     Args:
-        is_gone: Tells whether a producer's process has certainly ended.
-        ask_every_s: Time after which an unanswered question is asked again.
+        is_gone: Returns whether a producer's process has certainly ended.
+        ask_every_s: Time after which an unanswered question is repeated.
     """
 
     def __init__(self, is_gone: Callable[[PeerDescriptor], bool], *, ask_every_s: float) -> None:
@@ -77,14 +77,7 @@ class Quarantine:
     def add(
         self, writer: Writer, slot: SlotDescriptor, producer: PeerDescriptor, reason: str
     ) -> None:
-        """Keep the slot of a grant that failed.
-
-        Args:
-            writer: Who was granted it.
-            slot: What was granted.
-            producer: The writer's end.
-            reason: Why it failed, for the producer's log.
-        """
+        """Keep the slot of a writer's failed grant; ``reason`` is for the producer's log."""
         assert writer not in self._entries, "an attempt is granted one slot"
         self._entries[writer] = _Entry(slot, producer, reason)
 
@@ -95,13 +88,13 @@ class Quarantine:
             self._released.append(entry.slot)
 
     def heard(self, peer: PeerDescriptor, now: float) -> None:
-        """A producer speaks: former lives of its instance are gone."""
+        """A producer has sent a message: former lives of its instance are gone."""
         for entry in self._entries.values():
             if entry.settled_s is None and is_later_life(peer, entry.producer):
                 entry.settled_s = now + SETTLED_S
 
     def poll(self, now: float) -> list[tuple[bytes, AnyMessage]]:
-        """Let go of slots whose producers are gone; return ``(identity, question)`` for others."""
+        """Release slots whose producers are gone; return ``(identity, question)`` for others."""
         questions: list[tuple[bytes, AnyMessage]] = []
         for writer, entry in list(self._entries.items()):
             settled = entry.settled_s is not None and now >= entry.settled_s
@@ -113,7 +106,7 @@ class Quarantine:
         return questions
 
     def take_released(self) -> list[SlotDescriptor]:
-        """Return the slots that became free since the last call."""
+        """Return the slots that were released since the last call."""
         released, self._released = self._released, []
         return released
 

@@ -1,7 +1,7 @@
 """Device memory that receives encoder outputs: the counterpart of the pool's file in /dev/shm.
 
-A slot has the same offset in the slab as in the file. Rank 0 of an instance has the slab; its other
-ranks and the producers open it.
+A slot has the same offset in the slab as in the file. Rank 0 of an instance allocates the slab; its
+other ranks and the producers open it.
 """
 
 from __future__ import annotations
@@ -11,12 +11,8 @@ import torch
 
 from epd_portable.connector.control import process_is_gone
 from epd_portable.connector.copies import DeviceCopies
-from epd_portable.errors import (
-    PeerLostError,
-    PlatformError,
-    TransportError,
-    UnsupportedError,
-)
+from epd_portable.connector.pool import check_range
+from epd_portable.errors import PeerLostError, PlatformError, TransportError, UnsupportedError
 from epd_portable.platforms.base import Platform, ShareHandle
 from epd_portable.wire.codec import address_reader, as_address
 
@@ -29,8 +25,33 @@ class _Address(msgspec.Struct, frozen=True):
 _read_address = address_reader(_Address, "device memory")
 
 
-class DeviceSlab:
-    """One piece of device memory, for slots.
+class Slab:
+    """Device memory of slots, of this process or of another one.
+
+    Args:
+        memory: ``(nbytes,)`` uint8 on the device.
+    """
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self._memory = memory
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self._memory.numel()
+
+    def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
+        """Return ``(nbytes,)`` uint8 on the device that *is* the memory from ``offset`` on.
+
+        Raises:
+            ValueError: The range is not inside the slab.
+        """
+        check_range(offset, nbytes, self.nbytes, "a slab")
+        return self._memory[offset : offset + nbytes]
+
+
+class DeviceSlab(Slab):
+    """A slab of this process.
 
     Args:
         copies: Of the worker's device.
@@ -50,25 +71,12 @@ class DeviceSlab:
             "shm or tcp, which take host memory",
         )
         start = -memory.data_ptr() % alignment
-        self._memory = memory[start : start + nbytes]
+        super().__init__(memory[start : start + nbytes])
         handle = copies.platform.share_tensor(self._memory)
         self.address = as_address(_Address(session, handle))
 
-    @property
-    def nbytes(self) -> int:
-        """Its size."""
-        return self._memory.numel()
 
-    def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
-        """Return ``(nbytes,)`` uint8 on the device that *is* the memory from ``offset`` on.
-
-        Raises:
-            ValueError: The range is not inside the slab.
-        """
-        return _range(self._memory, offset, nbytes)
-
-
-class OpenedSlab:
+class OpenedSlab(Slab):
     """The slab of another process.
 
     Args:
@@ -76,9 +84,9 @@ class OpenedSlab:
         address: See `DeviceSlab.address`.
 
     Raises:
-        TransportError: ``address`` is none, or that of another platform's memory.
+        TransportError: ``address`` is invalid, or that of another platform's memory.
         PeerLostError: The process that has the slab is gone.
-        UnsupportedError: It is there, and this process cannot open its memory.
+        UnsupportedError: It lives, and this process cannot open its memory.
     """
 
     def __init__(self, platform: Platform, address: str) -> None:
@@ -90,14 +98,14 @@ class OpenedSlab:
         if self.is_gone:
             raise PeerLostError(f"device memory of {found.session} is gone with its process")
         try:
-            self._memory = platform.open_tensor(found.handle)
+            super().__init__(platform.open_tensor(found.handle))
         except UnsupportedError:
             raise
         except PlatformError as error:
             if self.is_gone:
                 raise PeerLostError(f"device memory of {found.session} is gone: {error}") from error
-            # Whoever has it lives: it is refused for as long as both do (containers that share no
-            # namespaces, sandboxes, a limit of the driver).
+            # Refused for as long as both processes live (containers that share no namespaces,
+            # sandboxes, a limit of the driver).
             raise UnsupportedError(
                 f"device memory of {found.session}, which lives, cannot be opened here: {error}; "
                 "give both instances one IPC and process namespace, or set transfer.path to shm or "
@@ -113,20 +121,3 @@ class OpenedSlab:
     def is_gone(self) -> bool:
         """Whether the process that has the slab has certainly ended."""
         return process_is_gone(self._session)
-
-    @property
-    def nbytes(self) -> int:
-        """Its size."""
-        return self._memory.numel()
-
-    def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
-        """See `DeviceSlab.tensor`."""
-        return _range(self._memory, offset, nbytes)
-
-
-def _range(memory: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
-    if offset < 0 or nbytes <= 0 or offset + nbytes > memory.numel():
-        raise ValueError(
-            f"bytes {offset} to {offset + nbytes} are outside a slab of {memory.numel()}"
-        )
-    return memory[offset : offset + nbytes]

@@ -1,4 +1,4 @@
-"""This process's sockets that a library opened, and what it does not let one set of them."""
+"""Options of sockets that a library opened in this process and does not expose."""
 
 from __future__ import annotations
 
@@ -26,37 +26,33 @@ def open_ports() -> frozenset[int]:
 
 
 def keep_on_host(ports: Collection[int]) -> None:
-    """Let nobody but this host connect to ports that this process listens on.
-
-    Raises:
-        OSError: The kernel does not allow it.
-    """
+    """Let only this host connect to ports that this process listens on; may raise `OSError`."""
     for each in _listening():
         if each.getsockname()[1] in ports:
             each.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, _LOOPBACK)
 
 
 def hasten_accepts(port: int) -> None:
-    """Let who waits for a connection to a port wait for a millisecond at most from now on."""
+    """Let ``accept`` on a port block for a millisecond at most from now on."""
     for each in _listening():
         if each.getsockname()[1] == port:
             each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _SOON)
-    # Who waits already does so for as long as was said before.
+    # A call that blocks already keeps its former timeout: end it.
     with contextlib.suppress(OSError):
         socket.create_connection(("127.0.0.1", port), timeout=1.0).close()
 
 
 def reset_on_close(host: str, ports: Collection[int]) -> None:
-    """Let connections to these ports of a host end at once when they are closed, unsent bytes lost.
+    """Discard unsent bytes of connections to these ports of a host when they are closed.
 
-    Otherwise the kernel goes on to deliver what it has taken.
+    Otherwise the kernel goes on to deliver them.
     """
     for each in _connected(host, ports):
         each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
 
 
 def has_hung_up(host: str, ports: Collection[int]) -> bool:
-    """Tell whether any of these ports of a host has closed a connection that is open here."""
+    """Return whether any of these ports of a host has closed a connection that is open here."""
     states = (
         each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
         for each in _connected(host, ports)
@@ -65,11 +61,7 @@ def has_hung_up(host: str, ports: Collection[int]) -> bool:
 
 
 def local_host_towards(host: str) -> str:
-    """Return the address of this machine from which packets to a host leave.
-
-    Raises:
-        OSError: The host has no address, or no way leads there.
-    """
+    """Return this machine's address towards a host; `OSError` if there is no route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, _ANY_PORT))  # Sends nothing.
         local: str = probe.getsockname()[0]
@@ -80,7 +72,7 @@ def _connected(host: str, ports: Collection[int]) -> Iterator[socket.socket]:
     try:
         addresses = {found[4][0] for found in socket.getaddrinfo(host, None)}
     except OSError:
-        return  # Nobody can have connected to it.
+        return  # There can be no connection to it.
     for each in _tcp():
         with contextlib.suppress(OSError):  # Not connected, or closed meanwhile.
             address, port = each.getpeername()[:2]
@@ -96,7 +88,7 @@ def _listening() -> Iterator[socket.socket]:
 
 def _tcp() -> Iterator[socket.socket]:
     for file in os.listdir(_OWN):
-        # Of others there is none; this listing's own is closed by now.
+        # This listing's own descriptor is closed by now.
         with contextlib.suppress(OSError):
             if os.readlink(_OWN / file).startswith("socket:"):
                 with socket.socket(fileno=os.dup(int(file))) as found:

@@ -1,6 +1,6 @@
-"""What a PD instance's workers open to receive by themselves, and how its scheduler learns of it.
+"""The receiving end in a PD instance's workers.
 
-Workers are made before their scheduler; rank 0 writes what it has opened into a file beside the
+Workers are made before their scheduler: rank 0 writes what it has opened into a file beside the
 pool, and the scheduler and the other ranks read it.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import stat
 import time
 from collections.abc import Iterable
 from functools import cached_property
@@ -20,8 +19,8 @@ import msgspec
 
 from epd_portable.connector import registry
 from epd_portable.connector.control import new_session, process_is_gone
-from epd_portable.connector.pool import SHM_FOLDER, SharedMemory
-from epd_portable.connector.slab import DeviceSlab, OpenedSlab
+from epd_portable.connector.pool import SHM_FOLDER, SharedMemory, check_private
+from epd_portable.connector.slab import DeviceSlab, OpenedSlab, Slab
 from epd_portable.connector.transport import ReceivingEnd, RevokedFence
 from epd_portable.errors import CapacityError, TransportError, UnsupportedError
 from epd_portable.wire.descriptors import PathEndpoint
@@ -42,7 +41,7 @@ class Publication(msgspec.Struct, frozen=True):
     """What rank 0 has opened.
 
     Attributes:
-        session: Of its process.
+        session: See `new_session`.
         slab: Address of the device memory for slots; empty where there is none.
         paths: Its paths, with their addresses.
     """
@@ -56,37 +55,25 @@ def read_publication(pool: str) -> Publication:
     """Return what rank 0 of the instance with this pool has opened.
 
     Raises:
-        TransportError: It has opened nothing, or has ended; or somebody else wrote the file.
+        TransportError: It has opened nothing, or has ended; or another user wrote the file.
     """
-    path = SHM_FOLDER / _file_name(pool)
+    path = _published_at(pool)
     try:
-        found = msgspec.msgpack.decode(_read_own(path), type=Publication)
+        # Another user may have taken the name before.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb") as file:
+            check_private(path, os.fstat(descriptor))
+            found = msgspec.msgpack.decode(file.read(), type=Publication)
     except FileNotFoundError as error:
         raise TransportError(
             f"{path} is not there: the instance's workers must be those of epd-portable "
             "(--worker-cls), in the same /dev/shm as its scheduler"
         ) from error
+    except OSError as error:
+        raise TransportError(f"{path} cannot be read: {error}; look who put it there") from error
     if process_is_gone(found.session):
         raise TransportError(f"{path} was written by {found.session}, which has ended")
     return found
-
-
-def _read_own(path: Path) -> bytes:
-    """Return what this user wrote for nobody else; others may have taken the name before."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise TransportError(f"{path} cannot be read: {error}; look who put it there") from error
-    with os.fdopen(descriptor, "rb") as file:
-        found = os.fstat(descriptor)
-        if found.st_uid != os.geteuid() or found.st_mode & 0o077:
-            raise TransportError(
-                f"{path} is {stat.filemode(found.st_mode)} of user {found.st_uid}, not a file of "
-                f"user {os.geteuid()} that nobody else may open: look who put it there"
-            )
-        return file.read()
 
 
 class WorkerEndpoint:
@@ -95,7 +82,7 @@ class WorkerEndpoint:
     Args:
         config: Of the instance.
         copies: Of the worker's device.
-        rank: Among the instance's workers; 0 receives for all.
+        rank: Of the worker in its instance; 0 receives for all.
 
     Raises:
         CapacityError: The device has no room for the slab, or ``/dev/shm`` for a small file.
@@ -108,12 +95,12 @@ class WorkerEndpoint:
         self._copies = copies
         self._fence = RevokedFence()
         self._opened = contextlib.ExitStack()
-        self._slab: DeviceSlab | OpenedSlab | None = None
+        self._slab: Slab | None = None
         paths = [path for path in registry.offered_by(config) if path.in_worker]
         if paths and rank == 0:
             self._open(paths)
         elif self._in_slab(paths):
-            # Not in the step that first needs it: what fails there ends the engine.
+            # Not in the step that first needs it: an error there ends the engine.
             self._slab = self._open_slab()
 
     @property
@@ -129,18 +116,14 @@ class WorkerEndpoint:
         return pool
 
     @property
-    def slab(self) -> DeviceSlab | OpenedSlab:
-        """The instance's device memory: this worker's own, or rank 0's.
-
-        Raises:
-            TransportError: The instance receives nothing there.
-        """
+    def slab(self) -> Slab:
+        """The instance's device memory for slots; `TransportError` if there is none."""
         if self._slab is None:
             raise TransportError("this instance has no device memory for items")
         return self._slab
 
     def revoke(self, generations: Iterable[int]) -> None:
-        """Write nothing more for these grants; blocks until a write under way has ended."""
+        """Refuse writes for these grants; blocks until a write under way has ended."""
         for generation in generations:
             self._fence.revoke(generation)
 
@@ -154,7 +137,7 @@ class WorkerEndpoint:
         return [path.name for path in paths if registry.in_device_memory(path.name, platform)]
 
     def _open_slab(self) -> OpenedSlab | None:
-        """Open rank 0's slab, once it has told of it; ``None`` if it has none."""
+        """Open rank 0's slab, once that is published; ``None`` if it has none."""
         deadline_s = time.monotonic() + _RANK_0_TIMEOUT_S
         while True:
             try:
@@ -205,7 +188,7 @@ class WorkerEndpoint:
         return receiver.address
 
     def _publish(self, publication: Publication, opened: contextlib.ExitStack) -> None:
-        path = SHM_FOLDER / _file_name(self._config.pool)
+        path = _published_at(self._config.pool)
         fresh = path.with_suffix(f".{os.getpid()}")
         try:
             fresh.unlink(missing_ok=True)  # Of a former process of this number.
@@ -221,5 +204,5 @@ class WorkerEndpoint:
         opened.callback(path.unlink, missing_ok=True)
 
 
-def _file_name(pool: str) -> str:
-    return f"{pool}.worker"
+def _published_at(pool: str) -> Path:
+    return SHM_FOLDER / f"{pool}.worker"

@@ -1,7 +1,7 @@
 """``collective``: a group of two for each pair of instances, made and torn down at run time.
 
-Both ends take part, so the consumer's worker has a thread for each producer. The two agree over a
-TCP connection, one frame after the other::
+Both ends take part: the consumer's worker has a thread for each producer. They agree over a TCP
+connection, one frame after the other::
 
     encode worker                    PD worker (rank 0)
       │ Join(name) ──────────────────▶ │
@@ -54,14 +54,14 @@ class Join(msgspec.Struct, frozen=True, tag="join"):
 
 
 class Put(msgspec.Struct, frozen=True, tag="put"):
-    """The producer will send an item within so many seconds; answered before and after it."""
+    """The producer will send an item within ``timeout_s``; answered before and after it."""
 
     slot: SlotDescriptor
     timeout_s: float
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """Well, or a problem: then the item is not written."""
+    """The answer to both; with a problem the item is not written."""
 
     problem: str = ""
     port: int = 0
@@ -73,10 +73,10 @@ _read_answer = reader(Answer, "an answer")
 
 
 def frames_over(connected: socket.socket) -> Connection:
-    """Take over a connection.
+    """Return a connection for frames.
 
-    Frames go out at once, because the second of two small ones would wait for the peer's delayed
-    ack. One that has begun must go on: reading it raises ``OSError`` after `FRAME_PAUSE_S`.
+    Without Nagle's algorithm, by which the second of two small frames would wait for a delayed ack.
+    Reading a frame that stalls raises ``OSError`` after `FRAME_PAUSE_S`.
     """
     connected.setblocking(True)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -103,20 +103,19 @@ class CollectiveTransport(Transport):
     ) -> None:
         """See `Transport.write`; the address is that of the consumer's `CollectiveReceiver`."""
         check_source(src, slot, self._copies.device)
-        if self._copies.clock() >= deadline_s:
-            raise LeaseExpiredError(f"lease of slot {slot.generation} ended before the write")
-        left: list[_Link] = []
+        self._copies.check_lease(deadline_s)
+        over: list[_Link] = []
         with self._lock:
             link = self._links.get(address)
             if link is None or link.closed:
-                # A consumer that restarts has another address: its former life is left here.
+                # A consumer that restarts has another address: links to its former life are over.
                 gone = [known for known, each in self._links.items() if each.is_over()]
-                left = [self._links.pop(known) for known in gone]
+                over = [self._links.pop(known) for known in gone]
                 link = self._links[address] = _Link(self._copies, address)
-        for each in left:
+        for each in over:
             each.close()
-        # The consumer's device would spin in the library's kernel until the item is computed, and a
-        # thread of its engine would ask for the end of that; other items have their turn meanwhile.
+        # Before the turn of this item begins: meanwhile the consumer's device would spin in the
+        # library's kernel, and other items would wait.
         computed.synchronize(deadline_s - self._copies.clock())
         link.write(src, slot, deadline_s)
 
@@ -156,11 +155,11 @@ class _Link:
             self._lock.release()
 
     def is_over(self) -> bool:
-        """Tell whether the pair has failed or the consumer has gone; not while it is written to."""
+        """Return whether the pair has failed or the consumer has gone; false during a write."""
         if not self._lock.acquire(blocking=False):
             return False
         try:
-            # Nothing comes from a consumer that was not asked, but the end of the connection.
+            # Between requests nothing comes from a consumer but the end of the connection.
             return self.closed or (self._connection is not None and self._connection.poll(0))
         except OSError:
             return True
@@ -178,7 +177,7 @@ class _Link:
     def _write(self, src: torch.Tensor, slot: SlotDescriptor, deadline_s: float) -> None:
         copies = self._copies
         group = self._group or self._join(deadline_s)
-        self._ask(Put(slot, self._left(deadline_s)), deadline_s)
+        self._request(Put(slot, self._left(deadline_s)), deadline_s)
         with copies.platform.stream(copies.index):
             try:
                 group.send(src.view(-1).view(torch.uint8), CONSUMER_RANK, self._left(deadline_s))
@@ -187,7 +186,7 @@ class _Link:
                     f"{self._address} did not take the item within the lease: {error}; "
                     "raise transfer.lease_s"
                 ) from error
-        self._hear(deadline_s)
+        self._read_answer(deadline_s)
 
     def _join(self, deadline_s: float) -> CollectiveGroup:
         host, _, port = self._address.rpartition(":")
@@ -199,7 +198,7 @@ class _Link:
             raise PeerLostError(f"nobody receives at {self._address!r}: {error}") from error
         self._connection = frames_over(connected)
         name = uuid.uuid4().hex
-        answer = self._ask(Join(name), deadline_s)
+        answer = self._request(Join(name), deadline_s)
         where = Rendezvous(host=host, port=answer.port, name=name, rank=PRODUCER_RANK, size=2)
         self._group = self._copies.platform.new_group(
             where, index=self._copies.index, timeout_s=self._left(deadline_s)
@@ -207,15 +206,15 @@ class _Link:
         trace("path.opened", path="collective", address=self._address)
         return self._group
 
-    def _ask(self, request: Join | Put, deadline_s: float) -> Answer:
+    def _request(self, request: Join | Put, deadline_s: float) -> Answer:
         assert self._connection is not None
         try:
             self._connection.send_bytes(encode(request))
         except OSError as error:
             raise PeerLostError(f"{self._address} is gone: {error}") from error
-        return self._hear(deadline_s)
+        return self._read_answer(deadline_s)
 
-    def _hear(self, deadline_s: float) -> Answer:
+    def _read_answer(self, deadline_s: float) -> Answer:
         assert self._connection is not None
         try:
             if not self._connection.poll(self._left(deadline_s)):

@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 JOIN_TIMEOUT_S = 10.0
 MAX_WRITE_S = 3600.0
-"""An item is waited for so long at most, whatever its lease."""
+"""Longest wait for an item, whatever its lease."""
 _POLL_S = 0.1
 _STOP_GRACE_S = 5.0
 
@@ -56,10 +56,10 @@ class CollectiveReceiver(PathReceiver):
     """The consumer's end of all pairs: one thread that listens, and one for each producer.
 
     Args:
-        memory: Returns what slots are in; first called when the first item comes.
+        memory: See `ReceivingEnd.memory`.
         copies: Of the worker's device.
         host: Address to listen on.
-        fence: Tells whether a slot may still be written.
+        fence: Refuses writes to revoked slots.
 
     Raises:
         TransportError: The address cannot be bound.
@@ -100,7 +100,7 @@ class CollectiveReceiver(PathReceiver):
         return self._address
 
     def close(self) -> None:
-        """See `PathReceiver.close`; a producer that stopped in mid-item is not waited for long."""
+        """See `PathReceiver.close`; waits `_STOP_GRACE_S` at most for a producer in mid-item."""
         self._stop.set()
         self._thread.join()
         self._meeting_point.close()  # Ends the wait for a producer that stopped while it joined.
@@ -130,7 +130,7 @@ class CollectiveReceiver(PathReceiver):
             pair.start()
 
     def _serve(self, connection: Connection) -> None:
-        """Serve one producer until it goes; whatever fails ends the pair, and it joins anew."""
+        """Serve one producer until it goes; any error ends the pair, and the producer rejoins."""
         group: CollectiveGroup | None = None
         staging = _Staging(self._copies)
         try:
@@ -171,8 +171,8 @@ class CollectiveReceiver(PathReceiver):
         with copies.platform.stream(copies.index):
             try:
                 target = self._target(put)
-                # Not into the slot itself: it may be taken back before the last byte has come.
-                arrived = staging.take(slot.nbytes)
+                # Not into the slot itself: it may be revoked before the last byte has come.
+                arrived = staging.reserve(slot.nbytes)
             except (CapacityError, LeaseExpiredError, ValueError) as error:
                 connection.send_bytes(encode(Answer(problem=str(error))))
                 return
@@ -202,14 +202,14 @@ class CollectiveReceiver(PathReceiver):
 
 
 class _Staging:
-    """Memory in which one producer's items arrive, one after the other; as large as the largest."""
+    """Memory in which one producer's items arrive, one at a time; grows to the largest."""
 
     def __init__(self, copies: DeviceCopies) -> None:
         self._copies = copies
         self._memory: torch.Tensor | None = None
 
-    def take(self, nbytes: int) -> torch.Tensor:
-        """Return ``(nbytes,)`` uint8 on the worker's device; what it returned before is over.
+    def reserve(self, nbytes: int) -> torch.Tensor:
+        """Return ``(nbytes,)`` uint8 on the worker's device, in place of the former one.
 
         Raises:
             CapacityError: The device has no room for it.

@@ -27,10 +27,10 @@ class _Pool:
     memory: SharedMemory
     copies_block: bool
     users: set[object] = field(default_factory=set)
-    """Writes under way: meanwhile it stays page-locked."""
+    """Writes under way; meanwhile it stays page-locked."""
 
     def use(self) -> Callable[[], None]:
-        """Begin a write; return what ends it."""
+        """Register a write; return what ends it."""
         user = object()
         self.users.add(user)
         return partial(self.users.discard, user)
@@ -56,8 +56,8 @@ class ShmTransport(Transport):
     ) -> None:
         """See `Transport.write`.
 
-        The slot names the pool's file, the address is its `SharedMemory.identity`: the pool of a
-        consumer that has restarted is another one, whose slots were never granted here.
+        The slot names the pool's file, the address is its `SharedMemory.identity`, which differs
+        after a restart of the consumer.
         """
         check_source(src, slot, self._copies.device)
         with self._lock:

@@ -1,9 +1,8 @@
 """``tcp``: the producer sends chunks over ZMQ, the consumer copies them into its pool.
 
 A chunk is one message ``[header, bytes]`` and is answered, so at most `WINDOW` chunks of a write
-are under way. The consumer looks at the slot's generation before it copies a chunk: a write that
-comes too late is refused and touches nothing. Everything is encrypted, see
-`epd_portable.connector.curve`.
+are under way. The consumer checks the slot's generation before it copies a chunk: a late write is
+refused. Everything is encrypted, see `epd_portable.connector.curve`.
 """
 
 from __future__ import annotations
@@ -42,14 +41,14 @@ if TYPE_CHECKING:
     from epd_portable.platforms.base import DeviceEvent
 
 CHUNK_BYTES = 1 << 20
-"""ZMQ takes in a frame of this size before it looks at the key of who sends it: a stranger can hold
-as much of a receiver's memory by each connection, until its handshake has failed."""
+"""ZMQ receives a frame of this size before it checks the sender's key, so this bounds the memory
+that each connection without the key takes until its handshake has failed."""
 WINDOW = 8
-"""Chunks under way on one connection; the receiver holds no more of each in its memory."""
+"""Chunks under way on one connection, which the receiver holds in memory."""
 MAX_HEADER_BYTES = 4096
 MAX_ANSWER_BYTES = 4096
 CONNECTIONS = 4
-"""To each consumer, made together: as many as an encode worker has writers."""
+"""To each consumer: as many as an encode worker has writers."""
 _POLL_MS = 100
 _LONGEST_RECONNECT_MS = 10_000
 
@@ -91,15 +90,14 @@ class TcpTransport(Transport):
     ) -> None:
         """See `Transport.write`; from a device through page-locked host memory."""
         check_source(src, slot, self._copies.device)
-        if self._copies.clock() >= deadline_s:
-            raise LeaseExpiredError(f"lease of slot {slot.generation} ended before the write")
+        self._copies.check_lease(deadline_s)
         host = self._copies.to_host(src, after=computed, deadline_s=deadline_s)
         data: memoryview = host.numpy().data
         socket = self._take_connection(address)
         try:
             self._send(socket, data, slot, address, deadline_s)
         except BaseException:
-            # Answers to chunks that are under way would be taken for those of the next write.
+            # Answers to its last chunks would be taken for those of the next write.
             socket.close(linger=0)
             raise
         with self._lock:
@@ -141,7 +139,7 @@ class TcpTransport(Transport):
             return free.pop() if free else self._connect(address)
 
     def _connect_all(self, address: str) -> list[zmq.Socket[bytes]]:
-        # ZMQ connects in the background: the first write waits for its own only.
+        # ZMQ connects in the background.
         made = [self._connect(address) for _ in range(CONNECTIONS)]
         trace("path.opened", path="tcp", address=address)
         return made
@@ -179,7 +177,7 @@ class TcpReceiver(PathReceiver):
     Args:
         memory: The pool's memory.
         bind: ZMQ address to listen on, for example ``tcp://127.0.0.1:9301``.
-        fence: Tells whether a slot is granted and may be written now.
+        fence: Lets writes through to leased slots only.
         keys: Of the deployment.
 
     Raises:
@@ -187,17 +185,13 @@ class TcpReceiver(PathReceiver):
     """
 
     def __init__(
-        self,
-        memory: ReceiveMemory,
-        bind: str,
-        fence: LeaseFence,
-        keys: CurveKeys,
+        self, memory: ReceiveMemory, bind: str, fence: LeaseFence, keys: CurveKeys
     ) -> None:
         self._memory = memory
         self._fence = fence
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        # A message is two frames, and one is being looked at.
+        # A message is two frames.
         self._socket.setsockopt(zmq.RCVHWM, WINDOW)
         self._socket.setsockopt(zmq.MAXMSGSIZE, CHUNK_BYTES)
         self._gate = CurveGate(self._socket, bind, keys, name="receiver of tcp")
@@ -242,8 +236,6 @@ class TcpReceiver(PathReceiver):
         self._close_sockets()
 
     def _receive(self, header: memoryview, frames: list[memoryview]) -> _Answer:
-        import torch
-
         try:
             if len(header) > MAX_HEADER_BYTES:
                 raise ProtocolError(
@@ -252,17 +244,23 @@ class TcpReceiver(PathReceiver):
             chunk: _Chunk = _read_chunk(header)
         except ProtocolError as error:
             return _Answer(0, 0, str(error))
-        slot, end = chunk.slot, chunk.start + chunk.nbytes
+        return _Answer(chunk.slot.generation, chunk.start, self._copy(chunk, frames))
+
+    def _copy(self, chunk: _Chunk, frames: list[memoryview]) -> str:
+        """Copy a chunk into its slot; return why that cannot be, or an empty string."""
+        import torch
+
+        slot = chunk.slot
         if len(frames) != 1 or len(frames[0]) != chunk.nbytes:
-            return _Answer(slot.generation, chunk.start, "chunk is not of its announced length")
-        if chunk.start < 0 or chunk.nbytes <= 0 or end > slot.nbytes:
-            return _Answer(slot.generation, chunk.start, "chunk is outside its slot")
+            return "chunk is not of its announced length"
+        if chunk.start < 0 or chunk.nbytes <= 0 or chunk.start + chunk.nbytes > slot.nbytes:
+            return "chunk is outside its slot"
         try:
             target = self._memory.tensor(slot.offset + chunk.start, chunk.nbytes)
         except ValueError as error:
-            return _Answer(slot.generation, chunk.start, str(error))
+            return str(error)
         with self._fence.writing(slot) as leased:
             if not leased:
-                return _Answer(slot.generation, chunk.start, "the slot is not leased any more")
+                return "the slot is not leased any more"
             target.copy_(torch.frombuffer(frames[0], dtype=torch.uint8))
-        return _Answer(slot.generation, chunk.start)
+        return ""
