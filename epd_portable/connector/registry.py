@@ -136,7 +136,7 @@ PATHS: tuple[PathEntry, ...] = (
     PathEntry(
         name="collective",
         transport=f"{_TRANSPORTS}.collective:CollectiveTransport",
-        receiver=f"{_TRANSPORTS}.collective_receiver:CollectiveReceiver",
+        receiver=f"{_TRANSPORTS}.collective:CollectiveReceiver",
         in_worker=True,
         capabilities=TransportCapabilities(
             same_platform=True,

@@ -1,12 +1,12 @@
 """``mooncake``: Mooncake's transfer engine writes into the consumer's registered memory.
 
-The engine takes RDMA where the machine has a network card for it, else TCP. Ends find each other
-without a metadata server: a producer asks the consumer's engine itself. Slots are in the consumer's
-pool in host memory, outputs pass through a registered buffer of the producer. Nothing is encrypted,
-and nobody is asked who they are: the path is for a trusted network, or for within a host.
+The engine takes RDMA where the machine has a network card for it, else TCP. There is no metadata
+server: a producer asks the consumer's engine itself. Slots are in the consumer's pool in host
+memory, outputs pass through a registered buffer of the producer. Nothing is encrypted or
+authenticated: the path is for a trusted network, or for within a host.
 
-A transfer cannot be called back, but an engine can be dropped with all that it sends. So a producer
-has an engine for each consumer, and what is late or has failed takes that one engine with it.
+A transfer cannot be cancelled, but an engine can be dropped with all that it sends. So a producer
+has an engine for each consumer, and drops it when a write is late or has failed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ from epd_portable.connector.transport import (
 )
 from epd_portable.errors import (
     ConfigError,
-    LeaseExpiredError,
     PeerLostError,
     TransportError,
     TransportTimeoutError,
@@ -64,21 +63,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BUFFERS = 2
-"""Registered buffers that are kept for each consumer; writes beyond have one for once."""
+"""Registered buffers that are kept for each consumer."""
 SMALLEST_BUFFER = 1 << 20
 _POLL_S = 0.0002
 _LOOK_S = 0.01
 _DROP_S = 4.0
-"""A write that failed waits so long for the engine to be gone; others leave it within a poll."""
+"""Longest wait of a failed write for the end of the engine, which others leave within a poll."""
 _METADATA = "P2PHANDSHAKE"
 _ANYWHERE = "*"
 _RDMA, _TCP = "rdma", "tcp"
 _RDMA_DEVICES = Path("/sys/class/infiniband")
 _DONE, _UNDER_WAY = 1, 0
 _SETTINGS = {
-    # It tells every transfer otherwise.
+    # It logs every transfer otherwise.
     "MC_LOG_LEVEL": "ERROR",
-    # The lease says when a write is late, and then no byte of it is sent any more.
+    # The lease bounds a write, not the library.
     "MC_TCP_PROGRESS_TIMEOUT_SEC": "86400",
 }
 
@@ -103,7 +102,7 @@ _parse: Callable[[str], _Address] = address_reader(_Address, "mooncake")
 
 
 def protocol_of(platform: str) -> str:
-    """Return Mooncake's word for how an instance of a platform moves bytes on this machine."""
+    """Return Mooncake's name of a platform's protocol on this machine."""
     wanted = TRAITS[platform].mooncake_protocol
     if wanted != _RDMA:
         return wanted
@@ -114,8 +113,7 @@ def protocol_of(platform: str) -> str:
 class _Engine:
     """A transfer engine of Mooncake.
 
-    It listens on all interfaces, whatever it is told, and whoever connects may read and write what
-    is registered.
+    It listens on all interfaces, and any peer that connects may read and write registered memory.
 
     Args:
         host: Address at which the other end reaches this one.
@@ -123,7 +121,7 @@ class _Engine:
         reached: Other hosts connect to it; otherwise they cannot.
 
     Raises:
-        ConfigError: Mooncake is not installed, or a library of the system that it needs is not.
+        ConfigError: Mooncake or a system library that it needs is not installed.
         TransportError: It does not start.
     """
 
@@ -158,11 +156,7 @@ class _Engine:
                 ) from error
 
     def register(self, memory: torch.Tensor) -> None:
-        """Let transfers use a piece of memory.
-
-        Raises:
-            TransportError: The engine refuses it.
-        """
+        """Let transfers use a piece of memory; may raise `TransportError`."""
         address, nbytes = memory.data_ptr(), memory.numel()
         if self._engine.batch_register_memory([address], [nbytes], _ANYWHERE) != 0:
             raise TransportError(
@@ -173,14 +167,14 @@ class _Engine:
         self._engine.batch_unregister_memory([memory.data_ptr()])
 
     def open(self, consumer: str) -> bool:
-        """Ask a consumer's engine what must be known of it; blocks for as long as that takes."""
-        # A batch of nothing: the one call that asks, and leaves other threads alone meanwhile.
-        engine = self._engine  # Which may be dropped meanwhile, and ends with this call then.
+        """Connect to a consumer's engine; blocks, perhaps for long."""
+        # An empty batch: the one call that connects without the GIL.
+        engine = self._engine  # May be dropped meanwhile, and then ends with this call.
         batch = engine.batch_transfer_async_write(consumer, [], [], [])
         return _is_batch(batch) and engine.get_batch_transfer_status([batch]) == 0
 
-    def begin(self, consumer: str, source: int, target: int, nbytes: int) -> int | None:
-        """Begin a write, and return what to ask for its end by; ``None`` if it was refused."""
+    def begin_write(self, consumer: str, source: int, target: int, nbytes: int) -> int | None:
+        """Begin a write, and return its batch for `status`; ``None`` if it was refused."""
         batch = self._engine.transfer_submit_write(consumer, source, target, nbytes)
         return int(batch) if _is_batch(batch) else None
 
@@ -190,7 +184,7 @@ class _Engine:
 
     def drop(self) -> None:
         """Stop; nothing is sent or received any more."""
-        # Its end waits, with Python's lock, for its thread that accepts connections.
+        # Its destructor waits, with the GIL, for its thread that accepts connections.
         hasten_accepts(self.port)
         self._engine = None
 
@@ -200,7 +194,7 @@ def _is_batch(number: int) -> bool:
 
 
 class _Line:
-    """What a producer has opened to one consumer."""
+    """A producer's engine and buffers for one consumer."""
 
     def __init__(self, address: str, peer: _Address) -> None:
         self.address = address
@@ -210,7 +204,7 @@ class _Line:
         self.broken = False
         self.free: list[torch.Tensor] = []
         self.dropped = threading.Event()
-        # By TCP nobody asks this end for anything.
+        # By TCP the other end does not connect to this one.
         reached = peer.protocol != _TCP
         self.engine = _Engine(local_host_towards(peer.host), peer.protocol, reached=reached)
         self._asked = threading.Event()
@@ -226,11 +220,7 @@ class _Line:
             self._asked.set()
 
     def wait_open(self, timeout_s: float) -> bool:
-        """Return whether the consumer has answered; wait for that, but no longer.
-
-        Raises:
-            PeerLostError: It cannot be reached.
-        """
+        """Wait for the consumer's answer; `PeerLostError` if it cannot be reached."""
         if not self._asked.wait(timeout_s):
             return False
         if not self._answered:
@@ -238,7 +228,7 @@ class _Line:
         return True
 
     def take_buffer(self, nbytes: int) -> torch.Tensor | None:
-        """Return a free buffer of so many bytes at least; the caller has the transport's lock."""
+        """Return a free buffer of at least ``nbytes``; the caller has the transport's lock."""
         fitting = [each for each in self.free if each.numel() >= nbytes]
         smallest = min(fitting, key=lambda each: each.numel(), default=None)
         # By identity: tensors compare their elements.
@@ -246,12 +236,12 @@ class _Line:
         return smallest
 
     def has_ended(self) -> bool:
-        """Tell whether the consumer has certainly ended; by RDMA nobody hears of that."""
+        """Return whether the consumer has certainly ended; by RDMA that is never known."""
         return not self.users and has_hung_up(self.peer.host, self.peer.data_ports)
 
     def drop(self) -> None:
-        """Let go of the engine, with what it sends; nobody uses it."""
-        # What is in the kernel's buffers would still arrive.
+        """Drop the unused engine, with all that it sends."""
+        # Bytes in the kernel's buffers would still arrive.
         reset_on_close(self.peer.host, self.peer.data_ports)
         self.engine.drop()
         self.free.clear()
@@ -280,7 +270,7 @@ class MooncakeTransport(Transport):
         import torch
 
         check_source(src, slot, self._copies.device)
-        self._check_lease(slot, deadline_s)
+        self._copies.check_lease(deadline_s)
         peer = _parse(address)
         if peer.protocol != self._protocol:
             raise UnsupportedError(
@@ -294,23 +284,19 @@ class MooncakeTransport(Transport):
             self._open(line, slot, deadline_s)
             buffer = self._take_buffer(line, slot.nbytes)
             buffer[: slot.nbytes].copy_(host.reshape(-1).view(torch.uint8))
-            self._check_lease(slot, deadline_s)
+            self._copies.check_lease(deadline_s)
             self._send(line, buffer, slot, deadline_s)
             self._give_back(line, buffer)
         except BaseException:
-            # The engine may still read the buffer, or write where it was told.
+            # The engine may still read the buffer.
             self._leave(line, sound=False)
             raise
         self._leave(line, sound=True)
 
     def close(self) -> None:
-        """Let go of all engines."""
+        """Drop all engines."""
         with self._lock:
             self._lines.close()
-
-    def _check_lease(self, slot: SlotDescriptor, deadline_s: float) -> None:
-        if self._copies.clock() >= deadline_s:
-            raise LeaseExpiredError(f"lease of slot {slot.generation} ended before the write")
 
     # -- lines -----------------------------------------------------------------------------------
 
@@ -326,14 +312,14 @@ class MooncakeTransport(Transport):
     def _enter(self, address: str) -> _Line:
         with self._lock:
             if self._lines.get(address) is None:
-                # Who was restarted has another address, and would not be written to again.
+                # A restarted consumer has another address.
                 self._lines.close_where(_Line.has_ended)
             line = self._lines.use(address)
             line.users += 1
             return line
 
     def _leave(self, line: _Line, *, sound: bool) -> None:
-        """End a write by a line, and wait for the line's end where the write did not end well."""
+        """End a write; one that failed waits for the end of the engine."""
         with self._lock:
             line.users -= 1
             if not sound:
@@ -392,7 +378,7 @@ class MooncakeTransport(Transport):
         self, line: _Line, buffer: torch.Tensor, slot: SlotDescriptor, deadline_s: float
     ) -> None:
         target = line.peer.base + slot.offset
-        batch = line.engine.begin(line.peer.name, buffer.data_ptr(), target, slot.nbytes)
+        batch = line.engine.begin_write(line.peer.name, buffer.data_ptr(), target, slot.nbytes)
         if batch is None:
             raise PeerLostError(f"mooncake cannot write to the consumer at {line.peer.name}")
         while (status := line.engine.status(batch)) == _UNDER_WAY:
@@ -442,7 +428,7 @@ class MooncakeReceiver(PathReceiver):
 
     @classmethod
     def open(cls, end: ReceivingEnd) -> Self:
-        """See `PathReceiver.open`; the engine writes by itself, and asks neither fence nor keys."""
+        """See `PathReceiver.open`; the engine uses neither fence nor keys."""
         return cls(end.memory(), end.host, end.platform)
 
     @property

@@ -1,11 +1,11 @@
 """``nixl``: the producer writes into the consumer's registered memory, by RDMA where there is any.
 
-NIXL moves the bytes by UCX, which takes the fastest way that both ends have: InfiniBand or RoCE,
-else TCP. Slots are in the consumer's pool in host memory, outputs pass through a registered buffer
-of the producer. Nothing is encrypted: the path is offered within a host or in a trusted network.
+NIXL moves the bytes by UCX, over InfiniBand or RoCE, else TCP. Slots are in the consumer's pool in
+host memory, outputs pass through a registered buffer of the producer. Nothing is encrypted: the
+path is offered within a host or in a trusted network.
 
-NIXL's own progress thread takes a sixth of a core from an instance that waits. So there is none:
-a producer makes progress while it writes, a consumer while any slot is leased.
+NIXL's own progress thread takes a sixth of a core from an idle instance. It is off: a producer
+makes progress while it writes, a consumer while any slot is leased.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from epd_portable.connector.transport import (
 )
 from epd_portable.errors import (
     ConfigError,
-    LeaseExpiredError,
     PeerLostError,
     TransportError,
     TransportTimeoutError,
@@ -126,17 +125,17 @@ class NixlTransport(Transport):
         import torch
 
         check_source(src, slot, self._copies.device)
-        self._check_lease(slot, deadline_s)
+        self._copies.check_lease(deadline_s)
         peer = _parse(address)
         check_slot(slot, peer.nbytes)
         host = self._copies.to_host(src, after=computed, deadline_s=deadline_s)
         buffer = self._take_buffer(slot.nbytes)
         buffer.memory[: slot.nbytes].copy_(host.reshape(-1).view(torch.uint8))
         try:
-            self._check_lease(slot, deadline_s)
+            self._copies.check_lease(deadline_s)
             self._send(buffer, peer, slot, address, deadline_s)
         except BaseException:
-            # The card may still read it, or write to where it was told.
+            # The network card may still read the buffer.
             self._forget(address)
             self._agent.deregister(buffer.registered)
             raise
@@ -147,16 +146,12 @@ class NixlTransport(Transport):
         self._agent.deregister(buffer.registered)
 
     def close(self) -> None:
-        """Disconnect from all consumers, and let go of the buffers."""
+        """Disconnect from all consumers, and free the buffers."""
         with self._lock:
             self._peers.close()
             for buffer in self._free:
                 self._agent.deregister(buffer.registered)
             self._free.clear()
-
-    def _check_lease(self, slot: SlotDescriptor, deadline_s: float) -> None:
-        if self._copies.clock() >= deadline_s:
-            raise LeaseExpiredError(f"lease of slot {slot.generation} ended before the write")
 
     def _take_buffer(self, nbytes: int) -> _Buffer:
         with self._lock:
@@ -245,11 +240,11 @@ class NixlReceiver(PathReceiver):
 
     Args:
         memory: The pool's memory.
-        fence: Tells whether any slot is leased.
+        fence: Knows whether any slot is leased.
 
     Raises:
         ConfigError: NIXL is not installed.
-        TransportError: UCX cannot be used here, or has more interfaces than an address can tell.
+        TransportError: UCX cannot be used here, or has too many interfaces for an address.
     """
 
     def __init__(self, memory: ReceiveMemory, fence: LeaseFence) -> None:
@@ -272,7 +267,7 @@ class NixlReceiver(PathReceiver):
 
     @classmethod
     def open(cls, end: ReceivingEnd) -> Self:
-        """See `PathReceiver.open`; UCX listens where ``UCX_NET_DEVICES`` says, and asks no keys."""
+        """See `PathReceiver.open`; UCX listens on ``UCX_NET_DEVICES``, without keys."""
         assert isinstance(end.fence, LeaseFence), "not in a worker"
         return cls(end.memory(), end.fence)
 
