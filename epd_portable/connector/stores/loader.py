@@ -3,7 +3,7 @@
 It speaks the control protocol as an encode instance does, without a network: it announces an item
 (`StoreLoader.load`), is granted the slot that the preallocator gave, fills it, and says *written*.
 So order, leases and quarantine of slots are those of every transfer. What differs is a failure:
-`NackCode.NOT_STORED` ends its part in the transfer, and the router has an encoder bring the item.
+`NackCode.NOT_STORED` ends its part in the transfer, and the router has an encoder deliver the item.
 
 ::
 
@@ -25,6 +25,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Protocol
+
+import msgspec
 
 from epd_portable.connector.registry import STORE
 from epd_portable.connector.stores.base import Store
@@ -50,10 +52,11 @@ logger = logging.getLogger(__name__)
 IDENTITY = b"\0store"
 """In place of a ZMQ identity; those of peers are printable."""
 _READERS = 2
+_BREAKER_OPEN = "the store has not answered lately, and is not asked"
 
 
 class SlotMemory(Protocol):
-    """Where slots are."""
+    """The memory of slots."""
 
     def buffer(self, offset: int, nbytes: int) -> memoryview:
         """Return some of its bytes, writable."""
@@ -62,17 +65,17 @@ class SlotMemory(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Load:
-    """An item that the store is to bring.
+    """An item to load.
 
     Attributes:
-        transfer_id: Its way here.
+        transfer_id: Its transfer.
         attempt: The loader's number for it.
         key: Of the entry.
         mm_hash: The engine's identifier.
-        tensor: What it must be.
+        tensor: Shape and dtype that the entry must have.
         slot: Once granted.
         deadline_s: When it has taken too long; once granted.
-        given_up: Nobody waits for it any more; it goes on only because a thread is at it.
+        given_up: It is not needed any more, but a thread still fills the slot.
         too_slow: It was given up for that, and the breaker knows.
     """
 
@@ -91,16 +94,16 @@ class StoreLoader:
     """Fills slots from a store.
 
     Args:
-        store: Where from.
+        store: The store.
         seal: Of the deployment.
-        peer: Of the instance that loads; whose namespace and session it has.
+        peer: Of the instance that loads.
         namespace: Of the engine, see `Seal.namespace`.
-        memory: Where slots are.
+        memory: Of slots.
         timeout_s: Longest time from the grant of a slot to its *written*.
         wake: Has the receiver take its turn.
-        digest: Returns what *written* says of a slot's bytes, for the workers to check; or empty.
+        digest: Returns the digest for *written*; empty for no check.
         breaker: Opens when the store does not answer.
-        metrics: Counts what happens; ``None`` counts where nobody looks.
+        metrics: Default: not exposed.
         clock: Monotonic seconds.
     """
 
@@ -121,13 +124,8 @@ class StoreLoader:
     ) -> None:
         self._store = store
         self._seal = seal
-        self._peer = PeerDescriptor(
-            instance=STORE,
-            session=peer.session,
-            host=peer.host,
-            device=peer.device,
-            fingerprint=peer.fingerprint,
-            paths=(PathEndpoint(path=STORE),),
+        self._peer = msgspec.structs.replace(
+            peer, instance=STORE, paths=(PathEndpoint(path=STORE),)
         )
         self._namespace = namespace
         self._memory = memory
@@ -141,7 +139,7 @@ class StoreLoader:
         self._loads: dict[int, _Load] = {}
         self._outbox: list[AnyMessage] = []
         self._orders: SimpleQueue[_Load | None] = SimpleQueue()
-        self._ended: SimpleQueue[tuple[_Load, str, Exception | None]] = SimpleQueue()
+        self._ended: SimpleQueue[tuple[_Load, Ask, str]] = SimpleQueue()
         self._threads = [
             threading.Thread(target=self._run, name=f"epd-store-{number}", daemon=True)
             for number in range(_READERS)
@@ -150,19 +148,19 @@ class StoreLoader:
             thread.start()
 
     def is_its_own(self, producer: PeerDescriptor) -> bool:
-        """Tell whether a producer is this loader."""
+        """Return whether a producer is this loader."""
         return producer is self._peer
 
-    # -- what the receiver says, in its turns ----------------------------------------------------
+    # -- the receiver's turns --------------------------------------------------------------------
 
     def load(self, transfer_id: str, key: str, mm_hash: str, tensor: TensorSpec) -> AnyMessage:
-        """Begin to bring an item; return what to say of it at once, see `IDENTITY`.
+        """Begin to load an item; return its announcement, or a `Nack`.
 
         Args:
             transfer_id: Of the request that expects it.
-            key: Of the entry, as the router says.
+            key: Of the entry.
             mm_hash: The engine's identifier.
-            tensor: What the request's item must be.
+            tensor: Shape and dtype of the request's item.
         """
         load = _Load(transfer_id, next(self._numbers), key, mm_hash, tensor)
         if not key.startswith(f"{self._namespace}-"):
@@ -170,7 +168,7 @@ class StoreLoader:
             return self._nack(load, "its entry is of engines that serve something else")
         if self._breaker.state == "open":
             self._metrics.asked("skipped")
-            return self._nack(load, "the store did not answer lately, and is left alone")
+            return self._nack(load, _BREAKER_OPEN)
         self._loads[load.attempt] = load
         return Announce(
             transfer_id=transfer_id,
@@ -181,7 +179,7 @@ class StoreLoader:
         )
 
     def send(self, message: AnyMessage) -> None:
-        """Take in what the receiver answers to an announcement."""
+        """Process the receiver's answer to an announcement."""
         load = self._loads.get(message.attempt)
         if isinstance(message, Grant):
             if load is not None and load.slot is None:
@@ -191,25 +189,29 @@ class StoreLoader:
         elif isinstance(message, Abort):
             if load is None or load.slot is None:
                 self._loads.pop(message.attempt, None)
-                self._outbox.append(self._released(message.transfer_id, message.attempt))
+                self._outbox.append(_released(message))
             else:
                 load.given_up = True
         elif isinstance(message, NotNeeded | Nack) and load is not None and load.slot is None:
             del self._loads[load.attempt]
 
     def receive(self) -> list[tuple[bytes, AnyMessage]]:
-        """Return what the loader says since it was asked last."""
+        """Return ``(IDENTITY, message)`` of the loader's messages since the last call."""
         while not self._ended.empty():
             self._end(*self._ended.get())
         now = self._clock()
         for load in self._loads.values():
             if load.slot is not None and not load.given_up and now >= load.deadline_s:
-                self._too_slow(load)
-        said, self._outbox = self._outbox, []
-        return [(IDENTITY, message) for message in said]
+                load.given_up = load.too_slow = True
+                reason = f"the store has not brought it in {self._timeout_s:g} s (store.timeout_ms)"
+                self._metrics.asked("failed")
+                self._open_breaker(reason)
+                self._outbox.append(self._nack(load, reason))
+        messages, self._outbox = self._outbox, []
+        return [(IDENTITY, message) for message in messages]
 
     def close(self) -> None:
-        """Stop; a thread that a disk blocks is left alone."""
+        """Stop; does not wait for a thread that a disk blocks."""
         for _ in self._threads:
             self._orders.put(None)
         for thread in self._threads:
@@ -218,41 +220,34 @@ class StoreLoader:
 
     # --------------------------------------------------------------------------------------------
 
-    def _too_slow(self, load: _Load) -> None:
-        load.given_up = load.too_slow = True
-        reason = f"the store has not brought it within {self._timeout_s:g} s (store.timeout_ms)"
-        self._metrics.asked("failed")
-        self._failed(reason)
-        self._outbox.append(self._nack(load, reason))
-
-    def _end(self, load: _Load, digest: str, error: Exception | None) -> None:
-        """A thread has ended with a load."""
+    def _end(self, load: _Load, result: Ask, text: str) -> None:
+        """A thread has ended a load; ``text`` is the digest of a hit, else the reason."""
         assert load.slot is not None
         del self._loads[load.attempt]
-        answered = error is None or isinstance(error, CorruptEntryError | _GoneError)
-        if answered and not load.too_slow and self._breaker.succeeded():
-            logger.info("items are loaded from the store again")
-        elif not (answered or load.too_slow or isinstance(error, _SkippedError)):
-            self._failed(str(error) or repr(error))
+        if not load.too_slow:
+            if result == "failed":
+                self._open_breaker(text)
+            elif result != "skipped" and self._breaker.succeeded():
+                logger.info("items are loaded from the store again")
         self._metrics.breaker(self._breaker)
-        released = self._released(load.transfer_id, load.attempt)
         if load.given_up:
-            self._outbox.append(released)
-        elif error is None:
-            self._metrics.asked("hit")
-            self._metrics.loaded(load.tensor.nbytes)
-            written = Written(
+            self._outbox.append(_released(load))
+            return
+        self._metrics.asked(result)
+        if result != "hit":
+            self._outbox += [self._nack(load, text), _released(load)]
+            return
+        self._metrics.loaded(load.tensor.nbytes)
+        self._outbox.append(
+            Written(
                 transfer_id=load.transfer_id,
                 attempt=load.attempt,
                 generation=load.slot.generation,
-                digest=digest,
+                digest=text,
             )
-            self._outbox.append(written)
-        else:
-            self._metrics.asked(_result(error))
-            self._outbox += [self._nack(load, str(error) or repr(error)), released]
+        )
 
-    def _failed(self, reason: str) -> None:
+    def _open_breaker(self, reason: str) -> None:
         if self._breaker.failed():
             logger.warning("items are not loaded from the store for a while: %s", reason)
         self._metrics.breaker(self._breaker)
@@ -265,34 +260,38 @@ class StoreLoader:
             detail=detail,
         )
 
-    def _released(self, transfer_id: str, attempt: int) -> Nack:
-        detail = "the store writes there no more"
-        return Nack(transfer_id=transfer_id, attempt=attempt, code=NackCode.RELEASED, detail=detail)
-
     # -- the threads -----------------------------------------------------------------------------
 
     def _run(self) -> None:
         while (load := self._orders.get()) is not None:
-            digest, error = "", None
-            try:
-                if load.given_up:
-                    raise _SkippedError("nobody waits for it any more")
-                if not self._breaker.allows():
-                    raise _SkippedError("the store did not answer lately, and is left alone")
-                digest = self._load(load)
-            except Exception as caught:
-                error = caught
-                if not isinstance(caught, StoreError):
-                    logger.exception("item %s could not be loaded", load.mm_hash)
-            self._ended.put((load, digest, error))
+            self._ended.put((load, *self._attempt(load)))
             self._wake()
 
-    def _load(self, load: _Load) -> str:
-        """Fill a slot; return the digest of its bytes, if workers are to check them.
+    def _attempt(self, load: _Load) -> tuple[Ask, str]:
+        """Fill a slot; return the result with the digest of a hit, else the reason."""
+        if load.given_up:
+            return "skipped", "it is not needed any more"
+        if not self._breaker.allows():
+            return "skipped", _BREAKER_OPEN
+        try:
+            digest = self._fill(load)
+        except CorruptEntryError as error:
+            return "poisoned", str(error)
+        except StoreError as error:
+            return "failed", str(error)
+        except Exception as error:
+            logger.exception("item %s could not be loaded", load.mm_hash)
+            return "failed", repr(error)
+        if digest is None:
+            return "miss", f"entry {load.key} is not in the store any more"
+        return "hit", digest
+
+    def _fill(self, load: _Load) -> str | None:
+        """Fill a slot; return the digest of its bytes, or ``None`` if there is no entry.
 
         Raises:
-            CorruptEntryError: What is there is not the item; it has been removed.
-            StoreError: Nothing is there, or the store does not answer.
+            CorruptEntryError: The entry is not the item; it has been removed.
+            StoreError: The store does not answer.
         """
         assert load.slot is not None
         begin_s = time.monotonic()
@@ -300,7 +299,7 @@ class StoreLoader:
         try:
             raw = self._store.load_cache(load.key, into)
             if raw is None:
-                raise _GoneError(f"entry {load.key} has gone from the store")
+                return None
             head = self._seal.open(raw, load.key)
             if (head.mm_hash, head.tensor) != (load.mm_hash, load.tensor):
                 raise CorruptEntryError(
@@ -321,18 +320,10 @@ class StoreLoader:
         return self._digest(into)
 
 
-class _GoneError(StoreError):
-    """The store is well, and the entry not there any more."""
-
-
-class _SkippedError(StoreError):
-    """The store was not asked."""
-
-
-def _result(error: Exception) -> Ask:
-    kinds: tuple[tuple[type[Exception], Ask], ...] = (
-        (CorruptEntryError, "poisoned"),
-        (_GoneError, "miss"),
-        (_SkippedError, "skipped"),
+def _released(of: _Load | AnyMessage) -> Nack:
+    return Nack(
+        transfer_id=of.transfer_id,
+        attempt=of.attempt,
+        code=NackCode.RELEASED,
+        detail="the store does not write there any more",
     )
-    return next((result for kind, result in kinds if isinstance(error, kind)), "failed")

@@ -9,13 +9,12 @@ from __future__ import annotations
 import contextlib
 import ssl
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from epd_portable.config.store import StoreSection
 from epd_portable.connector.stores.base import Entry, Store
 from epd_portable.connector.stores.entry import MAX_HEAD_BYTES
-from epd_portable.connector.stores.resp import RawReply, ReplyError
 from epd_portable.errors import ConfigError, CorruptEntryError, StoreError, StoreFullError
 
 PREFIX = "epd:1:"
@@ -23,12 +22,16 @@ _ENTRY = PREFIX + "entry:"
 _INDEX, _SIZES, _BYTES = (PREFIX + name for name in ("index", "sizes", "bytes"))
 _HEAD, _PART = "h", "d"
 PART_BYTES = 4 << 20
-"""A payload lies in parts of this size: a server makes a reply in memory of its own."""
+"""Size of a payload's parts: a server builds each reply in memory."""
 _READ_BYTES = 1 << 20
-"""Asked of a socket at once."""
+"""Read from a socket at once."""
 _MAX_CONNECTIONS = 8
 _CUTOFF_BYTES = 6000
 """Longer arguments are sent as they are, not copied together."""
+_AHEAD_BYTES = 4096
+"""Read at once while the length is unknown."""
+_MAX_LINE_BYTES = 4096
+_NOTHING = (b"$-1", b"_")
 
 _RESERVE = """
 local index, sizes, bytes = KEYS[1], KEYS[2], KEYS[3]
@@ -60,7 +63,7 @@ redis.call('HSET', sizes, entry, need)
 redis.call('INCRBY', bytes, need)
 return gone
 """
-"""Counts an entry that is about to be written, and removes as many others as that needs."""
+"""Counts an entry that is about to be written, and removes as many others as needed."""
 
 _ASK = """
 local heads, most, ttl_ms, expires = {}, tonumber(ARGV[1]), ARGV[2], ARGV[3]
@@ -76,8 +79,67 @@ for number = 2, #KEYS do
 end
 return heads
 """
-"""Tells heads, and notes that they are used, if the server has memory for that. What no head can be
-is told as an empty one, which has no seal."""
+"""Returns heads, and records their use if the server has memory for that. A value that cannot be a
+head is returned as an empty one, which has no valid seal."""
+
+
+class ReplyError(Exception):
+    """The server answers an error, or another reply than the expected one."""
+
+
+class RawReply:
+    """One reply, read from the socket into the caller's memory, part after part.
+
+    A client makes an object of every value, which is then copied again; with outputs of megabytes
+    that is most of the time. This reads arrays of values with a length, as ``HMGET`` answers them
+    (RESP 2 and 3).
+
+    Args:
+        receive_into: The socket's ``recv_into``.
+    """
+
+    def __init__(self, receive_into: Callable[[memoryview], int]) -> None:
+        self._receive_into = receive_into
+        self._ahead = b""
+
+    def read_array(self, values: int) -> None:
+        """Read the beginning of an array; `ReplyError` for another reply, `OSError` if cut off."""
+        line = self._line()
+        if line != b"*%d" % values:
+            raise ReplyError(line.decode("utf-8", "replace").removeprefix("-"))
+
+    def read_length(self) -> int | None:
+        """Read the bytes of the next value; ``None`` for a null. Raises as `read_array`."""
+        line = self._line()
+        if line in _NOTHING:
+            return None
+        if line[:1] != b"$" or not line[1:].isdigit():
+            raise ReplyError(f"the server answers {line[:100]!r}, which is no value")
+        return int(line[1:])
+
+    def read_value(self, into: memoryview) -> None:
+        """Read a value of as many bytes as ``into`` has; `OSError` if it is cut off."""
+        done = min(len(self._ahead), into.nbytes)
+        into[:done] = self._ahead[:done]
+        self._ahead = self._ahead[done:]
+        while done < into.nbytes:
+            done += self._received(into[done:])
+        self._line()
+
+    def _line(self) -> bytes:
+        while b"\r\n" not in self._ahead:
+            if len(self._ahead) > _MAX_LINE_BYTES:
+                raise ReplyError(f"a line of more than {_MAX_LINE_BYTES} bytes")
+            piece = memoryview(bytearray(_AHEAD_BYTES))
+            self._ahead += piece[: self._received(piece)]
+        line, _, self._ahead = self._ahead.partition(b"\r\n")
+        return line
+
+    def _received(self, into: memoryview) -> int:
+        got = self._receive_into(into)
+        if not got:
+            raise ConnectionResetError("the server closed the connection")
+        return got
 
 
 class RedisStore(Store):
@@ -87,7 +149,7 @@ class RedisStore(Store):
         section: Of the configuration.
 
     Raises:
-        ConfigError: The library is not installed, or a file that is named cannot be read.
+        ConfigError: The library is not installed, or a configured file cannot be read.
     """
 
     def __init__(self, section: StoreSection) -> None:
@@ -139,7 +201,7 @@ class RedisStore(Store):
         with self._translated("asking"), self._connection() as connection:
             connection.send_command("EVAL", _ASK, len(names), *names, *limits)
             reply = self._reply(connection)
-            reply.begin(len(keys))
+            reply.read_array(len(keys))
             return [_small_value(reply) for _ in keys]
 
     def save_caches(self, entries: Sequence[Entry]) -> int:
@@ -175,17 +237,17 @@ class RedisStore(Store):
                 wanted = [f"{_PART}{number}"] if number else [_HEAD, f"{_PART}0"]
                 connection.send_command("HMGET", _ENTRY + key, *wanted)
                 reply = self._reply(connection)
-                reply.begin(len(wanted))
+                reply.read_array(len(wanted))
                 if not number:
                     head = _small_value(reply)
-                found = reply.length()
+                found = reply.read_length()
                 if head is None and found is None:
                     return None
                 if head is None or found != part.nbytes:
                     raise CorruptEntryError(
                         f"entry {key}: {found or 0} bytes in part {number}, expected {part.nbytes}"
                     )
-                reply.value(part)
+                reply.read_value(part)
         return head
 
     def discard(self, key: str) -> None:
@@ -207,7 +269,7 @@ class RedisStore(Store):
         self._client.connection_pool.disconnect()
 
     def _reply(self, connection: Any) -> RawReply:
-        """Return a reply, all of which must be there in time: not each piece of it."""
+        """Return a reply; the time limit holds for all of it, not for each piece."""
         end_s = time.monotonic() + self._timeout_s
 
         def receive_into(memory: memoryview) -> int:
@@ -220,7 +282,7 @@ class RedisStore(Store):
 
     @contextlib.contextmanager
     def _connection(self) -> Iterator[Any]:
-        """Lend a connection; one whose reply was not read to its end is closed."""
+        """Lend a connection; one whose reply was not read completely is closed."""
         pool = self._client.connection_pool
         connection = pool.get_connection()
         try:
@@ -236,12 +298,8 @@ class RedisStore(Store):
         errors = self._errors
         try:
             yield
-        except errors.OutOfMemoryError as error:
-            raise StoreFullError(
-                f"{doing}, {self._where}: {error}; lower store.max_bytes below its maxmemory"
-            ) from error
         except (errors.RedisError, ReplyError) as error:
-            if "OOM" in str(error):
+            if isinstance(error, errors.OutOfMemoryError) or "OOM" in str(error):
                 raise StoreFullError(
                     f"{doing}, {self._where}: {error}; lower store.max_bytes below its maxmemory"
                 ) from error
@@ -256,13 +314,13 @@ def _encoded(value: bytes | memoryview | str | float) -> bytes | memoryview:
 
 
 def _small_value(reply: RawReply) -> bytes | None:
-    length = reply.length()
+    length = reply.read_length()
     if length is None:
         return None
     value = bytearray(min(length, MAX_HEAD_BYTES))
     if length > MAX_HEAD_BYTES:
         raise CorruptEntryError(f"a head of {length} bytes, at most {MAX_HEAD_BYTES} are read")
-    reply.value(memoryview(value))
+    reply.read_value(memoryview(value))
     return bytes(value)
 
 

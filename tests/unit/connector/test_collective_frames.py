@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
-import msgspec
 import pytest
 import torch
+from msgspec.msgpack import encode
 
 from epd_portable.connector.copies import DeviceCopies
 from epd_portable.connector.transport import RevokedFence
@@ -167,7 +167,7 @@ def stranger(consumer: Consumer) -> Iterator[socket.socket]:
 def producer(consumer: Consumer) -> Iterator[tuple[Connection, CollectiveGroup]]:
     """One that has joined, and whose frames are the test's."""
     connection = collective.frames_over(socket.create_connection(consumer.address, DEADLINE_S))
-    connection.send_bytes(msgspec.msgpack.encode(Join("group")))
+    connection.send_bytes(encode(Join("group")))
     where = Rendezvous(
         host=HOST, port=hear(connection).port, name="group", rank=PRODUCER_RANK, size=2
     )
@@ -202,14 +202,14 @@ def frame(payload: bytes) -> bytes:
     [
         (frame(b"garbage"), "MessagePack data is malformed|Expected|trailing"),
         (frame(b""), "truncated"),
-        (frame(msgspec.msgpack.encode({"type": "leave"})), "Invalid value 'leave'"),
-        (frame(msgspec.msgpack.encode(Join("x")) + b"more"), "trailing"),
-        (frame(msgspec.msgpack.encode(Join("x"))[:-1]), "truncated"),
+        (frame(encode({"type": "leave"})), "Invalid value 'leave'"),
+        (frame(encode(Join("x")) + b"more"), "trailing"),
+        (frame(encode(Join("x"))[:-1]), "truncated"),
         (struct.pack("!i", MAX_FRAME_BYTES + 1), "bad message length"),
         (struct.pack("!iQ", -1, 1 << 62), "bad message length"),
         (struct.pack("!i", -7), "truncated"),
         (b"GET / HTTP/1.1\r\n\r\n", "bad message length"),
-        (frame(msgspec.msgpack.encode(Put(SLOT, 1.0))), "a producer joins once, and then puts items"),
+        (frame(encode(Put(SLOT, 1.0))), "a producer joins once, and then puts items"),
     ],
     ids=[
         "garbage",
@@ -237,7 +237,7 @@ def test_what_is_no_request_ends_its_connection_and_no_other(
     consumer.assert_serves()
 
 
-@pytest.mark.parametrize("sent", [b"\0\0", frame(msgspec.msgpack.encode(Join("group")))[:-3]], ids=["4", "rest"])
+@pytest.mark.parametrize("sent", [b"\0\0", frame(encode(Join("group")))[:-3]], ids=["4", "rest"])
 def test_half_a_frame_ends_its_connection_and_holds_up_nobody(
     consumer: Consumer, sent: bytes
 ) -> None:
@@ -251,7 +251,7 @@ def test_half_a_frame_ends_its_connection_and_holds_up_nobody(
 
 def test_half_a_frame_of_one_who_leaves_is_no_frame(consumer: Consumer) -> None:
     with stranger(consumer) as connected:
-        connected.sendall(frame(msgspec.msgpack.encode(Join("group")))[:-3])
+        connected.sendall(frame(encode(Join("group")))[:-3])
     consumer.assert_serves()
 
 
@@ -269,7 +269,7 @@ def test_a_producer_that_vanishes_while_it_joins_does_not_hold_up_closing(
     consumer: Consumer,
 ) -> None:
     with stranger(consumer) as connected:
-        connected.sendall(frame(msgspec.msgpack.encode(Join("group"))))
+        connected.sendall(frame(encode(Join("group"))))
         connected.settimeout(DEADLINE_S)
         assert connected.recv(1), "the receiver has begun to make the group"
     consumer.assert_serves()
@@ -309,7 +309,7 @@ def test_a_slot_outside_the_memory_is_refused_and_the_pair_goes_on(
     consumer: Consumer, slot: SlotDescriptor
 ) -> None:
     with producer(consumer) as (connection, group):
-        connection.send_bytes(msgspec.msgpack.encode(Put(slot, DEADLINE_S)))
+        connection.send_bytes(encode(Put(slot, DEADLINE_S)))
         assert "are outside" in hear(connection).problem
         assert consumer.untouched
         put(connection, group)
@@ -329,7 +329,7 @@ def test_an_item_without_time_to_write_it_is_refused_and_the_pair_goes_on(
     consumer: Consumer, seconds: float
 ) -> None:
     with producer(consumer) as (connection, group):
-        connection.send_bytes(msgspec.msgpack.encode(Put(SLOT, seconds)))
+        connection.send_bytes(encode(Put(SLOT, seconds)))
         assert f"{seconds} s to write an item" in hear(connection).problem
         put(connection, group)
 
@@ -337,7 +337,7 @@ def test_an_item_without_time_to_write_it_is_refused_and_the_pair_goes_on(
 def test_a_slot_that_was_taken_back_is_refused_and_the_pair_goes_on(consumer: Consumer) -> None:
     consumer.fence.revoke(SLOT.generation)
     with producer(consumer) as (connection, group):
-        connection.send_bytes(msgspec.msgpack.encode(Put(SLOT, DEADLINE_S)))
+        connection.send_bytes(encode(Put(SLOT, DEADLINE_S)))
         assert hear(connection).problem == "the slot is not leased any more"
         assert consumer.untouched
         put(connection, group, msgspec.structs.replace(SLOT, generation=2))
@@ -354,7 +354,7 @@ def test_the_error_of_a_producer_tells_the_receiver_s_problem(consumer: Consumer
 
 def test_a_second_join_ends_the_pair(consumer: Consumer, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING), producer(consumer) as (connection, _):
-        connection.send_bytes(msgspec.msgpack.encode(Join("another")))
+        connection.send_bytes(encode(Join("another")))
         assert connection.poll(DEADLINE_S)
         with pytest.raises(EOFError):
             connection.recv_bytes()
@@ -366,7 +366,7 @@ def test_a_producer_that_announces_an_item_and_sends_none_loses_its_pair_and_no_
     consumer: Consumer, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING), producer(consumer) as (connection, _):
-        connection.send_bytes(msgspec.msgpack.encode(Put(SLOT, 0.5)))
+        connection.send_bytes(encode(Put(SLOT, 0.5)))
         assert hear(connection).problem == ""
         consumer.assert_serves()
         with pytest.raises(EOFError):
@@ -401,9 +401,9 @@ def test_an_item_for_which_the_device_has_no_room_is_refused_with_what_to_do(
     ("answer", "error"),
     [
         (b"\0\0", PeerLostError),
-        (frame(msgspec.msgpack.encode(Answer(port=9)))[:-1], PeerLostError),
+        (frame(encode(Answer(port=9)))[:-1], PeerLostError),
         (struct.pack("!i", MAX_FRAME_BYTES + 1), PeerLostError),
-        (frame(msgspec.msgpack.encode(Answer(port=9))), PeerLostError),
+        (frame(encode(Answer(port=9))), PeerLostError),
         (b"", TransportError),
     ],
     ids=["half a length", "half a frame", "too long", "nobody at its port", "nothing"],
@@ -443,7 +443,7 @@ def put(
     seconds: float = DEADLINE_S,
 ) -> None:
     """Write an item as a producer does."""
-    connection.send_bytes(msgspec.msgpack.encode(Put(slot, seconds)))
+    connection.send_bytes(encode(Put(slot, seconds)))
     assert hear(connection).problem == ""
     group.send(torch.full((slot.nbytes,), 5, dtype=torch.uint8), 0, DEADLINE_S)
     assert hear(connection).problem == ""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from epd_portable.connector.stores.resp import RawReply, ReplyError
+from epd_portable.connector.stores.redis import RawReply, ReplyError
 
 
 def coming(data: bytes, at_once: int) -> Callable[[memoryview], int]:
@@ -27,18 +27,18 @@ def test_values_come_whole_however_they_are_cut(at_once: int) -> None:
     large = bytes(range(256)) * 100 + b"\r\n"
     data = b"*3\r\n$3\r\na\r\n\r\n$-1\r\n$%d\r\n%s\r\n*1\r\n_\r\n" % (len(large), large)
     reply = RawReply(coming(data, at_once))
-    reply.begin(3)
-    assert reply.length() == 3
+    reply.read_array(3)
+    assert reply.read_length() == 3
     small = bytearray(3)
-    reply.value(memoryview(small))
+    reply.read_value(memoryview(small))
     assert small == b"a\r\n"
-    assert reply.length() is None
-    assert reply.length() == len(large)
+    assert reply.read_length() is None
+    assert reply.read_length() == len(large)
     into = bytearray(len(large))
-    reply.value(memoryview(into))
+    reply.read_value(memoryview(into))
     assert into == large
-    reply.begin(1)
-    assert reply.length() is None
+    reply.read_array(1)
+    assert reply.read_length() is None
 
 
 @pytest.mark.parametrize(
@@ -53,14 +53,14 @@ def test_values_come_whole_however_they_are_cut(at_once: int) -> None:
 def test_errors_and_other_replies_are_told(data: bytes, said: str) -> None:
     reply = RawReply(coming(data, 100))
     with pytest.raises(ReplyError, match=said):
-        reply.begin(2)
-        reply.length()
+        reply.read_array(2)
+        reply.read_length()
 
 
 @pytest.mark.parametrize("data", [b"", b"*1\r\n$4\r\nab"])
 def test_a_connection_that_ends_is_told(data: bytes) -> None:
     reply = RawReply(coming(data, 100))
     with pytest.raises(ConnectionResetError):
-        reply.begin(1)
-        reply.length()
-        reply.value(memoryview(bytearray(4)))
+        reply.read_array(1)
+        reply.read_length()
+        reply.read_value(memoryview(bytearray(4)))
