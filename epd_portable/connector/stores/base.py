@@ -1,10 +1,8 @@
-"""`Store`: the small interface that every kind of store has, and which kinds there are.
+"""`Store`: the interface of every kind of store, and the table of kinds.
 
-Three parts use it, each with the verbs of its side of vLLM's ``ECConnectorBase``: the router asks
-`Store.has_caches` before it chooses an encoder; an encode instance's worker calls
-`Store.save_caches` behind everything else (`epd_portable.connector.stores.writer`); a PD instance
-calls `Store.load_cache` for a slot that its preallocator gave
-(`epd_portable.connector.stores.loader`).
+Its verbs are those of vLLM's ``ECConnectorBase``: the router calls `Store.has_caches` before it
+chooses an encoder, an encode instance `Store.save_caches` (`epd_portable.connector.stores.writer`),
+a PD instance `Store.load_cache` for a granted slot (`epd_portable.connector.stores.loader`).
 """
 
 from __future__ import annotations
@@ -47,69 +45,52 @@ class Store(ABC):
     """Keeps entries by key. Every method blocks, and may be called by several threads.
 
     Each exchange with the server or the disk is bounded by ``timeout_ms`` where that is possible;
-    callers keep a time limit of their own (a disk can block for ever).
-
-    A store trusts nobody: what comes out of it is checked by the caller, by
+    callers have their own time limit (a disk can block for ever), and check every entry by
     `epd_portable.connector.stores.entry.Seal`.
+
+    Every method raises `StoreError` when the store cannot be reached, or not in time.
     """
 
     @abstractmethod
     def has_caches(self, keys: Sequence[str]) -> list[bytes | None]:
-        """Return the heads that lie under some keys, and note that they are used.
-
-        Raises:
-            StoreError: It cannot be reached, or not in time.
-        """
+        """Return the heads of some keys, and record their use."""
 
     @abstractmethod
     def save_caches(self, entries: Sequence[Entry]) -> int:
-        """Write entries, each whole or not at all; make room for them.
-
-        Returns:
-            How many entries had to go for them.
+        """Write entries, each whole or not at all; return how many were evicted for them.
 
         Raises:
-            StoreFullError: There is no room, whatever goes; some may be written.
-            StoreError: It cannot be reached, or not in time; some may be written.
+            StoreFullError: There is no room for an entry. As after any `StoreError` some entries
+                may be written.
         """
 
     @abstractmethod
     def load_cache(self, key: str, into: memoryview) -> bytes | None:
-        """Read an entry's payload into a buffer, and return its head; ``None`` if it has gone.
+        """Read an entry's payload into a buffer, and return its head; ``None`` if there is none.
 
         Args:
             key: Of the entry.
-            into: Writable bytes, exactly as many as the payload should have; undefined after an
-                error.
+            into: Writable, of the expected size of the payload; undefined after an error.
 
         Raises:
             CorruptEntryError: The payload has another size.
-            StoreError: It cannot be reached, or not in time.
         """
 
     @abstractmethod
     def discard(self, key: str) -> None:
-        """Remove an entry that was found to be damaged, so that it is written anew.
-
-        Raises:
-            StoreError: It cannot be reached, or not in time.
-        """
+        """Remove a damaged entry, so that it is written anew."""
 
     @abstractmethod
     def check(self) -> str:
-        """Return what the store says of itself, in a few words.
-
-        Raises:
-            StoreError: It cannot be reached, or cannot be used.
-        """
+        """Return version and use of the store, for people."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give up connections; calls that are under way fail."""
+        """Close connections; calls that are under way fail."""
 
 
 def make_store(section: StoreSection) -> Store:
-    """Return the store that a configuration means; connects to nothing.
+    """Return the configured store; does not connect.
 
     Raises:
         ConfigError: Its library is not installed, or its password cannot be read.

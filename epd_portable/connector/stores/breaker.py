@@ -1,4 +1,4 @@
-"""Leaves something alone that does not answer: for longer each time, and asks once in between."""
+"""A circuit breaker with exponential back-off."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Literal
 
-State = Literal["closed", "half_open", "open"]
+BreakerState = Literal["closed", "half_open", "open"]
 
 FIRST_S = 0.5
 LONGEST_S = 30.0
@@ -17,14 +17,14 @@ LONGEST_S = 30.0
 class Breaker:
     """A circuit breaker; for several threads.
 
-    ``closed``: everybody may ask. One failure opens it. ``open``: nobody may. ``half_open``: its
-    time is over, and one may ask; all may if that goes well, else nobody for twice as long.
+    ``closed``: calls are allowed; one failure opens it. ``open``: none is. ``half_open``: the time
+    is over, and one call is allowed: it closes the breaker, or opens it for twice as long.
 
     Args:
-        first_s: How long it is open at first.
-        longest_s: And at most.
+        first_s: First time of being open.
+        longest_s: Longest time of being open.
         clock: Monotonic seconds.
-        chance: Between 0 and 1: many processes should not come back at once.
+        chance: Returns a number from 0 to 1, for jitter.
     """
 
     def __init__(
@@ -45,15 +45,15 @@ class Breaker:
         self._asking = False
 
     @property
-    def state(self) -> State:
-        """Which of the three it is."""
+    def state(self) -> BreakerState:
+        """Its state."""
         with self._lock:
             if self._until is None:
                 return "closed"
             return "half_open" if self._clock() >= self._until else "open"
 
     def allows(self) -> bool:
-        """Tell whether to ask; whoever is told so says how that ended."""
+        """Return whether a call is allowed; the caller reports `succeeded` or `failed`."""
         with self._lock:
             if self._until is None:
                 return True
@@ -63,14 +63,14 @@ class Breaker:
             return True
 
     def succeeded(self) -> bool:
-        """Close it; tell whether it was not."""
+        """Close it; return whether it was not closed."""
         with self._lock:
             was_open = self._until is not None
             self._until, self._open_s, self._asking = None, 0.0, False
             return was_open
 
     def failed(self) -> bool:
-        """Open it, or leave it open for longer; tell whether it was closed."""
+        """Open it, or keep it open for longer; return whether it was closed."""
         with self._lock:
             was_closed = self._until is None
             if was_closed or self._asking:

@@ -1,7 +1,7 @@
-"""What an entry of a store is, under which key it lies, and how it is told from a forged one.
+"""Entries of a store: their keys, and the seals by which forged ones are recognised.
 
-An entry is a *head*, which says what it is and seals the bytes, and a *payload*, the contiguous
-encoder output. Both are plain data; nothing here executes what it reads. The router reads heads.
+An entry is a *head*, which describes and seals the bytes, and a *payload*, the contiguous encoder
+output. Both are plain data. The router reads heads.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ _KEY_BYTES = 16
 
 
 class Head(msgspec.Struct, frozen=True, kw_only=True):
-    """What an entry is.
+    """Description of an entry.
 
     Attributes:
-        format: Of the entry.
-        key: Under which it was written; copied elsewhere it is another's.
+        format: Version of this format.
+        key: The entry's key; under another one the entry is invalid.
         mm_hash: The engine's identifier of the item.
         modality: As in `epd_portable.wire.params.EncodedItem`.
         metadata: As there.
-        tensor: What the payload is.
-        nonce: Makes the key of this entry's `tag`, in hexadecimal digits.
-        tag: Of the payload, in hexadecimal digits.
+        tensor: Shape and dtype of the payload.
+        nonce: For the key of `tag`, in hexadecimal digits.
+        tag: Authentication code of the payload, in hexadecimal digits.
     """
 
     format: int = FORMAT
@@ -57,14 +57,14 @@ _heads = msgspec.json.Decoder(Head)
 
 
 def namespace_of(config: InstanceConfig, stored_as: Callable[[], str]) -> str:
-    """Return the namespace of an engine's entries; empty where it has no store.
+    """Return the namespace of an engine's entries; empty without a store.
 
     Args:
         config: Of the instance.
-        stored_as: Returns a digest of everything that its entries depend on.
+        stored_as: Returns a digest of everything that the entries depend on.
 
     Raises:
-        ConfigError: Of `Seal`, or the secret cannot be read.
+        ConfigError: As `Seal`, or the secret cannot be read.
     """
     if config.store is None:
         return ""
@@ -72,11 +72,7 @@ def namespace_of(config: InstanceConfig, stored_as: Callable[[], str]) -> str:
 
 
 def unsealed_name(raw: bytes) -> str:
-    """Return the engine's identifier in a head, whoever made it.
-
-    Raises:
-        CorruptEntryError: It is no head.
-    """
+    """Return the engine's identifier in a head, without a check of the seal."""
     return _read(raw, "").mm_hash
 
 
@@ -88,10 +84,10 @@ def _read(raw: bytes, key: str) -> Head:
 
 
 class Seal:
-    """Makes keys and heads, and knows its own again.
+    """Makes and verifies keys and heads.
 
-    Keys differ by deployment and by what its engines serve, so that entries of others are not even
-    seen; heads and payloads carry authentication codes that only holders of the secret can make.
+    Keys differ by deployment and by what its engines serve, so that entries of others are never
+    found; heads and payloads have authentication codes that only holders of the secret can make.
 
     Args:
         secret: Of the deployment.
@@ -112,7 +108,7 @@ class Seal:
         self._key = secret.derive("store")
 
     def namespace(self, fingerprint: str) -> str:
-        """Return what begins the keys of all engines with one fingerprint, 16 digits."""
+        """Return the prefix of the keys of all engines with one fingerprint, 16 digits."""
         return hashlib.blake2b(
             b"namespace" + fingerprint.encode(), key=self._key, digest_size=8
         ).hexdigest()
@@ -122,8 +118,8 @@ class Seal:
 
         Args:
             namespace: Of the engines.
-            item: The router's name: a digest of content, processor settings and salt.
-            modality: What the router takes it for.
+            item: ``item_uuid``: a digest of content, processor settings and salt.
+            modality: The router's.
         """
         digest = hashlib.blake2b(key=self._key, digest_size=_KEY_BYTES)
         for field in (namespace, modality, item):
@@ -165,11 +161,7 @@ class Seal:
         return self._mac(text).encode() + text
 
     def open(self, raw: bytes, key: str) -> Head:
-        """Return a head that lay under a key.
-
-        Raises:
-            CorruptEntryError: It is not one that this deployment made for this key.
-        """
+        """Return a head; `CorruptEntryError` if this deployment did not make it for this key."""
         mac, text = raw[:_MAC_CHARACTERS], raw[_MAC_CHARACTERS:]
         if not hmac.compare_digest(mac, self._mac(text).encode()):
             raise CorruptEntryError(f"entry {key}: its head is not sealed by this deployment")
@@ -181,11 +173,7 @@ class Seal:
         return head
 
     def check(self, head: Head, payload: memoryview) -> None:
-        """Return if a payload is the one that a head was made for.
-
-        Raises:
-            CorruptEntryError: It is not.
-        """
+        """Raise `CorruptEntryError` if a payload is not the one that a head was made for."""
         if payload.nbytes != head.tensor.nbytes:
             raise CorruptEntryError(
                 f"entry {head.key}: {payload.nbytes} bytes, its head says {head.tensor.nbytes}"

@@ -1,9 +1,8 @@
 """A store in a folder that all hosts share: a safetensors file for each entry.
 
-Files appear whole, by rename, and are used by whoever finds them; the seal in each says whether it
-is what it should be. What all writers share is one small file, locked while they count bytes and
-remove what was not used for the longest time. Only the engines' user can write in the folder; what
-is there all the same and is no file of ours, such as a link, is not followed and harms nobody.
+Files appear whole, by rename; the seal in each shows whether it is valid. All writers share one
+small file, locked while they count bytes and remove the least recently used entries. Only the
+engines' user can write in the folder; links and devices in it are not followed.
 """
 
 from __future__ import annotations
@@ -50,9 +49,9 @@ _MAX_HEADER_BYTES = 2 * MAX_HEAD_BYTES
 _NO_LINK = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _LEFT_AFTER_S = 600.0
-"""Unfinished files of writers that have died are removed when they are this old."""
+"""Age at which unfinished files of dead writers are removed."""
 _SPARE = 0.05
-"""Part of the capacity that is made free at once, so that not every write looks at every file."""
+"""Part of the capacity that is freed at once, so that not every write scans the folder."""
 _LOOK_EVERY_S = 0.005
 
 
@@ -70,7 +69,7 @@ class FileStore(Store):
         section: Of the configuration.
 
     Attributes:
-        takes_examples: What vLLM's ``ECExampleConnector`` wrote is to be taken, see `example`.
+        takes_examples: Entries of vLLM's ``ECExampleConnector`` are accepted, see `example`.
     """
 
     def __init__(self, section: StoreSection) -> None:
@@ -124,11 +123,7 @@ class FileStore(Store):
         """See `Store`; nothing is open between calls."""
 
     def example(self, name: str) -> tuple[TensorSpec, bytes] | None:
-        """Return what vLLM's ``ECExampleConnector`` has written of an item; ``None`` for nothing.
-
-        Raises:
-            StoreError: There is something that cannot be read.
-        """
+        """Return an item's output as vLLM's ``ECExampleConnector`` has written it, if it has."""
         if not self._aliases or not _ALIAS.fullmatch(name):
             return None
         path = self._root / name / EXAMPLE_FILE
@@ -231,11 +226,11 @@ class FileStore(Store):
         link.replace(alias)
 
     def _make_room(self, nbytes: int, *, free_bytes: int = 0) -> int:
-        """Count bytes that will be written; remove entries until they fit, and return how many.
+        """Count bytes that will be written; evict entries until they fit, and return how many.
 
         Args:
             nbytes: To be written.
-            free_bytes: The disk is full, although the count is not: remove so many.
+            free_bytes: To be freed although the count allows more: the disk is full.
         """
         with self._counting() as usage:
             total = usage.read()
@@ -256,7 +251,7 @@ class FileStore(Store):
             return gone
 
     def _scan(self) -> Iterator[_Found]:
-        """Return all entries; remove what writers have left unfinished."""
+        """Return all entries; remove unfinished files of dead writers."""
         for folder, _, names in os.walk(self._folder):
             for name in names:
                 path = Path(folder, name)
@@ -289,11 +284,10 @@ class FileStore(Store):
 
     @contextlib.contextmanager
     def _counting(self) -> Iterator[_Usage]:
-        """Keep other writers from counting.
+        """Lock the count of bytes.
 
         Raises:
-            StoreError: One of them has not ended within the time limit, or somebody else may write
-                here.
+            StoreError: It is locked for too long, or other users may write here.
         """
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder, path = self._folder.lstat(), self._folder / "usage"
@@ -325,7 +319,7 @@ class FileStore(Store):
 
 @dataclass(frozen=True, slots=True)
 class _Usage:
-    """The bytes of all entries, as far as they have been counted."""
+    """The counted bytes of all entries."""
 
     file: int
 
@@ -338,7 +332,7 @@ class _Usage:
 
 
 def _header(entry: Entry) -> bytes:
-    """Return what stands before the payload in a safetensors file."""
+    """Return the header of a safetensors file, with its length before it."""
     text = json.dumps(
         {
             "__metadata__": {_HEAD: entry.head.decode()},
@@ -354,11 +348,7 @@ def _header(entry: Entry) -> bytes:
 
 
 def _read_header(file: int, name: str) -> tuple[int, dict[str, Any]]:
-    """Return where the payload begins, and the header.
-
-    Raises:
-        CorruptEntryError: It is no safetensors file, or its header is too long.
-    """
+    """Return the offset of the payload, and the header."""
     size = int.from_bytes(os.pread(file, 8, 0), "little")
     if not 2 <= size <= _MAX_HEADER_BYTES:
         raise CorruptEntryError(f"entry {name}: its header has {size} bytes")

@@ -1,4 +1,4 @@
-"""What the three users of a store count, each in its own process; listed in ``docs/metrics.md``."""
+"""Metrics of the three users of a store; listed in ``docs/metrics.md``."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from epd_portable.connector.stores.breaker import Breaker
 
 Side = Literal["router", "encode", "pd"]
 Ask = Literal["hit", "miss", "poisoned", "failed", "skipped"]
-"""``failed``: the store did not answer, or too late. ``skipped``: it was left alone, because it had
-not answered before, or because what it should be asked for was not known yet."""
+"""Result for one item. ``failed``: the store did not answer, or too late. ``skipped``: it was not
+asked, because the breaker was open or the key not known yet."""
 Drop = Literal["queue_full", "store_full", "failed", "skipped"]
-"""Why an output was not written. ``queue_full``: too many waited. ``store_full``: no room there."""
+"""Why an output was not written."""
 
 _STATES = {"closed": 0, "half_open": 1, "open": 2}
 
 
 class StoreMetrics:
-    """Counts for one side.
+    """Metrics of one side.
 
     Args:
-        side: Which; metrics are named for it.
-        registry: Where they can be read in this process; ``None`` makes one.
-        asks: It asks or loads.
-        writes: It writes.
+        side: Part of the metrics' names.
+        registry: Default: a new one.
+        asks: With metrics of look-ups and loads.
+        writes: With metrics of writes.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class StoreMetrics:
         self._state.set(0)
 
     def asked(self, result: Ask, count: int = 1) -> None:
-        """The store was asked for items, or for one of them to be loaded."""
+        """Items were looked up or loaded."""
         self._asks.labels(result).inc(count)
 
     def loaded(self, nbytes: int) -> None:
@@ -103,9 +103,9 @@ class StoreMetrics:
         self._drops.labels(reason).inc(count)
 
     def queued(self, nbytes: int) -> None:
-        """So many bytes wait."""
+        """Bytes that wait to be written."""
         self._queued.set(nbytes)
 
     def breaker(self, breaker: Breaker) -> None:
-        """Note the state of the side's breaker."""
+        """State of the side's breaker."""
         self._state.set(_STATES[breaker.state])

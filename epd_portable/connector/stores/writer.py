@@ -1,4 +1,4 @@
-"""An encode instance's side of a store: writes outputs behind everything else."""
+"""An encode instance's side of a store: writes outputs at low priority."""
 
 from __future__ import annotations
 
@@ -27,25 +27,24 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-QUEUE_BYTES = 256 << 20
 _BATCH_BYTES = 8 << 20
 """Entries are written together up to this size."""
 _NICENESS = 10
-"""The thread gives way to whatever else computes on its cores."""
+"""Of the writer's thread."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Output:
-    """An encoder output that is to be kept.
+    """An encoder output to store.
 
     Attributes:
         item_uuid: As in `epd_portable.wire.params.EncodeTransfer`.
         kind: The router's modality; with `item_uuid` it makes the key.
         mm_hash: The engine's identifier.
-        modality: As the engine calls it.
-        metadata: As in `epd_portable.wire.params.EncodedItem`.
-        tensor: What it is.
-        nbytes: That it holds until it is written.
+        modality: As in `epd_portable.wire.params.EncodedItem`.
+        metadata: As there.
+        tensor: Its shape and dtype.
+        nbytes: Bytes that it holds until it is written.
         to_host: Returns its bytes, ``(nbytes,)`` uint8 on CPU; blocks, and may raise an `EPDError`.
     """
 
@@ -60,30 +59,27 @@ class Output:
 
 
 def open_writer(config: InstanceConfig, namespace: str) -> StoreWriter | None:
-    """Return what writes an encode instance's outputs; ``None`` where it has no store.
-
-    Raises:
-        ConfigError: A library is not installed, or a secret cannot be read.
-    """
+    """Return the writer of an encode instance; ``None`` if no store is configured."""
     if config.store is None:
         return None
     return StoreWriter(
         make_store(config.store),
         Seal(Secret.read(config.secret_file)),
         namespace,
+        queue_bytes=config.store.queue_bytes,
     )
 
 
 class StoreWriter:
-    """Writes outputs by a thread of its own; never blocks who hands them over.
+    """Writes outputs in a thread; never blocks its callers.
 
     Args:
-        store: Where to.
+        store: The store.
         seal: Of the deployment.
         namespace: Of the engine, see `Seal.namespace`.
-        queue_bytes: Of outputs that wait to be written; further ones are dropped.
-        breaker: Opens when the store does not take anything.
-        metrics: Counts what happens; ``None`` counts where nobody looks.
+        queue_bytes: Most bytes that wait; outputs beyond are dropped.
+        breaker: Opens when a write fails.
+        metrics: Default: not exposed.
     """
 
     def __init__(
@@ -92,7 +88,7 @@ class StoreWriter:
         seal: Seal,
         namespace: str,
         *,
-        queue_bytes: int = QUEUE_BYTES,
+        queue_bytes: int,
         breaker: Breaker | None = None,
         metrics: StoreMetrics | None = None,
     ) -> None:
@@ -110,7 +106,7 @@ class StoreWriter:
         self._thread.start()
 
     def save_caches(self, output: Output) -> None:
-        """Have an output written some time, unless too many wait or the store is left alone."""
+        """Queue an output, unless the queue is full or the breaker open."""
         if self._breaker.state == "open":
             self._metrics.dropped("skipped")
             return
@@ -123,7 +119,7 @@ class StoreWriter:
             self._news.notify()
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Stop; what waits is written within ``linger_s``, or never."""
+        """Stop; outputs in the queue are written within ``linger_s``, or never."""
         with self._news:
             self._closing = True
             self._news.notify()
@@ -171,11 +167,7 @@ class StoreWriter:
         self._metrics.queued(self._waiting_bytes)
 
     def _write(self, batch: list[Output]) -> None:
-        """Write what is not there.
-
-        Raises:
-            StoreError: The store does not take it.
-        """
+        """Write the outputs that the store does not have."""
         wanted = {self._seal.key(self._namespace, each.item_uuid, each.kind): each for each in batch}
         found = self._store.has_caches(list(wanted))
         entries = []
@@ -193,7 +185,7 @@ class StoreWriter:
             trace("store.written", mm_hash=entry.mm_hash, nbytes=entry.payload.nbytes)
 
     def _is_of(self, output: Output, key: str, raw: bytes) -> bool:
-        """Tell whether an entry that is there says of an item what would be written."""
+        """Return whether an entry of the store is what would be written."""
         try:
             head = self._seal.open(raw, key)
         except CorruptEntryError:
