@@ -32,39 +32,37 @@ OLDEST: Version = (0, 23)
 NEWEST: Version = (0, 33)
 
 OUR_MODULES = "epd_portable.vllm_plugin."
-"""Where the scheduler that an engine was started with must be from."""
-CARRIES_PARAMS: Version = (0, 26)
-"""From here on ``ec_transfer_params`` reach the connector, and what it answers the client."""
-SECOND_RUNNER: Version = (0, 28)
-"""From here on the second model runner (``VLLM_USE_V2_MODEL_RUNNER=1``) has the hooks."""
-FEEDS_CONNECTOR_OUTPUT: Version = (0, 28)
-"""From here on the scheduler hands worker reports to the connector by itself."""
-ENDS_ENCODED: Version = (0, 29)
-"""From here on an encode instance ends a request when its prompt is encoded; before, with the
-first token, which it makes up in every step."""
-FAILS_UNAVAILABLE: Version = (0, 30)
-"""From here on the scheduler asks ``take_unavailable_requests``."""
-ENCODE_ONLY_RUNNER: Version = (0, 29)
-"""From here on the second model runner of an encode instance is a class of its own."""
-STARTS_SAVES: Version = (0, 30)
-"""From here on the second model runner calls ``start_save_caches``."""
-HAS_METADATA: Version = (0, 31)
-"""From here on vLLM knows what an item is without its media, and takes it as plain JSON."""
+"""Of the scheduler class that an engine must be started with."""
 
+# The first version of each ability:
+CARRIES_PARAMS: Version = (0, 26)
+"""``ec_transfer_params`` reach the connector, and its answer reaches the client."""
+SECOND_RUNNER: Version = (0, 28)
+"""The second model runner (``VLLM_USE_V2_MODEL_RUNNER=1``) has the hooks."""
+FEEDS_CONNECTOR_OUTPUT: Version = (0, 28)
+"""The scheduler hands worker reports to the connector by itself."""
+ENDS_ENCODED: Version = (0, 29)
+"""An encode instance ends a request when its prompt is encoded; before, with the first token, which
+it makes up in every step."""
+ENCODE_ONLY_RUNNER: Version = (0, 29)
+"""The second model runner of an encode instance is a class of its own."""
+FAILS_UNAVAILABLE: Version = (0, 30)
+"""The scheduler calls ``take_unavailable_requests``."""
+STARTS_SAVES: Version = (0, 30)
+"""The second model runner calls ``start_save_caches``."""
+HAS_METADATA: Version = (0, 31)
+"""It knows the fields of an item without its media, and takes them as plain JSON."""
 MEASURES_WIDTHS: Version = (0, 32)
-"""From here on the engine of an encode instance measures the width of its outputs."""
+"""The engine of an encode instance measures the width of its outputs."""
+
 DUMMY_SIDE = 224
 DUMMY_FRAMES = 4
-"""What it measures them with: pixels of a side, and pictures of a video."""
+"""Of the items that it measures with: pixels of a side, and pictures of a video."""
 
 
 @cache
 def version() -> Version:
-    """Return major and minor version of the installed vLLM.
-
-    Raises:
-        EngineError: The plug-in does not know that version.
-    """
+    """Return major and minor version of the installed vLLM; `EngineError` if it is unknown."""
     found = vllm.__version__
     parts = found.split(".")
     number = (int(parts[0]), int(parts[1]))
@@ -77,11 +75,7 @@ def version() -> Version:
 
 
 def check_supported(vllm_config: VllmConfig) -> None:
-    """Refuse what this version of the plug-in cannot serve correctly.
-
-    Raises:
-        EngineError: Names the setting and the remedy.
-    """
+    """Raise `EngineError` for settings that the plug-in cannot serve correctly."""
     version()
     parallel = vllm_config.parallel_config
     transfer = vllm_config.ec_transfer_config
@@ -142,11 +136,7 @@ def check_supported(vllm_config: VllmConfig) -> None:
 
 
 def check_metadata() -> None:
-    """Refuse an instance without encoder where vLLM takes items by their media only.
-
-    Raises:
-        EngineError: Names both versions.
-    """
+    """Raise `EngineError` where vLLM takes items by their media only."""
     if version() < HAS_METADATA:
         raise EngineError(
             f"vLLM {vllm.__version__} takes no item without its media: a prefill+decode instance "
@@ -156,11 +146,7 @@ def check_metadata() -> None:
 
 
 def check_dtype(vllm_config: VllmConfig, platform: Platform) -> None:
-    """Refuse a dtype in which the worker's current device does not compute.
-
-    Raises:
-        EngineError: Names it and the remedy.
-    """
+    """Raise `EngineError` if the worker's current device does not compute in the dtype."""
     dtype = vllm_config.model_config.dtype
     if not platform.supports_dtype(dtype):
         raise EngineError(
@@ -170,11 +156,7 @@ def check_dtype(vllm_config: VllmConfig, platform: Platform) -> None:
 
 
 def encodes_only(runner: Any) -> bool:
-    """Tell whether an encode instance's second runner leaves the language model out by itself.
-
-    Args:
-        runner: As the platform has made it.
-    """
+    """Return whether an encode instance's second runner leaves the language model out by itself."""
     if version() < ENCODE_ONLY_RUNNER:
         return bool(runner.is_encoder_only)
     from vllm.v1.worker.mm_encoder_model_runner import MMEncoderModelRunner
@@ -194,9 +176,6 @@ def small_dummies(vllm_config: VllmConfig) -> Callable[[], None]:
     loaded (`encoder_output_width.py`), only to look at the last dimension, which does not depend
     on the size. On one core a picture of 12.8 million pixels, the default of Qwen2.5-VL, takes
     minutes.
-
-    Args:
-        vllm_config: Of a worker, whose model is loaded.
     """
     multimodal = vllm_config.model_config.multimodal_config
     if version() < MEASURES_WIDTHS or multimodal is None:
@@ -232,13 +211,9 @@ def small_dummies(vllm_config: VllmConfig) -> Callable[[], None]:
 def encoder_output_width(vllm_config: VllmConfig, modality: str) -> int:
     """Return the last dimension of the encoder's outputs.
 
-    From 0.32 on a producer measures it at start-up; elsewhere it is the language model's hidden
-    size, for what is seen times one more than the number of DeepStack levels: Qwen3-VL and its
-    like pack them side by side, but have none for sound.
-
-    Args:
-        vllm_config: Of the engine.
-        modality: As the engine calls it.
+    From 0.32 on a producer measures it at start-up. Elsewhere it is the language model's hidden
+    size; for images and videos of models with DeepStack (Qwen3-VL), times the number of levels and
+    one, which are packed side by side.
     """
     measured: dict[str, int] = getattr(
         vllm_config.ec_transfer_config, "mm_encoder_output_widths", {}
@@ -250,20 +225,20 @@ def encoder_output_width(vllm_config: VllmConfig, modality: str) -> int:
     if modality == "audio":
         return width
     whole = model.hf_config
-    # Omni models hold what sees and hears in a part of its own.
+    # Omni models have a part for encoders.
     vision = getattr(getattr(whole, "thinker_config", whole), "vision_config", None)
     levels = getattr(vision, "deepstack_visual_indexes", None) or ()
     return width * (1 + len(levels))
 
 
 def fingerprint(vllm_config: VllmConfig) -> str:
-    """Return a digest of everything that an encode and a PD instance must agree on."""
+    """Return a digest of the settings that an encode and a PD instance must agree on."""
     model = vllm_config.model_config
     config = model.hf_config.to_dict()
     for key in ("_name_or_path", "transformers_version"):
         config.pop(key, None)
-    # With torch_shm as mm_tensor_ipc vLLM adds the device to those of producers (0.32); where
-    # pictures are made ready says nothing of what comes out.
+    # With torch_shm as mm_tensor_ipc vLLM adds the device to those of producers (0.32), which does
+    # not change the outputs.
     kwargs = dict(getattr(model.multimodal_config, "mm_processor_kwargs", None) or {})
     kwargs.pop("device", None)
     agreed = {
@@ -278,10 +253,10 @@ def fingerprint(vllm_config: VllmConfig) -> str:
 
 
 def stored_as(vllm_config: VllmConfig) -> str:
-    """Return a digest of everything that entries of a store depend on: also which weights.
+    """Return a digest of everything that entries of a store depend on, the weights included.
 
     Raises:
-        ConfigError: It cannot be told which weights these are.
+        ConfigError: The weights cannot be identified.
     """
     model = vllm_config.model_config
     load_format = str(vllm_config.load_config.load_format)
@@ -302,11 +277,11 @@ def stored_as(vllm_config: VllmConfig) -> str:
 
 
 def encodes_in_background(vllm_config: VllmConfig, instance: InstanceConfig) -> bool:
-    """Tell whether a prefill+decode instance encodes beside its steps.
+    """Return whether a prefill+decode instance encodes between its steps, in a thread.
 
-    It does where its one rank computes on the engine's own cores, which the two take in turns.
-    Ranks of several would have to agree on the order of their collectives, and of vLLM's second
-    runner the connector hears nothing in steps without tokens.
+    It does where its one rank computes on the engine's own cores. Several ranks would have to agree
+    on the order of their collectives, and vLLM's second runner does not call the connector in steps
+    without tokens.
     """
     parallel = vllm_config.parallel_config
     return (
@@ -320,20 +295,14 @@ def encodes_in_background(vllm_config: VllmConfig, instance: InstanceConfig) -> 
 
 
 def awaits_kv(request: Request) -> bool:
-    """Tell whether another instance has computed a request's prompt, and its KV is to be read."""
+    """Return whether another instance has computed a request's prompt, and its KV is to be read."""
     return bool((request.kv_transfer_params or {}).get("do_remote_prefill"))
 
 
 def encode(model: Any, modality: str, media: Any, device: torch.device) -> torch.Tensor:
-    """Return the encoder's output ``(num_embeds, width)`` of one item.
+    """Return the encoder's output ``(num_embeds, width)`` of one ``MultiModalKwargsItem``.
 
     As vLLM's runner computes it (``_execute_mm_encoder``, 0.26 to 0.33).
-
-    Args:
-        model: The loaded model.
-        modality: Of the item.
-        media: ``MultiModalKwargsItem``.
-        device: That the model is on.
     """
     from vllm.multimodal import utils
 
@@ -366,10 +335,6 @@ def metadata_fields(vllm_config: VllmConfig, resolver: Any) -> dict[str, set[str
     """Return the metadata fields of every modality that the model takes.
 
     The first call in a process may load the model's processor, which takes a second and more.
-
-    Args:
-        vllm_config: Of the engine.
-        resolver: From `metadata_resolver`; from now on it builds nothing for these modalities.
     """
     model = vllm_config.model_config
     if resolver is None or not model.is_multimodal_model:
@@ -381,12 +346,7 @@ def metadata_fields(vllm_config: VllmConfig, resolver: Any) -> dict[str, set[str
 
 
 def item_metadata(feature: Any, resolver: Any) -> dict[str, list[Any]]:
-    """Return the metadata fields that the engine holds of one item, as JSON values.
-
-    Args:
-        feature: A ``MultiModalFeatureSpec``.
-        resolver: From `metadata_resolver`.
-    """
+    """Return the metadata that the engine has of a ``MultiModalFeatureSpec``, as JSON values."""
     from vllm.distributed.ec_transfer.ec_connector import utils
 
     items = utils.collect_ec_item_metadata([feature], resolver)
@@ -398,15 +358,11 @@ def transfer_params(request: Any) -> dict[str, Any] | None:
     """Return the ``ec_transfer_params`` that came with a request."""
     if version() < CARRIES_PARAMS:
         # As `ParamsMiddleware` sends them.
-        extra = getattr(request.sampling_params, "extra_args", None) or {}
-        params = _object(extra.get(FIELD))
+        text = (getattr(request.sampling_params, "extra_args", None) or {}).get(FIELD)
+        try:
+            params = json.loads(text) if isinstance(text, str) else None
+        except ValueError:
+            params = None
     else:
         params = request.ec_transfer_params
     return params if isinstance(params, dict) else None
-
-
-def _object(text: object) -> object:
-    try:
-        return json.loads(text) if isinstance(text, str) else None
-    except ValueError:
-        return None

@@ -25,7 +25,7 @@ else:
 
 
 class EncodeOnlyMixin(_Base):
-    """Keeps the items of requests, and encodes them; knows nothing else of a step."""
+    """Keeps the items of requests, and encodes them; ignores the rest of a step."""
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
         """Return that there is no KV cache."""

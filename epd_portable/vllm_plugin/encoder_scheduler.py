@@ -1,7 +1,7 @@
 """The scheduler of an encode instance: all items of a request in one step, answered when computed.
 
-vLLM's ``schedule`` stays as it is; it asks the connector (``ensure_cache_available``, 0.26 to 0.33)
-whether a waiting request may start, and the answer is `EncodeQueue`'s.
+vLLM's ``schedule`` asks the connector (``ensure_cache_available``, 0.26 to 0.33) whether a waiting
+request may start; `EncodeQueue` decides.
 """
 
 from __future__ import annotations
@@ -17,11 +17,7 @@ from epd_portable.vllm_plugin import compat
 
 @cache
 def encoder_scheduler(base: type) -> type:
-    """Return the encode instance's class over ours for every instance.
-
-    Args:
-        base: ``EPDScheduler`` over vLLM's synchronous scheduler.
-    """
+    """Return the scheduler class of an encode instance over ``EPDScheduler``."""
     from vllm.v1.engine import EngineCoreOutputs
 
     class EncoderScheduler(base):
@@ -57,9 +53,9 @@ def encoder_scheduler(base: type) -> type:
             return self._withhold(scheduler_output.ec_connector_metadata.step, outputs)
 
         def _withhold(self, step: int, outputs: dict[int, Any]) -> dict[int, Any]:
-            """Keep answers until what they are about is computed; on devices it is only queued.
+            """Keep answers until their items are computed: on devices a step only queues them.
 
-            All else that vLLM says of its requests goes out at once: it is done with them.
+            vLLM's other outputs go out at once.
             """
             answers = self.ec_connector.answers
             if step or answers:

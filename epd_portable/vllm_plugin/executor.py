@@ -1,10 +1,9 @@
 """The executor of a PD instance on the CPU: vLLM's own, whose workers rest while requests wait.
 
 ``--distributed-executor-backend epd_portable.vllm_plugin.executor.EPDExecutor``. While a request
-waits for an item, vLLM's engine turns with a step that schedules nothing every millisecond and
-tells every worker of it. A worker that was told something polls for a second (``SpinCondition``,
-vLLM 0.26 to 0.33). So all ranks polled for as long as anybody waited, and where cores are few they
-took them from the encoder that was waited for: requests stood still for minutes.
+waits for an item, vLLM's engine schedules an empty step every millisecond and sends it to every
+worker, which then polls for a second (``SpinCondition``, vLLM 0.26 to 0.33). Where cores are few,
+polling ranks would take them from the encoder that the requests wait for.
 """
 
 from __future__ import annotations
@@ -23,17 +22,13 @@ from epd_portable.vllm_plugin.ec_connector import StepMetadata
 
 _LISTS = (SchedulerOutput, CachedRequestData, StepMetadata, HostOrders, WorkerOrders)
 _HINTS = frozenset({"num_common_prefix_blocks", "num_spec_tokens_to_schedule"})
-"""How tokens are best computed; some versions of vLLM say it of steps without any too."""
+"""How to compute tokens; some versions of vLLM set them in empty steps, too."""
 
 
 def concerns_workers(output: Any) -> bool:
-    """Tell whether a step holds anything for workers: tokens, receipts, requests that ended.
+    """Return whether a ``SchedulerOutput``, or a field of it, holds anything for workers.
 
-    Whatever is set counts, metadata of a KV connector and what later versions add included, but
-    for hints on how to compute tokens.
-
-    Args:
-        output: A ``SchedulerOutput``, or what it holds.
+    Every field that is set counts, also of a KV connector or of later versions, except `_HINTS`.
     """
     if isinstance(output, _LISTS):
         return any(
@@ -46,7 +41,7 @@ def concerns_workers(output: Any) -> bool:
 
 class _ExecutorMixin:
     def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
-        """Run one step; if it holds nothing for the workers they do not hear of it."""
+        """Run one step; an empty one is not sent to the workers."""
         if concerns_workers(scheduler_output):
             return super().execute_model(scheduler_output, non_block=non_block)  # type: ignore[misc]
         if not non_block:
@@ -57,7 +52,7 @@ class _ExecutorMixin:
 
 
 def __getattr__(name: str) -> type:
-    # Made when it is asked for: Ascend may replace the base when its plug-in loads.
+    # Made on first access: Ascend may replace the base when its plug-in loads.
     if name != "EPDExecutor":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     base = importlib.import_module("vllm.v1.executor.multiproc_executor").MultiprocExecutor

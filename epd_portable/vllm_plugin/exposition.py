@@ -1,12 +1,11 @@
-"""Brings what the processes of an engine count to the ``/metrics`` page that it serves.
+"""Exposes metrics of an engine's processes on the ``/metrics`` page of its API server.
 
-The scheduler and the workers run in processes of their own; the page is the API server's and shows
-that process's registry (vLLM 0.26 to 0.33). So the other processes write their values into mapped
-files, in prometheus_client's own multi-process form, and a collector in the API server's registry
-reads them. vLLM's series stay as they are.
+That page shows the API server's own registry (vLLM 0.26 to 0.33). So scheduler and workers write
+their values in prometheus_client's multi-process form, and a collector in that registry reads them.
+vLLM's series stay as they are.
 
 Where ``PROMETHEUS_MULTIPROC_DIR`` is set (by vLLM for several API servers, or by the user), vLLM
-serves everything in that folder, and the values go there.
+serves that folder, and the values go there.
 """
 
 from __future__ import annotations
@@ -35,17 +34,13 @@ _PREFIX = "epd_"
 
 
 class FolderCollector(Collector):
-    """Reads this package's series from what processes publish in a folder.
-
-    Args:
-        folder: Need not exist yet.
-    """
+    """Reads this package's series from a folder, which need not exist yet."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def describe(self) -> Iterable[Metric]:
-        """Return nothing: what there is depends on the other processes."""
+        """Return nothing: the series depend on the other processes."""
         return ()
 
     def collect(self) -> Iterable[Metric]:
@@ -59,10 +54,9 @@ class FolderCollector(Collector):
 
 @cache
 def serve() -> None:
-    """Show on this process's page what its children publish; does nothing the second time.
+    """Expose the metrics of this process's children; does nothing the second time.
 
-    The first process of an engine names the folder, for its children by their environment, and
-    removes it at its end. It is made only when something is published.
+    The first process of an engine names the folder in its environment, and removes it at its end.
     """
     if _MULTIPROCESS in os.environ:
         return
@@ -75,7 +69,7 @@ def serve() -> None:
 
 
 def publish() -> None:
-    """Let what is counted in this process from now on be seen on the page of the API server."""
+    """Publish this process's metrics, from now on, for the API server's page."""
     if _MULTIPROCESS not in os.environ:
         folder = envs.EPD_METRICS_DIR.get()
         if not folder:
@@ -87,7 +81,7 @@ def publish() -> None:
         Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
         os.environ[_MULTIPROCESS] = folder
     if values.ValueClass is values.MutexValue:
-        # prometheus_client looks at the variable when it is first imported, which vLLM has done.
+        # prometheus_client reads the variable on import, which vLLM has done.
         values.ValueClass = values.MultiProcessValue()  # type: ignore[no-untyped-call]
 
 

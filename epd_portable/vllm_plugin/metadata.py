@@ -1,9 +1,8 @@
-"""What an item is without its media: the fields that size its place in the prompt.
+"""The metadata of an item: the fields that size its place in the prompt.
 
-An encode instance publishes them (`ItemMetadata.of`), a PD instance tells by them whether a
-request holds more of an item than that (`ItemMetadata.has_media`). Which fields these are for a
-model is declared by vLLM itself, ``MultiModalDataParser.embedding_fields``, and looked up through
-``PlaceholderMetadataResolver`` (0.31 and later).
+An encode instance publishes them (`ItemMetadata.of`); a PD instance checks whether a request holds
+the item's media as well (`ItemMetadata.has_media`). vLLM declares the fields of a model
+(``MultiModalDataParser.embedding_fields``, by ``PlaceholderMetadataResolver``, 0.31 and later).
 """
 
 from __future__ import annotations
@@ -17,17 +16,15 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 MAX_REMEMBERED = 16384
-"""Items whose fields are remembered at most: a few numbers each."""
+"""Items whose fields are remembered: a few numbers each."""
 
 
 class ItemMetadata:
-    """The metadata fields of one engine's items.
+    """The metadata of one engine's items.
 
-    An item that the engine's front end has in a cache may arrive without data; what was seen of
-    it earlier is remembered, the latest `MAX_REMEMBERED` items.
-
-    Made before the engine is ready: what is asked about the model is asked here, and no item of a
-    request ever waits for it.
+    An item that the engine's front end has cached may arrive without data, so the fields of the
+    latest `MAX_REMEMBERED` items are kept. The model's processor is loaded here, before the engine
+    is ready.
 
     Args:
         vllm_config: Of the engine.
@@ -39,11 +36,7 @@ class ItemMetadata:
         self._known: OrderedDict[str, dict[str, list[Any]]] = OrderedDict()
 
     def of(self, feature: Any) -> dict[str, list[Any]] | None:
-        """Return the fields of an item, see `EncodedItem.metadata`.
-
-        Args:
-            feature: A ``MultiModalFeatureSpec``.
-        """
+        """Return the fields of a ``MultiModalFeatureSpec``, see `EncodedItem.metadata`."""
         wanted = self._fields(feature.modality)
         if not wanted:
             return {}
@@ -60,13 +53,10 @@ class ItemMetadata:
         return self._known[feature.identifier]
 
     def has_media(self, feature: Any) -> bool:
-        """Tell whether the engine holds more of an item than its metadata: it can be encoded.
+        """Return whether a ``MultiModalFeatureSpec`` holds more than metadata.
 
-        True as well where that is unknown because the data lie in another process (``None``, or
-        an address in shared memory).
-
-        Args:
-            feature: A ``MultiModalFeatureSpec``.
+        Also true where that is unknown because the data are in another process (``None``, or an
+        address in shared memory).
         """
         if feature.data is None:
             return True
@@ -78,9 +68,9 @@ class ItemMetadata:
 
 
 def _position_fields(data: Any) -> set[str]:
-    """Return the fields that models with positions in several dimensions compute them from.
+    """Return the fields from which models with positions in several dimensions compute them.
 
     Qwen2.5-VL places the frames of a video by ``second_per_grid_ts``, which is not among the
-    declared fields: without its media, such a video would be in another place.
+    declared fields: without its media, such a video would get other positions.
     """
     return {key for key, element in data.items() if element.field.keep_on_cpu}

@@ -1,7 +1,7 @@
-"""What vLLM's scheduler lacks before 0.26, so that ours stands on every version alike.
+"""What vLLM's scheduler lacks before 0.26.
 
-Up to 0.25 EC connectors hear nothing of a request that ends, what they say of it reaches nobody,
-and no request can be failed between steps.
+Up to 0.25 it does not call EC connectors when a request ends, does not return their answer to the
+client, and cannot fail a request between steps.
 """
 
 from __future__ import annotations
@@ -14,11 +14,7 @@ from epd_portable.vllm_plugin.params_bridge import FIELD
 
 @cache
 def completed(base: type) -> type:
-    """Return vLLM's scheduler class with what later versions have.
-
-    Args:
-        base: ``Scheduler`` or ``AsyncScheduler`` of vLLM 0.23 to 0.25.
-    """
+    """Return ``Scheduler`` or ``AsyncScheduler`` of vLLM 0.23 to 0.25 with these abilities."""
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
     from vllm.v1.request import RequestStatus
 

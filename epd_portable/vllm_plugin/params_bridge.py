@@ -1,8 +1,8 @@
 """``ec_transfer_params`` for API servers that do not know the field (vLLM before 0.26).
 
 ``--middleware epd_portable.vllm_plugin.params_bridge.ParamsMiddleware``. Such a server hands
-scalars of ``vllm_xargs`` to the engine and gives ``kv_transfer_params`` back; the field travels in
-these, so that whoever asks sees no difference. Answers in pieces carry nothing back there.
+scalars of ``vllm_xargs`` to the engine and returns ``kv_transfer_params``; the field travels in
+these. Streamed answers do not return it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ParamsMiddleware:
 def request_body(body: bytes) -> bytes:
     """Return a request's JSON with the field as a string in ``vllm_xargs``.
 
-    Returned as it is: what has no such field, and what is no JSON, which the server refuses.
+    A body without the field, or one that is no JSON, is returned as it is.
     """
     fields = _fields(body)
     params = fields.pop(FIELD, None)
@@ -103,7 +103,7 @@ class _Answer:
 
 
 async def _whole(receive: Receive) -> tuple[bytes, Message | None]:
-    """Return a request's body, and the message of a client that left before its end."""
+    """Return a request's body, or the message of a client that disconnected before its end."""
     pieces: list[bytes] = []
     while True:
         message = await receive()

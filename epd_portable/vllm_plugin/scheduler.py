@@ -1,10 +1,10 @@
-"""The scheduler: vLLM's own, with our encoder cache, and with the connector called around it.
+"""The scheduler: vLLM's own, with our encoder cache and calls of our connector.
 
 Requests that wait for their items are kept outside its queue.
 
 ``--scheduler-cls epd_portable.vllm_plugin.scheduler.make_scheduler``. A factory, because Ascend
-replaces the base class when its plug-in loads, and because synchronous and asynchronous scheduling
-have different bases; vLLM only calls what it is given (0.23 to 0.33).
+replaces the base class when its plug-in loads, and synchronous and asynchronous scheduling have
+different bases; vLLM only calls it (0.23 to 0.33).
 """
 
 from __future__ import annotations
@@ -24,11 +24,7 @@ _SLEEP_S = 0.001
 
 
 def make_scheduler(**kwargs: Any) -> Any:
-    """Return the scheduler for an engine.
-
-    Args:
-        **kwargs: What vLLM gives its scheduler class.
-    """
+    """Return the scheduler for an engine; takes the arguments of vLLM's scheduler class."""
     config = kwargs["vllm_config"]
     found = _scheduler_class(config.scheduler_config.async_scheduling)
     if config.ec_transfer_config.is_ec_producer:
@@ -101,7 +97,7 @@ def _scheduler_class(asynchronous: bool) -> type:
             vLLM looks up the prefix cache for every request in it in every step.
             """
             requests = [self.requests[request_id] for request_id in request_ids]
-            # Whoever has KV blocks stays where vLLM keeps those.
+            # Requests with KV blocks stay where vLLM keeps those.
             asleep = [each for each in requests if not each.num_computed_tokens]
             if asleep:
                 self._asleep.update((each.request_id, each) for each in asleep)
@@ -152,7 +148,7 @@ def _scheduler_class(asynchronous: bool) -> type:
                 return super().reset_prefix_cache(*args, **kwargs)
 
         def has_requests(self) -> bool:
-            # To vLLM a paused engine is idle, whatever waits: `pause` itself waits for that.
+            # To vLLM a paused engine is idle, whatever waits: `pause` waits until it is.
             waiting = self._asleep and self.pause_state == PauseState.UNPAUSED
             found = bool(super().has_requests() or waiting)
             if found:
@@ -160,11 +156,11 @@ def _scheduler_class(asynchronous: bool) -> type:
             return found
 
         def _rest(self) -> None:
-            """Wait for items beside vLLM's sleep, from which no item wakes it.
+            """Wait for items in addition to vLLM's sleep, from which no item wakes it.
 
-            After a step that computed nothing, vLLM asks for requests, sleeps, asks again, and then
-            looks for new ones. This waits in the second question, once for each such step and no
-            longer than vLLM slept: a new request waits for the one or for the other.
+            After a step that computed nothing, vLLM calls `has_requests`, sleeps, calls it again,
+            and then looks for new requests. This waits in the second call, once for each such step
+            and no longer than vLLM slept: a new request is delayed by the one or by the other.
             """
             idle_since_s = self._idle_since_s
             if idle_since_s is not None and time.monotonic() - idle_since_s >= _SLEEP_S:

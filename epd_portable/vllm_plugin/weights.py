@@ -1,8 +1,8 @@
-"""Which weights a checkpoint holds, without reading all of them.
+"""Identifies the weights of a checkpoint without reading all of them.
 
-Names, shapes and dtypes of all tensors, and a sample of the values of each: who trains a model
-further, or merges something into it, changes nearly every value of the tensors concerned. The
-same tensors in other files, or in another folder, are the same weights.
+Hashes names, shapes and dtypes of all tensors, and a sample of the values of each: further training
+or merging changes nearly every value of the tensors concerned. The same tensors in other files, or
+in another folder, are the same weights.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _SAMPLE_BYTES = 64
 _BLOCKS, _BLOCK_BYTES = 256, 4096
 _MAX_HEADER_BYTES = 100 << 20
 _EXPERT = ".experts."
-"""Of thousands of tensors with such names no values are looked at: they are of language models."""
+"""Values of tensors with such names are not sampled: there are thousands, of language models."""
 
 
 def identity(folder: Path) -> str:
-    """Return what tells the weights in a folder from others, in 16 digits.
+    """Return a digest of the weights in a folder, 16 digits.
 
     Raises:
-        ConfigError: There are none in a format that is known, or a file is damaged.
+        ConfigError: There are none in a known format, or a file is damaged.
     """
     found = sorted(folder.glob("*.safetensors"))
     try:

@@ -2,7 +2,7 @@
 
 ``--worker-cls epd_portable.vllm_plugin.worker.EPDCPUWorker``, ``EPDGPUWorker``, ``EPDNPUWorker``,
 or that of a platform of an installed package: `PlatformTraits.worker_cls` and ``worker_base``. The
-classes are made when they are asked for, so that only the platform's own base is imported.
+classes are made on first access, so that only the platform's own base is imported.
 EPDGPUWorker and EPDNPUWorker have not been run on hardware.
 """
 
@@ -30,16 +30,17 @@ class _WorkerMixin:
     """
 
     _measured: Callable[[], None] = staticmethod(lambda: None)
-    """Ends what `load_model` began in an encode instance."""
+    """Undoes `compat.small_dummies`, which `load_model` applies in an encode instance."""
 
     def init_device(self) -> None:
         super().init_device()  # type: ignore[misc]
         connector = get_ec_transfer()
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         second = self.vllm_config.use_v2_model_runner  # type: ignore[attr-defined]
-        mixins = _second_mixins if second else _first_mixins
-        chosen = type(runner)
-        bases = (*mixins(runner, encodes=connector.is_producer), chosen)
+        encodes, chosen = connector.is_producer, type(runner)
+        first = (EncoderRunnerMixin if encodes else PDRunnerMixin,)
+        mixins = _second_mixins(runner, encodes=encodes) if second else first
+        bases = (*mixins, chosen)
         runner.__class__ = type(f"EPD{chosen.__name__}", bases, {})
         runner.epd = connector
         self._slab_bytes = connector.open_worker(runner.device, self.rank)  # type: ignore[attr-defined]
@@ -79,10 +80,6 @@ class _WorkerMixin:
         super().shutdown()  # type: ignore[misc]
 
 
-def _first_mixins(runner: Any, *, encodes: bool) -> tuple[type, ...]:
-    return (EncoderRunnerMixin if encodes else PDRunnerMixin,)
-
-
 def _second_mixins(runner: Any, *, encodes: bool) -> tuple[type, ...]:
     if not encodes:
         return (SecondRunnerMixin,)
@@ -97,7 +94,7 @@ def _second_mixins(runner: Any, *, encodes: bool) -> tuple[type, ...]:
 
 def __getattr__(name: str) -> type:
     path = f"{__name__}.{name}"
-    # Those of this package come first: what others installed is not imported for them.
+    # Those of this package come first: no installed package is imported for them.
     found = (TRAITS[each] for each in ([] if name.startswith("_") else TRAITS))
     traits = next((each for each in found if each.worker_cls == path), None)
     if traits is None:
