@@ -108,7 +108,7 @@ class Actions:
     finished: list[Finished] = field(default_factory=list)
 
 
-class _State(enum.Enum):
+class _TransferState(enum.Enum):
     ASKING = enum.auto()
     GRANTED = enum.auto()
     WRITING = enum.auto()
@@ -121,7 +121,7 @@ class _Transfer:
     attempt: int
     deadline_s: float
     ready: bool = False
-    state: _State = _State.ASKING
+    state: _TransferState = _TransferState.ASKING
     grant: Grant | None = None
     lease_end_s: float = 0.0
     next_send_s: float = 0.0
@@ -182,8 +182,8 @@ class ProducerSession:
         elif transfer is None:
             return
         elif isinstance(message, Grant):
-            if transfer.state in (_State.ASKING, _State.GRANTED):
-                transfer.state = _State.GRANTED
+            if transfer.state in (_TransferState.ASKING, _TransferState.GRANTED):
+                transfer.state = _TransferState.GRANTED
                 transfer.grant = message
                 transfer.lease_end_s = now + message.lease_s
                 transfer.next_send_s = now + message.lease_s / 2
@@ -201,7 +201,7 @@ class ProducerSession:
         if transfer.ending:
             self._close(transfer, transfer.ending)
         else:
-            transfer.state = _State.WRITTEN
+            transfer.state = _TransferState.WRITTEN
             self._ask(transfer, now)
 
     def write_failed(self, transfer_id: str, problem: str, now: float) -> None:
@@ -242,16 +242,16 @@ class ProducerSession:
     # --------------------------------------------------------------------------------------------
 
     def _advance(self, transfer: _Transfer, now: float) -> None:
-        if transfer.state is _State.WRITING:
+        if transfer.state is _TransferState.WRITING:
             return
         if now >= transfer.deadline_s:
             problem = f"not acknowledged by {transfer.order.consumer} in {self._wait_timeout_s} s"
             self._send(transfer, _abort(transfer, problem))
             self._end(transfer, problem)
             return
-        if transfer.state is _State.GRANTED:
+        if transfer.state is _TransferState.GRANTED:
             if now >= transfer.lease_end_s:
-                transfer.state, transfer.grant = _State.ASKING, None
+                transfer.state, transfer.grant = _TransferState.ASKING, None
             elif transfer.ready:
                 self._write(transfer)
                 return
@@ -263,7 +263,7 @@ class ProducerSession:
         transfer.next_send_s = now + self._resend_s
         order = transfer.order
         question: AnyMessage
-        if transfer.state is _State.WRITTEN:
+        if transfer.state is _TransferState.WRITTEN:
             assert transfer.grant is not None
             question = Written(
                 transfer_id=order.transfer_id,
@@ -286,7 +286,7 @@ class ProducerSession:
     def _write(self, transfer: _Transfer) -> None:
         grant = transfer.grant
         assert grant is not None
-        transfer.state = _State.WRITING
+        transfer.state = _TransferState.WRITING
         self._out.writes.append(
             Write(
                 transfer_id=transfer.order.transfer_id,
@@ -308,7 +308,7 @@ class ProducerSession:
 
     def _end(self, transfer: _Transfer, problem: str = "") -> None:
         finished = _finished(transfer, problem)
-        if transfer.state is _State.WRITING:
+        if transfer.state is _TransferState.WRITING:
             transfer.ending = finished
         else:
             self._close(transfer, finished)

@@ -17,12 +17,12 @@ from epd_portable.platforms.base import Platform, ShareHandle
 from epd_portable.wire.codec import address_reader, as_address
 
 
-class _Address(msgspec.Struct, frozen=True):
+class _SlabAddress(msgspec.Struct, frozen=True):
     session: str
     handle: ShareHandle
 
 
-_read_address = address_reader(_Address, "device memory")
+_read_address = address_reader(_SlabAddress, "device memory")
 
 
 class Slab:
@@ -73,7 +73,7 @@ class DeviceSlab(Slab):
         start = -memory.data_ptr() % alignment
         super().__init__(memory[start : start + nbytes])
         handle = copies.platform.share_tensor(self._memory)
-        self.address = as_address(_Address(session, handle))
+        self.address = as_address(_SlabAddress(session, handle))
 
 
 class OpenedSlab(Slab):
@@ -91,7 +91,7 @@ class OpenedSlab(Slab):
 
     def __init__(self, platform: Platform, address: str) -> None:
         try:
-            found: _Address = _read_address(address)
+            found: _SlabAddress = _read_address(address)
         except TransportError as error:
             raise TransportError(f"{address[:40]!r} names no device memory: {error}") from error
         self._session = found.session

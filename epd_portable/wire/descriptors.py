@@ -14,7 +14,7 @@ Name = Annotated[str, Meta(max_length=512, pattern="^[^\ud800-\udfff]*$")]
 """A transfer, an item, an instance, a session, a host. Halves of surrogate pairs, which JSON can
 hold, could not be sent on in UTF-8."""
 MAX_ADDRESS = 4096
-Address = Annotated[str, Meta(max_length=MAX_ADDRESS)]
+PathAddress = Annotated[str, Meta(max_length=MAX_ADDRESS)]
 """Of a receiving end, in the form of its path; that of device memory holds its handle."""
 MAX_PATHS = 16
 MAX_DIMS = 8
@@ -80,7 +80,7 @@ class PathEndpoint(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     path: Word
-    address: Address = ""
+    address: PathAddress = ""
 
 
 class PeerDescriptor(msgspec.Struct, frozen=True, kw_only=True):

@@ -28,7 +28,7 @@ import msgspec
 from msgspec import Meta
 
 from epd_portable.wire.descriptors import (
-    Address,
+    PathAddress,
     Name,
     PeerDescriptor,
     SlotDescriptor,
@@ -114,7 +114,7 @@ class Grant(Message, frozen=True, kw_only=True, tag="grant"):
 
     slot: SlotDescriptor
     path: Word
-    address: Address
+    address: PathAddress
     lease_s: Annotated[float, Meta(gt=0, le=MAX_LEASE_S)]
 
 

@@ -85,7 +85,7 @@ _SETTINGS = {
 _Port = Annotated[int, Meta(ge=1, le=65535)]
 
 
-class _Address(msgspec.Struct, frozen=True, array_like=True):
+class _EngineAddress(msgspec.Struct, frozen=True, array_like=True):
     protocol: str
     host: Annotated[str, Meta(pattern=r"^\d{1,3}(\.\d{1,3}){3}$")]
     port: _Port
@@ -98,7 +98,7 @@ class _Address(msgspec.Struct, frozen=True, array_like=True):
         return f"{self.host}:{self.port}"
 
 
-_parse: Callable[[str], _Address] = address_reader(_Address, "mooncake")
+_parse: Callable[[str], _EngineAddress] = address_reader(_EngineAddress, "mooncake")
 
 
 def protocol_of(platform: str) -> str:
@@ -196,7 +196,7 @@ def _is_batch(number: int) -> bool:
 class _Line:
     """A producer's engine and buffers for one consumer."""
 
-    def __init__(self, address: str, peer: _Address) -> None:
+    def __init__(self, address: str, peer: _EngineAddress) -> None:
         self.address = address
         self.peer = peer
         self.users = 0
@@ -416,7 +416,7 @@ class MooncakeReceiver(PathReceiver):
             self._engine.drop()
             raise
         self._address = as_address(
-            _Address(
+            _EngineAddress(
                 protocol,
                 host,
                 self._engine.port,

@@ -55,13 +55,13 @@ _LOOK_S = 0.1
 _HOST_MEMORY = "DRAM"
 
 
-class _Address(msgspec.Struct, frozen=True, array_like=True):
+class _AgentAddress(msgspec.Struct, frozen=True, array_like=True):
     metadata: bytes
     base: int
     nbytes: int
 
 
-_parse: Callable[[str], _Address] = address_reader(_Address, "nixl")
+_parse: Callable[[str], _AgentAddress] = address_reader(_AgentAddress, "nixl")
 
 
 class _Agent:
@@ -168,7 +168,7 @@ class NixlTransport(Transport):
     def _send(
         self,
         buffer: _Buffer,
-        peer: _Address,
+        peer: _AgentAddress,
         slot: SlotDescriptor,
         address: str,
         deadline_s: float,
@@ -197,7 +197,7 @@ class NixlTransport(Transport):
         except Exception as error:  # NIXL's have no common base.
             raise PeerLostError(f"nixl cannot reach the consumer: {error!r}") from error
 
-    def _begin(self, buffer: _Buffer, peer: _Address, slot: SlotDescriptor, name: str) -> Any:
+    def _begin(self, buffer: _Buffer, peer: _AgentAddress, slot: SlotDescriptor, name: str) -> Any:
         nixl = self._agent.nixl
         here = [(buffer.memory.data_ptr(), slot.nbytes, 0)]
         there = [(peer.base + slot.offset, slot.nbytes, 0)]
@@ -253,7 +253,7 @@ class NixlReceiver(PathReceiver):
         self._memory = memory.tensor(0, memory.nbytes)
         self._registered = self._agent.register(self._memory)
         self._address = as_address(
-            _Address(self._agent.nixl.get_agent_metadata(), self._memory.data_ptr(), memory.nbytes)
+            _AgentAddress(self._agent.nixl.get_agent_metadata(), self._memory.data_ptr(), memory.nbytes)
         )
         if len(self._address) > MAX_ADDRESS:
             self._agent.deregister(self._registered)
