@@ -57,10 +57,11 @@ FailureCause = Literal[
     "lease", "timeout", "no_encoder", "not_wanted", "aborted", "refused", "other_encoder", "early"
 ]
 """Why a transfer failed. ``lease``: granted, but not written in time. ``timeout``: not delivered in
-time at all. ``no_encoder``: the router says that none will deliver it; ``not_wanted``: that nobody
-wants it. ``aborted``: by its encoder. ``refused``: its encoder was refused after a slot was granted
-to it, or too many were. ``other_encoder``: another encoder announced the same transfer after a slot
-was granted to one. ``early``: it was accepted before its request, and has ended when that came."""
+time at all. ``no_encoder``: the router says that none will deliver it. ``not_wanted``: the router
+says that it is not needed. ``aborted``: by its encoder. ``refused``: its encoder was refused after
+a slot was granted to it, or too many were. ``other_encoder``: another encoder announced the same
+transfer after a slot was granted to one. ``early``: it was accepted before its request, and had
+ended when that came."""
 
 
 @dataclass(slots=True, eq=False)
@@ -306,7 +307,7 @@ class ConsumerSession:
         self._now = now
         transfer = self._transfers.get(message.transfer_id)
         if isinstance(message, Announce):
-            self._quarantine.heard(message.producer, now)
+            self._quarantine.note_life(message.producer, now)
             if transfer is not None:
                 self._announced(sender, message, transfer)
             elif message.transfer_id in self._ended:

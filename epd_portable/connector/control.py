@@ -257,7 +257,7 @@ class ControlServer:
             if decoded := _decoded(parts, identity):
                 received.append((identity, decoded[0]))
         if not received:  # Peers that wait for an answer come first.
-            self._gate.look()
+            self._gate.log_refusals()
         return received
 
     def send(self, identity: bytes, message: AnyMessage) -> None:

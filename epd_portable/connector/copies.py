@@ -1,4 +1,4 @@
-"""Copies beside the engine's work: on the device's copy stream, ordered by events."""
+"""Copies on the device's copy stream, ordered by events."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ class CurveGate:
         self._socket = socket
         self._events = socket.get_monitor_socket(_REFUSALS)
 
-    def look(self) -> None:
+    def log_refusals(self) -> None:
         """Count and log refusals since the last call."""
         while self._events.poll(0):
             zmq.utils.monitor.recv_monitor_message(self._events)

@@ -71,7 +71,7 @@ class Quarantine:
         return len(self._entries)
 
     def __contains__(self, writer: Writer) -> bool:
-        """Tell whether a slot of this writer is kept."""
+        """Return whether a slot of this writer is kept."""
         return writer in self._entries
 
     def add(
@@ -87,7 +87,7 @@ class Quarantine:
         if entry is not None:
             self._released.append(entry.slot)
 
-    def heard(self, peer: PeerDescriptor, now: float) -> None:
+    def note_life(self, peer: PeerDescriptor, now: float) -> None:
         """A producer has sent a message: former lives of its instance are gone."""
         for entry in self._entries.values():
             if entry.settled_s is None and is_later_life(peer, entry.producer):

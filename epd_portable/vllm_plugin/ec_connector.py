@@ -150,7 +150,7 @@ class EPDConnector(ECConnectorBase):
 
 
 class SchedulerConnector(EPDConnector):
-    """The scheduler half: what our scheduler calls beside vLLM's hooks."""
+    """The scheduler half: what our scheduler calls, in addition to vLLM's hooks."""
 
     def __init__(self, vllm_config: VllmConfig, role: ECConnectorRole) -> None:
         super().__init__(vllm_config, role)
@@ -528,7 +528,7 @@ class PDWorker(WorkerConnector):
         return endpoint.slab_bytes
 
     def encode_in_background(self, model: Any, device: torch.device) -> None:
-        """Encode items beside the steps, where that is possible.
+        """Encode items between the steps, where that is possible.
 
         Args:
             model: vLLM's, loaded.

@@ -174,7 +174,7 @@ class FileStore(Store):
             with _translated(f"entry {key} cannot be read"), self._opened(key) as file:
                 return None if file is None else _head_in(_read_header(file, key)[1])
         except CorruptEntryError:
-            return b""  # No seal fits it, and whoever asked has it removed.
+            return b""  # No valid seal: the caller removes it.
 
     def _save(self, entry: Entry) -> int:
         path = self._path(entry.key)
@@ -293,7 +293,7 @@ class FileStore(Store):
         folder, path = self._folder.lstat(), self._folder / "usage"
         if not stat.S_ISDIR(folder.st_mode) or folder.st_mode & 0o002:
             raise StoreError(
-                f"{self._folder} is a link, or everybody may write to it: make it a folder that "
+                f"{self._folder} is a link, or other users may write to it: make it a folder that "
                 "only the engines' user can enter (chmod 700)"
             )
         file = os.open(path, os.O_RDWR | os.O_CREAT | _NO_LINK, 0o600)

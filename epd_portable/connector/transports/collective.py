@@ -218,7 +218,7 @@ class _Link:
         except TimeoutError as error:
             raise TransportTimeoutError(f"{self._address} did not answer in time") from error
         except (OSError, ValueError, OverflowError) as error:
-            raise PeerLostError(f"nobody receives at {self._address!r}: {error}") from error
+            raise PeerLostError(f"no receiver at {self._address!r}: {error}") from error
         self._connection = frames_over(connected)
         name = uuid.uuid4().hex
         answer = self._request(Join(name), deadline_s)

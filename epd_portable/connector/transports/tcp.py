@@ -228,7 +228,7 @@ class TcpReceiver(PathReceiver):
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            self._gate.look()
+            self._gate.log_refusals()
             if self._socket.poll(_POLL_MS):
                 identity, header, *rest = self._socket.recv_multipart(copy=False)
                 answer = self._receive(header.buffer, [frame.buffer for frame in rest])
