@@ -190,7 +190,7 @@ class DeviceCopies:
         return host
 
     def pin(self, memory: SharedMemory) -> bool:
-        """Page-lock a receive pool; return whether the device copies without blocking the caller."""
+        """Page-lock a receive pool; return whether copies do not block the caller."""
         if not self.platform.traits.needs_device_copy:
             return False
         try:

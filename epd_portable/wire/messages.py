@@ -28,8 +28,8 @@ import msgspec
 from msgspec import Meta
 
 from epd_portable.wire.descriptors import (
-    PathAddress,
     Name,
+    PathAddress,
     PeerDescriptor,
     SlotDescriptor,
     TensorSpec,

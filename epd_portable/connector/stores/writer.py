@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 _BATCH_BYTES = 8 << 20
 """Entries are written together up to this size."""
+QUEUE_BYTES = 256 << 20
 _NICENESS = 10
 """Of the writer's thread."""
 
@@ -66,7 +67,6 @@ def open_writer(config: InstanceConfig, namespace: str) -> StoreWriter | None:
         make_store(config.store),
         Seal(Secret.read(config.secret_file)),
         namespace,
-        queue_bytes=config.store.queue_bytes,
     )
 
 
@@ -88,7 +88,7 @@ class StoreWriter:
         seal: Seal,
         namespace: str,
         *,
-        queue_bytes: int,
+        queue_bytes: int = QUEUE_BYTES,
         breaker: Breaker | None = None,
         metrics: StoreMetrics | None = None,
     ) -> None:
@@ -168,7 +168,9 @@ class StoreWriter:
 
     def _write(self, batch: list[Output]) -> None:
         """Write the outputs that the store does not have."""
-        wanted = {self._seal.key(self._namespace, each.item_uuid, each.kind): each for each in batch}
+        wanted = {
+            self._seal.key(self._namespace, each.item_uuid, each.kind): each for each in batch
+        }
         found = self._store.has_caches(list(wanted))
         entries = []
         for (key, output), head in zip(wanted.items(), found, strict=True):

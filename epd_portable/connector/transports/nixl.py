@@ -253,7 +253,9 @@ class NixlReceiver(PathReceiver):
         self._memory = memory.tensor(0, memory.nbytes)
         self._registered = self._agent.register(self._memory)
         self._address = as_address(
-            _AgentAddress(self._agent.nixl.get_agent_metadata(), self._memory.data_ptr(), memory.nbytes)
+            _AgentAddress(
+                self._agent.nixl.get_agent_metadata(), self._memory.data_ptr(), memory.nbytes
+            )
         )
         if len(self._address) > MAX_ADDRESS:
             self._agent.deregister(self._registered)

@@ -302,7 +302,9 @@ class Engine:
         from vllm.v1.request import Request
 
         expected = tuple(
-            ExpectedTransfer(transfer_id=transfer_id, item_uuid=name, media=prompt.wishes[name].media)
+            ExpectedTransfer(
+                transfer_id=transfer_id, item_uuid=name, media=prompt.wishes[name].media
+            )
             for name, transfer_id in transfers.items()
         )
         sampling = copy.copy(self._sampling(prompt.answer))

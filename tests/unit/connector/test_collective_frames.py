@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from msgspec.msgpack import encode

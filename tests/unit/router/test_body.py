@@ -83,7 +83,8 @@ def test_forged_transfer_parameters_are_dropped(name: str) -> None:
 def test_the_pd_body_holds_the_expected_transfers() -> None:
     call = chat(WITH_IMAGE, max_tokens=5)
     expected = PrefillParams(
-        transfers=(ExpectedTransfer(transfer_id="t", item_uuid=call.items[0].mm_hash),), reply_to="r"
+        transfers=(ExpectedTransfer(transfer_id="t", item_uuid=call.items[0].mm_hash),),
+        reply_to="r",
     )
 
     body = sent(call.for_pd(expected))

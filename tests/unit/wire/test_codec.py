@@ -29,7 +29,12 @@ from tests.unit.builders import SPEC, peer, slot
 
 MESSAGES: list[AnyMessage] = [
     Announce(
-        transfer_id="t", mm_hash="item", tensor=SPEC, producer=peer(), item_uuid="uuid", proof="p" * 32
+        transfer_id="t",
+        mm_hash="item",
+        tensor=SPEC,
+        producer=peer(),
+        item_uuid="uuid",
+        proof="p" * 32,
     ),
     Grant(transfer_id="t", slot=slot((1 << 60) + 1), path="shm", address="x", lease_s=1.5),
     NotNeeded(transfer_id="t"),

@@ -17,7 +17,9 @@ from epd_portable.wire.params import (
     to_params,
 )
 
-ENCODE = EncodeParams(transfers=(EncodeTransfer(transfer_id="t", item_uuid="h", consumer="tcp://x"),))
+ENCODE = EncodeParams(
+    transfers=(EncodeTransfer(transfer_id="t", item_uuid="h", consumer="tcp://x"),)
+)
 PREFILL = PrefillParams(
     transfers=(ExpectedTransfer(transfer_id="t", item_uuid="h", encoder="encode-0"),), reply_to="me"
 )
