@@ -108,10 +108,12 @@ class DeviceCopies:
                 f"{free} free: {remedy}"
             ) from error
 
-    def check_lease(self, deadline_s: float) -> None:
-        """Raise `LeaseExpiredError` if a lease has ended."""
-        if self.clock() >= deadline_s:
+    def check_lease(self, deadline_s: float) -> float:
+        """Return the seconds that are left of a lease; `LeaseExpiredError` if it has ended."""
+        remaining_s = deadline_s - self.clock()
+        if remaining_s <= 0:
             raise LeaseExpiredError("the lease ended before the write; ask for a new grant")
+        return remaining_s
 
     def write(
         self, target: torch.Tensor, src: torch.Tensor, *, after: DeviceEvent, deadline_s: float
@@ -132,10 +134,11 @@ class DeviceCopies:
         if self.platform.traits.needs_device_copy:
             self.queue(target, src, after=after, deadline_s=deadline_s).finish()
             return
-        self.check_lease(deadline_s)
+        remaining_s = self.check_lease(deadline_s)
         source = src.view(-1).view(torch.uint8)
         for start in range(0, source.numel(), CHUNK_BYTES):
-            remaining_s = deadline_s - self.clock()
+            if start:
+                remaining_s = deadline_s - self.clock()
             if remaining_s <= 0:
                 raise TransportTimeoutError(
                     f"{start} of {source.numel()} bytes written when the lease ended; "

@@ -223,7 +223,7 @@ def test_nothing_is_sent_to_what_is_not_an_inbox_of_this_user_alone(
     path = SHM_FOLDER / f"{pool}.control"
     make(path)
     try:
-        with pytest.raises(PermissionError, match="nobody else may open"):
+        with pytest.raises(PermissionError, match="no other user may open"):
             DatagramOutbox(pool)
         DatagramInbox(pool).close()  # What is left under the name is replaced.
         assert not path.exists()

@@ -202,7 +202,7 @@ def test_only_a_file_that_is_this_users_alone_is_a_pool(
     memory.path.chmod(0o600)
     with monkeypatch.context() as another:
         another.setattr(os, "geteuid", lambda: 4711)
-        with pytest.raises(PermissionError, match="is no pool of user 4711"):
+        with pytest.raises(PermissionError, match="not a file of user 4711"):
             SharedMemory.open(name)
     assert SharedMemory.open(name).identity == memory.identity
 
