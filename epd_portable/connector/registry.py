@@ -11,7 +11,7 @@ import functools
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -321,15 +321,22 @@ def offered_by(config: InstanceConfig) -> tuple[PathEntry, ...]:
     return offered(config.path, config.platform, plain=may_be_plain(config), off_host=off_host)
 
 
-def choose(producer: PeerDescriptor, consumer: PeerDescriptor) -> Choice:
+def choose(
+    producer: PeerDescriptor, consumer: PeerDescriptor, among: Sequence[PathEntry] | None = None
+) -> Choice:
     """Return the best path that both ends offer and whose conditions hold.
+
+    Args:
+        producer: The encode side.
+        consumer: The receiving side.
+        among: Candidates, best first; default: `paths`.
 
     Raises:
         NoCommonPathError: Names every path with the reason against it.
     """
     receiving = {endpoint.path: endpoint for endpoint in consumer.paths}
     refused: list[Refused] = []
-    for path in paths():
+    for path in paths() if among is None else among:
         reason = _reason_against(path, producer, consumer)
         if not reason:
             return Choice(endpoint=receiving[path.name], refused=tuple(refused))

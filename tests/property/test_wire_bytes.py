@@ -205,11 +205,11 @@ def test_any_transfer_parameters_can_travel_or_are_a_protocol_error(raw: dict[st
 
 
 def test_transfer_parameters_have_limits() -> None:
-    transfer = {"transfer_id": "t", "mm_hash": "h", "consumer": "c"}
+    transfer = {"transfer_id": "t", "item_uuid": "h", "consumer": "c"}
     with pytest.raises(ProtocolError, match="4096"):
         prefill_params({"transfers": [transfer] * 5000})
     with pytest.raises(ProtocolError, match="512"):
-        encode_params({"transfers": [transfer | {"mm_hash": "h" * 600}]})
+        encode_params({"transfers": [transfer | {"item_uuid": "h" * 600}]})
     with pytest.raises(ProtocolError):
         prefill_params({"transfers": [], "reply_to": "\ud800"})
 
