@@ -115,8 +115,8 @@ async def test_videos_and_audio_clips_are_encode_jobs_of_their_own(build: Build)
     expected = prefill_params(t.pd.received[0].params).transfers
     assert [transfer.modality for transfer in expected] == ["video", "audio", "image"]
     asked = [encode_params(job.params) for job in t.encoders[0].received]
-    assert {each.mm_hash: each.modality for params in asked for each in params.transfers} == {
-        each.mm_hash: each.modality for each in expected
+    assert {each.item_uuid: each.modality for params in asked for each in params.transfers} == {
+        each.item_uuid: each.modality for each in expected
     }
     for modality in ("video", "audio", "image"):
         assert await t.metric(f'epd_router_items_by_modality_total{{modality="{modality}"}}') == 1
