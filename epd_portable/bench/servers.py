@@ -130,7 +130,9 @@ class Server:
             self._process.wait(_STOP_GRACE_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
-        sessions.end([self._process.pid], None, grace_s=_STOP_GRACE_S, reap=self._process.poll)
+        sessions.end_processes(
+            [self._process.pid], None, grace_s=_STOP_GRACE_S, reap=self._process.poll
+        )
         return self._process.wait()
 
     def _wait_until_ready(self, deadline_s: float) -> None:

@@ -117,7 +117,7 @@ def or_shipped(path: Path) -> Path:
     return found if ".." not in parts and found.is_file() else path
 
 
-def placed(
+def located(
     error: ConfigError, path: Path, platform: PlatformName, *, overrides: Sequence[str] = ()
 ) -> ConfigError:
     """Add to an error about a file of `load_topology` the place of the key that it names."""

@@ -20,7 +20,7 @@ from click.shell_completion import CompletionItem
 
 from epd_portable import envs
 from epd_portable.config.document import dotted
-from epd_portable.config.load import Check, load_topology, placed
+from epd_portable.config.load import Check, load_topology, located
 from epd_portable.config.removed import REMOVED, removed
 from epd_portable.config.roles import TAKES_ITEMS
 from epd_portable.config.schema import Topology
@@ -39,7 +39,7 @@ from epd_portable.launch.commands.command_line import (
     printer,
 )
 from epd_portable.launch.notices import Notice
-from epd_portable.launch.plan.check import inspect, planned, stored
+from epd_portable.launch.plan.check import inspect, plan_finding, store_finding
 from epd_portable.launch.plan.file_checks import named_files, usual_checks
 from epd_portable.launch.plan.kv import KV_CONNECTORS
 from epd_portable.launch.plan.machine import (
@@ -251,7 +251,7 @@ class PlanRequest:
             )
         except ConfigError as error:
             name = self.target.traits.name
-            raise placed(error, self.config, name, overrides=self.overrides) from error
+            raise located(error, self.config, name, overrides=self.overrides) from error
         uses = {
             port: f"{purpose} of {spec.name}"
             for spec in plan.processes
@@ -337,7 +337,7 @@ def up(log_dir: Path | None, as_json: bool, **options: Any) -> None:
         lines = "".join(f"\n  {error}" for error in refusals)
         raise ConfigError(f"{len(refusals)} problems of this machine{lines}")
     say = printer(as_json=as_json)
-    if topology.store is not None and not (found := stored(topology.store)).usable:
+    if topology.store is not None and not (found := store_finding(topology.store)).usable:
         say(Notice("warning", f"store: {found.reason}"))
     for warning in plan.warnings:
         say(Notice("warning", warning))
@@ -432,9 +432,9 @@ def check(platform: str | None, hardware: str | None, config: Path | None, as_js
         topology = request.load()
         machine = assumed_machine(request.target.traits, os.environ)
         plan, _ = request.plan(topology, new_run_id(), machine, free=is_free)
-        findings.append(planned(config.name, plan.warnings))
+        findings.append(plan_finding(config.name, plan.warnings))
         if topology.store is not None:
-            findings.append(stored(topology.store))
+            findings.append(store_finding(topology.store))
     if as_json:
         print_json(findings=[dataclasses.asdict(finding) for finding in findings])
     else:

@@ -327,7 +327,7 @@ class Topology:
         try:
             self.until(self.nothing_left, "everything of the run has gone")
         finally:
-            sessions.end([self.process.pid], self.run_id, grace_s=0.0)
+            sessions.end_processes([self.process.pid], self.run_id, grace_s=0.0)
             self.process.wait(DEADLINE_S)
             self._reader.join()
             assert self.process.stdout is not None

@@ -27,7 +27,7 @@ from epd_portable.config.instance import PlatformName
 from epd_portable.config.schema import Topology
 from epd_portable.errors import MeasurementError
 from epd_portable.launch.plan.placement import ranks_of
-from epd_portable.launch.run.process import spread
+from epd_portable.launch.run.process import bind_threads
 from epd_portable.launch.run.sessions import SHM
 from epd_portable.platforms.traits import TRAITS
 
@@ -320,7 +320,7 @@ def _parts_of_engines(
         if ground.binds:
             own, more = frozenset(map(int, units)), api_cores(side, index, ground.allotment)
             if more:
-                spread(server.pid, own | more)
+                bind_threads(server.pid, own | more)
         parts.append(
             Part(
                 name=server.name.removeprefix("the "),

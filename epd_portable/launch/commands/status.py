@@ -21,7 +21,7 @@ from epd_portable.launch.commands.command_line import (
     print_json,
 )
 from epd_portable.launch.plan.text import columns, ports_text
-from epd_portable.launch.run.logs import time_of
+from epd_portable.launch.run.logs import time_of_line
 from epd_portable.launch.run.running import (
     RUN_FOLDER,
     SeenRun,
@@ -113,7 +113,7 @@ def logs(instance: str | None, follow: bool, lines: int, run_id: str | None, as_
 
     def show(name: str, line: str) -> None:
         if as_json:
-            click.echo(one_line(instance=name, time=time_of(line), text=line))
+            click.echo(one_line(instance=name, time=time_of_line(line), text=line))
         else:
             click.echo(f"{name}: {line}" if len(tails) > 1 else line)
 

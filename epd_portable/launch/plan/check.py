@@ -49,13 +49,13 @@ def inspect(platform_names: Sequence[str], expected: Hardware | None = None) -> 
     return [*_engines(), _cores(), *_platforms(platform_names, expected)]
 
 
-def planned(name: str, warnings: Sequence[str]) -> Finding:
+def plan_finding(name: str, warnings: Sequence[str]) -> Finding:
     """Say whether what a topology file asks for goes well here, by the warnings of its plan."""
     reason = "; ".join(warnings) or "nothing asks for more than there is"
     return Finding(kind="plan", name=name, usable=not warnings, reason=reason)
 
 
-def stored(section: StoreSection) -> Finding:
+def store_finding(section: StoreSection) -> Finding:
     """Say whether a store answers."""
     name = section.where
     try:

@@ -113,7 +113,7 @@ def main(argv: list[str] | None = None) -> None:
     if alive:
         pids = " ".join(str(process.pid) for process in alive)
         print(f"the launcher is gone; ending its processes: {pids}", flush=True)
-    left = sessions.end(known, options.run_id, grace_s=options.grace_s)
+    left = sessions.end_processes(known, options.run_id, grace_s=options.grace_s)
     if left:
         print(f"these processes cannot be ended: {' '.join(map(str, left))}", flush=True)
     sessions.remove_shm(options.shm_prefix)

@@ -52,13 +52,13 @@ def latest_stage(output: str) -> str:
     return reached[-1] if reached else FIRST_STAGE
 
 
-def time_of(line: str) -> str | None:
+def time_of_line(line: str) -> str | None:
     """Return the time that a log line shows, as it is written there."""
     found = _TIME.match(_ANSI.sub("", line))
     return found[1] if found else None
 
 
-def telling_line(output: str, *, guess: bool = True) -> str:
+def failure_line(output: str, *, guess: bool = True) -> str:
     """Return the one line that says best why a process failed, or nothing.
 
     That is the last exception that does not merely report another process's; failing that, the

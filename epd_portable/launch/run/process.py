@@ -75,11 +75,11 @@ class Child:
         """Id of the session that holds the process and its children."""
         return self._process.pid
 
-    def spread(self) -> None:
+    def spread_api_server(self) -> None:
         """Let the API server run on its further cores too; its children keep theirs."""
         if self.spec.api_cores:
             own = {core for rank in self.spec.cores for core in rank}
-            spread(self._process.pid, own.union(self.spec.api_cores))
+            bind_threads(self._process.pid, own.union(self.spec.api_cores))
 
     def exit_status(self) -> int | None:
         """Return the exit status, negative for a signal, or ``None`` while it runs."""
@@ -149,7 +149,7 @@ class Child:
             return file.read().decode("utf-8", errors="replace")
 
 
-def spread(pid: int, cores: Collection[int]) -> None:
+def bind_threads(pid: int, cores: Collection[int]) -> None:
     """Let the threads of a process run on these cores, and those that they start."""
     # Threads and the process may end meanwhile.
     with contextlib.suppress(ProcessLookupError, FileNotFoundError):

@@ -51,7 +51,7 @@ class Registrar:
         self._stop = stop
         self.states: dict[str, dict[str, str]] = {}
         for each in settings.instances:
-            self._is(each["name"], _STARTING)
+            self._set_state(each["name"], _STARTING)
 
     def run(self) -> None:
         """Register the instances until the stop, and return when all have left."""
@@ -66,9 +66,9 @@ class Registrar:
         said = ""
         while not self._stop.is_set():
             try:
-                router, seen = client.find(name)
+                router, seen = client.find_instance(name)
                 if registered and seen is not None:
-                    self._note(seen)
+                    self._note_state(seen)
                 elif registered == router:
                     self._removed(instance)
                     registered = ""
@@ -76,7 +76,7 @@ class Registrar:
                     again = " again: the router has restarted" if registered else ""
                     registered = client.register(instance)
                     timeout_s = self._settings.join_timeout_s
-                    self._note(client.wait_up(name, timeout_s=timeout_s, until=self._stop))
+                    self._note_state(client.wait_up(name, timeout_s=timeout_s, until=self._stop))
                     print(f"{name} has joined {self._router}{again}", flush=True)
                 said = ""
             except LaunchError as error:
@@ -98,17 +98,17 @@ class Registrar:
         A healthy one was removed on purpose, and is not registered again.
         """
         reason = f"router {self._router} has removed {instance['name']}"
-        self._is(instance["name"], _GONE, reason=reason)
+        self._set_state(instance["name"], _GONE, reason=reason)
         print(reason, flush=True)
         if _is_healthy(instance["url"]):
             print(f"{instance['name']} joins again when it is started again", flush=True)
             self._stop.wait()
 
-    def _note(self, seen: Mapping[str, Any]) -> None:
+    def _note_state(self, seen: Mapping[str, Any]) -> None:
         """Note what the router says of an instance."""
-        self._is(seen["name"], seen["state"], reason=seen["reason"], problem=seen["problem"])
+        self._set_state(seen["name"], seen["state"], reason=seen["reason"], problem=seen["problem"])
 
-    def _is(self, name: str, state: str, *, reason: str = "", problem: str = "") -> None:
+    def _set_state(self, name: str, state: str, *, reason: str = "", problem: str = "") -> None:
         self.states[name] = {"state": state, "reason": reason, "problem": problem}
 
 

@@ -47,18 +47,18 @@ class RouterClient:
 
     def instances(self) -> list[dict[str, Any]]:
         """Return what the router says of each of its instances."""
-        found: list[dict[str, Any]] = self._ask("GET", "/epd/instances")["instances"]
+        found: list[dict[str, Any]] = self._request("GET", "/epd/instances")["instances"]
         return found
 
-    def find(self, name: str) -> tuple[str, dict[str, Any] | None]:
+    def find_instance(self, name: str) -> tuple[str, dict[str, Any] | None]:
         """Return the id of the router process, and what it says of an instance that it knows."""
-        answer = self._ask("GET", "/epd/instances")
+        answer = self._request("GET", "/epd/instances")
         found = (each for each in answer["instances"] if each["name"] == name)
         return answer["router"], next(found, None)
 
     def register(self, instance: Mapping[str, Any]) -> str:
         """Register an instance (fields of `InstanceSettings`); return the router process's id."""
-        router: str = self._ask("POST", "/epd/instances", instance)["router"]
+        router: str = self._request("POST", "/epd/instances", instance)["router"]
         return router
 
     def wait_up(self, name: str, *, timeout_s: float, until: threading.Event) -> dict[str, Any]:
@@ -96,7 +96,7 @@ class RouterClient:
         Returns:
             Whether it is idle.
         """
-        self._ask("POST", f"/epd/instances/{name}/drain")
+        self._request("POST", f"/epd/instances/{name}/drain")
         deadline_s = time.monotonic() + timeout_s
         while not (idle := bool(self._known(name)["idle"])):
             if time.monotonic() >= deadline_s or until.wait(_LOOK_EVERY_S):
@@ -105,7 +105,7 @@ class RouterClient:
 
     def resume(self, name: str) -> None:
         """Undo `drain`: the instance gets requests as soon as it is healthy."""
-        self._ask("POST", f"/epd/instances/{name}/resume")
+        self._request("POST", f"/epd/instances/{name}/resume")
 
     def leave(self, name: str, *, timeout_s: float) -> None:
         """Remove an instance and wait for its open requests.
@@ -113,7 +113,7 @@ class RouterClient:
         Raises:
             LaunchError: It still works on some after the time.
         """
-        seen: dict[str, Any] | None = self._ask("DELETE", f"/epd/instances/{name}")
+        seen: dict[str, Any] | None = self._request("DELETE", f"/epd/instances/{name}")
         deadline_s = time.monotonic() + timeout_s
         while seen is not None:
             if time.monotonic() >= deadline_s:
@@ -122,15 +122,15 @@ class RouterClient:
                     f"after {timeout_s:g} s: ask again before you end it"
                 )
             time.sleep(_LOOK_EVERY_S)
-            _, seen = self.find(name)
+            _, seen = self.find_instance(name)
 
     def _known(self, name: str) -> dict[str, Any]:
-        _, seen = self.find(name)
+        _, seen = self.find_instance(name)
         if seen is None:
             raise LaunchError(f"router {self._url} does not know {name} any more")
         return seen
 
-    def _ask(
+    def _request(
         self, method: str, path: str, content: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
         data = json.dumps(content).encode() if content is not None else b""

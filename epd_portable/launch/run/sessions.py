@@ -72,7 +72,7 @@ def stat_fields(folder: Path) -> list[bytes]:
     return (folder / "stat").read_bytes().rpartition(b")")[2].split()
 
 
-def end(
+def end_processes(
     sessions: Collection[int],
     run_id: str | None,
     *,
@@ -108,18 +108,18 @@ def end(
             patient = now - killed_at < _TRACKER_PATIENCE_S
             for process in alive:
                 if not (process.cleans_up and patient):
-                    send(process.pid, signal.SIGKILL)
+                    send_signal(process.pid, signal.SIGKILL)
         else:
             pids = {process.pid for process in alive}
             for process in alive:
                 led = process.pid != process.session and process.session in pids
                 if not led and process.pid not in asked:
                     asked.add(process.pid)
-                    send(process.pid, signal.SIGTERM)
+                    send_signal(process.pid, signal.SIGTERM)
         time.sleep(_POLL_S)
 
 
-def send(pid: int, signum: signal.Signals) -> None:
+def send_signal(pid: int, signum: signal.Signals) -> None:
     """Send a signal to a process that may be gone already."""
     try:
         os.kill(pid, signum)

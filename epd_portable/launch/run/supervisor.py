@@ -32,7 +32,7 @@ from epd_portable.launch.run.lifecycle import (
     Stop,
 )
 from epd_portable.launch.run.log_files import Rotation
-from epd_portable.launch.run.logs import Progress, latest_stage, telling_line
+from epd_portable.launch.run.logs import Progress, failure_line, latest_stage
 from epd_portable.launch.run.process import Child, Probes, describe_exit
 from epd_portable.launch.run.router_client import RouterClient, RouterClients
 from epd_portable.launch.run.running import ProcessRecord, RunRecord, start_ticks, write_record
@@ -174,7 +174,7 @@ class Supervisor:
         if asked and self._lifecycle.phase is Phase.SERVING:
             self._drain(until=lambda: self._stop_requests > asked)
         self._note_shared_memory()
-        left = sessions.end(
+        left = sessions.end_processes(
             [child.session for child in self._children.values()],
             self._plan.run_id,
             grace_s=grace_s,
@@ -200,7 +200,7 @@ class Supervisor:
         text = f"open requests may take {self._drain_s:g} s to end (router.drain_s)"
         self._say(Notice("draining", text, {"drain_s": self._drain_s}))
         for router in routers:
-            sessions.send(router.session, signal.SIGTERM)
+            sessions.send_signal(router.session, signal.SIGTERM)
         end = time.monotonic() + self._drain_s + _DRAIN_MARGIN_S
         while (
             any(router.exit_status() is None for router in routers)
@@ -242,7 +242,7 @@ class Supervisor:
                 continue  # It has ended meanwhile.
             if probe.well:
                 if name in self._lifecycle.pending():
-                    probe.child.spread()
+                    probe.child.spread_api_server()
                 self._perform(self._lifecycle.healthy(name, now))
             else:
                 self._perform(self._lifecycle.silent(name, probe.asked_at, now))
@@ -309,9 +309,9 @@ class Supervisor:
                     self._starts[name] += 1
                     self._start_ticks[name] = start_ticks(child.session)
                 case Stop(name):
-                    sessions.send(self._children[name].session, signal.SIGTERM)
+                    sessions.send_signal(self._children[name].session, signal.SIGTERM)
                 case Kill(name):
-                    sessions.send(self._children[name].session, signal.SIGKILL)
+                    sessions.send_signal(self._children[name].session, signal.SIGKILL)
                 case Notice() as notice:
                     self._say(notice)
                 case Fail(name, reason):
@@ -324,7 +324,7 @@ class Supervisor:
     def _bury(self, name: str) -> None:
         """End what a dead process left running, so that its ports and devices are free again."""
         child = self._children.pop(name)
-        sessions.end([child.session], None, grace_s=_ORPHAN_GRACE_S)
+        sessions.end_processes([child.session], None, grace_s=_ORPHAN_GRACE_S)
         sessions.remove_unused(self._mapped.pop(name, ()), since=self._started)
         self._guard.forget(child.session)
 
@@ -466,5 +466,5 @@ def _whatever_happens(say: Callable[[Notice], None]) -> Callable[[Notice], None]
 
 def _last_words(child: Child, *, status: int | None) -> str:
     # The last line of a process that was killed has nothing to do with its end.
-    words = telling_line(child.output(), guess=status is None or status >= 0)
+    words = failure_line(child.output(), guess=status is None or status >= 0)
     return f"{words and f': {words}'} (log: {child.log})"

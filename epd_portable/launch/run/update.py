@@ -102,7 +102,7 @@ class RollingUpdate:
         name = spec.name
         yield from self._others_up(name)
         yield from self._warn_if_alone(spec)
-        idle = yield from self._ask(
+        idle = yield from self._in_thread(
             lambda: self._routers.drain(name, timeout_s=self._drain_s, until=self._given_up)
         )
         if not idle:
@@ -119,10 +119,10 @@ class RollingUpdate:
         # Otherwise it has died meanwhile, and is restarted for that.
         back = yield from self._until(lambda: name in self._lifecycle.up())
         # Also if it is not back: it may come later.
-        yield from self._ask(lambda: self._routers.resume(name))
+        yield from self._in_thread(lambda: self._routers.resume(name))
         if not back:
             raise LaunchError(f"it is not healthy {self._patience_s:g} s after its restart")
-        yield from self._ask(
+        yield from self._in_thread(
             lambda: self._routers.wait_up(name, timeout_s=self._patience_s, until=self._given_up)
         )
 
@@ -135,7 +135,7 @@ class RollingUpdate:
 
     def _warn_if_alone(self, spec: ProcessSpec) -> Steps[None]:
         """Warn what its absence means, unless another one of its duty is up."""
-        seen = yield from self._ask(self._routers.instances)
+        seen = yield from self._in_thread(self._routers.instances)
         assert spec.role != "router"
         duty = DUTIES[spec.role]
         if not any(
@@ -159,7 +159,7 @@ class RollingUpdate:
             yield []
         return True
 
-    def _ask(self, question: Callable[[], T]) -> Steps[T]:
+    def _in_thread(self, question: Callable[[], T]) -> Steps[T]:
         asked = self._thread.submit(question)
         while not asked.done():
             yield []

@@ -192,7 +192,7 @@ class Run:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
-        sessions.end([], self.run_id, grace_s=0.0)
+        sessions.end_processes([], self.run_id, grace_s=0.0)
         self._reader.join()
         assert self.process.stdout is not None
         self.process.stdout.close()

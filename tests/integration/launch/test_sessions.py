@@ -43,7 +43,7 @@ def test_shared_memory_of_a_killed_process_is_removed_by_its_tracker() -> None:
     process, name = start(OWNER)
     path = Path("/dev/shm", name)
     assert path.exists()
-    left = sessions.end([process.pid], None, grace_s=0.2, reap=process.poll)
+    left = sessions.end_processes([process.pid], None, grace_s=0.2, reap=process.poll)
     assert left == []
     assert process.wait(10) == -signal.SIGKILL
     assert not path.exists()
@@ -55,7 +55,7 @@ def test_a_process_that_left_its_session_is_found_by_the_run() -> None:
     assert process.wait(10) == 0
     assert sessions.members([process.pid], None) == []
     assert len(sessions.members([process.pid], run_id)) == 1
-    assert sessions.end([process.pid], run_id, grace_s=5.0) == []
+    assert sessions.end_processes([process.pid], run_id, grace_s=5.0) == []
     assert sessions.members([], run_id) == []
 
 
@@ -63,7 +63,7 @@ def test_processes_of_another_run_are_left_alone() -> None:
     other = secrets.token_hex(4)
     process, _ = start(OWNER, EPD_RUN_ID=other)
     try:
-        assert sessions.end([], secrets.token_hex(4), grace_s=0.0) == []
+        assert sessions.end_processes([], secrets.token_hex(4), grace_s=0.0) == []
         assert process.poll() is None
     finally:
-        sessions.end([], other, grace_s=0.0, reap=process.poll)
+        sessions.end_processes([], other, grace_s=0.0, reap=process.poll)

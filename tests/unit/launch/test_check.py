@@ -76,11 +76,11 @@ def test_where_processes_limit_themselves_check_asks_the_runtime_for_what_there_
 
 
 def test_whether_a_store_answers_is_told(tmp_path: Path) -> None:
-    found = check.stored(StoreSection(kind="file", path=str(tmp_path / "store")))
+    found = check.store_finding(StoreSection(kind="file", path=str(tmp_path / "store")))
     assert (found.kind, found.usable) == ("store", True)
     assert "0 MiB of at most 8192 MiB" in found.reason
     (tmp_path / "file").touch()
-    found = check.stored(StoreSection(kind="file", path=str(tmp_path / "file")))
+    found = check.store_finding(StoreSection(kind="file", path=str(tmp_path / "file")))
     assert not found.usable and "store.path" in found.reason
 
 
@@ -90,7 +90,7 @@ def test_a_store_that_does_not_answer_is_told_without_its_password(tmp_path: Pat
     password.write_text("hunter2")
     password.chmod(0o600)
     url = "redis://127.0.0.1:1"
-    found = check.stored(
+    found = check.store_finding(
         StoreSection(kind="redis", url=url, password_file=str(password), timeout_ms=200.0)
     )
     assert not found.usable and "127.0.0.1:1" in found.reason

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from epd_portable.launch.notices import Notice
-from epd_portable.launch.run.logs import Progress, latest_stage, telling_line, time_of
+from epd_portable.launch.run.logs import Progress, failure_line, latest_stage, time_of_line
 
 ENGINE_FAILURE = """\
 (APIServer pid=10) INFO 01-31 12:00:00 [api_server.py:9] vLLM API server version 0.32.0
@@ -55,18 +55,18 @@ ENGINE_FAILURE = """\
     ],
 )
 def test_the_line_that_says_why(output: str, line: str) -> None:
-    assert telling_line(output) == line
+    assert failure_line(output) == line
 
 
 def test_without_a_guess_only_an_exception_is_taken() -> None:
-    assert telling_line("WARNING 01-31 12:00:00 [a.py:1] low memory", guess=False) == ""
-    assert telling_line(
+    assert failure_line("WARNING 01-31 12:00:00 [a.py:1] low memory", guess=False) == ""
+    assert failure_line(
         "Fatal Python error: Segmentation fault\n\nCurrent thread", guess=False
     ) == ("Fatal Python error: Segmentation fault")
 
 
 def test_a_very_long_line_is_cut() -> None:
-    assert len(telling_line("ValueError: " + "x" * 10_000)) == 300
+    assert len(failure_line("ValueError: " + "x" * 10_000)) == 300
 
 
 def test_the_stage_is_the_last_milestone_in_the_log() -> None:
@@ -107,4 +107,4 @@ def test_progress_tells_each_change_once_and_breaks_long_silence() -> None:
     ],
 )
 def test_the_time_of_a_line_is_told_as_it_is_written(line: str, time: str | None) -> None:
-    assert time_of(line) == time
+    assert time_of_line(line) == time
