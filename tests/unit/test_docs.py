@@ -47,7 +47,6 @@ CONFIGURATION = ROOT / "docs/configuration.md"
 METRICS = ROOT / "docs/metrics.md"
 DEPLOY = ROOT / "docs/deploy.md"
 OPERATIONS = ROOT / "docs/operations.md"
-GLOSSARY = ROOT / "docs/glossary.md"
 TROUBLESHOOTING = ROOT / "docs/troubleshooting.md"
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 

@@ -84,40 +84,6 @@ def test_a_stage_that_takes_too_long_is_ended_with_its_children_and_its_figures_
         time.sleep(0.01)
 
 
-def test_a_later_call_goes_on_where_one_ended(tmp_path: Path) -> None:
-    well = stage("well", 'echo x >> "$1/well.txt"')
-    once = stage("once", 'test -e "$1/there" || { touch "$1/there"; exit 1; }')
-    assert not run(tmp_path, well, once)[0]
-    assert run(tmp_path, well, once)[0]
-    assert (tmp_path / "well.txt").read_text() == "x\n"
-
-
-def test_no_stage_begins_when_the_time_is_over(tmp_path: Path) -> None:
-    good, said = run(tmp_path, stage("first", "true"), budget_s=0.0)
-    assert not good
-    assert said == "first: no time left; call again to go on"
-    assert not (tmp_path / FIGURES).exists()
-
-
-def test_nothing_is_installed_unless_there_are_wheels(tmp_path: Path) -> None:
-    install = stage("install", 'echo "$2" > "$1/installed"')
-    assert run(tmp_path, install)[0]
-    assert not (tmp_path / "installed").exists()
-    assert run(tmp_path, install, wheels="/wheels")[0]
-    assert (tmp_path / "installed").exists()
-
-
-def test_a_stage_that_is_asked_for_by_name_runs_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stages = tuple(stage(name, f'echo x >> "$1/{name}.txt"') for name in ("one", "two"))
-    monkeypatch.setattr(first_hour, "STAGES", stages)
-    for more in ([], [], ["--stage", "two"]):
-        assert first_hour.main(["--out", str(tmp_path), *more]) == 0
-    assert (tmp_path / "one.txt").read_text() == "x\n"
-    assert (tmp_path / "two.txt").read_text() == "x\nx\n"
-
-
 def test_every_stage_calls_what_is_there() -> None:
     assert len({each.name for each in STAGES}) == len(STAGES)
     for each in STAGES:
@@ -130,12 +96,6 @@ def test_every_stage_calls_what_is_there() -> None:
             assert (ROOT / f"{argv[2].replace('.', '/')}.py").is_file()
         for name, file in each.writes.items():
             assert f"/out/{file}" in argv, name
-
-
-def test_what_takes_no_engine_fits_into_a_borrowed_twenty_minutes() -> None:
-    names = [each.name for each in STAGES]
-    early = STAGES[1 : names.index("paths")]
-    assert sum(each.limit_s for each in early) <= 20 * 60
 
 
 def test_the_tests_of_engines_are_shared_out_between_two_stages() -> None:

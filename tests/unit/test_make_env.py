@@ -17,7 +17,6 @@ from ci.venv import EnvironmentSetupError, Venv
 DEFAULT = "https://default.example/simple"
 MIRROR = "https://mirror.example/simple?a=b"
 MORE = "file:///more"
-CPU_TORCH = 'torch==2.13.0+cpu; platform_machine == "x86_64"'
 
 
 class FakeInstaller:
