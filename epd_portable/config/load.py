@@ -52,11 +52,7 @@ def load_topology(
             its content.
     """
     topology = parse_topology(
-        read_text(or_shipped(path)),
-        platform,
-        overrides=overrides,
-        source=str(path),
-        checks=checks,
+        read_text(or_shipped(path)), platform, overrides=overrides, source=str(path), checks=checks
     )
     if topology.router.choice is None:
         return topology

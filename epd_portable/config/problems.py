@@ -45,11 +45,7 @@ def read_text(path: Path) -> str:
 
 
 def checked(
-    text: str,
-    model: type[Model],
-    *,
-    source: str,
-    missing: Mapping[KeyPath, str] | None = None,
+    text: str, model: type[Model], *, source: str, missing: Mapping[KeyPath, str] | None = None
 ) -> Model:
     """Return what the text of a YAML file says, by its schema.
 

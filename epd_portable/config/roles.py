@@ -8,12 +8,7 @@ from types import MappingProxyType
 from typing import Literal
 
 Role = Literal[
-    "encode",
-    "prefill",
-    "decode",
-    "encode-prefill",
-    "prefill-decode",
-    "encode-prefill-decode",
+    "encode", "prefill", "decode", "encode-prefill", "prefill-decode", "encode-prefill-decode"
 ]
 """The stages that an instance is there for, in llm-d's words for them."""
 

@@ -95,12 +95,7 @@ class Secret:
         return self.derive("instance token").hex()
 
     def sign(
-        self,
-        method: str,
-        target: str,
-        body: bytes = b"",
-        *,
-        clock: Callable[[], float] = time.time,
+        self, method: str, target: str, body: bytes = b"", *, clock: Callable[[], float] = time.time
     ) -> str:
         """Return the ``authorization`` header of one HTTP request, valid once and briefly.
 

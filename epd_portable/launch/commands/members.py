@@ -13,12 +13,7 @@ from epd_portable.config.quantities import url_problem
 from epd_portable.config.roles import ROLES
 from epd_portable.config.secret import Secret, make_secret_file
 from epd_portable.errors import ConfigError
-from epd_portable.launch.commands.command_line import (
-    SECONDS,
-    http_url,
-    json_option,
-    print_json,
-)
+from epd_portable.launch.commands.command_line import SECONDS, http_url, json_option, print_json
 from epd_portable.launch.run.router_client import RouterClient
 
 F = TypeVar("F", bound=Callable[..., Any])

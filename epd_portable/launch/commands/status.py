@@ -22,13 +22,7 @@ from epd_portable.launch.commands.command_line import (
 )
 from epd_portable.launch.plan.text import columns, ports_text
 from epd_portable.launch.run.logs import time_of_line
-from epd_portable.launch.run.running import (
-    RUN_FOLDER,
-    SeenRun,
-    SeenRuns,
-    find_runs,
-    kept_logs,
-)
+from epd_portable.launch.run.running import RUN_FOLDER, SeenRun, SeenRuns, find_runs, kept_logs
 
 _LOOK_EVERY_S = 0.3
 _TAIL_BYTES = 256 << 10

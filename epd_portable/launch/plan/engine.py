@@ -31,11 +31,7 @@ ADMISSION = "epd_portable.vllm_plugin.admission.AdmissionMiddleware"
 ROLE_ARGS: dict[str, dict[str, JsonValue]] = {
     # An encoder computes no KV blocks, so there is no prefix to find again. It generates nothing,
     # so no step can be scheduled ahead. From 0.29 on vLLM derives most of this from the role.
-    "encode": {
-        "mm_encoder_only": True,
-        "enable_prefix_caching": False,
-        "async_scheduling": False,
-    },
+    "encode": {"mm_encoder_only": True, "enable_prefix_caching": False, "async_scheduling": False}
 }
 
 

@@ -150,7 +150,4 @@ class KVEnd:
         """Return the variables that it reads; others reach the instance at ``host``."""
         if self.connector.port_each_rank:
             return {"VLLM_HOST_IP": host}
-        return {
-            "VLLM_NIXL_SIDE_CHANNEL_HOST": host,
-            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.port),
-        }
+        return {"VLLM_NIXL_SIDE_CHANNEL_HOST": host, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.port)}

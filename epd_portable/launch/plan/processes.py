@@ -38,12 +38,7 @@ from epd_portable.launch.plan.sharing import (
 from epd_portable.launch.plan.target import Hardware, HardwareFit, fit
 from epd_portable.media.limits import MediaLimits
 from epd_portable.platforms.traits import PlatformTraits
-from epd_portable.router.settings import (
-    InstanceSettings,
-    RouterSettings,
-    policy_of,
-    with_policy,
-)
+from epd_portable.router.settings import InstanceSettings, RouterSettings, policy_of, with_policy
 
 GROUPS: dict[str, Role] = {group_of(role): role for role in ROLES}
 """The groups of a topology file, in the order in which they get devices, and their roles."""
@@ -450,10 +445,7 @@ def _router(
 
 
 def _registrar(
-    topology: Topology,
-    backends: Sequence[InstanceSettings],
-    secret_file: str,
-    port: int,
+    topology: Topology, backends: Sequence[InstanceSettings], secret_file: str, port: int
 ) -> ProcessSpec:
     settings = RegistrarSettings(
         routers=tuple(topology.router.join),
