@@ -53,15 +53,12 @@ MAX_REFUSED = 8
 LEASE_MARGIN_S = 1.0
 """The producer's lease begins when the grant arrives; the consumer's ends this much later."""
 
-FailureCause = Literal[
-    "lease", "timeout", "no_encoder", "not_wanted", "aborted", "refused", "other_encoder", "early"
-]
-"""Why a transfer failed. ``lease``: granted, but not written in time. ``timeout``: not delivered in
-time at all. ``no_encoder``: the router says that none will deliver it. ``not_wanted``: the router
-says that it is not needed. ``aborted``: by its encoder. ``refused``: its encoder was refused after
-a slot was granted to it, or too many were. ``other_encoder``: another encoder announced the same
-transfer after a slot was granted to one. ``early``: it was accepted before its request, and had
-ended when that came."""
+FailureCause = Literal["timeout", "unavailable", "cancelled", "refused", "retried", "missing"]
+"""Why a transfer failed. ``timeout``: not written within the lease, or not delivered in time.
+``unavailable``: no encoder will deliver it. ``cancelled``: by its encoder, or its request does not
+need it any more. ``refused``: its encoder was refused after a slot was granted to it, or too many
+were. ``retried``: another encoder announced it after a slot was granted to one. ``missing``: it was
+accepted before its request, and had ended when that came."""
 
 
 @dataclass(slots=True, eq=False)
@@ -251,7 +248,7 @@ class ConsumerSession:
         self._watch(transfer)
         early = self._take_early(transfer_id)
         if self._ended.pop(transfer_id, False):
-            self._fail(transfer, "early", "it ended before its request came")
+            self._fail(transfer, "missing", "it ended before its request came")
         elif known is not None and known.writer is not None:
             detail = (
                 f"announced {known.item.mm_hash} {known.item.tensor}, expected {item.mm_hash} "
@@ -327,12 +324,12 @@ class ConsumerSession:
                 self._refuse(transfer, writer, message)
         elif isinstance(message, EncodeFailed):
             if transfer is not None:
-                self._fail(transfer, "no_encoder", message.reason)
+                self._fail(transfer, "unavailable", message.reason)
         elif isinstance(message, NotWanted):
             if transfer is None:
                 self.decline(message.transfer_id)
             else:
-                self._fail(transfer, "not_wanted", "the router does not want it any more")
+                self._fail(transfer, "cancelled", "the router does not want it any more")
         elif isinstance(message, Abort):
             self._aborted(_writer_of(sender, message), message, transfer)
 
@@ -351,7 +348,7 @@ class ConsumerSession:
                 self._fail(transfer, "timeout", reason)
             elif now >= transfer.due_s:
                 reason = f"granted, but not written within {self._lease_s} s (transfer.lease_s)"
-                self._fail(transfer, "lease", reason)
+                self._fail(transfer, "timeout", reason)
             else:
                 self._watch(transfer)
         if len(self._quarantine):
@@ -420,7 +417,7 @@ class ConsumerSession:
             self._end(transfer)
             self._report_failure(transfer, slot, "refused", reason)
         elif slot is not None:
-            cause: FailureCause = "other_encoder" if isinstance(answer, Abort) else "refused"
+            cause: FailureCause = "retried" if isinstance(answer, Abort) else "refused"
             self._report_failure(transfer, slot, cause, reason)
 
     def _aborted(self, writer: Writer, message: Abort, transfer: Transfer | None) -> None:
@@ -428,7 +425,7 @@ class ConsumerSession:
         if early is not None and _writer_of(*early[1:]) == writer:
             self._take_early(writer.transfer_id)
         if transfer is not None and transfer.writer == writer:
-            self._fail(transfer, "aborted", message.reason)
+            self._fail(transfer, "cancelled", message.reason)
         self._release(writer)
 
     def _grant_if_free(self, transfer: Transfer) -> None:

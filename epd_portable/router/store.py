@@ -101,7 +101,7 @@ class StoreLookup:
             return {}
         namespace = self._namespace()
         if not namespace or not self._breaker.allows():
-            self._metrics.asked("skipped", len(items))
+            self._metrics.asked("unavailable", len(items))
             return {}
         asking = _Asking(self._store, self._breaker)
         names = {self._seal.key(namespace, each.mm_hash, each.modality): each for each in items}
@@ -115,7 +115,7 @@ class StoreLookup:
         self._metrics.breaker(self._breaker)
         stored: dict[str, StoredItem] = {}
         if found is None:
-            self._metrics.asked("failed", len(items))
+            self._metrics.asked("error", len(items))
             return stored
         for (key, item), raw in zip(names.items(), found, strict=True):
             one = self._read(key, raw) if raw is not None else self._adopt(key, item)
@@ -144,7 +144,7 @@ class StoreLookup:
         try:
             head = self._seal.open(raw, key)
         except CorruptEntryError as error:
-            self._metrics.asked("poisoned")
+            self._metrics.asked("corrupt")
             logger.warning("an item is encoded anew: %s", error)
             self._later(functools.partial(self._discard, key))
             return None

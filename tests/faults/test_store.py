@@ -177,10 +177,10 @@ def test_damaged_entries_are_found_encoded_anew_and_written_anew(stored: Stored)
     for number, name in enumerate(entries):
         fields = stored.client.hgetall(name)
         stored.client.hset(name, mapping=damages[number % len(damages)](fields))
-    before = stored.counted("poisoned")
+    before = stored.counted("corrupt")
     assert sources(stored.ask(asked)) == {"transfer"}
     # The router reads heads; the rest is found by PD instances.
-    assert stored.counted("poisoned") - before == AT_ONCE // len(DAMAGES) * 3
+    assert stored.counted("corrupt") - before == AT_ONCE // len(DAMAGES) * 3
     assert stored.rungs("from_encoder") >= AT_ONCE // len(DAMAGES) * 3
     stored.check_nothing_is_left()
 
@@ -207,13 +207,13 @@ def test_a_server_that_hangs_is_waited_for_once_and_used_again_later(stored: Sto
     asked = stored.store("hangs")
     stored.server.stop()
     try:
-        failed = stored.counted("failed")
+        failed = stored.counted("error")
         for round_ in range(3):
             more = [[Picture(f"hung/{round_}/{number}", 400)] for number in range(AT_ONCE)]
             assert "store" not in sources(stored.ask([*asked, *more]))
         # Those that asked before the first had waited for too long, and who tried it again.
-        assert stored.counted("failed") - failed <= 2 * AT_ONCE + 6
-        assert stored.counted("skipped") > 0
+        assert stored.counted("error") - failed <= 2 * AT_ONCE + 6
+        assert stored.counted("unavailable") > 0
     finally:
         stored.server.go_on()
     stored.until_used()

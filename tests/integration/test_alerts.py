@@ -41,16 +41,16 @@ WELL = {
     'epd_router_encode_jobs_total{encoder="encode-0", end="full"}': "+6",
     'epd_router_encode_jobs_total{encoder="encode-0", end="lost"}': "+1",
     'epd_pd_fallbacks_total{reason="lease"}': "2",
-    'epd_pd_transfers_failed_total{cause="lease"}': "2",
+    'epd_pd_transfers_failed_total{cause="timeout"}': "2",
     'epd_encode_write_failures_total{path="shm"}': "0",
     "epd_pd_transfers_waiting": "0",
     "epd_router_store_breaker": "0",
     "epd_pd_store_breaker": "1",
     "epd_encode_store_breaker": "0",
-    'epd_pd_store_items_total{result="poisoned"}': "0",
+    'epd_pd_store_items_total{result="corrupt"}': "0",
     'epd_pd_store_items_total{result="hit"}': "+60",
     "epd_encode_store_writes_total": "+60",
-    'epd_encode_store_drops_total{reason="store_full"}': "+1",
+    'epd_encode_store_drops_total{reason="full"}': "+1",
 }
 """A deployment where little goes wrong: each series' value, or by how much it grows a minute."""
 ENCODE_UP = 'epd_router_instance_up{instance="encode-0", role="encode"}'
@@ -86,17 +86,17 @@ ILL: dict[str, tuple[dict[str, str | None], int]] = {
         22,
     ),
     "EpdItemsEncodedTwice": ({'epd_pd_fallbacks_total{reason="lease"}': "+1"}, 22),
-    "EpdTransfersLost": ({'epd_pd_transfers_failed_total{cause="lease"}': "+1"}, 17),
+    "EpdTransfersLost": ({'epd_pd_transfers_failed_total{cause="timeout"}': "+1"}, 17),
     "EpdWritesFail": ({'epd_encode_write_failures_total{path="shm"}': "+1"}, 17),
     "EpdNoRoomForItems": ({"epd_pd_transfers_waiting": "2"}, 12),
     "EpdNobodyPrefills": (
         {'epd_router_instance_up{instance="prefill-0", role="prefill"}': "0"},
         4,
     ),
-    "EpdStoreLeftAlone": ({"epd_pd_store_breaker": "2"}, 12),
-    "EpdStorePoisoned": ({'epd_pd_store_items_total{result="poisoned"}': "+1"}, 12),
+    "EpdStoreUnavailable": ({"epd_pd_store_breaker": "2"}, 12),
+    "EpdStoreCorrupt": ({'epd_pd_store_items_total{result="corrupt"}': "+1"}, 12),
     "EpdStoreDropsOutputs": (
-        {'epd_encode_store_drops_total{reason="store_full"}': "+30"},
+        {'epd_encode_store_drops_total{reason="full"}': "+30"},
         27,
     ),
 }

@@ -164,10 +164,10 @@ class StoreLoader:
         """
         load = _Load(transfer_id, next(self._numbers), key, mm_hash, tensor)
         if not key.startswith(f"{self._namespace}-"):
-            self._metrics.asked("poisoned")
+            self._metrics.asked("corrupt")
             return self._nack(load, "its entry is of engines that serve something else")
         if self._breaker.state == "open":
-            self._metrics.asked("skipped")
+            self._metrics.asked("unavailable")
             return self._nack(load, _BREAKER_OPEN)
         self._loads[load.attempt] = load
         return Announce(
@@ -204,7 +204,7 @@ class StoreLoader:
             if load.slot is not None and not load.given_up and now >= load.deadline_s:
                 load.given_up = load.too_slow = True
                 reason = f"the store has not brought it in {self._timeout_s:g} s (store.timeout_ms)"
-                self._metrics.asked("failed")
+                self._metrics.asked("error")
                 self._open_breaker(reason)
                 self._outbox.append(self._nack(load, reason))
         messages, self._outbox = self._outbox, []
@@ -225,9 +225,9 @@ class StoreLoader:
         assert load.slot is not None
         del self._loads[load.attempt]
         if not load.too_slow:
-            if result == "failed":
+            if result == "error":
                 self._open_breaker(text)
-            elif result != "skipped" and self._breaker.succeeded():
+            elif result != "unavailable" and self._breaker.succeeded():
                 logger.info("items are loaded from the store again")
         self._metrics.breaker(self._breaker)
         if load.given_up:
@@ -270,18 +270,18 @@ class StoreLoader:
     def _attempt(self, load: _Load) -> tuple[Ask, str]:
         """Fill a slot; return the result with the digest of a hit, else the reason."""
         if load.given_up:
-            return "skipped", "it is not needed any more"
+            return "unavailable", "it is not needed any more"
         if not self._breaker.allows():
-            return "skipped", _BREAKER_OPEN
+            return "unavailable", _BREAKER_OPEN
         try:
             digest = self._fill(load)
         except CorruptEntryError as error:
-            return "poisoned", str(error)
+            return "corrupt", str(error)
         except StoreError as error:
-            return "failed", str(error)
+            return "error", str(error)
         except Exception as error:
             logger.exception("item %s could not be loaded", load.mm_hash)
-            return "failed", repr(error)
+            return "error", repr(error)
         if digest is None:
             return "miss", f"entry {load.key} is not in the store any more"
         return "hit", digest

@@ -9,11 +9,11 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from epd_portable.connector.stores.breaker import Breaker
 
 Side = Literal["router", "encode", "pd"]
-Ask = Literal["hit", "miss", "poisoned", "failed", "skipped"]
-"""Result for one item. ``failed``: the store did not answer, or too late. ``skipped``: it was not
+Ask = Literal["hit", "miss", "corrupt", "error", "unavailable"]
+"""Result for one item. ``error``: the store did not answer, or too late. ``unavailable``: not
 asked, because the breaker was open or the key not known yet."""
-Drop = Literal["queue_full", "store_full", "failed", "skipped"]
-"""Why an output was not written."""
+Drop = Literal["full", "error", "unavailable"]
+"""Why an output was not written. ``full``: no room in the queue or the store."""
 
 _STATES = {"closed": 0, "half_open": 1, "open": 2}
 
@@ -74,7 +74,7 @@ class StoreMetrics:
             )
         self._state = Gauge(
             f"{name}_breaker",
-            "0: the store is asked. 1: it is tried again. 2: it is left alone.",
+            "State of the circuit breaker: 0 closed, 1 half open, 2 open.",
             registry=registry,
             multiprocess_mode="livemax",
         )

@@ -108,11 +108,11 @@ class StoreWriter:
     def save_caches(self, output: Output) -> None:
         """Queue an output, unless the queue is full or the breaker open."""
         if self._breaker.state == "open":
-            self._metrics.dropped("skipped")
+            self._metrics.dropped("unavailable")
             return
         with self._news:
             if self._waiting_bytes + output.nbytes > self._queue_bytes:
-                self._metrics.dropped("queue_full")
+                self._metrics.dropped("full")
                 return
             self._queue.append(output)
             self._count(output.nbytes)
@@ -136,14 +136,14 @@ class StoreWriter:
                 if self._breaker.allows():
                     self._write(batch)
                 else:
-                    self._metrics.dropped("skipped", len(batch))
+                    self._metrics.dropped("unavailable", len(batch))
             except StoreError as error:
                 full = isinstance(error, StoreFullError)
-                self._metrics.dropped("store_full" if full else "failed", len(batch))
+                self._metrics.dropped("full" if full else "error", len(batch))
                 if self._breaker.failed():
                     logger.warning("outputs are not stored for a while: %s", error)
             except Exception:
-                self._metrics.dropped("failed", len(batch))
+                self._metrics.dropped("error", len(batch))
                 self._breaker.failed()
                 logger.exception("an output could not be stored; report it with this trace")
             finally:
@@ -198,13 +198,13 @@ class StoreWriter:
     def _entry(self, key: str, output: Output) -> Entry | None:
         tensor = output.tensor
         if tensor.nbytes > MAX_PAYLOAD_BYTES:
-            self._metrics.dropped("failed")
+            self._metrics.dropped("error")
             return None
         try:
             host = output.to_host()
         except EPDError as error:
             logger.warning("item %s is not stored: %s", output.mm_hash, error)
-            self._metrics.dropped("failed")
+            self._metrics.dropped("error")
             return None
         payload = host.numpy().data
         head = self._seal.head(

@@ -112,7 +112,7 @@ def test_an_encoder_that_stands_still_loses_its_lease_and_costs_no_answer(pair: 
         'epd_pd_items_total{source="local"}': 1,
         "epd_pd_fallbacks_total": 1,
         'epd_pd_grants_total{path="shm"}': 1,
-        'epd_pd_transfers_failed_total{cause="lease"}': 1,
+        'epd_pd_transfers_failed_total{cause="timeout"}': 1,
     }
     assert ask(pair.split.url, [picture(31), ASK]).sources == ["transfer"]
 
@@ -131,7 +131,7 @@ def test_a_killed_encoder_costs_no_answer_and_comes_back(pair: Pair) -> None:
     assert answer.sources == ["local"]
     counted = counts(pair.split.pid, "ec_consumer") - before
     assert counted["epd_pd_fallbacks_total"] == 1
-    assert counted['epd_pd_transfers_failed_total{cause="no_encoder"}'] == 1
+    assert counted['epd_pd_transfers_failed_total{cause="unavailable"}'] == 1
     assert_equal(answer, ask(pair.reference_url, content), tolerance=TOLERANCE)
 
     def met() -> list[str]:

@@ -102,7 +102,7 @@ async def test_nothing_is_asked_before_an_encoder_has_said_what_it_writes(
     t = await build(encoding=encoding(""), store=section.model_dump())
     for _ in range(2):
         assert (await t.chat(RED)).status_code == 200
-    assert await t.metric('epd_router_store_items_total{result="skipped"}') == 2
+    assert await t.metric('epd_router_store_items_total{result="unavailable"}') == 2
 
 
 async def test_nothing_is_asked_while_encoders_write_different_things(
@@ -114,9 +114,9 @@ async def test_nothing_is_asked_while_encoders_write_different_things(
         encoder.behaviour = encoding(SEAL.namespace(encoder.name))
     for number in range(40):
         await t.chat({**RED, "image_url": {"url": f"data:image/png;base64,{number:04d}"}})
-    skipped = await t.metric('epd_router_store_items_total{result="skipped"}')
+    skipped = await t.metric('epd_router_store_items_total{result="unavailable"}')
     await t.chat(RED)
-    assert await t.metric('epd_router_store_items_total{result="skipped"}') == skipped + 1
+    assert await t.metric('epd_router_store_items_total{result="unavailable"}') == skipped + 1
 
 
 def not_stored(t: Topology, then: Behaviour | None = None) -> Behaviour:
@@ -254,7 +254,7 @@ async def test_a_forged_head_is_counted_and_removed(build: Build, section: Store
     path.write_bytes(path.read_bytes().replace(b"engine-", b"enginf-"))
     assert (await t.chat(RED)).status_code == 200
     assert len(t.encoders[0].received) == 1
-    assert await t.metric('epd_router_store_items_total{result="poisoned"}') == 1
+    assert await t.metric('epd_router_store_items_total{result="corrupt"}') == 1
 
     async def removed() -> None:
         while path.exists():
@@ -287,8 +287,8 @@ async def test_a_store_that_does_not_answer_is_waited_for_once(
     try:
         for _ in range(5):
             assert (await t.chat(RED)).status_code == 200
-        assert await t.metric('epd_router_store_items_total{result="failed"}') >= 1
-        assert await t.metric('epd_router_store_items_total{result="skipped"}') >= 3
+        assert await t.metric('epd_router_store_items_total{result="error"}') >= 1
+        assert await t.metric('epd_router_store_items_total{result="unavailable"}') >= 3
         assert await t.metric("epd_router_store_breaker") >= 1
     finally:
         Silent.gate.set()  # type: ignore[attr-defined]

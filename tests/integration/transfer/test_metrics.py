@@ -100,7 +100,7 @@ def test_a_killed_producer_is_a_lease_that_expires_and_a_fallback(
     seen.pop(f'epd_pd_grants_repeated_total{{path="{path}"}}', None)
     assert seen == {
         f'epd_pd_grants_total{{path="{path}"}}': 1,
-        'epd_pd_transfers_failed_total{cause="lease"}': 1,
+        'epd_pd_transfers_failed_total{cause="timeout"}': 1,
         'epd_pd_items_total{source="local"}': 1,
         "epd_pd_fallbacks_total": 1,
     }

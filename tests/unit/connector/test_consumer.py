@@ -226,7 +226,7 @@ def test_a_transfer_that_ended_before_its_request_came_fails_when_that_comes(des
     desk.expect()
     first, second = desk.events
     assert isinstance(first, Failed) and isinstance(second, Failed)
-    assert (first.cause, second.cause) == ("aborted", "early")
+    assert (first.cause, second.cause) == ("cancelled", "missing")
     desk.expect()
     assert len(desk.events) == 2, "a request may name it once more, and another delivers it"
     desk.give_room()
@@ -396,7 +396,7 @@ def test_another_encoder_takes_a_granted_transfer_over_with_another_slot(desk: D
     assert desk.sent[-1][0] == A
     (failed,) = desk.events
     assert isinstance(failed, Failed)
-    assert (failed.slot, failed.last, failed.cause) == (slot(1), False, "other_encoder")
+    assert (failed.slot, failed.last, failed.cause) == (slot(1), False, "retried")
     desk.give_room(2)
     (grant,) = desk.poll()
     assert isinstance(grant, Grant)

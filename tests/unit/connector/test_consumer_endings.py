@@ -127,7 +127,7 @@ def test_encode_failed_from_the_router_fails_the_transfer(desk: Desk, announced:
     desk.poll()
     (event,) = desk.events
     assert isinstance(event, Failed)
-    assert (event.cause, event.reason, event.last) == ("no_encoder", "no encoder", True)
+    assert (event.cause, event.reason, event.last) == ("unavailable", "no encoder", True)
 
 
 def test_encode_failed_during_a_grant_quarantines_the_slot(desk: Desk) -> None:

@@ -55,7 +55,7 @@ def test_a_slot_that_was_granted_early_comes_back() -> None:
     pair.encode.finish_write(write.transfer_id)
     pair.settle()
     assert_everything_is_back(pair.pd)
-    name = "epd_pd_transfers_failed_total{cause=not_wanted}"
+    name = "epd_pd_transfers_failed_total{cause=cancelled}"
     assert counted(pair.pd.registry)[name] == 1
 
 

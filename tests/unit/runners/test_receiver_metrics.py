@@ -129,7 +129,7 @@ def test_a_lease_that_expires_is_counted_and_the_item_is_a_fallback_when_encoded
     pair.pd.clock.now += LEASE_S + 1.5
     pair.pd.step()
     grant = {"epd_pd_grants_total{path=shm}": 1}
-    lost = {"epd_pd_transfers_failed_total{cause=lease}": 1}
+    lost = {"epd_pd_transfers_failed_total{cause=timeout}": 1}
     assert events(pair.pd) == grant | lost
     assert pair.pd.encode_here("r", 0)
     assert pair.pd.encode_here("r", 0), "asked again in the next step"
@@ -163,7 +163,7 @@ def test_a_request_that_cannot_be_answered_is_counted_by_code() -> None:
     pd.step()
     pd.arrive("large", Item("whale", 9, "t-whale"))
     assert events(pd) == {
-        "epd_pd_transfers_failed_total{cause=no_encoder}": 1,
+        "epd_pd_transfers_failed_total{cause=unavailable}": 1,
         "epd_pd_requests_failed_total{code=unavailable}": 1,
         "epd_pd_requests_failed_total{code=too_large}": 1,
     }
@@ -175,7 +175,7 @@ def test_a_request_that_lost_an_item_is_counted_once_when_the_engine_asks() -> N
     for transfer_id in ("t-cat", "t-dog"):
         pd.mailbox.inbox.append((b"router", EncodeFailed(transfer_id=transfer_id, reason="")))
     pd.receiver.take_in()
-    lost = {"epd_pd_transfers_failed_total{cause=no_encoder}": 2}
+    lost = {"epd_pd_transfers_failed_total{cause=unavailable}": 2}
     assert events(pd) == lost
     pd.step()
     pd.step()

@@ -192,7 +192,7 @@ def test_a_damaged_entry_is_removed_and_never_written(
     one.grant(one.announce("cat"))
     assert codes(one.heard()) == [NOT_STORED, RELEASED]
     assert one.store.discarded == [key("cat")]
-    assert (one.count("poisoned"), one.breaker.state) == (1, "closed")
+    assert (one.count("corrupt"), one.breaker.state) == (1, "closed")
 
 
 def test_an_entry_that_is_not_what_the_request_expects_is_refused(
@@ -211,7 +211,7 @@ def test_entries_of_other_engines_are_not_even_asked_for(side: Callable[..., Sid
     foreign = SEAL.key(SEAL.namespace("other weights"), "cat", "image")
     refused = one.loader.load("t", foreign, "cat", SPEC)
     assert isinstance(refused, Nack) and refused.code is NOT_STORED
-    assert (one.store.asked, one.count("poisoned")) == (0, 1)
+    assert (one.store.asked, one.count("corrupt")) == (0, 1)
 
 
 def test_a_store_that_is_late_is_given_up_and_its_slot_comes_back_when_it_ends(
@@ -231,7 +231,7 @@ def test_a_store_that_is_late_is_given_up_and_its_slot_comes_back_when_it_ends(
     one.store.gate.set()
     assert codes(one.heard()) == [RELEASED]
     assert one.breaker.state == "open", "what comes too late does not say that it is well"
-    assert (one.count("failed"), one.count("skipped")) == (1, 1)
+    assert (one.count("error"), one.count("unavailable")) == (1, 1)
 
 
 def test_after_a_while_one_tries_again_and_then_all(side: Callable[..., Side]) -> None:

@@ -101,7 +101,7 @@ def test_nobody_waits_for_a_store_that_hangs_and_what_is_too_much_is_dropped() -
     side.store.gate.clear()
     for number in range(10):
         side.writer.save_caches(output(f"{number}"))
-    assert side.count("drops_total", "queue_full") == 6
+    assert side.count("drops_total", "full") == 6
     assert side.count("queued_bytes") == 4 * SPEC.nbytes
     side.store.gate.set()
     side.until("writes_total", 4)
@@ -110,7 +110,7 @@ def test_nobody_waits_for_a_store_that_hangs_and_what_is_too_much_is_dropped() -
 
 
 @pytest.mark.parametrize(
-    ("error", "reason"), [(StoreError("gone"), "failed"), (StoreFullError("full"), "store_full")]
+    ("error", "reason"), [(StoreError("gone"), "error"), (StoreFullError("full"), "full")]
 )
 def test_a_store_that_takes_nothing_is_left_alone(error: StoreError, reason: str) -> None:
     side = Side(MemoryStore())
@@ -123,7 +123,7 @@ def test_a_store_that_takes_nothing_is_left_alone(error: StoreError, reason: str
     for number in range(5):
         side.writer.save_caches(output(f"{number}"))
     side.close()
-    assert side.count("drops_total", "skipped") == 5
+    assert side.count("drops_total", "unavailable") == 5
     assert side.store.asked == 1
 
 
@@ -142,6 +142,6 @@ def test_an_output_that_cannot_be_copied_costs_no_other() -> None:
     side.until("writes_total", 1)
     assert key("cat") in side.store.entries and key("lost") not in side.store.entries
     side.writer.save_caches(output("odd", to_host=odd))
-    side.until("drops_total", 2, "failed")
+    side.until("drops_total", 2, "error")
     side.close()
     assert not any(each.name == "epd-store-writer" for each in threading.enumerate())
