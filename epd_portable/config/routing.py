@@ -50,7 +50,7 @@ def _check_url(url: str) -> str:
     return url
 
 
-Network = Annotated[str, AfterValidator(_check_network)]
+_Network = Annotated[str, AfterValidator(_check_network)]
 MAX_ENCODERS = 2
 """Encoders tried for one item before the PD instance encodes it itself."""
 
@@ -185,7 +185,7 @@ class RouterSection(Section):
     admission: AdmissionSection = AdmissionSection()
     idle_timeout_s: Seconds = 600.0
     drain_s: Seconds = 30.0
-    instance_networks: list[Network] = Field(default=["loopback", "private"])
+    instance_networks: list[_Network] = Field(default=["loopback", "private"])
 
     @model_validator(mode="after")
     def _files_and_sizes_fit(self) -> RouterSection:

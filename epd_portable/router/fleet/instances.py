@@ -39,7 +39,7 @@ FEW = 16
 PROBES_UNTIL_DOWN = 3
 """Failed probes in a row after which an instance is down: a busy one may miss one."""
 
-State = Literal["joining", "up", "down", "draining"]
+InstanceState = Literal["joining", "up", "down", "draining"]
 """``joining``: healthy, but not warmed up yet. ``draining``: gets nothing more."""
 Failure: TypeAlias = Fault | Literal["error"]
 """How a request failed; ``error`` is a 5xx answer."""
@@ -186,7 +186,7 @@ class Instance:
         self._shown: tuple[object, ...] = ()
 
     @property
-    def state(self) -> State:
+    def state(self) -> InstanceState:
         """What it is to this router."""
         if self.draining:
             return "draining"

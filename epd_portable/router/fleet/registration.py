@@ -19,6 +19,7 @@ from epd_portable.config.secret import Secret, SignatureCheck
 from epd_portable.delivery.replies import Reply, json_reply
 from epd_portable.errors import ConfigError, RequestError
 from epd_portable.log import say_failure
+from epd_portable.media.addresses import Address, Network
 from epd_portable.router.fleet.control import ControlChannels
 from epd_portable.router.fleet.health_probes import HealthProbes
 from epd_portable.router.fleet.instances import MAX_INSTANCES, Fleet, Instance
@@ -37,8 +38,6 @@ FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 5.0
 """Between two warm-ups of an instance that is lost in the middle of them."""
 
-Address = ipaddress.IPv4Address | ipaddress.IPv6Address
-Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 _NETWORKS: Mapping[str, tuple[str, ...]] = {
     "loopback": ("127.0.0.0/8", "::1/128"),
     "private": ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "fc00::/7"),

@@ -62,7 +62,7 @@ Rung = Literal[
 ]
 """What is done when something has gone wrong, see `epd_portable.router.ladder.LADDER`."""
 
-Stage = Literal["prefill", "answer"]
+LegStage = Literal["prefill", "answer"]
 
 Topology = Literal["text", "epd", "e+pd", "ep+d", "e+p+d", "p+d"]
 """Who did what of a request, ``+`` between instances.
@@ -136,7 +136,7 @@ class Leg:
         traceparent: Sent along, where requests are traced.
     """
 
-    stage: Stage
+    stage: LegStage
     instance: str
     began_at: float
     ended_at: float = 0.0
@@ -262,7 +262,7 @@ class RequestRecord:
         for item, other in zip(items, renamed, strict=True):
             self._named[other.mm_hash] = self._named[item.mm_hash]
 
-    def leg(self, stage: Stage, instance: str) -> Leg:
+    def leg(self, stage: LegStage, instance: str) -> Leg:
         """Note that an instance is asked; it lasts as long as the ``with`` statement."""
         leg = Leg(stage, instance, time.monotonic())
         self.legs.append(leg)
