@@ -66,15 +66,10 @@ class Transfer:
     """One transfer to this instance.
 
     Attributes:
-        transfer_id: Unique name.
-        item: The item that it delivers.
         encoder: Instance that was asked first, for the log.
         deadline_s: When it has failed.
         writer: The announced attempt.
-        producer: The writer's end.
         grant: The slot that the writer was granted.
-        granted_s: When that was.
-        lease_end_s: When the grant ends.
         asked: A request waits for it; ``False`` if it was accepted before its request.
         refused: Answers to attempts that were refused.
     """
@@ -174,9 +169,7 @@ class ConsumerSession:
 
     Args:
         send: Sends a message to a ZMQ identity.
-        events: See `TransferEvents`.
         choose: Returns the path for a producer, see `PathChooser`.
-        fingerprint: See `PeerDescriptor`.
         vouched: Returns whether the router wants an announced transfer, whose request is to come.
         is_gone: Returns whether a producer's process has certainly ended.
         fence: Lets writes through to leased slots only.

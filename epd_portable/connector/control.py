@@ -189,9 +189,6 @@ class ControlServer:
     """The consumer's end.
 
     Args:
-        address: ZMQ address to listen on.
-        session: See `new_session`.
-        keys: Of the deployment.
         inbox: For datagrams of producers on this host; its owner closes it, later.
 
     Raises:
@@ -281,10 +278,6 @@ class ControlClients:
     """The producer's end: a connection to each consumer.
 
     For one thread at a time, except that another one may `wait`, and any may `wake`.
-
-    Args:
-        session: See `new_session`.
-        keys: Of the deployment.
     """
 
     def __init__(self, session: str, keys: CurveKeys) -> None:

@@ -40,7 +40,6 @@ class QueuedCopy:
         ends: Both ends of the copy; they live as long as this.
         copied: Event behind the copy.
         deadline_s: End of the lease on ``clock``.
-        clock: Monotonic seconds.
         ended: Called once, when the copy has ended, well or not.
     """
 
@@ -82,7 +81,6 @@ class DeviceCopies:
     """One worker's device, as transports use it; for threads whose current device it is.
 
     Args:
-        platform: Of the worker.
         index: Of the device, among those that this process may see.
         clock: Clock of deadlines.
     """

@@ -132,9 +132,6 @@ class CurveGate:
 
     Args:
         socket: Will listen; set its ``MAXMSGSIZE`` before.
-        address: Where it will listen.
-        keys: Of the deployment.
-        name: Of the channel, for the log.
 
     Attributes:
         refused: Connections that were refused so far: no key, a wrong one, or no encryption.

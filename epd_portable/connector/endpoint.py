@@ -43,9 +43,6 @@ class ConsumerEndpoint:
     """Opens what a PD instance needs to receive, and closes it.
 
     Args:
-        config: Of the instance.
-        fingerprint: See `PeerDescriptor`.
-        pool_bytes: Size of the pool's memory.
         fence: Lets writes through to leased slots only.
         namespace: Of the store's entries that may be loaded.
 

@@ -30,7 +30,6 @@ class ReceivePool:
     number, so that a grant from before a restart is not taken for a new one.
 
     Args:
-        name: Name of the pool and of its file.
         capacity_bytes: Size; rounded down to the alignment.
         alignment_bytes: Offsets are multiples of it.
     """

@@ -41,8 +41,6 @@ class TransferOrder:
     """One item to deliver to one consumer.
 
     Attributes:
-        transfer_id: Unique name.
-        mm_hash: The engine's identifier of the item.
         consumer: ZMQ address of the consumer's control channel.
         tensor: Shape and dtype of the encoder's output.
         item_uuid: As in `epd_portable.wire.params.EncodeTransfer`.
@@ -68,11 +66,6 @@ class Write:
     """Asks the caller to write an item and to call `ProducerSession.write_done` or `write_failed`.
 
     Attributes:
-        transfer_id: The transfer.
-        mm_hash: Item to write.
-        slot: Where.
-        path: Transport.
-        address: For the transport.
         deadline_s: End of the lease on the session's clock.
     """
 
@@ -89,7 +82,6 @@ class Finished:
     """A transfer ended.
 
     Attributes:
-        transfer_id: The transfer.
         mm_hash: Its item, whose output may be freed.
         problem: Empty if the consumer has the item or does not need it.
     """

@@ -51,7 +51,6 @@ class PathEntry:
         transport: ``module:class`` of the encode side; imported when the path is first used.
         receiver: The same for the consumer's end; empty if none is needed.
         in_worker: Rank 0's worker of the consumer opens the receiving end, not its scheduler.
-        capabilities: See `TransportCapabilities`.
         summary: Half a sentence for people.
         library: Module that must be installed.
         extra: Extra of this package that installs the library.
@@ -197,12 +196,7 @@ def entry(name: str) -> PathEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refused:
-    """A path that was not taken.
-
-    Attributes:
-        path: Its name.
-        reason: Why.
-    """
+    """A path that was not taken."""
 
     path: str
     reason: str

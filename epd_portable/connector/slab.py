@@ -53,11 +53,6 @@ class Slab:
 class DeviceSlab(Slab):
     """A slab of this process.
 
-    Args:
-        copies: Of the worker's device.
-        nbytes: Size.
-        session: Of this process.
-
     Raises:
         CapacityError: The device has no room for it.
     """

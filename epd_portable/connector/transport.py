@@ -150,7 +150,6 @@ class ReceivingEnd:
     Attributes:
         memory: Returns the memory of slots. A worker calls it when the first item comes: the
             scheduler makes the pool's file after its workers.
-        platform: Name of the instance's platform.
         host: Address of this machine to listen on.
         data_address: ZMQ address for ``tcp``.
         fence: In the scheduler's process lets writes to leased slots through, in a worker writes to

@@ -41,9 +41,7 @@ class Publication(msgspec.Struct, frozen=True):
     """What rank 0 has opened.
 
     Attributes:
-        session: See `new_session`.
         slab: Address of the device memory for slots; empty where there is none.
-        paths: Its paths, with their addresses.
     """
 
     session: str
@@ -80,8 +78,6 @@ class WorkerEndpoint:
     """One worker's way to the slots of its instance.
 
     Args:
-        config: Of the instance.
-        copies: Of the worker's device.
         rank: Of the worker in its instance; 0 receives for all.
 
     Raises:

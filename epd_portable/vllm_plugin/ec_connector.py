@@ -528,12 +528,7 @@ class PDWorker(WorkerConnector):
         return endpoint.slab_bytes
 
     def encode_in_background(self, model: Any, device: torch.device) -> None:
-        """Encode items between the steps, where that is possible.
-
-        Args:
-            model: vLLM's, loaded.
-            device: Of the worker.
-        """
+        """Encode items between the steps, where that is possible."""
         if self._in_background:
             self._background = BackgroundEncoder(
                 lambda item: compat.encode(model, item.modality, item.media, device),

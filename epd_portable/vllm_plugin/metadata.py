@@ -25,9 +25,6 @@ class ItemMetadata:
     An item that the engine's front end has cached may arrive without data, so the fields of the
     latest `MAX_REMEMBERED` items are kept. The model's processor is loaded here, before the engine
     is ready.
-
-    Args:
-        vllm_config: Of the engine.
     """
 
     def __init__(self, vllm_config: VllmConfig) -> None:

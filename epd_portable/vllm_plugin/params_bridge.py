@@ -20,11 +20,7 @@ _OUT_OF_ENGINE = "kv_transfer_params"
 
 
 class ParamsMiddleware:
-    """Moves the field of JSON requests and answers to where the server carries it.
-
-    Args:
-        app: vLLM's application.
-    """
+    """Moves the field of JSON requests and answers to where the server carries it."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -26,7 +26,6 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     Attributes:
         protocol: Version of the sender.
         session: Identifies one life of the sending process.
-        body: The message.
     """
 
     protocol: int

@@ -88,7 +88,6 @@ class Announce(Message, frozen=True, kw_only=True, tag="announce"):
     """Encode → PD: this item is being encoded for you.
 
     Attributes:
-        mm_hash: The engine's identifier of the item.
         tensor: What will be written.
         producer: The announcing end.
         item_uuid: As in `epd_portable.wire.params.EncodeTransfer`.
@@ -107,7 +106,6 @@ class Grant(Message, frozen=True, kw_only=True, tag="grant"):
 
     Attributes:
         slot: Range of the receive pool.
-        path: Name of the transport.
         address: See `PathEndpoint.address`.
         lease_s: Seconds from the arrival of this message within which the write must have ended.
     """
@@ -147,9 +145,6 @@ class Abort(Message, frozen=True, kw_only=True, tag="abort"):
 
     The encode side stops writing and answers `Nack` with `NackCode.RELEASED`; until then the slot
     is not granted again.
-
-    Attributes:
-        reason: For the log.
     """
 
     reason: str
@@ -174,11 +169,7 @@ class Nack(Message, frozen=True, kw_only=True, tag="nack"):
 
 
 class EncodeFailed(Message, frozen=True, kw_only=True, tag="encode_failed"):
-    """Router → PD: no encoder will deliver this item; take the next fallback.
-
-    Attributes:
-        reason: For the log.
-    """
+    """Router → PD: no encoder will deliver this item; take the next fallback."""
 
     reason: str
 

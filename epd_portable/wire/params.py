@@ -48,7 +48,6 @@ class EncodedItem(msgspec.Struct, frozen=True, kw_only=True):
     """Encode instance → router: what a PD instance must know of an item in place of its media.
 
     Attributes:
-        mm_hash: The engine's identifier.
         modality: The engine's: ``image``, ``video`` or ``audio``.
         metadata: Fields that size the item's place in the prompt, such as Qwen-VL's
             ``image_grid_thw``. Empty if the model's items cannot be sent without their media;
@@ -64,7 +63,6 @@ class EncodeOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """What the response of an encode instance carries in ``ec_transfer_params``.
 
     Attributes:
-        instance: Name of the answering instance.
         items: Distinct items of the request.
         namespace: Namespace of its entries in the store; empty without one.
     """
@@ -114,12 +112,10 @@ class ItemOutcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """PD instance → router and client: where one item came from.
 
     Attributes:
-        mm_hash: The engine's identifier.
         source: ``transfer`` (written by an encode instance), ``encoder_cache`` (already there),
             ``prefix_cache`` (covered by cached KV), ``local`` (encoded by the PD instance) or
             ``store`` (loaded from the store).
         encoder: Instance that encoded it, if it was transferred.
-        path: Transfer path.
         nbytes: Bytes transferred or loaded.
         wait_ms: From the arrival of the request to the item's.
         transfer_ms: From the grant to *written*.
@@ -138,7 +134,6 @@ class PrefillOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """What a PD response carries in ``ec_transfer_params``.
 
     Attributes:
-        instance: Name of the answering instance.
         items: Distinct items, in the order of the prompt.
         mm_inputs_done: Places of items whose tokens were all computed when the request ended.
         mm_inputs_total: Places of items in the prompt.

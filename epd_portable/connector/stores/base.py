@@ -28,9 +28,7 @@ class Entry:
         key: See `epd_portable.connector.stores.entry.Seal.key`.
         head: Sealed.
         payload: Contiguous bytes, read until the call returns and not copied before.
-        mm_hash: The engine's identifier.
         dtype: Of the payload; a key of `epd_portable.wire.descriptors.DTYPE_BYTES`.
-        shape: Of the payload.
     """
 
     key: str

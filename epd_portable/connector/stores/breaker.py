@@ -23,7 +23,6 @@ class Breaker:
     Args:
         first_s: First time of being open.
         longest_s: Longest time of being open.
-        clock: Monotonic seconds.
         chance: Returns a number from 0 to 1, for jitter.
     """
 

@@ -33,9 +33,7 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     """Description of an entry.
 
     Attributes:
-        format: Version of this format.
         key: The entry's key; under another one the entry is invalid.
-        mm_hash: The engine's identifier of the item.
         modality: As in `epd_portable.wire.params.EncodedItem`.
         metadata: As there.
         tensor: Shape and dtype of the payload.
@@ -88,9 +86,6 @@ class Seal:
 
     Keys differ by deployment and by what its engines serve, so that entries of others are never
     found; heads and payloads have authentication codes that only holders of the secret can make.
-
-    Args:
-        secret: Of the deployment.
 
     Raises:
         ConfigError: The library that seals is not installed.

@@ -65,9 +65,6 @@ class _Found:
 class FileStore(Store):
     """See `Store`.
 
-    Args:
-        section: Of the configuration.
-
     Attributes:
         takes_examples: Entries of vLLM's ``ECExampleConnector`` are accepted, see `example`.
     """

@@ -68,10 +68,7 @@ class _Load:
     """An item to load.
 
     Attributes:
-        transfer_id: Its transfer.
         attempt: The loader's number for it.
-        key: Of the entry.
-        mm_hash: The engine's identifier.
         tensor: Shape and dtype that the entry must have.
         slot: Once granted.
         deadline_s: When it has taken too long; once granted.
@@ -94,17 +91,11 @@ class StoreLoader:
     """Fills slots from a store.
 
     Args:
-        store: The store.
-        seal: Of the deployment.
-        peer: Of the instance that loads.
         namespace: Of the engine, see `Seal.namespace`.
-        memory: Of slots.
         timeout_s: Longest time from the grant of a slot to its *written*.
         wake: Has the receiver take its turn.
         digest: Returns the digest for *written*; empty for no check.
         breaker: Opens when the store does not answer.
-        metrics: Default: not exposed.
-        clock: Monotonic seconds.
     """
 
     def __init__(

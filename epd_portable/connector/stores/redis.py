@@ -145,9 +145,6 @@ class RawReply:
 class RedisStore(Store):
     """See `Store`.
 
-    Args:
-        section: Of the configuration.
-
     Raises:
         ConfigError: The library is not installed, or a configured file cannot be read.
     """

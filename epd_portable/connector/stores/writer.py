@@ -41,10 +41,8 @@ class Output:
     Attributes:
         item_uuid: As in `epd_portable.wire.params.EncodeTransfer`.
         kind: The router's modality; with `item_uuid` it makes the key.
-        mm_hash: The engine's identifier.
         modality: As in `epd_portable.wire.params.EncodedItem`.
         metadata: As there.
-        tensor: Its shape and dtype.
         nbytes: Bytes that it holds until it is written.
         to_host: Returns its bytes, ``(nbytes,)`` uint8 on CPU; blocks, and may raise an `EPDError`.
     """
@@ -74,12 +72,9 @@ class StoreWriter:
     """Writes outputs in a thread; never blocks its callers.
 
     Args:
-        store: The store.
-        seal: Of the deployment.
         namespace: Of the engine, see `Seal.namespace`.
         queue_bytes: Most bytes that wait; outputs beyond are dropped.
         breaker: Opens when a write fails.
-        metrics: Default: not exposed.
     """
 
     def __init__(

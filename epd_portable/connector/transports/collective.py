@@ -263,8 +263,6 @@ class CollectiveReceiver(PathReceiver):
 
     Args:
         memory: See `ReceivingEnd.memory`.
-        copies: Of the worker's device.
-        host: Address to listen on.
         fence: Refuses writes to revoked slots.
 
     Raises:

@@ -117,7 +117,6 @@ class _Engine:
 
     Args:
         host: Address at which the other end reaches this one.
-        protocol: See `protocol_of`.
         reached: Other hosts connect to it; otherwise they cannot.
 
     Raises:
@@ -397,9 +396,7 @@ class MooncakeReceiver(PathReceiver):
     """Registers the pool for producers; the engine's own threads do the rest.
 
     Args:
-        memory: The pool's memory.
         host: Address that producers reach this machine at.
-        platform: Of the instance.
 
     Raises:
         ConfigError: Mooncake is not installed.

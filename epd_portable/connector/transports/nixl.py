@@ -239,7 +239,6 @@ class NixlReceiver(PathReceiver):
     """Registers the pool for producers, and makes progress while any slot is leased.
 
     Args:
-        memory: The pool's memory.
         fence: Knows whether any slot is leased.
 
     Raises:

@@ -175,10 +175,8 @@ class TcpReceiver(PathReceiver):
     """Copies arriving chunks into the pool, in a thread of the consumer's scheduler process.
 
     Args:
-        memory: The pool's memory.
         bind: ZMQ address to listen on, for example ``tcp://127.0.0.1:9301``.
         fence: Lets writes through to leased slots only.
-        keys: Of the deployment.
 
     Raises:
         TransportError: The address cannot be bound.
