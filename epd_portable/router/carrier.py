@@ -80,6 +80,6 @@ class Carrier(Protocol):
             out: Takes the answer.
 
         Raises:
-            Failed: There is no answer, or only a part of it.
+            RequestFailure: There is no answer, or only a part of it.
             RequestError: The same, and nothing can be done about it.
         """

@@ -1,4 +1,4 @@
-"""One item's way to a PD instance: an encode job, and the rungs under it."""
+"""One item's way to a PD instance: an encode job, and its fallbacks."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import msgspec
 from epd_portable.config.routing import MAX_ENCODERS
 from epd_portable.config.secret import Secret
 from epd_portable.delivery.elastic import EncodeTimes
+from epd_portable.delivery.fallbacks import RequestPhase, RetryBudget
 from epd_portable.log import trace
 from epd_portable.router.chooser import Choosing
 from epd_portable.router.contents.body import CHAT_PATH, Call, size
@@ -25,11 +26,11 @@ from epd_portable.router.contents.media import MediaItem
 from epd_portable.router.fleet.control import ControlChannels, Inbox
 from epd_portable.router.fleet.instances import Instance, Use, WentDownError, while_up
 from epd_portable.router.http.upstream import Upstream
-from epd_portable.router.http.upstream_connection import Fault, UpstreamError
-from epd_portable.router.ladder import Point, RetryBudget, Trouble, descend
-from epd_portable.router.observability.record import ItemEnd, JobEnd, JobRecord, RequestRecord, Rung
+from epd_portable.router.http.upstream_connection import UpstreamError
+from epd_portable.router.observability.record import JobRecord, RequestRecord
 from epd_portable.router.settings import RouterSettings
 from epd_portable.router.store import StoredItem, StoreLookup
+from epd_portable.wire.outcomes import FailureKind, Fallback, ItemResult
 from epd_portable.wire.params import EncodedItem, EncodeOutcome, EncodeTransfer, ExpectedTransfer
 
 logger = logging.getLogger(__name__)
@@ -83,15 +84,13 @@ class EncodeFailure:
     """Why an item was not encoded.
 
     Attributes:
-        trouble: What went wrong.
+        kind: What went wrong.
         reason: For the log.
-        end: Of the job that was the last.
         full_for_s: The encoder has room again after about this long.
     """
 
-    trouble: Trouble
+    kind: FailureKind
     reason: str
-    end: JobEnd = "error"
     full_for_s: float = 0.0
 
 
@@ -199,7 +198,7 @@ class Deliverer:
             one.record.end_item(delivery.item, "cancelled")
             raise
         except Exception as error:
-            one.tell(delivery, EncodeFailure(trouble=Trouble.ENCODER_FAILED, reason=repr(error)))
+            one.tell(delivery, EncodeFailure(kind=FailureKind.ERROR, reason=repr(error)))
             raise
         if not isinstance(outcome, EncodeFailure):
             one.record.end_item(delivery.item, outcome)
@@ -212,8 +211,8 @@ class Deliverer:
 
     async def _try_encoders(
         self, delivery: Delivery, index: int, one: Attempt
-    ) -> ItemEnd | EncodeFailure:
-        """Go down the ladder until the item is encoded, not needed, or the PD instance's to encode.
+    ) -> ItemResult | EncodeFailure:
+        """Try encoders until the item is encoded, not needed, or the PD instance's to encode.
 
         Returns:
             What became of it, or why no encoder brings it.
@@ -225,10 +224,9 @@ class Deliverer:
             if not refusal or one.over.is_set():
                 return "stored"
             encoder = one.choosing.choose_encoder(delivery.item, ())
-            rungs: tuple[Rung, ...] = ("from_encoder",) if encoder else ()
-            descend(Trouble.NOT_STORED, Point.ENCODING, rungs, one.record)
+            _note(one, FailureKind.MISSING, encoder)
             if encoder is None:
-                return EncodeFailure(trouble=Trouble.NO_ENCODER, reason=refusal)
+                return EncodeFailure(kind=FailureKind.UNAVAILABLE, reason=refusal)
             one.awaited += 1
         assert encoder is not None, "a delivery has an encoder, or an entry of the store"
         failed: list[str] = []
@@ -245,11 +243,11 @@ class Deliverer:
                     failure = await _lost_before_answer(delivery, encoder, one)
             if failure is None:
                 first = delivery.encoder in (encoder, None)
-                return "encoded" if first else "other_encoder"
+                return "encoded" if first else "retried"
             if one.over.is_set():
                 return "not_needed"
             one.choosing.note_not_encoded(delivery.item, encoder)
-            is_full = failure.trouble is Trouble.ENCODER_FULL
+            is_full = failure.kind is FailureKind.FULL
             logger.log(
                 logging.INFO if is_full else logging.WARNING,
                 "transfer %s: encoder %s: %s",
@@ -263,20 +261,19 @@ class Deliverer:
                 failed.append(encoder.name)
             another = None
             # No other encoder can do more with an item at fault.
-            refused = failure.trouble is Trouble.ITEM_REFUSED
+            refused = failure.kind is FailureKind.REFUSED
             if not refused and len(failed) < MAX_ENCODERS and time.monotonic() < deadline:
                 another = one.choosing.choose_encoder(delivery.item, [*failed, *full])
                 if another is None and full and min(full.values()) < deadline:
                     another = await self._first_with_room(delivery, one, failed, full)
                     if one.over.is_set():
                         return "not_needed"
-                if another is not None and not is_full and not self._retries.take():
+                if another is not None and not is_full and not self._retries.spend():
                     another = None
-            next_rungs: tuple[Rung, ...] = ("encoder_full", "other_encoder") if another else ()
-            descend(failure.trouble, Point.ENCODING, next_rungs, one.record)
+            _note(one, failure.kind, another)
             if another is None:
                 tried = _tried(failed, full, failure)
-                return EncodeFailure(trouble=failure.trouble, reason=tried)
+                return EncodeFailure(kind=failure.kind, reason=tried)
             encoder = another
 
     def _turn(self, one: Attempt, *, again: bool) -> AbstractAsyncContextManager[None]:
@@ -299,10 +296,10 @@ class Deliverer:
     ) -> EncodeFailure | None:
         """Run one encode job, and note it; return why it failed, or ``None``."""
         job = one.record.job(delivery.item, encoder.name, size(delivery.body))
-        end: JobEnd = "cancelled"
+        end = "cancelled"
         try:
             failure = await self._run(delivery, index, encoder, one, job, deadline)
-            end = "encoded" if failure is None else failure.end
+            end = "encoded" if failure is None else failure.kind.value
             return failure
         finally:
             one.record.end_job(delivery.item, job, end)
@@ -336,15 +333,15 @@ class Deliverer:
                     timeout_s=max(limit_s, 0.001),
                 )
         except WentDownError as error:
-            return EncodeFailure(trouble=Trouble.ENCODER_FAILED, reason=str(error), end="lost")
+            return EncodeFailure(kind=FailureKind.LOST, reason=str(error))
         except UpstreamError as error:
-            if error.fault is not Fault.SILENT or limit_s >= self._settings.encode_job_s:
-                # Who has had less than its time is not to blame.
-                encoder.failed(error.fault)
-            if error.fault is not Fault.SILENT:
-                return EncodeFailure(trouble=Trouble.ENCODER_FAILED, reason=str(error), end="lost")
+            if error.kind is not FailureKind.TIMEOUT or limit_s >= self._settings.encode_job_s:
+                # One that had less than its time is not to blame.
+                encoder.failed(error.kind)
+            if error.kind is not FailureKind.TIMEOUT:
+                return EncodeFailure(kind=FailureKind.LOST, reason=str(error))
             reason = f"no answer within {time.monotonic() - started:.1f} s"
-            return EncodeFailure(trouble=Trouble.ENCODER_FAILED, reason=reason, end="timeout")
+            return EncodeFailure(kind=FailureKind.TIMEOUT, reason=reason)
         if status < 300:
             now = time.monotonic()
             # Until it had answered the job before, it did not work on this one.
@@ -358,16 +355,15 @@ class Deliverer:
         if status == 429:
             encoder.answered()
             return EncodeFailure(
-                trouble=Trouble.ENCODER_FULL,
+                kind=FailureKind.FULL,
                 reason=reason,
-                end="full",
                 full_for_s=_retry_after_s(given),
             )
         if status >= 500:
-            encoder.failed("error")
-            return EncodeFailure(trouble=Trouble.ENCODER_FAILED, reason=reason)
+            encoder.failed(FailureKind.ERROR)
+            return EncodeFailure(kind=FailureKind.ERROR, reason=reason)
         encoder.answered()
-        return EncodeFailure(trouble=Trouble.ITEM_REFUSED, reason=reason, end="refused")
+        return EncodeFailure(kind=FailureKind.REFUSED, reason=reason)
 
     async def _ask_for_local_encoding(self, delivery: Delivery, reason: str, one: Attempt) -> None:
         """Repeat the message until the answer begins.
@@ -454,11 +450,17 @@ def read_item(body: bytes) -> EncodedItem | EncodeFailure:
         outcome = msgspec.json.decode(body, type=_EncodeAnswer).ec_transfer_params
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         reason = f"its answer cannot be read: {str(error)!r}"
-        return EncodeFailure(trouble=Trouble.NO_METADATA, reason=reason)
+        return EncodeFailure(kind=FailureKind.MISSING, reason=reason)
     if outcome is None or not outcome.items:
         reason = "its answer says nothing of the item"
-        return EncodeFailure(trouble=Trouble.NO_METADATA, reason=reason)
+        return EncodeFailure(kind=FailureKind.MISSING, reason=reason)
     return outcome.items[0]
+
+
+def _note(one: Attempt, kind: FailureKind, another: Instance | None) -> None:
+    """Note what is done about an item that was not encoded."""
+    possible: tuple[Fallback, ...] = ("retried",) if another else ()
+    one.record.fall_back(RequestPhase.ENCODE, kind, possible)
 
 
 async def _refused_by_store(delivery: Delivery, stored: StoredItem, one: Attempt) -> str:
@@ -492,10 +494,9 @@ async def _lost_before_answer(
         if one.over.is_set():
             return None
         if refusal.done():
-            reason = f"refused: {refusal.result().detail!r}"
-        else:
-            reason = f"went down: {encoder.reason}"
-        return EncodeFailure(trouble=Trouble.ENCODER_FAILED, reason=reason)
+            detail = refusal.result().detail
+            return EncodeFailure(kind=FailureKind.ERROR, reason=f"refused: {detail!r}")
+        return EncodeFailure(kind=FailureKind.LOST, reason=f"went down: {encoder.reason}")
     finally:
         for waiting in (down, refusal, done):
             waiting.cancel()

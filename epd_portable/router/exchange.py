@@ -1,7 +1,7 @@
 """One client request across the instances: read → plan → encode jobs and request at once → relay.
 
-`Exchange.serve` is the whole story of a request. What goes wrong on the way is a `Trouble` at a
-`Point`, and the table in `ladder` says what is done then.
+`Exchange.serve` is the whole story of a request. What fails on the way is a `FailureKind` in a
+`RequestPhase`, and the table in `epd_portable.delivery.fallbacks` says what is done then.
 """
 
 from __future__ import annotations
@@ -17,6 +17,11 @@ import msgspec
 from epd_portable.config.roles import TAKES_ITEMS, TAKES_KV
 from epd_portable.config.secret import Secret
 from epd_portable.delivery.elastic import sooner_here
+from epd_portable.delivery.fallbacks import (
+    RequestFailure,
+    RequestPhase,
+    RetryBudget,
+)
 from epd_portable.delivery.replies import Reply, unavailable
 from epd_portable.errors import RequestError
 from epd_portable.log import say_failure, trace
@@ -41,10 +46,9 @@ from epd_portable.router.fleet.instances import Fleet, Instance, WentDownError, 
 from epd_portable.router.hops import HopChoosing
 from epd_portable.router.http.events import EVENTS, WholeEvents, failed_stream, first_event
 from epd_portable.router.http.upstream import Upstream
-from epd_portable.router.http.upstream_connection import Fault, InstanceAnswer, UpstreamError
-from epd_portable.router.ladder import Failed, Point, RetryBudget, Trouble, descend
+from epd_portable.router.http.upstream_connection import InstanceAnswer, UpstreamError
 from epd_portable.router.observability.metrics import Metrics
-from epd_portable.router.observability.record import RequestRecord, Rung
+from epd_portable.router.observability.record import RequestRecord
 from epd_portable.router.prefill import (
     MAX_PREFILLS,
     Prefill,
@@ -55,6 +59,7 @@ from epd_portable.router.prefill import (
 from epd_portable.router.settings import RouterSettings
 from epd_portable.router.store import StoredItem, StoreLookup
 from epd_portable.wire.messages import NackCode
+from epd_portable.wire.outcomes import FailureKind, Fallback
 from epd_portable.wire.params import EncodedItem, PrefillOutcome, PrefillParams
 
 logger = logging.getLogger(__name__)
@@ -64,6 +69,7 @@ MAX_PD_ATTEMPTS = 2
 """Times that one request is sent: one that kills its instance must not walk over them all."""
 ANSWER_HEADERS = ("content-type", "retry-after", "endpoint-load-metrics")
 """Headers of an instance's answer that clients get."""
+_CONNECTION_LOST = (FailureKind.LOST, FailureKind.UNREACHABLE)
 _OUTCOME = b'"ec_transfer_params"'
 _MAX_HELD_BYTES = 1 << 20
 """The longest part of an answer that is buffered until the rest of it is there."""
@@ -163,7 +169,7 @@ class Exchange:
         """
         record = out.record
         record.has(call.items)
-        self._retries.request()
+        self._retries.count_request()
         carrier = carrier or self
         choosing = self._chooser.start_selection(call, headers, out.explanation)
         if out.named is not None:
@@ -186,39 +192,45 @@ class Exchange:
                         sent = leg.headers(headers)
                         await self._try(carrier, prefilled, plan, choosing, sent, out)
                 return
-            except Failed as failed:
+            except RequestFailure as failed:
                 if out.gone:
                     # Both came at once, and this one was heard of.
                     return
-                rung = descend(
-                    failed.trouble, failed.point, self._possible(failed, course, asked), record
-                )
-                logger.warning("request %s: %s (%s)", headers["x-request-id"], failed, rung)
-                if not self._again(rung, failed, course, asked, out):
-                    await self._end(failed, rung, out)
+                possible = self._possible(failed, course, asked)
+                fallback = record.fall_back(failed.phase, failed.kind, possible)
+                logger.warning("request %s: %s (%s)", headers["x-request-id"], failed, fallback)
+                if not self._go_on(fallback, failed, course, asked, out):
+                    await self._end(failed, fallback, out)
                     return
 
-    def _again(
-        self, rung: Rung, failed: Failed, course: _Course, asked: str, out: Outgoing
+    def _go_on(
+        self,
+        fallback: Fallback,
+        failed: RequestFailure,
+        course: _Course,
+        asked: str,
+        out: Outgoing,
     ) -> bool:
-        """Have ``course`` go on at a rung, and tell whether it does."""
-        if rung == "local_prefill":
-            course.prefills += [""] * MAX_PREFILLS
-        elif rung == "pd_again":
+        """Prepare the next try, and return whether there is one."""
+        if failed.phase is RequestPhase.PREFILL:
+            # The instance that failed is noted where it was asked.
+            if fallback == "local":
+                course.prefills += [""] * MAX_PREFILLS
+        elif fallback == "retried":
             course.tried.append(asked)
-            course.lost = failed.trouble is Trouble.PD_LOST
-        elif rung == "original_media":
+            course.lost = failed.kind in _CONNECTION_LOST
+        elif fallback == "original_media":
             renamed = course.call.renamed()
             course.record.rename(course.call.items, renamed.items)
             course.call, course.metadata_only = renamed, False
-        elif rung == "without_items":
+        elif fallback == "left_out":
             for item in course.call.items:
                 if item.mm_hash in failed.items:
                     course.record.end_item(item, "left_out")
             course.call = course.call.without(failed.items)
             out.left_out += len(failed.items)
         else:
-            return rung == "prefill_again"
+            return False
         return True
 
     def _plan(self, carrier: Carrier, course: _Course) -> RequestPlan:
@@ -228,13 +240,14 @@ class Exchange:
         again.
 
         Raises:
-            Failed: There is no PD instance; or items go as metadata only, and one has no encoder.
+            RequestFailure: There is no PD instance; or items go as metadata only, and one has no
+                encoder.
         """
         pd = carrier.choose(course.choosing, course.tried)
         if pd is None and course.lost:
             pd = carrier.choose(course.choosing, ())
         if pd is None:
-            raise Failed(Trouble.NO_PD, Point.ASKED, self._why_no_pd())
+            raise RequestFailure(FailureKind.UNAVAILABLE, RequestPhase.ANSWER, self._why_no_pd())
         if pd.role not in TAKES_KV or not course.call.fields:
             return self._plan_items(course, pd)
         chosen, reason = where(
@@ -245,8 +258,8 @@ class Exchange:
             without=self._without_kv,
         )
         self._metrics.prefills.labels(reason).inc()
-        if reason == "none_usable":
-            descend(Trouble.NO_PREFILL, Point.PREFILLING, (), course.record)
+        if reason == "unavailable":
+            course.record.fall_back(RequestPhase.PREFILL, FailureKind.UNAVAILABLE)
         if chosen is None:
             return self._plan_items(course, pd)
         return RequestPlan(pd=pd, prefill=self._plan_items(course, chosen))
@@ -255,12 +268,12 @@ class Exchange:
         """Choose an encoder for every item that the store has not, if an instance takes any.
 
         Raises:
-            Failed: Items go as metadata only, and one has no encoder.
+            RequestFailure: Items go as metadata only, and one has no encoder.
         """
         call, choosing, record = course.call, course.choosing, course.record
         if pd.role not in TAKES_ITEMS:
             for item in call.items:
-                record.end_item(item, "by_role")
+                record.end_item(item, "local_first")
             return RequestPlan(pd=pd)
 
         def as_metadata(item: MediaItem) -> bool:
@@ -273,19 +286,21 @@ class Exchange:
         here, here_s = self._encoded_here(items, encoders, record, pd)
         for item in others if len(items) < len(others) else ():
             if item not in items:
-                record.end_item(item, "decided_here")
+                record.end_item(item, "local_first")
                 here_s += self._deliverer.times.of(item)
         for item, encoder in zip(items[here:], encoders[here:], strict=True):
             if encoder is None and as_metadata(item):
                 missing = [item.mm_hash]
-                message = "no encoder is healthy"
-                raise Failed(Trouble.NO_ENCODER, Point.ASKED, message, items=missing)
+                message = "no encoder is healthy; try again later"
+                raise RequestFailure(
+                    FailureKind.MISSING, RequestPhase.ANSWER, message, items=missing
+                )
             if encoder is None and not self._instances.of_duty("encode"):
-                record.end_item(item, "by_role")
+                record.end_item(item, "local_first")
                 continue
             if encoder is None:
-                record.end_item(item, "no_encoder")
-                descend(Trouble.NO_ENCODER, Point.ENCODING, (), record)
+                record.end_item(item, "local")
+                record.fall_back(RequestPhase.ENCODE, FailureKind.UNAVAILABLE)
                 continue
             transfer = new_transfer(item, pd, self._secret)
             job = call.for_encoder(item, transfer)
@@ -314,7 +329,7 @@ class Exchange:
         threshold = self._settings.elastic_threshold
         count, reason = sooner_here(times_s, asked, pd, threshold=threshold)
         for item in items[:count]:
-            record.end_item(item, "sooner_here")
+            record.end_item(item, "local_first")
             self._metrics.elastic.labels(reason).inc()
         return count, sum(times_s[:count])
 
@@ -326,7 +341,7 @@ class Exchange:
         Nothing is, if the request was refused.
 
         Raises:
-            Failed: There is no KV.
+            RequestFailure: There is no KV.
         """
         call = course.call
         if plan.prefill is None:
@@ -337,7 +352,7 @@ class Exchange:
             with out.record.leg("prefill", name) as leg:
                 sent = leg.headers(headers)
                 await self._try(stage, for_prefill(call), plan.prefill, course.choosing, sent, out)
-        except Failed as failed:
+        except RequestFailure as failed:
             course.prefills.append(name)
             raise as_prefill_failure(failed) from failed
         if stage.refusal is not None:
@@ -357,7 +372,7 @@ class Exchange:
         """Start the encode jobs and the request, and have the answer passed on.
 
         Raises:
-            Failed: There is no answer, or only a part of it.
+            RequestFailure: There is no answer, or only a part of it.
         """
         pd = plan.pd
         transfers = [each.transfer.transfer_id for each in plan.deliveries]
@@ -407,7 +422,8 @@ class Exchange:
                     raise
                 end_soon(jobs)
         except WentDownError as error:
-            raise Failed(Trouble.PD_LOST, point_of(out), f"instance {pd.name} {error}") from error
+            message = f"instance {pd.name} {error}"
+            raise RequestFailure(FailureKind.LOST, phase_of(out), message) from error
 
     def _start_jobs(self, one: Attempt) -> list[asyncio.Task[None]]:
         loop = asyncio.get_running_loop()
@@ -439,7 +455,7 @@ class Exchange:
         """Wait until encoders have said what the items are; by the names that these have here.
 
         Raises:
-            Failed: Of some item it cannot be obtained.
+            RequestFailure: Of some item it cannot be obtained.
         """
         told: dict[str, EncodedItem] = {}
         for delivery in one.deliveries:
@@ -448,9 +464,9 @@ class Exchange:
             answer = await one.told[delivery.transfer.transfer_id]
             missing = [delivery.item.mm_hash]
             if isinstance(answer, EncodeFailure):
-                refused = answer.trouble is Trouble.ITEM_REFUSED
-                trouble = Trouble.ITEM_REFUSED if refused else Trouble.NO_METADATA
-                raise Failed(trouble, Point.ASKED, answer.reason, items=missing)
+                refused = answer.kind is FailureKind.REFUSED
+                kind = FailureKind.REFUSED if refused else FailureKind.MISSING
+                raise RequestFailure(kind, RequestPhase.ANSWER, answer.reason, items=missing)
             if answer.metadata == {} and answer.modality not in self._without_metadata:
                 self._without_metadata.add(answer.modality)
                 logger.warning(
@@ -461,8 +477,10 @@ class Exchange:
                 )
             if not answer.metadata:
                 name = delivery.encoder.name if delivery.encoder else "the store"
-                message = f"{name} knows no metadata of an item"
-                raise Failed(Trouble.NO_METADATA, Point.ASKED, message, items=missing)
+                message = f"{name} knows no metadata of an item; try again later"
+                raise RequestFailure(
+                    FailureKind.MISSING, RequestPhase.ANSWER, message, items=missing
+                )
             told[delivery.item.mm_hash] = answer
         return told
 
@@ -508,13 +526,13 @@ class Exchange:
                 silent_s=self._settings.idle_timeout_s,
             )
         except UpstreamError as error:
-            raise _failed(pd, error, Point.ASKED) from error
+            raise _failed(pd, error, RequestPhase.ANSWER) from error
 
     async def _relay(self, call: Call, answer: InstanceAnswer, one: Attempt, out: Outgoing) -> int:
         """Pass an answer on, once it is known to be no 5xx; return the status that it has.
 
         Raises:
-            Failed: It is one, or it ended too early.
+            RequestFailure: It is one, or it ended too early.
         """
         pd = one.pd
         given = answer.headers
@@ -548,14 +566,14 @@ class Exchange:
             if events.is_complete:  # It was lost after its last word.
                 events.end()
                 return answer.status
-            raise _failed(pd, error, point_of(out)) from error
+            raise _failed(pd, error, phase_of(out)) from error
         one.begin()
         if reply.status >= 500:
-            pd.failed("error")
+            pd.failed(FailureKind.ERROR)
             await self.explain(one)
-            raise Failed(
-                Trouble.PD_FAILED,
-                Point.ASKED,
+            raise RequestFailure(
+                FailureKind.ERROR,
+                RequestPhase.ANSWER,
                 f"instance {pd.name} answered {reply.status}: {reply.body[:200]!r}",
                 reply,
             )
@@ -567,20 +585,20 @@ class Exchange:
         """Raise the reason why a PD instance failed, if it comes over the control channel.
 
         Raises:
-            Failed: It has come.
+            RequestFailure: It has come.
         """
         if one.deliveries and not one.inbox.nacks:
             await one.inbox.wait(self._settings.nack_grace_s)
         for nack in one.inbox.nacks:
             if nack.code is NackCode.TOO_LARGE:
-                raise Failed(Trouble.PD_TOO_LARGE, Point.ASKED, nack.detail)
+                raise RequestFailure(FailureKind.TOO_LARGE, RequestPhase.ANSWER, nack.detail)
         if one.inbox.nacks:
             refused = {nack.transfer_id for nack in one.inbox.nacks}
             missing = [
                 each.item.mm_hash for each in one.deliveries if each.transfer.transfer_id in refused
             ]
             detail = one.inbox.nacks[0].detail
-            raise Failed(Trouble.PD_UNAVAILABLE, Point.ASKED, detail, items=missing)
+            raise RequestFailure(FailureKind.MISSING, RequestPhase.ANSWER, detail, items=missing)
 
     def without_outcome(self, reply: Reply) -> Reply:
         """Count where the items came from; clients are told only where the settings say so."""
@@ -600,55 +618,57 @@ class Exchange:
             return reply
         return Reply(reply.status, reply.headers, msgspec.json.encode(fields))
 
-    def _possible(self, failed: Failed, course: _Course, asked: str) -> tuple[Rung, ...]:
-        """Return the rungs that depend on more than what went wrong and when."""
+    def _possible(
+        self, failed: RequestFailure, course: _Course, asked: str
+    ) -> tuple[Fallback, ...]:
+        """Return the fallbacks that depend on more than why and when it failed."""
         if course.metadata_only and self._settings.local_encode:
-            media: tuple[Rung, ...] = ("original_media",)
+            media: tuple[Fallback, ...] = ("original_media",)
         elif failed.items and course.call.takes_metadata and self._settings.partial_results:
-            media = ("without_items",)
+            media = ("left_out",)
         else:
             media = ()
-        again: tuple[Rung, ...] = ()
+        again: tuple[Fallback, ...] = ()
         if (
-            failed.point is Point.PREFILLING
+            failed.phase is RequestPhase.PREFILL
             and len(course.prefills) < MAX_PREFILLS
             and course.choosing.choose_prefill(course.prefills) is not None
-            and self._retries.take()
+            and self._retries.spend()
         ):
-            again = ("prefill_again",)
+            again = ("retried",)
         tried = [*course.tried, asked]
-        if failed.point is Point.ASKED and len(tried) < MAX_PD_ATTEMPTS:
-            lost = failed.trouble is Trouble.PD_LOST
-            failing = failed.trouble is Trouble.PD_FAILED
+        if failed.phase is RequestPhase.ANSWER and len(tried) < MAX_PD_ATTEMPTS:
+            lost = failed.kind in _CONNECTION_LOST
+            failing = failed.kind is FailureKind.ERROR
             # An instance's own error says more than that there is no other instance.
             other = failing and course.choosing.choose_pd(tried) is not None
-            if (lost or other) and self._retries.take():
-                again = ("pd_again",)
+            if (lost or other) and self._retries.spend():
+                again = ("retried",)
         return (*media, *again)
 
-    async def _end(self, failed: Failed, rung: Rung, out: Outgoing) -> None:
+    async def _end(self, failed: RequestFailure, fallback: Fallback, out: Outgoing) -> None:
         """Tell the client of a failure that nothing can be done about.
 
         Raises:
             RequestError: Unless the instance's own answer says it.
         """
-        if rung == "passed_on":
+        if fallback == "error":
             assert failed.reply is not None
             out.whole(failed.reply)
-        elif rung == "broken_off":
+        elif fallback == "incomplete":
             message = f"{failed}: the answer is incomplete; send the request again"
             raise RequestError(message, status=502, code="instance_lost")
-        elif rung == "timeout":
+        elif fallback == "timeout":
             raise RequestError(
                 f"{failed}: the request is given up; ask for fewer tokens or raise that limit",
                 status=504,
                 code="timeout",
             )
-        elif rung == "refused" and failed.trouble is Trouble.PD_TOO_LARGE:
+        elif fallback == "refused" and failed.kind is FailureKind.TOO_LARGE:
             raise RequestError(str(failed), status=413, code="item_too_large")
-        elif rung == "refused":
+        elif fallback == "refused":
             raise RequestError(str(failed), status=400, code="item_refused")
-        elif failed.trouble is Trouble.PD_UNAVAILABLE:
+        elif failed.kind is FailureKind.MISSING:
             raise unavailable(str(failed))
         else:
             raise unavailable(f"{failed}; try again later")
@@ -667,25 +687,27 @@ class Exchange:
         return f"no prefill+decode instance can serve ({states or 'none is there'})"
 
 
-def point_of(out: Outgoing) -> Point:
+def phase_of(out: Outgoing) -> RequestPhase:
     """Return how far a request is that an instance has: what counts is what the client has."""
-    return Point.ANSWERING if out.begun else Point.ASKED
+    return RequestPhase.STREAM if out.begun else RequestPhase.ANSWER
 
 
-def silent(pd: Instance, point: Point) -> Failed:
+def silent(pd: Instance, phase: RequestPhase) -> RequestFailure:
     """Return the failure by a PD instance from which nothing came any more."""
     message = f"instance {pd.name} was silent for longer than router.idle_timeout_s"
-    return Failed(Trouble.PD_SILENT, point, message)
+    return RequestFailure(FailureKind.TIMEOUT, phase, message)
 
 
-def _failed(pd: Instance, error: UpstreamError, point: Point) -> Failed:
+def _failed(pd: Instance, error: UpstreamError, phase: RequestPhase) -> RequestFailure:
     """Return what an error of the connection is to the request."""
-    pd.failed(error.fault)
-    if error.fault is Fault.OWN:
-        return Failed(Trouble.NO_PD, point, str(error))
-    if error.fault is Fault.SILENT:
-        return silent(pd, point)
-    return Failed(Trouble.PD_LOST, point, f"instance {pd.name} was lost: {error}")
+    pd.failed(error.kind)
+    if error.kind is FailureKind.UNAVAILABLE:
+        return RequestFailure(error.kind, phase, str(error))
+    if error.kind is FailureKind.TIMEOUT:
+        return silent(pd, phase)
+    # What is no HTTP is as good as no connection.
+    kind = error.kind if error.kind is FailureKind.UNREACHABLE else FailureKind.LOST
+    return RequestFailure(kind, phase, f"instance {pd.name} was lost: {error}")
 
 
 def _begin(one: Attempt, status: int, headers: Mapping[str, str], out: Outgoing) -> None:

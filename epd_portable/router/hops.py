@@ -273,7 +273,7 @@ def told(record: RequestRecord, call_items: Sequence[str], instances: Fleet) -> 
     mapping, models = {}, set()
     for index, item in enumerate(record.items):
         encoder = by_name.get(item.jobs[-1].encoder) if item.jobs else None
-        if encoder is not None and item.end in ("", "encoded", "other_encoder"):
+        if encoder is not None and item.end in ("", "encoded", "retried"):
             mapping[index] = _address(encoder)
             models.add(encoder.settings.labels.get(ENCODER_MODEL_LABEL, ""))
     if mapping:

@@ -30,6 +30,7 @@ import uvloop
 
 from epd_portable import log
 from epd_portable.config.roles import Duty
+from epd_portable.delivery.fallbacks import RequestFailure, RequestPhase
 from epd_portable.delivery.replies import Reply, error_reply
 from epd_portable.errors import ConfigError, EPDError, RequestError
 from epd_portable.router import envoy, ext_proc
@@ -43,11 +44,10 @@ from epd_portable.router.ext_proc import ProcessingRequest, ProcessingResponse, 
 from epd_portable.router.fleet.instances import Instance
 from epd_portable.router.http import open_files
 from epd_portable.router.http.incoming import ClientGoneError
-from epd_portable.router.http.upstream_connection import Fault
-from epd_portable.router.ladder import Failed, Point, Trouble
 from epd_portable.router.server import Router
 from epd_portable.router.serving import Stopping
 from epd_portable.router.settings import RouterSettings, load_settings
+from epd_portable.wire.outcomes import FailureKind
 
 logger = logging.getLogger("epd_portable.router")
 _said = log.say_failure(logger, "a request failed")
@@ -377,15 +377,17 @@ class Consultation:
         """Let Envoy's second try bring what another instance is to get.
 
         Raises:
-            Failed: There is no second try.
+            RequestFailure: There is no second try.
         """
         try:
             if self._answer.done():
                 raise TimeoutError
             context = await asyncio.wait_for(self.again.get(), AGAIN_WITHIN_S)
         except (TimeoutError, asyncio.TimeoutError):
-            raise Failed(
-                Trouble.NO_PD, Point.ASKED, "Envoy sends this request to no other instance"
+            raise RequestFailure(
+                FailureKind.UNAVAILABLE,
+                RequestPhase.ANSWER,
+                "Envoy sends this request to no other instance",
             ) from None
         response = ProcessingResponse()
         changed = response.request_headers.response
@@ -399,7 +401,7 @@ class Consultation:
         """Return the headers of the answer.
 
         Raises:
-            Failed: Envoy tries another instance instead.
+            RequestFailure: Envoy tries another instance instead.
         """
         again = asyncio.ensure_future(self.again.get())
         try:
@@ -409,28 +411,32 @@ class Consultation:
             self.again.put_nowait(again.result())
         finally:
             again.cancel()
-        one.pd.failed(Fault.CUT)
+        one.pd.failed(FailureKind.LOST)
         await self._exchange.explain(one)
-        raise Failed(
-            Trouble.PD_LOST, Point.ASKED, f"instance {one.pd.name} was lost, or answered 5xx"
+        raise RequestFailure(
+            FailureKind.LOST,
+            RequestPhase.ANSWER,
+            f"instance {one.pd.name} was lost, or answered 5xx",
         )
 
     async def _check_failure(self, one: Attempt, status: int, *, by_envoy: bool) -> None:
         """Return if the answer is the instance's own and goes to the client.
 
         Raises:
-            Failed: It does not.
+            RequestFailure: It does not.
         """
         pd = one.pd
         if not by_envoy:
-            pd.failed("error")
+            pd.failed(FailureKind.ERROR)
             await self._exchange.explain(one)
         elif status == 504:
-            pd.failed(Fault.SILENT)
-            raise silent(pd, Point.ASKED)
+            pd.failed(FailureKind.TIMEOUT)
+            raise silent(pd, RequestPhase.ANSWER)
         else:
-            pd.failed(Fault.CUT)
-            raise Failed(Trouble.NO_PD, Point.ASKED, f"instance {pd.name} was lost")
+            pd.failed(FailureKind.LOST)
+            raise RequestFailure(
+                FailureKind.UNAVAILABLE, RequestPhase.ANSWER, f"instance {pd.name} was lost"
+            )
 
     async def _pass_on(self) -> None:
         """Let the answer's headers go to the client, with those that the router adds."""

@@ -13,6 +13,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from epd_portable.delivery.fallbacks import RequestFailure, RequestPhase
 from epd_portable.delivery.replies import Reply
 from epd_portable.router.chooser import Choosing
 from epd_portable.router.contents.body import (
@@ -26,18 +27,19 @@ from epd_portable.router.contents.cut_text import Segments, opens
 from epd_portable.router.delivery import Attempt
 from epd_portable.router.fleet.instances import Instance
 from epd_portable.router.http.upstream_connection import InstanceAnswer, UpstreamError
-from epd_portable.router.ladder import Failed, Point, Trouble
+from epd_portable.wire.outcomes import FailureKind
 
 logger = logging.getLogger(__name__)
 
 Ask: TypeAlias = Callable[[Instance, Call, Segments, Mapping[str, str]], Awaitable[InstanceAnswer]]
 
-Prefilled = Literal["apart", "decided", "unsuited", "none_usable", "failed"]
+Prefilled = Literal["apart", "local_first", "unsuited", "unavailable", "local"]
 """Where the prompt of a request to a decode instance is computed.
 
-``apart``: by a prefill instance. By the decode instance itself: ``decided``, as a decider of
+``apart``: by a prefill instance. By the decode instance itself: ``local_first``, as a decider of
 ``router.choice`` says; ``unsuited``, not one prompt with one answer, or of an endpoint at which
-engines say nothing of KV; ``none_usable``, no prefill instance; ``failed``, those that were asked.
+engines say nothing of KV; ``unavailable``, as there is no prefill instance; ``local``, as those
+that were asked failed.
 """
 
 MAX_PREFILLS = 2
@@ -73,7 +75,12 @@ _OF_ANSWERS = frozenset(
 )
 """Fields that say how much is generated and how it is told: a prefill instance generates one token,
 which nobody sees."""
-_CONVERTED = (Trouble.PD_LOST, Trouble.PD_FAILED, Trouble.PD_SILENT)
+_CONVERTED = (
+    FailureKind.LOST,
+    FailureKind.UNREACHABLE,
+    FailureKind.ERROR,
+    FailureKind.TIMEOUT,
+)
 
 
 class _KvParams(msgspec.Struct):
@@ -163,12 +170,12 @@ def where(
     if not suits(call) or call.path in without:
         return None, "unsuited"
     if len(tried) >= MAX_PREFILLS:
-        return None, "failed"
+        return None, "local"
     if not choosing.disaggregates_prefill(decode):
-        return None, "decided"
+        return None, "local_first"
     chosen = choosing.choose_prefill(tried)
     if chosen is None:
-        return None, "failed" if tried else "none_usable"
+        return None, "local" if tried else "unavailable"
     return chosen, "apart"
 
 
@@ -240,17 +247,17 @@ class Prefill:
         try:
             whole = await answer.read(None)
         except UpstreamError as error:
-            pd.failed(error.fault)
+            pd.failed(error.kind)
             message = f"instance {pd.name} was lost: {error}"
-            raise Failed(Trouble.PD_LOST, Point.ASKED, message) from error
+            raise RequestFailure(FailureKind.LOST, RequestPhase.ANSWER, message) from error
         finally:
             answer.close()
         one.begin()
         if answer.status >= 500:
-            pd.failed("error")
+            pd.failed(FailureKind.ERROR)
             await self._explain(one)
             message = f"instance {pd.name} answered {answer.status}: {whole[:200]!r}"
-            raise Failed(Trouble.PD_FAILED, Point.ASKED, message)
+            raise RequestFailure(FailureKind.ERROR, RequestPhase.ANSWER, message)
         pd.answered()
         if answer.status >= 400:
             headers = {"content-type": answer.headers.get("content-type", "application/json")}
@@ -267,15 +274,15 @@ class Prefill:
                     message,
                     call.path,
                 )
-            raise Failed(Trouble.PD_FAILED, Point.ASKED, message)
+            raise RequestFailure(FailureKind.ERROR, RequestPhase.ANSWER, message)
         self.call = with_kv(self.call, params)
         return answer.status
 
 
-def as_prefill_failure(failed: Failed) -> Failed:
+def as_prefill_failure(failed: RequestFailure) -> RequestFailure:
     """Return what a failure at a prefill instance is to the request."""
-    if failed.trouble in _CONVERTED:
-        return Failed(Trouble.PREFILL_FAILED, Point.PREFILLING, str(failed))
+    if failed.kind in _CONVERTED:
+        return RequestFailure(failed.kind, RequestPhase.PREFILL, str(failed))
     return failed
 
 

@@ -36,10 +36,11 @@ from epd_portable.router.delivery import (
 from epd_portable.router.fleet.control import ControlChannels
 from epd_portable.router.fleet.instances import Fleet, Instance, WentDownError, while_up
 from epd_portable.router.http.upstream import Upstream
-from epd_portable.router.http.upstream_connection import Fault, UpstreamError
+from epd_portable.router.http.upstream_connection import UpstreamError
 from epd_portable.router.observability.activity import Activity
 from epd_portable.router.prefill import for_prefill, read_kv, with_kv
 from epd_portable.router.settings import RouterSettings
+from epd_portable.wire.outcomes import FailureKind
 from epd_portable.wire.params import (
     EncodedItem,
     EncodeTransfer,
@@ -291,8 +292,8 @@ class WarmUp:
         except WentDownError as error:
             raise _RefusedError(f"{instance.name} {error}", lost=True) from error
         except UpstreamError as error:
-            instance.failed(error.fault)
-            if error.fault is Fault.SILENT:
+            instance.failed(error.kind)
+            if error.kind is FailureKind.TIMEOUT:
                 raise _RefusedError(
                     f"{instance.name} did not answer a first request within "
                     f"{FIRST_STEP_TIMEOUT_S:g} s"

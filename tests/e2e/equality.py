@@ -120,7 +120,7 @@ class FloatEquality:
         why = [
             line
             for line in counted.splitlines()
-            if line.startswith(("epd_router_items", "epd_router_ladder"))
+            if line.startswith(("epd_router_items", "epd_router_fallbacks"))
         ]
         failed = pair.split.events("item.failed")
         # On a machine that is too busy an item may miss its lease; and the pool of four, which 32

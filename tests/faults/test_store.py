@@ -99,9 +99,10 @@ class Stored:
         assert found is not None
         return int(float(found[1]))
 
-    def rungs(self, rung: str) -> int:
+    def retried(self) -> int:
         text = httpx.get(f"{self.topology.url}/metrics", timeout=DEADLINE_S).text
-        found = re.search(rf'^epd_router_ladder_total{{rung="{rung}"}} (\S+)$', text, re.MULTILINE)
+        labels = 'phase="encode",failure="missing",fallback="retried"'
+        found = re.search(rf"^epd_router_fallbacks_total{{{labels}}} (\S+)$", text, re.MULTILINE)
         return int(float(found[1])) if found else 0
 
     def check_nothing_is_left(self) -> None:
@@ -124,12 +125,12 @@ def sources(replies: Sequence[Reply]) -> set[str]:
 
 def test_what_was_encoded_once_is_had_from_the_store_by_all(stored: Stored) -> None:
     asked = stored.store("once")
-    jobs, hits = stored.rungs("from_encoder"), stored.counted("hit")
+    jobs, hits = stored.retried(), stored.counted("hit")
     for _ in range(2):
         assert sources(stored.ask(asked)) == {"store"}
         stored.forget()
     assert stored.counted("hit") == hits + 2 * AT_ONCE
-    assert stored.rungs("from_encoder") == jobs
+    assert stored.retried() == jobs
     stored.check_nothing_is_left()
 
 
@@ -181,7 +182,7 @@ def test_damaged_entries_are_found_encoded_anew_and_written_anew(stored: Stored)
     assert sources(stored.ask(asked)) == {"transfer"}
     # The router reads heads; the rest is found by PD instances.
     assert stored.counted("corrupt") - before == AT_ONCE // len(DAMAGES) * 3
-    assert stored.rungs("from_encoder") >= AT_ONCE // len(DAMAGES) * 3
+    assert stored.retried() >= AT_ONCE // len(DAMAGES) * 3
     stored.check_nothing_is_left()
 
     def all_stored() -> bool:

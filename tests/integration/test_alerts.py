@@ -28,7 +28,7 @@ WELL = {
     'epd_router_instance_up{instance="pd-0", role="prefill-decode"}': "1",
     'epd_router_requests_total{status="200"}': "+60",
     'epd_router_requests_total{status="503"}': "+1",
-    'epd_router_ladder_total{rung="broken_off"}': "0",
+    'epd_router_fallbacks_total{fallback="incomplete"}': "0",
     'epd_router_first_token_seconds_bucket{le="2", topology="e+pd"}': "+60",
     'epd_router_first_token_seconds_bucket{le="20", topology="e+pd"}': "+60",
     'epd_router_first_token_seconds_bucket{le="+Inf", topology="e+pd"}': "+60",
@@ -65,7 +65,7 @@ ILL: dict[str, tuple[dict[str, str | None], int]] = {
     "EpdInstanceDown": ({SECOND_UP: "0"}, 12),
     "EpdInstanceFlaps": ({SECOND_UP: "1 0 1 0 1 0 1 0 1x50"}, 12),
     "EpdRequestsFail": ({'epd_router_requests_total{status="503"}': "+10"}, 12),
-    "EpdAnswersBreakOff": ({'epd_router_ladder_total{rung="broken_off"}': "+1"}, 12),
+    "EpdAnswersBreakOff": ({'epd_router_fallbacks_total{fallback="incomplete"}': "+1"}, 12),
     "EpdFirstTokenSlow": (
         {'epd_router_first_token_seconds_bucket{le="2", topology="e+pd"}': "+50"},
         22,

@@ -295,7 +295,7 @@ def test_every_metric_that_a_page_names_exists(page: Path) -> None:
 
 
 WORDS = {
-    r"walks? a ladder": "walks the failure ladder",
+    r"walks? a ladder": "tries the fallbacks",
     r"[Aa]sking twice|[Jj]oining twice": "is idempotent",
     r"prefill \+ decode": "prefill+decode",
     r"[Hh]ow [a-z ]{2,20} (was|were) had": "where it came from",

@@ -15,11 +15,13 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
 from starlette.types import Receive, Scope, Send
 
+from epd_portable.config import roles as roles_module
 from epd_portable.connector.stores.metrics import Ask, Drop, StoreMetrics
 from epd_portable.router.observability.metrics import Metrics
 from epd_portable.runners.metrics import Instruments, PlacerMetrics, ReceiverMetrics, SenderMetrics
 from epd_portable.scheduling.admission import AdmissionLimits
 from epd_portable.vllm_plugin.admission import AdmissionMiddleware
+from epd_portable.wire.outcomes import FailureKind, Fallback
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs/observability"
 DASHBOARD = json.loads((FOLDER / "dashboard.json").read_text("utf-8"))
@@ -153,9 +155,8 @@ def test_a_rule_says_how_bad_it_is_and_what_to_do() -> None:
 
 def test_label_values_in_expressions_are_those_that_are_counted() -> None:
     """A misspelt value would never alert."""
-    record = Path(__file__).resolve().parents[2] / "epd_portable/router/observability/record.py"
-    words = record.read_text("utf-8")
-    roles = set(re.findall(r'"([a-z-]+)"', (record.parents[2] / "config/roles.py").read_text()))
+    roles = set(re.findall(r'"([a-z-]+)"', Path(roles_module.__file__).read_text("utf-8")))
+    kinds = {kind.value for kind in FailureKind}
     seen = set()
     for rule in rules():
         for selector in selectors(promql_parser.parse(rule["expr"])):
@@ -164,10 +165,12 @@ def test_label_values_in_expressions_are_those_that_are_counted() -> None:
                 for value in matcher.value.split("|"):
                     if matcher.name == "role":
                         assert value in roles
-                    elif matcher.name in ("rung", "end"):
-                        assert f'"{value}"' in words
+                    elif matcher.name == "fallback":
+                        assert value in get_args(Fallback)
+                    elif matcher.name == "end":
+                        assert value in kinds
                     elif selector.name.startswith("epd_pd_store"):
                         assert value in get_args(Ask)
                     elif selector.name.startswith("epd_encode_store"):
                         assert value in get_args(Drop)
-    assert {"role", "rung"} <= seen
+    assert {"role", "fallback"} <= seen

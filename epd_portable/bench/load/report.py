@@ -35,7 +35,7 @@ _CPU = "CPU time"
 _MEASURED = ("epd_portable.delivery.elastic", "epd_portable.runners.background")
 """What decides who encodes a picture, and between which steps."""
 _MILLISECONDS = 1000.0
-_AS_MEANT = ("encoded", "stored", "sooner_here", "cancelled")
+_AS_MEANT = ("encoded", "stored", "local_first", "cancelled")
 """Of `epd_portable.router.observability.record.ItemEnd`: pictures with which nothing went wrong."""
 Rounds = dict[LoadPoint, dict[str, list[SideTurn]]]
 """Turns of the rounds that count, by point and side."""
@@ -462,7 +462,7 @@ def _outcomes_table(rounds: Rounds) -> Table:
         for turn in turns:
             counts = {
                 **turn.counted.outcomes,
-                **{f"rung {name}": count for name, count in turn.counted.ladder.items()},
+                **{f"fallback {name}": count for name, count in turn.counted.ladder.items()},
                 **({"fell back": turn.counted.fallbacks} if turn.counted.fallbacks else {}),
             }
             for name, count in counts.items():

@@ -151,8 +151,9 @@ def counted(parts: Sequence[Part]) -> Counted:
             for sample in family.samples:
                 if sample.name == "epd_router_items_total":
                     found.outcomes[sample.labels["outcome"]] = sample.value
-                elif sample.name == "epd_router_ladder_total":
-                    found.ladder[sample.labels["rung"]] = sample.value
+                elif sample.name == "epd_router_fallbacks_total":
+                    name = sample.labels["fallback"]
+                    found.ladder[name] = found.ladder.get(name, 0.0) + sample.value
                 elif sample.name in _SUMS:
                     sums[_SUMS[sample.name]] += sample.value
                 else:

@@ -13,8 +13,9 @@ from functools import partial
 from epd_portable.log import say_failure
 from epd_portable.router.fleet.instances import Fleet, Instance
 from epd_portable.router.http.upstream import Upstream
-from epd_portable.router.http.upstream_connection import Fault, UpstreamError
+from epd_portable.router.http.upstream_connection import UpstreamError
 from epd_portable.router.settings import RouterSettings
+from epd_portable.wire.outcomes import FailureKind
 
 logger = logging.getLogger(__name__)
 _said = say_failure(logger, "watching an instance failed")
@@ -72,9 +73,9 @@ class HealthProbes:
             url = instance.url + "/health"
             status, _, _ = await self._upstream.ask("GET", url, timeout_s=self._timeout_s)
         except UpstreamError as error:
-            if error.fault is Fault.OWN:
+            if error.kind is FailureKind.UNAVAILABLE:
                 return _nothing
-            if error.fault is Fault.SILENT:
+            if error.kind is FailureKind.TIMEOUT:
                 return instance.seen_silent
             if isinstance(error.__cause__, ConnectionRefusedError):
                 return partial(instance.seen_gone, f"health probe: {error}")

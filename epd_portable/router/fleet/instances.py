@@ -16,7 +16,7 @@ import random
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Literal, TypeAlias
+from typing import Literal
 
 import anyio
 import msgspec
@@ -27,9 +27,9 @@ from epd_portable.errors import EPDError
 from epd_portable.router.choice.caches import CacheEstimate, CacheSizes
 from epd_portable.router.choice.selection_types import ROLE_LABEL
 from epd_portable.router.fleet.circuit_breaker import CircuitBreaker
-from epd_portable.router.http.upstream_connection import Fault
 from epd_portable.router.settings import InstanceSettings
 from epd_portable.wire.messages import LoadReport
+from epd_portable.wire.outcomes import FailureKind
 
 logger = logging.getLogger(__name__)
 
@@ -41,15 +41,12 @@ PROBES_UNTIL_DOWN = 3
 
 InstanceState = Literal["joining", "up", "down", "draining"]
 """``joining``: healthy, but not warmed up yet. ``draining``: gets nothing more."""
-Failure: TypeAlias = Fault | Literal["error"]
-"""How a request failed; ``error`` is a 5xx answer."""
 
-_WORDS: dict[Failure, str] = {
-    Fault.REFUSED: "refused a connection",
-    Fault.CUT: "cut an answer off",
-    Fault.SILENT: "stayed silent",
-    Fault.BROKEN: "answered something that is no HTTP",
-    "error": "answered with an error of its own",
+_WORDS: dict[FailureKind, str] = {
+    FailureKind.UNREACHABLE: "refused a connection",
+    FailureKind.LOST: "cut an answer off",
+    FailureKind.TIMEOUT: "stayed silent",
+    FailureKind.ERROR: "answered with an error, or with no HTTP",
 }
 
 
@@ -345,15 +342,15 @@ class Instance:
             self.suspected = False
             self._changed()
 
-    def failed(self, failure: Failure) -> None:
+    def failed(self, failure: FailureKind) -> None:
         """A request to it failed, and not for what the request asked."""
-        if not self.healthy or failure is Fault.OWN:
+        if not self.healthy or failure is FailureKind.UNAVAILABLE:
             return
         self.suspected = True
         now = self._clock()
         tripped = self.breaker.count_failure(now, self.answered_at)
         self.reason = f"{_WORDS[failure]}, {self.breaker.failures} in a row"
-        if failure is Fault.REFUSED:
+        if failure is FailureKind.UNREACHABLE:
             # It need not be silent for long to be taken for gone.
             self._missed_probes = PROBES_UNTIL_DOWN - 1
             self._missed_at = now

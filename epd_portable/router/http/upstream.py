@@ -15,12 +15,12 @@ from epd_portable.router.contents.cut_text import Segments
 from epd_portable.router.http import open_files
 from epd_portable.router.http.upstream_connection import (
     NEVER,
-    Fault,
     InstanceAnswer,
     UpstreamConnection,
     UpstreamError,
     silence,
 )
+from epd_portable.wire.outcomes import FailureKind
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ class Upstream:
                     due_at=due_at,
                 )
             except UpstreamError as error:
-                stale = not fresh and not connection.heard and error.fault is Fault.CUT
+                stale = not fresh and not connection.heard and error.kind is FailureKind.LOST
                 if not stale or method not in _REPEATABLE:
                     raise
             connection, fresh = None, True
@@ -222,13 +222,15 @@ class Upstream:
         except OSError as error:
             if error.errno in open_files.USED_UP:
                 raise self._used_up(error) from error
-            raise UpstreamError(Fault.REFUSED, f"{type(error).__name__}: {error}") from error
+            raise UpstreamError(
+                FailureKind.UNREACHABLE, f"{type(error).__name__}: {error}"
+            ) from error
         if not limit.cancelled_caught:
             self._connections.add(connection)
             return connection
         if within_s == left_s:
             raise silence()
-        raise UpstreamError(Fault.REFUSED, "it does not accept connections in time")
+        raise UpstreamError(FailureKind.UNREACHABLE, "it does not accept connections in time")
 
     def _used_up(self, error: OSError) -> UpstreamError:
         """Return what it is that no connection can be opened here; also say so, now and then."""
@@ -240,7 +242,7 @@ class Upstream:
         if now - self._said_at >= _SAY_EVERY_S:
             self._said_at = now
             logger.error(why)
-        return UpstreamError(Fault.OWN, why)
+        return UpstreamError(FailureKind.UNAVAILABLE, why)
 
     # Connections that no request uses.
 

@@ -8,7 +8,6 @@ task, and limits of time cost nothing as long as they are not reached.
 from __future__ import annotations
 
 import asyncio
-import enum
 from collections.abc import Awaitable, Callable
 from typing import cast
 
@@ -16,6 +15,7 @@ import httptools
 
 from epd_portable.errors import EPDError
 from epd_portable.router.contents.cut_text import Bytes, Segments
+from epd_portable.wire.outcomes import FailureKind
 
 LARGE_BYTES = 256 * 1024
 """Bodies from this size on are written piece by piece, and others are served in between."""
@@ -28,31 +28,19 @@ NEVER = float("inf")
 _NO_BODY = frozenset({204, 304})
 
 
-class Fault(enum.Enum):
-    """How a request to an instance failed below HTTP."""
-
-    REFUSED = "refused"
-    """No connection could be made: nobody listens there, or not within the limit."""
-    CUT = "cut"
-    """The connection ended before the answer was whole."""
-    SILENT = "silent"
-    """Nothing came for longer than the limit."""
-    BROKEN = "broken"
-    """What came is no HTTP."""
-    OWN = "own"
-    """This process can open no connection, to whomever: nothing is known of the instance."""
-
-
 class UpstreamError(EPDError):
     """An instance could not be asked, or its answer did not come whole.
 
     Attributes:
-        fault: How it failed.
+        kind: ``UNREACHABLE``: no connection, or not within the limit. ``LOST``: it ended before
+            the answer was whole. ``TIMEOUT``: nothing came for longer than the limit. ``ERROR``:
+            what came is no HTTP. ``UNAVAILABLE``: this process can open no connection, which says
+            nothing of the instance.
     """
 
-    def __init__(self, fault: Fault, message: str) -> None:
+    def __init__(self, kind: FailureKind, message: str) -> None:
         super().__init__(message)
-        self.fault = fault
+        self.kind = kind
 
 
 class InstanceAnswer:
@@ -299,7 +287,7 @@ class UpstreamConnection(asyncio.Protocol):
     def drop(self) -> None:
         """Close the connection; what it does not bring any more is not waited for."""
         if self._answer is not None:
-            self._end(UpstreamError(Fault.CUT, "the connection was closed here"))
+            self._end(UpstreamError(FailureKind.LOST, "the connection was closed here"))
         self.transport.abort()
 
     def resume(self) -> None:
@@ -370,9 +358,11 @@ class UpstreamConnection(asyncio.Protocol):
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             reason = error.__context__ or error
-            broken = UpstreamError(Fault.BROKEN, f"{type(reason).__name__}: {reason}")
+            broken = UpstreamError(FailureKind.ERROR, f"{type(reason).__name__}: {reason}")
         if not self._begun and self._head_bytes > MAX_HEAD_BYTES:
-            broken = UpstreamError(Fault.BROKEN, f"headers of more than {MAX_HEAD_BYTES} bytes")
+            broken = UpstreamError(
+                FailureKind.ERROR, f"headers of more than {MAX_HEAD_BYTES} bytes"
+            )
         if came := self._came:
             self._came = []
             more = answer.add(came[0] if len(came) == 1 else b"".join(came))
@@ -397,7 +387,7 @@ class UpstreamConnection(asyncio.Protocol):
             self._timer.cancel()
         until_closed = self._begun and not self._framed and error is None
         why = "the connection was closed" if error is None else f"{type(error).__name__}: {error}"
-        self._end(None if until_closed else UpstreamError(Fault.CUT, why))
+        self._end(None if until_closed else UpstreamError(FailureKind.LOST, why))
         self._lost(self)
 
     # The parser's.
@@ -444,4 +434,4 @@ class UpstreamConnection(asyncio.Protocol):
 
 def silence() -> UpstreamError:
     """Return the error of an instance from which nothing came in time."""
-    return UpstreamError(Fault.SILENT, "nothing came from it in time")
+    return UpstreamError(FailureKind.TIMEOUT, "nothing came from it in time")

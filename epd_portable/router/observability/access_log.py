@@ -84,8 +84,13 @@ def line_of(record: RequestRecord) -> dict[str, object]:
             for leg in record.legs
         ],
         "items": [_item(record, item) for item in record.items],
-        "trouble": [
-            {"at_ms": _ms(record, step.at), "what": step.trouble, "rung": step.rung}
+        "fallbacks": [
+            {
+                "at_ms": _ms(record, step.at),
+                "phase": step.phase,
+                "failure": step.failure,
+                "fallback": step.fallback,
+            }
             for step in record.steps
         ],
     }

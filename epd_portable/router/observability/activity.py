@@ -1,4 +1,4 @@
-"""What has gone between instances, and which rungs of the ladder were used: for who looks."""
+"""What has gone between instances, and which fallbacks were used."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ class Traffic(msgspec.Struct, kw_only=True):
     nbytes: int = 0
 
 
-class RungUse(msgspec.Struct, kw_only=True):
-    """How often a rung of the ladder was used.
+class FallbackUse(msgspec.Struct, kw_only=True):
+    """How often a fallback was used.
 
     Attributes:
-        rung: Its name, see `epd_portable.router.ladder.LADDER`.
+        fallback: Its name, see `epd_portable.wire.outcomes.Fallback`.
         count: Since the router started.
         at: When last, by ``time.monotonic``.
     """
 
-    rung: str
+    fallback: str
     count: int = 0
     at: float = 0.0
 
@@ -57,7 +57,7 @@ class Activity(Listener):
 
     def __init__(self) -> None:
         self._pairs: dict[tuple[str, str, Cargo], Traffic] = {}
-        self._rungs: dict[str, RungUse] = {}
+        self._fallbacks: dict[str, FallbackUse] = {}
 
     @property
     def pairs(self) -> tuple[Traffic, ...]:
@@ -65,21 +65,21 @@ class Activity(Listener):
         return tuple(self._pairs.values())
 
     @property
-    def rungs(self) -> tuple[RungUse, ...]:
-        """Rungs that were used."""
-        return tuple(self._rungs.values())
+    def fallbacks(self) -> tuple[FallbackUse, ...]:
+        """Fallbacks that were used."""
+        return tuple(self._fallbacks.values())
 
     def item_ended(self, record: RequestRecord, item: ItemRecord) -> None:
         """Count an item that was encoded for another instance; see `Listener`."""
-        if item.end in ("encoded", "other_encoder"):
+        if item.end in ("encoded", "retried"):
             job = item.jobs[-1]
             # That in which the job began: the next one may have begun meanwhile.
             leg = next(leg for leg in reversed(record.legs) if leg.began_at <= job.began_at)
             self.delivered(job.encoder, leg.instance)
 
     def stepped(self, record: RequestRecord, step: Step) -> None:
-        """Count a rung of the ladder; see `Listener`."""
-        use = self._rungs.setdefault(step.rung, RungUse(rung=step.rung))
+        """Count a fallback; see `Listener`."""
+        use = self._fallbacks.setdefault(step.fallback, FallbackUse(fallback=step.fallback))
         use.count += 1
         use.at = step.at
 

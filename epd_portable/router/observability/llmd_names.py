@@ -48,7 +48,7 @@ class _Named:
 
 
 _LOCAL = ("local", "sooner_here", "by_role", "decided_here", "no_encoder")
-_REMOTE = ("encoded", "other_encoder")
+_REMOTE = ("encoded", "retried")
 
 NAMES: Mapping[str, _Named] = {
     "llmd_encode_requests": _Named(

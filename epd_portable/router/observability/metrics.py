@@ -102,8 +102,11 @@ class Metrics(Listener):
             ("modality",),
             registry=registry,
         )
-        self.ladder = Counter(
-            "epd_router_ladder", "Steps down the failure ladder.", ("rung",), registry=registry
+        self.fallbacks = Counter(
+            "epd_router_fallbacks",
+            "Failures, by when they happened, why, and what was done then.",
+            ("phase", "failure", "fallback"),
+            registry=registry,
         )
         self.sources = Counter(
             "epd_router_item_sources",
@@ -264,8 +267,8 @@ class Metrics(Listener):
         self.items.labels(item.end).inc()
 
     def stepped(self, record: RequestRecord, step: Step) -> None:
-        """Count a step down the failure ladder."""
-        self.ladder.labels(step.rung).inc()
+        """Count a fallback."""
+        self.fallbacks.labels(step.phase, step.failure, step.fallback).inc()
 
     def ended(self, record: RequestRecord) -> None:
         """Count a request."""

@@ -8,59 +8,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from epd_portable.delivery.fallbacks import RequestPhase, next_fallback
 from epd_portable.media.formats import Modality
 from epd_portable.router.contents.media import MediaItem
-
-ItemEnd = Literal[
-    "encoded",
-    "other_encoder",
-    "stored",
-    "local",
-    "sooner_here",
-    "by_role",
-    "decided_here",
-    "no_encoder",
-    "not_needed",
-    "left_out",
-    "cancelled",
-]
-"""``encoded``: by the encoder asked first. ``other_encoder``: by a second one. ``stored``:
-loaded by the PD instance from the store, or there already. ``local``: encoders
-failed and the PD instance was told to encode. ``sooner_here``: it encodes by choice, see
-`epd_portable.delivery.elastic`. ``by_role``: it encodes its items always. ``decided_here``: a
-decider of ``router.choice`` leaves it to the PD instance. ``no_encoder``: none was healthy.
-``not_needed``: its job failed when the answer had already begun. ``left_out``: the request is
-answered without it, see ``router.partial_results``. ``cancelled``: the request ended first."""
-
-JobEnd = Literal["encoded", "full", "timeout", "lost", "error", "refused", "cancelled"]
-"""How an encode job ended.
-
-``encoded``: well. ``full``: the encoder answered 429. ``timeout``: not within its time. ``lost``:
-its connection broke, or it went down. ``error``: it answered 5xx. ``refused``: another 4xx, which
-is about the item. ``cancelled``: nobody waited any more.
-"""
-
-Rung = Literal[
-    "from_encoder",
-    "encoder_full",
-    "other_encoder",
-    "original_media",
-    "without_items",
-    "local_encode",
-    "prefill_again",
-    "local_prefill",
-    "pd_again",
-    "broken_off",
-    "passed_on",
-    "refused",
-    "unavailable",
-    "timeout",
-]
-"""What is done when something has gone wrong, see `epd_portable.router.ladder.LADDER`."""
+from epd_portable.wire.outcomes import FailureKind, Fallback, ItemResult
 
 LegStage = Literal["prefill", "answer"]
 
@@ -85,14 +40,14 @@ class JobRecord:
         encoder: Who was asked.
         began_at: When.
         ended_at: When it was answered, or given up.
-        end: How; empty before.
+        end: ``encoded``, ``cancelled`` or the value of a `FailureKind`; empty before.
         traceparent: Sent along, where requests are traced.
     """
 
     encoder: str
     began_at: float
     ended_at: float = 0.0
-    end: JobEnd | Literal[""] = ""
+    end: str = ""
     traceparent: str = ""
 
 
@@ -112,14 +67,14 @@ class ItemRecord:
     modality: Modality
     pixels: int
     nbytes: int = 0
-    end: ItemEnd | Literal[""] = ""
+    end: ItemResult | Literal[""] = ""
     jobs: list[JobRecord] = field(default_factory=list)
 
     @property
     def brought(self) -> bool:
         """Whether an encode instance encoded it, and nothing is known against its arrival."""
         if self.end:
-            return self.end in ("encoded", "other_encoder")
+            return self.end in ("encoded", "retried")
         return bool(self.jobs) and self.jobs[-1].end == "encoded"
 
 
@@ -157,17 +112,19 @@ class Leg:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step down the failure ladder.
+    """A failure, and what was done about it.
 
     Attributes:
         at: When.
-        trouble: Name of a `epd_portable.router.ladder.Trouble`.
-        rung: What was done.
+        phase: Value of a `RequestPhase`: when it failed.
+        failure: Value of a `FailureKind`: why.
+        fallback: What was done.
     """
 
     at: float
-    trouble: str
-    rung: Rung
+    phase: str
+    failure: str
+    fallback: Fallback
 
 
 class Listener:
@@ -189,7 +146,7 @@ class Listener:
         """Hear what became of an item in one try; its request may have ended."""
 
     def stepped(self, record: RequestRecord, step: Step) -> None:
-        """Hear of trouble."""
+        """Hear of a failure, and what is done about it."""
 
     def ended(self, record: RequestRecord) -> None:
         """Hear of a request whose answer has ended, or which will have none."""
@@ -280,26 +237,30 @@ class RequestRecord:
             listener.job_began(self, one, job)
         return job
 
-    def end_job(self, item: MediaItem, job: JobRecord, end: JobEnd) -> None:
+    def end_job(self, item: MediaItem, job: JobRecord, end: str) -> None:
         """Note how an encode job ended."""
         job.ended_at = time.monotonic()
         job.end = end
         for listener in self.listeners:
             listener.job_ended(self, self._named[item.mm_hash], job)
 
-    def end_item(self, item: MediaItem, end: ItemEnd) -> None:
+    def end_item(self, item: MediaItem, end: ItemResult) -> None:
         """Note what became of an item."""
         one = self._named[item.mm_hash]
         one.end = end
         for listener in self.listeners:
             listener.item_ended(self, one)
 
-    def step(self, trouble: str, rung: Rung) -> None:
-        """Note a step down the failure ladder."""
-        step = Step(time.monotonic(), trouble, rung)
+    def fall_back(
+        self, phase: RequestPhase, failure: FailureKind, possible: Collection[Fallback] = ()
+    ) -> Fallback:
+        """Choose what is done about a failure, note it and return it; see `next_fallback`."""
+        fallback = next_fallback(phase, failure, possible)
+        step = Step(time.monotonic(), phase.value, failure.value, fallback)
         self.steps.append(step)
         for listener in self.listeners:
             listener.stepped(self, step)
+        return fallback
 
     def wall_s(self, at: float) -> float:
         """Return a time of this record on the clock of ``time.time``."""

@@ -10,7 +10,7 @@ import hashlib
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
@@ -18,12 +18,12 @@ from epd_portable.config.secret import Secret
 from epd_portable.delivery.replies import JSON, Reply
 from epd_portable.errors import RequestError
 from epd_portable.router.fleet.instances import Fleet, Instance
-from epd_portable.router.ladder import LADDER
-from epd_portable.router.observability.activity import Activity, RungUse
+from epd_portable.router.observability.activity import Activity, FallbackUse
 from epd_portable.router.observability.engine_figures import EngineFigures, EngineWatch
 from epd_portable.router.observability.record import RecentRequests, RequestRecord
+from epd_portable.wire.outcomes import Fallback
 
-SCHEMA = 2
+SCHEMA = 3
 """Of the JSON: raised when a field goes, or means something else."""
 JSON_PATH = "/status.json"
 NOW_HEADER = "x-epd-now"
@@ -61,7 +61,6 @@ _OF_REQUESTS = (
     *("began_at", "read_at", "admitted_at", "first_at", "ended_at"),
     *("legs", "steps"),
 )
-RUNGS = tuple(dict.fromkeys(rung for rungs in LADDER.values() for rung in rungs))
 
 
 class StatusPage:
@@ -133,7 +132,7 @@ class StatusPage:
         figures = self._engines.of(shown)
         names = {instance.name for instance in shown}
         pairs = [pair for pair in self._activity.pairs if {pair.source, pair.target} <= names]
-        uses = {use.rung: use for use in self._activity.rungs}
+        uses = {use.fallback: use for use in self._activity.fallbacks}
         in_flight = tuple(self._requests.in_flight)
         ended = tuple(self._requests.ended)[: -MAX_ENDED_SHOWN - 1 : -1]
         return {
@@ -144,7 +143,9 @@ class StatusPage:
             "in_flight": len(in_flight),
             "waiting": sum(1 for each in in_flight if each.read_at and not each.admitted_at),
             "requests": [*map(_noted, (*in_flight[:MAX_IN_FLIGHT_SHOWN], *ended))],
-            "ladder": [uses.get(rung) or RungUse(rung=rung) for rung in RUNGS],
+            "fallbacks": [
+                uses.get(name) or FallbackUse(fallback=name) for name in get_args(Fallback)
+            ],
         }
 
 

@@ -112,8 +112,12 @@ class Tracing(Listener):
             span.end(_ns(record, leg.ended_at))
         span = self._open.pop(record)
         for step in record.steps:
-            noted = {"epd.trouble": step.trouble, "epd.rung": step.rung}
-            span.add_event("ladder", noted, _ns(record, step.at))
+            noted = {
+                "epd.phase": step.phase,
+                "epd.failure": step.failure,
+                "epd.fallback": step.fallback,
+            }
+            span.add_event("fallback", noted, _ns(record, step.at))
         for name, at in (("admitted", record.admitted_at), ("first byte", record.first_at)):
             if at:
                 span.add_event(name, timestamp=_ns(record, at))

@@ -151,7 +151,7 @@ def test_prompts_are_computed_where_the_file_says(served: Served) -> None:
         return
     assert apart > 0
     assert served.router("epd_router_prefills_total") == apart
-    assert served.router('epd_router_ladder_total{rung="local_prefill"}') == 0
+    assert served.router('epd_router_fallbacks_total{phase="prefill",fallback="local"}') == 0
     hits = served.engine("decode-0", "vllm:external_prefix_cache_hits_total")
     queries = served.engine("decode-0", "vllm:external_prefix_cache_queries_total")
     # All but the last token of a prompt, and what the decode instance has of it already.
@@ -237,7 +237,7 @@ def test_each_stage_may_be_killed(served: Served) -> None:
         else:
             served.check(71 + number)
         if name == "prefill-0":
-            assert served.router('epd_router_ladder_total{rung="local_prefill"}') > 0
+            assert served.router('epd_router_fallbacks_total{phase="prefill",fallback="local"}') > 0
         wait_until(
             lambda: every_instance_is_up(served.split), f"{name} is back", within_s=RESTART_S
         )

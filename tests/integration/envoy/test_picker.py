@@ -72,7 +72,7 @@ async def test_a_500_leads_to_the_other_instance(build: Build) -> None:
         pd.received[0].params["transfers"] for pd in sorted(t.pds, key=lambda pd: pd.name)
     )
     assert first["transfer_id"] != second["transfer_id"]
-    assert await t.metric('epd_router_ladder_total{rung="pd_again"}') == 1
+    assert await t.metric('epd_router_fallbacks_total{phase="answer",fallback="retried"}') == 1
 
 
 async def test_an_instance_that_hangs_and_goes_down_leaves_no_request_waiting(

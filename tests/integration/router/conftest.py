@@ -56,10 +56,12 @@ class Topology:
         return await self.client.post("/v1/chat/completions", json=body)
 
     async def metric(self, line: str) -> float:
-        """Return the value of a metric, named with its labels."""
+        """Return the sum of a metric's series, named with some of their labels."""
         text = (await self.client.get("/metrics")).text
-        found = re.search(rf"^{re.escape(line)} (\S+)$", text, re.MULTILINE)
-        return float(found[1]) if found else 0.0
+        name, _, labels = line.rstrip("}").partition("{")
+        wanted = labels.split(",") if labels else []
+        found = re.findall(rf"^{re.escape(name)}(?:{{(.*)}})? (\S+)$", text, re.MULTILINE)
+        return sum(float(value) for given, value in found if all(each in given for each in wanted))
 
     async def until_metric(self, line: str, value: float) -> None:
         """Wait until a metric has reached a value."""

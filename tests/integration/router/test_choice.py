@@ -132,7 +132,7 @@ async def test_an_encoder_that_fails_is_left_out_of_the_next_choice(build: Build
         for number in range(4):
             encoded.clear()
             assert (await t.chat(image(b"%d" % number), TEXT)).status_code == 200
-    await t.until_metric('epd_router_items_total{outcome="other_encoder"}', 1)
+    await t.until_metric('epd_router_items_total{outcome="retried"}', 1)
     assert await t.metric('epd_router_items_total{outcome="local"}') == 0
 
 
@@ -142,7 +142,7 @@ async def test_small_pictures_stay_where_they_are_needed(build: Build) -> None:
     (job,) = t.encoders[0].received
     part = job.body["messages"][0]["content"][0]["image_url"]["url"]
     assert base64.b64decode(part.partition(",")[2])[16:24] == struct.pack(">II", 64, 64)
-    assert await t.metric('epd_router_items_total{outcome="decided_here"}') == 1
+    assert await t.metric('epd_router_items_total{outcome="local_first"}') == 1
 
 
 async def test_a_decider_says_how_long_an_encode_job_may_take(build: Build) -> None:
@@ -285,7 +285,7 @@ async def test_long_prompts_are_computed_apart_where_their_beginning_is(
     # What the decode instance has by now, it need not be told again.
     decode, stays = await ask(one + other * 4)
     assert stays["winner"] == "pd-2"
-    assert await t.metric('epd_router_prefills_total{where="decided"}') == 2
+    assert await t.metric('epd_router_prefills_total{where="local_first"}') == 2
     assert await t.metric('epd_router_prefills_total{where="apart"}') == 4
 
 

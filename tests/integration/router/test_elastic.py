@@ -52,7 +52,7 @@ async def test_an_idle_instance_encodes_the_first_half_of_many_items(build: Buil
     assert expected == names[-len(expected) :]
     assert 1 <= len(expected) < 4
     assert len(t.encoders[0].received) == len(expected)
-    here = await t.metric('epd_router_items_total{outcome="sooner_here"}')
+    here = await t.metric('epd_router_items_total{outcome="local_first"}')
     assert here == 4 - len(expected)
     assert await t.metric('epd_router_elastic_items_total{reason="idle"}') == here
 
@@ -73,7 +73,7 @@ async def test_an_instance_that_answers_others_leaves_items_to_encoders(build: B
         assert (await t.chat(*map(picture, range(1, 4)))).status_code == 200
         end.set()
     assert len(t.encoders[0].received) == 3
-    assert await t.metric('epd_router_items_total{outcome="sooner_here"}') == 0
+    assert await t.metric('epd_router_items_total{outcome="local_first"}') == 0
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ async def test_it_can_be_switched_off(build: Build, settings: dict[str, Any]) ->
     else:
         t = await started(build, **settings)
     await t.chat(*map(picture, range(1, 5)))
-    assert await t.metric('epd_router_items_total{outcome="sooner_here"}') == 0
+    assert await t.metric('epd_router_items_total{outcome="local_first"}') == 0
 
 
 async def test_nothing_stays_counted(build: Build) -> None:

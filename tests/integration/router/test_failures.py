@@ -1,4 +1,4 @@
-"""The failure ladder, clients that go away, and instances that do."""
+"""Fallbacks, clients that go away, and instances that do."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 from starlette.responses import JSONResponse, Response
 
+from epd_portable.delivery.fallbacks import RETRIES_AT_ONCE
 from epd_portable.router.fleet.instances import PROBES_UNTIL_DOWN
-from epd_portable.router.ladder import RETRIES_AT_ONCE
 from epd_portable.wire import codec
 from epd_portable.wire.messages import Abort, EncodeFailed, NackCode
 from tests.integration.router.conftest import Build, Topology
@@ -64,8 +64,8 @@ async def test_another_encoder_is_tried_for_the_same_transfer(build: Build) -> N
     assert (await t.chat(RED)).status_code == 200
     first, second = (encoder.received[0].params for encoder in t.encoders)
     assert first == second
-    await t.until_metric('epd_router_items_total{outcome="other_encoder"}', 1)
-    assert await t.metric('epd_router_ladder_total{rung="other_encoder"}') == 1
+    await t.until_metric('epd_router_items_total{outcome="retried"}', 1)
+    assert await t.metric('epd_router_fallbacks_total{phase="encode",fallback="retried"}') == 1
 
 
 @pytest.mark.parametrize("status", [500, 503, 400])
@@ -80,7 +80,7 @@ async def test_without_another_encoder_the_pd_instance_is_told_to_encode(
 
     assert response.status_code == 200
     assert f"answered {status}" in response.json()["reason"]
-    assert await t.metric('epd_router_ladder_total{rung="local_encode"}') == 1
+    assert await t.metric('epd_router_fallbacks_total{phase="encode",fallback="local"}') == 1
     assert await t.metric('epd_router_items_total{outcome="local"}') == 1
 
 
@@ -118,9 +118,9 @@ async def test_while_one_encoder_is_full_another_is_asked_at_once(build: Build) 
 
     assert (await t.chat(RED)).status_code == 200
     assert sorted(asked) == ["encode-0", "encode-1"]
-    await t.until_metric('epd_router_items_total{outcome="other_encoder"}', 1)
-    assert await t.metric('epd_router_ladder_total{rung="encoder_full"}') == 1
-    assert await t.metric('epd_router_ladder_total{rung="other_encoder"}') == 0
+    await t.until_metric('epd_router_items_total{outcome="retried"}', 1)
+    assert await t.metric('epd_router_fallbacks_total{failure="full",fallback="retried"}') == 1
+    assert await t.metric('epd_router_fallbacks_total{phase="encode",fallback="retried"}') == 1
 
 
 async def test_when_all_encoders_are_full_one_is_asked_again_when_it_has_room(
@@ -145,8 +145,8 @@ async def test_when_all_encoders_are_full_one_is_asked_again_when_it_has_room(
 
     assert (await t.chat(RED)).status_code == 200
     assert [len(encoder.received) for encoder in t.encoders].count(3) == 1
-    await t.until_metric('epd_router_ladder_total{rung="encoder_full"}', 6)
-    assert await t.metric('epd_router_ladder_total{rung="local_encode"}') == 0
+    await t.until_metric('epd_router_fallbacks_total{failure="full",fallback="retried"}', 6)
+    assert await t.metric('epd_router_fallbacks_total{phase="encode",fallback="local"}') == 0
     health = await t.until_health(lambda _: True)
     assert all(state["healthy"] for state in health.json()["instances"].values())
 
@@ -163,7 +163,7 @@ async def test_an_encoder_that_stays_full_costs_no_more_than_the_longest_wait(
 
     assert response.json()["reason"].startswith("encoders full: encode-0; last: answered 429")
     assert 1 <= len(t.encoders[0].received) <= 5
-    assert await t.metric('epd_router_ladder_total{rung="local_encode"}') == 1
+    assert await t.metric('epd_router_fallbacks_total{phase="encode",fallback="local"}') == 1
 
 
 async def test_a_full_encoder_that_tells_no_time_is_asked_again(build: Build) -> None:
@@ -321,7 +321,7 @@ async def test_without_a_healthy_encoder_the_pd_instance_expects_nothing(build: 
     assert response.status_code == 200
     assert "ec_transfer_params" not in t.pd.received[0].body
     assert t.pd.received[0].body["messages"][0]["content"][0]["uuid"]
-    assert await t.metric('epd_router_items_total{outcome="no_encoder"}') == 1
+    assert await t.metric('epd_router_items_total{outcome="local"}') == 1
 
 
 async def test_an_encoder_that_returns_is_used_again(build: Build) -> None:
@@ -416,7 +416,7 @@ async def test_an_encoder_that_the_pd_instance_refuses_is_replaced_by_another(
 
     t.pd.behaviour = generate
     assert (await t.chat(RED)).status_code == 200
-    await t.until_metric('epd_router_items_total{outcome="other_encoder"}', 1)
+    await t.until_metric('epd_router_items_total{outcome="retried"}', 1)
 
 
 async def test_without_another_encoder_a_refusal_leads_to_local_encoding(build: Build) -> None:
@@ -430,7 +430,7 @@ async def test_without_another_encoder_a_refusal_leads_to_local_encoding(build: 
     t.pd.behaviour = generate
     response = await t.chat(RED)
     assert "refused: 'no path from there'" in response.json()["reason"]
-    assert await t.metric('epd_router_ladder_total{rung="local_encode"}') == 1
+    assert await t.metric('epd_router_fallbacks_total{phase="encode",fallback="local"}') == 1
 
 
 @pytest.mark.parametrize("code", [NackCode.INCOMPATIBLE, NackCode.NO_COMMON_PATH])
@@ -486,7 +486,7 @@ async def test_a_lost_pd_instance_is_replaced_with_fresh_transfers(build: Build)
     assert (await t.chat(RED)).status_code == 200
     ids = [pd.received[0].params["transfers"][0]["transfer_id"] for pd in t.pds]
     assert ids[0] != ids[1]
-    assert await t.metric('epd_router_ladder_total{rung="pd_again"}') == 1
+    assert await t.metric('epd_router_fallbacks_total{phase="answer",fallback="retried"}') == 1
 
 
 async def test_a_broken_connection_to_the_only_pd_instance_is_tried_again(build: Build) -> None:
@@ -566,7 +566,7 @@ async def test_a_stream_of_which_a_client_has_nothing_is_asked_for_elsewhere(
     assert response.status_code == 200
     assert response.content == b'data: {"n": 1}\n\ndata: [DONE]\n\n'
     assert [len(pd.received) for pd in t.pds] == [1, 1]
-    assert await t.metric('epd_router_ladder_total{rung="pd_again"}') == 1
+    assert await t.metric('epd_router_fallbacks_total{phase="answer",fallback="retried"}') == 1
 
 
 async def test_a_pd_instance_lost_within_a_stream_ends_it_with_an_error(build: Build) -> None:

@@ -62,7 +62,7 @@ async def test_a_hung_encoder_leads_to_another_one_in_time(build: Build) -> None
     started = time.monotonic()
     assert (await t.chat(RED)).status_code == 200
     assert time.monotonic() - started < 8.0
-    await t.until_metric('epd_router_items_total{outcome="other_encoder"}', 1)
+    await t.until_metric('epd_router_items_total{outcome="retried"}', 1)
 
 
 async def test_requests_at_an_instance_that_hangs_go_to_another_one(build: Build) -> None:
@@ -78,7 +78,7 @@ async def test_requests_at_an_instance_that_hangs_go_to_another_one(build: Build
         pd.behaviour = first_hangs
     response = await asyncio.wait_for(t.chat(TEXT), 8)
     assert response.status_code == 200
-    assert await t.metric('epd_router_ladder_total{rung="pd_again"}') == 1
+    assert await t.metric('epd_router_fallbacks_total{phase="answer",fallback="retried"}') == 1
 
 
 async def test_a_stream_at_an_instance_that_hangs_ends_with_an_error(build: Build) -> None:
@@ -176,7 +176,7 @@ async def test_an_answer_of_which_a_client_has_nothing_is_asked_for_again(build:
     response = await t.chat(TEXT)
     assert response.status_code == 503
     assert [len(pd.received) for pd in t.pds] == [1, 1]
-    assert await t.metric('epd_router_ladder_total{rung="pd_again"}') == 1
+    assert await t.metric('epd_router_fallbacks_total{phase="answer",fallback="retried"}') == 1
 
 
 async def test_a_stream_that_breaks_within_an_event_ends_with_a_whole_one(build: Build) -> None:

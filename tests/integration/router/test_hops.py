@@ -233,7 +233,7 @@ async def test_an_encoder_model_is_one_by_label(build: Build, tmp_path: Path) ->
     t.pd.behaviour = until_told_to_encode(t)
     headers = {MODEL: "b", PREFILLER: at(t.pd)}
     assert (await ask(t, RED, headers=headers)).status_code == 200
-    await t.until_metric('epd_router_ladder_total{rung="local_encode"}', 1)
+    await t.until_metric('epd_router_fallbacks_total{phase="encode",fallback="local"}', 1)
     assert jobs(t)[:2] == [0, 0]
     for headers in ({MODEL: "c"}, {MODEL: "b", ENCODERS: at(t.encoders[0])}):
         refused = await ask(t, RED, headers=headers)

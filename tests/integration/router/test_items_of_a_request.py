@@ -86,7 +86,7 @@ async def test_items_whose_encoder_failed_are_encoded_one_after_the_other_if_ask
     behaviour = after_all_jobs(works, 3)
     t = await build(encoders=2, encoding=encode, behaviour=behaviour, encode_order=order)
     assert (await t.chat(RED, BLUE, GREEN)).status_code == 200
-    await t.until_metric('epd_router_items_total{outcome="other_encoder"}', 3)
+    await t.until_metric('epd_router_items_total{outcome="retried"}', 3)
     assert (works.jobs, works.most) == (3, most)
 
 
@@ -124,7 +124,7 @@ async def test_a_request_is_answered_without_an_item_that_cannot_be_had_and_says
     assert len(received.params["transfers"]) == 2
     assert lost[0].encode() not in received.raw
     assert await t.metric('epd_router_items_total{outcome="left_out"}') == 1
-    assert await t.metric('epd_router_ladder_total{rung="without_items"}') == 1
+    assert await t.metric('epd_router_fallbacks_total{fallback="left_out"}') == 1
 
 
 async def test_it_may_be_without_all_of_them(build: Build) -> None:

@@ -1,4 +1,4 @@
-"""With ``media=metadata`` the PD instance gets what encoders say of items; the ladder under it."""
+"""With ``media=metadata`` the PD instance gets what encoders say of items; and the fallbacks."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ async def test_the_pd_instance_is_asked_after_the_encoders_and_without_media(
         parts(received)[2]["uuid"],
     ]
     assert [transfer["media"] for transfer in transfers] == [False, False]
-    assert await t.metric('epd_router_ladder_total{rung="original_media"}') == 0
+    assert await t.metric('epd_router_fallbacks_total{fallback="original_media"}') == 0
 
 
 async def test_the_engine_s_own_name_of_an_item_is_expected_at_the_pd_instance(
@@ -115,7 +115,7 @@ async def test_another_encoder_is_asked_for_the_metadata(build_bare: Build) -> N
         encoder.behaviour = first_fails
     assert (await t.chat(RED)).status_code == 200
     assert [kinds(received) for received in t.pd.received] == [["image_embeds"]]
-    assert await t.metric('epd_router_ladder_total{rung="other_encoder"}') == 1
+    assert await t.metric('epd_router_fallbacks_total{phase="encode",fallback="retried"}') == 1
 
 
 SILENT: dict[str, Behaviour] = {
@@ -138,7 +138,7 @@ async def test_when_the_encoder_the_media_go_under_a_name_of_their_own(
     assert kinds(received) == ["text", "image_url"]
     assert parts(received)[1]["uuid"].endswith("-media")
     assert parts(received)[1]["image_url"] == RED["image_url"]
-    assert await t.metric('epd_router_ladder_total{rung="original_media"}') == 1
+    assert await t.metric('epd_router_fallbacks_total{fallback="original_media"}') == 1
 
 
 async def test_a_model_without_metadata_is_tried_once(build_bare: Build) -> None:
@@ -148,7 +148,7 @@ async def test_a_model_without_metadata_is_tried_once(build_bare: Build) -> None
         await t.chat(RED)
     names = [parts(received)[0]["uuid"] for received in t.pd.received]
     assert [name.endswith("-media") for name in names] == [True, False, False]
-    assert await t.metric('epd_router_ladder_total{rung="original_media"}') == 1
+    assert await t.metric('epd_router_fallbacks_total{fallback="original_media"}') == 1
 
 
 async def test_a_modality_without_metadata_does_not_hold_up_the_others(build_bare: Build) -> None:
@@ -200,8 +200,8 @@ async def test_a_request_that_lost_an_item_is_sent_once_more_with_its_media(
     assert response.json()["seen"] == ["image_url", "image_url"]
     assert len(t.pd.received) == 2
     assert len({t_["transfer_id"] for r in t.pd.received for t_ in r.params["transfers"]}) == 4
-    assert await t.metric('epd_router_ladder_total{rung="original_media"}') == 1
-    assert await t.metric('epd_router_ladder_total{rung="unavailable"}') == 0
+    assert await t.metric('epd_router_fallbacks_total{fallback="original_media"}') == 1
+    assert await t.metric('epd_router_fallbacks_total{fallback="unavailable"}') == 0
 
 
 async def test_a_request_that_is_lost_with_its_media_too_is_refused(build_bare: Build) -> None:

@@ -227,8 +227,8 @@ async def test_a_line_says_what_went_wrong_and_that_a_client_left(
     after_encoders(t)
     assert (await t.chat(RED)).status_code == 200
     (line,) = map(json.loads, (await lines(log, 1)).splitlines())
-    assert [each["rung"] for each in line["trouble"]] == ["local_encode"]
-    assert line["trouble"][0]["what"] == "encoder_failed"
+    (step,) = line["fallbacks"]
+    assert (step["phase"], step["failure"], step["fallback"]) == ("encode", "error", "local")
     assert line["items"][0]["outcome"] == "local"
 
     async def never(received: Received) -> Response:
@@ -306,8 +306,8 @@ async def test_spans_say_what_failed(build: Build) -> None:
     spans = await finished(exporter, 3)
     assert not spans["encode"].status.is_ok
     assert attributes(spans["encode"])["epd.end"] == "error"
-    (step,) = [event for event in spans[CHAT].events if event.name == "ladder"]
-    assert dict(step.attributes or {})["epd.rung"] == "local_encode"
+    (step,) = [event for event in spans[CHAT].events if event.name == "fallback"]
+    assert dict(step.attributes or {})["epd.fallback"] == "local"
 
 
 async def test_a_client_that_is_not_sampled_makes_no_spans_and_one_without_a_trace_gets_its_own(

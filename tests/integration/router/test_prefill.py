@@ -36,8 +36,8 @@ def count(where: str) -> str:
     return f'epd_router_prefills_total{{where="{where}"}}'
 
 
-def rung(name: str) -> str:
-    return f'epd_router_ladder_total{{rung="{name}"}}'
+def fallback(name: str, phase: str = "prefill") -> str:
+    return f'epd_router_fallbacks_total{{phase="{phase}",fallback="{name}"}}'
 
 
 async def test_a_prompt_is_computed_by_one_instance_and_answered_by_the_other(
@@ -92,7 +92,7 @@ async def test_who_encodes_by_role_gets_no_items(build: Build) -> None:
     assert (await t.chat(RED, BLUE)).status_code == 200
     assert not t.encoders[0].received
     assert t.pds[0].received[0].params is None
-    assert await t.metric('epd_router_items_total{outcome="by_role"}') == 2
+    assert await t.metric('epd_router_items_total{outcome="local_first"}') == 2
 
 
 async def test_replicas_share_requests_and_get_no_items(build: Build) -> None:
@@ -212,9 +212,9 @@ async def test_another_prefill_instance_is_asked_and_then_the_decode_instance(
     assert (await t.chat(TEXT)).status_code == 200
     assert [len(pd.received) for pd in t.pds] == [1, 1, 1]
     assert "kv_transfer_params" not in t.pds[2].received[0].body
-    assert await t.metric(rung("prefill_again")) == 1
-    assert await t.metric(rung("local_prefill")) == 1
-    assert await t.metric(count("failed")) == 1
+    assert await t.metric(fallback("retried")) == 1
+    assert await t.metric(fallback("local")) == 1
+    assert await t.metric(count("local")) == 1
 
 
 async def test_a_prefill_instance_that_is_gone_costs_no_answer(build: Build) -> None:
@@ -232,10 +232,10 @@ async def test_a_prefill_instance_that_is_gone_costs_no_answer(build: Build) -> 
     await t.pds[0].serving.stop()
     assert (await asking).status_code == 200
     assert t.pds[1].received[0].params is None
-    assert await t.metric(rung("local_prefill")) == 1
+    assert await t.metric(fallback("local")) == 1
     await t.until_health(lambda seen: not seen["pd-0"]["healthy"])
     assert (await t.chat(RED)).status_code == 200
-    assert await t.metric(count("none_usable")) == 1
+    assert await t.metric(count("unavailable")) == 1
     assert (await t.client.get("/health")).status_code == 200
 
 
@@ -257,7 +257,7 @@ async def test_a_silent_prefill_instance_costs_no_answer(build: Build) -> None:
     t.pds[0].behaviour = never
     t.pds[1].behaviour = after(0.6, answer)
     assert (await t.chat(TEXT)).status_code == 200
-    assert await t.metric(rung("local_prefill")) == 1
+    assert await t.metric(fallback("local")) == 1
 
 
 async def test_a_silent_decode_instance_is_given_up_however_long_the_prefill_took(
@@ -312,7 +312,7 @@ async def test_a_lost_decode_instance_is_followed_by_another_with_kv_of_its_own(
     assert len(t.pds[0].received) == 2
     told = [pd.received[0].body["kv_transfer_params"]["remote_block_ids"] for pd in t.pds[1:]]
     assert sorted(told) == [[[1] * 100], [[2] * 200]]
-    assert await t.metric(rung("pd_again")) == 1
+    assert await t.metric(fallback("retried", "answer")) == 1
 
 
 async def test_a_prompt_that_is_refused_the_second_time_is_refused(build: Build) -> None:

@@ -11,8 +11,8 @@ import pytest
 from epd_portable.router.fleet.health_probes import HealthProbes
 from epd_portable.router.fleet.instances import PROBES_UNTIL_DOWN, Fleet, Instance
 from epd_portable.router.http.upstream import Upstream
-from epd_portable.router.http.upstream_connection import Fault
 from epd_portable.router.settings import InstanceSettings, RouterSettings
+from epd_portable.wire.outcomes import FailureKind
 from tests.integration.router.stand_in import DEADLINE_S
 from tests.listening import stop_listening
 
@@ -157,7 +157,7 @@ async def test_one_that_failed_is_asked_at_once(probed: Probed) -> None:
     await probed.start(interval_s=60)
     await look(probed, probed.first)
     assert probed.servers[0].count == 1
-    probed.first.failed(Fault.CUT)
+    probed.first.failed(FailureKind.LOST)
     await probed.until(lambda instance: not instance.suspected)
     assert probed.servers[0].count == 2
 
@@ -166,9 +166,9 @@ async def test_one_that_fails_while_it_is_asked_is_asked_once_more(probed: Probe
     await probed.start(interval_s=60)
     await look(probed, probed.first)
     probed.servers[0].answer = b"silence"
-    probed.first.failed(Fault.CUT)
+    probed.first.failed(FailureKind.LOST)
     await probed.servers[0].until(2)
-    probed.first.failed(Fault.CUT)
+    probed.first.failed(FailureKind.LOST)
     probed.servers[0].answer = b""
     for writer in probed.servers[0]._open:
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from typing import Any
+from typing import Any, get_args
 
 from starlette.responses import JSONResponse, Response
 
 from epd_portable.config.roles import ROLES
 from epd_portable.config.secret import Secret
-from epd_portable.router.observability.status import MAX_ENDED_SHOWN, RUNGS, SCHEMA
+from epd_portable.router.observability.status import MAX_ENDED_SHOWN, SCHEMA
+from epd_portable.wire.outcomes import Fallback
 from tests.integration.router.conftest import Build, Topology
 from tests.integration.router.stand_in import DEADLINE_S, Received, answer, refuse
 from tests.integration.router.test_requests import BLUE, RED, TEXT
@@ -123,14 +124,14 @@ async def test_the_path_of_a_pair_is_known_as_soon_as_it_has_met(build: Build) -
     assert found["requests"] == []  # No client has asked.
 
 
-async def test_it_shows_the_rungs_that_were_used_and_when(build: Build) -> None:
+async def test_it_shows_the_fallbacks_that_were_used_and_when(build: Build) -> None:
     t = await build(behaviour=refuse(500))
     before = time.monotonic()
     await t.chat(TEXT)
-    ladder = {use["rung"]: use for use in (await status(t))["ladder"]}
-    assert ladder["passed_on"]["count"] == 1
-    assert before <= ladder["passed_on"]["at"] <= time.monotonic()
-    assert ladder["pd_again"] == {"rung": "pd_again", "count": 0, "at": 0.0}
+    uses = {use["fallback"]: use for use in (await status(t))["fallbacks"]}
+    assert uses["error"]["count"] == 1
+    assert before <= uses["error"]["at"] <= time.monotonic()
+    assert uses["retried"] == {"fallback": "retried", "count": 0, "at": 0.0}
 
 
 async def test_it_shows_the_stages_of_requests(build: Build) -> None:
@@ -239,10 +240,12 @@ async def test_the_pages_files_are_there_and_let_nothing_else_in(build: Build) -
         assert not re.findall(r"https?://(?!www\.w3\.org/2000/svg)", answer.text)
 
 
-async def test_the_page_has_words_for_every_rung_and_a_place_for_every_role(build: Build) -> None:
+async def test_the_page_has_words_for_fallbacks_and_a_place_for_every_role(
+    build: Build,
+) -> None:
     t = await build()
     script = (await t.client.get("/status.js")).text
-    for name, known in (("RUNG_WORDS", RUNGS), ("STAGES", ROLES)):
+    for name, known in (("FALLBACK_WORDS", get_args(Fallback)), ("STAGES", ROLES)):
         table = script.partition(f"const {name} = {{")[2].partition("\n};")[0]
         assert set(re.findall(r'(?:^|[\s,{])"?([a-z_-]+)"?: ["\[]', table)) == set(known)
 

@@ -125,13 +125,13 @@ async def test_a_timeline_has_the_encoder_beside_the_prefill(build: Build, page:
     clean(page, t)
 
 
-async def test_a_rung_of_the_ladder_lights_up(build: Build, page: Page) -> None:
+async def test_a_fallback_that_is_used_lights_up(build: Build, page: Page) -> None:
     t = await build(behaviour=refuse(500))
     await opened(page, t)
-    rung = "document.querySelector('[data-rung=passed_on]')"
-    await page.until(f"{rung}?.className === 'unused'")
+    shown = "document.querySelector('[data-fallback=error]')"
+    await page.until(f"{shown}?.className === 'unused'")
     await t.chat(TEXT)
-    await page.until(f"{rung}.className === 'lit' && {rung}.textContent.includes('now lit')")
+    await page.until(f"{shown}.className === 'lit' && {shown}.textContent.includes('now lit')")
     clean(page, t)
 
 

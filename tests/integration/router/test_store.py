@@ -149,7 +149,7 @@ async def test_an_item_that_the_pd_instance_cannot_load_is_encoded(
     [job], [asked] = t.encoders[0].received, t.pd.received
     assert job.params["transfers"][0]["transfer_id"] == transfers(t)[0]["transfer_id"]
     assert asked.params["transfers"][0]["media"] is (media == "concurrent")
-    assert await t.metric('epd_router_ladder_total{rung="from_encoder"}') == 1
+    assert await t.metric('epd_router_fallbacks_total{failure="missing",fallback="retried"}') == 1
 
 
 async def test_without_an_encoder_either_the_pd_instance_is_told_to_encode(
@@ -173,7 +173,7 @@ async def test_without_an_encoder_either_the_pd_instance_is_told_to_encode(
         _, message = await t.control.receive()
     told.set()
     assert (await chat).status_code == 200
-    assert await t.metric('epd_router_ladder_total{rung="local_encode"}') == 1
+    assert await t.metric('epd_router_fallbacks_total{phase="encode",fallback="local"}') == 1
 
 
 async def test_an_item_without_its_media_that_nobody_brings_goes_with_its_media(
@@ -220,7 +220,7 @@ async def test_an_entry_that_does_not_say_it_is_of_no_use_without_media(
     assert len(t.encoders[0].received) == 1
     assert not transfers(t)[0].get("store")
     assert kinds(t.pd.received[-1]) == ["image_embeds"], "as the encoder says it"
-    assert await t.metric('epd_router_ladder_total{rung="original_media"}') == 0
+    assert await t.metric('epd_router_fallbacks_total{fallback="original_media"}') == 0
 
 
 async def test_what_was_not_brought_once_is_not_expected_again(

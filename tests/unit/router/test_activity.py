@@ -3,7 +3,7 @@ from __future__ import annotations
 from epd_portable.router.observability.activity import (
     MAX_PAIRS,
     Activity,
-    RungUse,
+    FallbackUse,
     Traffic,
 )
 from epd_portable.router.observability.record import ItemRecord, JobRecord, Leg, RequestRecord, Step
@@ -84,9 +84,9 @@ def test_kv_went_from_who_prefilled_well_to_who_answered() -> None:
     ]
 
 
-def test_a_rung_has_the_time_at_which_it_was_used_last() -> None:
+def test_a_fallback_has_the_time_at_which_it_was_used_last() -> None:
     activity = Activity()
     record = RequestRecord(id="r", endpoint="/v1/chat/completions")
-    activity.stepped(record, Step(5.0, "pd_lost", "pd_again"))
-    activity.stepped(record, Step(7.0, "pd_lost", "pd_again"))
-    assert activity.rungs == (RungUse(rung="pd_again", count=2, at=7.0),)
+    activity.stepped(record, Step(5.0, "answer", "lost", "retried"))
+    activity.stepped(record, Step(7.0, "answer", "lost", "retried"))
+    assert activity.fallbacks == (FallbackUse(fallback="retried", count=2, at=7.0),)

@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 
 from epd_portable.connector.stores.metrics import StoreMetrics
+from epd_portable.delivery.fallbacks import RetryBudget
 from epd_portable.router.chooser import Chooser
 from epd_portable.router.contents.body import Call
 from epd_portable.router.contents.media import MediaItem
@@ -15,7 +16,6 @@ from epd_portable.router.delivery import Attempt, Deliverer, Delivery
 from epd_portable.router.fleet.control import ControlChannels, Inbox
 from epd_portable.router.fleet.instances import Fleet
 from epd_portable.router.http.upstream import Upstream
-from epd_portable.router.ladder import LADDER, Point, RetryBudget, Trouble
 from epd_portable.router.observability.record import RequestRecord
 from epd_portable.router.settings import InstanceSettings, RouterSettings
 from epd_portable.router.store import StoreLookup
@@ -74,27 +74,3 @@ async def test_a_job_that_is_cancelled_as_its_answer_comes_ends(turns: int) -> N
     (noted,) = record.items[0].jobs
     assert noted.end in ("cancelled", "encoded", "lost")
     await control.close()
-
-
-def test_every_trouble_has_its_rungs_wherever_it_can_be_met() -> None:
-    met = {trouble for trouble, _ in LADDER}
-    assert met == set(Trouble)
-    final = {"unavailable", "refused", "passed_on", "timeout", "broken_off"}
-    final |= {"local_encode", "local_prefill"}
-    for (_, point), rungs in LADDER.items():
-        # What is always possible stands last, and nowhere else.
-        assert [rung in final for rung in rungs] == [False] * (len(rungs) - 1) + [True]
-        # Once headers of an answer have come, nothing is sent again.
-        assert point is not Point.ANSWERING or rungs == ("broken_off",)
-
-
-def test_retries_are_a_part_of_what_comes() -> None:
-    budget = RetryBudget()
-    at_once = sum(budget.take() for _ in range(1000))
-    for _ in range(1000):
-        budget.request()
-    later = sum(budget.take() for _ in range(1000))
-    assert (at_once, later) == (100, 100)
-    for _ in range(10):
-        budget.request()
-    assert sum(budget.take() for _ in range(10)) == 2

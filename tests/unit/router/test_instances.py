@@ -20,14 +20,18 @@ from epd_portable.router.fleet.circuit_breaker import (
 from epd_portable.router.fleet.instances import (
     FEW,
     PROBES_UNTIL_DOWN,
-    Failure,
     Fleet,
     Instance,
 )
-from epd_portable.router.http.upstream_connection import Fault
 from epd_portable.router.settings import InstanceSettings, Role
+from epd_portable.wire.outcomes import FailureKind
 
-FAILURES: list[Failure] = [*(fault for fault in Fault if fault is not Fault.OWN), "error"]
+FAILURES = [
+    FailureKind.UNREACHABLE,
+    FailureKind.LOST,
+    FailureKind.TIMEOUT,
+    FailureKind.ERROR,
+]
 
 
 class Clock:
@@ -89,12 +93,12 @@ WARMED_UP, DRAIN, RESUME, ANSWERED = (
 )
 
 
-def fails(failure: Failure) -> Callable[[Instance], None]:
+def fails(failure: FailureKind) -> Callable[[Instance], None]:
     return lambda instance: instance.failed(failure)
 
 
 UP = [WELL, WARMED_UP]
-ERROR, REFUSED, CUT = fails("error"), fails(Fault.REFUSED), fails(Fault.CUT)
+ERROR, REFUSED, CUT = map(fails, (FailureKind.ERROR, FailureKind.UNREACHABLE, FailureKind.LOST))
 EJECTED = [*UP, *[ERROR] * FAILURES_UNTIL_EJECTED]
 
 HISTORIES: dict[str, tuple[list[Callable[[Instance], Any]], str, bool, bool]] = {
@@ -184,7 +188,7 @@ def test_a_prefill_decode_instance_that_failed_is_not_preferred_either() -> None
 
 
 @pytest.mark.parametrize("failure", FAILURES)
-def test_others_are_preferred_to_one_that_failed_and_alone_it_serves(failure: Failure) -> None:
+def test_others_are_preferred_to_one_that_failed_and_alone_it_serves(failure: FailureKind) -> None:
     instances = of(2)
     first = found(instances, chosen(instances, "item"))
     first.failed(failure)
@@ -399,7 +403,7 @@ def test_an_item_that_is_being_encoded_goes_where_it_is_encoded(count: int) -> N
                 assert other is not one
             others = {instances.choose_encoder(f"other {n}") for n in range(50)}
             assert count == 2 or one not in others
-            one.failed(Fault.CUT)
+            one.failed(FailureKind.LOST)
             assert instances.choose_encoder(item) is not one
             one.answered()
         assert not instances.encoding

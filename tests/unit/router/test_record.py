@@ -9,6 +9,7 @@ from typing import cast
 import msgspec
 import pytest
 
+from epd_portable.delivery.fallbacks import RequestPhase
 from epd_portable.router.contents.media import MediaItem
 from epd_portable.router.observability.record import (
     ItemRecord,
@@ -18,6 +19,7 @@ from epd_portable.router.observability.record import (
     RequestRecord,
     Step,
 )
+from epd_portable.wire.outcomes import FailureKind
 
 
 class Heard(Listener):
@@ -36,7 +38,7 @@ class Heard(Listener):
         self.words.append(f"item {item.end}")
 
     def stepped(self, record: RequestRecord, step: Step) -> None:
-        self.words.append(f"{step.trouble} {step.rung}")
+        self.words.append(f"{step.failure} {step.fallback}")
 
     def ended(self, record: RequestRecord) -> None:
         self.words.append("ended")
@@ -57,13 +59,13 @@ def test_listeners_hear_of_everything_in_its_order() -> None:
     with record.leg("answer", "pd-0"):
         job = record.job(picture, "encode-0", 100)
         record.end_job(picture, job, "timeout")
-        record.step("encoder_failed", "local_encode")
+        record.fall_back(RequestPhase.ENCODE, FailureKind.TIMEOUT)
         record.end_item(picture, "local")
     requests.end(record)
     assert heard.words == [
         "begun",
         "encode-0 timeout",
-        "encoder_failed local_encode",
+        "timeout local",
         "item local",
         "ended",
     ]

@@ -18,11 +18,11 @@ from epd_portable.router.http.upstream_connection import (
     LARGE_BYTES,
     MAX_HEAD_BYTES,
     MAX_WAITING_BYTES,
-    Fault,
     InstanceAnswer,
     UpstreamConnection,
     UpstreamError,
 )
+from epd_portable.wire.outcomes import FailureKind
 from tests.listening import stop_listening
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -83,10 +83,10 @@ async def listening() -> AsyncIterator[Open]:
             writer.transport.abort()
 
 
-async def fault_of(asking: Awaitable[Any]) -> Fault:
+async def fault_of(asking: Awaitable[Any]) -> FailureKind:
     with pytest.raises(UpstreamError) as caught:
         await asking
-    return caught.value.fault
+    return caught.value.kind
 
 
 # Requests and connections.
@@ -179,7 +179,7 @@ async def test_what_may_be_repeated_is_once_when_a_kept_connection_breaks(
         assert (await client.ask(method, url, timeout_s=5))[2] == b"ok"
     else:
         # It may have been taken.
-        assert await fault_of(client.ask(method, url, timeout_s=5)) is Fault.CUT
+        assert await fault_of(client.ask(method, url, timeout_s=5)) is FailureKind.LOST
         assert len(instance.requests) == 2
 
 
@@ -189,7 +189,10 @@ async def test_nothing_is_repeated_on_a_new_connection(client: Upstream, listeni
 
     instance = Instance(OK)
     instance.behave = cut
-    assert await fault_of(client.ask("GET", await listening(instance), timeout_s=5)) is Fault.CUT
+    assert (
+        await fault_of(client.ask("GET", await listening(instance), timeout_s=5))
+        is FailureKind.LOST
+    )
     assert len(instance.requests) == 1
 
 
@@ -294,7 +297,7 @@ async def test_an_instance_that_does_not_take_a_body_is_silent(
     instance.serve = stall  # type: ignore[method-assign]
     url = await listening(instance)
     asking = client.request("POST", url, body=bytes(64 << 20), silent_s=0.1)
-    assert await asyncio.wait_for(fault_of(asking), 10) is Fault.SILENT
+    assert await asyncio.wait_for(fault_of(asking), 10) is FailureKind.TIMEOUT
 
 
 # Limits of time.
@@ -311,7 +314,7 @@ async def test_the_limits_of_time_hold(client: Upstream, listening: Open) -> Non
     instance.behave = slowly
     url = await listening(instance)
     # The silence is shorter than its limit again and again.
-    assert await fault_of(client.ask("GET", url, timeout_s=0.3)) is Fault.SILENT
+    assert await fault_of(client.ask("GET", url, timeout_s=0.3)) is FailureKind.TIMEOUT
     answer = await client.request("GET", url, silent_s=1.0)
     assert (await answer.read()) == b"a" * 99
 
@@ -321,7 +324,7 @@ async def test_the_limits_of_time_hold(client: Upstream, listening: Open) -> Non
 
     instance.behave = once
     answer = await client.request("GET", url, silent_s=0.1)
-    assert await fault_of(answer.read()) is Fault.SILENT
+    assert await fault_of(answer.read()) is FailureKind.TIMEOUT
 
 
 async def test_a_limit_of_one_request_is_none_of_the_next(
@@ -354,12 +357,15 @@ async def test_who_takes_no_connection_is_refused_or_silent(client: Upstream, li
     asking = client.request("GET", "http://192.0.2.1:9/", **{limit: 0.1})
     started = time.monotonic()
     fault = await fault_of(asking)
-    assert fault is Fault.REFUSED or (limit == "total_s" and fault is Fault.SILENT)
+    assert fault is FailureKind.UNREACHABLE or (limit == "total_s" and fault is FailureKind.TIMEOUT)
     assert time.monotonic() - started < 5
 
 
 async def test_where_nobody_listens_it_is_refused(client: Upstream) -> None:
-    assert await fault_of(client.ask("GET", "http://127.0.0.1:1/", timeout_s=5)) is Fault.REFUSED
+    assert (
+        await fault_of(client.ask("GET", "http://127.0.0.1:1/", timeout_s=5))
+        is FailureKind.UNREACHABLE
+    )
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
@@ -467,7 +473,7 @@ async def test_an_answer_that_ends_early_is_cut(sent: bytes, error: Exception | 
         async def read(task: asyncio.Task[InstanceAnswer] = task) -> bytes:
             return await (await task).read()
 
-        assert await fault_of(read()) is Fault.CUT, sent[:place]
+        assert await fault_of(read()) is FailureKind.LOST, sent[:place]
 
 
 @pytest.mark.parametrize(
@@ -490,7 +496,7 @@ async def test_what_is_no_answer_is_broken(sent: bytes) -> None:
     async def read() -> bytes:
         return await (await task).read()
 
-    assert await fault_of(read()) is Fault.BROKEN
+    assert await fault_of(read()) is FailureKind.ERROR
     assert transport_of(connection).aborted
 
 

@@ -2,11 +2,11 @@
 // as text (textContent, setAttribute): names come from many hands.
 "use strict";
 
-const SCHEMA = 2;
+const SCHEMA = 3;
 const POLL_MS = 1000;
 const PATIENCE_MS = 5000;
 const WINDOW_S = 6; // over which rates are taken
-const LIT_S = 10; // how long a rung shines
+const LIT_S = 10; // how long a fallback shines
 const REQUESTS_SHOWN = 25;
 const LANES = 8; // of one request, at most
 const EDGES_NAMED = 16;
@@ -19,18 +19,13 @@ const STAGES = { // first and last column of each role; who is lower comes later
   "prefill-decode": [2, 3], "encode-prefill": [1, 2], "encode-prefill-decode": [1, 3],
 };
 const ORDER = Object.keys(STAGES);
-const RUNG_WORDS = {
-  from_encoder: "Not in the store after all: encoded",
-  encoder_full: "Encoder full: asked another, or later",
-  other_encoder: "Another encoder got the item",
-  local_encode: "Encoded where the answer is made",
+const FALLBACK_WORDS = {
+  retried: "Another instance asked, or once more",
+  local: "Done where the answer is made",
   original_media: "Sent again with its media",
-  without_items: "Answered without some items",
-  prefill_again: "Another prefill instance asked",
-  local_prefill: "Prefilled where it is decoded",
-  pd_again: "Request sent once more",
-  broken_off: "Answer broken off",
-  passed_on: "Instance's error passed on",
+  left_out: "Answered without some items",
+  incomplete: "Answer broken off",
+  error: "Instance's error passed on",
   refused: "Refused: 400 or 413",
   unavailable: "Unavailable: 503",
   timeout: "Given up: 504",
@@ -247,7 +242,7 @@ function show() {
   setText(at("freshness"), "live");
   showInstances();
   showEdges();
-  showLadder();
+  showFallbacks();
   showRequests();
 }
 
@@ -434,21 +429,21 @@ function pairRow({ pair, path, count, text }) {
   return made("tr", {}, ...cells.map((cell) => made("td", {}, cell)));
 }
 
-const rungs = new Map();
+const fallbacks = new Map();
 
-function showLadder() {
-  for (const { rung, count, at: used } of data.ladder) {
-    let parts = rungs.get(rung);
+function showFallbacks() {
+  for (const { fallback, count, at: used } of data.fallbacks) {
+    let parts = fallbacks.get(fallback);
     if (!parts) {
       parts = { name: made("strong"), used: made("span") };
-      parts.node = made("li", { "data-rung": rung }, parts.name, parts.used);
-      rungs.set(rung, parts);
-      at("ladder").append(parts.node);
+      parts.node = made("li", { "data-fallback": fallback }, parts.name, parts.used);
+      fallbacks.set(fallback, parts);
+      at("fallbacks").append(parts.node);
     }
     const since = now() - used;
     const lit = count > 0 && since < LIT_S;
     parts.node.className = lit ? "lit" : count ? "" : "unused";
-    setText(parts.name, RUNG_WORDS[rung] ?? rung.replaceAll("_", " "));
+    setText(parts.name, FALLBACK_WORDS[fallback] ?? fallback.replaceAll("_", " "));
     setText(parts.used, count ? `${lit ? "now lit: " : ""}${count} ×, ${ago(since)}` : "not used");
   }
 }
@@ -506,7 +501,7 @@ function fillRow(row, request) {
   row.node.dataset.request = request.id;
   setText(row.name, request.id);
   row.name.title = request.id;
-  const fell = [...new Set(request.steps.map((step) => step.rung.replaceAll("_", " ")))].join(", ");
+  const fell = [...new Set(request.steps.map((step) => step.fallback.replaceAll("_", " ")))].join(", ");
   const said = [how, request.endpoint, over ? ago(now() - end) : "", fell ? `▲ ${fell}` : ""];
   setText(row.what, said.filter(Boolean).join(" · "));
   row.what.className = request.status >= 400 || request.gone || fell ? "troubled" : "";
@@ -602,7 +597,7 @@ function drawLanes(row, request, end) {
   const steps = request.steps.map((step) => {
     const x = `${share(step.at)}%`;
     const line = drawn("line", { class: "step", x1: x, x2: x, y1: 0, y2: lanes.length * LANE_PX });
-    line.append(drawn("title", {}, RUNG_WORDS[step.rung] ?? step.rung));
+    line.append(drawn("title", {}, FALLBACK_WORDS[step.fallback] ?? step.fallback));
     return line;
   });
   row.labels.replaceChildren(...lanes.map((lane) => made("span", {}, lane.who)));
@@ -620,8 +615,8 @@ function fillTable(row) {
   const stages = stagesOf(request, request.ended_at || now()).map((stage) => line(
     STAGE_WORDS[stage.kind], stage.who, since(stage.from), duration(stage.to - stage.from), stage.how));
   const steps = request.steps.map((step) => line(
-    "ladder", "router", since(step.at), "",
-    `${step.trouble.replaceAll("_", " ")}: ${RUNG_WORDS[step.rung] ?? step.rung}`));
+    "fallback", "router", since(step.at), "",
+    `${step.phase}, ${step.failure.replaceAll("_", " ")}: ${FALLBACK_WORDS[step.fallback] ?? step.fallback}`));
   row.body.replaceChildren(...stages, ...steps);
 }
 

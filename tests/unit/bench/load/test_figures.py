@@ -387,7 +387,7 @@ def test_what_fell_back_is_told_with_its_side() -> None:
     found = results(turn("ours", request(), counted=lost), turn("replicas", request()))
     assert load_report.fell_back(found, setting()).startswith("ours: 2 pictures were not encoded")
     assert load_report.fell_back(TWO_ROUNDS, setting()) == ""
-    chosen = Counted(outcomes={"encoded": 3.0, "sooner_here": 2.0, "stored": 4.0})
+    chosen = Counted(outcomes={"encoded": 3.0, "local_first": 2.0, "stored": 4.0})
     found = results(turn("ours", request(), counted=chosen), turn("replicas", request()))
     assert load_report.fell_back(found, setting()) == ""
 
