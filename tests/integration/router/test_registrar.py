@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 from asyncio.subprocess import PIPE, STDOUT, Process
+from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
@@ -17,6 +18,28 @@ from epd_portable.launch.plan.processes import RegistrarSettings
 from epd_portable.launch.run.router_client import RouterClient, RouterClients
 from tests.integration.router.conftest import Build
 from tests.integration.router.stand_in import DEADLINE_S, StandIn
+
+
+async def started(settings: RegistrarSettings) -> Process:
+    command = (sys.executable, "-m", "epd_portable.launch.run.registrar")
+    return await asyncio.create_subprocess_exec(
+        *command, "--settings", settings.as_json(), stdout=PIPE, stderr=STDOUT
+    )
+
+
+def settings_of(
+    *routers: str, secret: str, port: int, instances: Sequence[StandIn]
+) -> RegistrarSettings:
+    return RegistrarSettings(
+        routers=routers,
+        secret_file=secret,
+        port=port,
+        instances=tuple(
+            {"name": each.name, "role": "encode", "url": each.serving.url} for each in instances
+        ),
+        join_timeout_s=30,
+        leave_timeout_s=30,
+    )
 
 
 async def says(process: Process, words: str) -> None:
@@ -52,25 +75,8 @@ async def test_instances_join_stay_and_leave_with_their_launcher(
     newcomer = StandIn("encode-0@10.0.0.2", "encode")
     await newcomer.serving.start()
     port = port_source("0000002b")()
-    settings = RegistrarSettings(
-        routers=(t.router.url,),
-        secret_file=secret,
-        port=port,
-        instances=({"name": newcomer.name, "role": "encode", "url": newcomer.serving.url},),
-        join_timeout_s=30,
-        leave_timeout_s=30,
-    )
-    process = await asyncio.create_subprocess_exec(
-        *(
-            sys.executable,
-            "-m",
-            "epd_portable.launch.run.registrar",
-            "--settings",
-            settings.as_json(),
-        ),
-        stdout=PIPE,
-        stderr=STDOUT,
-    )
+    settings = settings_of(t.router.url, secret=secret, port=port, instances=[newcomer])
+    process = await started(settings)
     try:
         await says(process, f"{newcomer.name} has joined")
         assert await told(port, newcomer) == (200, "up", "")
@@ -108,27 +114,9 @@ async def test_at_its_end_every_instance_leaves(build: Build, tmp_path: Path) ->
     newcomers = [StandIn(f"encode-{number}@10.0.0.2", "encode") for number in range(2)]
     for each in newcomers:
         await each.serving.start()
-    settings = RegistrarSettings(
-        routers=(t.router.url,),
-        secret_file=secret,
-        port=port_source("0000002c")(),
-        instances=tuple(
-            {"name": each.name, "role": "encode", "url": each.serving.url} for each in newcomers
-        ),
-        join_timeout_s=30,
-        leave_timeout_s=30,
-    )
-    process = await asyncio.create_subprocess_exec(
-        *(
-            sys.executable,
-            "-m",
-            "epd_portable.launch.run.registrar",
-            "--settings",
-            settings.as_json(),
-        ),
-        stdout=PIPE,
-        stderr=STDOUT,
-    )
+    port = port_source("0000002c")()
+    settings = settings_of(t.router.url, secret=secret, port=port, instances=newcomers)
+    process = await started(settings)
     try:
         await t.until_health(lambda seen: all(each.name in seen for each in newcomers))
         await t.until_health(
@@ -155,25 +143,9 @@ async def test_instances_join_drain_and_leave_several_routers_alike(
     newcomer = StandIn("encode-0@10.0.0.2", "encode")
     await newcomer.serving.start()
     port = port_source("0000002d")()
-    settings = RegistrarSettings(
-        routers=tuple(each.router.url for each in routers),
-        secret_file=secret,
-        port=port,
-        instances=({"name": newcomer.name, "role": "encode", "url": newcomer.serving.url},),
-        join_timeout_s=30,
-        leave_timeout_s=30,
-    )
-    process = await asyncio.create_subprocess_exec(
-        *(
-            sys.executable,
-            "-m",
-            "epd_portable.launch.run.registrar",
-            "--settings",
-            settings.as_json(),
-        ),
-        stdout=PIPE,
-        stderr=STDOUT,
-    )
+    urls = [each.router.url for each in routers]
+    settings = settings_of(*urls, secret=secret, port=port, instances=[newcomer])
+    process = await started(settings)
     clients = RouterClients(RouterClient(url, Secret.read(secret)) for url in settings.routers)
     stop = threading.Event()
     try:
