@@ -52,7 +52,7 @@ class ReceivePool:
         """Bytes in no slot, in one piece or several."""
         return sum(size for _, size in self._free)
 
-    def take(self, nbytes: int) -> SlotDescriptor | None:
+    def take_slot(self, nbytes: int) -> SlotDescriptor | None:
         """Return a slot for ``nbytes``, or ``None`` when no free range is long enough."""
         if nbytes <= 0:
             raise ValueError(f"slot of {nbytes} bytes: must be positive")

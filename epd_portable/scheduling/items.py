@@ -313,7 +313,7 @@ class SlotSource(Protocol):
         """Bytes of the whole supply."""
         ...
 
-    def take(self, nbytes: int) -> SlotDescriptor | None:
+    def take_slot(self, nbytes: int) -> SlotDescriptor | None:
         """Return a slot of at least ``nbytes``, or ``None`` when none is free."""
         ...
 

@@ -544,7 +544,7 @@ class EncoderCachePreallocator(EncoderCacheManager):
             return False
         if not self.can_preallocate(item.num_embeds):
             return False
-        item.slot = self._slots.take(item.tensor.nbytes)
+        item.slot = self._slots.take_slot(item.tensor.nbytes)
         if item.slot is None:
             if not self._retiring:
                 self._evict_resident()

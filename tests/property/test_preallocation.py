@@ -245,7 +245,7 @@ class Preallocation(RuleBasedStateMachine):
         has_room = CACHE_EMBEDS - sum(each.num_embeds for each in kept) >= item.num_embeds
         if not item.transfers:
             return claim.metadata_only or has_room
-        slot = self.desk.pool.take(item.num_embeds)
+        slot = self.desk.pool.take_slot(item.num_embeds)
         if slot is not None:
             self.desk.pool.give_back(slot)
         read = {*self.resident, *itertools.chain(*self.under_way)}

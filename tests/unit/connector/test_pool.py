@@ -18,7 +18,7 @@ from tests.unit.builders import slot
 
 
 def take(pool: ReceivePool, nbytes: int) -> SlotDescriptor:
-    taken = pool.take(nbytes)
+    taken = pool.take_slot(nbytes)
     assert taken is not None
     return taken
 
@@ -35,7 +35,7 @@ def test_slots_begin_at_the_alignment_and_have_the_size_asked_for() -> None:
 def test_the_whole_pool_may_be_one_slot() -> None:
     pool = ReceivePool("pool", 1000, 64)
     whole = take(pool, 960)
-    assert pool.take(1) is None
+    assert pool.take_slot(1) is None
     pool.give_back(whole)
     assert pool.free_bytes == pool.capacity_bytes
 
@@ -46,7 +46,7 @@ def test_a_range_is_not_pieced_together() -> None:
     pool.give_back(first)
     pool.give_back(last)
     assert pool.free_bytes == 128
-    assert pool.take(128) is None
+    assert pool.take_slot(128) is None
     pool.give_back(middle)
     assert take(pool, 192).offset == 0
 
@@ -71,7 +71,7 @@ def test_giving_back_twice_or_elsewhere_is_refused() -> None:
     with pytest.raises(ValueError, match="not in use"):
         pool.give_back(slot(1))
     with pytest.raises(ValueError, match="must be positive"):
-        pool.take(0)
+        pool.take_slot(0)
 
 
 def test_a_pool_without_room_for_one_slot_is_refused() -> None:
@@ -104,7 +104,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
     def take(self, nbytes: int) -> None:
         need = -(-nbytes // self.ALIGNMENT)
         free_runs = "".join("x" if used else "." for used in self.occupied()).split("x")
-        taken = self.pool.take(nbytes)
+        taken = self.pool.take_slot(nbytes)
         assert (taken is not None) == any(len(run) >= need for run in free_runs)
         if taken is not None:
             assert taken.offset % self.ALIGNMENT == 0
