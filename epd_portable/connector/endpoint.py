@@ -9,16 +9,12 @@ from typing import TYPE_CHECKING
 
 from epd_portable.config.secret import Secret
 from epd_portable.connector import registry
-from epd_portable.connector.control import (
-    ControlServer,
-    host_identity,
-    new_session,
-    process_is_gone,
-)
+from epd_portable.connector.control import ControlServer
 from epd_portable.connector.curve import CurveKeys
 from epd_portable.connector.datagrams import DatagramInbox
 from epd_portable.connector.digest import digest_of_bytes
 from epd_portable.connector.pool import SharedMemory
+from epd_portable.connector.sessions import host_identity, new_session, process_is_gone
 from epd_portable.connector.stores.base import make_store
 from epd_portable.connector.stores.entry import Seal
 from epd_portable.connector.stores.loader import IDENTITY, StoreLoader

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from epd_portable.connector.control import is_later_life
+from epd_portable.connector.sessions import is_later_life
 from epd_portable.wire.descriptors import PeerDescriptor, SlotDescriptor
 from epd_portable.wire.messages import Abort, AnyMessage
 

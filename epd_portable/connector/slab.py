@@ -9,9 +9,9 @@ from __future__ import annotations
 import msgspec
 import torch
 
-from epd_portable.connector.control import process_is_gone
 from epd_portable.connector.copies import DeviceCopies
 from epd_portable.connector.pool import check_range
+from epd_portable.connector.sessions import process_is_gone
 from epd_portable.errors import PeerLostError, PlatformError, TransportError, UnsupportedError
 from epd_portable.platforms.base import Platform, ShareHandle
 from epd_portable.wire.codec import address_reader, as_address

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from epd_portable.connector import registry
-from epd_portable.connector.control import new_session, process_is_gone
 from epd_portable.connector.pool import SHM_FOLDER, SharedMemory, check_private
+from epd_portable.connector.sessions import new_session, process_is_gone
 from epd_portable.connector.slab import DeviceSlab, OpenedSlab, Slab
 from epd_portable.connector.transport import ReceivingEnd, RevokedFence
 from epd_portable.errors import CapacityError, TransportError, UnsupportedError

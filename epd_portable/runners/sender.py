@@ -18,9 +18,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from epd_portable.connector import registry
-from epd_portable.connector.control import ControlClients, host_identity, new_session
+from epd_portable.connector.control import ControlClients
 from epd_portable.connector.curve import read_keys
 from epd_portable.connector.producer import Actions, Finished, ProducerSession, TransferOrder
+from epd_portable.connector.sessions import host_identity, new_session
 from epd_portable.connector.stores.writer import StoreWriter
 from epd_portable.errors import EPDError, TransportError, UnsupportedError
 from epd_portable.runners.cores import on_all_cores

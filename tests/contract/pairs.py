@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from epd_portable.connector import registry as paths
-from epd_portable.connector.control import host_identity, new_session
 from epd_portable.connector.copies import Clock, DeviceCopies
+from epd_portable.connector.sessions import host_identity, new_session
 from epd_portable.connector.transport import Transport
 from epd_portable.platforms import registry
 from epd_portable.platforms.traits import TRAITS

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from epd_portable.connector.control import new_session
 from epd_portable.connector.copies import DeviceCopies
+from epd_portable.connector.sessions import new_session
 from epd_portable.connector.slab import DeviceSlab, OpenedSlab
 from epd_portable.platforms import registry
 from epd_portable.platforms.base import DeviceEvent

@@ -11,7 +11,7 @@ from tests.line_child import ANSWER_LINES, LineChild
 
 BEGIN = """
 import msgspec, sys, torch
-from epd_portable.connector.control import new_session
+from epd_portable.connector.sessions import new_session
 from epd_portable.connector.copies import DeviceCopies
 from epd_portable.connector.slab import DeviceSlab
 from epd_portable.platforms import registry

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 
 from epd_portable.connector import registry
-from epd_portable.connector.control import process_is_gone
+from epd_portable.connector.sessions import process_is_gone
 from epd_portable.connector.slab import _read_address
 from epd_portable.errors import NoCommonPathError, ProtocolError, TransportError
 from epd_portable.wire import codec
@@ -153,7 +153,7 @@ def test_a_session_may_name_any_process(pid: str) -> None:
 
 
 def process_session() -> str:
-    from epd_portable.connector.control import new_session
+    from epd_portable.connector.sessions import new_session
 
     return new_session()
 

@@ -12,8 +12,8 @@ import anyio
 import zmq
 import zmq.asyncio
 
-from epd_portable.connector.control import new_session
 from epd_portable.connector.curve import CurveKeys, secure_client
+from epd_portable.connector.sessions import new_session
 from epd_portable.errors import ConfigError, EPDError
 from epd_portable.router.fleet.instances import MAX_INSTANCES
 from epd_portable.wire import codec

@@ -19,8 +19,9 @@ from typing import Any
 import pytest
 import torch
 
-from epd_portable.connector.control import ControlClients, new_session
+from epd_portable.connector.control import ControlClients
 from epd_portable.connector.pool import SHM_FOLDER
+from epd_portable.connector.sessions import new_session
 from epd_portable.wire.messages import EncodeFailed
 from tests.contract.pairs import Pair, Route
 from tests.integration.transfer.conftest import PrefillSide

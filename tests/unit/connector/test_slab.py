@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from epd_portable.connector import slab as slab_module
-from epd_portable.connector.control import new_session
 from epd_portable.connector.copies import DeviceCopies
+from epd_portable.connector.sessions import new_session
 from epd_portable.connector.slab import DeviceSlab, OpenedSlab
 from epd_portable.errors import (
     CapacityError,

@@ -13,9 +13,9 @@ import pytest
 
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.connector import worker_endpoint as module
-from epd_portable.connector.control import new_session
 from epd_portable.connector.copies import DeviceCopies
 from epd_portable.connector.pool import SHM_FOLDER, SharedMemory
+from epd_portable.connector.sessions import new_session
 from epd_portable.connector.worker_endpoint import Publication, WorkerEndpoint, read_publication
 from epd_portable.errors import TransportError, UnsupportedError
 from epd_portable.platforms import registry

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from epd_portable.connector.control import (
+from epd_portable.connector.sessions import (
     host_identity,
     is_later_life,
     new_session,
@@ -20,7 +20,7 @@ from epd_portable.connector.control import (
 from tests.unit.builders import peer
 
 PRINT_SESSION = (
-    "from epd_portable.connector.control import new_session;"
+    "from epd_portable.connector.sessions import new_session;"
     "print(new_session(), flush=True); input()"
 )
 
@@ -75,7 +75,7 @@ def test_of_two_lives_of_an_instance_on_a_machine_the_later_is_known(
 
 LEADER_ENDS = """
 import ctypes, threading
-from epd_portable.connector.control import new_session
+from epd_portable.connector.sessions import new_session
 print(new_session(), flush=True)
 threading.Thread(target=input).start()
 EXIT_OF_ONE_THREAD = 60 if __import__("platform").machine() == "x86_64" else 93
@@ -116,7 +116,7 @@ def test_a_session_of_another_form_is_not_certainly_gone(session: str) -> None:
 
 
 def test_processes_of_one_host_agree_on_its_name() -> None:
-    code = "from epd_portable.connector.control import host_identity; print(host_identity())"
+    code = "from epd_portable.connector.sessions import host_identity; print(host_identity())"
     printed = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
