@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import anyio
 import msgspec
@@ -20,6 +21,7 @@ from epd_portable.delivery.elastic import EncodeTimes
 from epd_portable.delivery.fallbacks import RequestPhase, RetryBudget
 from epd_portable.log import trace
 from epd_portable.router.chooser import Choosing
+from epd_portable.router.client_exchange import ClientExchange
 from epd_portable.router.contents.body import CHAT_PATH, Call, size
 from epd_portable.router.contents.cut_text import Segments
 from epd_portable.router.contents.media import MediaItem
@@ -154,6 +156,37 @@ class Attempt:
             return False
         waiting.set_result(answer)
         return True
+
+
+class Forwarder(Protocol):
+    """Brings requests to PD instances and their answers to clients.
+
+    `epd_portable.router.exchange.Exchange` is one itself.
+    """
+
+    def choose(self, choosing: Choosing, tried: Collection[str]) -> Instance | None:
+        """Return the PD instance that should answer a request; ``None`` if there is none.
+
+        Args:
+            choosing: Of the request.
+            tried: Names of instances that must not get it.
+        """
+
+    async def forward(self, call: Call, one: Attempt, body: Segments, out: ClientExchange) -> int:
+        """Send a request, pass the answer on to its end, and return the answer's status.
+
+        Calls `Attempt.begin` as soon as the instance has begun to answer.
+
+        Args:
+            call: The request.
+            one: The instance that answers, and the headers with which the request goes.
+            body: Of the request.
+            out: Takes the answer.
+
+        Raises:
+            RequestFailure: There is no answer, or only a part of it.
+            RequestError: The same, and nothing can be done about it.
+        """
 
 
 class Deliverer:

@@ -25,8 +25,8 @@ from epd_portable.delivery.fallbacks import (
 from epd_portable.delivery.replies import Reply, unavailable
 from epd_portable.errors import RequestError
 from epd_portable.log import say_failure, trace
-from epd_portable.router.carrier import Carrier, Outgoing
 from epd_portable.router.chooser import Chooser, Choosing
+from epd_portable.router.client_exchange import ClientExchange
 from epd_portable.router.contents.body import Call, size
 from epd_portable.router.contents.cut_text import Segments
 from epd_portable.router.contents.media import MediaItem
@@ -35,6 +35,7 @@ from epd_portable.router.delivery import (
     Deliverer,
     Delivery,
     EncodeFailure,
+    Forwarder,
     RequestPlan,
     end_soon,
     expected_transfer,
@@ -76,7 +77,7 @@ _MAX_HELD_BYTES = 1 << 20
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Course:
+class RequestState:
     """One request between its tries.
 
     Attributes:
@@ -152,17 +153,15 @@ class Exchange:
     async def serve(
         self,
         call: Call,
-        headers: Mapping[str, str],
-        out: Outgoing,
-        carrier: Carrier | None = None,
+        out: ClientExchange,
+        forwarder: Forwarder | None = None,
     ) -> None:
         """Answer a call; to cancel it aborts the work at the instances.
 
         Args:
             call: The request.
-            headers: To send along to every instance; ``x-request-id`` is among them.
             out: Takes the answer.
-            carrier: Carries request and answer; this exchange if there is no other.
+            forwarder: Carries request and answer; this exchange if there is no other.
 
         Raises:
             RequestError: There will be no answer, or no more of one that has begun; says why.
@@ -170,11 +169,12 @@ class Exchange:
         record = out.record
         record.has(call.items)
         self._retries.count_request()
-        carrier = carrier or self
+        forwarder = forwarder or self
+        headers = out.for_instances
         choosing = self._chooser.start_selection(call, headers, out.explanation)
         if out.named is not None:
             choosing = HopChoosing(out.named, call, self._instances, choosing)
-        course = _Course(
+        state = RequestState(
             call=call,
             choosing=choosing,
             record=record,
@@ -184,22 +184,22 @@ class Exchange:
         asked = ""
         while True:
             try:
-                plan = self._plan(carrier, course)
+                plan = self._plan(forwarder, state)
                 asked = plan.pd.name
-                prefilled = await self._prefilled(course, plan, headers, out)
+                prefilled = await self._prefilled(state, plan, headers, out)
                 if prefilled is not None:
                     with record.leg("answer", asked) as leg:
                         sent = leg.headers(headers)
-                        await self._try(carrier, prefilled, plan, choosing, sent, out)
+                        await self._try(forwarder, prefilled, plan, choosing, sent, out)
                 return
             except RequestFailure as failed:
                 if out.gone:
                     # Both came at once, and this one was heard of.
                     return
-                possible = self._possible(failed, course, asked)
+                possible = self._possible(failed, state, asked)
                 fallback = record.fall_back(failed.phase, failed.kind, possible)
                 logger.warning("request %s: %s (%s)", headers["x-request-id"], failed, fallback)
-                if not self._go_on(fallback, failed, course, asked, out):
+                if not self._go_on(fallback, failed, state, asked, out):
                     await self._end(failed, fallback, out)
                     return
 
@@ -207,79 +207,79 @@ class Exchange:
         self,
         fallback: Fallback,
         failed: RequestFailure,
-        course: _Course,
+        state: RequestState,
         asked: str,
-        out: Outgoing,
+        out: ClientExchange,
     ) -> bool:
         """Prepare the next try, and return whether there is one."""
         if failed.phase is RequestPhase.PREFILL:
             # The instance that failed is noted where it was asked.
             if fallback == "local":
-                course.prefills += [""] * MAX_PREFILLS
+                state.prefills += [""] * MAX_PREFILLS
         elif fallback == "retried":
-            course.tried.append(asked)
-            course.lost = failed.kind in _CONNECTION_LOST
+            state.tried.append(asked)
+            state.lost = failed.kind in _CONNECTION_LOST
         elif fallback == "original_media":
-            renamed = course.call.renamed()
-            course.record.rename(course.call.items, renamed.items)
-            course.call, course.metadata_only = renamed, False
+            renamed = state.call.renamed()
+            state.record.rename(state.call.items, renamed.items)
+            state.call, state.metadata_only = renamed, False
         elif fallback == "left_out":
-            for item in course.call.items:
+            for item in state.call.items:
                 if item.mm_hash in failed.items:
-                    course.record.end_item(item, "left_out")
-            course.call = course.call.without(failed.items)
+                    state.record.end_item(item, "left_out")
+            state.call = state.call.without(failed.items)
             out.left_out += len(failed.items)
         else:
             return False
         return True
 
-    def _plan(self, carrier: Carrier, course: _Course) -> RequestPlan:
+    def _plan(self, forwarder: Forwarder, state: RequestState) -> RequestPlan:
         """Choose who answers, who prefills, and an encoder for every item.
 
-        ``carrier`` chooses who answers. With no other PD instance, one that was lost may be asked
+        ``forwarder`` chooses who answers. With no other PD instance, one that was lost may be asked
         again.
 
         Raises:
             RequestFailure: There is no PD instance; or items go as metadata only, and one has no
                 encoder.
         """
-        pd = carrier.choose(course.choosing, course.tried)
-        if pd is None and course.lost:
-            pd = carrier.choose(course.choosing, ())
+        pd = forwarder.choose(state.choosing, state.tried)
+        if pd is None and state.lost:
+            pd = forwarder.choose(state.choosing, ())
         if pd is None:
             raise RequestFailure(FailureKind.UNAVAILABLE, RequestPhase.ANSWER, self._why_no_pd())
-        if pd.role not in TAKES_KV or not course.call.fields:
-            return self._plan_items(course, pd)
+        if pd.role not in TAKES_KV or not state.call.fields:
+            return self._plan_items(state, pd)
         chosen, reason = where(
-            course.call,
-            course.choosing,
+            state.call,
+            state.choosing,
             pd,
-            course.prefills,
+            state.prefills,
             without=self._without_kv,
         )
         self._metrics.prefills.labels(reason).inc()
         if reason == "unavailable":
-            course.record.fall_back(RequestPhase.PREFILL, FailureKind.UNAVAILABLE)
+            state.record.fall_back(RequestPhase.PREFILL, FailureKind.UNAVAILABLE)
         if chosen is None:
-            return self._plan_items(course, pd)
-        return RequestPlan(pd=pd, prefill=self._plan_items(course, chosen))
+            return self._plan_items(state, pd)
+        return RequestPlan(pd=pd, prefill=self._plan_items(state, chosen))
 
-    def _plan_items(self, course: _Course, pd: Instance) -> RequestPlan:
+    def _plan_items(self, state: RequestState, pd: Instance) -> RequestPlan:
         """Choose an encoder for every item that the store has not, if an instance takes any.
 
         Raises:
             RequestFailure: Items go as metadata only, and one has no encoder.
         """
-        call, choosing, record = course.call, course.choosing, course.record
+        call, choosing, record = state.call, state.choosing, state.record
         if pd.role not in TAKES_ITEMS:
             for item in call.items:
                 record.end_item(item, "local_first")
             return RequestPlan(pd=pd)
 
         def as_metadata(item: MediaItem) -> bool:
-            return course.metadata_only and self._goes_as_metadata(item)
+            return state.metadata_only and self._goes_as_metadata(item)
 
-        found = from_store(call, course.stored, pd, self._secret, as_metadata)
+        found = from_store(call, state.stored, pd, self._secret, as_metadata)
         others = [item for item in call.items if item.mm_hash not in found]
         items = choosing.items_to_encode(others, pd)
         encoders = choosing.choose_encoders(items)
@@ -334,7 +334,11 @@ class Exchange:
         return count, sum(times_s[:count])
 
     async def _prefilled(
-        self, course: _Course, plan: RequestPlan, headers: Mapping[str, str], out: Outgoing
+        self,
+        state: RequestState,
+        plan: RequestPlan,
+        headers: Mapping[str, str],
+        out: ClientExchange,
     ) -> Call | None:
         """Have the prompt computed, if the plan says so, and return what then is to be answered.
 
@@ -343,7 +347,7 @@ class Exchange:
         Raises:
             RequestFailure: There is no KV.
         """
-        call = course.call
+        call = state.call
         if plan.prefill is None:
             return call
         stage = Prefill(call, self._ask, self.explain, self.without_outcome, self._without_kv)
@@ -351,9 +355,9 @@ class Exchange:
         try:
             with out.record.leg("prefill", name) as leg:
                 sent = leg.headers(headers)
-                await self._try(stage, for_prefill(call), plan.prefill, course.choosing, sent, out)
+                await self._try(stage, for_prefill(call), plan.prefill, state.choosing, sent, out)
         except RequestFailure as failed:
-            course.prefills.append(name)
+            state.prefills.append(name)
             raise as_prefill_failure(failed) from failed
         if stage.refusal is not None:
             out.whole(stage.refusal)
@@ -362,12 +366,12 @@ class Exchange:
 
     async def _try(
         self,
-        carrier: Carrier,
+        forwarder: Forwarder,
         call: Call,
         plan: RequestPlan,
         choosing: Choosing,
         headers: Mapping[str, str],
-        out: Outgoing,
+        out: ClientExchange,
     ) -> None:
         """Start the encode jobs and the request, and have the answer passed on.
 
@@ -414,7 +418,7 @@ class Exchange:
                         instance=pd.name,
                         nbytes=size(body),
                     )
-                    status = await carrier.carry(call, one, body, out)
+                    status = await forwarder.forward(call, one, body, out)
                     if status >= 400:
                         self._give_up(one, jobs)
                 except BaseException:
@@ -499,14 +503,14 @@ class Exchange:
         )
         return PrefillParams(transfers=transfers, reply_to=self._control.identity)
 
-    # As a carrier.
+    # As a forwarder.
 
     def choose(self, choosing: Choosing, tried: Collection[str]) -> Instance | None:
-        """Return the PD instance that should answer a request; see `Carrier`."""
+        """Return the PD instance that should answer a request; see `Forwarder`."""
         return choosing.choose_pd(tried)
 
-    async def carry(self, call: Call, one: Attempt, body: Segments, out: Outgoing) -> int:
-        """Send a request and relay the answer; see `Carrier`."""
+    async def forward(self, call: Call, one: Attempt, body: Segments, out: ClientExchange) -> int:
+        """Send a request and relay the answer; see `Forwarder`."""
         answer = await self._ask(one.pd, call, body, one.headers)
         try:
             return await self._relay(call, answer, one, out)
@@ -528,7 +532,9 @@ class Exchange:
         except UpstreamError as error:
             raise _failed(pd, error, RequestPhase.ANSWER) from error
 
-    async def _relay(self, call: Call, answer: InstanceAnswer, one: Attempt, out: Outgoing) -> int:
+    async def _relay(
+        self, call: Call, answer: InstanceAnswer, one: Attempt, out: ClientExchange
+    ) -> int:
         """Pass an answer on, once it is known to be no 5xx; return the status that it has.
 
         Raises:
@@ -619,34 +625,34 @@ class Exchange:
         return Reply(reply.status, reply.headers, msgspec.json.encode(fields))
 
     def _possible(
-        self, failed: RequestFailure, course: _Course, asked: str
+        self, failed: RequestFailure, state: RequestState, asked: str
     ) -> tuple[Fallback, ...]:
         """Return the fallbacks that depend on more than why and when it failed."""
-        if course.metadata_only and self._settings.local_encode:
+        if state.metadata_only and self._settings.local_encode:
             media: tuple[Fallback, ...] = ("original_media",)
-        elif failed.items and course.call.takes_metadata and self._settings.partial_results:
+        elif failed.items and state.call.takes_metadata and self._settings.partial_results:
             media = ("left_out",)
         else:
             media = ()
         again: tuple[Fallback, ...] = ()
         if (
             failed.phase is RequestPhase.PREFILL
-            and len(course.prefills) < MAX_PREFILLS
-            and course.choosing.choose_prefill(course.prefills) is not None
+            and len(state.prefills) < MAX_PREFILLS
+            and state.choosing.choose_prefill(state.prefills) is not None
             and self._retries.spend()
         ):
             again = ("retried",)
-        tried = [*course.tried, asked]
+        tried = [*state.tried, asked]
         if failed.phase is RequestPhase.ANSWER and len(tried) < MAX_PD_ATTEMPTS:
             lost = failed.kind in _CONNECTION_LOST
             failing = failed.kind is FailureKind.ERROR
             # An instance's own error says more than that there is no other instance.
-            other = failing and course.choosing.choose_pd(tried) is not None
+            other = failing and state.choosing.choose_pd(tried) is not None
             if (lost or other) and self._retries.spend():
                 again = ("retried",)
         return (*media, *again)
 
-    async def _end(self, failed: RequestFailure, fallback: Fallback, out: Outgoing) -> None:
+    async def _end(self, failed: RequestFailure, fallback: Fallback, out: ClientExchange) -> None:
         """Tell the client of a failure that nothing can be done about.
 
         Raises:
@@ -687,7 +693,7 @@ class Exchange:
         return f"no prefill+decode instance can serve ({states or 'none is there'})"
 
 
-def phase_of(out: Outgoing) -> RequestPhase:
+def phase_of(out: ClientExchange) -> RequestPhase:
     """Return how far a request is that an instance has: what counts is what the client has."""
     return RequestPhase.STREAM if out.begun else RequestPhase.ANSWER
 
@@ -710,7 +716,7 @@ def _failed(pd: Instance, error: UpstreamError, phase: RequestPhase) -> RequestF
     return RequestFailure(kind, phase, f"instance {pd.name} was lost: {error}")
 
 
-def _begin(one: Attempt, status: int, headers: Mapping[str, str], out: Outgoing) -> None:
+def _begin(one: Attempt, status: int, headers: Mapping[str, str], out: ClientExchange) -> None:
     """Begin an answer that is passed on as it comes."""
     one.begin()
     one.pd.answered()

@@ -6,7 +6,7 @@ inference extension speak. It reads the request, chooses as the router does, sta
 a prompt computed that is computed apart, rewrites the request and names who answers it.
 
 To the router, Envoy is a server like any other: a `Consultation` is the `IncomingRequest` of a
-client, and the `Carrier` that takes it to an instance.
+client, and the `Forwarder` that takes it to an instance.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from epd_portable.delivery.fallbacks import RequestFailure, RequestPhase
 from epd_portable.delivery.replies import Reply, error_reply
 from epd_portable.errors import ConfigError, EPDError, RequestError
 from epd_portable.router import envoy, ext_proc
-from epd_portable.router.carrier import Outgoing
 from epd_portable.router.chooser import Choosing
+from epd_portable.router.client_exchange import ClientExchange
 from epd_portable.router.contents.body import Call
 from epd_portable.router.contents.cut_text import Segments
 from epd_portable.router.delivery import Attempt
@@ -171,7 +171,7 @@ class Consultation:
             self._over.set()
             self._pieces.put_nowait((b"", False))
             self._answer_pieces.put_nowait((b"", True))
-            # The end of an answer is awaited by `carry`.
+            # The end of an answer is awaited by `forward`.
             if self._gone is not None and not self._answer.done():
                 self._gone()
             self._picker.under_way.pop(self._key, None)
@@ -232,7 +232,7 @@ class Consultation:
         self._serving.add_done_callback(_said)
 
     async def _serve(self) -> None:
-        await self._picker.router.serve(self, carrier=self)
+        await self._picker.router.serve(self, forwarder=self)
         if self._status and not (self._carried and self._ended):
             # Of an answer of which the client has a part, Envoy cuts it off.
             await self._tell_client()
@@ -297,7 +297,7 @@ class Consultation:
             # The stream has ended, which its reader has not seen yet.
             self._over.set()
 
-    # A carrier to the exchange.
+    # A forwarder to the exchange.
 
     def choose(self, choosing: Choosing, tried: Collection[str]) -> Instance | None:
         """Return the PD instance that should answer; for a second try, the one that Envoy asks."""
@@ -315,8 +315,8 @@ class Consultation:
             chosen = choosing.choose_pd([*tried, *unlisted])
         return chosen
 
-    async def carry(self, call: Call, one: Attempt, body: Segments, out: Outgoing) -> int:
-        """Have Envoy send a request and pass the answer on; see `Carrier`."""
+    async def forward(self, call: Call, one: Attempt, body: Segments, out: ClientExchange) -> int:
+        """Have Envoy send a request and pass the answer on; see `Forwarder`."""
         if self._sent:
             await self._send_again(one, body)
         else:

@@ -208,7 +208,7 @@ def read_kv(body: bytes) -> msgspec.Raw | None:
 
 
 class Prefill:
-    """Brings one call to a prefill instance: a `Carrier` of it.
+    """Brings one call to a prefill instance: a `Forwarder` of it.
 
     Args:
         ask: Sends a request.
@@ -240,8 +240,8 @@ class Prefill:
         """Return nobody: who is asked is in the plan."""
         return None
 
-    async def carry(self, call: Call, one: Attempt, body: Segments, out: object) -> int:
-        """Send the call and keep its answer; the client gets nothing of it. See `Carrier`."""
+    async def forward(self, call: Call, one: Attempt, body: Segments, out: object) -> int:
+        """Send the call and keep its answer; the client gets nothing of it. See `Forwarder`."""
         pd = one.pd
         answer = await self._ask(pd, call, body, one.headers)
         try:

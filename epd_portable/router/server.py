@@ -16,10 +16,9 @@ from epd_portable.connector.curve import CurveKeys
 from epd_portable.delivery.replies import Reply, error_reply, json_reply, unavailable
 from epd_portable.errors import RequestError
 from epd_portable.media.limits import MediaLimits
-from epd_portable.router.caller import Caller
-from epd_portable.router.carrier import Carrier
 from epd_portable.router.choice.selection_types import EXPLAIN_HEADER, Explanation
 from epd_portable.router.chooser import Chooser
+from epd_portable.router.client_exchange import ClientExchange
 from epd_portable.router.contents.body import (
     CHAT_PATH,
     COMPLETION_PATH,
@@ -30,6 +29,7 @@ from epd_portable.router.contents.body import (
     read_call,
 )
 from epd_portable.router.contents.cut_text import Data
+from epd_portable.router.delivery import Forwarder
 from epd_portable.router.exchange import Exchange
 from epd_portable.router.fleet.control import ControlChannels
 from epd_portable.router.fleet.engine_loads import EngineLoads
@@ -133,7 +133,7 @@ class Router:
         self._policy = policy_of(settings)
         self.settings = settings = with_policy(settings, self._policy)
         self.draining = False
-        self.in_flight: set[Caller] = set()
+        self.in_flight: set[ClientExchange] = set()
         secret = Secret.read(settings.secret_file)
         self._keys = ApiKeys(settings.api_keys_file) if settings.api_keys_file else None
         self._hops: Hops | None = None
@@ -215,22 +215,22 @@ class Router:
             unknown_media=self.settings.unknown_media == "pass",
         )
 
-    async def serve(self, request: IncomingRequest, carrier: Carrier | None = None) -> None:
+    async def serve(self, request: IncomingRequest, forwarder: Forwarder | None = None) -> None:
         """Answer one request.
 
         Args:
             request: Of a client.
-            carrier: Takes it to a PD instance and the answer to the client, if the server that took
-                it in does that itself.
+            forwarder: Takes it to a PD instance and the answer to the client, if the server that
+                took it in does that itself.
         """
         for_client = self._cors.headers(request.headers)
-        client = Caller(request, carrier, self._admission, self._passed_on, for_client)
+        client = ClientExchange(request, self._admission, self._passed_on, for_client)
         path = request.path
         preflight = self._cors.preflight(request.method, request.headers)
         if preflight is not None:
             client.whole(preflight)
         elif path in WITH_MEDIA or path in TO_ANY_INSTANCE:
-            await self._generate(path, client)
+            await self._generate(path, client, forwarder)
         else:
             await self._answer_itself(path, client)
 
@@ -272,7 +272,9 @@ class Router:
 
     # Requests that go to instances.
 
-    async def _generate(self, path: str, client: Caller) -> None:
+    async def _generate(
+        self, path: str, client: ClientExchange, forwarder: Forwarder | None
+    ) -> None:
         """Answer by a PD instance; what a client gives up is given up everywhere."""
         work = asyncio.current_task()
         assert work is not None
@@ -294,7 +296,7 @@ class Router:
                 if client.named is not None:
                     names = [item.mm_hash for item in call.items]
                     client.for_hop = lambda: told(record, names, self.instances)
-                await self.exchange.serve(call, client.for_instances, client, client.carrier)
+                await self.exchange.serve(call, client, forwarder)
         except RequestError as error:
             client.fail(error)
         except ClientGoneError:
@@ -314,7 +316,7 @@ class Router:
             record.gone = client.gone
             self.requests.end(record)
 
-    async def _read(self, path: str, client: Caller, body: Body) -> Call:
+    async def _read(self, path: str, client: ClientExchange, body: Body) -> Call:
         """Return what the client asks for."""
         method = TO_ANY_INSTANCE.get(path, "POST")
         if client.method != method:
@@ -339,7 +341,9 @@ class Router:
         query = client.request.query
         return msgspec.structs.replace(call, query=query) if query else call
 
-    async def _call(self, method: str, path: str, data: Data, client: Caller, body: Body) -> Call:
+    async def _call(
+        self, method: str, path: str, data: Data, client: ClientExchange, body: Body
+    ) -> Call:
         if method == "GET" or path in NO_JSON:
             if given := client.headers.get("content-type"):
                 client.for_instances["content-type"] = given
@@ -369,7 +373,7 @@ class Router:
 
     # What the router answers itself.
 
-    async def _answer_itself(self, path: str, client: Caller) -> None:
+    async def _answer_itself(self, path: str, client: ClientExchange) -> None:
         try:
             reply = await self._own_reply(path, client)
         except RequestError as error:
@@ -381,7 +385,7 @@ class Router:
             return
         self.metrics.requests.labels(OTHER, str(reply.status)).inc()
 
-    async def _own_reply(self, path: str, client: Caller) -> Reply:
+    async def _own_reply(self, path: str, client: ClientExchange) -> Reply:
         admin = self._on_admin_port(client)
         if path in ("/health", "/ping") and client.method in ("GET", "HEAD", "POST"):
             return await self._health(client)
@@ -407,7 +411,7 @@ class Router:
                 raise RequestError(problem, status=404, code="not_served")
         raise _no_such(client.method, path, 404)
 
-    async def _operators_body(self, client: Caller) -> bytes:
+    async def _operators_body(self, client: ClientExchange) -> bytes:
         """Return a body for ``/epd/``; that it may be asked for is known only from the whole."""
         try:
             with anyio.fail_after(self.settings.body_timeout_s):
@@ -416,7 +420,7 @@ class Router:
         except TimeoutError:
             raise self._too_slow() from None
 
-    async def _health(self, client: Caller) -> Reply:
+    async def _health(self, client: ClientExchange) -> Reply:
         """Answer 200 while a request could be served, else 503.
 
         Names of instances are for holders of the secret.
@@ -439,7 +443,7 @@ class Router:
             counted[instance.state] += 1
         return {"status": status, "counts": counted}
 
-    def _on_admin_port(self, client: Caller) -> bool:
+    def _on_admin_port(self, client: ClientExchange) -> bool:
         return self.settings.admin_port is None or client.request.port == self.settings.admin_port
 
     # Clients that send nothing, or take nothing.

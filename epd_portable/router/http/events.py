@@ -30,11 +30,11 @@ USAGE_BYTES = 4096
 """At the end of an answer, in which its ``usage`` is looked for."""
 
 
-class Takes(Protocol):
-    """Takes a stream; see `epd_portable.router.carrier.Outgoing`."""
+class ResponseWriter(Protocol):
+    """Takes the body of an answer in pieces."""
 
     def write(self, data: bytes) -> bool:
-        """Send a piece; tell whether more is taken at once."""
+        """Send a piece; return whether more is taken at once."""
 
     def end(self) -> None:
         """Send the end."""
@@ -54,7 +54,7 @@ async def first_event(answer: InstanceAnswer) -> bytes:
 class WholeEvents:
     """Passes whole events on as they come: what ends within one is none to the client."""
 
-    def __init__(self, out: Takes) -> None:
+    def __init__(self, out: ResponseWriter) -> None:
         self._out = out
         self._held = b""
         self._passed = b""

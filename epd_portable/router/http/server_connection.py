@@ -72,8 +72,6 @@ class ClientRequest:
         dropped: The body is of no use any more.
     """
 
-    carrier = None
-
     def __init__(
         self,
         connection: ServerConnection,

@@ -11,7 +11,6 @@ from typing import Any
 
 from epd_portable.delivery.replies import Reply, error_event, error_reply
 from epd_portable.errors import RequestError
-from epd_portable.router.carrier import Carrier
 from epd_portable.router.choice.selection_types import EXPLAIN_HEADER, Explanation
 from epd_portable.router.http.events import EVENTS, USAGE_BYTES, tokens_told
 from epd_portable.router.http.incoming import IncomingRequest
@@ -26,12 +25,11 @@ LEFT_OUT = "x-epd-items-left-out"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
-class Caller:
+class ClientExchange:
     """One request of a client, and its answer.
 
     Attributes:
         request: As the server took it in.
-        carrier: Whose server took the request in, if that carries it on, too.
         method: Of HTTP.
         headers: Names in lower case; those whose values are not ASCII are left out.
         request_id: The client's own or a new one.
@@ -55,13 +53,11 @@ class Caller:
     def __init__(
         self,
         request: IncomingRequest,
-        carrier: Carrier | None,
         admission: AdmissionControl,
         passed_on: tuple[str, ...],
         for_client: Mapping[str, str],
     ) -> None:
         self.request = request
-        self.carrier = carrier
         self.method = request.method
         self.headers = headers = request.headers
         given = headers.get("x-request-id", "")
@@ -107,7 +103,7 @@ class Caller:
         self.work.cancel()
 
     def encoded(self) -> None:
-        """Note that no item is with an encoder any more; see `Outgoing`."""
+        """Note that no item of it is with an encoder any more; may come twice."""
         self._admission.encoded(self.ticket)
 
     def whole(self, reply: Reply) -> None:
