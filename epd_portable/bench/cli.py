@@ -24,12 +24,10 @@ HELP = """Measure transfers, serving and engine steps, each beside a baseline in
 \b
 A topology under load, beside replicas of plain vLLM and vLLM's own example (upstream):
   epd-bench load --side ours=configs/1e1pd.yaml --side replicas:2 --side upstream:1E1PD \\
-    --model shape --rate 2,6,10 --share 0.1
-Where the time of single requests goes, beside plain vLLM in one process:
-  epd-bench load --side configs/1e1pd.yaml --side replicas:1 --preset one-by-one
+    --model shape --point rate=2/6/10,share=0.1
 What transfer.media=metadata saves:
   epd-bench load --side meta=configs/1e1pd.yaml,transfer.media=metadata \\
-    --side media=configs/1e1pd.yaml --rate 2
+    --side media=configs/1e1pd.yaml --point rate=2
 How long a transfer of an encoder output takes, by path and size, against memcpy:
   epd-bench transfer
   epd-bench transfer --path shm --bytes 64KiB --bytes 16MiB --repeat 200
@@ -57,6 +55,37 @@ MEANT = {
         ("--decoding", "--items", "--waiting"), "256 requests decode; 0, 100 and 1,000 wait."
     ),
     "--measure": "`vllm bench` measures stage times (docs/deploy.md).",
+    **dict.fromkeys(
+        (
+            "--share",
+            "--pictures",
+            "--size",
+            "--text",
+            "--output",
+            "--repeat",
+            "--turns",
+            "--preset",
+        ),
+        "Keys of --point, as in --point rate=2/6/10,share=0.1,pictures=4.",
+    ),
+    **dict.fromkeys(
+        ("--rate", "--concurrency", "--cv", "--requests", "--replay"),
+        "Requests come by Poisson arrivals: --point rate=2/6/10.",
+    ),
+    **dict.fromkeys(
+        ("--goodput", "--precision"), "Give rates and --ttft-ms; a table says which are within it."
+    ),
+    **dict.fromkeys(
+        ("--units", "--crowded"), "A side has a core for each instance of the largest side."
+    ),
+    **dict.fromkeys(
+        ("--shape", "--picture-format", "--warm-up", "--seed", "--timeout", "--max-late-ms"),
+        "It has one value.",
+    ),
+    "--worse": "--guard allows twice the recorded ratio.",
+    "--resume": "A run begins anew; --json has every finished round.",
+    "--stages": "EPD_TRACE_DIR lets instances write their events.",
+    "--plan": "The first lines of a run say what is measured.",
     **dict.fromkeys(("--scale", "--scale-load"), "--devices takes up to 256."),
     "--router-workers": "Use --routers.",
 }

@@ -7,13 +7,13 @@ import shlex
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
-from epd_portable.bench import chart, report
+from epd_portable.bench import report
 from epd_portable.config.secret import make_secret_file
 from epd_portable.errors import MeasurementError
 
@@ -30,21 +30,11 @@ def file_options(command: F) -> F:
     return samples(markdown(command))
 
 
-def output_options(command: F) -> F:
-    """Add `file_options`, and that of a picture."""
-    drawn = click.option(
-        "--png", "png_file", type=_FILE, help="Draw charts; needs the extra 'bench'."
-    )
-    return file_options(drawn(command))
-
-
 def finish(
     made: report.Report,
     *,
     json_file: Path | None,
     markdown_file: Path | None,
-    png_file: Path | None = None,
-    charts: Sequence[chart.Chart | chart.TimelineChart] = (),
 ) -> None:
     """Print the tables and keep what was asked for.
 
@@ -54,8 +44,6 @@ def finish(
     click.echo(report.to_markdown(made))
     try:
         report.write(made, json_file=json_file, markdown_file=markdown_file)
-        if png_file is not None:
-            chart.write_png(charts, png_file)
     except OSError as error:
         raise MeasurementError(f"results cannot be kept: {error}; name another file") from error
 

@@ -77,11 +77,6 @@ def named(events: Iterable[Event], name: str) -> list[Event]:
     return [event for event in events if event["event"] == name]
 
 
-def since(events: Iterable[Event], begin_s: float) -> list[Event]:
-    """Return the events from a moment on."""
-    return [event for event in events if time_of(event) >= begin_s]
-
-
 def handovers(events: Sequence[Event], *, end: str = "item.placed") -> list[Handover]:
     """Return every complete way of an item, in the order of the writes.
 

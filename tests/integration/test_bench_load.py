@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import os
 import signal
 import threading
 import time
@@ -25,11 +24,12 @@ from click.testing import CliRunner, Result
 
 from epd_portable.bench.cli import main
 from epd_portable.bench.load import measure
-from epd_portable.bench.load.record import SideTurn
+from epd_portable.bench.load import turns as figures
+from epd_portable.bench.load.turns import Turn
 
 WORDS_PER_TOKEN = 0.5
-QUICK = ["--seconds", "1", "--text", "20", "--output", "4", "--picture-format", "png"]
-QUICK += ["--size", "28", "--warm-up", "1", "--max-late-ms", "5000", "--timeout", "30"]
+QUICK = "text=20,output=4,size=28"
+"""Of each first point."""
 
 
 class PlayedServer:
@@ -59,16 +59,11 @@ class PlayedServer:
         """Return the server."""
         app = web.Application(client_max_size=1 << 26)
         app.router.add_get("/v1/models", self._models)
-        app.router.add_post("/tokenize", self._tokenize)
         app.router.add_post("/v1/chat/completions", self._chat)
         return app
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": "played"}]})
-
-    async def _tokenize(self, request: web.Request) -> web.Response:
-        words = len((await request.json())["prompt"].split())
-        return web.json_response({"count": 1 + int(words / WORDS_PER_TOKEN)})
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -81,7 +76,14 @@ class PlayedServer:
         await answer.prepare(request)
         for _ in range(body["max_tokens"]):
             await answer.write(event(choices=[{"index": 0, "delta": {"content": "word"}}]))
-        usage = {"prompt_tokens": 20, "completion_tokens": body["max_tokens"]}
+        words = sum(
+            len(part["text"].split())
+            for message in body["messages"]
+            for part in message["content"]
+            if not isinstance(part, str) and part["type"] == "text"
+        )
+        tokens = 9 + int(words / WORDS_PER_TOKEN)
+        usage = {"prompt_tokens": tokens, "completion_tokens": body["max_tokens"]}
         await answer.write(event(choices=[], usage=usage) + b"data: [DONE]\n\n")
         await answer.write_eof()
         return answer
@@ -124,12 +126,17 @@ def played() -> Iterator[Callable[[], PlayedServer]]:
 Played = Callable[[], PlayedServer]
 
 
+@pytest.fixture(autouse=True)
+def on_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(figures, "MAX_LATE_S", 5.0)
+
+
 def load(*arguments: str) -> Result:
-    return CliRunner().invoke(main, ["load", *QUICK, *arguments])
+    return CliRunner().invoke(main, ["load", "--seconds", "1", *arguments])
 
 
-def turns(file: Path) -> list[SideTurn]:
-    return msgspec.convert(json.loads(file.read_text())["samples"], list[SideTurn])
+def read_turns(file: Path) -> list[Turn]:
+    return msgspec.convert(json.loads(file.read_text())["samples"], list[Turn])
 
 
 def test_sides_are_asked_the_same_in_turns_and_their_ratios_come_first(
@@ -139,13 +146,13 @@ def test_sides_are_asked_the_same_in_turns_and_their_ratios_come_first(
     file, picture = tmp_path / "load.json", tmp_path / "load.png"
     result = load(
         *("--side", f"ours=url:{ours.url}", "--side", f"replicas=url:{one.url},{other.url}"),
-        *("--rate", "8,16", "--share", "0.5", "--pictures", "2", "--rounds", "2"),
+        *("--point", f"{QUICK},rate=8/16,share=0.5,pictures=2", "--rounds", "2"),
         *("--json", str(file), "--png", str(picture)),
     )
     assert result.exit_code == 0, result.output
     assert result.stdout.index("ours by the other sides") < result.stdout.index("Goodput")
-    found = turns(file)
-    assert [(turn.point[:4].strip("/s,"), turn.turn, turn.side) for turn in found] == [
+    found = read_turns(file)
+    assert [(turn.point[:4].strip("/s,"), turn.round, turn.side) for turn in found] == [
         ("8", 0, "ours"),
         ("8", 0, "replicas"),
         ("16", 0, "ours"),
@@ -155,22 +162,27 @@ def test_sides_are_asked_the_same_in_turns_and_their_ratios_come_first(
         ("16", 1, "replicas"),
         ("16", 1, "ours"),
     ]
-    assert not [each for turn in found for each in turn.requests if each.problem]
-    # The warm-up is the same for both too, whatever the order of what comes after.
-    assert sorted(ours.texts) == sorted(one.texts + other.texts)
+    assert not any(turn.failed for turn in found)
+    for first, second in itertools.pairwise(found):
+        if (first.point, first.round) == (second.point, second.round):
+            assert first.requests == second.requests
+    # One address has two warm-up requests of a kind, two have four; the first side has the probes.
+    counted = sum(turn.count for turn in found if turn.side == "ours")
+    assert len(ours.texts) == counted + 2 + 2 * 4
+    assert len(one.texts) + len(other.texts) == counted + 2 * 8
     assert len(set(ours.texts)) == len(ours.texts)
-    assert {len(text.split()) for text in ours.texts} == {10}
+    assert set(ours.texts[2:]) <= set(one.texts + other.texts)
+    assert {len(text.split()) for text in ours.texts[2:]} == {10}
     assert abs(len(one.texts) - len(other.texts)) <= len(found)
-    measured = [each for turn in found for each in turn.requests]
-    with_pictures = [each for each in measured if each.kind == "pictures"]
-    assert {each.pictures for each in with_pictures} == {2}
-    assert abs(len(with_pictures) - len(measured) / 2) <= len(found) / 2
+    with_pictures = sum(turn.requests.get("pictures", 0) for turn in found)
+    assert {turn.pictures for turn in found} == {2 * turn.requests["pictures"] for turn in found}
+    assert abs(with_pictures - sum(turn.count for turn in found) / 2) <= len(found) / 2
     urls = [
         part["image_url"]["url"]
         for body in ours.bodies
         for part in body["messages"][0]["content"][:-1]
     ]
-    assert len(set(urls)) == len(urls)
+    assert urls and len(set(urls)) == len(urls)
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -181,16 +193,29 @@ def test_sides_that_are_started_for_their_turns_take_all_points_of_a_round_at_on
     file = tmp_path / "load.json"
     result = load(
         *("--side", f"ours=url:{ours.url}", "--side", f"replicas=url:{replicas.url}"),
-        *("--up", "turns", "--concurrency", "1", "--concurrency", "2", "--requests", "4"),
-        *("--rounds", "2", "--warm-up", "0", "--json", str(file)),
+        *("--up", "turns", "--point", f"{QUICK},rate=8", "--point", "rate=9"),
+        *("--rounds", "2", "--json", str(file)),
     )
     assert result.exit_code == 0, result.output
-    assert [(turn.turn, turn.side, turn.point[0]) for turn in turns(file)] == [
-        *((0, side, clients) for side in ("ours", "replicas") for clients in "12"),
-        *((1, side, clients) for side in ("replicas", "ours") for clients in "12"),
+    assert [(turn.round, turn.side, turn.point[0]) for turn in read_turns(file)] == [
+        *((0, side, rate) for side in ("ours", "replicas") for rate in "89"),
+        *((1, side, rate) for side in ("replicas", "ours") for rate in "89"),
     ]
-    assert sorted(ours.texts) == sorted(replicas.texts)
+    assert sorted(ours.texts[2:]) == sorted(replicas.texts)
     assert "Each side was started for its turns" in result.output
+
+
+def test_turns_of_a_conversation_are_sent_with_all_before_them(played: Played) -> None:
+    server = played()
+    result = load(
+        *("--side", f"url:{server.url}", "--rounds", "1"),
+        *("--point", f"{QUICK},rate=60,turns=2,share=0.5"),
+    )
+    assert result.exit_code == 0, result.output
+    talks = [body["messages"] for body in server.bodies]
+    assert {len(messages) for messages in talks} == {1, 3}
+    firsts = [messages[0] for messages in talks if len(messages) == 1]
+    assert all(messages[0] in firsts for messages in talks if len(messages) == 3)
 
 
 def stop_clients_once(server: PlayedServer, seconds: float) -> None:
@@ -204,189 +229,119 @@ def stop_clients_once(server: PlayedServer, seconds: float) -> None:
                 time.sleep(seconds)
                 child.send_signal(signal.SIGCONT)
 
-    server.on_request = stop
+    # The probes and the warm-up are not measured.
+    before = iter(range(4))
+    server.on_request = lambda: None if next(before, None) is not None else stop()
 
 
-LATE = ["--rate", "30", "--rounds", "1", "--warm-up", "0", "--max-late-ms", "1500"]
+LATE = ["--point", f"{QUICK},rate=30,share=0", "--rounds", "1"]
 
 
-def test_a_round_in_which_the_clients_were_late_is_refused_and_measured_again_later(
+def test_a_round_in_which_the_clients_were_late_does_not_count(
     played: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(measure, "AGAIN", 0)
+    monkeypatch.setattr(figures, "MAX_LATE_S", 1.5)
+    monkeypatch.setattr(measure, "ATTEMPTS", 1)
     server = played()
     file = tmp_path / "load.json"
-    arguments = ["--side", f"url:{server.url}", *LATE, "--json", str(file)]
     stop_clients_once(server, 3.0)
-    result = load(*arguments)
+    result = load("--side", f"url:{server.url}", *LATE, "--json", str(file))
     assert result.exit_code == 1, result.output
     assert "1 turns were refused" in result.output
     assert "leave one free" in result.output
-    again = load(*arguments, "--resume")
-    assert again.exit_code == 0, again.output
-    first, second = turns(file)
-    assert (bool(first.refused), bool(second.refused)) == (True, False)
-    assert "Rounds that do not count" in again.output
-    assert len(set(server.texts)) == len(server.texts)
+    assert "Rounds that do not count" in result.output
+    (turn,) = read_turns(file)
+    assert turn.refused
 
 
-def test_a_refused_round_is_measured_again_at_once_with_other_requests(
-    played: Played, tmp_path: Path
+def test_a_refused_round_is_measured_again_with_other_requests(
+    played: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(figures, "MAX_LATE_S", 1.5)
     server = played()
     file = tmp_path / "load.json"
     stop_clients_once(server, 3.0)
     result = load("--side", f"url:{server.url}", *LATE, "--json", str(file))
     assert result.exit_code == 0, result.output
-    assert [bool(turn.refused) for turn in turns(file)] == [True, False]
+    assert [bool(turn.refused) for turn in read_turns(file)] == [True, False]
     assert len(set(server.texts)) == len(server.texts)
-
-
-def test_finished_rounds_are_kept_and_only_the_others_are_asked(
-    played: Played, tmp_path: Path
-) -> None:
-    server = played()
-    file = tmp_path / "load.json"
-    arguments = ["--side", f"url:{server.url}", "--concurrency", "2", "--requests", "10"]
-    arguments += ["--json", str(file), "--warm-up", "0"]
-    assert load(*arguments, "--rounds", "1").exit_code == 0
-    first = list(server.texts)
-    assert len(first) == 10
-    again = load(*arguments, "--rounds", "2", "--resume")
-    assert again.exit_code == 0, again.output
-    assert len(server.texts) == 20
-    assert not set(first) & set(server.texts[10:])
-    assert [turn.turn for turn in turns(file)] == [0, 1]
-    assert load(*arguments, "--rounds", "2", "--resume").exit_code == 0
-    assert len(server.texts) == 20
-
-
-def test_rounds_of_other_requests_are_not_mixed_with_what_is_kept(
-    played: Played, tmp_path: Path
-) -> None:
-    server = played()
-    file = tmp_path / "load.json"
-    arguments = ["--side", f"url:{server.url}", "--concurrency", "1", "--requests", "2"]
-    arguments += ["--rounds", "1", "--json", str(file)]
-    assert load(*arguments).exit_code == 0
-    before = file.read_text()
-    result = load(*arguments, "--seed", "5", "--resume")
-    assert result.exit_code == 2
-    assert "its requests, sides or settings were others" in result.output
-    assert file.read_text() == before
 
 
 def test_requests_that_fail_are_counted_and_do_not_end_the_measurement(
     played: Played, tmp_path: Path
 ) -> None:
     server = played()
-    server.refuses = lambda number: number % 2 == 0
+    server.refuses = lambda number: number > 4 and number % 2 == 0
     file = tmp_path / "load.json"
     result = load(
-        *("--side", f"url:{server.url}", "--concurrency", "1", "--requests", "10"),
-        *("--rounds", "1", "--warm-up", "0", "--json", str(file)),
+        *("--side", f"url:{server.url}", "--point", f"{QUICK},rate=20,share=0"),
+        *("--rounds", "1", "--json", str(file)),
     )
     assert result.exit_code == 0, result.output
-    (turn,) = turns(file)
-    problems = [each.problem for each in turn.requests]
-    assert problems == list(itertools.chain(*[["", 'status 503: {"error": "no room"}']] * 5))
+    (turn,) = read_turns(file)
+    assert turn.failed == turn.count // 2 > 0
+    assert turn.problem == 'status 503: {"error": "no room"}'
     assert "status 503" in result.stdout
 
 
 def test_a_side_that_answers_nothing_ends_the_command_with_its_reason(played: Played) -> None:
     server = played()
-    server.refuses = lambda number: True
-    result = load("--side", f"url:{server.url}", "--rate", "5", "--rounds", "1", "--warm-up", "0")
+    server.refuses = lambda number: number > 4
+    result = load(
+        "--side", f"url:{server.url}", "--point", f"{QUICK},rate=9,share=0", "--rounds", "1"
+    )
     assert result.exit_code == 1
     assert "url answered nothing: status 503" in result.output
 
 
-SHORT = ["--share", "0", "--seconds", "0.5"]
-
-
-def test_the_highest_rate_is_looked_for_on_all_sides(played: Played, tmp_path: Path) -> None:
+def test_a_table_says_in_how_many_rounds_the_limits_were_met(played: Played) -> None:
     fast, slow = played(), played()
     slow.wait_s = 1.6
-    file = tmp_path / "load.json"
     result = load(
         *("--side", f"fast=url:{fast.url}", "--side", f"slow=url:{slow.url}"),
-        *("--goodput", "8:16", "--precision", "1", "--ttft-ms", "1200", *SHORT),
-        *("--json", str(file)),
+        *("--point", f"{QUICK},rate=8,share=0", "--ttft-ms", "1200", "--rounds", "2"),
     )
     assert result.exit_code == 0, result.output
-    (found,) = json.loads(file.read_text())["summary"]["search"].values()
-    assert found == {
-        "fast": {"met": 16.0, "missed": None, "met_above": []},
-        "slow": {"met": None, "missed": 8.0, "met_above": []},
+    rows = {
+        line.split(" | ")[0].rpartition(" ")[2]: line.split(" | ")[3]
+        for line in result.stdout.partition("### Goodput")[2].partition("###")[0].splitlines()
+        if ": fast |" in line or ": slow |" in line
     }
-    asked = len(fast.bodies)
-    assert len(turns(file)) == 2 * 2 * 3
-    assert (
-        load(
-            *("--side", f"fast=url:{fast.url}", "--side", f"slow=url:{slow.url}"),
-            *("--goodput", "8:16", "--precision", "1", "--ttft-ms", "1200", *SHORT),
-            *("--json", str(file), "--resume", "--warm-up", "0"),
-        ).exit_code
-        == 0
-    )
-    assert len(fast.bodies) == asked
+    assert rows == {"fast": "2 of 2", "slow": "0 of 2"}
 
 
-def test_recorded_traffic_is_replayed(played: Played, tmp_path: Path) -> None:
-    server = played()
-    trace = tmp_path / "traffic.jsonl"
-    lines = [
-        {"time_s": 0.1 * number, "text_tokens": 20, "output_tokens": 3, "sizes": sizes}
-        for number, sizes in enumerate(([], [28], [28, 56]))
-    ]
-    trace.write_text("\n".join(map(json.dumps, lines)))
-    result = load("--side", f"url:{server.url}", "--replay", str(trace), "--rounds", "1")
-    assert result.exit_code == 0, result.output
-    counts = [len(body["messages"][0]["content"]) - 1 for body in server.bodies[-3:]]
-    assert counts == [0, 1, 2]
-    assert {body["max_tokens"] for body in server.bodies} == {3}
+URL = ["--side", "url:http://127.0.0.1:1"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--side", "hope", "--rate", "1"], "expected NAME=WHAT"),
-        (["--side", "url:http://127.0.0.1:1"], "nothing says how often to ask"),
-        (["--side", "url:http://127.0.0.1:1", "--goodput", "1:2"], "--goodput needs a limit"),
+        (["--side", "hope", "--point", "rate=1"], "expected NAME=WHAT"),
+        (URL, "Missing option '--point'"),
+        ([*URL, "--point", "share=0.5"], "say how often to ask, as in rate=2/6/10"),
+        ([*URL, "--rate", "1"], "Poisson arrivals: --point rate="),
+        ([*URL, "--point", "rate=1", "--stages"], "EPD_TRACE_DIR"),
+        (["--side", "none.yaml", "--point", "rate=1"], "none.yaml"),
+        (["--side", "replicas:2", "--point", "rate=1"], "plain vLLM gets the model"),
         (
             [
-                *("--side", "url:http://127.0.0.1:1", "--goodput", "1:2", "--tpot-ms", "9"),
-                *("--rounds", "2"),
+                *("--side", "configs/1e1pd.yaml", "--side", "replicas:3", "--platform", "cuda"),
+                *("--point", "rate=1"),
             ],
-            "give 3 or more",
+            "divided equally",
         ),
-        (["--side", "replicas:2", "--side", "b=replicas:3", "--rate", "1"], "divided equally"),
-        (["--side", "none.yaml", "--rate", "1"], "none.yaml"),
-        (["--side", "url:http://127.0.0.1:1", "--rate", "1", "--resume"], "name it by --json"),
     ],
 )
 def test_bad_input_ends_with_status_2_before_anything_is_started(
     arguments: list[str], words: str
 ) -> None:
-    result = load(*arguments, *(["--units", "6"] if "divided equally" in words else []))
-    if "divided equally" in words and len(os.sched_getaffinity(0)) < 6:
-        words = "a side wants"
+    result = load(*arguments)
     assert result.exit_code == 2, result.output
     assert words in result.output
 
 
 def test_a_server_that_is_not_there_ends_the_command_with_its_address() -> None:
-    result = load("--side", "gone=url:http://127.0.0.1:1", "--rate", "1")
+    result = load("--side", "gone=url:http://127.0.0.1:1", "--point", "rate=1")
     assert result.exit_code == 1
     assert "--side gone: http://127.0.0.1:1" in result.output
     assert "start a server there first" in result.output
-
-
-def test_a_plan_is_shown_without_starting_anything() -> None:
-    result = load(
-        *("--side", "ours=configs/1e1pd.yaml", "--side", "replicas:2", "--platform", "cuda"),
-        *("--model", "shape", "--set", "engine_args.load_format=dummy", "--rate", "2", "--plan"),
-    )
-    assert result.exit_code == 0, result.output
-    assert "ours: 0, 1; replicas: 0, 1" in result.output
-    assert "'load_format': 'dummy'" in result.output

@@ -240,101 +240,88 @@ def router_measuring(document: Document) -> Iterator[Row]:
 
 def _rounds(document: Document) -> dict[str, dict[str, list[Document]]]:
     """Return the turns that count, by point and side: rounds in which no side was refused."""
-    bad = {(each["point"], each["turn"]) for each in document["samples"] if each.get("refused")}
+    bad = {(each["point"], each["round"]) for each in document["samples"] if each["refused"]}
     found: dict[str, dict[str, list[Document]]] = defaultdict(lambda: defaultdict(list))
-    for each in sorted(document["samples"], key=lambda each: each["turn"]):
-        if (each["point"], each["turn"]) not in bad:
+    for each in document["samples"]:
+        if (each["point"], each["round"]) not in bad:
             found[each["point"]][each["side"]].append(each)
     return found
 
 
 def _sides(document: Document) -> Iterator[tuple[Row, list[Document]]]:
     for point, by_side in _rounds(document).items():
-        for side in document["summary"]["facts"]["sides"]:
-            yield {"load: side": f"{point}: {side}"}, by_side[side]
+        for side, turns in by_side.items():
+            yield {"load: side": f"{point}: {side}"}, turns
+
+
+def _counted(turns: Sequence[Document], *names: str) -> float:
+    return float(sum(turn["counted"].get(name, 0.0) for turn in turns for name in names))
 
 
 def what_became_of_pictures(document: Document) -> Iterator[Row]:
     """Items by outcome."""
     for name, turns in _sides(document):
-        outcomes: dict[str, float] = defaultdict(float)
-        for turn in turns:
-            for outcome, count in turn["counted"]["outcomes"].items():
-                outcomes[outcome] += count
+        outcomes = sorted({key for turn in turns for key in turn["counted"] if "items " in key})
         if outcomes:
-            parts = (f"{outcome} {outcomes[outcome]:.0f}" for outcome in sorted(outcomes))
+            counts = {outcome: _counted(turns, outcome) for outcome in outcomes}
+            parts = (f"{key.removeprefix('items ')} {count:.0f}" for key, count in counts.items())
             yield name | {"items": ", ".join(parts)}
 
 
-_KIND, _SENT, _TTFT, _TPOT, _E2E, _LONGEST, _PROBLEM = 0, 2, 4, 5, 6, 7, 10
-"""Places in the array of a request."""
-_QUANTITIES = {"TTFT": _TTFT, "TPOT": _TPOT, "longest ITL": _LONGEST, "E2E": _E2E}
-_COMPARED = re.compile(r"(TTFT|TPOT|longest ITL) p(\d\d), (\w+)")
+_QUANTITIES = ("TTFT", "TPOT", "longest ITL", "E2E")
+_COMPARED = re.compile(r"(TTFT|TPOT|longest ITL) (p\d\d), (\w+)")
 
 
-def _answered(turns: Sequence[Document], kind: str) -> list[list[Any]]:
-    return [
-        each
-        for turn in turns
-        for each in turn["requests"]
-        if kind in ("all", each[_KIND]) and not each[_PROBLEM]
-    ]
+def _requests(turns: Sequence[Document]) -> int:
+    return sum(sum(turn["requests"].values()) for turn in turns)
 
 
 def _counts(turns: Sequence[Document]) -> str:
-    kinds = [each[_KIND] for turn in turns for each in turn["requests"]]
-    return f"{len(kinds)}, {kinds.count('pictures')}"
+    pictures = sum(turn["requests"].get("pictures", 0) for turn in turns)
+    return f"{_requests(turns)}, {pictures}"
 
 
 def _cpu_s(turn: Document) -> float:
     used = [seconds for roles in turn["cpu_s"].values() for seconds in roles.values()]
-    return float(sum(used)) / len(turn["requests"])
+    return float(sum(used)) / _requests([turn])
 
 
-def _grew(turn: Document, kind: str) -> bool:
-    requests = [each for each in turn["requests"] if each[_KIND] == kind]
-    third_s = max(each[_SENT] for each in turn["requests"]) / 3
-    first, second, last = (
-        sum(
-            max(0, min(each[_SENT] + each[_E2E], begin_s + third_s) - max(each[_SENT], begin_s))
-            for each in requests
-        )
-        / third_s
-        for begin_s in (0, third_s, 2 * third_s)
+def _grew(turn: Document) -> bool:
+    return any(
+        last >= 2 and last >= 1.25 * second and second >= 1.25 * first
+        for first, second, last in turn["open_requests"].values()
     )
-    return bool(last >= 2 and last >= 1.25 * second and second >= 1.25 * first)
 
 
 def _over(turns: Sequence[Document]) -> bool:
-    grew = [_grew(turn, "text") or _grew(turn, "pictures") for turn in turns]
+    grew = list(map(_grew, turns))
     return grew.count(True) > grew.count(False)
 
 
 def beside_other_sides(document: Document) -> Iterator[Row]:
     """The first side by each other: medians of the rounds, with the lowest and the highest."""
-    own, *others = document["summary"]["facts"]["sides"]
+    own, *others = document["summary"]["sides"]
     titles = {each["title"]: each["columns"] for each in document["tables"]}
     columns = titles[f"{own} by the other sides"]
     for point, by_side in _rounds(document).items():
         for other in others:
             pairs = list(zip(by_side[own], by_side[other], strict=True))
-            over = ", ".join(side for side in (own, other) if _over(by_side[side]))
+            assert all(turn["round"] == peer["round"] for turn, peer in pairs)
             row = {
                 "load": point,
                 "by": other,
                 "rounds": str(len(pairs)),
                 "requests, with pictures": _counts(by_side[own]),
-                "over capacity": over or "–",
+                "over capacity": ", ".join(s for s in (own, other) if _over(by_side[s])) or "–",
             }
             for name in columns:
                 found = None
                 if what := _COMPARED.fullmatch(name):
-                    place, share = _QUANTITIES[what[1]], int(what[2]) / 100
-                    times = [
-                        [[each[place] for each in _answered([turn], what[3])] for turn in pair]
-                        for pair in pairs
+                    quantity, statistic, kind = what.groups()
+                    times = [[turn["times_s"].get(kind) for turn in pair] for pair in pairs]
+                    found = [
+                        a[quantity][statistic] / b[quantity][statistic] for a, b in times if a and b
                     ]
-                    found = [quantile(a, share) / quantile(b, share) for a, b in times if a and b]
                 elif name == "CPU time":
                     found = [_cpu_s(turn) / _cpu_s(peer) for turn, peer in pairs]
                 if found:
@@ -343,30 +330,35 @@ def beside_other_sides(document: Document) -> Iterator[Row]:
 
 
 def times_under_load(document: Document) -> Iterator[Row]:
-    """Quantiles of all rounds together."""
+    """Medians of the rounds' quantiles."""
     for point, by_side in _rounds(document).items():
         for side, turns in by_side.items():
             over = ", over capacity" if _over(turns) else ""
             for kind in ("text", "pictures", "all"):
-                requests = _answered(turns, kind)
-                if not requests:
+                times = [turn["times_s"][kind] for turn in turns if kind in turn["times_s"]]
+                if not times:
                     continue
                 row = {"load: side: requests": f"{point}: {side}{over}: {kind}"}
-                for name, place in _QUANTITIES.items():
+                for name in _QUANTITIES:
                     digits = 0 if name in ("TTFT", "E2E") else 1
                     row[name] = " / ".join(
-                        f"{quantile([each[place] for each in requests], share) * 1e3:.{digits}f}"
-                        for share in (0.5, 0.9, 0.99)
+                        f"{median(each[name][share] for each in times) * 1e3:.{digits}f}"
+                        for share in ("p50", "p90", "p99")
                     )
-                yield row | {"requests": str(len(requests))}
+                longest = max(each["longest ITL"]["max"] for each in times)
+                row["longest ITL of all"] = f"{longest * 1e3:.0f}"
+                count = _requests(turns)
+                if kind != "all":
+                    count = sum(turn["requests"][kind] for turn in turns)
+                yield row | {"requests": str(count)}
 
 
 def cpu_under_load(document: Document) -> Iterator[Row]:
     """CPU time of all processes of a side."""
     for name, turns in _sides(document):
-        used = sum(_cpu_s(turn) * len(turn["requests"]) for turn in turns)
-        count = sum(len(turn["requests"]) for turn in turns)
-        yield name | {"s in all": f"{used:.1f}", "ms per request": f"{used / count * 1e3:.0f}"}
+        used = sum(_cpu_s(turn) * _requests([turn]) for turn in turns)
+        used_ms = used / _requests(turns) * 1e3
+        yield name | {"s in all": f"{used:.1f}", "ms per request": f"{used_ms:.0f}"}
 
 
 def memory_under_load(document: Document) -> Iterator[Row]:
@@ -383,57 +375,53 @@ def memory_under_load(document: Document) -> Iterator[Row]:
         yield {"side: part": part, "RSS": f"{rss:.0f}", "PSS": f"{pss:.0f}"}
 
 
-def _p99s(turns: Sequence[Document]) -> list[float]:
-    """Return p99 of TTFT and of TPOT by nearest rank, what failed as infinite."""
-    requests = [each for turn in turns for each in turn["requests"]]
-    return [
-        sorted(math.inf if each[_PROBLEM] else each[place] for each in requests)[
-            math.ceil(0.99 * len(requests)) - 1
-        ]
-        for place in (_TTFT, _TPOT)
-    ]
-
-
-def _met(document: Document, turns: Sequence[Document]) -> bool:
-    limits = document["summary"]["plan"]["limits"]
-    names = ("ttft_s", "tpot_s")
-    return all(
-        limits[name] is None or value <= limits[name]
-        for name, value in zip(names, _p99s(turns), strict=True)
-    )
-
-
-def rates_asked(document: Document) -> Iterator[Row]:
-    """Every rate of a search."""
-    for name, turns in _sides(document):
-        ttft_s, tpot_s = _p99s(turns)
-        yield name | {
-            "limits": "met" if _met(document, turns) else "missed",
-            "p99 TTFT, ms": f"{ttft_s * 1e3:.0f}",
-            "p99 TPOT, ms": f"{tpot_s * 1e3:.1f}",
-            "rounds": str(len(turns)),
-            "requests, with pictures": _counts(turns),
+def goodput_under_load(document: Document) -> Iterator[Row]:
+    """Answers within the limits."""
+    own = next(iter(document["summary"]["sides"]))
+    for point, by_side in _rounds(document).items():
+        rates = {
+            side: [turn["good"] / turn["window_s"] for turn in turns]
+            for side, turns in by_side.items()
         }
+        for side, turns in by_side.items():
+            pairs = [a / b for a, b in zip(rates[own], rates[side], strict=True)]
+            spread = f"{median(pairs):.2f} ({min(pairs):.2f}–{max(pairs):.2f})"
+            tokens = median(turn["tokens"] / turn["wall_s"] for turn in turns)
+            yield {
+                "load: side": f"{point}: {side}",
+                f"goodput, {own} by side": "–" if side == own else spread,
+                "goodput, requests/s": f"{median(rates[side]):.2f}",
+                "rounds with 99 of 100 within the limits": (
+                    f"{sum(map(_met, turns))} of {len(turns)}"
+                ),
+                "output tokens/s": f"{tokens:.1f}",
+                "failed": str(sum(turn["failed"] for turn in turns)),
+            }
+
+
+def _met(turn: Document) -> bool:
+    return bool(turn["good"] >= 0.99 * _requests([turn]))
 
 
 def highest_rates_under_load(document: Document) -> Iterator[Row]:
     """The highest rate below all that were missed, of each side."""
-    met: dict[str, dict[float, bool]] = defaultdict(dict)
-    if not document["summary"]["search"]:
+    points = _rounds(document)
+    if document["summary"].get("kind") != "search":
         raise KeyError("no rate was sought")
-    (about,) = {point.split(", ")[1] for point in _rounds(document)}
-    for point, by_side in _rounds(document).items():
-        for side in document["summary"]["facts"]["sides"]:
-            met[side][float(point.partition("/s")[0])] = _met(document, by_side[side])
+    (about,) = {point.split(", ")[1] for point in points}
+    own, *_ = document["summary"]["sides"]
     best: dict[str, float] = {}
-    for side, rates in met.items():
-        missed = min(rate for rate, did in rates.items() if not did)
-        best[side] = max(rate for rate in rates if rate < missed)
-        above = [rate for rate, did in sorted(rates.items()) if did and rate > missed]
-        (own, *_), first = best.values(), not best.keys() - {side}
+    for side in document["summary"]["sides"]:
+        met = {
+            float(point.partition("/s")[0]): all(map(_met, by_side[side]))
+            for point, by_side in points.items()
+        }
+        missed = min(rate for rate, did in met.items() if not did)
+        best[side] = max(rate for rate in met if rate < missed)
+        above = [rate for rate, did in sorted(met.items()) if did and rate > missed]
         yield {
             "request: side": f"{about}: {side}",
-            f"{next(iter(best))} by side": "–" if first else f"{own / best[side]:.2f}",
+            f"{own} by side": "–" if side == own else f"{best[own] / best[side]:.2f}",
             "met, 1/s": f"{best[side]:g}",
             "missed, 1/s": f"{missed:g}",
             "met above a missed one, 1/s": ", ".join(f"{rate:g}" for rate in above) or "–",
@@ -441,26 +429,17 @@ def highest_rates_under_load(document: Document) -> Iterator[Row]:
 
 
 def _saved(turns: Sequence[Document]) -> Row:
-    def total(*path: str) -> float:
-        return sum(turn["counted"].get(path[0], {}).get(path[1], 0.0) for turn in turns)
-
-    pictures = sum(each["pictures"] for turn in turns for each in turn["requests"])
-    runs = total("encoded", "encoder") + total("encoded", "local")
-    row = {}
-    if pictures and runs:
-        row = {
-            "pictures": str(pictures),
-            "of these different in their round": str(
-                sum(turn["distinct_pictures"] for turn in turns)
-            ),
-            "encoder runs": f"{runs:.0f}",
-        }
-    tokens = sum(turn["counted"]["prefix_queries"] for turn in turns)
-    hits = sum(turn["counted"]["prefix_hits"] for turn in turns)
-    return row | {
-        "prompt tokens": f"{tokens:.0f}",
-        "found in a prefix cache": f"{hits / tokens:.1%}",
-    }
+    pictures = sum(turn["pictures"] for turn in turns)
+    runs = _counted(turns, "encoded encoder", "placed local")
+    tokens, hits = _counted(turns, "prefix queries"), _counted(turns, "prefix hits")
+    row = {"pictures": str(pictures or "–"), "prompt tokens": f"{tokens:.0f}"}
+    if runs:
+        distinct = sum(turn["distinct_pictures"] for turn in turns)
+        row["of these different in their round"] = str(distinct)
+        row["encoder runs"] = f"{runs:.0f}"
+    else:
+        row |= dict.fromkeys(("of these different in their round", "encoder runs"), "–")
+    return row | {"found in a prefix cache": f"{hits / tokens:.1%}"}
 
 
 def what_caches_saved(document: Document) -> Iterator[Row]:
@@ -471,7 +450,7 @@ def what_caches_saved(document: Document) -> Iterator[Row]:
 
 def what_caches_saved_by_round(document: Document) -> Iterator[Row]:
     """The same, round by round."""
-    for (number, side), turns in grouped(document["samples"], "turn", "side").items():
+    for (number, side), turns in grouped(document["samples"], "round", "side").items():
         yield {"round, side": f"{number + 1}, {side}"} | _saved(turns)
 
 
@@ -572,7 +551,7 @@ TABLES: dict[tuple[str, str], Callable[[Document], Iterator[Row]]] = {
     ("CPU time", "load: side"): cpu_under_load,
     ("Memory after a turn", "side: part"): memory_under_load,
     ("Highest rate with p99 of", "request: side"): highest_rates_under_load,
-    ("Every rate that was asked", "load: side"): rates_asked,
+    ("Goodput and throughput", "load: side"): goodput_under_load,
     ("What became of the pictures", "load: side"): what_became_of_pictures,
     ("What caches saved", "load: side"): what_caches_saved,
     ("What caches saved", "round, side"): what_caches_saved_by_round,

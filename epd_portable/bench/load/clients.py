@@ -1,238 +1,294 @@
-"""The clients: one process, no library between it and the sockets.
+"""The clients: a process of their own that sends requests at their times.
 
-``python -m epd_portable.bench.load.clients`` reads a command a line and answers each with a line of
-`ClientsDone`. Bodies are written before a run and answers are read after it, so that neither delays
-a sending. How much CPU time the clients took, and how late they sent, is part of every result:
-clients that are the bottleneck show.
+``python -m epd_portable.bench.load.clients`` reads an `Order` as a line of JSON, answers with an
+empty line once all bodies are written, begins to send at the next line, and ends with `Answers`.
+Streams are taken apart after the last has ended. How much CPU time the clients took and how late
+they sent is part of every result: clients that are the bottleneck show.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
+import itertools
+import json
+import os
+import subprocess
+import sys
 import time
-from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from urllib.parse import urlsplit
 
-from epd_portable.bench.fast_loop import carry_out_commands
-from epd_portable.bench.load.answers import gaps, read
-from epd_portable.bench.load.bodies import body_of, request_parts
-from epd_portable.bench.load.commands import Ask, ClientsDone, Command, Prepare, Send, TimedAnswer
-from epd_portable.bench.load.raw_http import MessageProtocol
-from epd_portable.bench.load.stages import request_id
-from epd_portable.router.http import open_files
+import httptools
+import msgspec
+import uvloop
 
-_CONNECT_TIMEOUT_S = 20.0
+import epd_portable
+from epd_portable.bench.load.bodies import body_of
+from epd_portable.bench.load.plan import LoadRequest
+from epd_portable.bench.servers import start_on_cores
+from epd_portable.errors import MeasurementError
+
+TIMEOUT_S = 120.0
+"""Longest time of a request; later it counts as failed."""
 _SPIN_S = 0.002
 """Sleeps end so much early; the rest is waited for in turns of the event loop."""
+_READ_BYTES = 1 << 16
+_PACKAGE = str(Path(epd_portable.__file__).resolve().parents[1])
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True):
+    """What the clients do.
+
+    Attributes:
+        requests: In the order of their times.
+        urls: Base addresses; requests go to each in turn.
+        model: Name of the model there.
+        one_by_one: Send each when the one before has ended, whatever its time.
+    """
+
+    requests: tuple[LoadRequest, ...]
+    urls: tuple[str, ...]
+    model: str
+    one_by_one: bool = False
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of a request; times in seconds.
+
+    Attributes:
+        sent_s: When it was sent, from the beginning of the round.
+        late_s: How much later that was than it was due.
+        ttft_s: From the sending to the first token; negative for none.
+        tpot_s: For each token after it.
+        longest_itl_s: Longest time between two pieces of the answer.
+        e2e_s: From the sending to the end.
+        tokens: Tokens of the answer, as the server counts them.
+        prompt_tokens: The same of the request.
+        problem: Why it does not count as answered; empty if it does.
+    """
+
+    sent_s: float
+    late_s: float
+    ttft_s: float
+    tpot_s: float
+    longest_itl_s: float
+    e2e_s: float
+    tokens: int
+    prompt_tokens: int
+    problem: str
+
+
+class Answers(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of an order.
+
+    Attributes:
+        answers: In the order of the requests.
+        cpu_s: CPU time of the clients while they sent.
+        wall_s: From the beginning to the last end.
+    """
+
+    answers: tuple[Answer, ...]
+    cpu_s: float
+    wall_s: float
+
+
+@contextlib.contextmanager
+def prepared(
+    order: Order, *, cores: frozenset[int], folder: Path
+) -> Iterator[Callable[[], Answers]]:
+    """Start the clients, and yield what lets them send once all bodies are written.
+
+    Args:
+        order: What they do.
+        cores: Where they run.
+        folder: Working directory, which gets their log.
+
+    Raises:
+        MeasurementError: They ended too soon; the message has their last lines.
+    """
+    log = folder / "clients.log"
+    with log.open("ab") as errors:
+        process = start_on_cores(cores, folder)(
+            [sys.executable, "-m", "epd_portable.bench.load.clients"],
+            env={**os.environ, "PYTHONPATH": _PACKAGE},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+        )
+    assert process.stdin is not None and process.stdout is not None
+    write, read = process.stdin, process.stdout
+
+    def exchange(line: bytes) -> bytes:
+        with contextlib.suppress(BrokenPipeError):  # The answer is missing then.
+            write.write(line + b"\n")
+            write.flush()
+        if answer := read.readline():
+            return answer
+        tail = log.read_text(errors="replace").splitlines()[-15:]
+        raise MeasurementError("\n".join(["the clients ended:", *tail]))
+
+    with process:
+        try:
+            exchange(msgspec.json.encode(order))
+            yield lambda: msgspec.json.decode(exchange(b""), type=Answers)
+        finally:
+            process.kill()
+
+
+def read_stream(
+    pieces: Sequence[tuple[float, bytes]], *, output_tokens: int
+) -> tuple[list[float], dict[str, int], str]:
+    """Read a streamed answer.
+
+    Args:
+        pieces: When bytes of the body came, and which.
+        output_tokens: Length that was asked for: an answer of another length is other work.
+
+    Returns:
+        When pieces of text came, the usage that the server says, and what is wrong, or empty.
+    """
+    times: list[float] = []
+    usage: dict[str, int] = {}
+    problem = "the answer ended without [DONE]"
+    for now_s, data in _events(pieces):
+        if data == b"[DONE]":
+            problem = ""
+            break
+        try:
+            event = json.loads(data)
+            error = event.get("error")
+            has_text = any(choice["delta"].get("content") for choice in event.get("choices", ()))
+        except (ValueError, TypeError, LookupError, AttributeError) as wrong:
+            problem = f"an event is not what it should be ({wrong!r}): {data[:200]!r}"
+            break
+        if error is not None:
+            problem = f"the answer broke off: {error}"
+            break
+        if has_text:
+            times.append(now_s)
+        usage = event.get("usage") or usage
+    tokens = usage.get("completion_tokens", 0)
+    if not problem and tokens != output_tokens:
+        problem = f"{tokens} tokens in place of {output_tokens}"
+    if not problem and not times:
+        problem = "the answer has no text"
+    return times, usage, problem
+
+
+def _events(pieces: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:
+    """Yield the data of each event, and when its last byte came."""
+    rest = b""
+    for now_s, piece in pieces:
+        *whole, rest = (rest + piece.replace(b"\r\n", b"\n")).split(b"\n\n")
+        for line in b"\n".join(whole).split(b"\n"):
+            if line.startswith(b"data: "):
+                yield now_s, line.removeprefix(b"data: ")
 
 
 class _Exchange:
-    """One request under way, and what became of it."""
+    """One request, and its response as it comes."""
 
-    __slots__ = ("ask", "begin_s", "end_s", "late_s", "pieces", "problem", "status")
+    def __init__(self, request: LoadRequest, body: bytes, url: str) -> None:
+        self._request = request
+        self._address = urlsplit(url)
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: {self._address.netloc}\r\n"
+        head += "content-type: application/json\r\nconnection: close\r\n"
+        self._message = f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
+        self._parser = httptools.HttpResponseParser(self)
+        self._pieces: list[tuple[float, bytes]] = []
+        self._ended = False
+        self._problem = ""
 
-    def __init__(self, ask: Ask) -> None:
-        self.ask = ask
-        self.begin_s = -1.0
-        self.end_s = -1.0
-        self.late_s = 0.0
-        self.status = 0
-        self.pieces: list[tuple[float, bytes]] = []
-        self.problem = ""
+    def on_body(self, body: bytes) -> None:
+        """Note when bytes came; called by the parser."""
+        self._pieces.append((time.monotonic(), body))
 
-    def answer(self, run_begin_s: float) -> TimedAnswer:
-        """Read it."""
-        found = read(self.pieces, output_tokens=self.ask.output_tokens)
-        problem = self.problem or found.problem
-        if self.status != 200 and not self.problem:
-            said = b"".join(piece for _, piece in self.pieces)[:300]
-            problem = f"status {self.status}: {said.decode(errors='replace')}"
-        times = found.times_s
-        return TimedAnswer(
-            sent_s=self.begin_s - run_begin_s,
-            late_s=self.late_s,
-            ttft_s=times[0] - self.begin_s if times else -1.0,
-            gaps_s=gaps(times),
-            e2e_s=self.end_s - self.begin_s,
-            tokens=found.tokens,
-            prompt_tokens=found.prompt_tokens,
+    def on_message_complete(self) -> None:
+        """Note the end; called by the parser."""
+        self._ended = True
+
+    async def run(self, due_s: float) -> None:
+        """Send the request now, and read the response."""
+        self._sent_s = time.monotonic()
+        self._late_s = self._sent_s - due_s
+        try:
+            await asyncio.wait_for(self._run(), TIMEOUT_S)
+        except asyncio.TimeoutError:
+            self._problem = f"no end in {TIMEOUT_S:g} s"
+        except (OSError, httptools.HttpParserError) as error:
+            self._problem = f"{self._address.netloc}: {error!r}"
+        self._end_s = time.monotonic()
+
+    async def _run(self) -> None:
+        host, port = self._address.hostname, self._address.port or 80
+        reader, writer = await asyncio.open_connection(host, port)
+        try:
+            writer.write(self._message)
+            while not self._ended and (data := await reader.read(_READ_BYTES)):
+                self._parser.feed_data(data)
+        finally:
+            writer.close()
+
+    def answer(self, begin_s: float) -> Answer:
+        """Return what became of it."""
+        times, usage, problem = read_stream(self._pieces, output_tokens=self._request.output_tokens)
+        status = self._parser.get_status_code()
+        if self._problem:
+            problem = self._problem
+        elif status != 200:
+            said = b"".join(piece for _, piece in self._pieces)[:300]
+            problem = f"status {status}: {said.decode(errors='replace')}"
+        tokens = usage.get("completion_tokens", 0)
+        gaps = [after - before for before, after in itertools.pairwise(times)]
+        return Answer(
+            sent_s=self._sent_s - begin_s,
+            late_s=self._late_s,
+            ttft_s=times[0] - self._sent_s if times else -1.0,
+            tpot_s=sum(gaps) / max(tokens - 1, 1),
+            longest_itl_s=max(gaps, default=0.0),
+            e2e_s=self._end_s - self._sent_s,
+            tokens=tokens,
+            prompt_tokens=usage.get("prompt_tokens", 0),
             problem=problem,
         )
 
 
-class _Connection(MessageProtocol):
-    """One connection to a server; one request at a time."""
-
-    def __init__(self, ended: Callable[[_Connection], None], url: str) -> None:
-        super().__init__(responses=True)
-        self._ended = ended
-        self._timer: asyncio.TimerHandle | None = None
-        self.url = url
-        self.exchange: _Exchange | None = None
-        self.lost = False
-
-    def ask(self, exchange: _Exchange, parts: list[bytes], timeout_s: float) -> None:
-        """Send a request, whose `begin_s` is set."""
-        self.exchange = exchange
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(timeout_s, self._give_up, timeout_s)
-        self.transport.writelines(parts)
-
-    def head_arrived(self, head: bytes) -> None:
-        """Note the status."""
-        if self.exchange is not None:
-            self.exchange.status = int(head[9:12])
-
-    def piece_arrived(self, piece: bytes) -> None:
-        """Keep it, and when it came."""
-        if self.exchange is not None:
-            self.exchange.pieces.append((time.monotonic(), piece))
-
-    def message_ended(self) -> None:
-        """Hand the exchange over."""
-        self._end("")
-
-    def connection_lost(self, error: Exception | None) -> None:
-        """Hand over what there is."""
-        self.lost = True
-        self._end(self.problem or f"the connection broke off ({error})")
-
-    def _give_up(self, timeout_s: float) -> None:
-        self.problem = f"no end in {timeout_s:g} s"
-        self.transport.abort()
-
-    def _end(self, problem: str) -> None:
-        exchange = self.exchange
-        if exchange is None:
-            return
-        self.exchange = None
-        assert self._timer is not None
-        self._timer.cancel()
-        exchange.end_s = time.monotonic()
-        exchange.problem = problem
-        self._ended(self)
-
-
-class _Round:
-    """One run: every prepared request, at its time or as clients get their answers."""
-
-    def __init__(self, run: Send, asks: list[Ask], bodies: list[bytes]) -> None:
-        self._run = run
-        self._bodies = bodies
-        self.exchanges = [_Exchange(ask) for ask in asks]
-        self._next = 0
-        self._under_way = 0
-        self._changed = asyncio.Event()
-        self._idle: dict[str, list[_Connection]] = defaultdict(list)
-        self._all: set[_Connection] = set()
-        self._dialling: set[asyncio.Task[None]] = set()
-
-    async def send_all(self, begin_s: float) -> None:
-        """Send everything, from this moment of the monotonic clock on, and wait for the ends."""
-        if self._run.concurrency:
-            for _ in range(min(self._run.concurrency, len(self.exchanges))):
-                self._send(time.monotonic())
-        else:
-            for exchange in self.exchanges:
-                due_s = begin_s + exchange.ask.at_s
-                await _until(due_s)
-                self._send(due_s)
-        while self._under_way:
-            self._changed.clear()
-            await self._changed.wait()
-        for connection in self._all:
-            connection.transport.abort()
-
-    def _send(self, due_s: float) -> None:
-        index, self._next = self._next, self._next + 1
-        exchange = self.exchanges[index]
-        url = self._run.urls[index % len(self._run.urls)]
-        host = urlsplit(url).netloc
-        parts = request_parts(
-            self._bodies[index],
-            model=self._run.model,
-            host=host,
-            request_id=request_id(self._run.name, index),
-        )
-        self._under_way += 1
-        exchange.begin_s = time.monotonic()
-        exchange.late_s = exchange.begin_s - due_s
-        idle = self._idle[url]
-        while idle:
-            connection = idle.pop()
-            if not connection.lost:
-                connection.ask(exchange, parts, self._run.timeout_s)
-                return
-        task = asyncio.create_task(self._send_anew(exchange, url, parts))
-        self._dialling.add(task)
-        task.add_done_callback(self._dialling.discard)
-
-    async def _send_anew(self, exchange: _Exchange, url: str, parts: list[bytes]) -> None:
-        address = urlsplit(url)
-        assert address.hostname is not None
-        loop = asyncio.get_running_loop()
-        try:
-            _, connection = await asyncio.wait_for(
-                loop.create_connection(
-                    lambda: _Connection(self._ended, url), address.hostname, address.port or 80
-                ),
-                _CONNECT_TIMEOUT_S,
-            )
-        except (OSError, asyncio.TimeoutError) as error:
-            exchange.problem = f"no connection to {url}: {error!r}"
-            exchange.end_s = time.monotonic()
-            self._finish()
-            return
-        self._all.add(connection)
-        connection.ask(exchange, parts, self._run.timeout_s)
-
-    def _ended(self, connection: _Connection) -> None:
-        if not connection.lost:
-            self._idle[connection.url].append(connection)
-        self._finish()
-
-    def _finish(self) -> None:
-        self._under_way -= 1
-        if self._run.concurrency and self._next < len(self.exchanges):
-            self._send(time.monotonic())
-        self._changed.set()
-
-
-async def _until(due_s: float) -> None:
-    """Return at a moment of the monotonic clock, closer than timers of an event loop do."""
-    wait_s = due_s - time.monotonic() - _SPIN_S
-    if wait_s > 0:
-        await asyncio.sleep(wait_s)
-    while time.monotonic() < due_s:
-        await asyncio.sleep(0)
-
-
-class _Clients:
-    """Carries out commands."""
-
-    def __init__(self) -> None:
-        self._asks: list[Ask] = []
-        self._bodies: list[bytes] = []
-
-    async def carry_out(self, command: Command) -> ClientsDone:
-        """Return what came of a command."""
-        if isinstance(command, Prepare):
-            self._asks = list(command.asks)
-            self._bodies = [body_of(ask) for ask in self._asks]
-            return ClientsDone()
-        cpu_s, begin_s = time.process_time(), time.monotonic()
-        sending = _Round(command, self._asks, self._bodies)
-        await sending.send_all(begin_s)
-        cpu_s, wall_s = time.process_time() - cpu_s, time.monotonic() - begin_s
-        answers = tuple(each.answer(begin_s) for each in sending.exchanges)
-        return ClientsDone(answers=answers, begin_s=begin_s, cpu_s=cpu_s, wall_s=wall_s)
+async def _send(exchanges: Sequence[_Exchange], order: Order, begin_s: float) -> None:
+    tasks = []
+    for exchange, request in zip(exchanges, order.requests, strict=True):
+        due_s = time.monotonic() if order.one_by_one else begin_s + request.at_s
+        # Timers of an event loop are not exact enough.
+        if (wait_s := due_s - time.monotonic() - _SPIN_S) > 0:
+            await asyncio.sleep(wait_s)
+        while time.monotonic() < due_s:
+            await asyncio.sleep(0)
+        tasks.append(asyncio.create_task(exchange.run(due_s)))
+        if order.one_by_one:
+            await tasks[-1]
+    await asyncio.gather(*tasks)
 
 
 def main() -> None:
-    """Carry out commands until standard input ends."""
-    open_files.raise_limit()
-    carry_out_commands(Command, _Clients().carry_out)
+    """Carry out the order that comes by standard input."""
+    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=Order)
+    exchanges = [
+        _Exchange(request, body_of(request, order.model), order.urls[index % len(order.urls)])
+        for index, request in enumerate(order.requests)
+    ]
+    gc.freeze()
+    gc.disable()
+    print(flush=True)
+    if not sys.stdin.buffer.readline():
+        return
+    cpu_s, begin_s = time.process_time(), time.monotonic()
+    uvloop.run(_send(exchanges, order, begin_s))
+    cpu_s, wall_s = time.process_time() - cpu_s, time.monotonic() - begin_s
+    answers = tuple(each.answer(begin_s) for each in exchanges)
+    done = Answers(answers=answers, cpu_s=cpu_s, wall_s=wall_s)
+    print(msgspec.json.encode(done).decode(), flush=True)
 
 
 if __name__ == "__main__":

@@ -15,27 +15,24 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from epd_portable.bench import servers
-from epd_portable.bench.load.processes import pinned
 from epd_portable.bench.load.sides import LoadSide
 from epd_portable.config.schema import Topology
 from epd_portable.launch.plan.engine import ROLE_ARGS, cpu_env
 from epd_portable.launch.plan.placement import InstancePlacement
 from epd_portable.platforms.traits import TRAITS
 
-EXAMPLE_CONNECTOR = "ECExampleConnector"
 _EC_ROLES = {"encode": "ec_producer", "prefill_decode": "ec_consumer"}
 
 
-def words(sides: Sequence[LoadSide], proxy: Path | None) -> str:
-    """Say how those of these sides run that are plain vLLM.
+def describe(sides: Sequence[LoadSide], proxy: Path | None) -> str:
+    """Say how plain vLLM runs; empty where none does.
 
     Args:
         sides: All.
         proxy: That of vLLM's example; ``None`` for its stand-in.
     """
-    plain = [side for side in sides if side.kind in ("replicas", "ranks", "upstream")]
-    stock = ", ".join(side.name for side in plain if not side.tuned)
-    tuned = ", ".join(side.name for side in plain if side.tuned)
+    stock = ", ".join(side.name for side in sides if side.plain and not side.tuned)
+    tuned = ", ".join(side.name for side in sides if side.plain and side.tuned)
     found = []
     if stock:
         found.append(f"Stock, as vLLM runs by itself: {stock}.")
@@ -44,7 +41,7 @@ def words(sides: Sequence[LoadSide], proxy: Path | None) -> str:
             "Tuned, on a CPU with the executor, threads and freedom of API servers that epd-launch "
             f"gives its own instances: {tuned}."
         )
-    if any(side.kind == "upstream" for side in plain):
+    if any(side.kind == "upstream" for side in sides):
         which = f"its own ({proxy.name})" if proxy else "a stand-in, on the same libraries"
         found.append(f"The proxy of vLLM's example is {which}.")
     return " ".join(found)
@@ -80,10 +77,10 @@ def plain_engine(
     each = len(units) // ranks
     if ranks > 1:
         arguments["data_parallel_size"] = ranks
+    start = None
     if traits.visible_devices_env is not None:
         env = {traits.visible_devices_env: ",".join(units)}
         arguments.setdefault("tensor_parallel_size", each)
-        start = None
     else:
         by_rank = [tuple(map(int, units[rank * each :][:each])) for rank in range(ranks)]
         env = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, own)) for own in by_rank)}
@@ -91,7 +88,7 @@ def plain_engine(
             eager = arguments.get("enforce_eager") is True
             env = cpu_env(InstancePlacement(port=0, cores=(by_rank[0],)), 1, eager=eager)
             arguments.setdefault("distributed_executor_backend", traits.single_rank_executor_cls)
-        start = pinned(frozenset(map(int, units)), str(folder))
+        start = servers.start_on_cores(frozenset(map(int, units)), folder)
     return servers.one_process(
         topology.model,
         log=folder / f"{name}.log",
@@ -115,10 +112,10 @@ def example_engine(
     tuned: bool,
     report: Callable[[str], None],
 ) -> servers.Server:
-    """Return one instance of vLLM's example.
+    """Return one instance of vLLM's example; it takes the arguments of the same role, too.
 
     Args:
-        topology: As in `plain_engine`; the arguments of the same role are taken too.
+        topology: As in `plain_engine`.
         group: ``encode`` or ``prefill_decode``.
         platform: What it runs on.
         units: Its cores or devices.
@@ -128,21 +125,18 @@ def example_engine(
         report: Gets one line for each stage of its start.
     """
     transfer: dict[str, JsonValue] = {
-        "ec_connector": EXAMPLE_CONNECTOR,
+        "ec_connector": "ECExampleConnector",
         "ec_role": _EC_ROLES[group],
         "ec_connector_extra_config": {"shared_storage_path": str(store)},
     }
+    arguments = {**ROLE_ARGS.get(group, {}), **getattr(topology.instances, group).engine_args}
     return plain_engine(
         topology,
         name=group.replace("_", "-"),
         platform=platform,
         units=units,
         folder=folder,
-        extra={
-            **ROLE_ARGS.get(group, {}),
-            **getattr(topology.instances, group).engine_args,
-            "ec_transfer_config": transfer,
-        },
+        extra={**arguments, "ec_transfer_config": transfer},
         tuned=tuned,
         report=report,
     )
@@ -161,16 +155,13 @@ def example_proxy(
         file: The proxy itself; ``None`` for `epd_portable.bench.load.proxy`, which stands in.
     """
     port = servers.free_port()
-    argv = [sys.executable, "-m", "epd_portable.bench.load.proxy", "--port", str(port)]
-    argv += ["--encode", encode, "--prefill-decode", prefill_decode]
-    if file is not None:
-        argv = [sys.executable, str(file), "--host", "127.0.0.1", "--port", str(port)]
-        argv += ["--encode-servers-urls", encode, "--prefill-servers-urls", "disable"]
-        argv += ["--decode-servers-urls", prefill_decode]
+    argv = [sys.executable, *([str(file)] if file else ["-m", "epd_portable.bench.load.proxy"])]
+    argv += ["--host", "127.0.0.1", "--port", str(port), "--encode-servers-urls", encode]
+    argv += ["--prefill-servers-urls", "disable", "--decode-servers-urls", prefill_decode]
     return servers.Server(
         name="the proxy",
         argv=argv,
         url=f"http://127.0.0.1:{port}",
         log=folder / "proxy.log",
-        popen=pinned(cores, str(folder)),
+        popen=servers.start_on_cores(cores, folder),
     )

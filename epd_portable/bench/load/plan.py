@@ -1,90 +1,97 @@
-"""What is measured: points of load, how often, and within which limits. Pure."""
+"""What is asked: points of load, and the requests of their rounds. Pure."""
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
-import json
+import math
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from epd_portable.bench.load.commands import Ask
-from epd_portable.bench.load.requests import Mix, Recorded, asks_of_mix, asks_of_trace
-from epd_portable.bench.load.schedule import arrivals, seed_of
+import msgspec
+
+from epd_portable.errors import ConfigError
 
 ROUNDS = 3
 """A single round is one draw of the arrivals: three are the fewest that a figure is made of."""
 PICTURES = 30
 """The fewest requests with pictures behind a figure of them."""
+REPEATED = 8
+"""Size of the set that repeated pictures come from."""
+CONVERSATIONS = 16
+"""Conversations at a time: a turn is sent so many requests after the one before it."""
 _MOST_ROUNDS = 20
+
+
+class Picture(msgspec.Struct, frozen=True, kw_only=True):
+    """A picture of a request.
+
+    Attributes:
+        seed: Decides the content: two pictures are equal if their seeds and sizes are.
+        size: Side in pixels.
+    """
+
+    seed: str
+    size: int
+
+
+class LoadRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One request.
+
+    Attributes:
+        at_s: When it is sent, from the beginning of the round.
+        texts: Seeds of the texts of a conversation so far; each but the last has an answer.
+        words: Length of each text.
+        output_tokens: Length of the answer.
+        pictures: In front of the first text.
+    """
+
+    at_s: float
+    texts: tuple[str, ...]
+    words: int
+    output_tokens: int
+    pictures: tuple[Picture, ...] = ()
+
+    @property
+    def kind(self) -> str:
+        """``text`` or ``pictures``: how figures are grouped."""
+        return "pictures" if self.pictures else "text"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadPoint:
-    """One load: what is asked, and how often.
+    """One load.
 
     Attributes:
-        mix: What is asked; of recorded traffic only the form of its pictures counts.
-        rate: Requests a second, whatever becomes of those before; 0 for a closed loop.
-        concurrency: Clients of a closed loop; 0 for an open one.
-        cv: Coefficient of variation of the gaps between arrivals.
-        replay: Name of recorded traffic, which says itself when requests come.
+        rate: Requests a second, by Poisson arrivals.
+        share: Share of the requests that have pictures, 0 to 1.
+        pictures: How many such a request has; one of these at random.
+        size: Sides in pixels; one of these at random for each picture.
+        text: Tokens of a text, about.
+        output: Tokens of an answer, exactly.
+        repeat: Share of the pictures that come from a set of `REPEATED`.
+        turns: Of a conversation, each sent with all before it; 1 for independent requests.
     """
 
-    mix: Mix
-    rate: float = 0.0
-    concurrency: int = 0
-    cv: float = 1.0
-    replay: str = ""
-
-    @property
-    def pace(self) -> str:
-        """How often, for tables."""
-        if self.replay:
-            return self.replay
-        if self.concurrency:
-            return f"{self.concurrency} at once"
-        if not self.rate:
-            return "rate sought"
-        bursts = "" if self.cv == 1 else f" (CV {self.cv:g})"
-        return f"{self.rate:g}/s{bursts}"
+    rate: float
+    share: float = 0.1
+    pictures: tuple[int, ...] = (1,)
+    size: tuple[int, ...] = (448,)
+    text: int = 400
+    output: int = 150
+    repeat: float = 0.0
+    turns: int = 1
 
     @property
     def key(self) -> str:
         """A name that no other point of a measurement has."""
-        if self.replay:
-            return self.pace
-        mix = self.mix
-        return f"{self.pace}, {mix.about}, {mix.text_tokens}+{mix.output_tokens} tokens"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
-    """What an answer may take at most to be a good one; infinite for no limit.
-
-    Attributes:
-        ttft_s: To the first token.
-        tpot_s: For each token after it.
-    """
-
-    ttft_s: float = float("inf")
-    tpot_s: float = float("inf")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SearchRange:
-    """Where the highest rate that meets the limits is looked for.
-
-    Attributes:
-        low: Lowest rate.
-        high: Highest rate.
-        precision: The search ends when what met the limits and what did not are so close, as a
-            share of the rate.
-    """
-
-    low: float
-    high: float
-    precision: float = 0.1
+        pictures = "text only"
+        if self.share:
+            again = f", {self.repeat:.0%} repeated" if self.repeat else ""
+            pictures = f"{self.share:.0%} × {_slashed(self.pictures)} × {_slashed(self.size)} px"
+            pictures += again
+        turns = f", {self.turns} turns" if self.turns > 1 else ""
+        return f"{self.rate:g}/s, {pictures}{turns}, {self.text}+{self.output} tokens"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,66 +99,29 @@ class LoadPlan:
     """A whole measurement.
 
     Attributes:
-        points: Of a search those whose rate is sought; their own rate does not count.
-        seconds: Window of arrivals of each point in a round.
-        requests: Requests of a closed loop in a round.
-        rounds: Each asks every side the same, and no request twice; 0 for as many as it takes, see
-            `rounds_of`.
-        warm_up: Requests of each kind to each side before all.
-        seed: Decides everything that is random.
-        limits: What an answer may take.
-        search: Look for the highest rate; ``None`` measures the points as they are.
-        replay: Recorded traffic.
-        timeout_s: Longest time of a request.
-        max_late_s: p99 of the lateness of sends above which a round is refused.
-        max_client_share: Share of a core that the clients may use.
+        points: Loads, each measured on all sides.
+        seconds: Window of arrivals of a point in a round.
+        rounds: Of each point; 0 for as many as `rounds_of` says.
+        ttft_s: Limit of TTFT for goodput; infinite for none.
+        tpot_s: Limit of TPOT for goodput; infinite for none.
     """
 
     points: tuple[LoadPoint, ...]
     seconds: float
-    requests: int
-    rounds: int
-    warm_up: int
-    seed: int
-    limits: Limits
-    search: SearchRange | None
-    replay: tuple[Recorded, ...]
-    timeout_s: float
-    max_late_s: float
-    max_client_share: float
+    rounds: int = 0
+    ttft_s: float = math.inf
+    tpot_s: float = math.inf
 
-    def asks(self, point: LoadPoint, turn: int, words_per_token: float) -> tuple[Ask, ...]:
-        """Return the requests of a round of a point; the same for every side.
-
-        Args:
-            point: Of the plan, or of its search.
-            turn: Number of the round, with those that were refused.
-            words_per_token: See `epd_portable.bench.load.requests.asks_of_mix`.
-        """
-        seed = seed_of(self.seed, point.key, turn)
-        if point.replay:
-            return asks_of_trace(
-                self.replay,
-                seed=seed,
-                format=point.mix.format,
-                words_per_token=words_per_token,
-            )
-        times: tuple[float, ...] = (0.0,) * self.requests
-        if not point.concurrency:
-            times = arrivals(point.rate, self.seconds, cv=point.cv, seed=seed)
-        return asks_of_mix(
-            point.mix,
-            times,
-            seed=seed,
-            set_seed=seed_of(self.seed, "repeated"),
-            words_per_token=words_per_token,
+    @property
+    def limits(self) -> str:
+        """Limits in words; empty for none."""
+        both = (("TTFT", self.ttft_s), ("TPOT", self.tpot_s))
+        return " and ".join(
+            f"{name} ≤ {limit_s * 1000:g} ms" for name, limit_s in both if limit_s < math.inf
         )
 
     def rounds_of(self, point: LoadPoint) -> int:
-        """Return how often a point is measured: what was asked for, or until there is enough.
-
-        Enough are `ROUNDS` with `PICTURES` requests that have pictures, if any have.
-        """
+        """Return how many rounds a point takes: until `PICTURES` requests have some, if any has."""
         if self.rounds:
             return self.rounds
         count = pictures = 0
@@ -160,45 +130,119 @@ class LoadPlan:
             count += 1
         return count
 
-    def pictures_in(self, point: LoadPoint, turn: int) -> int:
+    def pictures_in(self, point: LoadPoint, number: int) -> int:
         """Return how many requests with pictures a round has."""
-        return sum(ask.kind == "pictures" for ask in self.asks(point, turn, 1.0))
+        return sum(each.kind == "pictures" for each in self.requests(point, number))
 
-    def expected_s(self, point: LoadPoint) -> float:
-        """Return about how long a side takes in a round, without what it takes too long."""
-        if point.replay:
-            return self.replay[-1].time_s - self.replay[0].time_s + 5.0
-        return self.seconds + 5.0
+    def requests(
+        self, point: LoadPoint, number: int, words_per_token: float = 1.0
+    ) -> tuple[LoadRequest, ...]:
+        """Return the requests of a round, the same for every side and in no other round.
 
-    def fingerprint(self, **more: Any) -> str:
-        """Return what tells requests of this measurement from those of all others.
-
-        Points are not in it: a point's key says what it asks.
+        The share of requests with pictures is exact: a share that is left to chance would differ
+        between rounds. Of conversations `CONVERSATIONS` go on at a time; the last may be cut off.
 
         Args:
-            more: What else decides them: sides, model, settings.
+            point: One of the plan.
+            number: Of the round; refused rounds count.
+            words_per_token: Words of `epd_portable.bench.load.bodies.WORDS` that make a token.
         """
-        decided = {
-            "seed": self.seed,
-            "seconds": self.seconds,
-            "requests": self.requests,
-            "formats": sorted({point.mix.format for point in self.points}),
-            "replay": [
-                (each.time_s, each.text_tokens, each.output_tokens, each.sizes, each.seeds)
-                for each in self.replay
-            ],
-            **more,
-        }
-        text = json.dumps(decided, sort_keys=True, default=str)
-        return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+        seed = f"{point.key} {number}"
+        draw = random.Random(seed)
+        times: list[float] = []
+        now_s = draw.expovariate(point.rate)
+        while now_s < self.seconds:
+            times.append(now_s)
+            now_s += draw.expovariate(point.rate)
+        places = [_place(index, point.turns) for index in range(len(times))]
+        count = 1 + max((conversation for conversation, _ in places), default=-1)
+        chosen = set(draw.sample(range(count), round(point.share * count)))
+        pictures = [
+            _pictures(point, draw, f"{seed} {index}") if index in chosen else ()
+            for index in range(count)
+        ]
+        return tuple(
+            LoadRequest(
+                at_s=at_s,
+                texts=tuple(f"{seed} {conversation} {turn}" for turn in range(last + 1)),
+                words=max(1, round(point.text * words_per_token)),
+                output_tokens=point.output,
+                pictures=pictures[conversation],
+            )
+            for at_s, (conversation, last) in zip(times, places, strict=True)
+        )
 
 
-def described(plan: LoadPlan) -> dict[str, Any]:
-    """Return a plan as plain JSON values, without the recorded traffic."""
-    whole = dataclasses.asdict(plan)
-    whole["replay"] = len(plan.replay)
-    whole["points"] = [point.key for point in plan.points]
-    whole["limits"] = {
-        name: None if value == float("inf") else value for name, value in whole["limits"].items()
-    }
-    return whole
+def _place(index: int, turns: int) -> tuple[int, int]:
+    """Return the conversation of a request, and which turn of it the request is."""
+    group, place = divmod(index, CONVERSATIONS * turns)
+    turn, number = divmod(place, CONVERSATIONS)
+    return group * CONVERSATIONS + number, turn
+
+
+def _pictures(point: LoadPoint, draw: random.Random, seed: str) -> tuple[Picture, ...]:
+    found = []
+    for place in range(draw.choice(point.pictures)):
+        repeated = draw.random() < point.repeat
+        content = f"repeated {draw.randrange(REPEATED)}" if repeated else f"{seed} {place}"
+        found.append(Picture(seed=content, size=draw.choice(point.size)))
+    return tuple(found)
+
+
+def _slashed(values: Sequence[float]) -> str:
+    return "/".join(f"{value:g}" for value in values)
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split("/")))
+
+
+_KEYS: dict[str, Callable[[str], Any]] = {
+    "rate": lambda text: tuple(map(float, text.split("/"))),
+    "share": float,
+    "pictures": _integers,
+    "size": _integers,
+    "text": int,
+    "output": int,
+    "repeat": float,
+    "turns": int,
+}
+
+
+def read_points(texts: Sequence[str]) -> tuple[LoadPoint, ...]:
+    """Read each ``KEY=VALUE,...``; what one leaves out is as in the one before it.
+
+    Raises:
+        ConfigError: A key or value is none, no rate is given, or a point is there twice.
+    """
+    found: list[LoadPoint] = []
+    values: dict[str, Any] = {}
+    for text in texts:
+        for part in text.split(","):
+            key, _, value = part.partition("=")
+            if key not in _KEYS:
+                raise ConfigError(f"--point {text}: {key!r} is none of {', '.join(_KEYS)}")
+            try:
+                values[key] = _KEYS[key](value)
+            except ValueError as error:
+                raise ConfigError(f"--point {text}: {value!r} is no value of {key}") from error
+        if "rate" not in values:
+            raise ConfigError(f"--point {text}: say how often to ask, as in rate=2/6/10")
+        for rate in values["rate"]:
+            point = LoadPoint(**values | {"rate": rate})
+            if problem := _problem(point):
+                raise ConfigError(f"--point {text}: {problem}")
+            if point in found:
+                raise ConfigError(f"--point {text}: {point.key} is there twice")
+            found.append(point)
+    return tuple(found)
+
+
+def _problem(point: LoadPoint) -> str:
+    if point.rate <= 0 or not (0 <= point.share <= 1 and 0 <= point.repeat <= 1):
+        return "a rate is positive, shares are 0 to 1"
+    if min(*point.pictures, point.text, point.turns) < 1 or point.output < 2:
+        return "pictures, tokens and turns are 1 or more, tokens of an answer 2"
+    if min(point.size) < 28 or max(point.size) > 4096:
+        return "sides of pictures are 28 to 4096 pixels"
+    return ""

@@ -1,11 +1,9 @@
-"""A peer: the proxy of vLLM's example for disaggregated encoders, as far as its work a byte goes.
+"""A stand-in for the proxy of vLLM's example for disaggregated encoders, with the same options.
 
-``python -m epd_portable.bench.load.proxy --port P --encode URL --prefill-decode URL`` stands in
-for it, on the same libraries (FastAPI, aiohttp): it parses the body, sends each picture in a
-request of its own to an encode instance, waits for all of them, writes the body anew for the
-prefill+decode instance, and relays the answer. It has no health, no metrics, no retries and no
-second instance of a kind, and unlike the example it logs nothing: what is left out costs the
-example time.
+On the same libraries (FastAPI, aiohttp) it does the example's work for streamed requests: it parses
+the body, sends each picture in a request of its own to the encode instance, waits for all of them,
+writes the body anew for the prefill+decode instance, and relays the answer. It has no metrics or
+retries, one instance of a kind, and logs nothing: what is left out costs the example time.
 """
 
 from __future__ import annotations
@@ -19,11 +17,10 @@ from typing import Any
 import aiohttp
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import StreamingResponse
 
 CHAT = "/v1/chat/completions"
-MEDIA = ("image_url", "audio_url", "input_audio")
-RELAY_BYTES = 1024
+_RELAY_BYTES = 1024
 
 
 def create_app(encode: str, prefill_decode: str) -> FastAPI:
@@ -48,17 +45,14 @@ def create_app(encode: str, prefill_decode: str) -> FastAPI:
 
     async def relay(body: dict[str, Any]) -> AsyncIterator[str]:
         async with sessions[0].post(prefill_decode + CHAT, json=body) as response:
-            async for piece in response.content.iter_chunked(RELAY_BYTES):
+            async for piece in response.content.iter_chunked(_RELAY_BYTES):
                 yield piece.decode()
 
-    @app.post(CHAT, response_model=None)
-    async def chat(request: Request) -> JSONResponse | StreamingResponse:
+    @app.post(CHAT)
+    async def chat(request: Request) -> StreamingResponse:
         body = await request.json()
-        await asyncio.gather(*(encode_one(job) for job in encode_jobs(body)))
-        if body.get("stream"):
-            return StreamingResponse(relay(body), media_type="text/event-stream")
-        async with sessions[0].post(prefill_decode + CHAT, json=body) as response:
-            return JSONResponse(await response.json(), response.status)
+        await asyncio.gather(*map(encode_one, encode_jobs(body)))
+        return StreamingResponse(relay(body), media_type="text/event-stream")
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -68,13 +62,13 @@ def create_app(encode: str, prefill_decode: str) -> FastAPI:
 
 
 def encode_jobs(body: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a request for each medium of a body, with nothing else in it."""
+    """Return a request for each picture of a body, with nothing else in it."""
     parts = [
         part
         for message in body["messages"]
         if isinstance(message["content"], list)
         for part in message["content"]
-        if part["type"] in MEDIA
+        if part["type"] == "image_url"
     ]
     # As in the example: fields that go with others, as stream_options with stream, are left out.
     alone = {"model": body["model"], "max_tokens": 1, "stream": False}
@@ -84,17 +78,13 @@ def encode_jobs(body: dict[str, Any]) -> list[dict[str, Any]]:
 def main() -> None:
     """Serve until a signal comes."""
     parser = argparse.ArgumentParser()
+    parser.add_argument("--host", required=True)
     parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--encode", required=True)
-    parser.add_argument("--prefill-decode", required=True)
+    for name in ("encode", "prefill", "decode"):
+        parser.add_argument(f"--{name}-servers-urls", required=True)
     options = parser.parse_args()
-    uvicorn.run(
-        create_app(options.encode, options.prefill_decode),
-        host="127.0.0.1",
-        port=options.port,
-        log_config=None,
-        access_log=False,
-    )
+    app = create_app(options.encode_servers_urls, options.decode_servers_urls)
+    uvicorn.run(app, host=options.host, port=options.port, log_config=None, access_log=False)
 
 
 if __name__ == "__main__":

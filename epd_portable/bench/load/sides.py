@@ -1,4 +1,4 @@
-"""Who is measured, and which cores or devices everybody gets: the same for every side. Pure."""
+"""Which sides are measured, and which cores or devices each gets: the same for all. Pure."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _TUNED = ",tuned"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadSide:
-    """Somebody who is measured.
+    """A side of a measurement.
 
     Attributes:
         name: In tables.
-        kind: ``topology``, started by ``epd-launch``; ``replicas``, plain vLLM, so many servers;
+        kind: ``topology``, started by ``epd-launch``; ``replicas``, so many servers of plain vLLM;
             ``ranks``, one server of plain vLLM with so many ranks of data parallelism;
             ``upstream``, vLLM's example of an encode and a prefill+decode instance; ``url``,
             servers that run already.
@@ -48,24 +48,10 @@ class LoadSide:
     urls: tuple[str, ...] = ()
     tuned: bool = False
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Allotment:
-    """Who gets what.
-
-    Attributes:
-        units: Cores or devices of each instance of each side, in the order of the instances.
-        total: Cores or devices of a whole side.
-        rest: Cores of what is no instance: the clients, the router, the proxy.
-        shared: Whether these are cores of instances too, because none is left.
-        crowded: Whether all instances of a side share all cores.
-    """
-
-    units: dict[str, list[tuple[str, ...]]]
-    total: int
-    rest: tuple[int, ...]
-    shared: bool
-    crowded: bool = False
+    @property
+    def plain(self) -> bool:
+        """Whether it is vLLM without this package."""
+        return self.kind in ("replicas", "ranks", "upstream")
 
 
 def read_side(text: str) -> LoadSide:
@@ -110,34 +96,31 @@ def read_side(text: str) -> LoadSide:
     raise ConfigError(f"--side {text}: expected NAME=WHAT, for example {EXAMPLES}")
 
 
-def read_sides(texts: Sequence[str]) -> tuple[LoadSide, ...]:
+def read_sides(texts: Sequence[str], *, stand_in: bool) -> tuple[LoadSide, ...]:
     """Read all sides.
+
+    Args:
+        texts: As given.
+        stand_in: vLLM's example has a stand-in of its proxy, and a name that says so.
 
     Raises:
         ConfigError: One is none, or two have one name.
     """
-    found = tuple(map(read_side, texts))
+    found = []
+    for side in map(read_side, texts):
+        suffix = "-stand-in" if stand_in and side.kind == "upstream" else ""
+        found.append(replace(side, name=side.name + suffix))
     names = [side.name for side in found]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ConfigError(f"--side: two are called {twice[0]}; write NAME=WHAT with other names")
-    return found
-
-
-def with_proxy(sides: Sequence[LoadSide], *, real: bool) -> tuple[LoadSide, ...]:
-    """Return the sides under names that say whether vLLM's example has its own proxy."""
-    if real:
-        return tuple(sides)
-    return tuple(
-        replace(side, name=f"{side.name}-stand-in") if side.kind == "upstream" else side
-        for side in sides
-    )
+    return tuple(found)
 
 
 def instance_count(side: LoadSide, topology: Topology | None) -> int:
-    """Return how many ranks_of a side has: ranks of instances; none for servers that run already.
+    """Return how many ranks of instances a side has; 0 for servers that run already.
 
-    A device that a topology lists for several ranks is one seat.
+    A device that a topology lists for several ranks counts once.
     """
     if side.kind != "topology":
         return {"replicas": side.count, "ranks": side.count, "upstream": 2, "url": 0}[side.kind]
@@ -147,49 +130,55 @@ def instance_count(side: LoadSide, topology: Topology | None) -> int:
     return len(listed) + sum(ranks_of(group) for group in groups if not group.devices)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Allotment:
+    """Which cores or devices each side gets.
+
+    Attributes:
+        units: Cores or devices of each instance of each side, in the order of the instances.
+        rest: Cores of the clients, the router and the proxy.
+        shared: These are cores of instances too, because no other is left.
+        crowded: There are more instances than cores: all share all cores, and what is counted can
+            be compared, times cannot.
+    """
+
+    units: dict[str, list[tuple[str, ...]]]
+    rest: tuple[int, ...]
+    shared: bool = False
+    crowded: bool = False
+
+
 def share_out(
-    counts: Mapping[str, int],
-    *,
-    cores: Sequence[int],
-    devices: Sequence[str] | None,
-    wanted: int | None,
-    crowded: bool = False,
+    counts: Mapping[str, int], *, cores: Sequence[int], devices: Sequence[str] | None
 ) -> Allotment:
     """Give every side the same cores or devices, and divide them among its instances.
 
+    A side has one for each instance of the largest side.
+
     Args:
-        counts: Seats of each side, see `instance_count`.
-        cores: That this process may use.
+        counts: Ranks of each side, see `instance_count`.
+        cores: Those that this process may use.
         devices: Those of the platform; ``None`` where instances are bound to cores.
-        wanted: Cores or devices of a side; by default one for each seat of the largest.
-        crowded: All instances of a side share all cores.
 
     Raises:
-        ConfigError: They cannot be divided equally, or there are too few.
+        ConfigError: They cannot be divided equally, or there are too few devices.
     """
-    if crowded:
-        everything = tuple(map(str, cores))
-        return Allotment(
-            units={name: [everything] * count for name, count in counts.items() if count},
-            total=len(cores),
-            rest=tuple(cores),
-            shared=True,
-            crowded=True,
-        )
     supply = list(map(str, cores)) if devices is None else list(devices)
     noun = "cores" if devices is None else "devices"
     started = {name: count for name, count in counts.items() if count}
-    total = wanted or max(started.values(), default=0)
+    total = max(started.values(), default=0)
     if total > len(supply):
-        raise ConfigError(
-            f"a side wants {total} {noun} and there are {len(supply)}: use fewer instances"
-        )
+        if devices is not None:
+            raise ConfigError(
+                f"a side wants {total} devices and there are {len(supply)}: use fewer instances"
+            )
+        units = {name: [tuple(supply)] * count for name, count in started.items()}
+        return Allotment(units=units, rest=tuple(cores), shared=True, crowded=True)
     for name, count in started.items():
         if total % count:
             raise ConfigError(
                 f"{total} {noun} cannot be divided equally among the {count} instances of {name}: "
-                "every side gets the same; give all the same number of instances, or a --units "
-                "that they divide"
+                "every side gets the same; give all the same number of instances"
             )
     taken = supply[len(supply) - total :]
     units = {
@@ -199,22 +188,45 @@ def share_out(
         ]
         for name, count in started.items()
     }
-    rest = [core for core in cores if str(core) not in taken] if devices is None else list(cores)
-    return Allotment(
-        units=units, total=total, rest=tuple(rest or cores), shared=not rest and bool(total)
-    )
+    if devices is not None:
+        return Allotment(units=units, rest=tuple(cores))
+    rest = tuple(core for core in cores if str(core) not in taken)
+    return Allotment(units=units, rest=rest or tuple(cores), shared=not rest)
+
+
+def describe(allotment: Allotment, *, devices: bool) -> str:
+    """Say which cores or devices each side has."""
+    noun = "device" if devices else "core"
+    if not allotment.units:
+        return "All sides ran already; which cores each has is not known here."
+    if allotment.crowded:
+        return (
+            f"All instances of a side, clients and router share {len(allotment.rest)} cores: what "
+            "is counted can be compared, times cannot."
+        )
+    parts = [
+        f"{name}: " + ", ".join("+".join(units) for units in instances)
+        for name, instances in allotment.units.items()
+    ]
+    total = sum(map(len, next(iter(allotment.units.values()))))
+    text = f"Every side has the same {total} {noun}s ({noun} of each instance – {'; '.join(parts)})"
+    if devices:
+        return f"{text}."
+    if allotment.shared:
+        return f"{text}; clients, router and proxy share them, because no other is there."
+    return f"{text}; clients, router and proxy have {', '.join(map(str, allotment.rest))}."
 
 
 def api_cores(side: LoadSide, server: int, allotment: Allotment) -> frozenset[int]:
-    """Return where the API server of plain vLLM may run beside its engine's cores.
+    """Return where the API server of plain vLLM may run besides its engine's cores.
 
-    Of tuned sides where the launcher lets those of its instances: on cores that no rank has, and,
+    Of tuned sides as the launcher lets those of its instances: on cores that no rank has, and,
     unless it encodes only, on the encoder's.
 
     Args:
         side: Replicas, ranks or vLLM's example.
         server: Its number; the example's first encodes.
-        allotment: Who gets which cores.
+        allotment: Which cores each has.
     """
     if not side.tuned:
         return frozenset()

@@ -7,7 +7,7 @@ from click.testing import CliRunner
 
 from epd_portable.bench.cli import main
 
-LOAD = ["load", "--rate", "1", "--side"]
+LOAD = ["load", "--point", "rate=1", "--side"]
 
 
 def run(*arguments: str) -> tuple[int, str]:
@@ -45,9 +45,9 @@ def test_the_help_of_a_command_tells_its_exit_statuses_and_defaults(command: str
             "'abacus' is not one of 'cuda', 'npu', 'cpu'",
         ),
         (["transfer", "--path", "shm", "--path", "ipc"], "--path ipc: cpu has no device memory"),
-        ([*LOAD, "x.yaml", "--size", "large"], "--size large: expected numbers, as in 1,2,4"),
-        ([*LOAD, "x.yaml", "--size", "112,7"], "sides of pictures are 28 to 4096 pixels"),
-        ([*LOAD, "x.yaml", "--preset", "hope"], "'hope' is not one of"),
+        ([*LOAD, "x.yaml", "--point", "size=large"], "'large' is no value of size"),
+        ([*LOAD, "x.yaml", "--preset", "one-by-one"], "Keys of --point, as in --point rate=2"),
+        ([*LOAD, "x.yaml", "--up", "hope"], "'hope' is not one of"),
         (["load", "--platform", "cpu"], "Missing option '--side'"),
         (["step", "--steps", "9"], "9 is not in the range"),
         (["step", "--items", "3"], "256 requests decode; 0, 100 and 1,000 wait."),

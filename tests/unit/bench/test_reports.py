@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from epd_portable.bench import chart, console, report, step, transfer
+from epd_portable.bench import console, report, step, transfer
+from epd_portable.bench.load import chart
 from epd_portable.bench.step import StepCase, StepSample
 from epd_portable.bench.traces import Handover
 from epd_portable.bench.transfer import TransferCase, TransferSample
@@ -178,21 +179,15 @@ def test_sizes_are_shown_in_the_largest_unit_that_divides_them() -> None:
 
 def test_a_picture_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the extra 'bench' is not installed")
-    drawn = chart.Chart(
-        title="TTFT",
-        across=("1", "2"),
-        across_label="requests/s",
-        up_label="s",
-        series=(chart.Series(name="ours", values=(0.1, 0.2)),),
-    )
-    chart.write_png([drawn] * 4, tmp_path / "chart.png")
+    drawn = {"ours": [0.1, 0.2], "replicas": [0.3, 0.4]}
+    chart.write_png(tmp_path / "chart.png", title="TTFT", points=["1/s", "2/s"], series=drawn)
     assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_without_matplotlib_the_message_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(MeasurementError, match=r"epd-portable\[bench\]"):
-        chart.require()
+        chart.import_pyplot()
 
 
 def test_tables_are_printed_even_when_a_file_cannot_be_written(

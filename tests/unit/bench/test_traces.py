@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from epd_portable.bench.provenance import provenance
-from epd_portable.bench.traces import Event, handovers, read_events, since
+from epd_portable.bench.traces import Event, handovers, read_events
 
 RECORDED = Path(__file__).parent / "recorded"
 """Traces of two transfers of 4 KiB and 1 MiB by ``shm``, written by `epd_portable.bench.ends`."""
@@ -91,17 +90,3 @@ def test_events_of_several_files_are_in_the_order_of_time_and_a_cut_line_is_skip
     (tmp_path / "b.jsonl").write_text(json.dumps(event("early", 1.0)) + "\n")
     events = read_events(tmp_path)
     assert [item["event"] for item in events] == ["early", "late"]
-    assert [item["event"] for item in since(events, 1.5)] == ["late"]
-
-
-def test_a_run_in_which_every_picture_was_transferred_has_no_problem() -> None:
-    events = [*way("t", 100.0), event("encode.begin", 99.0, items=["a"])]
-    found = provenance(events, asked=1)
-    assert (found.by_path, found.encoded) == ({"tcp": 1}, {"x": 1})
-    assert (found.asked, found.local, found.failed) == (1, 0, 0)
-
-
-def test_items_that_were_not_transferred_are_counted() -> None:
-    more = [event("item.local", 120.0), event("item.failed", 120.0), event("item.failed", 121.0)]
-    found = provenance([*way("t", 100.0), *more], asked=2)
-    assert (found.local, found.failed) == (1, 2)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from epd_portable.bench.load.peers import example_engine, example_proxy, plain_engine, words
+from epd_portable.bench.load.peers import describe, example_engine, example_proxy, plain_engine
 from epd_portable.bench.load.sides import read_sides
 from epd_portable.bench.servers import Server
 from epd_portable.config.load import load_topology
@@ -128,22 +128,23 @@ def test_the_proxy_asks_both_instances_and_is_the_given_file(tmp_path: Path) -> 
         return example_proxy("http://e", "http://pd", cores=cores, folder=tmp_path, file=file)
 
     stand_in, real = proxy(None), proxy(tmp_path / "disagg_epd_proxy.py")
-    assert value(stand_in.argv, "--encode") == "http://e"
-    assert value(stand_in.argv, "--prefill-decode") == "http://pd"
+    assert stand_in.argv[1:3] == ["-m", "epd_portable.bench.load.proxy"]
     assert real.argv[1] == str(tmp_path / "disagg_epd_proxy.py")
-    assert value(real.argv, "--encode-servers-urls") == "http://e"
-    assert value(real.argv, "--decode-servers-urls") == "http://pd"
     for each in (stand_in, real):
+        assert value(each.argv, "--encode-servers-urls") == "http://e"
+        assert value(each.argv, "--decode-servers-urls") == "http://pd"
         assert each.url.endswith(value(each.argv, "--port"))
 
 
 def test_a_page_says_who_runs_as_vllm_does_by_itself_and_who_is_tuned() -> None:
-    sides = read_sides(["a.yaml", "replicas:2", "upstream:1E1PD", "dp:2,tuned"])
-    said = words(sides, None)
+    sides = read_sides(["a.yaml", "replicas:2", "upstream:1E1PD", "dp:2,tuned"], stand_in=False)
+    said = describe(sides, None)
     assert said.startswith("Stock, as vLLM runs by itself: replicas, upstream. Tuned, on a CPU ")
     assert "gives its own instances: tuned-dp. The proxy of vLLM's example is a stand-in" in said
-    assert words(sides, Path("any/disagg_epd_proxy.py")).endswith("its own (disagg_epd_proxy.py).")
-    assert words(sides[:1], None) == ""
+    assert describe(sides, Path("any/disagg_epd_proxy.py")).endswith(
+        "its own (disagg_epd_proxy.py)."
+    )
+    assert describe(sides[:1], None) == ""
 
 
 def test_on_cuda_without_a_compiler_plain_vllm_is_told_what_the_launchers_instances_are(

@@ -1,0 +1,291 @@
+"""Starts sides on their cores or devices, and finds the processes of each."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import psutil
+
+from epd_portable.bench.load import usage
+from epd_portable.bench.load.peers import example_engine, example_proxy, plain_engine
+from epd_portable.bench.load.sides import Allotment, LoadSide, api_cores
+from epd_portable.bench.load.usage import Part
+from epd_portable.bench.servers import Server, model_name, topology
+from epd_portable.config.groups import Instances
+from epd_portable.config.instance import PlatformName
+from epd_portable.config.schema import Topology
+from epd_portable.errors import MeasurementError
+from epd_portable.launch.plan.placement import ranks_of
+from epd_portable.launch.run.process import bind_threads
+from epd_portable.launch.run.sessions import SHM
+from epd_portable.platforms.traits import TRAITS
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BenchContext:
+    """What all sides of a measurement have in common.
+
+    Attributes:
+        platform: What everything runs on.
+        topologies: Of each side, with all settings; of plain vLLM the one whose arguments it gets.
+        settings: As ``--set`` takes them.
+        model: Replaces that of a topology file; ``None`` keeps it.
+        allotment: Which cores or devices each side gets.
+        folder: For logs, a folder for each side.
+        upstream_proxy: File of the proxy of vLLM's example; ``None`` for its stand-in.
+        report: Gets progress lines.
+        starting: Servers whose start has begun.
+    """
+
+    platform: PlatformName
+    topologies: dict[str, Topology]
+    settings: tuple[str, ...]
+    model: str | None
+    allotment: Allotment
+    folder: Path
+    upstream_proxy: Path | None
+    report: Callable[[str], None]
+    starting: list[Server] = field(default_factory=list)
+
+    @property
+    def binds_cores(self) -> bool:
+        """Whether each instance is bound to cores of its own."""
+        on_devices = TRAITS[self.platform].visible_devices_env is not None
+        return not (on_devices or self.allotment.crowded)
+
+    def report_of(self, side: LoadSide) -> Callable[[str], None]:
+        """Return `report` for lines about a side."""
+        return lambda line: self.report(f"{side.name}: {line}")
+
+    def folder_of(self, side: LoadSide) -> Path:
+        """Return the folder of a side, which is made if it is not there."""
+        folder = self.folder / side.name
+        folder.mkdir(exist_ok=True)
+        return folder
+
+    def servers_of(self, side: LoadSide) -> list[tuple[str, ...]]:
+        """Return the cores or devices of each server of plain vLLM."""
+        units = self.allotment.units[side.name]
+        return [sum(units, ())] if side.kind == "ranks" else units
+
+    def cores_of(self, side: LoadSide) -> dict[str, list[int]]:
+        """Return the cores of each group of instances of a topology; empty if none is bound."""
+        if not self.binds_cores:
+            return {}
+        units = iter(self.allotment.units[side.name])
+        groups = self.topologies[side.name].instances
+        return {
+            name: [
+                int(core) for _ in range(ranks_of(getattr(groups, name))) for core in next(units)
+            ]
+            for name in Instances.model_fields
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunningSide:
+    """A side that is up.
+
+    Attributes:
+        side: Which.
+        urls: Base addresses; clients ask them in turns.
+        model: Name of the model there.
+        parts: Its processes; none of servers that ran already.
+        store: Folder in which vLLM's example keeps encoder outputs for ever; ``None`` for none.
+    """
+
+    side: LoadSide
+    urls: tuple[str, ...]
+    model: str
+    parts: tuple[Part, ...] = ()
+    store: Path | None = None
+
+    def clear_store(self) -> None:
+        """Remove what earlier requests left."""
+        for folder in self.store.iterdir() if self.store else ():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def start_sides(sides: Sequence[LoadSide], context: BenchContext) -> Iterator[list[RunningSide]]:
+    """Start sides at the same time and yield them; stop them at the end.
+
+    Raises:
+        LaunchError: One did not start.
+        MeasurementError: One does not run where it should.
+    """
+    with ExitStack() as stack:
+        with ThreadPoolExecutor(len(sides)) as pool:
+            starts = [
+                pool.submit(stack.enter_context, _STARTS[side.kind](side, context))
+                for side in sides
+            ]
+            try:
+                running = [start.result() for start in starts]
+            except BaseException:
+                # The starts of the others would take minutes.
+                for server in context.starting:
+                    server.interrupt()
+                raise
+        for each in running:
+            usage.check_cores(each.parts)
+        yield running
+
+
+@contextlib.contextmanager
+def _find_running(side: LoadSide, context: BenchContext) -> Iterator[RunningSide]:
+    try:
+        model = model_name(side.urls[0])
+    except httpx.TransportError as error:
+        raise MeasurementError(
+            f"--side {side.name}: {side.urls[0]}: {error!r}; start a server there first"
+        ) from error
+    yield RunningSide(side=side, urls=side.urls, model=model)
+
+
+@contextlib.contextmanager
+def _start_topology(side: LoadSide, context: BenchContext) -> Iterator[RunningSide]:
+    assert side.file is not None
+    bound = [
+        f"instances.{name}.cores={cores}" for name, cores in context.cores_of(side).items() if cores
+    ]
+    server = topology(
+        side.file,
+        platform=context.platform,
+        log_dir=context.folder_of(side) / "logs",
+        settings=(*context.settings, *side.settings, *bound),
+        model=context.model,
+        report=context.report_of(side),
+    )
+    context.starting.append(server)
+    with server:
+        parts = tuple(_parts_of_topology(server, context.cores_of(side)))
+        yield RunningSide(side=side, urls=(server.url,), model=model_name(server.url), parts=parts)
+
+
+@contextlib.contextmanager
+def _start_replicas(side: LoadSide, context: BenchContext) -> Iterator[RunningSide]:
+    plain = [
+        plain_engine(
+            context.topologies[side.name],
+            name=f"replica-{index}",
+            platform=context.platform,
+            units=units,
+            folder=context.folder_of(side),
+            tuned=side.tuned,
+            ranks=side.count if side.kind == "ranks" else 1,
+            report=context.report_of(side),
+        )
+        for index, units in enumerate(context.servers_of(side))
+    ]
+    with _started(plain, side, context) as parts:
+        urls = tuple(server.url for server in plain)
+        yield RunningSide(side=side, urls=urls, model=model_name(urls[0]), parts=parts)
+
+
+@contextlib.contextmanager
+def _start_upstream(side: LoadSide, context: BenchContext) -> Iterator[RunningSide]:
+    folder = context.folder_of(side)
+    where = SHM if SHM.is_dir() else folder
+    with tempfile.TemporaryDirectory(prefix="epd-bench-store-", dir=where) as store:
+        engines = [
+            example_engine(
+                context.topologies[side.name],
+                group,
+                platform=context.platform,
+                units=units,
+                folder=folder,
+                store=Path(store),
+                tuned=side.tuned,
+                report=context.report_of(side),
+            )
+            for group, units in zip(
+                ("encode", "prefill_decode"), context.servers_of(side), strict=True
+            )
+        ]
+        with _started(engines, side, context) as parts:
+            encode, prefill_decode = (server.url for server in engines)
+            with example_proxy(
+                encode,
+                prefill_decode,
+                cores=frozenset(context.allotment.rest),
+                folder=folder,
+                file=context.upstream_proxy,
+            ) as proxy:
+                yield RunningSide(
+                    side=side,
+                    urls=(proxy.url,),
+                    model=model_name(encode),
+                    parts=(*parts, Part(name="proxy", pid=proxy.pid)),
+                    store=Path(store),
+                )
+
+
+_STARTS: dict[
+    str, Callable[[LoadSide, BenchContext], contextlib.AbstractContextManager[RunningSide]]
+] = {
+    "topology": _start_topology,
+    "replicas": _start_replicas,
+    "ranks": _start_replicas,
+    "upstream": _start_upstream,
+    "url": _find_running,
+}
+
+
+@contextlib.contextmanager
+def _started(
+    engines: Sequence[Server], side: LoadSide, context: BenchContext
+) -> Iterator[tuple[Part, ...]]:
+    """Start the engines of plain vLLM at the same time, on their cores."""
+    context.starting.extend(engines)
+    with ExitStack() as stack:
+        with ThreadPoolExecutor(len(engines)) as pool:
+            list(pool.map(stack.enter_context, engines))
+        parts = []
+        for index, (server, units) in enumerate(
+            zip(engines, context.servers_of(side), strict=True)
+        ):
+            own = more = frozenset[int]()
+            if context.binds_cores:
+                own, more = frozenset(map(int, units)), api_cores(side, index, context.allotment)
+                if more:
+                    bind_threads(server.pid, own | more)
+            parts.append(
+                Part(
+                    name=server.name.removeprefix("the "),
+                    pid=server.pid,
+                    cores=own,
+                    api_cores=more,
+                    metrics_url=f"{server.url}/metrics",
+                )
+            )
+        yield tuple(parts)
+
+
+def _parts_of_topology(server: Server, cores: dict[str, list[int]]) -> Iterator[Part]:
+    """Yield the launcher's instances, its router, which it keeps off their cores, and itself."""
+    for child in psutil.Process(server.pid).children():
+        instance = ""
+        with contextlib.suppress(psutil.Error):
+            instance = child.environ().get("EPD_INSTANCE", "")
+        group = instance.rpartition("-")[0]
+        if group in Instances.model_fields:
+            words = child.cmdline()
+            yield Part(
+                name=instance,
+                pid=child.pid,
+                cores=frozenset(cores.get(group, ())),
+                api_cores=frozenset(core for each in cores.values() for core in each),
+                metrics_url=f"http://127.0.0.1:{words[words.index('--port') + 1]}/metrics",
+            )
+        elif instance:
+            yield Part(name=instance, pid=child.pid, metrics_url=f"{server.url}/metrics")
+    yield Part(name="launcher", pid=server.pid, below=False)

@@ -1,0 +1,250 @@
+"""The figures of a turn, which is one side in one round of a point, and ratios of sides. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from epd_portable.bench.load.clients import Answer, Answers
+from epd_portable.bench.load.plan import LoadPlan, LoadRequest
+from epd_portable.bench.load.usage import CPUSeconds, Memory
+from epd_portable.bench.stats import Ratio, quantile
+
+KINDS = ("text", "pictures", "all")
+QUANTITIES = {
+    "TTFT": lambda answer: answer.ttft_s,
+    "TPOT": lambda answer: answer.tpot_s,
+    "longest ITL": lambda answer: answer.longest_itl_s,
+    "E2E": lambda answer: answer.e2e_s,
+}
+"""Of each answer, in seconds."""
+QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
+MAX_LATE_S = 0.05
+"""A round is refused if p99 of the lateness of its requests is above this."""
+MAX_CLIENT_SHARE = 0.8
+"""A round is refused if its clients used more of a core."""
+_GOOD_SHARE = 0.99
+_GROWS = 1.25
+
+
+class Turn(msgspec.Struct, frozen=True, kw_only=True):
+    """One side in one round of a point: a line of the samples.
+
+    Attributes:
+        point: Key of the point.
+        round: Its number; refused rounds count.
+        side: Name of the side.
+        requests: How many, by kind.
+        failed: Requests without an answer that counts.
+        problem: Of the first that failed.
+        good: Answers within the limits.
+        window_s: From the beginning to the last sending.
+        wall_s: From the beginning to the last end.
+        tokens: Of all answers that count.
+        times_s: Quantiles of those, by kind and quantity.
+        open_requests: Mean number of open requests in each third of the window, by kind.
+        late_s: Quantiles of how late requests were sent.
+        prompt_tokens: Median of the texts.
+        pictures: How many were sent.
+        distinct_pictures: How many of these differ.
+        cpu_s: CPU time by part of the side and by what its processes are.
+        client_cpu_s: CPU time of the clients.
+        memory: By part of the side, right after.
+        counted: What the side's own metrics counted.
+        refused: Why the round does not count; empty if it does.
+    """
+
+    point: str
+    round: int
+    side: str
+    requests: dict[str, int]
+    failed: int
+    problem: str
+    good: int
+    window_s: float
+    wall_s: float
+    tokens: int
+    times_s: dict[str, dict[str, dict[str, float]]]
+    open_requests: dict[str, list[float]]
+    late_s: dict[str, float]
+    prompt_tokens: float
+    pictures: int
+    distinct_pictures: int
+    cpu_s: CPUSeconds
+    client_cpu_s: float
+    memory: dict[str, Memory]
+    counted: dict[str, float]
+    refused: str
+
+    @property
+    def count(self) -> int:
+        """Number of requests."""
+        return sum(self.requests.values())
+
+    @property
+    def goodput(self) -> float:
+        """Answers within the limits, per second of sending."""
+        return self.good / self.window_s
+
+    @property
+    def throughput(self) -> float:
+        """Output tokens per second."""
+        return self.tokens / self.wall_s
+
+    @property
+    def cpu_s_per_request(self) -> float:
+        """CPU time of all processes of the side."""
+        return sum(sum(roles.values()) for roles in self.cpu_s.values()) / self.count
+
+    @property
+    def queue_grew(self) -> bool:
+        """Whether each third of the window had a quarter more open requests than the one before.
+
+        In any single round, arrivals at random can do that as well.
+        """
+        return any(
+            last >= 2 and last >= _GROWS * second and second >= _GROWS * first
+            for first, second, last in self.open_requests.values()
+        )
+
+    def quantile(self, kind: str, quantity: str, name: str) -> float | None:
+        """Return a quantile in seconds; ``None`` if no request of the kind was answered."""
+        return self.times_s.get(kind, {}).get(quantity, {}).get(name)
+
+    @property
+    def meets_limits(self) -> bool:
+        """Whether 99 of 100 requests were answered within the limits."""
+        return self.good >= _GOOD_SHARE * self.count
+
+
+def make_turn(
+    requests: Sequence[LoadRequest],
+    done: Answers,
+    *,
+    plan: LoadPlan,
+    times_count: bool,
+    **more: Any,
+) -> Turn:
+    """Return the figures of a turn.
+
+    Args:
+        requests: That were sent.
+        done: What became of them.
+        plan: Its limits decide which answers are good.
+        times_count: Refuse the turn if the clients were late or busy.
+        more: Attributes of `Turn` that the answers do not show.
+    """
+    answers = {
+        kind: [
+            answer
+            for request, answer in zip(requests, done.answers, strict=True)
+            if kind in (request.kind, "all")
+        ]
+        for kind in KINDS
+    }
+    answers = {kind: found for kind, found in answers.items() if found}
+    ended = {
+        kind: [answer for answer in found if not answer.problem] for kind, found in answers.items()
+    }
+    problems = [answer.problem for answer in done.answers if answer.problem]
+    window_s = max(answer.sent_s for answer in done.answers) or done.wall_s
+    late_s = _quantiles([answer.late_s for answer in done.answers])
+    pictures = [picture for request in requests for picture in request.pictures]
+    return Turn(
+        requests={kind: len(found) for kind, found in answers.items() if kind != "all"},
+        failed=len(problems),
+        problem=problems[0] if problems else "",
+        good=sum(
+            answer.ttft_s <= plan.ttft_s and answer.tpot_s <= plan.tpot_s for answer in ended["all"]
+        ),
+        window_s=round_s(window_s),
+        wall_s=round_s(done.wall_s),
+        tokens=sum(answer.tokens for answer in ended["all"]),
+        times_s={
+            kind: {name: _quantiles(list(map(pick, found))) for name, pick in QUANTITIES.items()}
+            for kind, found in ended.items()
+            if found
+        },
+        open_requests={
+            kind: _open_requests(found, window_s)
+            for kind, found in answers.items()
+            if kind != "all"
+        },
+        late_s=late_s,
+        prompt_tokens=quantile(
+            [answer.prompt_tokens for answer in ended.get("text") or ended["all"]] or [0], 0.5
+        ),
+        pictures=len(pictures),
+        distinct_pictures=len({(picture.seed, picture.size) for picture in pictures}),
+        client_cpu_s=done.cpu_s,
+        refused=_refusal(late_s["p99"], done) if times_count else "",
+        **more,
+    )
+
+
+def round_s(seconds: float) -> float:
+    """Return a time to a microsecond."""
+    return round(seconds, 6)
+
+
+def _quantiles(values: Sequence[float]) -> dict[str, float]:
+    return {name: round_s(quantile(values, share)) for name, share in QUANTILES.items()}
+
+
+def _open_requests(answers: Sequence[Answer], window_s: float) -> list[float]:
+    third_s = window_s / 3
+    found = []
+    for begin_s in (0, third_s, 2 * third_s):
+        stayed_s = (
+            min(each.sent_s + each.e2e_s, begin_s + third_s) - max(each.sent_s, begin_s)
+            for each in answers
+        )
+        found.append(round(sum(max(0.0, each) for each in stayed_s) / third_s, 4))
+    return found
+
+
+def _refusal(late_s: float, done: Answers) -> str:
+    if late_s > MAX_LATE_S:
+        return (
+            f"requests were sent late (p99 {late_s * 1000:.0f} ms, at most "
+            f"{MAX_LATE_S * 1000:.0f}): the clients did not get a core in time; leave one free "
+            "(fewer instances, or an idle machine), or ask at a lower rate"
+        )
+    share = done.cpu_s / done.wall_s
+    if share > MAX_CLIENT_SHARE:
+        return (
+            f"the clients used {share:.0%} of a core (at most {MAX_CLIENT_SHARE:.0%}): they were "
+            "the limit in place of the side; ask at a lower rate or for shorter answers"
+        )
+    return ""
+
+
+def over_capacity(turns: Sequence[Turn]) -> bool:
+    """Return whether the queue grew in most rounds: such times depend on the window's length."""
+    return 2 * sum(turn.queue_grew for turn in turns) > len(turns)
+
+
+def ratio(
+    turns: Sequence[Turn], peers: Sequence[Turn], figure: Callable[[Turn], float | None]
+) -> Ratio | None:
+    """Return a figure of one side by that of another, round by round.
+
+    Args:
+        turns: Of one side, one a round.
+        peers: Of the other, of the same rounds.
+        figure: Of one turn; ``None`` where it has none.
+
+    Returns:
+        The median of the rounds, with the lowest and the highest; ``None`` if none has the figure.
+    """
+    found = []
+    for turn, peer in zip(turns, peers, strict=True):
+        assert (turn.point, turn.round) == (peer.point, peer.round), "rounds of different requests"
+        own, other = figure(turn), figure(peer)
+        if own is not None and other:
+            found.append(own / other)
+    if not found:
+        return None
+    return Ratio(median=quantile(found, 0.5), low=min(found), high=max(found))

@@ -1,0 +1,184 @@
+"""What a side's processes use and count, read from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import httpx
+import msgspec
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+from epd_portable.errors import MeasurementError
+
+_TIMEOUT_S = 20.0
+_SCHEDULED_CLOCK = 2
+"""Linux's clock of a process's time on cores, which counts finer than ``/proc`` shows it."""
+_COUNTERS = {
+    "epd_router_items_total": ("items", "outcome"),
+    "epd_router_fallbacks_total": ("fallback", "fallback"),
+    "epd_pd_fallbacks_total": ("untransferred", ""),
+    "epd_encode_transfers_total": ("encoded", "source"),
+    "epd_pd_items_total": ("placed", "source"),
+    "vllm:prefix_cache_queries_total": ("prefix queries", ""),
+    "vllm:prefix_cache_hits_total": ("prefix hits", ""),
+}
+"""Metrics by the name that they have in `read_counters`, and the label that is added to it."""
+_TITLES = {"VLLM::EngineCore": "engine core", "VLLM::Worker": "worker"}
+
+CPUSeconds = dict[str, dict[str, float]]
+"""CPU time by part of a side and by what its processes are."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """A part of a side, with all processes below it.
+
+    Attributes:
+        name: For example ``encode-0``, ``router``.
+        pid: Of its first process.
+        cores: Where all of it must run; empty where that is not checked.
+        api_cores: Where its first process may run as well.
+        below: Whether processes that it started belong to it.
+        metrics_url: Of its metrics; empty for none.
+    """
+
+    name: str
+    pid: int
+    cores: frozenset[int] = frozenset()
+    api_cores: frozenset[int] = frozenset()
+    below: bool = True
+    metrics_url: str = ""
+
+
+class Memory(msgspec.Struct, frozen=True, kw_only=True):
+    """Memory of a part, in bytes.
+
+    Attributes:
+        rss_bytes: Pages that are present; what processes share counts for each.
+        pss_bytes: The same with shared pages divided among those who share them.
+    """
+
+    rss_bytes: int
+    pss_bytes: int
+
+
+def read_cpu_s(parts: Sequence[Part]) -> CPUSeconds:
+    """Return the CPU time that all processes have used so far."""
+    found: CPUSeconds = {}
+    for part in parts:
+        used = found.setdefault(part.name, {})
+        for process, role in _processes(part):
+            with contextlib.suppress(OSError):  # It has ended.
+                clock = ~process.pid << 3 | _SCHEDULED_CLOCK
+                used[role] = used.get(role, 0.0) + time.clock_gettime(clock)
+    return found
+
+
+def cpu_s_since(after: CPUSeconds, before: CPUSeconds) -> CPUSeconds:
+    """Return the difference of two readings."""
+    return {
+        name: {
+            role: max(0.0, seconds - before.get(name, {}).get(role, 0.0))
+            for role, seconds in roles.items()
+        }
+        for name, roles in after.items()
+    }
+
+
+def read_memory(parts: Sequence[Part]) -> dict[str, Memory]:
+    """Return the memory of each part; takes a tenth of a second for each gigabyte."""
+    found = {}
+    for part in parts:
+        rss_bytes = pss_bytes = 0
+        for process, _ in _processes(part):
+            with contextlib.suppress(psutil.Error):
+                whole = process.memory_full_info()
+                rss_bytes += whole.rss
+                pss_bytes += whole.pss
+        found[part.name] = Memory(rss_bytes=rss_bytes, pss_bytes=pss_bytes)
+    return found
+
+
+def read_counters(parts: Sequence[Part]) -> dict[str, float]:
+    """Return what the metrics of a side count, summed over its parts.
+
+    Raises:
+        MeasurementError: A part with metrics does not answer.
+    """
+    found: dict[str, float] = {}
+    for url in dict.fromkeys(part.metrics_url for part in parts if part.metrics_url):
+        try:
+            answer = httpx.get(url, timeout=_TIMEOUT_S, trust_env=False)
+            answer.raise_for_status()
+        except httpx.HTTPError as error:
+            raise MeasurementError(f"{url}: {error!r}") from error
+        for family in text_string_to_metric_families(answer.text):
+            for sample in family.samples:
+                if sample.name in _COUNTERS:
+                    name, label = _COUNTERS[sample.name]
+                    key = f"{name} {sample.labels.get(label, '')}".strip()
+                    found[key] = found.get(key, 0.0) + sample.value
+    return found
+
+
+def counted_since(after: dict[str, float], before: dict[str, float]) -> dict[str, float]:
+    """Return what was counted between two readings, without what did not happen."""
+    risen = {name: value - before.get(name, 0.0) for name, value in after.items()}
+    return {name: value for name, value in risen.items() if value}
+
+
+def check_cores(parts: Sequence[Part]) -> None:
+    """Check that every thread of every bound part runs on its cores only.
+
+    Raises:
+        MeasurementError: One may run elsewhere: the sides would not be equal.
+    """
+    for part in parts:
+        if not part.cores:
+            continue
+        for process, _ in _processes(part):
+            allowed = part.cores | (part.api_cores if process.pid == part.pid else frozenset())
+            for thread in _threads(process.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    if outside := os.sched_getaffinity(thread) - allowed:
+                        raise MeasurementError(
+                            f"{part.name}: a thread of process {process.pid} may run on core "
+                            f"{min(outside)}, outside its cores {sorted(allowed)}: the sides "
+                            "would not be equal"
+                        )
+
+
+def _processes(part: Part) -> Iterator[tuple[psutil.Process, str]]:
+    """Yield the living processes of a part, and what each is."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        root = psutil.Process(part.pid)
+        children = root.children(recursive=True) if part.below else []
+        engine = any("vllm.entrypoints" in word for word in root.cmdline())
+        yield root, "API server" if engine else part.name
+        for child in children:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                yield child, _role(child, part.pid)
+
+
+def _role(process: psutil.Process, root: int) -> str:
+    """Return what a process below an API server is."""
+    words = process.cmdline()
+    for title, role in _TITLES.items():
+        if words and words[0].startswith(title):
+            return role
+    # vLLM cannot give every process its title; these are made in the same way, all the same.
+    if any("spawn_main" in word for word in words):
+        return "engine core" if process.ppid() == root else "worker"
+    return "other"
+
+
+def _threads(pid: int) -> list[int]:
+    try:
+        return [int(name) for name in os.listdir(f"/proc/{pid}/task")]
+    except FileNotFoundError:
+        return []

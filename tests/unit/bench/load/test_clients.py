@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from epd_portable.bench.load.clients import read_stream
+
+
+def event(**fields: Any) -> bytes:
+    return b"data: " + json.dumps(fields).encode() + b"\n\n"
+
+
+def token(text: str) -> bytes:
+    return event(choices=[{"index": 0, "delta": {"content": text}}])
+
+
+ROLE = event(choices=[{"index": 0, "delta": {"role": "assistant", "content": ""}}])
+USAGE = event(choices=[], usage={"prompt_tokens": 11, "completion_tokens": 2})
+DONE = b"data: [DONE]\n\n"
+
+
+def test_an_answer_is_timed_by_its_pieces_of_text() -> None:
+    pieces = [(1.0, ROLE), (1.5, token("a")), (2.0, token("b") + USAGE), (3.0, DONE)]
+    times, usage, problem = read_stream(pieces, output_tokens=2)
+    assert times == [1.5, 2.0]
+    assert usage == {"prompt_tokens": 11, "completion_tokens": 2}
+    assert problem == ""
+
+
+def test_an_event_counts_when_its_last_byte_has_come() -> None:
+    cut = token("a")
+    pieces = [(1.0, cut[:20]), (2.0, cut[20:-1]), (3.0, cut[-1:] + USAGE + DONE)]
+    assert read_stream(pieces, output_tokens=2)[0] == [3.0]
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (token("a") + USAGE, "ended without"),
+        (token("a") + event(error={"message": "no room"}) + DONE, "broke off: .*no room"),
+        (token("a") + DONE, "0 tokens in place of 2"),
+        (ROLE + USAGE + DONE, "no text"),
+        (b"data: {]\n\n", "not what it should be"),
+        (b"data: []\n\n", "not what it should be"),
+        (event(choices=[{}]), "not what it should be"),
+    ],
+)
+def test_an_answer_that_is_not_as_asked_for_has_a_problem(data: bytes, words: str) -> None:
+    assert re.search(words, read_stream([(1.0, data)], output_tokens=2)[2])

@@ -1,0 +1,274 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from epd_portable.bench import report as reports
+from epd_portable.bench.load import report
+from epd_portable.bench.load.clients import Answer, Answers
+from epd_portable.bench.load.measure import LoadResults
+from epd_portable.bench.load.plan import LoadPlan, LoadPoint, LoadRequest, Picture
+from epd_portable.bench.load.sides import read_sides
+from epd_portable.bench.load.turns import Turn, make_turn, over_capacity, ratio
+from epd_portable.bench.load.usage import Memory
+from epd_portable.errors import ConfigError
+
+POINT = LoadPoint(rate=2.0)
+PLAN = LoadPlan(points=(POINT,), seconds=10.0, ttft_s=0.3)
+SIDES = read_sides(["configs/1e1pd.yaml", "replicas:2"], stand_in=False)
+SETTING = report.LoadSetting(
+    plan=PLAN,
+    sides=SIDES,
+    equal="Every side has the same 2 cores.",
+    together=True,
+    facts={"platform": "cpu"},
+    command="epd-bench load",
+    load_before=0.1,
+)
+
+Sent = tuple[LoadRequest, Answer]
+
+
+def sent(scale: float = 1.0, *, pictures: int = 0, **changed: Any) -> Sent:
+    usual: dict[str, Any] = {
+        "sent_s": 1.0,
+        "late_s": 0.001,
+        "ttft_s": 0.1 * scale,
+        "tpot_s": 0.02 * scale,
+        "longest_itl_s": 0.03 * scale,
+        "e2e_s": 0.5 * scale,
+        "tokens": 3,
+        "prompt_tokens": 400,
+        "problem": "",
+    }
+    shown = tuple(Picture(seed=str(index), size=28) for index in range(pictures))
+    request = LoadRequest(at_s=1.0, texts=("a",), words=3, output_tokens=3, pictures=shown)
+    return request, Answer(**{**usual, **changed})
+
+
+def turn(side: str, *all_sent: Sent, number: int = 0, **changed: Any) -> Turn:
+    usual: dict[str, Any] = {
+        "point": POINT.key,
+        "round": number,
+        "side": side,
+        "cpu_s": {"engine-0": {"API server": 0.5, "engine core": 1.5}},
+        "memory": {"engine-0": Memory(rss_bytes=3 << 20, pss_bytes=2 << 20)},
+        "counted": {"items encoded": 1.0} if side == "ours" else {},
+        "client_cpu_s": 0.04,
+        **changed,
+    }
+    done = Answers(
+        answers=tuple(answer for _, answer in all_sent),
+        cpu_s=usual.pop("client_cpu_s"),
+        wall_s=4.0,
+    )
+    requests = [request for request, _ in all_sent]
+    return make_turn(requests, done, plan=PLAN, times_count=True, **usual)
+
+
+def rows(found: LoadResults, title: str) -> list[dict[str, str]]:
+    page = report.make_report(found, SETTING)
+    (table,) = (each for each in page.tables if each.title.startswith(title))
+    return [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+
+
+RATIOS = "ours by the other sides"
+TWO_ROUNDS = LoadResults(
+    turns=[
+        turn(side, sent(scale * noise), sent(scale * noise, pictures=1), number=number)
+        for number, noise in enumerate((1.0, 3.0))
+        for side, scale in (("ours", 1.0), ("replicas", 2.0))
+    ],
+    words_per_token=0.5,
+)
+
+
+def test_ratios_are_taken_within_a_round() -> None:
+    (row,) = rows(TWO_ROUNDS, RATIOS)
+    assert (row["load"], row["by"]) == (POINT.key, "replicas")
+    # 0.1 by 0.2 and 0.3 by 0.6; the quotient of the sums of rounds would hide one of them.
+    assert row["TTFT p99, text"] == "0.50 (0.50–0.50)"
+    assert (row["rounds"], row["requests, with pictures"]) == ("2", "4, 2")
+    with pytest.raises(AssertionError):
+        ratio([turn("ours", sent())], [turn("b", sent(), number=1)], lambda each: 1.0)
+
+
+def test_the_first_table_has_what_users_decide_by_with_the_range_of_the_rounds() -> None:
+    scales = ((1.0, 2.0), (1.0, 1.0), (3.0, 2.0), (4.0, 2.0))
+    cpu = ((1.0, 1.0), (2.0, 1.0), (3.0, 1.0), (30.0, 1.0))
+    found = LoadResults(
+        turns=[
+            turn(
+                side,
+                sent(scale),
+                sent(scale, pictures=1),
+                number=number,
+                cpu_s={"engine-0": {"engine core": used}},
+            )
+            for number, both in enumerate(zip(scales, cpu, strict=True))
+            for side, scale, used in zip(("ours", "replicas"), *both, strict=True)
+        ]
+    )
+    (row,) = rows(found, RATIOS)
+    cells = list(row.items())[2:-3]
+    assert [name for name, _ in cells] == [
+        "TPOT p99, all",
+        "TTFT p99, all",
+        "TTFT p99, text",
+        "TTFT p50, pictures",
+        "TTFT p99, pictures",
+        "longest ITL p50, text",
+        "CPU time",
+    ]
+    # 0.5, 1, 1.5 and 2: quartiles would be 0.88 and 1.63. Bold is where ours loses.
+    assert {cell for _, cell in cells[:-1]} == {"**1.25** (0.50–2.00)"}
+    # The median of the rounds, in which the last one counts no more than the others.
+    assert row["CPU time"] == "**2.50** (1.00–30.00)"
+
+
+def spread_over(window_s: float, *longest_s: float) -> list[Sent]:
+    """Return requests, ten to each third of a window; each third's are open for so long."""
+    return [
+        sent(sent_s=window_s * (10 * third + number + 1) / 30, e2e_s=e2e_s)
+        for third, e2e_s in enumerate(longest_s)
+        for number in range(10)
+    ]
+
+
+def test_a_cell_whose_queue_grows_over_the_whole_window_says_so() -> None:
+    grows = spread_over(15.0, 1.0, 3.0, 6.0)
+    assert turn("ours", *grows).queue_grew
+    # From none to as many as the answers' length makes, and no more: the rate is served.
+    for e2e_s in (1.0, 4.0):
+        assert not turn("ours", *spread_over(15.0, e2e_s, e2e_s, e2e_s)).queue_grew
+    # One round in two is chance.
+    assert not over_capacity([turn("ours", *grows), turn("ours", sent())])
+    found = LoadResults(
+        turns=[turn("ours", *spread_over(15.0, 1.0, 1.0, 1.0)), turn("replicas", *grows)]
+    )
+    assert rows(found, RATIOS)[0]["over capacity"] == "replicas"
+    names = [row["load: side: requests"].removeprefix(POINT.key) for row in rows(found, "Times")]
+    assert names == [": ours: all", ": replicas, over capacity: all"]
+
+
+def test_few_requests_with_pictures_are_named() -> None:
+    said = f"{POINT.key}: 2 requests with pictures, fewer than 30"
+    assert any(said in note for note in report.make_report(TWO_ROUNDS, SETTING).notes)
+
+
+def test_quantiles_are_those_of_answered_requests_of_a_kind() -> None:
+    found = turn("ours", sent(), sent(3.0), sent(9.0, problem="503"))
+    assert found.quantile("all", "TTFT", "p90") == pytest.approx(0.28)
+    assert found.quantile("text", "TTFT", "p50") == pytest.approx(0.2)
+    assert found.quantile("all", "longest ITL", "max") == pytest.approx(0.09)
+    assert found.quantile("pictures", "TTFT", "p50") is None
+    assert (found.failed, found.problem, found.tokens) == (1, "503", 6)
+
+
+def test_goodput_counts_answers_within_the_limits_by_the_time_of_sending() -> None:
+    one = turn(
+        "ours",
+        sent(sent_s=0.5),
+        sent(sent_s=2.0),
+        sent(4.0, sent_s=1.0),
+        sent(problem="503"),
+    )
+    assert one.goodput == pytest.approx(2 / 2.0)
+    assert one.throughput == pytest.approx(9 / 4.0)
+
+
+@pytest.mark.parametrize(("failed", "met"), [(0, True), (1, True), (2, False)])
+def test_limits_are_met_if_99_of_100_requests_are_answered_within_them(
+    failed: int, met: bool
+) -> None:
+    all_sent = [*[sent()] * (100 - failed), *[sent(problem="503")] * failed]
+    assert turn("ours", *all_sent).meets_limits is met
+    assert not turn("ours", *[sent(4.0)] * 100).meets_limits
+
+
+def test_a_round_is_refused_if_the_clients_were_late_or_busy_and_the_remedy_is_named() -> None:
+    def refused(late_s: float, share: float) -> str:
+        return turn("ours", *[sent(late_s=late_s)] * 10, client_cpu_s=4 * share).refused
+
+    assert refused(0.04, 0.7) == ""
+    assert "p99 60 ms, at most 50" in refused(0.06, 0.1)
+    assert "leave one free" in refused(0.06, 0.1)
+    assert "90% of a core" in refused(0.01, 0.9)
+
+
+def test_a_round_with_a_refused_turn_counts_for_no_side() -> None:
+    late = turn("replicas", sent(late_s=1.0))
+    found = LoadResults(turns=[turn("ours", sent()), late])
+    assert found.good_rounds(POINT) == {}
+    assert found.refused() == [f"{POINT.key}, round 1, replicas: {late.refused}"]
+
+
+def test_what_caches_saved_is_shown_of_each_side() -> None:
+    counted = {
+        "encoded encoder": 3.0,
+        "encoded cache": 4.0,
+        "placed local": 1.0,
+        "prefix queries": 200.0,
+        "prefix hits": 50.0,
+    }
+    found = LoadResults(
+        turns=[
+            turn("ours", sent(pictures=8), counted=counted),
+            turn("replicas", sent(pictures=8)),
+        ]
+    )
+    ours, replicas = (list(row.values())[1:] for row in rows(found, "What caches saved"))
+    assert ours == ["8", "8", "4", "200", "25.0%"]
+    assert replicas == ["8", "–", "–", "–", "–"]
+
+
+def test_a_picture_that_went_another_way_is_told() -> None:
+    fine = {"items encoded": 3.0, "items local_first": 1.0}
+    lost = {"items local": 2.0, "untransferred": 1.0, "fallback local": 2.0}
+    assert (
+        report.find_fallbacks(LoadResults(turns=[turn("ours", sent(), counted=fine)]), SETTING)
+        == ""
+    )
+    found = LoadResults(turns=[turn("ours", sent(), counted=lost)])
+    said = report.find_fallbacks(found, SETTING)
+    assert "ours: 2 pictures were not encoded" in said and "1 not transferred" in said
+    row = list(report._items(found.turns, {}).values())
+    assert row == ["local 2, fallback local 2, fell back 1"]
+
+
+def kept(folder: Path, found: LoadResults) -> Path:
+    file = folder / "load.json"
+    reports.write(report.make_report(found, SETTING), json_file=file, markdown_file=None)
+    return file
+
+
+def test_the_json_holds_a_line_for_each_turn_and_no_request(tmp_path: Path) -> None:
+    document = json.loads(kept(tmp_path, TWO_ROUNDS).read_text())
+    assert msgspec.convert(document["samples"], list[Turn]) == TWO_ROUNDS.turns
+    assert document["summary"]["sides"] == {"ours": "configs/1e1pd.yaml", "replicas": "replicas:2"}
+    assert all("answers" not in line for line in document["samples"])
+
+
+def test_a_ratio_that_is_more_than_twice_the_recorded_one_is_named(tmp_path: Path) -> None:
+    rounds = report.good_rounds(TWO_ROUNDS, PLAN)
+    file = kept(tmp_path, TWO_ROUNDS)
+    assert report.find_regressions(rounds, file) == []
+    slower = [turn("ours", sent(5.0), sent(1.0, pictures=1)), turn("replicas", sent(2.0))]
+    worse = report.find_regressions(report.good_rounds(LoadResults(turns=slower), PLAN), file)
+    assert f"{POINT.key}, TTFT p99, text by replicas: 2.50 in place of 0.50" in worse
+    assert not any("pictures" in line for line in worse)
+
+
+def test_runs_that_have_nothing_in_common_are_refused(tmp_path: Path) -> None:
+    file = kept(tmp_path, TWO_ROUNDS)
+    rounds = {"9/s": report.good_rounds(TWO_ROUNDS, PLAN)[POINT.key]}
+    with pytest.raises(ConfigError, match="none of this run's loads"):
+        report.find_regressions(rounds, file)
+    for text in ("", "[]", "{}", '{"tables": []}'):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match="no results of epd-bench load"):
+            report.find_regressions(rounds, file)
