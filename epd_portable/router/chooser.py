@@ -88,14 +88,14 @@ class Choosing:
                 found.append(encoder)
                 if encoder is not None:
                     # Not in flight yet, but the next item's choice must see it.
-                    reserved.enter_context(encoder.working(item.mm_hash))
+                    reserved.enter_context(encoder.working(item.item_uuid))
         return found
 
     def choose_encoder(self, item: MediaItem, exclude: Collection[str]) -> Instance | None:
         """Return the usable encode instance that should have an item, see `choose_pd`."""
-        chosen = self.instances.choose_encoder(item.mm_hash, exclude)
+        chosen = self.instances.choose_encoder(item.item_uuid, exclude)
         if self.explanation is not None:
-            self._explain("encode", Decision(stage="encode", item=item.mm_hash), chosen, exclude)
+            self._explain("encode", Decision(stage="encode", item=item.item_uuid), chosen, exclude)
         return chosen
 
     def note_request(self, pd: Instance, items: Iterable[MediaItem]) -> int:
@@ -215,7 +215,9 @@ class _ByPolicy(Choosing):
             if not why:
                 left.append(item)
             else:
-                self.record(Decision(stage="encode", item=item.mm_hash, winner=pd.name, reason=why))
+                self.record(
+                    Decision(stage="encode", item=item.item_uuid, winner=pd.name, reason=why)
+                )
         return left
 
     def choose_encoder(self, item: MediaItem, exclude: Collection[str]) -> Instance | None:
@@ -225,16 +227,16 @@ class _ByPolicy(Choosing):
         request = self._request("decode")
         [cached] = cached_tokens(request, [pd])
         if self._is_there(pd):
-            pd.cached.items.use(item.mm_hash for item in items)
+            pd.cached.items.use(item.item_uuid for item in items)
             pd.cached.use_prefix(request.blocks)
         return request.tokens - cached
 
     def note_encode_job(self, item: MediaItem, encoder: Instance) -> None:
         if self._is_there(encoder):
-            encoder.cached.items.use((item.mm_hash,))
+            encoder.cached.items.use((item.item_uuid,))
 
     def note_not_encoded(self, item: MediaItem, encoder: Instance) -> None:
-        encoder.cached.items.pop(item.mm_hash, None)
+        encoder.cached.items.pop(item.item_uuid, None)
 
     def _is_there(self, instance: Instance) -> bool:
         return self.instances.get(instance.name) is instance
@@ -249,7 +251,7 @@ class _ByPolicy(Choosing):
                 continue
             decision = None
             if self.explanation is not None:
-                item = request.item.mm_hash if request.item else ""
+                item = request.item.item_uuid if request.item else ""
                 decision = Decision(stage=request.stage, item=item)
             chosen = self._policy.choose(request, candidates, decision)
             if decision is not None:
@@ -285,7 +287,7 @@ class _ByPolicy(Choosing):
                     most=policy.most_blocks,
                     salt=prompt_salt(self._call),
                     items={
-                        b'"%b"' % item.mm_hash.encode(): policy.item_tokens(item)
+                        b'"%b"' % item.item_uuid.encode(): policy.item_tokens(item)
                         for item in self._call.items
                     },
                 )

@@ -354,7 +354,7 @@ class Deliverer:
         limit_s = min(self._settings.encode_job_s, deadline - started)
         try:
             with (
-                while_up(encoder.working(delivery.item.mm_hash)),
+                while_up(encoder.working(delivery.item.item_uuid)),
                 encoder.encoding(self.times.of(delivery.item)),
             ):
                 status, given, body = await self._upstream.ask(
@@ -417,10 +417,10 @@ def new_transfer(item: MediaItem, pd: Instance, secret: Secret) -> EncodeTransfe
     transfer_id = uuid.uuid4().hex
     return EncodeTransfer(
         transfer_id=transfer_id,
-        item_uuid=item.mm_hash,
+        item_uuid=item.item_uuid,
         consumer=pd.control,
         modality=item.modality,
-        proof=secret.vouch(transfer_id, item.mm_hash, pd.control),
+        proof=secret.vouch(transfer_id, item.item_uuid, pd.control),
     )
 
 
@@ -434,11 +434,11 @@ def from_store(
     """Return how those of a call's items come to an instance that the store has, by their names."""
     found = {}
     for item in call.items:
-        one, metadata_only = stored.get(item.mm_hash), as_metadata(item)
+        one, metadata_only = stored.get(item.item_uuid), as_metadata(item)
         if one is not None and one.serves(metadata_only=metadata_only):
             transfer = new_transfer(item, pd, secret)
             job = call.for_encoder(item, transfer)
-            found[item.mm_hash] = Delivery(
+            found[item.item_uuid] = Delivery(
                 item=item,
                 transfer=transfer,
                 encoder=None,

@@ -225,7 +225,7 @@ class Exchange:
             state.call, state.metadata_only = renamed, False
         elif fallback == "left_out":
             for item in state.call.items:
-                if item.mm_hash in failed.items:
+                if item.item_uuid in failed.items:
                     state.record.end_item(item, "left_out")
             state.call = state.call.without(failed.items)
             out.left_out += len(failed.items)
@@ -280,7 +280,7 @@ class Exchange:
             return state.metadata_only and self._goes_as_metadata(item)
 
         found = from_store(call, state.stored, pd, self._secret, as_metadata)
-        others = [item for item in call.items if item.mm_hash not in found]
+        others = [item for item in call.items if item.item_uuid not in found]
         items = choosing.items_to_encode(others, pd)
         encoders = choosing.choose_encoders(items)
         here, here_s = self._encoded_here(items, encoders, record, pd)
@@ -290,7 +290,7 @@ class Exchange:
                 here_s += self._deliverer.times.of(item)
         for item, encoder in zip(items[here:], encoders[here:], strict=True):
             if encoder is None and as_metadata(item):
-                missing = [item.mm_hash]
+                missing = [item.item_uuid]
                 message = "no encoder is healthy; try again later"
                 raise RequestFailure(
                     FailureKind.MISSING, RequestPhase.ANSWER, message, items=missing
@@ -304,14 +304,14 @@ class Exchange:
                 continue
             transfer = new_transfer(item, pd, self._secret)
             job = call.for_encoder(item, transfer)
-            found[item.mm_hash] = Delivery(
+            found[item.item_uuid] = Delivery(
                 item=item,
                 transfer=transfer,
                 encoder=encoder,
                 body=job,
                 metadata_only=as_metadata(item),
             )
-        ordered = [found[item.mm_hash] for item in call.items if item.mm_hash in found]
+        ordered = [found[item.item_uuid] for item in call.items if item.item_uuid in found]
         return RequestPlan(pd=pd, deliveries=tuple(ordered), here_s=here_s)
 
     def _encoded_here(
@@ -466,7 +466,7 @@ class Exchange:
             if not delivery.metadata_only:
                 continue
             answer = await one.told[delivery.transfer.transfer_id]
-            missing = [delivery.item.mm_hash]
+            missing = [delivery.item.item_uuid]
             if isinstance(answer, EncodeFailure):
                 refused = answer.kind is FailureKind.REFUSED
                 kind = FailureKind.REFUSED if refused else FailureKind.MISSING
@@ -485,7 +485,7 @@ class Exchange:
                 raise RequestFailure(
                     FailureKind.MISSING, RequestPhase.ANSWER, message, items=missing
                 )
-            told[delivery.item.mm_hash] = answer
+            told[delivery.item.item_uuid] = answer
         return told
 
     def _params(self, plan: RequestPlan, told: Mapping[str, EncodedItem]) -> PrefillParams | None:
@@ -496,7 +496,7 @@ class Exchange:
             expected_transfer(
                 each.transfer,
                 each.encoder,
-                told.get(each.item.mm_hash),
+                told.get(each.item.item_uuid),
                 each.stored.key if each.stored else "",
             )
             for each in plan.deliveries
@@ -601,7 +601,9 @@ class Exchange:
         if one.inbox.nacks:
             refused = {nack.transfer_id for nack in one.inbox.nacks}
             missing = [
-                each.item.mm_hash for each in one.deliveries if each.transfer.transfer_id in refused
+                each.item.item_uuid
+                for each in one.deliveries
+                if each.transfer.transfer_id in refused
             ]
             detail = one.inbox.nacks[0].detail
             raise RequestFailure(FailureKind.MISSING, RequestPhase.ANSWER, detail, items=missing)

@@ -70,10 +70,10 @@ class HopChoosing(Choosing):
             if found.duty == "encode":
                 raise _role(PREFILLER, found)
         # An item may be given another name on its way.
-        self._places = {item.mm_hash: place for place, item in enumerate(call.items)}
+        self._places = {item.item_uuid: place for place, item in enumerate(call.items)}
         self._encoders = [places.encoder(ENCODERS, each) for each in named.encoders]
         self._by_item = {
-            call.items[index].mm_hash: (MAPPING, places.encoder(MAPPING, address))
+            call.items[index].item_uuid: (MAPPING, places.encoder(MAPPING, address))
             for index, address in named.mapping.items()
             if _is_place(MAPPING, index, call)
         }
@@ -81,7 +81,7 @@ class HopChoosing(Choosing):
             index = place if ref.image_index is None else ref.image_index
             name = ref.tensor_id
             if name not in self._places and _is_place(REFS, index, call):
-                name = call.items[index].mm_hash
+                name = call.items[index].item_uuid
             if ref.encoder_host:
                 self._by_item.setdefault(name, (REFS, places.encoder(REFS, ref.encoder_host)))
         for each in (*self._encoders, *(encoder for _, encoder in self._by_item.values())):
@@ -127,8 +127,8 @@ class HopChoosing(Choosing):
     def choose_encoder(self, item: MediaItem, exclude: Collection[str]) -> Instance | None:
         """See `Choosing`."""
         chosen = None
-        if item.mm_hash in self._by_item:
-            header, first = self._by_item[item.mm_hash]
+        if item.item_uuid in self._by_item:
+            header, first = self._by_item[item.item_uuid]
             chosen = self._taken("encode", first, exclude, OTHERWISE, header=header, item=item)
         if chosen is None and self._encoders:
             chosen = self._near(ENCODERS, self._encoders, item, exclude)
@@ -172,7 +172,7 @@ class HopChoosing(Choosing):
             item: Which is to be encoded, if one is.
         """
         fits = _fits(named, exclude)
-        decision = Decision(stage=stage, item=item.mm_hash if item else "", header=header)
+        decision = Decision(stage=stage, item=item.item_uuid if item else "", header=header)
         if fits:
             decision.winner, decision.reason = named.name, "named"
         else:
@@ -189,15 +189,15 @@ class HopChoosing(Choosing):
         exclude: Collection[str],
     ) -> Instance | None:
         """Return who of those that a header leaves should have an item, and explain it."""
-        key, by = item.mm_hash, "an item's hash"
+        key, by = item.item_uuid, "an item's hash"
         if self._named.cache_key:
-            key = f"{self._named.cache_key}/{self._places.get(item.mm_hash, item.mm_hash)}"
+            key = f"{self._named.cache_key}/{self._places.get(item.item_uuid, item.item_uuid)}"
             by = CACHE_KEY
         left = [each for each in candidates if _fits(each, exclude)]
         chosen = self.instances.choose_encoder(key, exclude, set(left)) if left else None
         if self.explanation is not None:
             there = len(self.instances.of_duty("encode"))
-            decision = Decision(stage="encode", item=item.mm_hash, header=header)
+            decision = Decision(stage="encode", item=item.item_uuid, header=header)
             decision.filters = {"there": there, header: len(candidates), "usable": len(left)}
             decision.totals = {each.name: -each.load for each in left}
             if chosen is not None:

@@ -294,7 +294,7 @@ class Router:
                 )
                 record.admitted_at = time.monotonic()
                 if client.named is not None:
-                    names = [item.mm_hash for item in call.items]
+                    names = [item.item_uuid for item in call.items]
                     client.for_hop = lambda: told(record, names, self.instances)
                 await self.exchange.serve(call, client, forwarder)
         except RequestError as error:

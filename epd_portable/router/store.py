@@ -104,7 +104,7 @@ class StoreLookup:
             self._metrics.asked("unavailable", len(items))
             return {}
         asking = _Asking(self._store, self._breaker)
-        names = {self._seal.key(namespace, each.mm_hash, each.modality): each for each in items}
+        names = {self._seal.key(namespace, each.item_uuid, each.modality): each for each in items}
         loop = asyncio.get_running_loop()
         found: list[bytes | None] | None = None
         with anyio.move_on_after(self._timeout_s) as limit:
@@ -120,7 +120,7 @@ class StoreLookup:
         for (key, item), raw in zip(names.items(), found, strict=True):
             one = self._read(key, raw) if raw is not None else self._adopt(key, item)
             if one is not None:
-                stored[item.mm_hash] = one
+                stored[item.item_uuid] = one
         return stored
 
     def close(self) -> None:
@@ -160,7 +160,7 @@ class StoreLookup:
         return None
 
     def _take_example(self, store: FileStore, key: str, item: MediaItem) -> None:
-        example = store.example(item.mm_hash)
+        example = store.example(item.item_uuid)
         if example is None:
             return
         spec, data = example
@@ -168,7 +168,7 @@ class StoreLookup:
         head = self._seal.head(
             payload,
             key=key,
-            mm_hash=item.mm_hash,
+            mm_hash=item.item_uuid,
             modality=item.modality,
             metadata=None,
             tensor=spec,
@@ -177,12 +177,12 @@ class StoreLookup:
             key=key,
             head=head,
             payload=payload,
-            mm_hash=item.mm_hash,
+            mm_hash=item.item_uuid,
             dtype=spec.dtype,
             shape=spec.shape,
         )
         store.save_caches([entry])
-        logger.info("item %s of vLLM's ECExampleConnector is taken", item.mm_hash)
+        logger.info("item %s of vLLM's ECExampleConnector is taken", item.item_uuid)
 
     def _discard(self, key: str) -> None:
         assert self._store is not None

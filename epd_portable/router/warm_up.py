@@ -249,7 +249,7 @@ class WarmUp:
         metadata = None if self._settings.local_encode else await self._described(encoder, job)
         expected = expected_transfer(transfer, encoder, metadata)
         request = call.for_pd(
-            PrefillParams(transfers=(expected,)), {item.mm_hash: metadata} if metadata else None
+            PrefillParams(transfers=(expected,)), {item.item_uuid: metadata} if metadata else None
         )
         if metadata is None:
             answer = await _second_of(self._ask(encoder, job), self._ask(pd, request))

@@ -150,7 +150,9 @@ def test_any_body_is_a_request_or_a_request_error(body: bytes) -> None:
         if not call.items and "uuid" not in str((given, sent)):
             assert sent == {name: given[name] for name in given if name not in STRIPPED}
         for item in call.items:
-            transfer = EncodeTransfer(transfer_id="t", item_uuid=item.mm_hash, consumer="tcp://c:1")
+            transfer = EncodeTransfer(
+                transfer_id="t", item_uuid=item.item_uuid, consumer="tcp://c:1"
+            )
             json.loads(b"".join(call.for_encoder(item, transfer)))
 
 

@@ -275,7 +275,7 @@ class _EmbeddingsCacheScorer(BuiltIn[EmbeddingsCache]):
 
     def score(self, request: SelectionRequest, candidates: Candidates) -> Sequence[float]:
         wanted = request.items if request.item is None else (request.item,)
-        names = [item.mm_hash for item in wanted]
+        names = [item.item_uuid for item in wanted]
         if not names:
             return [0.0] * len(candidates)
         return [

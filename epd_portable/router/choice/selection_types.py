@@ -50,7 +50,7 @@ class AskedItem(Protocol):
     """One picture, video or clip of a request."""
 
     @property
-    def mm_hash(self) -> str:
+    def item_uuid(self) -> str:
         """Its name by content."""
 
     @property
@@ -111,13 +111,13 @@ class SelectionRequest:
     def affinity(self) -> str:
         """What should meet the same instance again."""
         if self.item is not None:
-            return self.item.mm_hash
+            return self.item.item_uuid
         return self.session or self.key
 
     def chance(self) -> float:
         """Return a number from 0 to below 1, always the same one; decides between equals."""
         # Another one for each item, so that the items of one request do not go the same way.
-        text = f"{self.key}\0{self.item.mm_hash}" if self.item else self.key
+        text = f"{self.key}\0{self.item.item_uuid}" if self.item else self.key
         digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
         return int.from_bytes(digest, "big") / (1 << 64)
 

@@ -176,9 +176,9 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 
     def without(self, names: Collection[str]) -> Call:
         """Return this call with texts in place of some of its items."""
-        missing = {each.mm_hash: each.modality for each in self.items if each.mm_hash in names}
+        missing = {each.item_uuid: each.modality for each in self.items if each.item_uuid in names}
         fields = {**self.fields, "messages": media.without(self._messages, missing)}
-        items = tuple(each for each in self.items if each.mm_hash not in missing)
+        items = tuple(each for each in self.items if each.item_uuid not in missing)
         return msgspec.structs.replace(self, changed=True, fields=fields, items=items)
 
     @property

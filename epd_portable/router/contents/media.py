@@ -82,14 +82,14 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
     """One distinct item of a request.
 
     Attributes:
-        mm_hash: 64 hexadecimal digits that depend on modality, content and salt alone.
+        item_uuid: 64 hexadecimal digits that depend on modality, content and salt alone.
         modality: What it is to the model.
         part: Content part of a chat message with the item; cut. Where the request can name items to
-            the engine, this is the client's own, with ``uuid`` set to `mm_hash`.
+            the engine, this is the client's own, with ``uuid`` set to `item_uuid`.
         pixels: That it has once it is decoded; 0 if nobody looked, or it has none.
     """
 
-    mm_hash: str
+    item_uuid: str
     modality: Modality
     part: Part
     pixels: int = 0
@@ -314,7 +314,7 @@ class MediaReader:
             if written is not None:
                 part[name] = self._with_url(part[name], written)
         item = self._item(modality, media_type, data, place, part)
-        part["uuid"] = msgspec.Raw(b'"%b"' % item.mm_hash.encode())
+        part["uuid"] = msgspec.Raw(b'"%b"' % item.item_uuid.encode())
         return part
 
     def _by_url(
@@ -419,9 +419,9 @@ class MediaReader:
         def key() -> str:
             return content_key(modality, media_type, data, self._salt)
 
-        mm_hash = self._linked.key(place, key) if self._linked else key()
-        item = MediaItem(mm_hash=mm_hash, modality=modality, part=part, pixels=pixels)
-        return self._items.setdefault(mm_hash, item)
+        item_uuid = self._linked.key(place, key) if self._linked else key()
+        item = MediaItem(item_uuid=item_uuid, modality=modality, part=part, pixels=pixels)
+        return self._items.setdefault(item_uuid, item)
 
     def _url(self, raw: msgspec.Raw | None, kind: MediaKind, where: str) -> Bytes:
         if raw is not None and opens(raw, b"{"):
@@ -566,8 +566,8 @@ def renamed(
     moved = tuple(
         msgspec.structs.replace(
             item,
-            mm_hash=item.mm_hash + MEDIA_SUFFIX,
-            part=with_other_name(item.mm_hash, item.part),
+            item_uuid=item.item_uuid + MEDIA_SUFFIX,
+            part=with_other_name(item.item_uuid, item.part),
         )
         for item in items
     )

@@ -212,12 +212,12 @@ class RequestRecord:
         for item in items:
             one = ItemRecord(item.modality, item.pixels)
             self.items.append(one)
-            self._named[item.mm_hash] = one
+            self._named[item.item_uuid] = one
 
     def rename(self, items: Sequence[MediaItem], renamed: Sequence[MediaItem]) -> None:
         """Note other names of items; news of the old ones may still come."""
         for item, other in zip(items, renamed, strict=True):
-            self._named[other.mm_hash] = self._named[item.mm_hash]
+            self._named[other.item_uuid] = self._named[item.item_uuid]
 
     def leg(self, stage: LegStage, instance: str) -> Leg:
         """Note that an instance is asked; it lasts as long as the ``with`` statement."""
@@ -229,7 +229,7 @@ class RequestRecord:
 
     def job(self, item: MediaItem, encoder: str, nbytes: int) -> JobRecord:
         """Note that an encoder is asked for an item."""
-        one = self._named[item.mm_hash]
+        one = self._named[item.item_uuid]
         one.nbytes = nbytes
         job = JobRecord(encoder, time.monotonic())
         one.jobs.append(job)
@@ -242,11 +242,11 @@ class RequestRecord:
         job.ended_at = time.monotonic()
         job.end = end
         for listener in self.listeners:
-            listener.job_ended(self, self._named[item.mm_hash], job)
+            listener.job_ended(self, self._named[item.item_uuid], job)
 
     def end_item(self, item: MediaItem, end: ItemResult) -> None:
         """Note what became of an item."""
-        one = self._named[item.mm_hash]
+        one = self._named[item.item_uuid]
         one.end = end
         for listener in self.listeners:
             listener.item_ended(self, one)

@@ -136,7 +136,7 @@ class Served:
 def router_names(content: Any, settings: dict[str, Any]) -> set[str]:
     """Return the names that the router gives the items of a request."""
     sent = httpx.Request("POST", "http://router", json=body(content, **settings)).content
-    return {item.mm_hash for item in read_call(CHAT_PATH, sent, Rules()).items}
+    return {item.item_uuid for item in read_call(CHAT_PATH, sent, Rules()).items}
 
 
 IN_OTHER_MODULES = {"qwen2_5_vl"}

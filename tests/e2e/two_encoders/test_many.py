@@ -91,7 +91,7 @@ def test_items_of_a_request_are_encoded_by_both_encoders_at_once_and_keep_their_
     }
     assert {item["mm_hash"]: item["encoder"] for item in answer.items} == encoded_by
     call = read_call(CHAT_PATH, json.dumps(body(content)).encode(), Rules())
-    assert [item["mm_hash"] for item in answer.items] == [item.mm_hash for item in call.items]
+    assert [item["mm_hash"] for item in answer.items] == [item.item_uuid for item in call.items]
     swapped = ask(deployment.pair.reference_url, [*content[:1], *content[3:6], content[1], ASK])
     assert swapped.tokens != answer.tokens, "the order of these pictures makes no difference"
 

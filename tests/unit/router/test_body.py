@@ -83,7 +83,7 @@ def test_forged_transfer_parameters_are_dropped(name: str) -> None:
 def test_the_pd_body_holds_the_expected_transfers() -> None:
     call = chat(WITH_IMAGE, max_tokens=5)
     expected = PrefillParams(
-        transfers=(ExpectedTransfer(transfer_id="t", item_uuid=call.items[0].mm_hash),),
+        transfers=(ExpectedTransfer(transfer_id="t", item_uuid=call.items[0].item_uuid),),
         reply_to="r",
     )
 
@@ -91,18 +91,18 @@ def test_the_pd_body_holds_the_expected_transfers() -> None:
 
     assert prefill_params(body["ec_transfer_params"]) == expected
     assert body["max_tokens"] == 5
-    assert body["messages"][1]["content"][1]["uuid"] == call.items[0].mm_hash
+    assert body["messages"][1]["content"][1]["uuid"] == call.items[0].item_uuid
 
 
 def test_an_encode_job_holds_the_image_and_nothing_of_the_text() -> None:
     call = chat(WITH_IMAGE, max_tokens=5, mm_processor_kwargs={"max_pixels": 64}, seed=3)
     item = call.items[0]
-    transfer = EncodeTransfer(transfer_id="t", item_uuid=item.mm_hash, consumer="tcp://c:1")
+    transfer = EncodeTransfer(transfer_id="t", item_uuid=item.item_uuid, consumer="tcp://c:1")
 
     body = sent(call.for_encoder(item, transfer))
 
     assert encode_params(body.pop("ec_transfer_params")).transfers == (transfer,)
-    part = {"type": "image_url", "image_url": {"url": RED}, "uuid": item.mm_hash}
+    part = {"type": "image_url", "image_url": {"url": RED}, "uuid": item.item_uuid}
     assert body == {
         "messages": [{"role": "user", "content": [part]}],
         "max_tokens": 1,
@@ -115,7 +115,7 @@ def test_an_encode_job_holds_the_image_and_nothing_of_the_text() -> None:
 def test_processor_settings_change_the_key_of_an_image() -> None:
     plain = chat(WITH_IMAGE)
     small = chat(WITH_IMAGE, mm_processor_kwargs={"max_pixels": 64})
-    assert plain.items[0].mm_hash != small.items[0].mm_hash
+    assert plain.items[0].item_uuid != small.items[0].item_uuid
 
 
 FILM = {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,ZmlsbQ=="}}
@@ -128,13 +128,13 @@ def test_an_encode_job_holds_a_video_or_a_clip_alone(part: dict[str, Any], modal
     call = chat([{"role": "user", "content": [part, {"type": "text", "text": "secret"}]}])
     (item,) = call.items
     transfer = EncodeTransfer(
-        transfer_id="t", item_uuid=item.mm_hash, consumer="tcp://c:1", modality=item.modality
+        transfer_id="t", item_uuid=item.item_uuid, consumer="tcp://c:1", modality=item.modality
     )
 
     body = sent(call.for_encoder(item, transfer))
 
     assert item.modality == modality
-    assert body["messages"][0]["content"] == [{**part, "uuid": item.mm_hash}]
+    assert body["messages"][0]["content"] == [{**part, "uuid": item.item_uuid}]
     assert encode_params(body["ec_transfer_params"]).transfers == (transfer,)
 
 
@@ -239,21 +239,21 @@ def asked_of(*parts: Any) -> Call:
 
 def told(call: Call) -> dict[str, EncodedItem]:
     return {
-        item.mm_hash: EncodedItem(
-            mm_hash=item.mm_hash, modality="image", metadata={"image_grid_thw": [1, 8, number]}
+        item.item_uuid: EncodedItem(
+            mm_hash=item.item_uuid, modality="image", metadata={"image_grid_thw": [1, 8, number]}
         )
         for number, item in enumerate(call.items)
     }
 
 
 def params(call: Call) -> PrefillParams:
-    transfers = [ExpectedTransfer(transfer_id="t", item_uuid=i.mm_hash) for i in call.items]
+    transfers = [ExpectedTransfer(transfer_id="t", item_uuid=i.item_uuid) for i in call.items]
     return PrefillParams(transfers=tuple(transfers))
 
 
 def test_a_body_with_metadata_holds_them_under_the_items_names_and_no_media() -> None:
     call = asked_of(TEXT, image(RED), image(BLUE), image(RED))
-    red, blue = (item.mm_hash for item in call.items)
+    red, blue = (item.item_uuid for item in call.items)
 
     data = joined(call.for_pd(params(call), told(call)))
 
@@ -284,8 +284,8 @@ def test_the_call_itself_keeps_its_media() -> None:
 def test_renamed_items_hold_their_media_under_other_names_everywhere() -> None:
     call = asked_of(TEXT, image(RED), image(BLUE), image(RED))
     renamed = call.renamed()
-    names = [item.mm_hash + MEDIA_SUFFIX for item in call.items]
-    assert [item.mm_hash for item in renamed.items] == names
+    names = [item.item_uuid + MEDIA_SUFFIX for item in call.items]
+    assert [item.item_uuid for item in renamed.items] == names
     assert sent(renamed.for_pd(None))["messages"][1]["content"] == [
         TEXT,
         image(RED) | {"uuid": names[0]},
@@ -310,7 +310,7 @@ SALTED: list[dict[str, Any]] = [
 
 
 def test_who_sets_a_salt_shares_no_item_with_others() -> None:
-    keys = [chat(WITH_IMAGE, **more).items[0].mm_hash for more in SALTED]
+    keys = [chat(WITH_IMAGE, **more).items[0].item_uuid for more in SALTED]
     assert keys[0] == keys[1]
     assert len(set(keys)) == 4
 
@@ -318,7 +318,7 @@ def test_who_sets_a_salt_shares_no_item_with_others() -> None:
 def test_long_settings_and_salts_give_the_same_key_each_time() -> None:
     more = {"cache_salt": "s" * 9000, "mm_processor_kwargs": {"x": "y" * 9000}}
     first, second = (chat(WITH_IMAGE, **more) for _ in range(2))
-    assert first.items[0].mm_hash == second.items[0].mm_hash
+    assert first.items[0].item_uuid == second.items[0].item_uuid
     transfer = EncodeTransfer(transfer_id="t", item_uuid="h", consumer="tcp://c:1")
     job = sent(first.for_encoder(first.items[0], transfer))
     assert job["mm_processor_kwargs"] == more["mm_processor_kwargs"]
@@ -340,9 +340,9 @@ def test_a_large_picture_is_keyed_and_sent_without_a_copy(kind: type) -> None:
     data = kind(body)
     call = read_call(CHAT_PATH, data, RULES)
     (item,) = call.items
-    assert item.mm_hash == content_key("image", "image/png", text.encode(), b"\0\0\0")
+    assert item.item_uuid == content_key("image", "image/png", text.encode(), b"\0\0\0")
 
-    transfer = EncodeTransfer(transfer_id="t", item_uuid=item.mm_hash, consumer="tcp://c:1")
+    transfer = EncodeTransfer(transfer_id="t", item_uuid=item.item_uuid, consumer="tcp://c:1")
     for written in (call.for_pd(params(call)), call.for_encoder(item, transfer)):
         (view,) = (each for each in written if isinstance(each, memoryview))
         assert view.obj is data and len(view) > 1 << 20
@@ -366,7 +366,7 @@ def test_a_large_text_beside_an_item_goes_on_as_it_was() -> None:
     body = sent(call.for_pd(params(call)))
     (item,) = call.items
     del body["ec_transfer_params"]
-    messages[0]["content"][1] = {**PICTURE, "uuid": item.mm_hash}
+    messages[0]["content"][1] = {**PICTURE, "uuid": item.item_uuid}
     assert body == {"messages": messages, "tools": [tool], "unknown": "u" * 9000}
 
 
@@ -376,9 +376,9 @@ def test_a_large_picture_with_escapes_is_the_same_item(slash: str) -> None:
     plain = json.dumps({"messages": [{"role": "user", "content": [picture]}]})
     call = read_call(CHAT_PATH, plain.replace("/", slash).encode(), RULES)
     (item,) = call.items
-    assert item.mm_hash == read_call(CHAT_PATH, plain.encode(), RULES).items[0].mm_hash
+    assert item.item_uuid == read_call(CHAT_PATH, plain.encode(), RULES).items[0].item_uuid
     (part,) = sent(call.for_pd(None))["messages"][0]["content"]
-    assert part == picture | {"uuid": item.mm_hash}
+    assert part == picture | {"uuid": item.item_uuid}
 
 
 # Responses and messages.
@@ -407,16 +407,16 @@ def test_images_of_a_responses_request_are_keyed_wherever_the_engine_looks_for_t
     assert prefill_params(body["ec_transfer_params"]) == params(call)
     assert body["input"][0]["content"] == [
         {"type": "input_text", "text": "x"},
-        {**SEEN, "uuid": red.mm_hash},
+        {**SEEN, "uuid": red.item_uuid},
     ]
-    assert body["input"][2]["output"] == [{**SEEN, "image_url": BLUE, "uuid": blue.mm_hash}]
+    assert body["input"][2]["output"] == [{**SEEN, "image_url": BLUE, "uuid": blue.item_uuid}]
     assert body["input"][1::2] == given[1::2]
-    transfer = EncodeTransfer(transfer_id="t", item_uuid=red.mm_hash, consumer="tcp://c:1")
+    transfer = EncodeTransfer(transfer_id="t", item_uuid=red.item_uuid, consumer="tcp://c:1")
     job = sent(call.for_encoder(red, transfer))
-    assert job["messages"][0]["content"] == [{**SEEN, "uuid": red.mm_hash}]
+    assert job["messages"][0]["content"] == [{**SEEN, "uuid": red.item_uuid}]
     assert job["mm_processor_kwargs"] == {"max_pixels": 64}
-    chat_key = chat(WITH_IMAGE, mm_processor_kwargs={"max_pixels": 64}).items[0].mm_hash
-    assert red.mm_hash == chat_key
+    chat_key = chat(WITH_IMAGE, mm_processor_kwargs={"max_pixels": 64}).items[0].item_uuid
+    assert red.item_uuid == chat_key
 
 
 def test_a_responses_request_of_text_goes_on_as_it_is() -> None:
@@ -455,7 +455,7 @@ def test_images_of_anthropics_messages_are_found_in_the_engines_order_and_not_na
     call = anthropic(DRAWN)
     urls = []
     for item in call.items:
-        transfer = EncodeTransfer(transfer_id="t", item_uuid=item.mm_hash, consumer="tcp://c:1")
+        transfer = EncodeTransfer(transfer_id="t", item_uuid=item.item_uuid, consumer="tcp://c:1")
         job = sent(call.for_encoder(item, transfer))
         (part,) = job["messages"][0]["content"]
         assert part.keys() == {"type", "image_url"}
@@ -474,7 +474,7 @@ def test_a_large_image_of_anthropics_messages_is_sent_without_a_copy() -> None:
     data = "ABCD" * 100_000
     call = anthropic([{"role": "user", "content": [block(media_type="image/png", data=data)]}])
     (item,) = call.items
-    transfer = EncodeTransfer(transfer_id="t", item_uuid=item.mm_hash, consumer="tcp://c:1")
+    transfer = EncodeTransfer(transfer_id="t", item_uuid=item.item_uuid, consumer="tcp://c:1")
     job = call.for_encoder(item, transfer)
     assert any(isinstance(each, memoryview) for each in job)
     (part,) = sent(job)["messages"][0]["content"]
@@ -554,7 +554,7 @@ def test_no_endpoint_takes_a_clients_name_of_an_item(path: str) -> None:
     assert call.items == ()
     first = sent(call.for_pd(None))["messages"][0]
     first = first[0] if path == BATCH_PATH else first
-    assert first["content"] == [{**PICTURE, "uuid": chat(WITH_IMAGE).items[0].mm_hash}]
+    assert first["content"] == [{**PICTURE, "uuid": chat(WITH_IMAGE).items[0].item_uuid}]
 
 
 def test_a_body_that_nobody_looks_at_goes_on_as_it_is() -> None:

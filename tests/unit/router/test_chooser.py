@@ -81,7 +81,7 @@ def begun(
 
 
 def picture(name: str, pixels: int = 0) -> MediaItem:
-    return MediaItem(mm_hash=name, modality="image", part={}, pixels=pixels)
+    return MediaItem(item_uuid=name, modality="image", part={}, pixels=pixels)
 
 
 def chat(*texts: str) -> Call:
@@ -279,7 +279,7 @@ def test_labels_and_weights_of_the_settings_are_seen() -> None:
     - {name: decode, plugins: []}
     """
     choosing = begun(chooser(instances, text))
-    clip = MediaItem(mm_hash="c", modality="audio", part={})
+    clip = MediaItem(item_uuid="c", modality="audio", part={})
     assert [each.name for each in choosing.choose_encoders([picture("p"), clip]) if each] == [
         "e1",
         "e1",
@@ -308,7 +308,7 @@ def test_deciders_decide_where_pd_instances_can_encode(deciders: bool, left: lis
     items = [picture("small", 99 * 99), picture("large", 100 * 100)]
     pd = instances.get("pd0")
     assert pd is not None
-    assert [each.mm_hash for each in choosing.items_to_encode(items, pd)] == left
+    assert [each.item_uuid for each in choosing.items_to_encode(items, pd)] == left
     assert len(explanation.decisions) == 2 - len(left)
     assert (
         Chooser(instances)

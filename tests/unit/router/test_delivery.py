@@ -48,7 +48,7 @@ async def test_a_job_that_is_cancelled_as_its_answer_comes_ends(turns: int) -> N
     instances, control, upstream = Fleet(), ControlChannels(keys()), Asked()
     encoder, pd = instances.add(ENCODER), instances.add(PD)
     delivery = Delivery(
-        item=MediaItem(mm_hash="a", modality="image", part={}),
+        item=MediaItem(item_uuid="a", modality="image", part={}),
         transfer=EncodeTransfer(transfer_id="t", item_uuid="a", consumer=PD.control),
         encoder=encoder,
         body=[b"{}"],

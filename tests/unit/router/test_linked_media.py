@@ -78,7 +78,7 @@ def test_an_item_by_url_is_the_one_that_the_client_could_have_inlined() -> None:
     linked = read(CHAT_PATH, Fetched(URL), messages=said(image()), temperature=0.5)
     inlined = read(CHAT_PATH, None, messages=said(image(INLINED)), temperature=0.5)
 
-    assert [item.mm_hash for item in linked.items] == [item.mm_hash for item in inlined.items]
+    assert [item.item_uuid for item in linked.items] == [item.item_uuid for item in inlined.items]
     assert sent(linked.for_pd(None)) == sent(inlined.for_pd(None))
     assert sent(linked.for_encoder(linked.items[0], TRANSFER)) == sent(
         inlined.for_encoder(inlined.items[0], TRANSFER)
@@ -130,7 +130,7 @@ def test_a_responses_image_is_inlined() -> None:
     part = {"type": "input_image", "image_url": URL, "detail": "low"}
     call = read(RESPONSES_PATH, Fetched(URL), input=said(part))
     (written,) = sent(call.for_pd(None))["input"][0]["content"]
-    assert written == {**part, "image_url": INLINED, "uuid": call.items[0].mm_hash}
+    assert written == {**part, "image_url": INLINED, "uuid": call.items[0].item_uuid}
 
 
 @pytest.mark.parametrize("path", [MESSAGES_PATH, COUNT_PATH])

@@ -78,7 +78,7 @@ def test_every_image_gets_a_uuid_that_depends_on_its_content() -> None:
     conversation = read(image(RED), {"type": "text", "text": "and"}, image(BLUE))
 
     red, text, blue = parts_of(conversation)
-    assert [red["uuid"], blue["uuid"]] == [item.mm_hash for item in conversation.items]
+    assert [red["uuid"], blue["uuid"]] == [item.item_uuid for item in conversation.items]
     assert red["uuid"] != blue["uuid"]
     assert red["image_url"] == {"url": RED}
     assert text == {"type": "text", "text": "and"}
@@ -94,13 +94,13 @@ def test_the_same_image_twice_is_one_item_with_one_key() -> None:
 
 def test_a_string_instead_of_an_object_is_the_same_image() -> None:
     as_text = read({"type": "image_url", "image_url": RED})
-    assert as_text.items[0].mm_hash == read(image(RED)).items[0].mm_hash
+    assert as_text.items[0].item_uuid == read(image(RED)).items[0].item_uuid
 
 
 def test_escaped_slashes_do_not_change_the_key() -> None:
     raw = json.dumps([{"role": "user", "content": [image(RED)]}]).replace("/", "\\/")
     conversation = read_raw(raw.encode())
-    assert conversation.items[0].mm_hash == read(image(RED)).items[0].mm_hash
+    assert conversation.items[0].item_uuid == read(image(RED)).items[0].item_uuid
 
 
 def test_a_clients_own_uuid_is_replaced_on_media_and_removed_elsewhere() -> None:
@@ -113,7 +113,7 @@ def test_a_clients_own_uuid_is_replaced_on_media_and_removed_elsewhere() -> None
     )
 
     *media, words = parts_of(conversation)
-    assert [part["uuid"] for part in media] == [item.mm_hash for item in conversation.items]
+    assert [part["uuid"] for part in media] == [item.item_uuid for item in conversation.items]
     assert words == {"type": "text", "text": "x"}
 
 

@@ -45,7 +45,7 @@ class Heard(Listener):
 
 
 def item(name: str, **fields: int) -> MediaItem:
-    return MediaItem(mm_hash=name, modality="image", part={}, **fields)
+    return MediaItem(item_uuid=name, modality="image", part={}, **fields)
 
 
 def test_listeners_hear_of_everything_in_its_order() -> None:
@@ -114,7 +114,7 @@ def test_only_the_last_ones_are_kept_and_nothing_of_what_they_sent() -> None:
         record = RequestRecord(str(number), "/v1/chat/completions")
         requests.begin(record)
         part = {"image_url": cast(msgspec.Raw, raw)}
-        record.has([MediaItem(mm_hash=str(number), modality="image", part=part)])
+        record.has([MediaItem(item_uuid=str(number), modality="image", part=part)])
         requests.end(record)
     assert [each.id for each in requests.ended] == ["2", "3", "4"]
     del raw, part

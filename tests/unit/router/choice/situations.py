@@ -14,7 +14,7 @@ from epd_portable.wire.messages import LoadReport
 
 @dataclass(frozen=True, kw_only=True)
 class Picture:
-    mm_hash: str = "p"
+    item_uuid: str = "p"
     modality: Modality = "image"
     pixels: int = 0
 
@@ -56,7 +56,7 @@ def asked(stage: Stage = "decode", key: str = "k", **more: Any) -> SelectionRequ
 
 
 def to_encode(
-    mm_hash: str = "p", modality: Modality = "image", pixels: int = 0
+    item_uuid: str = "p", modality: Modality = "image", pixels: int = 0
 ) -> SelectionRequest:
-    item = Picture(mm_hash=mm_hash, modality=modality, pixels=pixels)
+    item = Picture(item_uuid=item_uuid, modality=modality, pixels=pixels)
     return asked("encode", items=(item,), item=item)

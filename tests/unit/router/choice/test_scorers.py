@@ -150,7 +150,7 @@ def test_an_item_meets_who_has_it() -> None:
     contenders = [having("a", items=["x", "y"]), having("b", items=["x"]), having("c")]
     one = "mm-embeddings-cache-scorer"
     assert scores(one, contenders, to_encode("x")) == [1, 1, 0]
-    items = (Picture(mm_hash="x"), Picture(mm_hash="y"))
+    items = (Picture(item_uuid="x"), Picture(item_uuid="y"))
     assert scores(one, contenders, asked(items=items)) == [1, 0.5, 0]
     assert scores(one, contenders, asked()) == [0, 0, 0]
 
