@@ -481,7 +481,7 @@ class Receiver:
 
     def _encode(self, claim: Claim) -> bool:
         """Let workers encode an item beside the steps, if they can."""
-        record = self._requests[claim.who.request_id]
+        record = self._requests[claim.claimant.request_id]
         prompt_item = record.items[claim.place]
         if prompt_item.media is None:
             return False

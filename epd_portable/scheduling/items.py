@@ -209,7 +209,7 @@ class Claim:
     """One request's claim on one item.
 
     Attributes:
-        who: The request.
+        claimant: The request.
         item: The item.
         metadata_only: The request cannot encode it here.
         inputs: One past the last token of each occurrence, by index among the request's items.
@@ -218,7 +218,7 @@ class Claim:
         expired: The request has waited for others to bring the item as long as it may.
     """
 
-    who: Claimant
+    claimant: Claimant
     item: Item
     metadata_only: bool
     inputs: dict[int, int]
@@ -229,12 +229,12 @@ class Claim:
     @property
     def served(self) -> bool:
         """Whether the item's room is kept for the request."""
-        return self.who.request_id in self.item.holders
+        return self.claimant.request_id in self.item.holders
 
     @property
     def waits(self) -> bool:
         """Whether the item has no room for the request, which needs it next or later."""
-        return self.place != COMPUTED and self.item.wanted.get(self.who.request_id) is self
+        return self.place != COMPUTED and self.item.wanted.get(self.claimant.request_id) is self
 
     @property
     def by_transfer(self) -> bool:
@@ -262,7 +262,7 @@ Order = tuple[tuple[bool, int], int]
 
 def order(claim: Claim) -> Order:
     """Return a claim's place among all: the smaller comes first."""
-    return (claim.who.rank, claim.place)
+    return (claim.claimant.rank, claim.place)
 
 
 class ClaimQueue:
@@ -298,7 +298,7 @@ class ClaimQueue:
     def first_request(self) -> Claimant | None:
         """The request of that claim."""
         first = self.first
-        return None if first is None else first.who
+        return None if first is None else first.claimant
 
 
 def _is_current(entry: tuple[Order, int, Claim]) -> bool:

@@ -105,10 +105,10 @@ class EncoderCachePreallocator(EncoderCacheManager):
         """Tell whether an item could ever be held, or received, by this instance."""
         return num_embeds <= self.cache_size and nbytes <= self._slots.capacity_bytes
 
-    def enter(self, who: Claimant) -> None:
+    def enter(self, claimant: Claimant) -> None:
         """A request has arrived."""
-        self.requests[who.request_id] = who
-        self.unsettled.add(who.request_id)
+        self.requests[claimant.request_id] = claimant
+        self.unsettled.add(claimant.request_id)
 
     def open(self, mm_hash: str, tensor: TensorSpec) -> Item | None:
         """Return the item of a name, a new one if need be.
@@ -128,7 +128,7 @@ class EncoderCachePreallocator(EncoderCacheManager):
 
     def claim(
         self,
-        who: Claimant,
+        claimant: Claimant,
         item: Item,
         input_id: int,
         end: int,
@@ -141,15 +141,15 @@ class EncoderCachePreallocator(EncoderCacheManager):
         The occurrence has ``input_id`` among the request's items and ends before token ``end``; the
         rest is as in `Claim`.
         """
-        claim = who.claims.get(item.mm_hash)
+        claim = claimant.claims.get(item.mm_hash)
         if claim is None:
-            claim = Claim(who, item, metadata_only, {}, transfer_id)
-            who.claims[item.mm_hash] = item.wanted[who.request_id] = claim
+            claim = Claim(claimant, item, metadata_only, {}, transfer_id)
+            claimant.claims[item.mm_hash] = item.wanted[claimant.request_id] = claim
         claim.inputs[input_id] = end
         self._find_place(claim)
         return claim
 
-    def moved(self, who: Claimant, num_computed_tokens: int, *, running: bool) -> list[Claim]:
+    def moved(self, claimant: Claimant, num_computed_tokens: int, *, running: bool) -> list[Claim]:
         """Note how far a request is computed, or would be if it began now.
 
         A running request needs what it has passed no more. It needs it again when the engine takes
@@ -158,13 +158,16 @@ class EncoderCachePreallocator(EncoderCacheManager):
         Returns:
             Claims that are over though their items were not here: the prefix cache covers them.
         """
-        if who.failed or (num_computed_tokens, running) == (who.num_computed_tokens, who.running):
+        if claimant.failed or (num_computed_tokens, running) == (
+            claimant.num_computed_tokens,
+            claimant.running,
+        ):
             return []
-        back = num_computed_tokens < who.num_computed_tokens
-        who.num_computed_tokens = num_computed_tokens
-        self._set_running(who, running)
+        back = num_computed_tokens < claimant.num_computed_tokens
+        claimant.num_computed_tokens = num_computed_tokens
+        self._set_running(claimant, running)
         covered = []
-        for claim in list(who.claims.values()):
+        for claim in list(claimant.claims.values()):
             if back or claim.place == COMPUTED or claim.inputs[claim.place] <= num_computed_tokens:
                 self._find_place(claim)
             if running and claim.place == COMPUTED:
@@ -172,30 +175,30 @@ class EncoderCachePreallocator(EncoderCacheManager):
                     covered.append(claim)
                 self.end(claim)
         if back:
-            self._claim_again(who)
+            self._claim_again(claimant)
         return covered
 
-    def may_start(self, who: Claimant) -> bool:
+    def may_start(self, claimant: Claimant) -> bool:
         """Tell whether a request may begin to compute: it has all room that it needs, or is first.
 
         The first must not take a seat that others wait for with room that it waits for; see the
         module. Nor must one that waits for another to encode its item.
         """
-        if who.to_be_encoded:
+        if claimant.to_be_encoded:
             return False
         first = self._queue.first_request
-        if first is not who:
-            if not who.waits:
+        if first is not claimant:
+            if not claimant.waits:
                 return True
-            if not self._encodes_for(first, who):
+            if not self._encodes_for(first, claimant):
                 return False
-        others = (each for each in self._with_room[False].values() if each is not who)
+        others = (each for each in self._with_room[False].values() if each is not claimant)
         return not any(other.has_all for other in others)
 
-    def _encodes_for(self, first: Claimant | None, who: Claimant) -> bool:
+    def _encodes_for(self, first: Claimant | None, claimant: Claimant) -> bool:
         """Tell whether the first waits for another to encode an item that has room for both."""
         items = first.to_be_encoded if first is not None else []
-        return any(self.may_encode(item, who.request_id) for item in items)
+        return any(self.may_encode(item, claimant.request_id) for item in items)
 
     def take_woken(self) -> list[str]:
         """Return requests of which an item came, got room or was lost since the last call.
@@ -213,27 +216,27 @@ class EncoderCachePreallocator(EncoderCacheManager):
 
     def end(self, claim: Claim) -> None:
         """A request needs an item no more."""
-        who, item = claim.who, claim.item
-        del who.claims[item.mm_hash]
-        item.wanted.pop(who.request_id, None)
-        self._release(item, who.request_id)
-        self._note_room(who)
+        claimant, item = claim.claimant, claim.item
+        del claimant.claims[item.mm_hash]
+        item.wanted.pop(claimant.request_id, None)
+        self._release(item, claimant.request_id)
+        self._note_room(claimant)
         self._settle(item)
         self._stirred = True
 
-    def fail(self, who: Claimant) -> None:
+    def fail(self, claimant: Claimant) -> None:
         """A request cannot be answered: all its claims are over; the engine is about to end it."""
-        who.failed = True
-        for claim in list(who.claims.values()):
+        claimant.failed = True
+        for claim in list(claimant.claims.values()):
             self.end(claim)
 
-    def leave(self, who: Claimant) -> None:
+    def leave(self, claimant: Claimant) -> None:
         """A request has ended, well or not: all its claims are over."""
-        for claim in list(who.claims.values()):
+        for claim in list(claimant.claims.values()):
             self.end(claim)
-        self.requests.pop(who.request_id, None)
-        self._changed.pop(who.request_id, None)
-        self.unsettled.discard(who.request_id)
+        self.requests.pop(claimant.request_id, None)
+        self._changed.pop(claimant.request_id, None)
+        self.unsettled.discard(claimant.request_id)
 
     def expire(self, claim: Claim, reason: str) -> None:
         """A request has waited for others to bring an item as long as it may.
@@ -332,7 +335,7 @@ class EncoderCachePreallocator(EncoderCacheManager):
         item = self.items[mm_hash]
         item.state = State.LOCAL
         self._changed.update(dict.fromkeys(item.holders))
-        computing = [claim for claim in self._held(item) if claim.who.running]
+        computing = [claim for claim in self._held(item) if claim.claimant.running]
         if computing and all(claim.metadata_only for claim in computing):
             self._wait_again(item)  # Who can encode it may wait for their seats.
         self._settle(item)
@@ -386,29 +389,29 @@ class EncoderCachePreallocator(EncoderCacheManager):
 
     def check_and_update_cache(self, request: MultiModalRequest, input_id: int) -> bool:
         """Tell whether the item is here and the request's claim on it is served."""
-        who = self.requests.get(request.request_id)
-        if who is None:
+        claimant = self.requests.get(request.request_id)
+        if claimant is None:
             return False
         mm_hash = request.mm_features[input_id].identifier
-        place = who.items[input_id] if who.items else None
-        if place is not None and place.end <= who.num_computed_tokens:
+        place = claimant.items[input_id] if claimant.items else None
+        if place is not None and place.end <= claimant.num_computed_tokens:
             # The engine has taken computed tokens back of a request that it need not ask for.
-            self.unsettled.add(who.request_id)
-            self.moved(who, place.begin, running=who.running)
-        claim = who.claims.get(mm_hash)
+            self.unsettled.add(claimant.request_id)
+            self.moved(claimant, place.begin, running=claimant.running)
+        claim = claimant.claims.get(mm_hash)
         return claim is not None and claim.served and claim.item.is_here
 
     def get_cached_input_ids(self, request: MultiModalRequest) -> set[int]:
         """Return the indices of the request's items that it holds and has not passed."""
-        who = self.requests.get(request.request_id)
-        if who is None:
+        claimant = self.requests.get(request.request_id)
+        if claimant is None:
             return set()
         return {
             input_id
-            for claim in who.claims.values()
+            for claim in claimant.claims.values()
             if claim.item.is_here and claim.served
             for input_id, end in claim.inputs.items()
-            if end > who.num_computed_tokens
+            if end > claimant.num_computed_tokens
         }
 
     def can_allocate(
@@ -443,48 +446,50 @@ class EncoderCachePreallocator(EncoderCacheManager):
 
     def free_encoder_input(self, request: MultiModalRequest, input_id: int) -> None:
         """The request has computed past the item; its claim ends with the last occurrence."""
-        who = self.requests.get(request.request_id)
-        claim = who.claims.get(request.mm_features[input_id].identifier) if who else None
-        if who is not None and claim is not None:
-            self.moved(who, max(claim.inputs[input_id], who.num_computed_tokens), running=True)
+        claimant = self.requests.get(request.request_id)
+        claim = claimant.claims.get(request.mm_features[input_id].identifier) if claimant else None
+        if claimant is not None and claim is not None:
+            self.moved(
+                claimant, max(claim.inputs[input_id], claimant.num_computed_tokens), running=True
+            )
 
     def free(self, request: MultiModalRequest) -> None:
         """The request was preempted, or could not be started: it keeps the room that it has.
 
         vLLM calls this as well when a request has ended, and its claims are over.
         """
-        who = self.requests.get(request.request_id)
-        if who is not None:
-            self.moved(who, who.num_computed_tokens, running=False)
-            self.unsettled.add(who.request_id)
+        claimant = self.requests.get(request.request_id)
+        if claimant is not None:
+            self.moved(claimant, claimant.num_computed_tokens, running=False)
+            self.unsettled.add(claimant.request_id)
 
     # --------------------------------------------------------------------------------------------
 
-    def _set_running(self, who: Claimant, running: bool) -> None:
+    def _set_running(self, claimant: Claimant, running: bool) -> None:
         """The engine has begun to compute a request, or preempted it: its rank is another."""
-        if who.running == running:
+        if claimant.running == running:
             return
-        self._with_room[who.running].pop(who.request_id, None)
-        who.running = running
-        self._note_room(who)
-        for claim in who.claims.values():
+        self._with_room[claimant.running].pop(claimant.request_id, None)
+        claimant.running = running
+        self._note_room(claimant)
+        for claim in claimant.claims.values():
             self._push(claim)
 
-    def _claim_again(self, who: Claimant) -> None:
+    def _claim_again(self, claimant: Claimant) -> None:
         """Claim what a request had passed, and must compute again."""
-        for place in who.items[who.next_item :]:
-            if place.end <= who.num_computed_tokens or place.mm_hash in who.lost:
+        for place in claimant.items[claimant.next_item :]:
+            if place.end <= claimant.num_computed_tokens or place.mm_hash in claimant.lost:
                 continue
             item = self.open(place.mm_hash, place.tensor)
             if item is None:
-                who.lost[place.mm_hash] = "another item of that name has taken its place"
+                claimant.lost[place.mm_hash] = "another item of that name has taken its place"
                 continue
-            metadata_only = place.mm_hash in who.metadata_only
-            self.claim(who, item, place.input_id, place.end, metadata_only=metadata_only)
+            metadata_only = place.mm_hash in claimant.metadata_only
+            self.claim(claimant, item, place.input_id, place.end, metadata_only=metadata_only)
 
     def _find_place(self, claim: Claim) -> None:
         """Give a claim the place of its first occurrence that is not computed."""
-        computed = claim.who.num_computed_tokens
+        computed = claim.claimant.num_computed_tokens
         place = min(
             (index for index, end in claim.inputs.items() if end > computed), default=COMPUTED
         )
@@ -501,12 +506,12 @@ class EncoderCachePreallocator(EncoderCacheManager):
         """Return the claims for which an item's room is kept."""
         return [self.requests[name].claims[item.mm_hash] for name in item.holders]
 
-    def _note_room(self, who: Claimant) -> None:
+    def _note_room(self, claimant: Claimant) -> None:
         """Keep `_with_room` true of a request whose claims have changed."""
-        if any(claim.served for claim in who.claims.values()):
-            self._with_room[who.running][who.request_id] = who
+        if any(claim.served for claim in claimant.claims.values()):
+            self._with_room[claimant.running][claimant.request_id] = claimant
         else:
-            self._with_room[who.running].pop(who.request_id, None)
+            self._with_room[claimant.running].pop(claimant.request_id, None)
 
     def _serve(self, claim: Claim) -> bool:
         """Give a claim its item's room, or tell that there is none."""
@@ -531,11 +536,11 @@ class EncoderCachePreallocator(EncoderCacheManager):
 
     def _keep(self, claim: Claim) -> None:
         """Keep an item's room for a request."""
-        who, item = claim.who, claim.item
-        del item.wanted[who.request_id]
-        self._hold(item, who.request_id)
-        self._note_room(who)
-        self._changed[who.request_id] = None
+        claimant, item = claim.claimant, claim.item
+        del item.wanted[claimant.request_id]
+        self._hold(item, claimant.request_id)
+        self._note_room(claimant)
+        self._changed[claimant.request_id] = None
 
     def _reserve(self, item: Item) -> bool:
         """Give an item room and a slot, or neither; begin to make room where that is possible."""
@@ -569,13 +574,13 @@ class EncoderCachePreallocator(EncoderCacheManager):
         lacks_slot = first.by_transfer and self.can_preallocate(first.item.num_embeds)
         if lacks_slot and self._slot_returns(first.item):
             return False
-        groups = self._with_room.values() if first.who.running else [self._with_room[False]]
+        groups = self._with_room.values() if first.claimant.running else [self._with_room[False]]
         behind = [
             claim
             for group in groups
-            for who in group.values()
-            if (first.who.running and not who.running) or who.waits
-            for claim in who.claims.values()
+            for claimant in group.values()
+            if (first.claimant.running and not claimant.running) or claimant.waits
+            for claim in claimant.claims.values()
             if claim.served and order(claim) > order(first)
         ]
         count = Counter(claim.item.mm_hash for claim in behind)
@@ -587,7 +592,7 @@ class EncoderCachePreallocator(EncoderCacheManager):
             and (not lacks_slot or claim.item.slot or claim.item.mm_hash in self._resident)
         ]
         last = next((claim for claim in able if not claim.is_last_chance), None)
-        if last is None and able and not self._room_returns(first.who):
+        if last is None and able and not self._room_returns(first.claimant):
             last = able[0]
         if last is not None:
             self._unserve(last)
@@ -600,7 +605,7 @@ class EncoderCachePreallocator(EncoderCacheManager):
         Who has all that it needs will compute, unless the first has the seat that it waits for.
         """
         groups = [self._with_room[True]] if first.running else self._with_room.values()
-        going_on = any(who.has_all for group in groups for who in group.values())
+        going_on = any(claimant.has_all for group in groups for claimant in group.values())
         return going_on or any(item.state in _UNDER_WAY for item in self.items.values())
 
     def _slot_returns(self, item: Item) -> bool:
@@ -611,10 +616,10 @@ class EncoderCachePreallocator(EncoderCacheManager):
 
     def _unserve(self, claim: Claim) -> None:
         """Take an item's room from a request, whose claim queues again."""
-        who, item = claim.who, claim.item
-        self._release(item, who.request_id)
-        item.wanted[who.request_id] = claim
-        self._note_room(who)
+        claimant, item = claim.claimant, claim.item
+        self._release(item, claimant.request_id)
+        item.wanted[claimant.request_id] = claim
+        self._note_room(claimant)
         self._push(claim)
 
     def _wait_again(self, item: Item) -> None:
@@ -690,6 +695,6 @@ class EncoderCachePreallocator(EncoderCacheManager):
         return without[len(ready) :]
 
     def _lose(self, claim: Claim, reason: str) -> None:
-        claim.who.lost[claim.item.mm_hash] = reason
+        claim.claimant.lost[claim.item.mm_hash] = reason
         self.end(claim)
-        self._changed[claim.who.request_id] = None
+        self._changed[claim.claimant.request_id] = None

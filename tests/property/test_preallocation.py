@@ -85,7 +85,7 @@ class Preallocation(RuleBasedStateMachine):
     def waiting(self) -> list[Claim]:
         """Return the claims that are not served, in the order in which they must be."""
         waiting = [claim for claim in self.claims() if claim.waits]
-        return sorted(waiting, key=lambda claim: (claim.who.rank, claim.place))
+        return sorted(waiting, key=lambda claim: (claim.claimant.rank, claim.place))
 
     def items(self, *states: State) -> list[str]:
         return sorted(name for name, item in self.cache.items.items() if item.state in states)
@@ -141,15 +141,15 @@ class Preallocation(RuleBasedStateMachine):
     @precondition(lambda self: self.prompts)
     @rule(data=st.data())
     def start(self, data: st.DataObject) -> None:
-        who = self.who(data.draw(st.sampled_from(sorted(self.prompts))))
-        if self.cache.may_start(who):
-            assert not who.waits or self.waiting()[0].who.rank <= who.rank
-            self.desk.run(who.request_id)
+        claimant = self.who(data.draw(st.sampled_from(sorted(self.prompts))))
+        if self.cache.may_start(claimant):
+            assert not claimant.waits or self.waiting()[0].claimant.rank <= claimant.rank
+            self.desk.run(claimant.request_id)
             self.seen["started"] += 1
         else:
-            assert who.waits or any(
+            assert claimant.waits or any(
                 claim.metadata_only and claim.item.state is State.LOCAL
-                for claim in who.claims.values()
+                for claim in claimant.claims.values()
             )
 
     @precondition(lambda self: any(self.who(name).running for name in self.prompts))
@@ -160,14 +160,16 @@ class Preallocation(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(running)))
         if not self.prompts[name]:
             return
-        who = self.who(name)
-        held = {mm_hash for mm_hash, claim in who.claims.items() if claim.served}
+        claimant = self.who(name)
+        held = {mm_hash for mm_hash, claim in claimant.claims.items() if claim.served}
         self.desk.preempt(name)
-        assert held == {mm_hash for mm_hash, claim in who.claims.items() if claim.served}
-        assert not who.running
-        passed = [wish.name for wish in self.prompts[name].values() if wish.name not in who.claims]
+        assert held == {mm_hash for mm_hash, claim in claimant.claims.items() if claim.served}
+        assert not claimant.running
+        passed = [
+            wish.name for wish in self.prompts[name].values() if wish.name not in claimant.claims
+        ]
         for place, wish in list(self.prompts[name].items()):
-            if wish.name in passed and wish.name not in who.lost:
+            if wish.name in passed and wish.name not in claimant.lost:
                 self._claim(name, place, wish, again=True)
 
     @precondition(lambda self: any(claim.served for claim in self.claims()))
@@ -254,7 +256,7 @@ class Preallocation(RuleBasedStateMachine):
     def _could_make_way(self, claim: Claim, first: Claim) -> bool:
         if not claim.served or claim.item.state in (State.GRANTED, State.ENCODING):
             return False
-        if (claim.who.rank, claim.place) <= (first.who.rank, first.place):
+        if (claim.claimant.rank, claim.place) <= (first.claimant.rank, first.place):
             return False
         if not all(
             order(self.who(name).claims[claim.item.mm_hash]) > order(first)
@@ -270,16 +272,16 @@ class Preallocation(RuleBasedStateMachine):
             self.items(State.GRANTED, State.ENCODING) or self._somebody_computes()
         ):
             return False
-        return claim.who.waits or (first.who.running and not claim.who.running)
+        return claim.claimant.waits or (first.claimant.running and not claim.claimant.running)
 
     def _somebody_computes(self) -> bool:
         """Whether somebody who runs has all that it waits for, and will give room back."""
         runs = [self.who(name) for name in self.prompts if self.who(name).running]
         return any(
-            any(claim.served for claim in who.claims.values())
-            and not who.waits
-            and not who.to_be_encoded
-            for who in runs
+            any(claim.served for claim in claimant.claims.values())
+            and not claimant.waits
+            and not claimant.to_be_encoded
+            for claimant in runs
         )
 
     def under_way_slots(self) -> bool:
@@ -360,13 +362,13 @@ class Preallocation(RuleBasedStateMachine):
 
     def _compute(self, name: str) -> None:
         """Compute what can be of a request, item by item."""
-        who = self.who(name)
-        if not who.running:
-            if not self.cache.may_start(who):
+        claimant = self.who(name)
+        if not claimant.running:
+            if not self.cache.may_start(claimant):
                 return
             self.desk.run(name)
         for place, wish in sorted(self.prompts[name].items()):
-            claim = who.claims.get(wish.name)
+            claim = claimant.claims.get(wish.name)
             if claim is None or place < claim.place:
                 continue
             if self.desk.may_encode(name, place):
@@ -374,7 +376,7 @@ class Preallocation(RuleBasedStateMachine):
             if not self.cache.check_and_update_cache(self.desk.request(name), place):
                 return
             self.desk.compute_past(name, place)
-        assert not who.claims
+        assert not claimant.claims
 
     # -- the workers -------------------------------------------------------------------------------
 
@@ -432,15 +434,17 @@ class Preallocation(RuleBasedStateMachine):
     @invariant()
     def what_is_held_stays_and_what_nobody_wants_goes(self) -> None:
         for name in self.prompts:
-            who = self.who(name)
+            claimant = self.who(name)
             here: set[int] = set()
-            for mm_hash, claim in who.claims.items():
+            for mm_hash, claim in claimant.claims.items():
                 item = self.cache.items[mm_hash]
                 assert claim.item is item
                 assert (name in item.holders) == claim.served == (name not in item.wanted)
                 assert not claim.served or item.state is not State.WAITING
                 if claim.served and item.is_here:
-                    here |= {n for n, end in claim.inputs.items() if end > who.num_computed_tokens}
+                    here |= {
+                        n for n, end in claim.inputs.items() if end > claimant.num_computed_tokens
+                    }
             if self.prompts[name]:
                 assert self.cache.get_cached_input_ids(self.desk.request(name)) == here
         names = set(self.prompts)

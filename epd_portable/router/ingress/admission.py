@@ -1,7 +1,7 @@
-"""Admission: requests that may not go to instances yet wait, bounded in every way.
+"""Admission: requests beyond the limits wait, or are refused with 429.
 
-The order is the `Gate`'s. Here are what requests take of its limits, the limits themselves, which
-follow the instances that are usable, and what is told to those that wait in vain.
+The order is the `Gate`'s. Here are what requests take of its limits, and the limits themselves,
+some of which follow the instances that are usable.
 """
 
 from __future__ import annotations
@@ -26,21 +26,15 @@ from epd_portable.router.observability.metrics import Metrics
 from epd_portable.scheduling.admission import Pace
 
 PRIORITY_HEADER = "x-vllm-priority"
-"""Tells a request's priority in place of its field ``priority``, as at vLLM."""
+"""A request's priority in place of its field ``priority``, as at vLLM."""
 MAX_WAIT_HEADER = "x-epd-max-wait-s"
-"""Tells how long a request waits at most, less than ``router.admission.max_wait_s``."""
+"""Longest time that a request waits, if less than ``router.admission.max_wait_s``."""
 LONGEST_RETRY_S = 60
 
 Kind = Literal["requests", "items", "bytes"]
-Reason = Literal["full", "displaced", "late"]
-"""Why a request is refused: no place to wait, somebody with more claim to that one's, or no turn in
-time."""
+Reason = Literal["full", "timeout"]
+"""Why a request is refused: no place to wait, or no turn in time."""
 
-_WORDS: Mapping[Reason, str] = {
-    "full": "as many others wait as router.admission.max_waiting allows",
-    "displaced": "others came for whom router.admission.max_waiting leaves the place",
-    "late": "its turn did not come within {waited:g} s",
-}
 _OF_INSTANCES: tuple[tuple[Duty, Kind], ...] = (
     ("encode", "items"),
     ("answer", "requests"),
@@ -60,7 +54,7 @@ class _Bound:
     Attributes:
         key: Of the topology file.
         kind: What is counted.
-        duty: Of the instances for each of which it is; ``None`` for all together.
+        duty: The limit is for each usable instance of this duty; ``None`` for all together.
         limit: As the file has it.
     """
 
@@ -71,12 +65,12 @@ class _Bound:
 
 
 class AdmissionControl:
-    """Lets requests in, one after the other.
+    """Admits requests within the limits of ``router.admission``.
 
     Args:
         settings: The limits.
-        instances: Who is there.
-        metrics: Count who waits, and who is refused.
+        instances: Those that limits follow.
+        metrics: Counts requests that wait, and that are refused.
         clock: Like ``time.monotonic``.
     """
 
@@ -106,13 +100,13 @@ class AdmissionControl:
     async def enter(
         self, call: Call, headers: Mapping[str, str], key: bytes, nbytes: int
     ) -> Ticket | None:
-        """Return when a request may go on; to cancel it gives its place up.
+        """Return when a request may go on; cancelling gives its place up.
 
         Args:
             call: The request.
             headers: Of the client.
-            key: Whose it is.
-            nbytes: Of its body, as they are counted.
+            key: Of the client; keys share what is admitted.
+            nbytes: Size of its body.
 
         Returns:
             For `encoded` and `leave`; ``None`` where nothing is limited.
@@ -154,14 +148,20 @@ class AdmissionControl:
         """
         loop = asyncio.get_running_loop()
         waiter = self._waiters[ticket] = loop.create_future()
-        timer = loop.call_later(longest_s, self._refuse, ticket, "late", longest_s)
+        why = f"its turn did not come within {longest_s:g} s"
+        timer = loop.call_later(longest_s, self._refuse, ticket, "timeout", why)
         started = self._clock()
         name = _class(ticket.priority)
         self._metrics.admission_waiting.labels(name).inc()
         try:
             self._admit()
             if (other := self._gate.turn_away()) is not None:
-                self._refuse(other, "full" if other is ticket else "displaced")
+                why = (
+                    "as many others wait as router.admission.max_waiting allows"
+                    if other is ticket
+                    else "others came for whom router.admission.max_waiting leaves the place"
+                )
+                self._refuse(other, "full", why)
             if (refusal := await waiter) is not None:
                 raise refusal
         except BaseException:
@@ -183,8 +183,8 @@ class AdmissionControl:
             if not waiter.done():
                 waiter.set_result(None)
 
-    def _refuse(self, ticket: Ticket, reason: Reason, waited_s: float = 0.0) -> None:
-        """Let a request wait no longer."""
+    def _refuse(self, ticket: Ticket, reason: Reason, why: str) -> None:
+        """End the waiting of a request with 429."""
         waiter = self._waiters[ticket]
         if waiter.done():
             return
@@ -194,9 +194,8 @@ class AdmissionControl:
         retry_s = self._retry_after_s()
         waiter.set_result(
             RequestError(
-                f"{bound.key} of {bound.limit}{for_each} is reached, and "
-                f"{_WORDS[reason].format(waited=waited_s)}; try again in {retry_s} s, or raise "
-                f"{bound.key}",
+                f"{bound.key} of {bound.limit}{for_each} is reached, and {why}; try again in "
+                f"{retry_s} s, or raise {bound.key}",
                 status=429,
                 code="router_busy",
                 retry_after_s=retry_s,

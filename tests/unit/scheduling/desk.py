@@ -120,8 +120,8 @@ class Desk:
 
     def run(self, request_id: str, running: bool = True) -> None:
         """Let the engine begin to compute a request, or take its seat back."""
-        who = self.who(request_id)
-        self.cache.moved(who, who.num_computed_tokens, running=running)
+        claimant = self.who(request_id)
+        self.cache.moved(claimant, claimant.num_computed_tokens, running=running)
 
     def preempt(self, request_id: str) -> None:
         """Take back a request's seat and all that it has computed."""
@@ -147,15 +147,15 @@ class Desk:
 
         The transfer is called ``t-`` and the request.
         """
-        who = self.who(request_id)
+        claimant = self.who(request_id)
         if metadata_only:
-            who.metadata_only |= {mm_hash}
+            claimant.metadata_only |= {mm_hash}
         self._prompts[request_id][input_id] = (mm_hash, size)
         item = self.cache.open(mm_hash, tensor(size))
         assert item is not None, "something else bears the name"
         transfer_id = f"t-{request_id}" if by_transfer else ""
         claim = self.cache.claim(
-            who,
+            claimant,
             item,
             input_id,
             input_id + 1,
