@@ -1,4 +1,4 @@
-"""PD worker: encodes items beside the engine's steps, so that nobody's tokens wait for them.
+"""PD worker: encodes items in the background, so that tokens of other requests do not wait for it.
 
 vLLM encodes within a step, which then computes no token until the last item is encoded. Here a
 thread encodes, and stops between two modules of the encoder when a step waits: both compute in
@@ -175,7 +175,7 @@ class BackgroundEncoder:
             with self.turns.encoder():
                 return self._encode(encoding)
         except Exception:
-            logger.exception("item %s could not be encoded beside a step", encoding.mm_hash)
+            logger.exception("item %s could not be encoded in the background", encoding.mm_hash)
             return None
         finally:
             trace("encode.end", items=[encoding.mm_hash])

@@ -1,4 +1,4 @@
-"""Where the model runner's thread and those beside it may run."""
+"""Which cores the model runner's thread and the others of its process may run on."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _BYTES_PER_THREAD = 1 << 16
 def on_all_cores() -> Iterator[None]:
     """Let threads that start meanwhile run on every core that any thread of this process may use.
 
-    Threads inherit their cores from whoever starts them, and where OpenMP binds its threads one by
-    one, torch's libgomp leaves the thread that loads it one core: the encoder's first.
+    Threads inherit the cores of the thread that starts them, and where OpenMP binds its threads one
+    by one, torch's libgomp leaves the thread that loads it one core: the encoder's first.
     """
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, _all_cores())

@@ -1,4 +1,4 @@
-"""Encode scheduler: which item goes to whom, and how long its room is kept."""
+"""Encode scheduler: which item goes to which consumer, and how long its room is kept."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Dispatcher:
 
     Args:
         cache: The scheduler's encoder cache.
-        secret: Of the deployment: who holds it vouches for transfers.
+        secret: Of the deployment; a router proves with it that it ordered a transfer.
         instance: Name of this instance, for its answers.
         namespace: Of what it writes into the store; empty without one.
 
@@ -71,7 +71,7 @@ class Dispatcher:
     def request_arrived(
         self, request_id: str, items: list[EncodeItem], params: EncodeParams
     ) -> None:
-        """Remember whom the items of a request are for.
+        """Remember which consumers the items of a request are for.
 
         What the router does not vouch for is not delivered: a request could name any address.
         """
@@ -133,7 +133,7 @@ class Dispatcher:
         return EncodeOutcome(instance=self._instance, items=items, namespace=self._namespace)
 
     def consumers(self, request_id: str) -> frozenset[str]:
-        """Return whom the items of a request are for that have not got room yet."""
+        """Return the consumers of a request's items that have no room yet."""
         return frozenset(order.consumer for order in self._waiting.get(request_id, ()))
 
     def take_orders(self, scheduled: Iterable[str]) -> list[TransferOrder]:

@@ -102,7 +102,7 @@ class HostCopies:
         try:
             host = self._copy(output, computed)
         except Exception as error:
-            self._tell(mm_hash, "made", error)
+            self._log(mm_hash, "made", error)
             copy.output = None
             with self._lock:
                 self._report.lost.add(mm_hash)
@@ -126,10 +126,10 @@ class HostCopies:
             if output is not None:
                 return output.to(self._device.platform.device(self._device.index))
         except Exception as error:
-            self._tell(mm_hash, "restored", error)
+            self._log(mm_hash, "restored", error)
         return None
 
-    def _tell(self, mm_hash: str, what: str, error: Exception) -> None:
+    def _log(self, mm_hash: str, what: str, error: Exception) -> None:
         logger.error(
             "the copy of item %s in host memory cannot be %s, the item is encoded again when it is "
             "asked for: %r; if memory is short lower host_cache_bytes in instances.encode",

@@ -178,7 +178,7 @@ class ReceiverMetrics(Instruments):
             "epd_pd_waits", "Transfers that found no room when they were announced."
         )
         self._not_needed = counter(
-            "epd_pd_not_needed", "Answers that an item is there already or wanted by nobody."
+            "epd_pd_not_needed", "Answers that an item is there already or not wanted."
         )
         self._refusals = counter(
             "epd_pd_refusals", "Encoders whose announcement was refused.", "code", _CODES

@@ -1,4 +1,4 @@
-"""What the workers are told with each step, and which slots that frees."""
+"""What the workers must do in each step, and which slots that frees."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class OrderBook:
         self._copies = copies
         self._placements: list[tuple[Item, Placement]] = []
         self._unread: set[str] = set()
-        """Placed in steps without tokens, whose end does not tell that all ranks have read."""
+        """Placed in steps without tokens, at whose end not all ranks need have read."""
         self._taken_back: list[SlotDescriptor] = []
         self._encodings: list[EncodeOrder] = []
         self._under_way: deque[tuple[list[SlotDescriptor], list[SlotDescriptor]]] = deque()
@@ -39,14 +39,14 @@ class OrderBook:
         self._placements.append((item, placement))
 
     def take_back(self, slot: SlotDescriptor) -> None:
-        """Nobody may write a slot any more that a producer had."""
+        """A slot that a producer had cannot be written any more."""
         self._taken_back.append(slot)
 
     def encode(self, encoding: EncodeOrder) -> None:
-        """An item has room: workers encode it beside the steps."""
+        """An item has room: workers encode it in the background."""
         self._encodings.append(encoding)
 
-    def take(self, freed: Iterable[str], *, computes: bool) -> WorkerOrders:
+    def take_orders(self, freed: Iterable[str], *, computes: bool) -> WorkerOrders:
         """Return what the workers must do in the step that was just scheduled.
 
         Items that workers copy are placed in whatever step comes next, so that the copy begins at
@@ -85,7 +85,7 @@ class OrderBook:
         )
 
     def step_done(self) -> None:
-        """The oldest step under way has ended: nobody reads what it made the workers forget."""
+        """The oldest step under way has ended: what it made the workers forget is read no more."""
         if not self._under_way:
             return
         taken_back, retired = self._under_way.popleft()

@@ -51,7 +51,7 @@ class WorkerOrders:
     Attributes:
         placements: Items that have arrived.
         revoked: Generations of grants that were taken back: nothing may be written for them.
-        encodings: Items to encode beside the steps.
+        encodings: Items to encode in the background.
         computes: The step has tokens, and may compute with every item that was placed.
     """
 
@@ -64,15 +64,15 @@ class WorkerOrders:
 class Placer:
     """Places items; on platforms that compute in host memory the tensor is a view of the slot.
 
-    Elsewhere items are copied to the worker's device on its copy stream, beside work that was
-    queued before. In the next step that computes, the current stream waits for the copies; the host
-    never does (but see `PlatformTraits.foreign_pages_block`: it may be blocked while it queues
+    Elsewhere items are copied to the worker's device on its copy stream, while work that was queued
+    before goes on. In the next step that computes, the current stream waits for the copies; the
+    host never does (but see `PlatformTraits.foreign_pages_block`: it may be blocked while it queues
     them).
 
     Args:
         copies: Of the worker's device.
         endpoint: The worker's way to slots.
-        metrics: Counts what is placed; ``None`` counts where nobody looks.
+        metrics: ``None`` counts without publishing.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Placer:
                 encoder has no room for its output: the other ranks have placed the item.
             CorruptPayloadError: A slot does not hold what was written into it (only where encode
                 instances send digests, ``EPD_PAYLOAD_DIGEST``). It ends the engine: the request
-                cannot be answered rightly, and nobody knows what else was overwritten.
+                cannot be answered rightly, and more may have been overwritten.
         """
         self._endpoint.revoke(orders.revoked)
         if orders.placements:
@@ -168,7 +168,7 @@ class Placer:
         return self._copies.allocate(
             item.slot.nbytes,
             what=f"item {item.mm_hash} of {item.slot.nbytes} bytes ({step} in this step)",
-            remedy="lower gpu_memory_utilization, which leaves more beside the KV cache, or "
+            remedy="lower gpu_memory_utilization, which leaves more outside the KV cache, or "
             "max_num_batched_tokens, which bounds the encoder cache",
         )
 

@@ -21,7 +21,7 @@ class PromptRecord(Claimant):
 
     Attributes:
         transfers: Of its items, by ``mm_hash``.
-        reply_to: ZMQ identity of the router; empty if nobody wants to hear of failures.
+        reply_to: ZMQ identity of the router; empty if failures are not to be reported.
         arrived_s: When it was added.
         outcomes: Where each item came from, by ``mm_hash``.
         mm_inputs_done: Items that lie wholly in what was computed, prefix cache included.

@@ -94,7 +94,7 @@ class Receiver:
         self._lookahead = lookahead
         self._clock = clock
         self._arrivals: deque[tuple[float, str]] = deque()
-        """Deadlines of requests, and whose they are; those that have ended go in time."""
+        """Deadlines of requests, and their ids; those that have ended go in time."""
         self._numbers = itertools.count()
         self._unavailable: set[str] = set()
         self._sleepers: list[str] = []
@@ -246,12 +246,12 @@ class Receiver:
             trace("item.local", request=request_id, mm_hash=mm_hash)
 
     def encoded(self, mm_hashes: Iterable[str]) -> None:
-        """Items that were encoded beside the steps are in the workers' encoder caches."""
+        """Items that were encoded in the background are in the workers' encoder caches."""
         for mm_hash in mm_hashes:
             self.cache.encoded(mm_hash)
 
     def not_encoded(self, mm_hashes: Iterable[str]) -> None:
-        """Items could not be encoded beside the steps: one of these has to, as vLLM does it."""
+        """Items could not be encoded in the background: a step has to, as vLLM does it."""
         for mm_hash in mm_hashes:
             self.cache.not_encoded(mm_hash)
 
@@ -317,8 +317,8 @@ class Receiver:
             self._has_news.wait(timeout_s)
 
     def take_orders(self, freed: Iterable[str], *, computes: bool) -> WorkerOrders:
-        """Return what the workers must do in the step that was just scheduled: `OrderBook.take`."""
-        return self._orders.take(freed, computes=computes)
+        """See `OrderBook.take_orders`."""
+        return self._orders.take_orders(freed, computes=computes)
 
     def step_done(self) -> None:
         """The oldest step under way has ended: the slots that waited for it are free."""
@@ -427,7 +427,7 @@ class Receiver:
             record = self._requests[request_id]
             own = record.transfers.get(mm_hash)
             if own is not None and own.transfer_id == transfer.transfer_id:
-                self._tell(record, transfer.transfer_id, nack.code, nack.detail)
+                self._send_nack(record, transfer.transfer_id, nack.code, nack.detail)
 
     def revoked(self, slot: SlotDescriptor) -> None:
         """See `TransferEvents`."""
@@ -480,7 +480,7 @@ class Receiver:
         return True
 
     def _encode(self, claim: Claim) -> bool:
-        """Let workers encode an item beside the steps, if they can."""
+        """Let workers encode an item in the background, if they can."""
         record = self._requests[claim.claimant.request_id]
         prompt_item = record.items[claim.place]
         if prompt_item.media is None:
@@ -599,7 +599,7 @@ class Receiver:
                 self.cache.expire(claim, reason)
 
     def _refuse(self, record: PromptRecord, mm_hash: str, code: NackCode, detail: str) -> None:
-        """Let the scheduler end a request, and tell the router by one of its own transfers.
+        """Let the scheduler end a request, and send the router a nack of one of its transfers.
 
         Args:
             record: Of the request, which has not failed yet.
@@ -614,7 +614,7 @@ class Receiver:
             self._session.decline(transfer.transfer_id)
         if record.transfers:
             own = record.transfers.get(mm_hash) or next(iter(record.transfers.values()))
-            self._tell(record, own.transfer_id, code, detail)
+            self._send_nack(record, own.transfer_id, code, detail)
 
     def _fail_lost(self, record: PromptRecord, mm_hash: str) -> None:
         detail = (
@@ -624,7 +624,9 @@ class Receiver:
         logger.warning("request %s: %s", record.request_id, detail)
         self._refuse(record, mm_hash, NackCode.UNAVAILABLE, detail)
 
-    def _tell(self, record: PromptRecord, transfer_id: str, code: NackCode, detail: str) -> None:
+    def _send_nack(
+        self, record: PromptRecord, transfer_id: str, code: NackCode, detail: str
+    ) -> None:
         if record.reply_to:
             nack = Nack(transfer_id=transfer_id, code=code, detail=detail)
             self._endpoint.send(record.reply_to, nack)

@@ -94,7 +94,7 @@ class Sender:
         )
         self._session = ProducerSession(peer, wait_timeout_s=config.wait_timeout_s)
         self._turns = threading.Lock()
-        """Held by whoever exchanges messages and moves the session on."""
+        """Held by the thread that exchanges messages and moves the session on."""
         self._inbox: deque[Callable[[float], None]] = deque()
         """Work for the next turn; each is called with the time."""
         self._stop_s: float | None = None

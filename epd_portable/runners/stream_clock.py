@@ -113,7 +113,7 @@ class StreamClock:
                 event, reached = mark
                 event.block()
                 reached(time.monotonic())
-        except Exception as error:  # Who marks the next point raises it.
+        except Exception as error:  # The next `mark` or `check` raises it.
             self._problem = error
 
 

@@ -26,17 +26,12 @@ class Pace:
     def seconds_each(self) -> float:
         """Busy seconds for each end.
 
-        What is under way counts as ended now: of work that has stalled longer times are told.
+        What is under way counts as ended now: of work that has stalled longer times result.
         """
         return self._busy_s / (self._ended + 1)
 
     def see(self, now_s: float, *, busy: bool) -> None:
-        """Let time pass.
-
-        Args:
-            now_s: Monotonic time.
-            busy: Whether there was work since it was last looked at.
-        """
+        """Let time pass; ``busy`` says whether there was work since the last call."""
         if busy:
             self._busy_s += now_s - self._seen_s
         self._seen_s = now_s
@@ -97,16 +92,13 @@ class Visit:
 
 
 class Admission:
-    """Counts what is queued; says no instead of growing.
-
-    Args:
-        limits: That are never exceeded.
+    """Counts what is queued, and refuses what is beyond the limits.
 
     Attributes:
-        items: Queued at the moment.
-        nbytes: Queued at the moment.
-        pixels: Queued at the moment, as far as they are known.
-        requests: Queued at the moment.
+        items: Queued.
+        nbytes: Queued.
+        pixels: Queued, as far as they are known.
+        requests: Queued.
     """
 
     def __init__(self, limits: AdmissionLimits) -> None:
@@ -120,14 +112,7 @@ class Admission:
     def take(
         self, visit: Visit, *, items: int = 0, nbytes: int = 0, now_s: float
     ) -> Refusal | None:
-        """Count more of a request; a refused part is not counted.
-
-        Args:
-            visit: Of the request; made anew for each.
-            items: More of them.
-            nbytes: More of them.
-            now_s: Monotonic time.
-        """
+        """Count more items and bytes of a request; a refused part is not counted."""
         self._pace.see(now_s, busy=self.requests > 0)
         for what, wanted, own, queued, limit in (
             ("items", items, visit.items, self.items, self._limits.items),

@@ -11,19 +11,19 @@ client left, keeps it for long. So room is shared among consumers, and this alwa
 - A consumer's *share* is the cache divided by the consumers that have requests here or had some
   within the time that a transfer may take. A request is *entitled* to start if its consumer keeps
   no more than its share with it, or nothing at all without it.
-- Beyond its share a consumer takes only what nobody who is entitled waits for, and it leaves every
-  other consumer the whole of its share, whether that has requests waiting or not. So whoever asks
-  for no more than its share never waits for what another does not take. Alone a consumer takes
-  everything.
-- Nobody waits behind a request that is not entitled. The first that is entitled and does not fit
-  gets its room: whoever starts meanwhile stays, with its consumer, in an equal part of what it and
+- Beyond its share a consumer takes only what no entitled request waits for, and it leaves every
+  other consumer the whole of its share, whether that has requests waiting or not. So a consumer
+  that asks for no more than its share never waits for what another does not take. Alone a consumer
+  takes everything.
+- No request waits behind one that is not entitled. The first that is entitled and does not fit gets
+  its room: those that start meanwhile stay, with their consumers, in an equal part of what it and
   those beyond their shares leave. That happens where an item is larger than a share, or when the
-  shares have become smaller because another consumer came. So everybody starts, provided that
+  shares have become smaller because another consumer came. So every request starts, provided that
   transfers end.
 
 A request that no empty instance could hold whole would wait for ever. It is encoded in parts: its
 next items start under the same rules, as many as its consumer may take, and those of other
-consumers go on beside it. Only a single item beyond a limit is hopeless.
+consumers go on meanwhile. Only a single item beyond a limit is hopeless.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class StepLimits:
     tokens: int
 
 
-_NOBODY = ("",)
+_NO_CONSUMER = ("",)
 """Stands for the consumers of requests that have none."""
 
 Outcome = Literal["starts", "full", "short", "beyond"]
@@ -183,12 +183,12 @@ class _Step:
         room: Of the cache.
         kept: For each consumer, with what starts in this step.
         share: What each may keep.
-        spare: Room that is no part of a share, for who goes beyond its own.
-        short: Somebody who is entitled waits for room.
+        spare: Room that is no part of a share, for consumers beyond their own.
+        short: An entitled request waits for room.
         counted: Items that are encoded in this step.
         charged: Items that are kept from this step on, with their consumers.
         charges: What is known of requests, see `EncodeQueue._charges`.
-        behind: What follows in the lines of those who start.
+        behind: What follows in the lines of those that start.
     """
 
     tokens: int
@@ -222,7 +222,7 @@ class EncodeQueue:
     Args:
         cache: The scheduler's encoder cache.
         limits: Of each step.
-        kept: Told of every transfer by whoever orders them.
+        kept: Room of every transfer under way; kept up to date by its owner.
         remember_s: How long a consumer counts that has no requests here.
     """
 
@@ -254,7 +254,7 @@ class EncodeQueue:
             feature.identifier: request.get_num_encoder_embeds(index)
             for index, feature in enumerate(request.mm_features)
         }
-        names = tuple(sorted(set(consumers))) or _NOBODY
+        names = tuple(sorted(set(consumers))) or _NO_CONSUMER
         lines = tuple(self._seen(name, now) for name in names)
         largest, total = max(sizes.values()), sum(sizes.values())
         most = min(self._limits.embeddings, self._cache.cache_size)
@@ -288,7 +288,7 @@ class EncodeQueue:
             self._leave(arrival)
 
     def admit(self, now: float) -> None:
-        """Choose who starts in the step that is about to be scheduled.
+        """Choose the requests that start in the step that is about to be scheduled.
 
         Admitted requests hold their items that are in the cache, so that making room for the items
         of one evicts none of another.
@@ -332,7 +332,7 @@ class EncodeQueue:
                 # What it holds already would keep room from what it needs before.
                 self._cache.free(request)
                 arrival.in_parts = True
-                self._tell_parts(arrival)
+                self._warn_of_parts(arrival)
         self._admitted.clear()
 
     def take_hopeless(self) -> set[str]:
@@ -370,7 +370,7 @@ class EncodeQueue:
                 _insert(self._heads, next(iter(line.requests.values())))
 
     def _follow(self, arrival: _Arrival, step: _Step, heads: list[tuple[int, _Arrival]]) -> None:
-        """Look also at those who stand behind a request that starts."""
+        """Consider also the requests behind one that starts."""
         for line in arrival.lines:
             rest = step.behind.get(line)
             if rest is None:
@@ -380,10 +380,10 @@ class EncodeQueue:
             if follower is not None:
                 _insert(heads, follower)
 
-    # -- who starts ------------------------------------------------------------------------------
+    # -- what starts -----------------------------------------------------------------------------
 
     def _admit_entitled(self, step: _Step) -> list[tuple[int, _Arrival]]:
-        """Admit who is entitled, in order; return who is not, or nobody if the step is full."""
+        """Admit entitled requests, in order; return the others, or none if the step is full."""
         left: list[tuple[int, _Arrival]] = []
         held: set[str] = set()
         heads = self._heads.copy()
@@ -425,9 +425,9 @@ class EncodeQueue:
                 held.update(arrival.consumers)
 
     def _share_beside(self, first: _Arrival, step: _Step) -> int:
-        """Return what others may keep while the first who is entitled waits for room.
+        """Return what others may keep while the first entitled request waits for room.
 
-        Who keeps more than a share starts nothing meanwhile, so the others share what that leaves.
+        Consumers beyond a share start nothing meanwhile, so the others share what those leave.
         """
         beyond = {consumer: kept for consumer, kept in step.kept.items() if kept > step.share}
         size = self._cache.cache_size - sum(beyond.values())
@@ -549,7 +549,7 @@ class EncodeQueue:
         sizes = [arrival.sizes[each] for each in rest if request.request_id not in held(each)]
         return (sizes[0], sum(sizes)) if sizes else (0, 0)
 
-    def _tell_parts(self, arrival: _Arrival) -> None:
+    def _warn_of_parts(self, arrival: _Arrival) -> None:
         request = arrival.request
         logger.warning(
             "request %s is encoded in parts: its %d items have %d embeddings in a prompt of %d "

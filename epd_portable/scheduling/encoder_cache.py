@@ -50,11 +50,11 @@ class MultiModalRequest(Protocol):
 
 
 class EncoderCacheManager:
-    """Who holds which encoder output, and how much room is left.
+    """Which encoder outputs are held by what, and how much room is left.
 
-    An entry is held by requests and, on an encode instance, by transfers. An entry that nobody
-    holds stays until its room is wanted; the one idle for longest goes first. What went is told to
-    the workers by the scheduler through `get_freed_mm_hashes`.
+    An entry is held by requests and, on an encode instance, by transfers. An idle entry stays until
+    its room is wanted; the one idle for longest goes first. The scheduler passes what went on to
+    the workers by `get_freed_mm_hashes`.
 
     Preallocated room counts as used, but the item is not an entry yet: `check_and_update_cache`
     misses it.
@@ -143,7 +143,7 @@ class EncoderCacheManager:
             self._release(item, holder)
 
     def holders(self, mm_hash: str) -> frozenset[str]:
-        """Return who holds an entry; nobody if there is none."""
+        """Return the holders of an entry; none if there is no entry."""
         return frozenset(self.items[mm_hash].holders) if mm_hash in self else frozenset()
 
     def __contains__(self, mm_hash: str) -> bool:
@@ -156,7 +156,7 @@ class EncoderCacheManager:
     def reset(self) -> None:
         """Forget every entry; preallocated room stays as it is.
 
-        The workers forget at the same time, but what went is told by `get_freed_mm_hashes` all the
+        The workers forget at the same time, but `get_freed_mm_hashes` returns what went all the
         same: the receive slots of these items become free on that.
         """
         for item in [each for each in self.items.values() if each.is_here]:
@@ -270,7 +270,7 @@ class EncoderCacheManager:
         self._forget_if_unused(item)
 
     def _forget_if_unused(self, item: Item) -> None:
-        """Drop an item without room that nobody waits for."""
+        """Drop an item without room and without waiting claims."""
         if item.state is State.WAITING and not item.wanted and not item.transfers:
             self.items.pop(item.mm_hash, None)
 

@@ -7,7 +7,7 @@ when the request has computed past the item, has ended, or cannot have it::
     WAITING ──room──▶ RESERVED ──▶ GRANTED ──▶ LANDED ──▶ PRESENT      by a transfer
        ▲  │               │           │           │          │
        │  └────room──▶ LOCAL ─────────────────────────▶ PRESENT        encoded in a step
-       │  └────room──▶ ENCODING ──────────────────────▶ PRESENT        encoded beside steps
+       │  └────room──▶ ENCODING ──────────────────────▶ PRESENT        in the background
        └──────────────────┴───────────┴───────────┴──────────┘
               transfer lost, room given up, entry evicted
 
@@ -37,9 +37,9 @@ class State(enum.Enum):
     LOCAL = enum.auto()
     """It has room, and is to be encoded here, in a step."""
     ENCODING = enum.auto()
-    """It has room, and is encoded here beside the steps; nothing stops that before its end."""
+    """It has room, and is encoded here in the background; nothing stops that before its end."""
     RESERVED = enum.auto()
-    """It has room and a slot, and nobody writes yet."""
+    """It has room and a slot, which is not written yet."""
     GRANTED = enum.auto()
     """An encoder may write its slot."""
     LANDED = enum.auto()
@@ -74,7 +74,7 @@ class Item:
         num_embeds: Room that it takes in the encoder cache.
         tensor: What it is; ``None`` where nothing is received.
         state: How far it has come.
-        holders: Who keeps its room: requests whose claims are served; in an encode instance also
+        holders: Of its room: ids of requests whose claims are served; in an encode instance also
             transfers.
         wanted: Claims that are not served, by request.
         transfers: On their way here, by ``transfer_id``.
@@ -116,7 +116,7 @@ class PromptItem:
         tensor: Shape and dtype of that output.
         modality: The engine's: ``image``, ``video`` or ``audio`` with most models.
         has_media: Whether the request holds the item's media, so that it can be encoded here.
-        media: These (vLLM's ``MultiModalKwargsItem``), if it can be encoded beside the steps.
+        media: These (vLLM's ``MultiModalKwargsItem``), if it can be encoded in the background.
     """
 
     input_id: int
@@ -145,7 +145,7 @@ class Claimant:
             for, so what it waits for comes before what waiting requests wait for.
         num_computed_tokens: Tokens whose KV is there, prefix cache included; before the request is
             running, what would be there if it began.
-        lost: Why it cannot have an item, by ``mm_hash``: nobody delivers it, and it cannot be
+        lost: Why it cannot have an item, by ``mm_hash``: it is not delivered, and cannot be
             encoded here.
         failed: It will be ended without an answer, and claims nothing any more.
     """
@@ -177,7 +177,7 @@ class Claimant:
 
     @property
     def has_all(self) -> bool:
-        """Whether room is kept for all items that it needs, and it waits for nobody's encode."""
+        """Whether room is kept for all items that it needs, and it waits for no other's encode."""
         return not (self.waits or self.to_be_encoded)
 
     @property
@@ -241,7 +241,7 @@ class Claim:
         """Whether the item, if it is not here, comes from elsewhere as far as the request goes.
 
         Transfers that others cannot do without are theirs: the item may be evicted before their
-        turn. Only who never had one waits for them all the same.
+        turn. Only a request that never had one waits for them all the same.
         """
         item = self.item
         if self.expired or not item.transfers:
@@ -323,10 +323,10 @@ class SlotSource(Protocol):
 
 
 class Deliveries(Protocol):
-    """Who brings items from elsewhere: the transfers of each."""
+    """The transfers that bring items from elsewhere."""
 
     def room_given(self, item: Item) -> None:
-        """The item has a slot: whoever has announced it may write."""
+        """The item has a slot: an encoder that has announced it may write."""
         ...
 
     def announced(self, item: Item) -> list[str]:
@@ -336,6 +336,6 @@ class Deliveries(Protocol):
     def not_wanted(self, item: Item, but: Iterable[str] = ()) -> None:
         """End the transfers of an item, all but these.
 
-        A slot that was granted is taken from the item, and comes back when nobody can write it.
+        A granted slot is taken from the item, and comes back when it cannot be written any more.
         """
         ...

@@ -3,28 +3,28 @@
 Room in the encoder cache, and a receive slot for what comes from elsewhere, are given to *claims*
 (`epd_portable.scheduling.items`) strictly in one order: first what running requests wait for, then
 by the arrival of the requests and, within one, by the first place in the prompt that is not
-computed. The first claim that cannot be served stops all behind it, whatever they need. So nobody
-is overtaken for ever.
+computed. The first claim that cannot be served stops all behind it, whatever they need. So none is
+overtaken for ever.
 
 What holds after every call:
 
 - An item that is not `State.WAITING` has its room; only idle entries can lose theirs.
-- `State.LOCAL` and `State.RESERVED` items are held by somebody; who leaves last gives room back.
-  What is written by an encoder, or encoded beside the steps, keeps its room until that has ended.
+- `State.LOCAL` and `State.RESERVED` items have holders; the last that leaves gives room back. What
+  is written by an encoder, or encoded in the background, keeps its room until that has ended.
 - A claim that waits is in the queue. One of which every occurrence is computed does not wait: it
   ends when its request runs. Before, the prefix cache may yet lose what covers it, so it keeps the
   room that it has, as the last of its request.
 - A request is started only when all that it needs is served, or when the first that waits is its
-  own and nobody who was not started has all that it needs (`may_start`). So whoever computes can go
-  on without room that waits for others, and whoever waits for room waits for requests that compute.
-- Somebody behind the first claim may have room all the same: the first was preempted, its entry was
+  own and no request that was not started has all that it needs (`may_start`). So running requests
+  can go on without room that waits for others, and what waits for room waits for running requests.
+- A claim behind the first may have room all the same: the first was preempted, its entry was
   reset, it has computed the first of two occurrences, or the prefix cache covers what it holds.
   Then the last claim behind it gives its room back: of requests that wait for more, its own among
-  them, or, if it computes, of all that were not started (`_make_way`). Who cannot have an item
-  again is asked last, when nothing else will give room.
+  them, or, if it computes, of all that were not started (`_make_way`). A claim that cannot
+  have its item again gives way last, when nothing else will give room.
 
 Together: whenever the first claim waits, a request that came before computes, a transfer with a
-deadline or an encoder is under way, a slot comes back with the next step, or somebody gives way; so
+deadline or an encoder is under way, a slot comes back with the next step, or a claim gives way; so
 every claim is served.
 """
 
@@ -59,7 +59,7 @@ class EncoderCachePreallocator(EncoderCacheManager):
     Args:
         cache_size: Room in encoder embeddings.
         slots: Supply of receive slots.
-        deliveries: Transfers of the items; called back when room is given or not wanted.
+        deliveries: Transfers of the items; called when room is given or not wanted.
         accepts_early: Whether announced items get room before a request asks for them
             (``transfer.preallocation: async``).
         encode_together: Upper bound of embeddings that one request encodes in one step, unless a
@@ -113,7 +113,7 @@ class EncoderCachePreallocator(EncoderCacheManager):
     def open(self, mm_hash: str, tensor: TensorSpec) -> Item | None:
         """Return the item of a name, a new one if need be.
 
-        What bears the name, is something else and is used by nobody is dropped. ``None`` if
+        What bears the name, is something else and is unused is dropped. ``None`` if
         requests use something else of that name.
         """
         item = self.items.get(mm_hash)
@@ -197,14 +197,15 @@ class EncoderCachePreallocator(EncoderCacheManager):
 
     def _encodes_for(self, first: Claimant | None, claimant: Claimant) -> bool:
         """Tell whether the first waits for another to encode an item that has room for both."""
-        items = first.to_be_encoded if first is not None else []
-        return any(self.may_encode(item, claimant.request_id) for item in items)
+        return first is not None and any(
+            self.may_encode(item, claimant.request_id) for item in first.to_be_encoded
+        )
 
     def take_woken(self) -> list[str]:
         """Return requests of which an item came, got room or was lost since the last call.
 
         The first in the order is always among them, since what it waits for may be another's seat,
-        and who could encode an item for it.
+        and those that could encode an item for it.
         """
         first = self._queue.first_request
         if first is not None:
@@ -243,7 +244,7 @@ class EncoderCachePreallocator(EncoderCacheManager):
 
         What is being written may still come: that has a deadline of its own. Otherwise the request
         encodes the item as soon as it has room for that, or has lost it. Transfers for other
-        requests go on. ``reason`` is what a request that cannot encode the item is told.
+        requests go on. ``reason`` is for requests that cannot encode the item.
         """
         item = claim.item
         if not item.transfers or item.is_here or item.state in (State.LOCAL, State.ENCODING):
@@ -261,7 +262,7 @@ class EncoderCachePreallocator(EncoderCacheManager):
     def advance(self) -> None:
         """Serve claims in their order, up to the first for which there is no room.
 
-        When slots are short, an entry that occupies one and that nobody holds is evicted; its slot
+        When slots are short, an idle entry that occupies one is evicted; its slot
         comes back only after the workers forgot it (`retire`, `give_back`).
         """
         if not self._stirred:
@@ -298,14 +299,14 @@ class EncoderCachePreallocator(EncoderCacheManager):
 
     @property
     def is_blocked(self) -> bool:
-        """Whether somebody waits for room."""
+        """Whether a claim waits for room."""
         return self._queue.first is not None
 
     def may_bring(self, item: Item, transfer_id: str) -> bool:
         """Tell whether a transfer may use an item's slot.
 
         That of a request which waits for its turn, and cannot do without the item, brings it to
-        nobody who has, or had, a transfer too: the item may be evicted before that turn.
+        no request that has, or had, a transfer too: the item may be evicted before that turn.
         """
         return transfer_id not in item.kept_transfers or any(
             each.metadata_only and not each.transfer_id for each in self._held(item)
@@ -321,7 +322,7 @@ class EncoderCachePreallocator(EncoderCacheManager):
         self._stirred = True  # While it was written, its room could not be given to others.
 
     def encoded(self, mm_hash: str) -> None:
-        """An item that was encoded beside the steps is in the workers' encoder caches."""
+        """An item that was encoded in the background is in the workers' encoder caches."""
         item = self.items[mm_hash]
         item.state = State.PRESENT
         item.origin = None
@@ -331,13 +332,13 @@ class EncoderCachePreallocator(EncoderCacheManager):
         self._stirred = True  # Meanwhile its room could not be given to others.
 
     def not_encoded(self, mm_hash: str) -> None:
-        """An item could not be encoded beside the steps: one of them has to."""
+        """An item could not be encoded in the background: a step has to."""
         item = self.items[mm_hash]
         item.state = State.LOCAL
         self._changed.update(dict.fromkeys(item.holders))
         computing = [claim for claim in self._held(item) if claim.claimant.running]
         if computing and all(claim.metadata_only for claim in computing):
-            self._wait_again(item)  # Who can encode it may wait for their seats.
+            self._wait_again(item)  # Those that can encode it may wait for their seats.
         self._settle(item)
         self._stirred = True
 
@@ -358,10 +359,7 @@ class EncoderCachePreallocator(EncoderCacheManager):
             self._stirred = True
 
     def retire(self, mm_hash: str) -> SlotDescriptor | None:
-        """The workers read an item's slot no more once this step has ended; return it.
-
-        The caller hands it to `give_back` then.
-        """
+        """Return an item's slot, for `give_back` when the step that forgets the item has ended."""
         slot = self._resident.pop(mm_hash, None)
         if slot is not None:
             self._retiring += 1
@@ -381,7 +379,7 @@ class EncoderCachePreallocator(EncoderCacheManager):
     # -- what vLLM's scheduler calls -------------------------------------------------------------
 
     def reset(self) -> None:
-        """See `EncoderCacheManager.reset`; who held entries queues for them again."""
+        """See `EncoderCacheManager.reset`; holders of entries queue for them again."""
         for item in [each for each in self.items.values() if each.is_here]:
             for claim in self._held(item):
                 self._unserve(claim)
@@ -559,7 +557,7 @@ class EncoderCachePreallocator(EncoderCacheManager):
 
     def _evict_resident(self) -> None:
         if any(mm_hash in self._resident for mm_hash in self._freed):
-            return  # One went already, which the workers have not been told yet.
+            return  # One went already, which the workers do not know yet.
         for mm_hash, item in self._idle.items():
             if mm_hash in self._resident:
                 self._evict(item)
@@ -568,7 +566,7 @@ class EncoderCachePreallocator(EncoderCacheManager):
     def _make_way(self, first: Claim) -> bool:
         """Let the last claim behind the first give its room back; tell whether one did.
 
-        For who computes, requests give way that have all their room and were not started: they may
+        For running requests, those give way that have all their room and were not started: they may
         wait for its seat.
         """
         lacks_slot = first.by_transfer and self.can_preallocate(first.item.num_embeds)
@@ -600,9 +598,10 @@ class EncoderCachePreallocator(EncoderCacheManager):
         return last is not None
 
     def _room_returns(self, first: Claimant) -> bool:
-        """Tell whether room comes back by itself: of who computes, or what is under way.
+        """Tell whether room comes back by itself: of running requests, or what is under way.
 
-        Who has all that it needs will compute, unless the first has the seat that it waits for.
+        A request that has all that it needs will compute, unless the first has the seat that it
+        waits for.
         """
         groups = [self._with_room[True]] if first.running else self._with_room.values()
         going_on = any(claimant.has_all for group in groups for claimant in group.values())
@@ -623,13 +622,13 @@ class EncoderCachePreallocator(EncoderCacheManager):
         self._push(claim)
 
     def _wait_again(self, item: Item) -> None:
-        """An item has lost its room on its way: everybody who held it queues again."""
+        """An item has lost its room on its way: all its holders queue again."""
         for claim in self._held(item):
             self._unserve(claim)
         self._give_room_back(item)
 
     def _settle(self, item: Item) -> None:
-        """Give back what nobody keeps, and end the transfers of what nobody wants."""
+        """Give back room without holders, and end the transfers of what is not wanted."""
         if item.is_here:
             self._end_vain_transfers(item)
             return
@@ -659,7 +658,7 @@ class EncoderCachePreallocator(EncoderCacheManager):
         self._stirred = True
 
     def _drop(self, item: Item) -> None:
-        """Forget an item that nobody uses, whatever its state."""
+        """Forget an unused item, whatever its state."""
         self._deliveries.not_wanted(item)
         if item.is_here:
             self._evict(item)
@@ -667,7 +666,7 @@ class EncoderCachePreallocator(EncoderCacheManager):
             self._give_room_back(item)
 
     def _is_here(self, item: Item) -> None:
-        """Let everybody who holds an item compute with it.
+        """Let all holders of an item compute with it.
 
         It may be evicted before the turn of others, whose own transfers may be used up. For those
         that cannot do without it is kept from now on.

@@ -1,11 +1,11 @@
 """The encoder cache of an encode instance with a second level: copies in host memory.
 
-The first level, on the device, holds what is computed and sent now, and what still fits beside it.
+The first level, on the device, holds what is computed and sent now, and what else fits.
 Of every item that is encoded a copy goes into host memory as well, where as many bytes are as were
 asked for, the least recently used going first. An item that has left the first level and is asked
 for again comes back from there: its room is made, its copy restored, and no encoder runs.
 
-The scheduler decides all of it; the worker is told with each step (`HostOrders`).
+The scheduler decides all of it; each step brings the worker its `HostOrders`.
 """
 
 from __future__ import annotations

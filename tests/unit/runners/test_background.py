@@ -175,7 +175,7 @@ def test_an_item_that_cannot_be_encoded_is_told_and_the_next_one_comes(
     until(there)
     assert list(placed) == ["b"]
     assert background.take_ended() == ({"broken"}, {"b"})
-    assert "item broken could not be encoded beside a step" in caplog.text
+    assert "item broken could not be encoded in the background" in caplog.text
     assert "no such tower" in caplog.text
     with background.turns.step():
         """Nothing keeps it waiting."""
