@@ -6,15 +6,12 @@ All times are of one monotonic clock per host, so events of different processes 
 from __future__ import annotations
 
 import json
-from bisect import bisect_right
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from pydantic import JsonValue
-
-Event = dict[str, JsonValue]
+Event = dict[str, Any]
 """One line of a trace; see `epd_portable.log.EventTrace`."""
 
 
@@ -63,69 +60,52 @@ def read_events(folder: Path) -> list[Event]:
         for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
             if line.endswith("\n"):
                 events.append(json.loads(line))
-    events.sort(key=time_of)
+    events.sort(key=lambda event: event["t_s"])
     return events
 
 
-def time_of(event: Event) -> float:
-    """Return when an event was recorded, in seconds."""
-    return _number(event, "t_s")
+def handovers(events: Iterable[Event], *, end: str = "item.placed") -> list[Handover]:
+    """Return every complete way of an item that is encoded and transferred once.
 
-
-def named(events: Iterable[Event], name: str) -> list[Event]:
-    """Return the events of one name."""
-    return [event for event in events if event["event"] == name]
-
-
-def handovers(events: Sequence[Event], *, end: str = "item.placed") -> list[Handover]:
-    """Return every complete way of an item, in the order of the writes.
-
-    An item that was encoded or placed several times is matched by time: the last output before
-    the write, the first placement after the landing. Ways that lack an event (aborted, or not
-    ended when the trace was read) are left out.
+    Ways that lack an event (aborted, or not ended when the trace was read) are left out.
 
     Args:
         events: In the order of time, see `read_events`.
         end: Event with which the way of an item ends.
     """
-    ready, placed = (_times(events, name, "mm_hash") for name in ("output.ready", end))
-    granted, landed = (
-        _times(events, name, "transfer") for name in ("transfer.granted", "item.landed")
-    )
+    first: dict[tuple[Any, Any], Event] = {}
+    for event in events:
+        for key in (event.get("transfer"), event.get("mm_hash")):
+            first.setdefault((event["event"], key), event)
     found = []
-    for written in named(events, "transfer.written"):
-        transfer, mm_hash = str(written["transfer"]), str(written["mm_hash"])
-        write_s = _number(written, "write_s")
-        begin_s = time_of(written) - write_s
-        outputs = ready[mm_hash][: bisect_right(ready[mm_hash], begin_s)]
-        grants = granted[transfer][: bisect_right(granted[transfer], begin_s)]
-        arrivals = landed[transfer][:1]
-        placements = [each for each in placed[mm_hash] if arrivals and each >= arrivals[0]]
-        if outputs and grants and placements:
-            found.append(
-                Handover(
-                    transfer=transfer,
-                    path=str(written["path"]),
-                    nbytes=int(_number(written, "nbytes")),
-                    granted_before=grants[-1] <= outputs[-1],
-                    grant_wait_s=begin_s - outputs[-1],
-                    write_s=write_s,
-                    notice_s=arrivals[0] - time_of(written),
-                    place_s=placements[0] - arrivals[0],
-                )
+    for (name, transfer), written in first.items():
+        if name != "transfer.written" or transfer != written["transfer"]:
+            continue
+        mm_hash = written["mm_hash"]
+        needed = [
+            first.get(each)
+            for each in (
+                ("transfer.granted", transfer),
+                ("output.ready", mm_hash),
+                ("item.landed", transfer),
+                (end, mm_hash),
             )
+        ]
+        times_s = [event["t_s"] for event in needed if event is not None]
+        if len(times_s) < len(needed):
+            continue
+        granted_s, ready_s, landed_s, end_s = times_s
+        written_s, write_s = written["t_s"], written["write_s"]
+        found.append(
+            Handover(
+                transfer=transfer,
+                path=written["path"],
+                nbytes=written["nbytes"],
+                granted_before=granted_s <= ready_s,
+                grant_wait_s=written_s - write_s - ready_s,
+                write_s=write_s,
+                notice_s=landed_s - written_s,
+                place_s=end_s - landed_s,
+            )
+        )
     return found
-
-
-def _times(events: Iterable[Event], name: str, key: str) -> dict[str, list[float]]:
-    """Return when events of a name were recorded, by the value of one of their fields."""
-    times: dict[str, list[float]] = defaultdict(list)
-    for event in named(events, name):
-        times[str(event[key])].append(time_of(event))
-    return times
-
-
-def _number(event: Event, name: str) -> float:
-    value = event[name]
-    assert isinstance(value, int | float), f"{name} of {event} is no number"
-    return float(value)
