@@ -57,7 +57,7 @@ class Choosing:
     def choose_pd(self, tried: Collection[str]) -> Instance | None:
         """Return the usable PD instance that should answer; ``None`` if there is none.
 
-        Those of the names in ``tried`` must not.
+        Instances that ``tried`` names must not get it.
         """
         chosen = self.instances.choose_least_loaded(tried)
         if self.explanation is not None:
