@@ -56,18 +56,10 @@ MEANT = {
     ),
     "--measure": "`vllm bench` measures stage times (docs/deploy.md).",
     **dict.fromkeys(
-        (
-            "--share",
-            "--pictures",
-            "--size",
-            "--text",
-            "--output",
-            "--repeat",
-            "--turns",
-            "--preset",
-        ),
+        ("--share", "--pictures", "--size", "--text", "--output", "--repeat", "--turns"),
         "Keys of --point, as in --point rate=2/6/10,share=0.1,pictures=4.",
     ),
+    "--preset": "--point says all of it.",
     **dict.fromkeys(
         ("--rate", "--concurrency", "--cv", "--requests", "--replay"),
         "Requests come by Poisson arrivals: --point rate=2/6/10.",

@@ -25,7 +25,7 @@ def file_options(command: F) -> F:
     """Add the options that say where results are kept."""
     markdown = click.option("--markdown", "markdown_file", type=_FILE, help="Write the tables.")
     samples = click.option(
-        "--json", "json_file", type=_FILE, help="Write every sample and a summary."
+        "--json", "json_file", type=_FILE, help="Write all figures, a line for each case or turn."
     )
     return samples(markdown(command))
 

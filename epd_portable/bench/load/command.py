@@ -16,10 +16,10 @@ from epd_portable.bench import console, report
 from epd_portable.bench.load import chart, checkpoint, peers
 from epd_portable.bench.load import report as load_report
 from epd_portable.bench.load import sides as load_sides
+from epd_portable.bench.load.context import BenchContext
 from epd_portable.bench.load.measure import LoadResults, Measurement
 from epd_portable.bench.load.plan import LoadPlan, read_points
 from epd_portable.bench.load.report import LoadSetting
-from epd_portable.bench.load.servers import BenchContext
 from epd_portable.bench.load.sides import Allotment, LoadSide
 from epd_portable.config.instance import PlatformName
 from epd_portable.config.load import load_topology

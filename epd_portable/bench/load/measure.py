@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 
 from epd_portable.bench.load import usage
 from epd_portable.bench.load.clients import Answers, Order, prepared
+from epd_portable.bench.load.context import BenchContext
 from epd_portable.bench.load.plan import LoadPlan, LoadPoint, LoadRequest
-from epd_portable.bench.load.servers import BenchContext, RunningSide, start_sides
+from epd_portable.bench.load.servers import RunningSide, start_sides
 from epd_portable.bench.load.sides import LoadSide
 from epd_portable.bench.load.turns import Turn, make_turn
 from epd_portable.errors import MeasurementError

@@ -9,14 +9,14 @@ servers where the launcher would let them run.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import JsonValue
 
 from epd_portable.bench import servers
+from epd_portable.bench.load.context import BenchContext
 from epd_portable.bench.load.sides import LoadSide
-from epd_portable.config.schema import Topology
 from epd_portable.launch.plan.engine import ROLE_ARGS, cpu_env
 from epd_portable.launch.plan.placement import InstancePlacement
 from epd_portable.platforms.traits import TRAITS
@@ -48,35 +48,29 @@ def describe(sides: Sequence[LoadSide], proxy: Path | None) -> str:
 
 
 def plain_engine(
-    topology: Topology,
+    side: LoadSide,
+    context: BenchContext,
     *,
     name: str,
-    platform: str,
     units: Sequence[str],
-    folder: Path,
-    tuned: bool,
-    ranks: int = 1,
     extra: dict[str, JsonValue] | None = None,
-    report: Callable[[str], None],
 ) -> servers.Server:
     """Return one server of plain vLLM on these cores or devices.
 
     Args:
-        topology: Whose model, engine arguments and environment it gets.
-        name: For messages and its log.
-        platform: What it runs on.
-        units: Its cores or devices.
-        folder: For its log.
-        tuned: See the module.
-        ranks: Of data parallelism, which divide its cores or devices among them.
+        side: Replicas, ranks or vLLM's example.
+        context: Its topology gives the model, engine arguments and environment.
+        name: For messages and the log.
+        units: Cores or devices, which ranks of data parallelism divide among them.
         extra: Engine arguments beyond those of the topology.
-        report: Gets one line for each stage of its start.
     """
-    traits = TRAITS[platform]
+    topology, traits = context.topologies[side.name], TRAITS[context.platform]
     arguments: dict[str, JsonValue] = {**topology.engine_args, **(extra or {})}
+    ranks = side.count if side.kind == "ranks" else 1
     each = len(units) // ranks
     if ranks > 1:
         arguments["data_parallel_size"] = ranks
+    folder = context.folder_of(side)
     start = None
     if traits.visible_devices_env is not None:
         env = {traits.visible_devices_env: ",".join(units)}
@@ -84,7 +78,7 @@ def plain_engine(
     else:
         by_rank = [tuple(map(int, units[rank * each :][:each])) for rank in range(ranks)]
         env = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, own)) for own in by_rank)}
-        if tuned:
+        if side.tuned:
             eager = arguments.get("enforce_eager") is True
             env = cpu_env(InstancePlacement(port=0, cores=(by_rank[0],)), 1, eager=eager)
             arguments.setdefault("distributed_executor_backend", traits.single_rank_executor_cls)
@@ -93,68 +87,42 @@ def plain_engine(
         topology.model,
         log=folder / f"{name}.log",
         engine_args=arguments,
-        platform=platform,
+        platform=context.platform,
         env={**env, **topology.env},
-        report=report,
+        report=context.report_of(side),
         name=name,
         **({"popen": start} if start else {}),
     )
 
 
-def example_engine(
-    topology: Topology,
-    group: str,
-    *,
-    platform: str,
-    units: Sequence[str],
-    folder: Path,
-    store: Path,
-    tuned: bool,
-    report: Callable[[str], None],
-) -> servers.Server:
-    """Return one instance of vLLM's example; it takes the arguments of the same role, too.
+def example_engines(side: LoadSide, context: BenchContext, store: Path) -> list[servers.Server]:
+    """Return the encode and the prefill+decode instance of vLLM's example.
 
     Args:
-        topology: As in `plain_engine`.
-        group: ``encode`` or ``prefill_decode``.
-        platform: What it runs on.
-        units: Its cores or devices.
-        folder: For its log.
+        side: The example.
+        context: Its topology gives the arguments of each role, too.
         store: Folder through which encoder outputs go from one instance to the other.
-        tuned: See the module.
-        report: Gets one line for each stage of its start.
     """
-    transfer: dict[str, JsonValue] = {
-        "ec_connector": "ECExampleConnector",
-        "ec_role": _EC_ROLES[group],
-        "ec_connector_extra_config": {"shared_storage_path": str(store)},
-    }
-    arguments = {**ROLE_ARGS.get(group, {}), **getattr(topology.instances, group).engine_args}
-    return plain_engine(
-        topology,
-        name=group.replace("_", "-"),
-        platform=platform,
-        units=units,
-        folder=folder,
-        extra={**arguments, "ec_transfer_config": transfer},
-        tuned=tuned,
-        report=report,
-    )
+    found = []
+    for (group, role), units in zip(_EC_ROLES.items(), context.servers_of(side), strict=True):
+        transfer: dict[str, JsonValue] = {
+            "ec_connector": "ECExampleConnector",
+            "ec_role": role,
+            "ec_connector_extra_config": {"shared_storage_path": str(store)},
+        }
+        instances = getattr(context.topologies[side.name].instances, group)
+        extra = {**ROLE_ARGS.get(group, {}), **instances.engine_args}
+        extra["ec_transfer_config"] = transfer
+        name = group.replace("_", "-")
+        found.append(plain_engine(side, context, name=name, units=units, extra=extra))
+    return found
 
 
 def example_proxy(
-    encode: str, prefill_decode: str, *, cores: frozenset[int], folder: Path, file: Path | None
+    side: LoadSide, context: BenchContext, encode: str, prefill_decode: str
 ) -> servers.Server:
-    """Return the example's proxy.
-
-    Args:
-        encode: Base address of its encode instance.
-        prefill_decode: That of the other.
-        cores: Where it runs.
-        folder: For its log.
-        file: The proxy itself; ``None`` for `epd_portable.bench.load.proxy`, which stands in.
-    """
-    port = servers.free_port()
+    """Return the example's proxy, or its stand-in, between instances at two base addresses."""
+    port, file, folder = servers.free_port(), context.upstream_proxy, context.folder_of(side)
     argv = [sys.executable, *([str(file)] if file else ["-m", "epd_portable.bench.load.proxy"])]
     argv += ["--host", "127.0.0.1", "--port", str(port), "--encode-servers-urls", encode]
     argv += ["--prefill-servers-urls", "disable", "--decode-servers-urls", prefill_decode]
@@ -163,5 +131,5 @@ def example_proxy(
         argv=argv,
         url=f"http://127.0.0.1:{port}",
         log=folder / "proxy.log",
-        popen=servers.start_on_cores(cores, folder),
+        popen=servers.start_on_cores(frozenset(context.allotment.rest), folder),
     )

@@ -8,86 +8,22 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import psutil
 
 from epd_portable.bench.load import usage
-from epd_portable.bench.load.peers import example_engine, example_proxy, plain_engine
-from epd_portable.bench.load.sides import Allotment, LoadSide, api_cores
+from epd_portable.bench.load.context import BenchContext
+from epd_portable.bench.load.peers import example_engines, example_proxy, plain_engine
+from epd_portable.bench.load.sides import LoadSide, api_cores
 from epd_portable.bench.load.usage import Part
 from epd_portable.bench.servers import Server, model_name, topology
 from epd_portable.config.groups import Instances
-from epd_portable.config.instance import PlatformName
-from epd_portable.config.schema import Topology
 from epd_portable.errors import MeasurementError
-from epd_portable.launch.plan.placement import ranks_of
 from epd_portable.launch.run.process import bind_threads
 from epd_portable.launch.run.sessions import SHM
-from epd_portable.platforms.traits import TRAITS
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BenchContext:
-    """What all sides of a measurement have in common.
-
-    Attributes:
-        platform: What everything runs on.
-        topologies: Of each side, with all settings; of plain vLLM the one whose arguments it gets.
-        settings: As ``--set`` takes them.
-        model: Replaces that of a topology file; ``None`` keeps it.
-        allotment: Which cores or devices each side gets.
-        folder: For logs, a folder for each side.
-        upstream_proxy: File of the proxy of vLLM's example; ``None`` for its stand-in.
-        report: Gets progress lines.
-        starting: Servers whose start has begun.
-    """
-
-    platform: PlatformName
-    topologies: dict[str, Topology]
-    settings: tuple[str, ...]
-    model: str | None
-    allotment: Allotment
-    folder: Path
-    upstream_proxy: Path | None
-    report: Callable[[str], None]
-    starting: list[Server] = field(default_factory=list)
-
-    @property
-    def binds_cores(self) -> bool:
-        """Whether each instance is bound to cores of its own."""
-        on_devices = TRAITS[self.platform].visible_devices_env is not None
-        return not (on_devices or self.allotment.crowded)
-
-    def report_of(self, side: LoadSide) -> Callable[[str], None]:
-        """Return `report` for lines about a side."""
-        return lambda line: self.report(f"{side.name}: {line}")
-
-    def folder_of(self, side: LoadSide) -> Path:
-        """Return the folder of a side, which is made if it is not there."""
-        folder = self.folder / side.name
-        folder.mkdir(exist_ok=True)
-        return folder
-
-    def servers_of(self, side: LoadSide) -> list[tuple[str, ...]]:
-        """Return the cores or devices of each server of plain vLLM."""
-        units = self.allotment.units[side.name]
-        return [sum(units, ())] if side.kind == "ranks" else units
-
-    def cores_of(self, side: LoadSide) -> dict[str, list[int]]:
-        """Return the cores of each group of instances of a topology; empty if none is bound."""
-        if not self.binds_cores:
-            return {}
-        units = iter(self.allotment.units[side.name])
-        groups = self.topologies[side.name].instances
-        return {
-            name: [
-                int(core) for _ in range(ranks_of(getattr(groups, name))) for core in next(units)
-            ]
-            for name in Instances.model_fields
-        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,16 +110,7 @@ def _start_topology(side: LoadSide, context: BenchContext) -> Iterator[RunningSi
 @contextlib.contextmanager
 def _start_replicas(side: LoadSide, context: BenchContext) -> Iterator[RunningSide]:
     plain = [
-        plain_engine(
-            context.topologies[side.name],
-            name=f"replica-{index}",
-            platform=context.platform,
-            units=units,
-            folder=context.folder_of(side),
-            tuned=side.tuned,
-            ranks=side.count if side.kind == "ranks" else 1,
-            report=context.report_of(side),
-        )
+        plain_engine(side, context, name=f"replica-{index}", units=units)
         for index, units in enumerate(context.servers_of(side))
     ]
     with _started(plain, side, context) as parts:
@@ -193,33 +120,12 @@ def _start_replicas(side: LoadSide, context: BenchContext) -> Iterator[RunningSi
 
 @contextlib.contextmanager
 def _start_upstream(side: LoadSide, context: BenchContext) -> Iterator[RunningSide]:
-    folder = context.folder_of(side)
-    where = SHM if SHM.is_dir() else folder
+    where = SHM if SHM.is_dir() else context.folder
     with tempfile.TemporaryDirectory(prefix="epd-bench-store-", dir=where) as store:
-        engines = [
-            example_engine(
-                context.topologies[side.name],
-                group,
-                platform=context.platform,
-                units=units,
-                folder=folder,
-                store=Path(store),
-                tuned=side.tuned,
-                report=context.report_of(side),
-            )
-            for group, units in zip(
-                ("encode", "prefill_decode"), context.servers_of(side), strict=True
-            )
-        ]
+        engines = example_engines(side, context, Path(store))
         with _started(engines, side, context) as parts:
             encode, prefill_decode = (server.url for server in engines)
-            with example_proxy(
-                encode,
-                prefill_decode,
-                cores=frozenset(context.allotment.rest),
-                folder=folder,
-                file=context.upstream_proxy,
-            ) as proxy:
+            with example_proxy(side, context, encode, prefill_decode) as proxy:
                 yield RunningSide(
                     side=side,
                     urls=(proxy.url,),

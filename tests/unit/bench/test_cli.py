@@ -46,7 +46,7 @@ def test_the_help_of_a_command_tells_its_exit_statuses_and_defaults(command: str
         ),
         (["transfer", "--path", "shm", "--path", "ipc"], "--path ipc: cpu has no device memory"),
         ([*LOAD, "x.yaml", "--point", "size=large"], "'large' is no value of size"),
-        ([*LOAD, "x.yaml", "--preset", "one-by-one"], "Keys of --point, as in --point rate=2"),
+        ([*LOAD, "x.yaml", "--share", "1"], "Keys of --point, as in --point rate=2"),
         ([*LOAD, "x.yaml", "--up", "hope"], "'hope' is not one of"),
         (["load", "--platform", "cpu"], "Missing option '--side'"),
         (["step", "--steps", "9"], "9 is not in the range"),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from epd_portable.bench.load.peers import describe, example_engine, example_proxy, plain_engine
-from epd_portable.bench.load.sides import read_sides
+from epd_portable.bench.load.context import BenchContext
+from epd_portable.bench.load.peers import describe, example_engines, example_proxy, plain_engine
+from epd_portable.bench.load.sides import Allotment, LoadSide, read_side, read_sides
 from epd_portable.bench.servers import Server
 from epd_portable.config.load import load_topology
 from epd_portable.config.schema import Topology
@@ -24,6 +26,26 @@ def topology(platform: Any, *overrides: str) -> Topology:
     return load_topology(ROOT / "configs" / "1e1pd.yaml", platform, overrides=overrides)
 
 
+def context_of(
+    side: LoadSide, platform: Any, units: Sequence[str], folder: Path, *overrides: str
+) -> BenchContext:
+    count = max(1, side.count)
+    each = len(units) // count
+    allotment = Allotment(
+        units={side.name: [tuple(units[at * each :][:each]) for at in range(count)]}, rest=(0,)
+    )
+    return BenchContext(
+        platform=platform,
+        topologies={side.name: topology(platform, *overrides)},
+        settings=(),
+        model=None,
+        allotment=allotment,
+        folder=folder,
+        upstream_proxy=None,
+        report=lambda line: None,
+    )
+
+
 def plain(
     platform: Any,
     units: Sequence[str],
@@ -32,16 +54,10 @@ def plain(
     tuned: bool = True,
     ranks: int = 1,
 ) -> Server:
-    return plain_engine(
-        topology(platform, *overrides),
-        name="replica-0",
-        platform=platform,
-        units=units,
-        folder=folder,
-        tuned=tuned,
-        ranks=ranks,
-        report=lambda line: None,
-    )
+    side = read_side(f"dp:{ranks}{',tuned' if tuned else ''}")
+    context = context_of(side, platform, units, folder, *overrides)
+    (own,) = context.servers_of(side)
+    return plain_engine(side, context, name="replica-0", units=own)
 
 
 def value(argv: Sequence[str], flag: str) -> str:
@@ -103,16 +119,12 @@ def test_on_devices_plain_vllm_sees_its_devices_and_divides_the_model_among_them
 def test_the_example_has_the_connector_of_vllm_itself(
     tmp_path: Path, group: str, role: str
 ) -> None:
-    peer = example_engine(
-        topology("cpu", f"instances.{group}.engine_args.max_num_seqs=9"),
-        group,
-        platform="cpu",
-        units=["1"],
-        folder=tmp_path,
-        store=tmp_path / "store",
-        tuned=True,
-        report=lambda line: None,
-    )
+    side = read_side("upstream:1E1PD,tuned")
+    override = f"instances.{group}.engine_args.max_num_seqs=9"
+    context = context_of(side, "cpu", ["1"], tmp_path, override)
+    context.allotment.units[side.name] = [("1",), ("2",)]
+    encode, prefill_decode = example_engines(side, context, tmp_path / "store")
+    peer = encode if group == "encode" else prefill_decode
     assert json.loads(value(peer.argv, "--ec-transfer-config")) == {
         "ec_connector": "ECExampleConnector",
         "ec_role": role,
@@ -123,9 +135,13 @@ def test_the_example_has_the_connector_of_vllm_itself(
 
 
 def test_the_proxy_asks_both_instances_and_is_the_given_file(tmp_path: Path) -> None:
+    side = read_side("upstream:1E1PD")
+
     def proxy(file: Path | None) -> Server:
-        cores = frozenset({0})
-        return example_proxy("http://e", "http://pd", cores=cores, folder=tmp_path, file=file)
+        context = context_of(side, "cpu", ["1"], tmp_path)
+        return example_proxy(
+            side, dataclasses.replace(context, upstream_proxy=file), "http://e", "http://pd"
+        )
 
     stand_in, real = proxy(None), proxy(tmp_path / "disagg_epd_proxy.py")
     assert stand_in.argv[1:3] == ["-m", "epd_portable.bench.load.proxy"]

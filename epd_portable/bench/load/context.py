@@ -1,0 +1,76 @@
+"""What all sides of a measurement have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from epd_portable.bench.load.sides import Allotment, LoadSide
+from epd_portable.bench.servers import Server
+from epd_portable.config.groups import Instances
+from epd_portable.config.instance import PlatformName
+from epd_portable.config.schema import Topology
+from epd_portable.launch.plan.placement import ranks_of
+from epd_portable.platforms.traits import TRAITS
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BenchContext:
+    """What all sides of a measurement have in common.
+
+    Attributes:
+        platform: What everything runs on.
+        topologies: Of each side, with all settings; of plain vLLM the one whose arguments it gets.
+        settings: As ``--set`` takes them.
+        model: Replaces that of a topology file; ``None`` keeps it.
+        allotment: Which cores or devices each side gets.
+        folder: For logs, a folder for each side.
+        upstream_proxy: File of the proxy of vLLM's example; ``None`` for its stand-in.
+        report: Gets progress lines.
+        starting: Servers whose start has begun.
+    """
+
+    platform: PlatformName
+    topologies: dict[str, Topology]
+    settings: tuple[str, ...]
+    model: str | None
+    allotment: Allotment
+    folder: Path
+    upstream_proxy: Path | None
+    report: Callable[[str], None]
+    starting: list[Server] = field(default_factory=list)
+
+    @property
+    def binds_cores(self) -> bool:
+        """Whether each instance is bound to cores of its own."""
+        on_devices = TRAITS[self.platform].visible_devices_env is not None
+        return not (on_devices or self.allotment.crowded)
+
+    def report_of(self, side: LoadSide) -> Callable[[str], None]:
+        """Return `report` for lines about a side."""
+        return lambda line: self.report(f"{side.name}: {line}")
+
+    def folder_of(self, side: LoadSide) -> Path:
+        """Return the folder of a side, which is made if it is not there."""
+        folder = self.folder / side.name
+        folder.mkdir(exist_ok=True)
+        return folder
+
+    def servers_of(self, side: LoadSide) -> list[tuple[str, ...]]:
+        """Return the cores or devices of each server of plain vLLM."""
+        units = self.allotment.units[side.name]
+        return [sum(units, ())] if side.kind == "ranks" else units
+
+    def cores_of(self, side: LoadSide) -> dict[str, list[int]]:
+        """Return the cores of each group of instances of a topology; empty if none is bound."""
+        if not self.binds_cores:
+            return {}
+        units = iter(self.allotment.units[side.name])
+        groups = self.topologies[side.name].instances
+        return {
+            name: [
+                int(core) for _ in range(ranks_of(getattr(groups, name))) for core in next(units)
+            ]
+            for name in Instances.model_fields
+        }
