@@ -202,6 +202,7 @@ class _Line:
         self.over = False
         self.broken = False
         self.free: list[torch.Tensor] = []
+        """Registered buffers, smallest first."""
         self.dropped = threading.Event()
         # By TCP the other end does not connect to this one.
         reached = peer.protocol != _TCP
@@ -228,11 +229,10 @@ class _Line:
 
     def take_buffer(self, nbytes: int) -> torch.Tensor | None:
         """Return a free buffer of at least ``nbytes``; the caller has the transport's lock."""
-        fitting = [each for each in self.free if each.numel() >= nbytes]
-        smallest = min(fitting, key=lambda each: each.numel(), default=None)
-        # By identity: tensors compare their elements.
-        self.free = [each for each in self.free if each is not smallest]
-        return smallest
+        for index, buffer in enumerate(self.free):
+            if buffer.numel() >= nbytes:
+                return self.free.pop(index)
+        return None
 
     def has_ended(self) -> bool:
         """Return whether the consumer has certainly ended; by RDMA that is never known."""

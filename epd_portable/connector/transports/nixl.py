@@ -111,6 +111,7 @@ class NixlTransport(Transport):
         self._lock = threading.Lock()
         self._peers = Connections(self._connect, self._disconnect)
         self._free: list[_Buffer] = []
+        """Smallest first."""
 
     def write(
         self,
@@ -140,10 +141,11 @@ class NixlTransport(Transport):
             self._agent.deregister(buffer.registered)
             raise
         with self._lock:
-            if len(self._free) < BUFFERS:
-                self._free.append(buffer)
-                return
-        self._agent.deregister(buffer.registered)
+            self._free.append(buffer)
+            self._free.sort(key=lambda each: each.memory.numel())
+            smallest = self._free.pop(0) if len(self._free) > BUFFERS else None
+        if smallest is not None:
+            self._agent.deregister(smallest.registered)
 
     def close(self) -> None:
         """Disconnect from all consumers, and free the buffers."""
@@ -155,14 +157,9 @@ class NixlTransport(Transport):
 
     def _take_buffer(self, nbytes: int) -> _Buffer:
         with self._lock:
-            fitting = [each for each in self._free if each.memory.numel() >= nbytes]
-            if fitting:
-                smallest = min(fitting, key=lambda each: each.memory.numel())
-                self._free.remove(smallest)
-                return smallest
-            too_small = self._free.pop() if len(self._free) == BUFFERS else None
-        if too_small is not None:
-            self._agent.deregister(too_small.registered)
+            for index, buffer in enumerate(self._free):
+                if buffer.memory.numel() >= nbytes:
+                    return self._free.pop(index)
         return _Buffer(self._agent, max(SMALLEST_BUFFER, 1 << (nbytes - 1).bit_length()))
 
     def _send(
