@@ -110,7 +110,7 @@ class Secret:
         return f"{SIGNATURE_SCHEME} time={at}, nonce={nonce}, mac={mac}"
 
     def signed(self, mac: str, method: str, target: str, at: str, nonce: str, body: bytes) -> bool:
-        """Tell whether a signature's mac is that of exactly this request, see `sign`."""
+        """Return whether a signature's mac is that of exactly this request, see `sign`."""
         return hmac.compare_digest(mac, self._mac(method, target, at, nonce, body))
 
     def _mac(self, method: str, target: str, at: str, nonce: str, body: bytes) -> str:
@@ -153,7 +153,7 @@ class Secret:
         return self._digest("transfers", *data, nbytes=_PROOF_BYTES)
 
     def vouched(self, proof: str, transfer_id: str, item: str, consumer: str) -> bool:
-        """Tell whether a proof is the router's, for exactly these, see `vouch`."""
+        """Return whether a proof is the router's, for exactly these, see `vouch`."""
         expected = self.vouch(transfer_id, item, consumer)
         return hmac.compare_digest(proof.encode("utf-8", "surrogatepass"), expected.encode())
 

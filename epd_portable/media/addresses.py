@@ -137,7 +137,7 @@ class WebTarget(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def is_web(url: bytes) -> bool:
-    """Tell whether a text begins as an ``http`` or ``https`` URL."""
+    """Return whether a text begins as an ``http`` or ``https`` URL."""
     return _WEB.match(url[:6].decode("latin-1")) is not None
 
 
@@ -296,7 +296,7 @@ class AddressPolicy:
         self._allowed = tuple(ipaddress.ip_network(each) for each in networks)
 
     def allows(self, text: str) -> bool:
-        """Tell whether an address, as the system writes it, may be connected to."""
+        """Return whether an address, as the system writes it, may be connected to."""
         try:
             address: Address = ipaddress.ip_address(text)
         except ValueError:

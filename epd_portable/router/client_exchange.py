@@ -151,7 +151,7 @@ class ClientExchange:
         self.request.begin(status, given)
 
     def write(self, data: bytes) -> bool:
-        """Send a piece; tell whether the client takes more at once."""
+        """Send a piece; return whether the client takes more at once."""
         record = self.record
         record.nbytes_out += len(data)
         if self._of_events:

@@ -109,7 +109,7 @@ class Attempt:
         over: Set when no item is needed any more: the PD instance has begun its answer, or nobody
             waits for one. A job that is cancelled in the moment in which its encoder goes down, or
             in which a time ends, may learn of that only; this it sees in any case.
-        told: What encoders say of the items that go without their media, by transfer.
+        metadata: What encoders say of the items that go without their media, by transfer.
         awaited: Items that the PD instance can do nothing without.
         turn: Held by the encode job that runs, where they run one after the other.
         choosing: Who gets what of the request.
@@ -126,7 +126,7 @@ class Attempt:
     record: RequestRecord
     held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     over: asyncio.Event = field(default_factory=asyncio.Event)
-    told: dict[str, asyncio.Future[EncodedItem | EncodeFailure]] = field(default_factory=dict)
+    metadata: dict[str, asyncio.Future[EncodedItem | EncodeFailure]] = field(default_factory=dict)
     awaited: int = 0
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -149,9 +149,13 @@ class Attempt:
             self.use.compute()
             self.encoded()
 
-    def tell(self, delivery: Delivery, answer: EncodedItem | EncodeFailure) -> bool:
-        """Let the PD instance be asked, or not; tell whether that was waited for."""
-        waiting = self.told.get(delivery.transfer.transfer_id)
+    def describe(self, delivery: Delivery, answer: EncodedItem | EncodeFailure) -> bool:
+        """Take in what an encoder says of an item, or why it says nothing.
+
+        Returns:
+            Whether that was waited for.
+        """
+        waiting = self.metadata.get(delivery.transfer.transfer_id)
         if waiting is None or waiting.done():
             return False
         waiting.set_result(answer)
@@ -231,12 +235,12 @@ class Deliverer:
             one.record.end_item(delivery.item, "cancelled")
             raise
         except Exception as error:
-            one.tell(delivery, EncodeFailure(kind=FailureKind.ERROR, reason=repr(error)))
+            one.describe(delivery, EncodeFailure(kind=FailureKind.ERROR, reason=repr(error)))
             raise
         if not isinstance(outcome, EncodeFailure):
             one.record.end_item(delivery.item, outcome)
             return
-        if one.tell(delivery, outcome):
+        if one.describe(delivery, outcome):
             return
         one.record.end_item(delivery.item, "local")
         one.has_item()
@@ -382,7 +386,7 @@ class Deliverer:
             encoder.answered()
             self._store.hear(encoder.name, body)
             one.has_item()
-            one.tell(delivery, read_item(body))
+            one.describe(delivery, read_item(body))
             return None
         reason = f"answered {status}: {body[:200].decode('utf-8', 'replace')!r}"
         if status == 429:
@@ -450,23 +454,26 @@ def from_store(
 
 
 def expected_transfer(
-    transfer: EncodeTransfer, encoder: Instance | None, told: EncodedItem | None, store: str = ""
+    transfer: EncodeTransfer,
+    encoder: Instance | None,
+    metadata: EncodedItem | None,
+    store: str = "",
 ) -> ExpectedTransfer:
     """Return what the PD instance may expect.
 
     Args:
         transfer: The item's way.
         encoder: Instance that is asked first.
-        told: What it says of the item, which then travels without its media and under the
+        metadata: What it says of the item, which then travels without its media and under the
             engine's own name; ``None`` with media.
         store: Key of its entry, if the store has it.
     """
     return ExpectedTransfer(
         transfer_id=transfer.transfer_id,
-        item_uuid=told.mm_hash if told else transfer.item_uuid,
+        item_uuid=metadata.mm_hash if metadata else transfer.item_uuid,
         encoder=encoder.name if encoder else "",
         modality=transfer.modality,
-        media=told is None,
+        media=metadata is None,
         store=store,
     )
 
@@ -499,7 +506,7 @@ def _note(one: Attempt, kind: FailureKind, another: Instance | None) -> None:
 async def _refused_by_store(delivery: Delivery, stored: StoredItem, one: Attempt) -> str:
     """Return why the PD instance cannot load an item; empty when the answer begins."""
     one.has_item()
-    one.tell(delivery, stored.told)
+    one.describe(delivery, stored.metadata)
     refusal = asyncio.ensure_future(one.inbox.encoder_refused(delivery.transfer.transfer_id))
     done = asyncio.ensure_future(one.over.wait())
     try:

@@ -76,7 +76,7 @@ class Endpoints:
         self.unseen -= self._addresses.keys()
 
     def lists(self, instance: Instance) -> bool:
-        """Tell whether the file names an instance."""
+        """Return whether the file names an instance."""
         return instance in self._addresses
 
     def address(self, instance: Instance) -> str:

@@ -410,8 +410,8 @@ class Exchange:
                     use.compute()
                 jobs = self._start_jobs(one)
                 try:
-                    told = await self._told(one)
-                    body = call.for_pd(self._params(plan, told), told or None)
+                    metadata = await self._await_metadata(one)
+                    body = call.for_pd(self._params(plan, metadata), metadata or None)
                     trace(
                         "pd_request",
                         request_id=headers["x-request-id"],
@@ -436,7 +436,7 @@ class Exchange:
             if delivery.encoder is not None:
                 one.held.enter_context(delivery.encoder.held())
             if delivery.metadata_only:
-                one.told[delivery.transfer.transfer_id] = loop.create_future()
+                one.metadata[delivery.transfer.transfer_id] = loop.create_future()
             job = loop.create_task(self._deliverer.deliver(delivery, index, one))
             self._jobs.add(job)
             job.add_done_callback(self._jobs.discard)
@@ -455,17 +455,17 @@ class Exchange:
 
     # The request to the PD instance, and what its answers say.
 
-    async def _told(self, one: Attempt) -> dict[str, EncodedItem]:
+    async def _await_metadata(self, one: Attempt) -> dict[str, EncodedItem]:
         """Wait until encoders have said what the items are; by the names that these have here.
 
         Raises:
             RequestFailure: Of some item it cannot be obtained.
         """
-        told: dict[str, EncodedItem] = {}
+        metadata: dict[str, EncodedItem] = {}
         for delivery in one.deliveries:
             if not delivery.metadata_only:
                 continue
-            answer = await one.told[delivery.transfer.transfer_id]
+            answer = await one.metadata[delivery.transfer.transfer_id]
             missing = [delivery.item.item_uuid]
             if isinstance(answer, EncodeFailure):
                 refused = answer.kind is FailureKind.REFUSED
@@ -485,10 +485,12 @@ class Exchange:
                 raise RequestFailure(
                     FailureKind.MISSING, RequestPhase.ANSWER, message, items=missing
                 )
-            told[delivery.item.item_uuid] = answer
-        return told
+            metadata[delivery.item.item_uuid] = answer
+        return metadata
 
-    def _params(self, plan: RequestPlan, told: Mapping[str, EncodedItem]) -> PrefillParams | None:
+    def _params(
+        self, plan: RequestPlan, metadata: Mapping[str, EncodedItem]
+    ) -> PrefillParams | None:
         """Return what the PD instance may expect."""
         if not plan.deliveries:
             return None
@@ -496,7 +498,7 @@ class Exchange:
             expected_transfer(
                 each.transfer,
                 each.encoder,
-                told.get(each.item.item_uuid),
+                metadata.get(each.item.item_uuid),
                 each.stored.key if each.stored else "",
             )
             for each in plan.deliveries
@@ -609,7 +611,7 @@ class Exchange:
             raise RequestFailure(FailureKind.MISSING, RequestPhase.ANSWER, detail, items=missing)
 
     def without_outcome(self, reply: Reply) -> Reply:
-        """Count where the items came from; clients are told only where the settings say so."""
+        """Count where the items came from; clients are metadata only where the settings say so."""
         if _OUTCOME not in reply.body:
             return reply
         try:
@@ -682,7 +684,7 @@ class Exchange:
             raise unavailable(f"{failed}; try again later")
 
     def _goes_as_metadata(self, item: MediaItem) -> bool:
-        """Tell whether an item is tried without its media first."""
+        """Return whether an item is tried without its media first."""
         if self._settings.media != "metadata":
             return False
         return not self._settings.local_encode or item.modality not in self._without_metadata

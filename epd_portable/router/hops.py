@@ -255,8 +255,10 @@ class _Addresses:
         return found
 
 
-def told(record: RequestRecord, call_items: Sequence[str], instances: Fleet) -> dict[str, str]:
-    """Return the headers of an answer that tell a hop who did what.
+def answer_headers(
+    record: RequestRecord, call_items: Sequence[str], instances: Fleet
+) -> dict[str, str]:
+    """Return the headers of an answer that say to a hop which instances did what.
 
     Args:
         record: Of the request, whose answer begins.

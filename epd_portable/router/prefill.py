@@ -96,12 +96,12 @@ class _Answer(msgspec.Struct):
 
 
 def asks_for_kv(call: Call) -> bool:
-    """Tell whether a hop wants the KV of a prompt computed, and answers elsewhere."""
+    """Return whether a hop wants the KV of a prompt computed, and answers elsewhere."""
     return _given_kv(call).do_remote_decode
 
 
 def brings_kv(call: Call) -> bool:
-    """Tell whether a hop says where the KV of a prompt is."""
+    """Return whether a hop says where the KV of a prompt is."""
     return _given_kv(call).do_remote_prefill
 
 
@@ -116,7 +116,7 @@ def _given_kv(call: Call) -> _KvParams:
 
 
 def suits(call: Call) -> bool:
-    """Tell whether one prefill instance can compute all of a call's prompt."""
+    """Return whether one prefill instance can compute all of a call's prompt."""
     fields = call.fields
     if call.path not in _LONGEST or bytes(fields.get("n", b"1")) not in _ONE:  # type: ignore[call-overload]
         return False
@@ -141,7 +141,7 @@ _tools = msgspec.json.Decoder(list[_Tool])
 
 
 def _calls_no_tools_itself(tools: object) -> bool:
-    """Tell whether the engine leaves tools to the client: else it has several prompts."""
+    """Return whether the engine leaves tools to the client: else it has several prompts."""
     if not isinstance(tools, msgspec.Raw) or not opens(tools, b"["):
         return True
     try:

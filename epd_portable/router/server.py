@@ -35,7 +35,7 @@ from epd_portable.router.fleet.control import ControlChannels
 from epd_portable.router.fleet.engine_loads import EngineLoads
 from epd_portable.router.fleet.instances import Fleet
 from epd_portable.router.fleet.registration import MAX_BODY_BYTES, Registration
-from epd_portable.router.hops import told
+from epd_portable.router.hops import answer_headers
 from epd_portable.router.http.incoming import (
     Bodies,
     Body,
@@ -295,7 +295,7 @@ class Router:
                 record.admitted_at = time.monotonic()
                 if client.named is not None:
                     names = [item.item_uuid for item in call.items]
-                    client.for_hop = lambda: told(record, names, self.instances)
+                    client.for_hop = lambda: answer_headers(record, names, self.instances)
                 await self.exchange.serve(call, client, forwarder)
         except RequestError as error:
             client.fail(error)

@@ -40,17 +40,17 @@ class StoredItem:
 
     Attributes:
         key: Of its entry.
-        told: What a PD instance must know of it in place of its media.
+        metadata: What a PD instance must know of it in place of its media.
         usable: Nothing has gone wrong with it yet.
     """
 
     key: str
-    told: EncodedItem
+    metadata: EncodedItem
     usable: bool = True
 
     def serves(self, *, metadata_only: bool) -> bool:
-        """Tell whether a PD instance can have the item so; ``metadata_only``: without its media."""
-        return self.usable and (bool(self.told.metadata) or not metadata_only)
+        """Return whether a PD instance can have the item so; ``metadata_only``: without its media."""
+        return self.usable and (bool(self.metadata.metadata) or not metadata_only)
 
 
 class StoreLookup:
@@ -149,8 +149,8 @@ class StoreLookup:
             self._later(functools.partial(self._discard, key))
             return None
         self._metrics.asked("hit")
-        told = EncodedItem(mm_hash=head.mm_hash, modality=head.modality, metadata=head.metadata)
-        return StoredItem(key, told)
+        metadata = EncodedItem(mm_hash=head.mm_hash, modality=head.modality, metadata=head.metadata)
+        return StoredItem(key, metadata)
 
     def _adopt(self, key: str, item: MediaItem) -> StoredItem | None:
         """Note that an item is not there; let one that vLLM's example wrote be there next time."""

@@ -72,7 +72,7 @@ class HostCopies:
         self._wanted.update(orders.kept)
 
     def is_missing(self, mm_hash: str) -> bool:
-        """Tell whether an item was to be restored, could not be, and was not encoded since."""
+        """Return whether an item was to be restored, could not be, and was not encoded since."""
         return mm_hash in self._missing
 
     def output_ready(self, mm_hash: str, output: torch.Tensor) -> None:

@@ -101,7 +101,7 @@ def engine_names(
 
 
 def is_own(item: Item, record: PromptRecord) -> bool:
-    """Tell whether the request's own transfer brought an item."""
+    """Return whether the request's own transfer brought an item."""
     own = record.transfers.get(item.mm_hash)
     return (
         own is not None and item.origin is not None and own.transfer_id == item.origin.transfer_id

@@ -201,7 +201,7 @@ class Receiver:
     def may_schedule(
         self, request_id: str, num_computed_tokens: int, *, running: bool = True
     ) -> bool:
-        """Tell whether the next token of a request can be computed.
+        """Return whether the next token of a request can be computed.
 
         False if that token belongs to an item that is not here and cannot be encoded here now, or
         if the request has not begun and must wait for its room (`may_start` of the preallocator).
@@ -551,7 +551,7 @@ class Receiver:
                     break
 
     def _accept(self, announce: Announce) -> bool:
-        """Give an item room before its request; tell whether those behind it may have some."""
+        """Give an item room before its request; return whether those behind it may have some."""
         tensor = announce.tensor
         if announce.mm_hash in self.cache.items or not self.cache.fits_at_all(
             tensor.shape[0], tensor.nbytes

@@ -105,7 +105,7 @@ class KeptRoom:
         return len(self._transfers)
 
     def __contains__(self, transfer_id: str) -> bool:
-        """Tell whether a transfer is under way."""
+        """Return whether a transfer is under way."""
         return transfer_id in self._transfers
 
     def keep(self, transfer_id: str, consumer: str, item: Item) -> None:
@@ -131,7 +131,7 @@ class KeptRoom:
         return kept.item
 
     def keeps(self, consumer: str, item: Item) -> bool:
-        """Tell whether transfers keep an item for a consumer."""
+        """Return whether transfers keep an item for a consumer."""
         others = (self._transfers.get(holder) for holder in item.holders)
         return any(each is not None and each.consumer == consumer for each in others)
 
@@ -315,7 +315,7 @@ class EncodeQueue:
         return not self._arrivals
 
     def may_start(self, request_id: str) -> bool:
-        """Tell whether the engine may schedule a request in this step."""
+        """Return whether the engine may schedule a request in this step."""
         return request_id not in self._arrivals or request_id in self._admitted
 
     def scheduled(self, request_ids: Container[str]) -> None:

@@ -78,7 +78,7 @@ class EncoderCacheManager:
     # -- two-step allocation ---------------------------------------------------------------------
 
     def can_preallocate(self, num_embeds: int) -> bool:
-        """Tell whether ``num_embeds`` fit now, evicting idle entries if need be."""
+        """Return whether ``num_embeds`` fit now, evicting idle entries if need be."""
         return num_embeds <= self.num_freeable_slots
 
     def preallocate(self, mm_hash: str, num_embeds: int) -> Item:
@@ -147,7 +147,7 @@ class EncoderCacheManager:
         return frozenset(self.items[mm_hash].holders) if mm_hash in self else frozenset()
 
     def __contains__(self, mm_hash: str) -> bool:
-        """Tell whether the item has an entry."""
+        """Return whether the item has an entry."""
         item = self.items.get(mm_hash)
         return item is not None and item.is_here
 
@@ -192,7 +192,7 @@ class EncoderCacheManager:
         encoder_compute_budget: int,
         num_embeds_to_schedule: int,
     ) -> bool:
-        """Tell whether the item may be encoded here in this step; evicts idle entries for it.
+        """Return whether the item may be encoded here in this step; evicts idle entries for it.
 
         Args:
             request: The request.

@@ -102,7 +102,7 @@ class EncoderCachePreallocator(EncoderCacheManager):
     # -- requests --------------------------------------------------------------------------------
 
     def fits_at_all(self, num_embeds: int, nbytes: int = 0) -> bool:
-        """Tell whether an item could ever be held, or received, by this instance."""
+        """Return whether an item could ever be held, or received, by this instance."""
         return num_embeds <= self.cache_size and nbytes <= self._slots.capacity_bytes
 
     def enter(self, claimant: Claimant) -> None:
@@ -179,7 +179,7 @@ class EncoderCachePreallocator(EncoderCacheManager):
         return covered
 
     def may_start(self, claimant: Claimant) -> bool:
-        """Tell whether a request may begin to compute: it has all room that it needs, or is first.
+        """Return whether a request may begin to compute: it has all room that it needs, or is first.
 
         The first must not take a seat that others wait for with room that it waits for; see the
         module. Nor must one that waits for another to encode its item.
@@ -196,7 +196,7 @@ class EncoderCachePreallocator(EncoderCacheManager):
         return not any(other.has_all for other in others)
 
     def _encodes_for(self, first: Claimant | None, claimant: Claimant) -> bool:
-        """Tell whether the first waits for another to encode an item that has room for both."""
+        """Return whether the first waits for another to encode an item that has room for both."""
         return first is not None and any(
             self.may_encode(item, claimant.request_id) for item in first.to_be_encoded
         )
@@ -303,7 +303,7 @@ class EncoderCachePreallocator(EncoderCacheManager):
         return self._queue.first is not None
 
     def may_bring(self, item: Item, transfer_id: str) -> bool:
-        """Tell whether a transfer may use an item's slot.
+        """Return whether a transfer may use an item's slot.
 
         That of a request which waits for its turn, and cannot do without the item, brings it to
         no request that has, or had, a transfer too: the item may be evicted before that turn.
@@ -386,7 +386,7 @@ class EncoderCachePreallocator(EncoderCacheManager):
             self._evict(item)
 
     def check_and_update_cache(self, request: MultiModalRequest, input_id: int) -> bool:
-        """Tell whether the item is here and the request's claim on it is served."""
+        """Return whether the item is here and the request's claim on it is served."""
         claimant = self.requests.get(request.request_id)
         if claimant is None:
             return False
@@ -419,7 +419,7 @@ class EncoderCachePreallocator(EncoderCacheManager):
         encoder_compute_budget: int,
         num_embeds_to_schedule: int,
     ) -> bool:
-        """Tell whether the item is to be encoded here, in this step, and has its room for that."""
+        """Return whether the item is to be encoded here, in this step, and has its room for that."""
         item = self.items.get(request.mm_features[input_id].identifier)
         if item is None or not self.may_encode(item, request.request_id):
             return False
@@ -429,7 +429,7 @@ class EncoderCachePreallocator(EncoderCacheManager):
         return item.num_embeds <= encoder_compute_budget
 
     def may_encode(self, item: Item, request_id: str) -> bool:
-        """Tell whether a request may encode an item now: it has room, and the request its media."""
+        """Return whether a request may encode an item now: it has room, and the request its media."""
         if item.state is not State.LOCAL or request_id not in item.holders:
             return False
         return not self.requests[request_id].claims[item.mm_hash].metadata_only
@@ -564,7 +564,7 @@ class EncoderCachePreallocator(EncoderCacheManager):
                 return
 
     def _make_way(self, first: Claim) -> bool:
-        """Let the last claim behind the first give its room back; tell whether one did.
+        """Let the last claim behind the first give its room back; return whether one did.
 
         For running requests, those give way that have all their room and were not started: they may
         wait for its seat.
@@ -598,7 +598,7 @@ class EncoderCachePreallocator(EncoderCacheManager):
         return last is not None
 
     def _room_returns(self, first: Claimant) -> bool:
-        """Tell whether room comes back by itself: of running requests, or what is under way.
+        """Return whether room comes back by itself: of running requests, or what is under way.
 
         A request that has all that it needs will compute, unless the first has the seat that it
         waits for.
@@ -608,7 +608,7 @@ class EncoderCachePreallocator(EncoderCacheManager):
         return going_on or any(item.state in _UNDER_WAY for item in self.items.values())
 
     def _slot_returns(self, item: Item) -> bool:
-        """Tell whether a slot comes back by itself: of an item that the workers have to forget."""
+        """Return whether a slot comes back by itself: of an item that the workers have to forget."""
         if self._retiring or item.mm_hash in self._resident:
             return True
         return any(mm_hash in self._resident for mm_hash in self._freed)

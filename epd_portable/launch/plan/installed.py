@@ -85,7 +85,7 @@ class EngineArguments:
 
 
 def _fits(value: JsonValue, expected: str) -> bool:
-    """Tell whether a value, written as an option of a command line, is of a type."""
+    """Return whether a value, written as an option of a command line, is of a type."""
     if expected == "bool" or isinstance(value, bool):
         # An option without a value, which no other takes.
         return expected == "bool" and isinstance(value, bool)

@@ -68,7 +68,7 @@ def memory_nodes(root: Path = Path("/")) -> tuple[tuple[int, ...], ...]:
 
 
 def has_compiler(traits: PlatformTraits, environ: Mapping[str, str]) -> bool:
-    """Tell whether engines find the compiler of their platform; also where they need none."""
+    """Return whether engines find the compiler of their platform; also where they need none."""
     places = (Template(place).safe_substitute(environ) for place in traits.compiler)
     return not traits.compiler or any(
         shutil.which(place, path=environ.get("PATH")) for place in places
@@ -76,7 +76,7 @@ def has_compiler(traits: PlatformTraits, environ: Mapping[str, str]) -> bool:
 
 
 def has_shares(traits: PlatformTraits, environ: Mapping[str, str]) -> bool:
-    """Tell whether processes can be limited to a part of a device's compute.
+    """Return whether processes can be limited to a part of a device's compute.
 
     Where a service does that, it must run.
     """

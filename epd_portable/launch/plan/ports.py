@@ -16,7 +16,7 @@ HIGHEST_PORT = 65535
 
 
 def is_free(port: int, host: str = "127.0.0.1") -> bool:
-    """Tell whether a server could listen on ``host:port`` at this moment.
+    """Return whether a server could listen on ``host:port`` at this moment.
 
     Raises:
         ConfigError: ``host`` is no address of this machine, or the port needs a privilege.

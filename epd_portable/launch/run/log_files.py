@@ -73,7 +73,7 @@ def use_log_folder(path: Path) -> None:
 
 
 def _is_log(path: Path) -> bool:
-    """Tell whether this is ``<name>.log``, or an older part of one: ``<name>.log.1``."""
+    """Return whether this is ``<name>.log``, or an older part of one: ``<name>.log.1``."""
     found = path.lstat()
     of_ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
     return of_ours and (path.suffix == ".log" or path.with_suffix("").suffix == ".log")

@@ -86,7 +86,7 @@ class Child:
         return self._process.poll()
 
     def ready(self, *, timeout_s: float, with_instances: Secret | None) -> bool:
-        """Tell whether ``GET /health`` answers 200 in time.
+        """Return whether ``GET /health`` answers 200 in time.
 
         A router must also be ready to use every instance, if the secret is given with which it
         tells.
@@ -97,7 +97,7 @@ class Child:
         return instances is not None and all(seen["state"] == "up" for seen in instances)
 
     def answers(self, *, timeout_s: float) -> bool:
-        """Tell whether a process that was ready still answers ``GET /health`` as it should.
+        """Return whether a process that was ready still answers ``GET /health`` as it should.
 
         An instance answers 200. A router that has no instance to use answers 503, and is well.
         """

@@ -201,7 +201,7 @@ def _age_s(record: RunRecord | ProcessRecord, now_s: float) -> float | None:
 
 
 def _is_locked(folder: Path) -> bool:
-    """Tell whether a launcher holds its folder."""
+    """Return whether a launcher holds its folder."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -445,7 +445,7 @@ class Supervisor:
 
 
 def _has_terminal() -> bool:
-    """Tell whether this process has a controlling terminal; a closed one is none any more."""
+    """Return whether this process has a controlling terminal; a closed one is none any more."""
     try:
         os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC))
     except OSError:

@@ -165,7 +165,7 @@ def decode(decoder: msgspec.json.Decoder[T], raw: msgspec.Raw, where: str) -> T:
 
 
 def opens(raw: msgspec.Raw, bracket: bytes) -> bool:
-    """Tell whether a JSON value begins with this byte."""
+    """Return whether a JSON value begins with this byte."""
     return bytes(memoryview(raw)[:1]) == bracket
 
 

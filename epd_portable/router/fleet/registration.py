@@ -382,7 +382,7 @@ def _networks(names: Sequence[str]) -> list[Network]:
 
 
 def _lies_in(address: Address, networks: Sequence[Network]) -> bool:
-    """Tell whether an address is in a network; a special one only in one that names no others."""
+    """Return whether an address is in a network; a special one only in one that names no others."""
     if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped:
         address = address.ipv4_mapped
     special = next((network for network in _SPECIAL if address in network), None)

@@ -67,7 +67,7 @@ class WholeEvents:
         return passed[begin + 1 :].lstrip().startswith(_LAST_EVENTS)
 
     def take(self, data: bytes) -> bool:
-        """Take a piece of the stream; tell whether the client takes more at once."""
+        """Take a piece of the stream; return whether the client takes more at once."""
         if self._held:
             data = self._held + data
             self._held = b""

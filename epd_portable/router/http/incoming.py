@@ -61,7 +61,7 @@ class IncomingRequest(Protocol):
         """Send status and headers; they may wait for what comes after them."""
 
     def write(self, data: bytes) -> bool:
-        """Send a piece, at least a byte; tell whether the client takes more at once."""
+        """Send a piece, at least a byte; return whether the client takes more at once."""
 
     async def writable(self) -> None:
         """Return when the client takes more."""

@@ -164,7 +164,7 @@ class InstanceAnswer:
             self._waiter.set_result(None)
 
     def add(self, data: bytes) -> bool:
-        """Take a piece; tell whether more may come."""
+        """Take a piece; return whether more may come."""
         if self._take is not None:
             if self._take(data):
                 return True

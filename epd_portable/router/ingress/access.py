@@ -58,7 +58,7 @@ class ApiKeys:
         return _digest(shown)
 
     def holds(self, shown: str) -> bool:
-        """Tell whether this is one of the keys."""
+        """Return whether this is one of the keys."""
         self._look_again()
         digest = _digest(shown)
         # All are compared, so that the time tells nothing of which one was near.

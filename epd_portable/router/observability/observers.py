@@ -29,7 +29,7 @@ def observers(settings: RouterSettings) -> list[Listener]:
 
 
 def _is_off() -> bool:
-    """Tell whether OpenTelemetry is told to do nothing: its spans then have no names to send."""
+    """Return whether OpenTelemetry is told to do nothing: its spans then have no names to send."""
     return os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
 
 
