@@ -49,7 +49,7 @@ class StoredItem:
     usable: bool = True
 
     def serves(self, *, metadata_only: bool) -> bool:
-        """Return whether a PD instance can have the item so; ``metadata_only``: without its media."""
+        """Return whether a PD instance can have the item so; ``metadata_only``: without media."""
         return self.usable and (bool(self.metadata.metadata) or not metadata_only)
 
 

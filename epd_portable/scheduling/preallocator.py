@@ -179,7 +179,7 @@ class EncoderCachePreallocator(EncoderCacheManager):
         return covered
 
     def may_start(self, claimant: Claimant) -> bool:
-        """Return whether a request may begin to compute: it has all room that it needs, or is first.
+        """Return whether a request may start to compute: it has all its room, or is first.
 
         The first must not take a seat that others wait for with room that it waits for; see the
         module. Nor must one that waits for another to encode its item.
@@ -419,7 +419,7 @@ class EncoderCachePreallocator(EncoderCacheManager):
         encoder_compute_budget: int,
         num_embeds_to_schedule: int,
     ) -> bool:
-        """Return whether the item is to be encoded here, in this step, and has its room for that."""
+        """Return whether the item is to be encoded here, in this step, and has room for that."""
         item = self.items.get(request.mm_features[input_id].identifier)
         if item is None or not self.may_encode(item, request.request_id):
             return False
@@ -429,7 +429,7 @@ class EncoderCachePreallocator(EncoderCacheManager):
         return item.num_embeds <= encoder_compute_budget
 
     def may_encode(self, item: Item, request_id: str) -> bool:
-        """Return whether a request may encode an item now: it has room, and the request its media."""
+        """Return whether a request may encode an item now: it has room, the request media."""
         if item.state is not State.LOCAL or request_id not in item.holders:
             return False
         return not self.requests[request_id].claims[item.mm_hash].metadata_only
@@ -608,7 +608,7 @@ class EncoderCachePreallocator(EncoderCacheManager):
         return going_on or any(item.state in _UNDER_WAY for item in self.items.values())
 
     def _slot_returns(self, item: Item) -> bool:
-        """Return whether a slot comes back by itself: of an item that the workers have to forget."""
+        """Return whether a slot comes back by itself, as the workers forget its item."""
         if self._retiring or item.mm_hash in self._resident:
             return True
         return any(mm_hash in self._resident for mm_hash in self._freed)

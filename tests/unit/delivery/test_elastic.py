@@ -20,7 +20,7 @@ PD = InstanceSettings(
 
 def pictures(count: int, pixels: int = PIXELS) -> list[MediaItem]:
     return [
-        MediaItem(mm_hash=str(number), modality="image", part={}, pixels=pixels)
+        MediaItem(item_uuid=str(number), modality="image", part={}, pixels=pixels)
         for number in range(count)
     ]
 
