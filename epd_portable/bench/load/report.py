@@ -161,7 +161,8 @@ def find_fallbacks(results: LoadResults, setting: LoadSetting) -> str:
     """Return which pictures of which side took another way than they should; empty if none did."""
     found = []
     for side in setting.sides:
-        counted = _counted([turn for turn in results.turns if turn.side == side.name])
+        turns = [turn for turn in results.turns if turn.side == side.name and not turn.refused]
+        counted = _counted(turns)
         ends = _named(counted, "items")
         lost = sum(count for end, count in ends.items() if end not in _AS_MEANT)
         if lost or counted["untransferred"]:
