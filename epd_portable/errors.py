@@ -22,8 +22,6 @@
     │   ├── StoreFullError               it has no room; reading goes on
     │   └── CorruptEntryError            an entry is damaged, or of somebody else
     ├── CapacityError                something bounded is full; waiting may help
-    ├── MediaError                   what a media file would be when decoded cannot be told
-    │   └── UnknownMediaError            its format is none that is understood
     ├── MeasurementError             a measurement could not be made, or not of what was asked for
     └── RequestError                 a client's request is refused; carries its HTTP status
 
@@ -129,14 +127,6 @@ class CorruptEntryError(StoreError):
 
 class CapacityError(EPDError):
     """Something bounded is full; waiting may help."""
-
-
-class MediaError(EPDError):
-    """What a media file would be when it is decoded cannot be told from its headers."""
-
-
-class UnknownMediaError(MediaError):
-    """A media file's format is none of those that are understood."""
 
 
 class MeasurementError(EPDError):

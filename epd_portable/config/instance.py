@@ -62,7 +62,7 @@ class InstanceConfig(BaseModel):
         max_queued_items: Media items that an encode instance has queued or in work.
         max_queued_bytes: Bytes of their requests.
         store: Where encoder outputs are kept beyond instances; ``None`` for nowhere.
-        media_limits: What an encode instance refuses before it decodes it.
+        media_limits: What its API server refuses to decode.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

@@ -32,6 +32,7 @@ REMOVED: Mapping[str, str] = MappingProxyType(
         ),
         "router.forget_after_s": "it is 600 s",
         "router.instance_bytes": "memory is not simulated",
+        "router.max_video_frames": "it is 60 for each of router.max_media_seconds",
         "router.media_urls.cache_s": "it is 300 s, or less if the server says so",
         "router.media_urls.max_fetches": "it is 64",
         "router.media_urls.max_fetches_per_host": "it is 8",
@@ -47,6 +48,7 @@ REMOVED: Mapping[str, str] = MappingProxyType(
             "engine_args: {otlp_traces_endpoint: null} leaves theirs out"
         ),
         "router.unknown_fields": "fields that the router does not know go to the engine",
+        "router.unknown_media": "what an instance cannot decode is refused with 400",
         "router.workers": "use router.envoy, or several routers behind a balancer (docs/deploy.md)",
         "store.queue_bytes": "it is 256 MiB",
         "transfer.kv_connector": "each platform has one, which epd-launch plan names",

@@ -130,12 +130,12 @@ class RouterSection(Section):
         max_body_bytes: Larger request bodies are refused with 413.
         max_bodies_bytes: Bytes of all request bodies in memory; beyond them 503.
         max_media_items: Requests with more images, videos and audio clips are refused with 400.
-        max_item_pixels: Larger images, and videos of larger frames, are refused with 413.
+        max_item_pixels: Larger images, and videos of larger frames, are refused with 400.
         max_request_pixels: The same for all media of a request together: of an image its own
             pixels, of a video those of the frames that are sampled.
-        max_video_frames: Videos with more frames in their file are refused with 413.
-        max_media_seconds: Videos and audio clips that play longer are refused with 413.
-        unknown_media: Whether files of which all that cannot be told are refused with 400.
+        max_media_seconds: Videos and audio clips that play longer are refused with 400.
+        max_media_memory_bytes: Memory that an instance's API server may take beyond what it has
+            when it starts to serve; by default unlimited.
         media_urls: Media that come by URL.
         encode_order: When encoders get the items of one request: all at once (``concurrent``), one
             after the other (``sequential``), or those for which another encoder must be asked one
@@ -171,9 +171,8 @@ class RouterSection(Section):
     max_media_items: Annotated[int, Field(ge=1)] = 64
     max_item_pixels: Annotated[int, Field(ge=1)] = _MEDIA_LIMITS.max_item_pixels
     max_request_pixels: Annotated[int, Field(ge=1)] = _MEDIA_LIMITS.max_request_pixels
-    max_video_frames: Annotated[int, Field(ge=1)] = _MEDIA_LIMITS.max_video_frames
     max_media_seconds: Seconds = _MEDIA_LIMITS.max_media_seconds
-    unknown_media: Literal["refuse", "pass"] = _MEDIA_LIMITS.unknown_media
+    max_media_memory_bytes: Annotated[Size, Field(ge=64 << 20)] | None = None
     media_urls: MediaUrls = MediaUrls()
     encode_order: Literal["concurrent", "sequential_fallback", "sequential"] = "concurrent"
     partial_results: bool = False

@@ -208,12 +208,7 @@ class Router:
         # Its HTTP client is loaded where it is needed.
         from epd_portable.router.contents.media_urls import MediaFetcher
 
-        return MediaFetcher(
-            self.settings.media_urls,
-            self._bodies,
-            self.metrics,
-            unknown_media=self.settings.unknown_media == "pass",
-        )
+        return MediaFetcher(self.settings.media_urls, self._bodies, self.metrics)
 
     async def serve(self, request: IncomingRequest, forwarder: Forwarder | None = None) -> None:
         """Answer one request.

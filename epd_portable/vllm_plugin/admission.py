@@ -10,10 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import re
 import time
 from collections.abc import Iterable, Iterator
-from typing import TypeVar
 
 import anyio
 import msgspec
@@ -25,14 +23,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from epd_portable.delivery.replies import DRAIN_TIMEOUT_S, error_body
-from epd_portable.errors import RequestError
-from epd_portable.media.formats import Modality
-from epd_portable.media.limits import (
-    MediaLimits,
-    check_item,
-    check_processor_settings,
-    check_request,
-)
+from epd_portable.media.limits import estimated_pixels
 from epd_portable.scheduling.admission import Admission, AdmissionLimits, Refusal, Visit
 from epd_portable.vllm_plugin.instance_token import instance_of
 from epd_portable.wire.messages import LOAD_HEARTBEAT_S, LOAD_PATH, LoadReport
@@ -53,23 +44,20 @@ COUNTED_PATHS = frozenset(
 
 KEYS = {"items": "max_queued_items", "bytes": "max_queued_bytes"}
 MEDIA = ("image", "audio", "video")
-MAX_URL_HEAD = 256
-"""Longest beginning of a data URL, up to its data, that is looked at."""
 
 _UNTIL_CONFIGURED = AdmissionLimits(items=0, nbytes=0)
-_ESCAPE = re.compile(rb"\\")
 
 
 class _Part(msgspec.Struct):
+    """One part of a message; the values of its media stay as they are in the body."""
+
     type: str = ""
     image_url: msgspec.Raw = msgspec.Raw()
     video_url: msgspec.Raw = msgspec.Raw()
-    audio_url: msgspec.Raw = msgspec.Raw()
-    input_audio: msgspec.Raw = msgspec.Raw()
 
 
 class _Message(msgspec.Struct):
-    content: list[_Part] | str | None = None
+    content: list[_Part | str] | str | None = None
 
 
 class Outline(msgspec.Struct):
@@ -77,40 +65,24 @@ class Outline(msgspec.Struct):
 
     messages: list[_Message] = []
     input: list[_Message] | str = []
-    mm_processor_kwargs: msgspec.Raw = msgspec.Raw()
-    media_io_kwargs: msgspec.Raw = msgspec.Raw()
 
-    def parts(self) -> Iterator[tuple[str, _Part]]:
-        """Yield each content part with its place."""
-        spoken = [("messages", self.messages)]
-        if isinstance(self.input, list):
-            spoken.append(("input", self.input))
-        for name, messages in spoken:
-            for index, message in enumerate(messages):
+    def parts(self) -> Iterator[_Part]:
+        """Yield each content part that is an object."""
+        for messages in (self.messages, self.input):
+            for message in messages if isinstance(messages, list) else ():
                 if isinstance(message.content, list):
-                    for place, part in enumerate(message.content):
-                        yield f"{name}[{index}].content[{place}]", part
-
-
-class _Url(msgspec.Struct):
-    url: msgspec.Raw = msgspec.Raw()
-
-
-class _Clip(msgspec.Struct):
-    data: msgspec.Raw = msgspec.Raw()
+                    yield from (part for part in message.content if isinstance(part, _Part))
 
 
 class AdmissionMiddleware(Collector):
     """Answers 429 with ``Retry-After`` where the instance would have to queue more than it may.
 
     A request is counted from its arrival to the end of its answer, however it ends. No more bytes
-    of a body are kept than were counted before. Media that would become larger than they may are
-    refused as the router refuses them, before vLLM decodes any.
+    of a body are kept than were counted before.
 
     Args:
         app: What is protected.
-        limits: Of the queue; with ``media_limits``.
-        media_limits: ``None`` reads both from the instance's settings.
+        limits: Of the queue; ``None`` reads them from the instance's settings.
         registry: Where the counts are exposed.
     """
 
@@ -119,13 +91,12 @@ class AdmissionMiddleware(Collector):
         app: ASGIApp,
         *,
         limits: AdmissionLimits | None = None,
-        media_limits: MediaLimits | None = None,
         registry: CollectorRegistry = REGISTRY,
     ) -> None:
         self._app = app
         self._admission = Admission(limits or _UNTIL_CONFIGURED)
-        self._media_limits = media_limits
-        self._refused = dict.fromkeys((*KEYS, "media"), 0)
+        self._is_configured = limits is not None
+        self._refused = dict.fromkeys(KEYS, 0)
         self._news = asyncio.Event()
         registry.register(self)
 
@@ -137,11 +108,11 @@ class AdmissionMiddleware(Collector):
         if not _is_counted(scope):
             await self._app(scope, receive, send)
             return
-        media_limits = self._configured(scope)
+        self._configure(scope)
         visit = Visit()
         try:
             request = Request(scope, receive)
-            answer = await self._admit(visit, request, media_limits)
+            answer = await self._admit(visit, request)
             if isinstance(answer, Response):
                 await answer(scope, receive, send)
             else:
@@ -152,9 +123,7 @@ class AdmissionMiddleware(Collector):
             self._admission.leave(visit, now_s=time.monotonic())
             self._changed()
 
-    async def _admit(
-        self, visit: Visit, request: Request, media_limits: MediaLimits
-    ) -> bytes | Response:
+    async def _admit(self, visit: Visit, request: Request) -> bytes | Response:
         """Return the whole body, or why the request is refused."""
         announced = request.headers.get("content-length", "")
         known = int(announced) if announced.isdecimal() else 0
@@ -174,12 +143,7 @@ class AdmissionMiddleware(Collector):
             outline = outline_of(body)
             refusal = self._take(visit, items=max(count_items(outline), 1) - 1)
             if refusal is None:
-                try:
-                    pixels = check_media(media_limits, outline)
-                except RequestError as error:
-                    self._refused["media"] += 1
-                    return _refused(error)
-                self._admission.found(visit, pixels)
+                self._admission.found(visit, pixels_of(outline))
                 self._changed()
                 return body
         elif request.headers.get("expect", "").lower() != "100-continue":
@@ -204,15 +168,14 @@ class AdmissionMiddleware(Collector):
         self._news.set()
         self._news = asyncio.Event()
 
-    def _configured(self, scope: Scope) -> MediaLimits:
+    def _configure(self, scope: Scope) -> None:
         """Read the instance's settings with the first request: the server has them by then."""
-        if self._media_limits is None:
+        if not self._is_configured:
             instance = instance_of(scope)
-            self._media_limits = instance.media_limits
             self._admission = Admission(
                 AdmissionLimits(items=instance.max_queued_items, nbytes=instance.max_queued_bytes)
             )
-        return self._media_limits
+            self._is_configured = True
 
     def _take(self, visit: Visit, *, items: int = 0, nbytes: int = 0) -> Refusal | None:
         return self._admission.take(visit, items=items, nbytes=nbytes, now_s=time.monotonic())
@@ -227,7 +190,7 @@ class AdmissionMiddleware(Collector):
         )
         refused = CounterMetricFamily(
             "epd_encode_refused_requests",
-            "Requests answered 429, 413 or 400, by the limit that they met.",
+            "Requests answered 429 or 413, by the limit that they met.",
             labels=("limit",),
         )
         for what, count in self._refused.items():
@@ -245,79 +208,16 @@ def outline_of(body: bytes) -> Outline:
 
 def count_items(outline: Outline) -> int:
     """Return how many media items a body holds."""
-    return sum(any(name in part.type for name in MEDIA) for _, part in outline.parts())
+    return sum(any(name in part.type for name in MEDIA) for part in outline.parts())
 
 
-def check_media(limits: MediaLimits, outline: Outline) -> int:
-    """Check what the media of a body become when they are decoded; return their pixels.
-
-    URLs that hold no data are left to vLLM: nothing of theirs is here yet.
-
-    Raises:
-        RequestError: 413 or 400; as the router's.
-    """
-    processing = check_processor_settings(
-        limits, outline.mm_processor_kwargs, outline.media_io_kwargs
+def pixels_of(outline: Outline) -> int:
+    """Return about how many pixels the media of a body have, by their bytes."""
+    return sum(
+        estimated_pixels("image", len(memoryview(part.image_url)))
+        + estimated_pixels("video", len(memoryview(part.video_url)))
+        for part in outline.parts()
     )
-    pixels = 0
-    for where, part in outline.parts():
-        for modality, field, value in _items(part):
-            media_type, text = value
-            place = f"{where}.{field}"
-            pixels += check_item(limits, modality, media_type, text, place, processing)
-    check_request(limits, pixels)
-    return pixels
-
-
-def _items(part: _Part) -> Iterator[tuple[Modality, str, tuple[str, memoryview]]]:
-    """Yield modality, field, and media type with base64 text of each item in a part."""
-    urls: tuple[tuple[Modality, str, msgspec.Raw], ...] = (
-        ("image", "image_url", part.image_url),
-        ("video", "video_url", part.video_url),
-        ("audio", "audio_url", part.audio_url),
-    )
-    for modality, field, raw in urls:
-        if _opens(raw, b"{"):
-            raw = _field(raw, _Url).url
-        url = _text(raw)
-        head = bytes(url[:MAX_URL_HEAD])
-        comma = head.find(b",")
-        if head[:5].lower() == b"data:":
-            if comma < 0:
-                raise RequestError(
-                    f"{field}: no ',' in the first {MAX_URL_HEAD} bytes of its data URL",
-                    status=400,
-                    code="invalid_data_url",
-                )
-            media_type = head[5:comma].partition(b";")[0].decode("latin-1")
-            yield modality, field, (media_type, url[comma + 1 :])
-    if _opens(part.input_audio, b"{"):
-        yield "audio", "input_audio", ("", _text(_field(part.input_audio, _Clip).data))
-
-
-T = TypeVar("T", _Url, _Clip)
-
-
-def _field(raw: msgspec.Raw, kind: type[T]) -> T:
-    try:
-        return msgspec.json.decode(raw, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return kind()
-
-
-def _opens(raw: msgspec.Raw, bracket: bytes) -> bool:
-    return bytes(memoryview(raw)[:1]) == bracket
-
-
-def _text(raw: msgspec.Raw) -> memoryview:
-    """Return the bytes of a JSON string: those of the body where it holds no escapes."""
-    view = memoryview(raw)
-    if not _opens(raw, b'"'):
-        return view[:0]
-    inner = view[1:-1]
-    if _ESCAPE.search(inner):
-        return memoryview(msgspec.json.decode(raw, type=str).encode("utf-8", "surrogatepass"))
-    return inner
 
 
 def _is_counted(scope: Scope) -> bool:
@@ -340,11 +240,6 @@ def _replay(body: bytes, receive: Receive) -> Receive:
         return unread.pop() if unread else await receive()
 
     return replayed
-
-
-def _refused(error: RequestError) -> Response:
-    body = error_body(str(error), status=error.status, code=error.code)
-    return Response(body, error.status, {"content-type": "application/json"})
 
 
 def _response(refusal: Refusal) -> Response:

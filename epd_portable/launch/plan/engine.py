@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Mapping
 
@@ -27,6 +28,7 @@ PARAMS = "epd_portable.vllm_plugin.params_bridge.ParamsMiddleware"
 CARRIES_PARAMS = (0, 26)
 """First vLLM whose API server knows ``ec_transfer_params``."""
 TOKEN = "epd_portable.vllm_plugin.instance_token.TokenMiddleware"
+MEDIA_BOUNDS = "epd_portable.vllm_plugin.media_bounds.MediaBoundsMiddleware"
 ADMISSION = "epd_portable.vllm_plugin.admission.AdmissionMiddleware"
 ROLE_ARGS: dict[str, dict[str, JsonValue]] = {
     # An encoder computes no KV blocks, so there is no prefix to find again. It generates nothing,
@@ -79,6 +81,7 @@ def engine_argv(
         *render_arguments(arguments),
         # Written out, because a list becomes JSON and every mention of this flag adds one.
         *(("--middleware", PARAMS) if _lacks_params() else ()),
+        *("--middleware", MEDIA_BOUNDS),
         *(("--middleware", ADMISSION) if group_name == "encode" else ()),
         # The last is outermost: requests without the token are not even queued.
         *("--middleware", TOKEN),
@@ -192,6 +195,8 @@ def engine_env(
     defaults = {
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
+        "VLLM_MAX_IMAGE_PIXELS": str(instance.media_limits.max_item_pixels),
+        "VLLM_MAX_AUDIO_DECODE_DURATION_S": str(math.ceil(instance.media_limits.max_media_seconds)),
         # Ranks of one instance meet on the loopback address.
         "VLLM_HOST_IP": "127.0.0.1",
     }

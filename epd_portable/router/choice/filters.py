@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from epd_portable.delivery.ring import HashRing
-from epd_portable.media.formats import Modality
+from epd_portable.media.limits import Modality
 from epd_portable.router.choice.parameters import (
     BuiltIn,
     Factory,

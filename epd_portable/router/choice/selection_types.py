@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
-from epd_portable.media.formats import Modality
+from epd_portable.media.limits import Modality
 from epd_portable.router.choice.caches import CacheEstimate
 from epd_portable.router.choice.prefix import BYTES_A_TOKEN
 from epd_portable.wire.messages import LoadReport

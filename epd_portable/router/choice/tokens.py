@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import ConfigDict
 
-from epd_portable.media.formats import Modality
+from epd_portable.media.limits import Modality
 from epd_portable.router.choice.parameters import BuiltIn, Count, Ignored, Parameters
 from epd_portable.router.choice.selection_types import AskedItem, Candidates, SelectionRequest
 

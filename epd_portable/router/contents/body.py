@@ -12,16 +12,9 @@ from typing import cast
 import msgspec
 
 from epd_portable.errors import RequestError
-from epd_portable.media.formats import Modality
-from epd_portable.media.limits import (
-    MediaLimits,
-    Processing,
-    check_item,
-    check_processor_settings,
-    check_request,
-)
+from epd_portable.media.limits import MediaLimits, check_settings
 from epd_portable.router.contents import media
-from epd_portable.router.contents.cut_text import Bytes, CutText, Data, Segments, decode, opens
+from epd_portable.router.contents.cut_text import CutText, Data, Segments, decode, opens
 from epd_portable.router.contents.media import LinkedMedia, MediaItem, MediaReader
 from epd_portable.wire.params import EncodedItem, EncodeParams, EncodeTransfer, PrefillParams
 
@@ -51,7 +44,7 @@ _ENCODER_SETTINGS = ("mm_processor_kwargs", "media_io_kwargs")
 """Fields that change what the encoder computes."""
 _SALT = "cache_salt"
 """Field that an item's key depends on, too: who sets it shares nothing with others."""
-_STREWN = frozenset(
+_NESTED_PARTS = frozenset(
     {
         "data_1",
         "data_2",
@@ -87,7 +80,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
         models: Names that may be asked for; ``None`` leaves that to the instances, which know
             their adapters.
         max_items: Most images, videos and audio clips in one request.
-        limits: What media may become when they are decoded; ``None`` for no limits.
+        limits: What media may become when they are decoded.
         pd_takes_media: Whether prefill+decode instances hold an encoder, or whether metadata go to
             them in place of media, which only chat requests have a place for.
         takes_kv: Whether it comes from a hop that may say where the KV of its prompt is.
@@ -95,7 +88,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
 
     models: frozenset[str] | None = None
     max_items: int = 64
-    limits: MediaLimits | None = None
+    limits: MediaLimits = MediaLimits()
     pd_takes_media: bool = True
     takes_kv: bool = False
 
@@ -298,7 +291,9 @@ def _read_decision(call: Call, fields: _Fields, rules: Rules, linked: LinkedMedi
 
 def _read_other(call: Call, fields: _Fields, rules: Rules, linked: LinkedMedia | None) -> Call:
     """Name the items of whatever has some; a prefill+decode instance encodes them itself."""
-    given = {name: fields[name] for name in _STREWN & fields.keys() if b"{" in bytes(fields[name])}
+    given = {
+        name: fields[name] for name in _NESTED_PARTS & fields.keys() if b"{" in bytes(fields[name])
+    }
     for name in ("messages", _IMAGES):
         raw = fields.get(name)
         if raw is not None and opens(raw, b"["):
@@ -315,7 +310,7 @@ def _read_other(call: Call, fields: _Fields, rules: Rules, linked: LinkedMedia |
             found = reader.batch(raw) if batch else reader.conversation(raw)
             read[name] = found.messages if found.changed else raw
         else:
-            read[name] = reader.strewn(raw, name)
+            read[name] = reader.nested_parts(raw, name)
     _check_media_are_taken(reader, rules)
     changed = any(value is not given[name] for name, value in read.items())
     return msgspec.structs.replace(call, changed=call.changed or changed, fields={**fields, **read})
@@ -351,26 +346,11 @@ def _reader(
         call.cut.whole(bytes(_given(given, name) or b"")) + b"\0"
         for given, name in [*((settings, name) for name in _ENCODER_SETTINGS), (fields, _SALT)]
     )
-    check = None
-    if rules.limits is not None:
-        wished = (_given(settings, name) for name in _ENCODER_SETTINGS)
-        check = _Scales(rules.limits, check_processor_settings(rules.limits, *wished))
-    return MediaReader(call.cut, salt=salt, max_items=rules.max_items, check=check, linked=linked)
-
-
-class _Scales:
-    """Weighs the items of one request by what they become when they are decoded."""
-
-    def __init__(self, limits: MediaLimits, processing: Processing) -> None:
-        self._limits = limits
-        self._processing = processing
-        self._pixels = 0
-
-    def __call__(self, modality: Modality, media_type: str, data: Bytes, place: str) -> int:
-        pixels = check_item(self._limits, modality, media_type, data, place, self._processing)
-        self._pixels += pixels
-        check_request(self._limits, self._pixels)
-        return pixels
+    enlarged = [
+        check_settings(rules.limits, name, _given(settings, name)) for name in _ENCODER_SETTINGS
+    ]
+    max_items = min(rules.max_items, rules.limits.max_request_pixels // max(*enlarged, 1))
+    return MediaReader(call.cut, salt=salt, max_items=max_items, linked=linked)
 
 
 def _encoded_apart(reader: MediaReader, settings: _Fields) -> tuple[MediaItem, ...]:

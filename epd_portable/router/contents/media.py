@@ -21,14 +21,11 @@ import msgspec
 
 from epd_portable.errors import RequestError
 from epd_portable.media.addresses import is_web
-from epd_portable.media.formats import Modality
+from epd_portable.media.limits import Modality, estimated_pixels
 from epd_portable.router.contents.cut_text import Bytes, CutText, decode, opens
 from epd_portable.wire.params import EncodedItem
 
 Part = dict[str, msgspec.Raw]
-Check = Callable[[Modality, str, Bytes, str], int]
-"""Raises `RequestError` for an item that is not allowed, by its modality, media type, base64 text
-and place in the request."""
 
 MAX_HEADER_BYTES = 256
 """Longest ``data:<media type>;base64`` prefix that is looked at."""
@@ -86,7 +83,7 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
         modality: What it is to the model.
         part: Content part of a chat message with the item; cut. Where the request can name items to
             the engine, this is the client's own, with ``uuid`` set to `item_uuid`.
-        pixels: That it has once it is decoded; 0 if nobody looked, or it has none.
+        pixels: About how many it has, by its bytes; for weighing load only. Sound has none.
     """
 
     item_uuid: str
@@ -134,7 +131,6 @@ class MediaReader:
         salt: Whatever else an item may be shared by, such as settings that change the encoder's
             output; becomes part of every key.
         max_items: Most media parts allowed, repeated ones included.
-        check: Of each item; returns its pixels.
         linked: What came by URL; ``None`` refuses such items. An item that it does not have yet is
             counted, and is not among `items`.
 
@@ -148,13 +144,11 @@ class MediaReader:
         *,
         salt: bytes = b"",
         max_items: int,
-        check: Check | None = None,
         linked: LinkedMedia | None = None,
     ) -> None:
         self._cut = cut
         self._salt = salt
         self._max_items = max_items
-        self._check = check
         self._linked = linked
         self._items: dict[str, MediaItem] = {}
         self.count = 0
@@ -194,7 +188,7 @@ class MediaReader:
             messages=[each.messages for each in read], changed=any(each.changed for each in read)
         )
 
-    def strewn(self, raw: msgspec.Raw, where: str) -> object:
+    def nested_parts(self, raw: msgspec.Raw, where: str) -> object:
         """Return a value that may be a message, or a list with some, with keys in it.
 
         Raises:
@@ -228,9 +222,7 @@ class MediaReader:
             if found is None:
                 read.append(each)
                 continue
-            media_type, data, written = found
-            if self._check:
-                self._check(IMAGE.modality, media_type, data, place)
+            _, _, written = found
             read.append(each if written is None else msgspec.Raw(written))
         same = all(new is old for new, old in zip(read, given, strict=True))
         return raw if same else read
@@ -405,7 +397,8 @@ class MediaReader:
         if self.count > self._max_items:
             raise RequestError(
                 f"{place}: item {self.count} of one request: at most {self._max_items} images, "
-                "videos and audio clips are allowed; send fewer, or raise router.max_media_items",
+                "videos and audio clips are allowed; send fewer, enlarge them less, or raise "
+                "router.max_media_items or max_request_pixels",
                 status=400,
                 code="too_many_items",
             )
@@ -414,12 +407,12 @@ class MediaReader:
         self, modality: Modality, media_type: str, data: Bytes, place: str, part: Part
     ) -> MediaItem:
         """Return the item of a part, the same for each part with it."""
-        pixels = self._check(modality, media_type, data, place) if self._check else 0
 
         def key() -> str:
             return content_key(modality, media_type, data, self._salt)
 
         item_uuid = self._linked.key(place, key) if self._linked else key()
+        pixels = estimated_pixels(modality, len(data))
         item = MediaItem(item_uuid=item_uuid, modality=modality, part=part, pixels=pixels)
         return self._items.setdefault(item_uuid, item)
 

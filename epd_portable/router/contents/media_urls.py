@@ -8,17 +8,18 @@ wait for it, and gives up what nobody waits for.
 from __future__ import annotations
 
 import asyncio
+import binascii
 import collections
 import contextlib
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from epd_portable.delivery.replies import unavailable
 from epd_portable.errors import RequestError
 from epd_portable.media.addresses import FetchResult, MediaUrlError, WebTarget, read_url
-from epd_portable.media.formats import READERS, Modality
+from epd_portable.media.limits import Modality
 from epd_portable.router.contents.cut_text import Bytes
 from epd_portable.router.contents.web_files import FetchedFile, Resolve, WebFiles
 from epd_portable.router.http.incoming import Bodies
@@ -30,27 +31,45 @@ logger = logging.getLogger(__name__)
 OVERHEAD_BYTES = 512
 """Of a file that is kept, beside its text and its URL."""
 
-MEDIA_TYPES = {
-    "PNG": "image/png",
-    "JPEG": "image/jpeg",
-    "GIF": "image/gif",
-    "WebP": "image/webp",
-    "BMP": "image/bmp",
-    "TIFF": "image/tiff",
-    "AVIF/HEIF": "image/avif",
-    "JPEG 2000": "image/jp2",
-    "JPEG 2000 code stream": "image/j2c",
-    "PNM": "image/x-portable-anymap",
-    "ICO": "image/x-icon",
-    "MP4/MOV": "video/mp4",
-    "WebM/Matroska": "video/webm",
-    "AVI": "video/x-msvideo",
-    "WAV": "audio/wav",
-    "FLAC": "audio/flac",
-    "OGG": "audio/ogg",
-    "MP3": "audio/mpeg",
+_MEDIA_TYPES = (
+    (b"\x89PNG\r\n\x1a\n", "image/png"),
+    (b"\xff\xd8\xff", "image/jpeg"),
+    (b"GIF8", "image/gif"),
+    (b"RIFF....WEBP", "image/webp"),
+    (b"BM", "image/bmp"),
+    (b"II[*+]\0", "image/tiff"),
+    (b"MM\0[*+]", "image/tiff"),
+    (b"....ftyp(?:avi[fs]|mif1)", "image/avif"),
+    (b"....ftyp", "video/mp4"),
+    (b"\x1a\x45\xdf\xa3", "video/webm"),
+    (b"RIFF....WAVE", "audio/wav"),
+    (b"fLaC", "audio/flac"),
+    (b"OggS", "audio/ogg"),
+    (b"ID3|\xff[\xe2-\xff]", "audio/mpeg"),
+)
+"""How files begin, and what is written into their data URLs. Items are named by it, too: of a file
+that came by URL and one that a client inlined it should be the same."""
+_FAMILIES: Mapping[Modality, tuple[str, ...]] = {
+    "image": ("image/",),
+    "video": ("video/", "image/"),
+    "audio": ("audio/", "video/"),
 }
-"""What is written into a data URL, by what a file was found to be."""
+"""What an item of a modality may be a file of."""
+
+
+def media_type_of(text: Bytes, modality: Modality) -> str:
+    """Return the media type of a file.
+
+    Args:
+        text: Its base64 text.
+        modality: What it is to the model.
+    """
+    head = binascii.a2b_base64(bytes(text[:24]))
+    for beginning, media_type in _MEDIA_TYPES:
+        if re.match(beginning, head, re.DOTALL) and media_type.startswith(_FAMILIES[modality]):
+            family, _, subtype = media_type.partition("/")
+            return f"{modality if modality == 'video' else family}/{subtype}"
+    return f"{modality}/octet-stream"
 
 
 class _Flight:
@@ -69,7 +88,6 @@ class MediaFetcher:
         settings: What may be fetched, and how much.
         bodies: Counts the memory of what is on its way.
         metrics: Count what happens.
-        unknown_media: Whether a file of no known format is let in.
         resolve: Looks names up; the system unless given.
     """
 
@@ -79,11 +97,9 @@ class MediaFetcher:
         bodies: Bodies,
         metrics: Metrics,
         *,
-        unknown_media: bool = False,
         resolve: Resolve | None = None,
     ) -> None:
         self._metrics = metrics
-        self.unknown_media = unknown_media
         self._files = WebFiles(settings, bodies, resolve)
         self._flights: dict[str, _Flight] = {}
         self._kept = _Kept(settings.cache_bytes, settings.cache_s)
@@ -222,7 +238,7 @@ class LinkedItems:
         file = self._files.get(target)
         if file is not None:
             self.nbytes += len(file.text)
-            return self._media_type(file, modality, where, target), file.text
+            return media_type_of(file.text, modality), file.text
         if target not in self._places:
             self._places[target] = where
             self._loop.call_soon_threadsafe(self._begin, target)
@@ -282,26 +298,6 @@ class LinkedItems:
             self._files[target] = found
         else:
             self._flights[target] = found
-
-    def _media_type(
-        self, file: FetchedFile, modality: Modality, where: str, target: WebTarget
-    ) -> str:
-        if file.kind in READERS[modality]:
-            assert file.kind is not None
-            family, _, subtype = MEDIA_TYPES[file.kind].partition("/")
-            return f"video/{subtype}" if modality == "video" else f"{family}/{subtype}"
-        if self._fetcher.unknown_media:
-            return f"{modality}/octet-stream"
-        what = "what is there has no known format" if file.kind is None else f"it is {file.kind}"
-        known = ", ".join(READERS[modality])
-        raise _refusal(
-            MediaUrlError(
-                f"{what}, and none of those that are understood of {modality}: {known}",
-                code="unknown_media",
-            ),
-            where,
-            target.shown,
-        )
 
 
 class _Kept:

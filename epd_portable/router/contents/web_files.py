@@ -27,7 +27,6 @@ import httpx
 import msgspec
 
 from epd_portable.delivery.replies import RETRY_AFTER_S
-from epd_portable.errors import MediaError
 from epd_portable.media.addresses import (
     AddressPolicy,
     Domains,
@@ -35,8 +34,6 @@ from epd_portable.media.addresses import (
     WebTarget,
     redirected,
 )
-from epd_portable.media.base64_view import Base64View
-from epd_portable.media.formats import kind_of
 from epd_portable.router.contents.cut_text import Bytes
 from epd_portable.router.http.incoming import Bodies, Body
 from epd_portable.router.settings import MediaFetching
@@ -74,13 +71,11 @@ class FetchedFile(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         text: Of base64.
         nbytes: Of the file.
-        kind: Its format, one of `MEDIA_TYPES`; ``None`` if it is none of these.
         keep_s: How long its server lets others have it.
     """
 
     text: Bytes
     nbytes: int
-    kind: str | None
     keep_s: float = float("inf")
 
 
@@ -224,11 +219,8 @@ class WebFiles:
             announced = int(headers[b"content-length"][0])
         written = await self._text(response, announced, held)
         text = written.end()
-        kind = None
-        with contextlib.suppress(MediaError):
-            kind = kind_of(Base64View(text))
         keep_s = _keep_s(b",".join(headers.get(b"cache-control", [])).decode("latin-1").lower())
-        return FetchedFile(text=text, nbytes=written.nbytes, kind=kind, keep_s=keep_s)
+        return FetchedFile(text=text, nbytes=written.nbytes, keep_s=keep_s)
 
     async def _text(
         self, response: httpcore.Response, announced: int | None, held: Body

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from epd_portable.delivery.fallbacks import RequestPhase, next_fallback
-from epd_portable.media.formats import Modality
+from epd_portable.media.limits import Modality
 from epd_portable.router.contents.media import MediaItem
 from epd_portable.wire.outcomes import FailureKind, Fallback, ItemResult
 
@@ -57,7 +57,7 @@ class ItemRecord:
 
     Attributes:
         modality: What it is to the model.
-        pixels: That it has once it is decoded; 0 if nobody looked, or it has none.
+        pixels: About how many it has, by its bytes.
         nbytes: Of the body of its encode job; 0 without one.
         end: What became of it in the latest try; empty as long as that is open, which it may be
             when its request has ended.

@@ -1,0 +1,315 @@
+"""Bounds on decoding in an instance's API server, applied where media files are opened.
+
+``--middleware epd_portable.vllm_plugin.media_bounds.MediaBoundsMiddleware``: vLLM puts the class
+around its application (0.26 to 0.33). When the server starts, it
+
+- lets Pillow open `IMAGE_FORMATS` only, in a bounded number of reads, up to ``max_item_pixels``;
+- puts a subclass of vLLM's media connector in its place, which counts the pixels of each request,
+  frames of films included, before they are decoded;
+- limits the memory of the process, if ``max_memory_bytes`` is set.
+
+What is refused raises `ValueError`, which vLLM answers with 400. The pixels of a film's frame and
+the seconds of sound are bounded by vLLM (``VLLM_MAX_IMAGE_PIXELS``,
+``VLLM_MAX_AUDIO_DECODE_DURATION_S``), which the launcher sets.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import resource
+import struct
+import threading
+import zlib
+from collections.abc import Callable
+from contextvars import ContextVar
+from pathlib import Path
+from typing import IO, Any
+
+import cv2
+import vllm.envs
+from PIL import Image, ImageFile
+from starlette.types import ASGIApp, Receive, Scope, Send
+from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
+from vllm.multimodal.media.base import MediaIO
+
+from epd_portable.media.limits import MediaLimits
+from epd_portable.vllm_plugin.instance_token import instance_of
+
+logger = logging.getLogger(__name__)
+
+IMAGE_FORMATS = frozenset({"BMP", "GIF", "ICO", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP"})
+"""Pillow's names of the formats that are opened. AVIF is not among them: what its decoder makes
+room for is a number inside the stream, which Pillow does not show."""
+FEWEST_READS = 4096
+BYTES_A_READ = 1024
+"""A picture is read in so many reads, and one more for each so many bytes of its file. Headers made
+of single bytes or empty chunks would otherwise take seconds."""
+_UNREADABLE = (
+    *(SyntaxError, EOFError, LookupError, ArithmeticError, TypeError, AttributeError),
+    *(AssertionError, OSError, struct.error, zlib.error, cv2.error),
+)
+"""What decoders raise for a broken file, beside `ValueError`."""
+
+
+class MediaRefusedError(ValueError):
+    """A media file is not decoded; vLLM answers 400 with the message."""
+
+
+class PixelBudget:
+    """Counts the pixels that one request has decoded.
+
+    Args:
+        limits: ``max_request_pixels`` is the most.
+    """
+
+    def __init__(self, limits: MediaLimits) -> None:
+        self._limits = limits
+        self._pixels = 0
+        self._lock = threading.Lock()
+
+    def charge(self, pixels: int) -> None:
+        """Count pixels before they are decoded.
+
+        Raises:
+            MediaRefusedError: They are too many, with those before.
+        """
+        with self._lock:
+            self._pixels += pixels
+            total = self._pixels
+        if total > self._limits.max_request_pixels:
+            raise _too_large(
+                f"the media of this request have {total} pixels or more",
+                self._limits.max_request_pixels,
+                "max_request_pixels",
+            )
+
+
+_budget: ContextVar[PixelBudget | None] = ContextVar("epd_pixel_budget", default=None)
+
+
+class MediaBoundsMiddleware:
+    """Bounds the process when its server starts, and gives each request a `PixelBudget`.
+
+    Args:
+        app: The server's application.
+        limits: ``None`` reads them from the instance's settings when the server starts.
+    """
+
+    def __init__(self, app: ASGIApp, *, limits: MediaLimits | None = None) -> None:
+        self._app = app
+        self._limits = limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection's request (ASGI)."""
+        if scope["type"] == "lifespan":
+            self._limits = self._limits or instance_of(scope).media_limits
+            bound_process(self._limits)
+        elif self._limits is not None:
+            _budget.set(PixelBudget(self._limits))
+        await self._app(scope, receive, send)
+
+
+def bound_process(limits: MediaLimits) -> None:
+    """Bound whatever this process decodes from here on.
+
+    Args:
+        limits: A second call in one process changes nothing but the limits.
+    """
+    bound_pillow(limits)
+    name = vllm.envs.VLLM_MEDIA_CONNECTOR
+    connector = MEDIA_CONNECTOR_REGISTRY.name2class[name]
+    if issubclass(connector, _Bounded):
+        connector = connector.__mro__[2]
+    bounded = type("Bounded" + connector.__name__, (_Bounded, connector), {"limits": limits})
+    MEDIA_CONNECTOR_REGISTRY.register(name)(bounded)
+    if limits.max_memory_bytes is not None:
+        limit_memory(limits.max_memory_bytes)
+
+
+def limit_memory(more_bytes: int) -> None:
+    """Let this process take so many bytes of memory more; beyond them, `MemoryError` is raised.
+
+    Args:
+        more_bytes: Of private writable mappings (``RLIMIT_DATA``), those without pages included.
+    """
+    (line,) = (
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("VmData:")
+    )
+    most = int(line.split()[1]) * 1024 + more_bytes
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    if hard != resource.RLIM_INFINITY:
+        most = min(most, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
+    logger.info("memory limited to %d MiB (RLIMIT_DATA)", most >> 20)
+
+
+def bound_pillow(limits: MediaLimits) -> None:
+    """Let Pillow open `IMAGE_FORMATS` only, each within the limits."""
+    Image.init()
+    # Pillow warns from this on, and refuses from twice as much on.
+    Image.MAX_IMAGE_PIXELS = max(limits.max_item_pixels // 2, 1)
+    for name, (factory, accept) in list(Image.OPEN.items()):
+        if name in IMAGE_FORMATS:
+            factory = getattr(factory, "bounded", factory)
+            Image.register_open(name, _bounded_factory(factory, limits), accept)
+        else:
+            Image.register_open(name, factory, lambda prefix: False)
+
+
+Factory = Callable[[IO[bytes], "str | bytes"], ImageFile.ImageFile]
+
+
+def _bounded_factory(factory: Factory, limits: MediaLimits) -> Factory:
+    """Return a factory of Pillow's that opens pictures within limits.
+
+    Raises:
+        MediaRefusedError: By the factory; of its kind no other format is tried.
+    """
+
+    def open_bounded(file: IO[bytes], filename: str | bytes) -> ImageFile.ImageFile:
+        data = file.getvalue() if isinstance(file, io.BytesIO) else file.read()
+        try:
+            image = factory(_CountedReads(data), filename)
+        except Image.DecompressionBombError as error:
+            raise _bomb(error, limits) from error
+        tags: Any = getattr(image, "tag_v2", {})
+        tile = int(tags.get(322, 0)) * int(tags.get(323, 0))
+        if max(image.width * image.height, tile) > limits.max_item_pixels:
+            raise _too_large(
+                f"a picture of {image.width} × {image.height} pixels"
+                + (f" in tiles of {tile}" if tile else ""),
+                limits.max_item_pixels,
+                "max_item_pixels",
+            )
+        budget = _budget.get()
+        if budget is not None:
+            budget.charge(image.width * image.height)
+        return image
+
+    open_bounded.bounded = factory  # type: ignore[attr-defined]
+    return open_bounded
+
+
+class _CountedReads(io.BytesIO):
+    """A file that is read in a bounded number of reads, and a few times as a whole at most."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(data)
+        self._reads = FEWEST_READS + len(data) // BYTES_A_READ
+        self._nbytes = 4 * len(data) + (1 << 20)
+
+    def read(self, size: int | None = -1) -> bytes:
+        """Return what is there; raises `MediaRefusedError` beyond the bounds."""
+        data = super().read(size)
+        self._reads -= 1
+        self._nbytes -= len(data)
+        if self._reads < 0 or self._nbytes < 0:
+            raise MediaRefusedError(
+                "a picture whose headers are in too many parts: save it anew without metadata"
+            )
+        return data
+
+
+class _Bounded(MediaConnector):
+    """Mixin for vLLM's media connector: what it loads counts in the request's budget."""
+
+    limits: MediaLimits
+
+    def load_from_url(self, url: str, media_io: Any, **kwargs: Any) -> Any:
+        """See vLLM's ``MediaConnector``."""
+        return super().load_from_url(url, self._bounded(media_io), **kwargs)
+
+    async def load_from_url_async(self, url: str, media_io: Any, **kwargs: Any) -> Any:
+        """See vLLM's ``MediaConnector``."""
+        return await super().load_from_url_async(url, self._bounded(media_io), **kwargs)
+
+    def _bounded(self, media_io: Any) -> _BoundedIO:
+        return _BoundedIO(media_io, self.limits, _budget.get() or PixelBudget(self.limits))
+
+
+class _BoundedIO(MediaIO[Any]):
+    """One of vLLM's media loaders, within a budget; runs in vLLM's threads."""
+
+    def __init__(self, inner: Any, limits: MediaLimits, budget: PixelBudget) -> None:
+        self._inner = inner
+        self._limits = limits
+        self._budget = budget
+        if hasattr(inner, "video_loader"):
+            inner.video_loader = _bounded_films(type(inner.video_loader), limits, budget)()
+
+    def get_max_bytes(self) -> int | None:
+        """See vLLM's ``MediaIO``."""
+        most: int | None = self._inner.get_max_bytes()
+        return most
+
+    def load_bytes(self, data: bytes) -> Any:
+        """See vLLM's ``MediaIO``."""
+        return self._load(self._inner.load_bytes, data)
+
+    def load_base64(self, media_type: str, data: str) -> Any:
+        """See vLLM's ``MediaIO``."""
+        return self._load(self._inner.load_base64, media_type, data)
+
+    def load_file(self, filepath: Path) -> Any:
+        """See vLLM's ``MediaIO``."""
+        return self._load(self._inner.load_file, filepath)
+
+    def _load(self, load: Callable[..., Any], *args: Any) -> Any:
+        token = _budget.set(self._budget)
+        try:
+            return load(*args)
+        except Image.DecompressionBombError as error:
+            raise _bomb(error, self._limits) from error
+        except MemoryError as error:
+            raise MediaRefusedError(
+                "decoding this file needs more memory than there is: send a smaller one, or raise "
+                "router.max_media_memory_bytes"
+            ) from error
+        except _UNREADABLE as error:
+            raise MediaRefusedError(f"this file cannot be decoded: {error}") from error
+        finally:
+            _budget.reset(token)
+
+
+def _bounded_films(loader: type[Any], limits: MediaLimits, budget: PixelBudget) -> type[Any]:
+    """Return a video loader of vLLM's that refuses a film before it makes room for its frames."""
+
+    class BoundedFilms(loader):
+        @classmethod
+        def compute_frames_index_to_sample(cls, source: Any, *args: Any, **kwargs: Any) -> Any:
+            if source.duration > limits.max_media_seconds:
+                raise _too_large(
+                    f"a film of {source.duration:.1f} s",
+                    limits.max_media_seconds,
+                    "max_media_seconds",
+                )
+            if not 0 < source.total_frames_num <= limits.max_video_frames:
+                raise _too_large(
+                    f"a film of {source.total_frames_num} frames",
+                    limits.max_video_frames,
+                    "max_media_seconds",
+                )
+            return super().compute_frames_index_to_sample(source, *args, **kwargs)
+
+        @classmethod
+        def read_frames(cls, cap: Any, frame_idx: Any, *args: Any, **kwargs: Any) -> Any:
+            width, height = cap.get(cv2.CAP_PROP_FRAME_WIDTH), cap.get(cv2.CAP_PROP_FRAME_HEIGHT)
+            budget.charge(int(width) * int(height) * len(frame_idx))
+            return super().read_frames(cap, frame_idx, *args, **kwargs)
+
+    return BoundedFilms
+
+
+def _too_large(what: str, limit: float, key: str) -> MediaRefusedError:
+    return MediaRefusedError(
+        f"{what}: at most {limit:.15g} are allowed; send less, or raise router.{key}"
+    )
+
+
+def _bomb(error: Exception, limits: MediaLimits) -> MediaRefusedError:
+    return _too_large(
+        str(error).partition(" exceeds")[0], limits.max_item_pixels, "max_item_pixels"
+    )
