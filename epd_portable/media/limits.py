@@ -144,8 +144,9 @@ def _check_edges(limits: MediaLimits, height: Any, width: Any, where: str) -> in
 def _check_within(value: float, most: float, where: str, what: str) -> None:
     # Not the other way round: NaN is not within anything.
     if not abs(value) <= most:
+        shown = f"{value:.15g}" if abs(value) < 1e18 else "beyond all measure"
         raise _refused(
-            f"{where} is {value:.15g}: at most {most:.15g} {what} are allowed by this router's "
+            f"{where} is {shown}: at most {most:.15g} {what} are allowed by this router's "
             "media limits (router.max_item_pixels, max_media_seconds); ask for less, or leave it "
             "out"
         )

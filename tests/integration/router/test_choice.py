@@ -137,7 +137,7 @@ async def test_an_encoder_that_fails_is_left_out_of_the_next_choice(build: Build
 
 
 async def test_small_pictures_stay_where_they_are_needed(build: Build) -> None:
-    t = await build(choice=AFFINITY, unknown_media="refuse")
+    t = await build(choice=AFFINITY)
     assert (await t.chat(png(63), png(64), TEXT)).status_code == 200
     (job,) = t.encoders[0].received
     part = job.body["messages"][0]["content"][0]["image_url"]["url"]
@@ -166,7 +166,7 @@ async def test_a_decider_says_how_long_an_encode_job_may_take(build: Build) -> N
 
 
 async def test_nobody_decides_for_instances_that_cannot_encode(build: Build) -> None:
-    t = await build(choice=AFFINITY, unknown_media="refuse", local_encode=False)
+    t = await build(choice=AFFINITY, local_encode=False)
     assert (await t.chat(png(8), TEXT)).status_code == 200
     assert len(t.encoders[0].received) == 1
 

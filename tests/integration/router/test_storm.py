@@ -279,7 +279,6 @@ def settings_for(instances: list[Wild], media: str) -> RouterSettings:
             ],
             "secret_file": secret_file(),
             "registration": False,
-            "unknown_media": "pass",
             "media": media,
             "probe_interval_s": 0.2,
             "nack_grace_s": 0.1,

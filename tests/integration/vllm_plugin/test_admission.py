@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
 import time
 from collections.abc import AsyncIterator
@@ -16,22 +15,20 @@ import pytest
 from prometheus_client import CollectorRegistry
 from starlette.responses import Response, StreamingResponse
 
-from epd_portable.media.limits import MediaLimits
+from epd_portable.media.limits import estimated_pixels
 from epd_portable.scheduling.admission import AdmissionLimits
 from epd_portable.vllm_plugin.admission import AdmissionMiddleware, count_items, outline_of
 from epd_portable.wire.messages import LOAD_HEARTBEAT_S, LOAD_PATH, LoadReport
 from tests.integration.router.stand_in import DEADLINE_S, Received, Serving, StandIn
-from tests.unit.media.samples import mp4, png_header
 
 CHAT = "/v1/chat/completions"
-ANY_MEDIA = MediaLimits(unknown_media="pass")
 ITEM = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 
 
 class Instance:
     """A stand-in behind the middleware, which answers when it is told to."""
 
-    def __init__(self, items: int, nbytes: int, media: MediaLimits) -> None:
+    def __init__(self, items: int, nbytes: int) -> None:
         self.go_on = asyncio.Event()
         self.engine = StandIn("encode-0", "encode", self._behave)
         self.registry = CollectorRegistry()
@@ -39,7 +36,6 @@ class Instance:
             AdmissionMiddleware(
                 self.engine.serving._app,
                 limits=AdmissionLimits(items=items, nbytes=nbytes),
-                media_limits=media,
                 registry=self.registry,
             )
         )
@@ -77,10 +73,8 @@ class Instance:
 
 
 @asynccontextmanager
-async def instance(
-    *, items: int = 4, nbytes: int = 1 << 20, media: MediaLimits = ANY_MEDIA
-) -> AsyncIterator[Instance]:
-    made = Instance(items, nbytes, media)
+async def instance(*, items: int = 4, nbytes: int = 1 << 20) -> AsyncIterator[Instance]:
+    made = Instance(items, nbytes)
     await made.serving.start()
     try:
         yield made
@@ -233,6 +227,7 @@ async def test_health_and_whatever_generates_nothing_is_never_refused() -> None:
             4,
         ),
         ({"input": [{"content": [{"type": "input_image"}, {"type": "input_audio"}]}]}, 2),
+        ({"messages": [{"content": ["text", ITEM, "text", ITEM]}]}, 2),
         ({"messages": [{"content": "text"}], "input": "text"}, 0),
         ({"messages": [{"role": "assistant", "content": None}]}, 0),
         ({"messages": "no list"}, 0),
@@ -248,61 +243,12 @@ def test_a_body_that_is_none_has_no_items(body: bytes) -> None:
     assert count_items(outline_of(body)) == 0
 
 
-def url_of(data: bytes, kind: str = "image/png") -> str:
-    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
-
-
-LARGE = url_of(png_header(9000, 9000))
-# Its base64 begins with /9j/.
-JPEG = url_of(
-    b"\xff\xd8\xff\xc0\0\x11\x08" + 2 * (9000).to_bytes(2, "big") + bytes(10) + b"\xff\xda"
-)
-VIDEO = url_of(mp4(size=(9000, 9000)), "video/mp4")
-FOURTH = {"type": "image_url", "image_url": {"url": url_of(png_header(8000, 8000))}}
-"""Four of them fit into one request."""
-
-
-@pytest.mark.parametrize(
-    ("content", "settings", "status", "code"),
-    [
-        ([{"type": "image_url", "image_url": {"url": LARGE}}], {}, 413, "media_too_large"),
-        ([{"type": "image_url", "image_url": LARGE}], {}, 413, "media_too_large"),
-        ([{"type": "image_url", "image_url": JPEG}], {}, 413, "media_too_large"),
-        ([{"image_url": LARGE.replace("data:", "DATA:")}], {}, 413, "media_too_large"),
-        ([{"type": "video_url", "video_url": {"url": VIDEO}}], {}, 413, "media_too_large"),
-        ([{"type": "audio_url", "audio_url": {"url": url_of(b"x" * 9)}}], {}, 400, "unknown_media"),
-        ([{"type": "input_audio", "input_audio": {"data": "AAAA"}}], {}, 400, "unknown_media"),
-        ([{"type": "image_url", "image_url": "data:" + "x" * 999}], {}, 400, "invalid_data_url"),
-        ([], {"mm_processor_kwargs": {"max_pixels": 4e9}}, 400, "settings_too_large"),
-        ([], {"media_io_kwargs": {"video": {"num_frames": 1e6}}}, 400, "settings_too_large"),
-        ([FOURTH] * 4, {}, 200, ""),
-        ([FOURTH] * 5, {}, 413, "media_too_large"),
-    ],
-)
-async def test_media_that_become_too_large_are_refused_before_anything_is_decoded(
-    content: list[Any], settings: dict[str, Any], status: int, code: str
-) -> None:
-    async with instance(items=9, media=MediaLimits()) as e:
-        e.go_on.set()
-        body = {"messages": [{"role": "user", "content": content}], **settings}
-        # JSON lets every '/' have a backslash before it.
-        for text in (json.dumps(body), json.dumps(body).replace("/", "\\/")):
-            answer = await e.post(text.encode())
-            assert answer.status_code == status, answer.text
-            if code:
-                assert answer.json()["error"]["code"] == code
-        counted = e.registry.get_sample_value(
-            "epd_encode_refused_requests_total", {"limit": "media"}
-        )
-        assert counted == (2 if code else 0)
-        await e.until_empty()
-
-
 async def test_how_busy_it_is_is_told_when_it_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     heartbeat = "epd_portable.vllm_plugin.admission.LOAD_HEARTBEAT_S"
-    async with instance(media=MediaLimits()) as e:
-        picture = {"type": "image_url", "image_url": {"url": url_of(png_header(30, 20))}}
-        body = json.dumps({"messages": [{"role": "user", "content": [picture, picture]}]})
+    async with instance() as e:
+        content = ["text", ITEM, ITEM]
+        body = json.dumps({"messages": [{"role": "user", "content": content}]})
+        pixels = 2 * estimated_pixels("image", len(json.dumps(ITEM["image_url"])))
 
         async def load(**known: int) -> LoadReport:
             response = await e.client.get(e.serving.url + LOAD_PATH, params=known)
@@ -317,10 +263,10 @@ async def test_how_busy_it_is_is_told_when_it_has_changed(monkeypatch: pytest.Mo
         monkeypatch.setattr(heartbeat, 10 * DEADLINE_S)
         news = asyncio.create_task(load(items=0, pixels=0))
         asked = e.begin(body.encode())
-        assert await news in (LoadReport(items=1, pixels=0), LoadReport(items=2, pixels=1200))
+        assert await news in (LoadReport(items=1, pixels=0), LoadReport(items=2, pixels=pixels))
         await e.arrived(1)
-        assert await load(items=1, pixels=0) == LoadReport(items=2, pixels=1200)
-        news = asyncio.create_task(load(items=2, pixels=1200))
+        assert await load(items=1, pixels=0) == LoadReport(items=2, pixels=pixels)
+        news = asyncio.create_task(load(items=2, pixels=pixels))
         # It is open when there is news; if not, the answer is the same.
         await asyncio.sleep(0.1)
         e.go_on.set()

@@ -104,7 +104,7 @@ def test_a_key_like_no_other_is_answered_with_those_that_exist() -> None:
         "router.zzz (line 2): unknown key; known are host, port, join, envoy, admin_port, "
         "tls_cert_file, tls_key_file, api_keys_file, hop_keys_file, cors_origins, "
         "item_outcomes, max_body_bytes, max_bodies_bytes, max_media_items, max_item_pixels, "
-        "max_request_pixels, max_video_frames, max_media_seconds, unknown_media, media_urls, "
+        "max_request_pixels, max_media_seconds, max_media_memory_bytes, media_urls, "
         "encode_order, partial_results, elastic_encode, choice, "
         "access_log, metrics_names, tracing, admission, "
         "idle_timeout_s, drain_s, instance_networks"

@@ -104,6 +104,8 @@ def test_a_cpu_plan_in_full() -> None:
     assert encode.env == {
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
+        "VLLM_MAX_IMAGE_PIXELS": "67108864",
+        "VLLM_MAX_AUDIO_DECODE_DURATION_S": "600",
         "VLLM_HOST_IP": "127.0.0.1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -291,7 +293,8 @@ def test_every_instance_asks_for_the_token_before_all_other_middleware() -> None
         for spec in plan.processes
     ]
     admission = "epd_portable.vllm_plugin.admission.AdmissionMiddleware"
-    assert named == [["a.b", admission, TOKEN], ["a.b", TOKEN], []]
+    bounds = "epd_portable.vllm_plugin.media_bounds.MediaBoundsMiddleware"
+    assert named == [["a.b", bounds, admission, TOKEN], ["a.b", bounds, TOKEN], []]
 
 
 @pytest.mark.parametrize(("version", "bridged"), [((0, 23), True), ((0, 26), False), (None, False)])
@@ -317,15 +320,18 @@ def test_limits_of_media_reach_the_router_and_the_instances() -> None:
     limits = {
         "max_item_pixels": 1,
         "max_request_pixels": 2,
-        "max_video_frames": 3,
         "max_media_seconds": 4.5,
-        "unknown_media": "pass",
     }
-    encode, pd, router = plan_of(TEXT + f"router: {limits}", "cpu").processes
+    memory = 1 << 30
+    encode, pd, router = plan_of(
+        TEXT + f"router: {limits | {'max_media_memory_bytes': memory}}", "cpu"
+    ).processes
     for instance in (encode, pd):
         told = json.loads(options(instance)["--ec-transfer-config"])["ec_connector_extra_config"]
-        assert told["media_limits"] == limits
-        assert InstanceConfig.parse(told).media_limits == MediaLimits(**limits)
+        assert told["media_limits"] == limits | {"max_memory_bytes": memory}
+        assert InstanceConfig.parse(told).media_limits == MediaLimits(
+            **limits, max_memory_bytes=memory
+        )
     assert limits.items() <= json.loads(options(router)["--settings"]).items()
 
 

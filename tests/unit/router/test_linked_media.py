@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from epd_portable.errors import RequestError
-from epd_portable.media.formats import Modality
-from epd_portable.media.limits import MediaLimits
+from epd_portable.media.limits import Modality
 from epd_portable.router.contents.body import (
     BATCH_PATH,
     CHAT_PATH,
@@ -23,7 +22,6 @@ from epd_portable.router.contents.body import (
 )
 from epd_portable.router.contents.cut_text import LONG_BYTES, Bytes, Segments
 from epd_portable.wire.params import EncodeTransfer
-from tests.unit.media import samples
 
 RULES = Rules()
 URL = "https://example.com/a.png"
@@ -218,17 +216,6 @@ def test_too_many_items_are_refused_before_anything_is_fetched() -> None:
 def test_media_that_no_instance_takes_are_refused_before_they_are_there() -> None:
     with pytest.raises(RequestError, match="hold no encoder"):
         read(MESSAGES_PATH, Fetched(), Rules(pd_takes_media=False), messages=said(block()))
-
-
-def test_limits_hold_for_what_was_fetched() -> None:
-    big = samples.text(samples.STILLS["png"])
-    rules = Rules(limits=MediaLimits(max_item_pixels=1))
-    with pytest.raises(RequestError) as refused:
-        read(CHAT_PATH, Fetched(URL, text=big), rules, messages=said(image()))
-    assert (refused.value.status, refused.value.code) == (413, "media_too_large")
-    with pytest.raises(RequestError) as refused:
-        read("/v2/embed", Fetched(URL, text=big), rules, images=[URL])
-    assert refused.value.code == "media_too_large"
 
 
 def test_every_item_is_named_once_however_often_its_request_is_read() -> None:

@@ -10,17 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epd_portable.errors import RequestError
-from epd_portable.router.contents.cut_text import Bytes, CutText
+from epd_portable.router.contents.cut_text import CutText
 from epd_portable.router.contents.media import (
     AUDIO,
     IMAGE,
     VIDEO,
-    Check,
     Conversation,
     MediaItem,
     MediaKind,
     MediaReader,
-    Modality,
     content_key,
     split_data_url,
 )
@@ -54,18 +52,16 @@ class Read(msgspec.Struct):
     items: tuple[MediaItem, ...]
 
 
-def read_raw(
-    raw: bytes, *, max_items: int = 8, salt: bytes = b"", check: Check | None = None
-) -> Read:
+def read_raw(raw: bytes, *, max_items: int = 8, salt: bytes = b"") -> Read:
     cut = CutText(raw)
-    reader = MediaReader(cut, salt=salt, max_items=max_items, check=check)
+    reader = MediaReader(cut, salt=salt, max_items=max_items)
     conversation = reader.conversation(msgspec.Raw(bytes(cut.small)))
     return Read(conversation, reader.items)
 
 
-def read(*parts: Any, max_items: int = 8, salt: bytes = b"", check: Check | None = None) -> Read:
+def read(*parts: Any, max_items: int = 8, salt: bytes = b"") -> Read:
     raw = json.dumps([{"role": "user", "content": list(parts)}]).encode()
-    return read_raw(raw, max_items=max_items, salt=salt, check=check)
+    return read_raw(raw, max_items=max_items, salt=salt)
 
 
 def parts_of(found: Read) -> list[dict[str, Any]]:
@@ -273,28 +269,6 @@ def test_an_item_without_a_type_is_found_all_the_same(name: str) -> None:
 def test_too_many_items_are_refused_with_the_limit() -> None:
     with pytest.raises(RequestError, match=r"content\[2\].video_url: item 3 .* at most 2 images"):
         read(image(RED), image(RED), video(FILM), max_items=2)
-
-
-def test_every_item_is_shown_to_the_check_before_it_is_keyed() -> None:
-    shown: list[tuple[Modality, str, bytes, str]] = []
-
-    def check(modality: Modality, media_type: str, data: Bytes, place: str) -> None:
-        shown.append((modality, media_type, bytes(data), place))
-
-    read(image(RED), input_audio(CLIP), {"type": "text", "text": "x"}, check=check)
-
-    assert shown == [
-        ("image", "image/png", RED.partition(",")[2].encode(), "messages[0].content[0].image_url"),
-        ("audio", "audio/wav", CLIP.encode(), "messages[0].content[1].input_audio"),
-    ]
-
-
-def test_what_the_check_refuses_is_refused() -> None:
-    def check(modality: Modality, media_type: str, data: Bytes, place: str) -> None:
-        raise RequestError(f"{place}: too large", status=413, code="x")
-
-    with pytest.raises(RequestError, match="image_url: too large"):
-        read(image(RED), check=check)
 
 
 @pytest.mark.parametrize("raw", [b"7", b"{}", b'["x"]', b"null"])

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from epd_portable.media.formats import Modality
+from epd_portable.media.limits import Modality
 from epd_portable.router.choice.caches import CacheEstimate, CacheSizes
 from epd_portable.router.choice.selection_types import SelectionRequest, Stage
 from epd_portable.wire.messages import LoadReport

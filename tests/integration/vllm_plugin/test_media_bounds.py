@@ -1,0 +1,89 @@
+"""Hostile media at vLLM's own loaders, within the bounds of an instance's API server."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from functools import cache
+from typing import Any
+
+import pytest
+from starlette.types import Receive, Scope, Send
+
+from epd_portable.media.limits import MediaLimits
+
+pytestmark = pytest.mark.needs_vllm
+GOOD = ("good PNG", "good MP4", "good PNG at last")
+MOST_CPU_MS = 100
+MOST_MIB = 64
+
+
+@cache
+def found() -> dict[str, Any]:
+    """Return what each file cost, by its name."""
+    command = [sys.executable, "-m", "tests.integration.vllm_plugin.hostile_media"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr[-2000:]
+    lines = [line for line in run.stdout.splitlines() if line.startswith('{"name"')]
+    return {each["name"]: each for each in map(json.loads, lines)}
+
+
+def test_hostile_files_are_refused_before_they_cost_anything() -> None:
+    refused = [each for name, each in found().items() if name not in GOOD]
+    assert len(refused) > 60
+    for each in refused:
+        assert each["outcome"].startswith("refused: "), each
+    for each in refused[:-1]:
+        assert each["cpu_ms"] < MOST_CPU_MS, each
+        assert each["peak_mib"] < MOST_MIB, each
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("large PNG", "3000 × 3000 pixels: at most 1048576 .*router.max_item_pixels"),
+        ("large PNG in an icon", "9000000 pixels.*router.max_item_pixels"),
+        ("TIFF of one large tile", "tiles of 169208064: .*router.max_item_pixels"),
+        ("FLI as PNM", "no format that is decoded.*PNG"),
+        ("small AVIF", "no format that is decoded.*PNG"),
+        ("JPEG of fill bytes", "headers are in too many parts"),
+        ("MP4, 16 × 16 in its boxes", "6480000 pixels or more.*router.max_request_pixels"),
+        ("MP4 that plays too long", "30.0 s: at most 10 .*router.max_media_seconds"),
+        ("MP4 of too many frames", "700 frames: at most 600 .*router.max_media_seconds"),
+        ("large MP4, 16 × 16 in its boxes", "1600x1600.*VLLM_MAX_IMAGE_PIXELS"),
+        ("30 s of sound at 8000 Hz", "30.0s at 8000Hz.*VLLM_MAX_AUDIO_DECODE_DURATION_S"),
+        ("more than there is memory for", "more memory than there is.*max_media_memory_bytes"),
+    ],
+)
+def test_what_is_refused_says_what_would_be_allowed(name: str, words: str) -> None:
+    assert re.search(words, found()[name]["outcome"]), found()[name]
+
+
+def test_the_process_goes_on_with_files_within_its_limits() -> None:
+    assert {name: found()[name]["outcome"] for name in GOOD} == dict.fromkeys(GOOD, "loaded")
+
+
+async def test_each_request_has_a_budget_of_its_own() -> None:
+    from epd_portable.vllm_plugin import media_bounds
+
+    seen: list[media_bounds.PixelBudget | None] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.append(media_bounds._budget.get())
+
+    middleware = media_bounds.MediaBoundsMiddleware(app, limits=MediaLimits(max_request_pixels=10))
+    for _ in range(2):
+        await middleware({"type": "http"}, _nothing, _nothing)  # type: ignore[arg-type]
+    first, second = seen
+    assert first is not None and second is not None and first is not second
+    first.charge(10)
+    second.charge(4)
+    second.charge(6)
+    with pytest.raises(ValueError, match="11 pixels or more: at most 10 "):
+        first.charge(1)
+
+
+async def _nothing(*_: object) -> None:
+    return
