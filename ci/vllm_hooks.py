@@ -47,6 +47,7 @@ _COMPAT = ("vllm_plugin/compat.py",)
 _EXECUTOR = ("vllm_plugin/executor.py",)
 _ENCODE_ONLY = ("vllm_plugin/encode_only.py",)
 _WORKER = ("vllm_plugin/worker.py",)
+_BOUNDS = ("vllm_plugin/media_bounds.py",)
 _FIRST = ("runners/host.py", "runners/first.py")
 _SECOND = ("runners/host.py", "runners/second.py")
 _SCHEDULER_CLASS = "v1.core.sched.scheduler.Scheduler"
@@ -272,6 +273,17 @@ HOOKS: tuple[Relied, ...] = (
     ),
     Relied(owner="multimodal.utils.group_and_batch_mm_kwargs", by=_COMPAT),
     Relied(owner="multimodal.MULTIMODAL_REGISTRY", by=_COMPAT),
+    Relied(owner="multimodal.media.MEDIA_CONNECTOR_REGISTRY", by=_BOUNDS),
+    Relied(
+        owner="multimodal.media.MediaConnector",
+        by=_BOUNDS,
+        names=("load_from_url", "load_from_url_async"),
+    ),
+    Relied(
+        owner="multimodal.media.base.MediaIO",
+        by=_BOUNDS,
+        names=("load_bytes", "load_base64", "load_file"),
+    ),
     # Configuration.
     Relied(
         owner="config.VllmConfig",

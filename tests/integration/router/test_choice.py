@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
 import re
-import struct
 import sys
-import zlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +16,7 @@ from starlette.responses import Response
 
 from epd_portable.config.load import parse_topology
 from epd_portable.errors import ConfigError
+from epd_portable.media.limits import PIXELS_PER_BYTE
 from epd_portable.router.choice.catalogue import GROUP
 from epd_portable.router.server import Router
 from epd_portable.router.settings import RouterSettings
@@ -35,7 +33,7 @@ from tests.integration.router.stand_in import (
 )
 from tests.integration.router.test_access import KEY, bearer, keys_file
 from tests.integration.router.test_prefill import compute
-from tests.integration.router.test_requests import BLUE, RED, TEXT, image
+from tests.integration.router.test_requests import TEXT, image
 from tests.keyring import secret_file
 
 PAGE = Path(__file__).parents[3] / "docs/choice.md"
@@ -55,17 +53,15 @@ def choice_on_the_page(index: int) -> dict[str, Any]:
 AFFINITY = choice_on_the_page(0)
 
 
-def png(side: int) -> dict[str, Any]:
-    """Return a picture of a size, and of as many colours."""
+SMALL_BYTES = 64 * 64 // PIXELS_PER_BYTE
+"""From so many on a file counts as a picture of 64 × 64 pixels."""
 
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        check = zlib.crc32(kind + data)
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", check)
 
-    rows = b"".join(b"\0" + bytes([side, 0, 0]) * side for _ in range(side))
-    header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
-    parts = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
-    return image(b"\x89PNG\r\n\x1a\n" + parts)
+def picture(content: bytes = b"", nbytes: int = SMALL_BYTES) -> dict[str, Any]:
+    return image(content.ljust(nbytes, b"."))
+
+
+RED, BLUE = picture(b"red"), picture(b"blue")
 
 
 def asked(t: Topology) -> list[int]:
@@ -131,17 +127,17 @@ async def test_an_encoder_that_fails_is_left_out_of_the_next_choice(build: Build
         other.behaviour = encode
         for number in range(4):
             encoded.clear()
-            assert (await t.chat(image(b"%d" % number), TEXT)).status_code == 200
+            assert (await t.chat(picture(b"%d" % number), TEXT)).status_code == 200
     await t.until_metric('epd_router_items_total{outcome="retried"}', 1)
     assert await t.metric('epd_router_items_total{outcome="local"}') == 0
 
 
 async def test_small_pictures_stay_where_they_are_needed(build: Build) -> None:
     t = await build(choice=AFFINITY)
-    assert (await t.chat(png(63), png(64), TEXT)).status_code == 200
+    assert (await t.chat(picture(nbytes=SMALL_BYTES - 3), RED, TEXT)).status_code == 200
     (job,) = t.encoders[0].received
-    part = job.body["messages"][0]["content"][0]["image_url"]["url"]
-    assert base64.b64decode(part.partition(",")[2])[16:24] == struct.pack(">II", 64, 64)
+    part = job.body["messages"][0]["content"][0]
+    assert part["image_url"] == RED["image_url"]
     assert await t.metric('epd_router_items_total{outcome="local_first"}') == 1
 
 
@@ -167,7 +163,7 @@ async def test_a_decider_says_how_long_an_encode_job_may_take(build: Build) -> N
 
 async def test_nobody_decides_for_instances_that_cannot_encode(build: Build) -> None:
     t = await build(choice=AFFINITY, local_encode=False)
-    assert (await t.chat(png(8), TEXT)).status_code == 200
+    assert (await t.chat(picture(nbytes=8), TEXT)).status_code == 200
     assert len(t.encoders[0].received) == 1
 
 
