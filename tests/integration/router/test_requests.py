@@ -22,7 +22,7 @@ def image(content: bytes) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-RED, BLUE = image(b"red!"), image(b"blue")
+RED, BLUE = image(b"red"), image(b"blu")
 """Of one size: what is known of encoding one of them holds for the other."""
 TEXT = {"type": "text", "text": "What is this?"}
 
