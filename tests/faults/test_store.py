@@ -101,7 +101,7 @@ class Stored:
 
     def retried(self) -> int:
         text = httpx.get(f"{self.topology.url}/metrics", timeout=DEADLINE_S).text
-        labels = 'phase="encode",failure="missing",fallback="retried"'
+        labels = 'failure="missing",fallback="retried",phase="encode"'
         found = re.search(rf"^epd_router_fallbacks_total{{{labels}}} (\S+)$", text, re.MULTILINE)
         return int(float(found[1])) if found else 0
 
