@@ -7,7 +7,7 @@ import io
 import json
 import random
 
-from epd_portable.bench.load.plan import LoadRequest, Picture
+from epd_portable.bench.load.plan import LoadPicture, LoadRequest
 
 WORDS = ("red", "green", "blue", "circle", "square", "star", "above", "below", "left", "right")
 
@@ -17,7 +17,7 @@ def text_of(seed: str, words: int) -> str:
     return " ".join(random.Random(seed).choices(WORDS, k=words))
 
 
-def picture_url(picture: Picture) -> str:
+def picture_url(picture: LoadPicture) -> str:
     """Return a picture as a data URL: noise as JPEG, as `random-mm` of ``vllm bench serve`` sends.
 
     It has the size in bytes of a photograph with much detail.

@@ -55,7 +55,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     one_by_one: bool = False
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class LoadAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """What became of a request; times in seconds.
 
     Attributes:
@@ -90,7 +90,7 @@ class Answers(msgspec.Struct, frozen=True, kw_only=True):
         wall_s: From the beginning to the last end.
     """
 
-    answers: tuple[Answer, ...]
+    answers: tuple[LoadAnswer, ...]
     cpu_s: float
     wall_s: float
 
@@ -232,7 +232,7 @@ class _Exchange:
         finally:
             writer.close()
 
-    def answer(self, begin_s: float) -> Answer:
+    def answer(self, begin_s: float) -> LoadAnswer:
         """Return what became of it."""
         times, usage, problem = read_stream(self._pieces, output_tokens=self._request.output_tokens)
         status = self._parser.get_status_code()
@@ -243,7 +243,7 @@ class _Exchange:
             problem = f"status {status}: {said.decode(errors='replace')}"
         tokens = usage.get("completion_tokens", 0)
         gaps = [after - before for before, after in itertools.pairwise(times)]
-        return Answer(
+        return LoadAnswer(
             sent_s=self._sent_s - begin_s,
             late_s=self._late_s,
             ttft_s=times[0] - self._sent_s if times else -1.0,

@@ -23,7 +23,7 @@ CONVERSATIONS = 16
 _MOST_ROUNDS = 20
 
 
-class Picture(msgspec.Struct, frozen=True, kw_only=True):
+class LoadPicture(msgspec.Struct, frozen=True, kw_only=True):
     """A picture of a request.
 
     Attributes:
@@ -50,7 +50,7 @@ class LoadRequest(msgspec.Struct, frozen=True, kw_only=True):
     texts: tuple[str, ...]
     words: int
     output_tokens: int
-    pictures: tuple[Picture, ...] = ()
+    pictures: tuple[LoadPicture, ...] = ()
 
     @property
     def kind(self) -> str:
@@ -180,12 +180,12 @@ def _place(index: int, turns: int) -> tuple[int, int]:
     return group * CONVERSATIONS + number, turn
 
 
-def _pictures(point: LoadPoint, draw: random.Random, seed: str) -> tuple[Picture, ...]:
+def _pictures(point: LoadPoint, draw: random.Random, seed: str) -> tuple[LoadPicture, ...]:
     found = []
     for place in range(draw.choice(point.pictures)):
         repeated = draw.random() < point.repeat
         content = f"repeated {draw.randrange(REPEATED)}" if repeated else f"{seed} {place}"
-        found.append(Picture(seed=content, size=draw.choice(point.size)))
+        found.append(LoadPicture(seed=content, size=draw.choice(point.size)))
     return tuple(found)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from epd_portable.bench.load.clients import Answer, Answers
+from epd_portable.bench.load.clients import Answers, LoadAnswer
 from epd_portable.bench.load.plan import LoadPlan, LoadRequest
 from epd_portable.bench.load.usage import CPUSeconds, Memory
 from epd_portable.bench.stats import Ratio, quantile
@@ -193,7 +193,7 @@ def _quantiles(values: Sequence[float]) -> dict[str, float]:
     return {name: round_s(quantile(values, share)) for name, share in QUANTILES.items()}
 
 
-def _open_requests(answers: Sequence[Answer], window_s: float) -> list[float]:
+def _open_requests(answers: Sequence[LoadAnswer], window_s: float) -> list[float]:
     third_s = window_s / 3
     found = []
     for begin_s in (0, third_s, 2 * third_s):

@@ -9,9 +9,9 @@ import pytest
 
 from epd_portable.bench import report as reports
 from epd_portable.bench.load import report
-from epd_portable.bench.load.clients import Answer, Answers
+from epd_portable.bench.load.clients import Answers, LoadAnswer
 from epd_portable.bench.load.measure import LoadResults
-from epd_portable.bench.load.plan import LoadPlan, LoadPoint, LoadRequest, Picture
+from epd_portable.bench.load.plan import LoadPicture, LoadPlan, LoadPoint, LoadRequest
 from epd_portable.bench.load.sides import read_sides
 from epd_portable.bench.load.turns import Turn, make_turn, over_capacity, ratio
 from epd_portable.bench.load.usage import Memory
@@ -30,7 +30,7 @@ SETTING = report.LoadSetting(
     load_before=0.1,
 )
 
-Sent = tuple[LoadRequest, Answer]
+Sent = tuple[LoadRequest, LoadAnswer]
 
 
 def sent(scale: float = 1.0, *, pictures: int = 0, **changed: Any) -> Sent:
@@ -45,9 +45,9 @@ def sent(scale: float = 1.0, *, pictures: int = 0, **changed: Any) -> Sent:
         "prompt_tokens": 400,
         "problem": "",
     }
-    shown = tuple(Picture(seed=str(index), size=28) for index in range(pictures))
+    shown = tuple(LoadPicture(seed=str(index), size=28) for index in range(pictures))
     request = LoadRequest(at_s=1.0, texts=("a",), words=3, output_tokens=3, pictures=shown)
-    return request, Answer(**{**usual, **changed})
+    return request, LoadAnswer(**{**usual, **changed})
 
 
 def turn(side: str, *all_sent: Sent, number: int = 0, **changed: Any) -> Turn:
