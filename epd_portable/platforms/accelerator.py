@@ -146,7 +146,7 @@ class AcceleratorPlatform(Platform):
 
     def stream(self, index: int) -> AbstractContextManager[object]:
         """Return a context on the device's copy stream."""
-        if index not in self._copy_streams:  # Who has it need not wait for who pins memory.
+        if index not in self._copy_streams:  # With it, no wait for pinning of memory.
             device = self.device(index)
             with self._translated(f"make a stream on {device}"), self._lock:
                 if index not in self._copy_streams:
@@ -301,9 +301,6 @@ def errors_spare_the_process(*variables: str) -> Iterator[None]:
 
     The mode is read from the environment when the backend is made; 2 is ``CleanUpOnly``. The
     engine's groups keep the mode that they were made with.
-
-    Args:
-        variables: What the backend calls the mode.
     """
     # Without it, one of two threads would take the other's setting for the one to restore.
     with _environment_lock:

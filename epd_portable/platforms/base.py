@@ -201,7 +201,7 @@ class Platform(ABC):
 
     @abstractmethod
     def stream(self, index: int) -> AbstractContextManager[object]:
-        """Queue the work of a ``with`` block on the device's copy stream, beside the engine's work.
+        """Queue the work of a ``with`` block on the device's copy stream, not on the engine's.
 
         The copy stream is one a device and platform object. Neither entering nor leaving the block
         orders it with other streams: that is what events are for.
@@ -218,12 +218,9 @@ class Platform(ABC):
     def adopt(self, tensor: torch.Tensor) -> None:
         """Hand memory that was allocated on the copy stream to the current stream.
 
-        The memory is given to nobody else before work queued on the current stream up to the end of
+        The memory is not reused before work queued on the current stream up to the end of
         the tensor's life is complete. Orders nothing: the current stream must wait for the event of
         the copy by itself.
-
-        Args:
-            tensor: Allocated in a :meth:`stream` block of its device.
         """
 
     @abstractmethod

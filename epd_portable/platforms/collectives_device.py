@@ -75,7 +75,7 @@ class DeviceLink:
         """Take over a backend of two ranks.
 
         Args:
-            backend: Of its two ranks, this one is rank ``upper``; nobody else keeps it.
+            backend: Of its two ranks, this one is rank ``upper``; the only reference to it.
             upper: Whether this is the higher of the two ranks.
             use_device: Called in every thread that talks to the backend.
             end_work: Called with work that is completed: libraries tell of failures in ways of
@@ -193,7 +193,7 @@ class Turns:
     def with_peer(self, put: PutWord, get: GetWord, deadline: Deadline) -> Iterator[None]:
         """Have the turn of this process and that of the peer, which makes the same call.
 
-        Whoever has a turn gives it back at the latest when its own deadline ends the block: a
+        A turn is given back at the latest when its own deadline ends the block: a
         thread of the library that is stuck beyond it would otherwise keep the process from ever
         making a group again, which is worse than the improbable success of that thread at the very
         moment of another one's.

@@ -107,10 +107,6 @@ class RendezvousHost:
     def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
         """Listen.
 
-        Args:
-            host: Address to listen on.
-            port: Port; 0 takes a free one.
-
         Raises:
             PlatformError: The address cannot be bound.
         """
@@ -173,7 +169,7 @@ class TorchCollectiveGroup(CollectiveGroup):
         deadline = Deadline(timeout_s)
         local_address = _probe(rendezvous, deadline)
         with self._translated("the rendezvous", deadline):
-            # Whoever listens there may be stopped, and then answers neither of them.
+            # The process that listens there may be stopped, and then answers neither of them.
             store = finish_within(deadline, lambda: _store(rendezvous, deadline), "epd-rendezvous")
             words = PrefixStore(f"{rendezvous.name}/words", store)
             options = _gloo_options(local_address, deadline)
@@ -436,7 +432,7 @@ def _gloo_options(local_address: str, deadline: Deadline) -> Any:
 
 
 def _probe(rendezvous: Rendezvous, deadline: Deadline) -> str:
-    """Return this host's address on the way to the rendezvous, having seen that somebody is there.
+    """Return this host's address on the way to the rendezvous, where a process was seen to listen.
 
     TCPStore would retry for several times its timeout and print a stack trace.
     """

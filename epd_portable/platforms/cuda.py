@@ -25,7 +25,7 @@ _EXPANDABLE_SEGMENT = b"e"
 """Second byte of torch's handle of memory that was mapped piece by piece (torch 2.11 to 2.13)."""
 _NEVER = timedelta(days=365)
 # Each channel of a communicator is a block of threads on the device, and buffers of 4 MiB and more
-# beside the engine's memory; NCCL takes up to 32 by itself. Few move an item fast enough.
+# besides the engine's memory; NCCL takes up to 32 by itself. Few move an item fast enough.
 _NCCL_CHANNELS = 4
 
 
@@ -140,7 +140,7 @@ def _cudart() -> Any:
 
 
 def _clear_error() -> None:
-    """Forget the error of the last call in this thread, which has been told.
+    """Forget the error of the last call in this thread, which has been reported.
 
     torch calls the runtime without clearing it (2.11 to 2.13), and would take it for that of the
     kernel that is launched next.

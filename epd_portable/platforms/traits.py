@@ -32,10 +32,10 @@ class PlatformTraits:
         engine_plugins: Plug-ins of vLLM without which it does not know the platform.
         compiler: Where the compiler is looked for that kernels are made with at run time: a name
             on ``PATH`` or a file, with variables of the environment.
-        env_without_compiler: Names and values of what engines are told where there is none.
+        env_without_compiler: Names and values of variables of engines where there is none.
         share_env: Variable that limits a process to a percentage of a device's compute; ``None``
             where there is none.
-        share_by: Who keeps the process to it, for people.
+        share_by: What keeps the process to it, for messages.
         share_service: Where the service without which it limits nothing can be seen: a file, with
             variables of the environment; empty where it needs none.
         slot_alignment_bytes: Start of every slot in a receive pool is a multiple of this.
@@ -49,8 +49,8 @@ class PlatformTraits:
         encode_together_embeds: Items of so many embeddings together are encoded in one call; more
             is no faster in one call than in several, of which each output can leave at once.
             ``None`` where larger calls always pay.
-        encodes_in_background: Whether a prefill+decode instance of one rank encodes beside its
-            steps, in turns with them.
+        encodes_in_background: Whether a prefill+decode instance of one rank encodes in a thread, in
+            turns with its steps.
         one_rank_a_device: Whether the library of collectives refuses groups of which two ranks are
             on one device.
         peers_must_be_visible: Whether a process opens the device memory of another only on a

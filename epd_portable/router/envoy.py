@@ -24,7 +24,7 @@ from epd_portable.router.settings import RouterSettings
 logger = logging.getLogger(__name__)
 
 DESTINATION = "x-gateway-destination-endpoint"
-"""Header that names who gets a request, and who gets it after that one: ``ip:port,ip:port``. The
+"""Header with the addresses of a request's instance and of the next one: ``ip:port,ip:port``. The
 name is that of the endpoint picker protocol of the Gateway API inference extension."""
 RETRY_ON = "x-envoy-retry-on"
 """Header that says for what else Envoy tries again."""
@@ -35,9 +35,9 @@ STAGE = "x-epd-stage"
 PORT = "x-epd-port"
 """Metadata of a stream: the port at which the client asked."""
 SEEN_WITHIN_S = 0.25
-"""Envoy, which is told of every change of the file, knows a new instance after this long."""
+"""Envoy, which watches the file, knows a new instance after this long."""
 OWN_BYTES = 256 << 20
-"""Of Envoy's memory, beside the bodies of requests."""
+"""Of Envoy's memory, without the bodies of requests."""
 MAX_CONNECTIONS = 50_000
 """Of clients; more are not accepted."""
 MESSAGE_TIMEOUT_S = 30.0
@@ -71,7 +71,7 @@ class Endpoints:
         self._write()
 
     async def settle(self) -> None:
-        """Return when the file names all instances that are there: who reads it then sees them."""
+        """Return when the file names all instances that are there."""
         await asyncio.gather(*self._tasks)
         self.unseen -= self._addresses.keys()
 
@@ -174,10 +174,6 @@ def binary() -> str:
 async def start(config: Path, *, threads: int) -> asyncio.subprocess.Process:
     """Start Envoy.
 
-    Args:
-        config: File with its configuration.
-        threads: That carry requests.
-
     Raises:
         ConfigError: It is not installed.
     """
@@ -200,7 +196,7 @@ _libc = ctypes.CDLL(None)
 
 
 def _end_with_parent() -> None:
-    """Let the new process end when this one is killed: nobody else would end it."""
+    """Let the new process end when this one is killed."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
@@ -391,13 +387,13 @@ def _from_second_try_on(filter_config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _processor(
-    settings: RouterSettings, told: Mapping[str, str], mode: Mapping[str, str], **more: Any
+    settings: RouterSettings, metadata: Mapping[str, str], mode: Mapping[str, str], **more: Any
 ) -> Mapping[str, Any]:
     """Return the filter that asks this process.
 
     Args:
         settings: Of the router.
-        told: Of every stream.
+        metadata: Of every stream.
         mode: What is sent beyond the default, which is headers.
         more: Fields of the filter.
     """
@@ -405,7 +401,7 @@ def _processor(
         "@type": _TYPE + "extensions.filters.http.ext_proc.v3.ExternalProcessor",
         "grpc_service": {
             "envoy_grpc": {"cluster_name": "picker"},
-            "initial_metadata": [{"key": name, "value": value} for name, value in told.items()],
+            "initial_metadata": [{"key": name, "value": value} for name, value in metadata.items()],
         },
         "processing_mode": mode,
         "message_timeout": f"{_longest_s(settings):g}s",

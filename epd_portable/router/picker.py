@@ -3,7 +3,7 @@
 Envoy takes clients' requests in and carries answers; this process is asked about each request, over
 Envoy's protocol for external processors (`ext_proc`), which the endpoint pickers of the Gateway API
 inference extension speak. It reads the request, chooses as the router does, starts encode jobs, has
-a prompt computed that is computed apart, rewrites the request and names who answers it.
+a prompt computed by a prefill instance, rewrites the request and names the one that answers it.
 
 To the router, Envoy is a server like any other: a `Consultation` is the `IncomingRequest` of a
 client, and the `Forwarder` that takes it to an instance.
@@ -53,7 +53,7 @@ logger = logging.getLogger("epd_portable.router")
 _said = log.say_failure(logger, "a request failed")
 
 PICKED = "x-epd-picked"
-"""Header by which a second try is recognized; nobody can guess another request's."""
+"""Header by which a second try is recognized; that of another request cannot be guessed."""
 FROM_INSTANCE = "x-envoy-upstream-service-time"
 """Envoy's header on answers that are not its own."""
 KEPT_FROM_ANSWERS = frozenset({*ANSWER_HEADERS, "content-length", "transfer-encoding", "date"})
@@ -67,12 +67,7 @@ _KEPT_FROM_CLIENTS = frozenset(
 
 
 class Picker:
-    """Answers Envoy.
-
-    Args:
-        router: Knows the instances, and what to do.
-        endpoints: The instances as Envoy knows them.
-    """
+    """Answers Envoy."""
 
     def __init__(self, router: Router, endpoints: envoy.Endpoints) -> None:
         self.router = router
@@ -99,9 +94,9 @@ class Picker:
                 grpc.StatusCode.UNAUTHENTICATED,
                 "connect to the picker's UNIX socket, or show a certificate of its --gateway-ca",
             )
-        told = dict(context.invocation_metadata() or ())
-        if told.get(envoy.STAGE) != "again":
-            await Consultation(self, context, int(told.get(envoy.PORT, 0))).hold(messages)
+        metadata = dict(context.invocation_metadata() or ())
+        if metadata.get(envoy.STAGE) != "again":
+            await Consultation(self, context, int(metadata.get(envoy.PORT, 0))).hold(messages)
             return
         async for message in messages:
             headers = _headers(message.request_headers)
@@ -566,7 +561,7 @@ async def serve(
 def _listen(
     server: grpc.aio.Server, settings: RouterSettings, where: str, gateway_ca: Path | None
 ) -> None:
-    """Listen where nobody but a gateway can ask: at a UNIX socket, or with certificates of both."""
+    """Listen where only a gateway can ask: at a UNIX socket, or with certificates of both."""
     secured = (settings.tls_key_file, settings.tls_cert_file, gateway_ca)
     is_socket = where.startswith("unix:")
     if (is_socket and gateway_ca) or (not is_socket and not all(secured)):

@@ -137,11 +137,7 @@ class Dispatcher:
         return frozenset(order.consumer for order in self._waiting.get(request_id, ()))
 
     def take_orders(self, scheduled: Iterable[str]) -> list[TransferOrder]:
-        """Return the orders whose items got room by this step, for the worker.
-
-        Args:
-            scheduled: Ids of the requests in this step.
-        """
+        """Return the orders whose items got room by this step, for the worker."""
         taken = []
         for request_id in scheduled:
             orders = self._waiting.get(request_id)

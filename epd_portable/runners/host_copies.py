@@ -33,9 +33,6 @@ class HostCopies:
     """Keeps copies of what the scheduler says, made by a thread, and gives them back.
 
     No error in a copy ends anything but the copy: the scheduler hears of it with the next step.
-
-    Args:
-        copies: Of the worker's device.
     """
 
     def __init__(self, copies: DeviceCopies) -> None:

@@ -68,11 +68,6 @@ class Placer:
     before goes on. In the next step that computes, the current stream waits for the copies; the
     host never does (but see `PlatformTraits.foreign_pages_block`: it may be blocked while it queues
     them).
-
-    Args:
-        copies: Of the worker's device.
-        endpoint: The worker's way to slots.
-        metrics: ``None`` counts without publishing.
     """
 
     def __init__(

@@ -49,10 +49,6 @@ class StreamClock:
     times include what the thread takes to wake and to get Python's lock: tens of microseconds while
     another thread queues kernels. On platforms whose operations are complete when their call
     returns there is no thread, and points are reached when they are marked.
-
-    Args:
-        copies: Of the worker's device.
-        name: Of the thread.
     """
 
     def __init__(self, copies: DeviceCopies, name: str) -> None:
@@ -121,9 +117,6 @@ class StepProgress:
     """What the engine takes in of an encode worker: transfers that ended, steps that are computed.
 
     For several threads.
-
-    Args:
-        clock: Reports when steps are computed.
     """
 
     def __init__(self, clock: StreamClock) -> None:

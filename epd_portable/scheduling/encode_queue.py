@@ -243,13 +243,7 @@ class EncodeQueue:
         self._hopeless: set[str] = set()
 
     def arrived(self, request: EncodeRequest, consumers: Iterable[str], now: float) -> None:
-        """Queue a request that has items.
-
-        Args:
-            request: Of the engine.
-            consumers: Whom its items are for.
-            now: Seconds.
-        """
+        """Queue a request that has items."""
         sizes = {
             feature.identifier: request.get_num_encoder_embeds(index)
             for index, feature in enumerate(request.mm_features)
@@ -292,9 +286,6 @@ class EncodeQueue:
 
         Admitted requests hold their items that are in the cache, so that making room for the items
         of one evicts none of another.
-
-        Args:
-            now: Seconds.
         """
         self._forget(now)
         self._cache.limits = {}

@@ -89,7 +89,7 @@ class Bodies:
     Args:
         max_bytes: Of one body.
         held: Where they are counted.
-        remedy: What is said to who sends a larger one.
+        remedy: Of the error for a larger one.
     """
 
     def __init__(
@@ -183,9 +183,6 @@ class Body:
 
     def grow(self, nbytes: int) -> None:
         """Count what has been put into the body, too.
-
-        Args:
-            nbytes: Of all of it.
 
         Raises:
             RequestError: 413 or 503; it is too large, or all are together.

@@ -18,7 +18,7 @@ ENOUGH = 8192
 """With fewer the log says how far they go."""
 PER_REQUEST = 3
 USED_UP = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
-"""Errors of a connection that say nothing of who would be at its other end: this process, or this
+"""Errors of a connection that say nothing of its other end: this process, or this
 machine, has no file, memory or port left."""
 
 

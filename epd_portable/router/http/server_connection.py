@@ -29,20 +29,20 @@ KEEP_ALIVE_S = 65
 sends in the moment in which it is closed gets no answer."""
 HEADERS_WITHIN_S = 30.0
 """In which a request's headers must have come, from the connection or its first byte on; and the
-rest of a body that nobody reads."""
+rest of a body that is not read."""
 MAX_HEAD_BYTES = 64 * 1024
 """Of a request's address and headers together, and of what stands between two pieces of a body in
 chunks or after the last; the parser itself has no limit."""
 MAX_HEADERS = 128
-"""Of one request: each takes some 200 bytes beside its own."""
+"""Of one request: each takes some 200 bytes besides its own."""
 LARGE_BYTES = 64 * 1024
 """When more than this of a body is still to come, nothing of it is taken before it is asked for."""
 CLEARED_BYTES = MAX_JSON_BYTES + (1 << 20)
 """Bodies from this size on lie in memory that is cleared page by page, as they come. No text that
 is read at once is as long."""
 MEMORY_FROM = 32
-"""A shorter one gets all its memory when one part in so many of it has come: who announces a body
-need not send it, but growing step by step to the end copies it several times over."""
+"""A shorter one gets all its memory when one part in so many of it has come: an announced body need
+not come, but growing step by step to the end copies it several times over."""
 _READ_BYTES = 256 * 1024
 BREATH_BYTES = 512 * 1024
 """Of one body, until others are served."""
@@ -201,7 +201,7 @@ class ClientRequest:
 
     def leave(self) -> None:
         """Note that the client has gone."""
-        # The error keeps who raises it, and so this.
+        # The error keeps the frame that raises it, and so this request.
         self.drop()
         self.fail(ClientGoneError("while its request was read"))
         if self._gone is not None:
@@ -225,7 +225,7 @@ class ClientRequest:
             if self._chunked:
                 lines.append(b"transfer-encoding: chunked\r\n")
         if self._waits and not self.complete:
-            # Whether the body comes nevertheless, or another request, nobody can tell.
+            # Whether the body comes nevertheless, or another request, is unknown.
             self.keeps = False
         if headers.get("connection") == "close":
             self.keeps = False
@@ -260,9 +260,6 @@ class ClientRequest:
 
 class Clients:
     """The connections of one server.
-
-    Args:
-        serve: Answers a request.
 
     Attributes:
         open: All of them.
@@ -325,13 +322,9 @@ class Clients:
 class ServerConnection(asyncio.BufferedProtocol):
     """One connection.
 
-    Args:
-        clients: Those of its server.
-        port: At which it was made.
-
     Attributes:
         transport: Of asyncio.
-        port: See above.
+        port: At which it was made.
         writable: Whether the client takes what it is sent.
     """
 
@@ -365,7 +358,7 @@ class ServerConnection(asyncio.BufferedProtocol):
         return self._clients.date()
 
     def put(self, data: bytes) -> None:
-        """Send bytes, if there is anybody still."""
+        """Send bytes, unless the connection is lost."""
         if not self._lost:
             self.transport.write(data)
 
@@ -490,7 +483,7 @@ class ServerConnection(asyncio.BufferedProtocol):
     def _go_on(self) -> None:
         """Stay with HTTP/1.1 after a request that asks for another protocol.
 
-        The parser takes it for the last one, and so without a body: another is told of its chunks.
+        The parser takes it for the last one, and so without a body: another parser gets its chunks.
         """
         self._parser = httptools.HttpRequestParser(self)
         if self._arriving is not None and not self._arriving.left:
@@ -524,7 +517,7 @@ class ServerConnection(asyncio.BufferedProtocol):
             asyncio.get_running_loop().call_soon(self.flow)
 
     def flow(self) -> None:
-        """Let more come, unless something waits already or nobody has asked for a large body."""
+        """Let more come, unless something waits already or a large body is not asked for."""
         arriving = self._arriving
         if arriving is None or arriving.wanted or arriving.dropped:
             unasked_bytes = 0
@@ -557,7 +550,7 @@ class ServerConnection(asyncio.BufferedProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         """See `httptools.HttpRequestParser`."""
         if self._arriving is not None:
-            # After a body: nobody reads these.
+            # Trailers are not read.
             return
         if len(self._headers) == MAX_HEADERS:
             raise ValueError(f"more than {MAX_HEADERS} headers")

@@ -261,7 +261,7 @@ class Upstream:
             self._sweep()
 
     def _sweep(self) -> None:
-        """Close those that nobody has used for long, as long as there are some at rest."""
+        """Close those that were idle for long, as long as there are some at rest."""
         loop = asyncio.get_running_loop()
         before = loop.time() - KEEPALIVE_S
         for url, resting in tuple(self._resting.items()):

@@ -1,7 +1,7 @@
 """A connection to an instance: requests out, one after the other, and their answers in.
 
 The parser is httptools'; everything between it and the socket is here, because every byte of every
-answer passes it. An answer that is passed on goes from the socket to who takes it without waking a
+answer passes it. An answer that is passed on goes from the socket to its taker without waking a
 task, and limits of time cost nothing as long as they are not reached.
 """
 
@@ -22,7 +22,7 @@ LARGE_BYTES = 256 * 1024
 MAX_HEAD_BYTES = 256 * 1024
 """Of the headers of an answer together; the parser itself has no limit."""
 MAX_WAITING_BYTES = 512 * 1024
-"""Of an answer that nobody takes: its sender waits."""
+"""Of an answer that is not taken: its sender waits."""
 NEVER = float("inf")
 """A time that does not come."""
 _NO_BODY = frozenset({204, 304})
@@ -346,7 +346,7 @@ class UpstreamConnection(asyncio.Protocol):
         """See `asyncio.Protocol`."""
         answer = self._answer
         if answer is None:
-            # Nobody asked.
+            # No request was sent.
             self.transport.abort()
             return
         self.heard = True

@@ -1,1 +1,1 @@
-"""Who comes in: keys, origins, trusted hops, limits and who waits."""
+"""What requests pass first: keys, origins, trusted hops and admission."""

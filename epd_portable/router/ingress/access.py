@@ -1,4 +1,4 @@
-"""Who may ask: keys of clients, from a file that may change."""
+"""Keys of clients and hops, from a file that may change."""
 
 from __future__ import annotations
 
@@ -21,10 +21,6 @@ MIN_CHARACTERS = 16
 
 class ApiKeys:
     """The keys of one file, one a line; empty lines and those that begin with ``#`` are none.
-
-    Args:
-        path: Of the file.
-        key: Of the settings that names it.
 
     Raises:
         ConfigError: It cannot be read, others may read it, or it holds no usable key.

@@ -65,14 +65,7 @@ class _Bound:
 
 
 class AdmissionControl:
-    """Admits requests within the limits of ``router.admission``.
-
-    Args:
-        settings: The limits.
-        instances: Those that limits follow.
-        metrics: Counts requests that wait, and that are refused.
-        clock: Like ``time.monotonic``.
-    """
+    """Admits requests within the limits of ``router.admission``."""
 
     def __init__(
         self,
@@ -165,7 +158,7 @@ class AdmissionControl:
             if (refusal := await waiter) is not None:
                 raise refusal
         except BaseException:
-            # Who goes away may have been let in the moment before.
+            # A request that goes away may have been let in the moment before.
             self._gate.leave(ticket)
             self._admit()
             raise
@@ -259,7 +252,7 @@ def priority_of(call: Call, headers: Mapping[str, str]) -> int:
         return int(headers.get(PRIORITY_HEADER, "none"))
     given = call.fields.get("priority")
     if isinstance(given, msgspec.Raw):
-        # Who answers says what is wrong with one that is no number.
+        # The instance says what is wrong with one that is no number.
         with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
             return msgspec.json.decode(given, type=int)
     return 0

@@ -1,4 +1,4 @@
-"""Which web pages of other origins may ask, and what browsers are told of it (CORS).
+"""Cross-origin requests: which pages may send them, and the headers for browsers (CORS).
 
 A browser asks for permission first, but not for what an HTML form could send as well. Such requests
 are refused, or any page could use a router that its reader can reach.
@@ -14,7 +14,7 @@ from epd_portable.errors import RequestError
 METHODS = "GET, POST"
 EXPOSED = "x-request-id, retry-after"
 MAX_AGE_S = 600
-"""How long a browser may keep what it was told before a request."""
+"""How long a browser may cache a preflight answer."""
 
 
 class Cors:
@@ -23,7 +23,7 @@ class Cors:
     Source: Fetch standard, section "HTTP-network-or-cache fetch" and "CORS protocol".
 
     Args:
-        origins: Origins that may ask; ``*`` is any, and with none nobody is told anything.
+        origins: Origins that may ask; ``*`` is any, with none no header is sent.
     """
 
     def __init__(self, origins: list[str]) -> None:
@@ -31,23 +31,14 @@ class Cors:
         self._origins = frozenset(origins)
 
     def headers(self, request: Mapping[str, str]) -> Mapping[str, str]:
-        """Return what every answer to a request says.
-
-        Args:
-            request: Its headers; names in lower case.
-        """
+        """Return what every answer to a request says."""
         if not self._origins:
             return {}
         allowed = self._allowed(request.get("origin"))
         return {"vary": "Origin", "access-control-expose-headers": EXPOSED, **allowed}
 
     def preflight(self, method: str, request: Mapping[str, str]) -> Reply | None:
-        """Return the answer if a browser only asks whether it may ask; 400 if it may not.
-
-        Args:
-            method: Of the request.
-            request: Its headers; names in lower case.
-        """
+        """Return the answer if a browser only asks whether it may ask; 400 if it may not."""
         wished = request.get("access-control-request-method")
         if not self._origins or method != "OPTIONS" or wished is None or "origin" not in request:
             return None
@@ -68,9 +59,6 @@ class Cors:
     def check_json(self, request: Mapping[str, str]) -> None:
         """Check that a request with a body of JSON says so: no form can.
 
-        Args:
-            request: Its headers; names in lower case.
-
         Raises:
             RequestError: 415; it does not.
         """
@@ -85,9 +73,6 @@ class Cors:
 
     def check_origin(self, request: Mapping[str, str]) -> None:
         """Check that a request that a form could send comes from no page that may not ask.
-
-        Args:
-            request: Its headers; names in lower case.
 
         Raises:
             RequestError: 403; it does.

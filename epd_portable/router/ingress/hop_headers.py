@@ -1,6 +1,6 @@
-"""What a hop that is trusted says of a request, in headers: who is to encode, prefill and answer.
+"""Routing hints of a trusted hop, in headers: which instances encode, prefill and answer.
 
-They are llm-d's, and those of its first proposal. A hop shows a key; from whoever shows none they
+They are llm-d's, and those of its first proposal. A hop shows a key; without one they
 are not looked at, as no header of a client reaches an instance that is not named.
 """
 
@@ -49,9 +49,9 @@ class HopWish(msgspec.Struct, frozen=True, kw_only=True):
     """What a trusted hop says of a request; addresses are ``host:port``.
 
     Attributes:
-        prefiller: Who is to compute the prompt, and to answer if its role is to; or empty.
-        encoders: Who is to encode; nobody leaves that to the router.
-        mapping: Who of them is to encode which item, by its place among the distinct ones.
+        prefiller: Instance that computes the prompt, and answers if its role is to; or empty.
+        encoders: Instances that encode; empty leaves that to the router.
+        mapping: Encoder of each item, by its place among the distinct ones.
         refs: Where outputs of items are already.
         cache_key: In place of items' content, what leads them to an encoder; or empty.
         model: That encoders must have, as their labels say; or empty.
@@ -66,11 +66,7 @@ class HopWish(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hops:
-    """Tells hops that are trusted from clients.
-
-    Args:
-        keys: Of the hops.
-    """
+    """Tells hops that are trusted from clients."""
 
     def __init__(self, keys: ApiKeys) -> None:
         self._keys = keys

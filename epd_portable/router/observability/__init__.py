@@ -1,1 +1,1 @@
-"""What is told of requests: metrics, logs, traces, the status page."""
+"""Metrics, logs, traces and the status page."""

@@ -1,4 +1,4 @@
-"""One line of JSON for each request that ended: who was asked, how long it took, how it ended.
+"""One line of JSON for each request that ended: its instances, how long it took, how it ended.
 
 Nothing of what a request or its answer says is in it, nor keys, addresses of media or names of
 items. ``model`` is what the client asked for, cut.
@@ -26,7 +26,7 @@ class AccessLog(Listener):
     """Writes the lines.
 
     Args:
-        where: `STDERR`, or the path of a file, which is opened again when somebody has moved it.
+        where: `STDERR`, or the path of a file, which is opened again when it has been moved.
 
     Raises:
         ConfigError: The file cannot be written.
@@ -121,7 +121,7 @@ def _ms(record: RequestRecord, at: float) -> float | None:
 
 def _file(path: str) -> WatchedFileHandler:
     try:
-        # Others need not know who asked when.
+        # For the router's user alone.
         os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600))
         return WatchedFileHandler(path, encoding="utf-8")
     except OSError as error:

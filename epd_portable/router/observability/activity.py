@@ -20,8 +20,8 @@ class Traffic(msgspec.Struct, kw_only=True):
     """What went from one instance to another since the router started.
 
     Attributes:
-        source: Who encoded, or prefilled.
-        target: Who used that.
+        source: Instance that encoded, or prefilled.
+        target: Instance that used that.
         cargo: What it was.
         path: Transfer path of the last item of which that is known; empty for none.
         count: Items that were encoded for it, or prompts.

@@ -1,4 +1,4 @@
-"""What instances say of themselves at ``/metrics``, asked only while somebody looks."""
+"""What instances say of themselves at ``/metrics``, asked only while the status page is open."""
 
 from __future__ import annotations
 
@@ -83,12 +83,7 @@ def read_figures(page: bytes) -> EngineFigures:
 
 
 class EngineWatch:
-    """Asks instances for their figures while somebody wants them.
-
-    Args:
-        upstream: Connections to instances.
-        clock: Like ``time.monotonic``.
-    """
+    """Asks instances for their figures while the status page is open."""
 
     def __init__(self, upstream: Upstream, clock: Callable[[], float] = time.monotonic) -> None:
         self._upstream = upstream
@@ -135,7 +130,7 @@ class EngineWatch:
                     "GET", f"{instance.url}/metrics", timeout_s=TIMEOUT_S
                 )
             except UpstreamError as error:
-                # Whether it is well is told by probes.
+                # Its health is known by probes.
                 logger.debug("metrics of %s: %s", instance.name, error)
                 return
         if status == 200:

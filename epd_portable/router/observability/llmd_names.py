@@ -106,11 +106,7 @@ NAMES: Mapping[str, _Named] = {
 
 
 class LlmdNames(Collector):
-    """Shows what another collector has, and some of it again under the proposal's names.
-
-    Args:
-        counted: The router's metrics.
-    """
+    """Shows what another collector has, and some of it again under the proposal's names."""
 
     def __init__(self, counted: Collector) -> None:
         self._counted = counted

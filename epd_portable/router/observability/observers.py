@@ -1,4 +1,4 @@
-"""Who hears of requests beside the metrics, as the settings say."""
+"""Listeners to requests besides the metrics, as the settings say."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def observers(settings: RouterSettings) -> list[Listener]:
 
 
 def _is_off() -> bool:
-    """Return whether OpenTelemetry is told to do nothing: its spans then have no names to send."""
+    """Return whether OpenTelemetry is switched off: its spans then have no names to send."""
     return os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
 
 

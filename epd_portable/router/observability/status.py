@@ -1,6 +1,6 @@
 """The status page at ``/`` of the operators' port: its files, and what it shows, as JSON.
 
-Nothing is done for it while nobody looks, but to count what has happened anyway.
+While it is closed nothing is done for it, but to count what has happened anyway.
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ class StatusPage:
 
     Args:
         model: Served name of the model.
-        instances: Who is there.
+        instances: Those that are there.
         activity: What went between instances.
         requests: Those in flight, and the last ones.
         engines: Ask instances how they are.
         secret: Makes the keys of the page.
-        health: Returns what ``/health`` tells everybody.
+        health: Returns the answer of ``/health``.
     """
 
     def __init__(
@@ -100,11 +100,6 @@ class StatusPage:
 
     async def reply(self, method: str, path: str, headers: Mapping[str, str]) -> Reply:
         """Answer a request at one of `PATHS`.
-
-        Args:
-            method: Of HTTP.
-            path: Of the request.
-            headers: Its headers; names in lower case.
 
         Raises:
             RequestError: 405; it is no GET. 401; it shows a key that is wrong or too old.
@@ -182,7 +177,7 @@ def _file(path: str) -> tuple[bytes, str]:
 
 
 def _unless_known(body: bytes, headers: dict[str, str], request: Mapping[str, str]) -> Reply:
-    """Return an answer, or 304 to who has it already."""
+    """Return an answer, or 304 if the client has it already."""
     tag = f'"{hashlib.blake2b(body, digest_size=16).hexdigest()}"'
     headers["etag"] = tag
     if tag in request.get("if-none-match", ""):

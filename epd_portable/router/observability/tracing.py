@@ -49,11 +49,7 @@ def provider(endpoint: str | None) -> TracerProvider:
 
 
 class Tracing(Listener):
-    """Makes spans of what it hears.
-
-    Args:
-        made: Takes them.
-    """
+    """Makes spans of what it hears."""
 
     def __init__(self, made: TracerProvider) -> None:
         self._provider = made

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from epd_portable.wire.messages import EncodeFailed, Grant
+from tests.unit.runners.engine import Engine
 from tests.unit.runners.harness import (
     CAT,
     DOG,
@@ -224,6 +225,51 @@ def test_the_first_in_the_queue_takes_nothing_from_requests_before_it() -> None:
     assert pair.pd.cache.holders("cat") == {"r"}
     pair.pd.finish("r")
     pair.pd.finish("s")
+    assert_everything_is_back(pair.pd)
+
+
+# -- one item for several requests, without an encoder here ---------------------------------------
+
+
+def bare(name: str, num_tokens: int, transfer_id: str) -> Item:
+    return Item(name, num_tokens, transfer_id, has_media=False, sent_with_media=False)
+
+
+@pytest.mark.parametrize("first", ["t-r", "t-q"], ids=["its own", "that of another"])
+def test_a_shared_item_comes_for_each_request_in_its_turn_whosever_transfer_is_first(
+    first: str,
+) -> None:
+    """The last needs all room for another item before, so the shared one goes and comes again."""
+    pair = Pair(PrefillSide(cache_tokens=4, pool_tokens=4, can_encode=False))
+    engine = Engine(pair.pd)
+    held = bare("held", 3, "t-held")
+    shared, large = bare("shared", 1, "t-q"), bare("large", 4, "t-large")
+    engine.add("p", held)
+    pair.encode.submit(held)
+    pair.encode.session.output_ready("large")
+
+    def run(rounds: int) -> None:
+        for _ in range(rounds):
+            pair.to_pd()
+            engine.step()
+            pair.to_encode()
+            pair.encode.poll()
+            for transfer_id in list(pair.encode.writes):
+                pair.encode.finish_write(transfer_id)
+
+    run(1)
+    engine.add("q", shared)
+    engine.add("r", large, bare("shared", 1, "t-r"))
+    second = {"t-r": "t-q", "t-q": "t-r"}[first]
+    pair.encode.submit(bare("shared", 1, first), ready=True)
+    run(2)
+    pair.encode.submit(bare("shared", 1, second), ready=True)
+    pair.encode.submit(large, ready=True)
+    run(4)
+    pair.encode.session.output_ready("held")
+    run(20)
+    assert sorted(engine.answered) == ["p", "q", "r"]
+    assert engine.refused == []
     assert_everything_is_back(pair.pd)
 
 
