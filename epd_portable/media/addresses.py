@@ -1,7 +1,7 @@
 """From where media may be fetched: what an address on the web must look like, and which machines.
 
 Pure. A URL is taken apart once and used in these parts only, so no other parser can understand it
-differently. Whatever is unusual in it is refused: nobody needs it to name a picture.
+differently. Whatever is unusual in it is refused.
 
 Which addresses are public is the word of IANA's registries of special-purpose addresses for IPv4
 and IPv6 (https://www.iana.org/assignments/iana-ipv4-special-registry and -ipv6-), not of Python,
@@ -44,7 +44,7 @@ _NEVER = _table(
     2002:a9fe::/32
     """
 )
-"""No machine, groups of them, those of one link (of 6to4, too), and where clouds tell a machine's
+"""No machine, groups of them, those of one link (of 6to4, too), and where clouds keep a machine's
 secrets: no setting opens these."""
 _NOT_PUBLIC_4 = _table(
     """
@@ -76,7 +76,7 @@ class MediaUrlError(EPDError):
     """Media are not fetched, or could not be.
 
     Attributes:
-        status: HTTP status for who asked.
+        status: HTTP status of the answer.
         code: Short machine-readable word.
         result: What is counted.
         retry_after_s: Seconds after which trying again makes sense, or ``None``.
@@ -168,7 +168,7 @@ def read_url(text: str) -> WebTarget:
 
 
 def redirected(target: WebTarget, location: str) -> WebTarget:
-    """Return where an answer sends who asked.
+    """Return where a redirect leads.
 
     Raises:
         MediaUrlError: There it is not followed.

@@ -157,9 +157,9 @@ class AdmissionMiddleware(Collector):
     async def _load(self, request: Request) -> Response:
         """Answer how busy the instance is, as soon as that is not what the router knows."""
         asked = request.query_params
-        told = (asked.get("items", ""), asked.get("pixels", ""))
+        known = (asked.get("items", ""), asked.get("pixels", ""))
         with anyio.move_on_after(LOAD_HEARTBEAT_S):
-            while told == (str(self._admission.items), str(self._admission.pixels)):
+            while known == (str(self._admission.items), str(self._admission.pixels)):
                 await self._news.wait()
         load = LoadReport(items=self._admission.items, pixels=self._admission.pixels)
         return Response(msgspec.json.encode(load), headers={"content-type": "application/json"})
@@ -259,6 +259,6 @@ def _response(refusal: Refusal) -> Response:
             f"{refusal.wait_s:.2g} s, or raise {key}"
         )
         headers["retry-after"] = str(math.ceil(refusal.wait_s))
-        # For those who understand it, such as the router; whole seconds are a long time here.
+        # The router reads milliseconds: whole seconds are a long time here.
         headers["retry-after-ms"] = str(math.ceil(1000 * refusal.wait_s))
     return Response(error_body(message, status=status, code=code), status, headers)

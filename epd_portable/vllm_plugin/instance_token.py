@@ -1,9 +1,9 @@
 """The token that every instance's own HTTP server asks for.
 
 ``--middleware epd_portable.vllm_plugin.instance_token.TokenMiddleware``: vLLM puts the class around
-its application (0.26 to 0.33), and the last one that is named outermost. It stands beside vLLM's
-own ``--api-key``, which guards some of the addresses, comes with clients' requests and reaches vLLM
-as before.
+its application (0.26 to 0.33), and the last one that is named outermost. It is independent of
+vLLM's own ``--api-key``, which guards some of the addresses, comes with clients' requests and
+reaches vLLM as before.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from epd_portable.delivery.replies import error_body
 from epd_portable.errors import ConfigError
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/metrics"})
-"""What ``GET`` answers anybody: that the instance lives, and Prometheus."""
+"""Open to ``GET`` without a token: probes and Prometheus."""
 
 _HEADER = INSTANCE_TOKEN_HEADER.encode()
 _POLICY_VIOLATION = 1008
 
 
 def instance_of(scope: Scope) -> InstanceConfig:
-    """Return what vLLM's API server was told of its instance.
+    """Return the instance's settings, from the configuration of vLLM's API server.
 
     Args:
         scope: Of any connection of the server, once it has started.
 
     Raises:
-        ConfigError: It was told nothing.
+        ConfigError: It has none.
     """
     settings = getattr(scope["app"].state, "vllm_config", None)
     transfer = getattr(settings, "ec_transfer_config", None)
@@ -45,7 +45,7 @@ def instance_of(scope: Scope) -> InstanceConfig:
 
 
 class TokenMiddleware:
-    """Answers 401 whoever does not show `Secret.instance_token`, see `OPEN_PATHS`.
+    """Answers 401 to requests without `Secret.instance_token`, see `OPEN_PATHS`.
 
     The server does not start where its instance names no secret. What is behind never sees the
     token, so that nothing there can log it.
@@ -105,6 +105,6 @@ async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
         status=401,
         code="unauthorized",
     )
-    # The rest of a body that nobody will read is not waited for.
+    # The rest of the body is not read.
     headers = {"content-type": "application/json", "connection": "close"}
     await Response(body, 401, headers)(scope, receive, send)

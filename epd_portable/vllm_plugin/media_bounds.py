@@ -49,7 +49,7 @@ _UNREADABLE = (
     *(SyntaxError, EOFError, LookupError, ArithmeticError, TypeError, AttributeError),
     *(AssertionError, OSError, struct.error, zlib.error, cv2.error),
 )
-"""What decoders raise for a broken file, beside `ValueError`."""
+"""What decoders raise for a broken file, in addition to `ValueError`."""
 
 
 class MediaRefusedError(ValueError):
@@ -251,6 +251,11 @@ class _BoundedIO(MediaIO[Any]):
 
     def load_base64(self, media_type: str, data: str) -> Any:
         """See vLLM's ``MediaIO``."""
+        frames = data.count(",") + 1
+        if frames > self._limits.max_video_frames:
+            raise _too_large(
+                f"a list of {frames} frames", self._limits.max_video_frames, "max_media_seconds"
+            )
         return self._load(self._inner.load_base64, media_type, data)
 
     def load_file(self, filepath: Path) -> Any:

@@ -30,8 +30,8 @@ DECISION_PATH = "/v1/systemone"
 BATCH_PATH = "/v1/chat/completions/batch"
 
 MAX_JSON_BYTES = 8 << 20
-"""Of one body, its long strings not counted: it is read at once, and nobody else is served in these
-milliseconds. No model reads a text as long."""
+"""Of one body, its long strings not counted: it is read at once, and no other request is served
+meanwhile. No model reads a text as long."""
 MAX_COMMAS = 1_000_000
 MAX_MESSAGES_COMMAS = 300_000
 MAX_STRINGS = 100_000
@@ -43,7 +43,7 @@ apart."""
 _ENCODER_SETTINGS = ("mm_processor_kwargs", "media_io_kwargs")
 """Fields that change what the encoder computes."""
 _SALT = "cache_salt"
-"""Field that an item's key depends on, too: who sets it shares nothing with others."""
+"""Field that an item's key depends on, too: requests share items only with the same salt."""
 _NESTED_PARTS = frozenset(
     {
         "data_1",
@@ -124,25 +124,25 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def untouched(cls, method: str, path: str, data: Data) -> Call:
-        """Return a call whose body nobody looks at."""
+        """Return a call whose body is not read."""
         return cls(method=method, path=path, cut=CutText(data, whole=True))
 
     def for_pd(
-        self, params: PrefillParams | None, told: Mapping[str, EncodedItem] | None = None
+        self, params: PrefillParams | None, metadata: Mapping[str, EncodedItem] | None = None
     ) -> Segments:
         """Return the body for a prefill+decode instance.
 
         Args:
             params: ``None`` if it expects no transfer.
-            told: What encoders said of the items, by the items' names here: goes in place of their
+            metadata: What encoders answered for the items, by item UUID: goes in place of their
                 media.
         """
         fields = self.fields
-        if told is not None:
-            fields = {**fields, "messages": media.with_metadata(self._messages, told)}
+        if metadata is not None:
+            fields = {**fields, "messages": media.with_metadata(self._messages, metadata)}
         if params is not None:
             fields = {**fields, "ec_transfer_params": params}
-        elif told is None and not self.changed:
+        elif metadata is None and not self.changed:
             return [self.cut.original()]
         return self.cut.segments(msgspec.json.encode(fields))
 
@@ -402,7 +402,7 @@ def _check_size(cut: CutText) -> None:
     """Refuse a text that would hold up others while it is read, or take much memory."""
     nbytes = len(cut.small)
     if nbytes > MAX_JSON_BYTES:
-        raise _too_much(f"{nbytes} bytes beside its media and other long strings", MAX_JSON_BYTES)
+        raise _too_much(f"{nbytes} bytes without its media and other long strings", MAX_JSON_BYTES)
     _check_commas(cut, MAX_COMMAS)
     if nbytes > 2 * MAX_STRINGS and (quotes := cut.count(b'"')) > 2 * MAX_STRINGS:
         strings = (quotes - cut.count(b'\\"')) // 2

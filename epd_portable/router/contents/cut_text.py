@@ -1,7 +1,7 @@
 """JSON whose long strings are cut out: reading and writing it costs what the rest of it costs.
 
 Nearly all of a large body is the base64 text of a picture or a film. Such a string stays where it
-came to; a short word that nobody can guess stands for it in the text that is read, changed and
+came to; a short random word stands for it in the text that is read, changed and
 written, and what is written is sent in segments, with views of the strings between them.
 Pure; and of large texts, done in steps between which other threads run.
 """

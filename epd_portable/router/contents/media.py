@@ -4,7 +4,7 @@ The engine's caches trust the ``uuid`` of an item, so a client's own is replaced
 (everything else): with a forged one, a request could read or overwrite what belongs to another.
 
 Media come as base64: in data URLs, or as ``input_audio`` has it. Of the base64 text only the engine
-that decodes it tells whether it is right. What comes by ``http(s)`` URL was fetched before, is put
+that decodes it finds whether it is valid. What comes by ``http(s)`` URL was fetched before, is put
 into the place of its URL as if the client had, and is an item like any other. Parts that hold
 embeddings are refused, and so is a part with two items: the engine would look at one of them only,
 and not necessarily at the one that was keyed.

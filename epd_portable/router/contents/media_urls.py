@@ -1,8 +1,8 @@
-"""Media that requests name by URL: fetched once for all who ask, kept for a while.
+"""Media that requests name by URL: fetched once for all requests, and cached.
 
 `LinkedItems` stands between the reader of a request, which may run in a thread, and the fetching of
 what it finds, which begins at once. `MediaFetcher` has one fetch of a URL under way, however many
-wait for it, and gives up what nobody waits for.
+wait for it, and cancels a fetch when no request waits for it any more.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from epd_portable.router.settings import MediaFetching
 logger = logging.getLogger(__name__)
 
 OVERHEAD_BYTES = 512
-"""Of a file that is kept, beside its text and its URL."""
+"""Of a cached file, in addition to its text and its URL."""
 
 _MEDIA_TYPES = (
     (b"\x89PNG\r\n\x1a\n", "image/png"),
@@ -154,7 +154,7 @@ class MediaFetcher:
         return flight
 
     def leave(self, flight: _Flight) -> None:
-        """Wait no longer; what nobody waits for is not fetched to its end."""
+        """Wait no longer; a fetch without waiting requests is cancelled."""
         flight.waiting -= 1
         if not flight.waiting and not flight.task.done():
             flight.task.cancel()
@@ -279,7 +279,7 @@ class LinkedItems:
                     retry_after_s=error.retry_after_s,
                 ) from error
             except asyncio.CancelledError:
-                # The fetcher was closed; had this request been given up, nobody would be here.
+                # The fetcher was closed: a request that was given up does not get here.
                 raise unavailable("the router is stopping") from None
         self.held_bytes = sum(len(file.text) for file in self._files.values())
 

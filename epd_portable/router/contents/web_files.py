@@ -2,8 +2,8 @@
 
 The addresses of a name are looked up once, all of them are checked, and one of these is connected
 to: a name that is another machine's a moment later leads nowhere. Each redirect goes the same way.
-Whatever a server says of a file is not believed: its format is told by content, and its length
-counted. What comes is made base64 piece by piece, so that nobody waits for a large file.
+A server's headers about a file are not believed: its type is found from its content, and its length
+is counted. Pieces are encoded as base64 as they come, so that a large file blocks no other request.
 """
 
 from __future__ import annotations
@@ -387,7 +387,7 @@ class _Turns:
 
     @contextlib.asynccontextmanager
     async def at(self, host: str, wait_s: float) -> AsyncIterator[None]:
-        """Hold a turn; that of the host first, so that those of a slow one take nobody else's.
+        """Hold a turn; that of the host first, so that a slow host takes no turns of others.
 
         Raises:
             MediaUrlError: None came in time.
@@ -487,7 +487,7 @@ def _too_slow(within_s: float) -> MediaUrlError:
 
 
 def _not_public() -> MediaUrlError:
-    """Return the same for all of them: no address of a network is told to whoever asks."""
+    """Return the same for all addresses: clients learn no address of a network."""
     return MediaUrlError(
         "its host has an address that is not public, and of none of "
         "router.media_urls.allowed_networks"

@@ -179,6 +179,10 @@ def films() -> Iterator[tuple[str, bytes]]:
     yield "no film", b"no film at all"
 
 
+FRAME = base64.b64encode(png(1, 1)).decode()
+LISTS = {"list of too many frames": [FRAME] * 601, "list with a large frame": [FRAME, "LARGE"]}
+
+
 def clips() -> Iterator[tuple[str, bytes]]:
     for rate in (1000, 8000):
         file = io.BytesIO()
@@ -202,6 +206,10 @@ def main() -> None:
         *(("audio", *each) for each in clips()),
     ]
     media_bounds.bound_process(SMALL)
+    for name, frames in LISTS.items():
+        large = base64.b64encode(png(SIDE, SIDE)).decode()
+        frames = [frame.replace("LARGE", large) for frame in frames]
+        load("video", name, ",".join(frames), media_type="video/jpeg")
     good = [("image", "good PNG", png(1000, 1000)), ("video", "good MP4", film(".mp4", "mp4v"))]
     for modality, name, data in [good[0], *made, *good]:
         load(modality, name, data)
@@ -211,10 +219,11 @@ def main() -> None:
     load("image", "good PNG at last", png(1000, 1000))
 
 
-def load(modality: str, name: str, data: bytes) -> None:
+def load(modality: str, name: str, data: bytes | str, *, media_type: str = "") -> None:
     connector = MEDIA_CONNECTOR_REGISTRY.load("http")
     fetch = getattr(connector, f"fetch_{modality}")
-    url = f"data:{modality}/x;base64," + base64.b64encode(data).decode()
+    text = data if isinstance(data, str) else base64.b64encode(data).decode()
+    url = f"data:{media_type or f'{modality}/x'};base64,{text}"
     Path("/proc/self/clear_refs").write_text("5")
     before, begun = peak_mib(), time.process_time()
     outcome = "loaded"

@@ -52,6 +52,8 @@ def test_hostile_files_are_refused_before_they_cost_anything() -> None:
         ("MP4, 16 × 16 in its boxes", "6480000 pixels or more.*router.max_request_pixels"),
         ("MP4 that plays too long", "30.0 s: at most 10 .*router.max_media_seconds"),
         ("MP4 of too many frames", "700 frames: at most 600 .*router.max_media_seconds"),
+        ("list of too many frames", "a list of 601 frames: at most 600 .*max_media_seconds"),
+        ("list with a large frame", "3000 × 3000 pixels: at most 1048576 "),
         ("large MP4, 16 × 16 in its boxes", "1600x1600.*VLLM_MAX_IMAGE_PIXELS"),
         ("30 s of sound at 8000 Hz", "30.0s at 8000Hz.*VLLM_MAX_AUDIO_DECODE_DURATION_S"),
         ("more than there is memory for", "more memory than there is.*max_media_memory_bytes"),
