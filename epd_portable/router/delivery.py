@@ -18,7 +18,7 @@ import msgspec
 from epd_portable.config.routing import MAX_ENCODERS
 from epd_portable.config.secret import Secret
 from epd_portable.delivery.elastic import EncodeTimes
-from epd_portable.delivery.fallbacks import RequestPhase, RetryBudget
+from epd_portable.delivery.fallbacks import RequestFailure, RequestPhase, RetryBudget
 from epd_portable.log import trace
 from epd_portable.router.chooser import Choosing
 from epd_portable.router.client_exchange import ClientExchange
@@ -191,6 +191,24 @@ class Forwarder(Protocol):
             RequestFailure: There is no answer, or only a part of it.
             RequestError: The same, and nothing can be done about it.
         """
+
+
+def silent(pd: Instance, phase: RequestPhase) -> RequestFailure:
+    """Return the failure by a PD instance from which nothing came any more."""
+    message = f"instance {pd.name} was silent for longer than router.idle_timeout_s"
+    return RequestFailure(FailureKind.TIMEOUT, phase, message)
+
+
+def connection_failure(pd: Instance, error: UpstreamError, phase: RequestPhase) -> RequestFailure:
+    """Return what an error of the connection is to the request."""
+    pd.failed(error.kind)
+    if error.kind is FailureKind.UNAVAILABLE:
+        return RequestFailure(error.kind, phase, str(error))
+    if error.kind is FailureKind.TIMEOUT:
+        return silent(pd, phase)
+    # What is no HTTP is as good as no connection.
+    kind = error.kind if error.kind is FailureKind.UNREACHABLE else FailureKind.LOST
+    return RequestFailure(kind, phase, f"instance {pd.name} was lost: {error}")
 
 
 class Deliverer:

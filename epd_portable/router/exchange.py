@@ -17,11 +17,7 @@ import msgspec
 from epd_portable.config.roles import TAKES_ITEMS, TAKES_KV
 from epd_portable.config.secret import Secret
 from epd_portable.delivery.elastic import sooner_here
-from epd_portable.delivery.fallbacks import (
-    RequestFailure,
-    RequestPhase,
-    RetryBudget,
-)
+from epd_portable.delivery.fallbacks import RequestFailure, RequestPhase, RetryBudget
 from epd_portable.delivery.replies import Reply, unavailable
 from epd_portable.errors import RequestError
 from epd_portable.log import say_failure, trace
@@ -37,6 +33,7 @@ from epd_portable.router.delivery import (
     EncodeFailure,
     Forwarder,
     RequestPlan,
+    connection_failure,
     end_soon,
     expected_transfer,
     from_store,
@@ -106,13 +103,13 @@ class Exchange:
 
     Args:
         settings: Of the router.
-        instances: Who is there.
-        chooser: Says who of them gets what.
-        upstream: Connections to them.
-        control: Channels to PD instances, for what concerns items.
-        metrics: Count what happens.
-        secret: Vouches for transfers.
-        store: Is asked for items first.
+        instances: Instances to choose from.
+        chooser: Chooses instances for a request and its items.
+        upstream: HTTP connections to instances.
+        control: Channels to PD instances, for messages about items.
+        metrics: Metrics of the router.
+        secret: Signs transfers.
+        store: Is looked up before encoders are chosen.
     """
 
     def __init__(
@@ -151,10 +148,7 @@ class Exchange:
         await asyncio.gather(*self._jobs, return_exceptions=True)
 
     async def serve(
-        self,
-        call: Call,
-        out: ClientExchange,
-        forwarder: Forwarder | None = None,
+        self, call: Call, out: ClientExchange, forwarder: Forwarder | None = None
     ) -> None:
         """Answer a call; to cancel it aborts the work at the instances.
 
@@ -251,11 +245,7 @@ class Exchange:
         if pd.role not in TAKES_KV or not state.call.fields:
             return self._plan_items(state, pd)
         chosen, reason = where(
-            state.call,
-            state.choosing,
-            pd,
-            state.prefills,
-            without=self._without_kv,
+            state.call, state.choosing, pd, state.prefills, without=self._without_kv
         )
         self._metrics.prefills.labels(reason).inc()
         if reason == "unavailable":
@@ -532,7 +522,7 @@ class Exchange:
                 silent_s=self._settings.idle_timeout_s,
             )
         except UpstreamError as error:
-            raise _failed(pd, error, RequestPhase.ANSWER) from error
+            raise connection_failure(pd, error, RequestPhase.ANSWER) from error
 
     async def _relay(
         self, call: Call, answer: InstanceAnswer, one: Attempt, out: ClientExchange
@@ -574,7 +564,7 @@ class Exchange:
             if events.is_complete:  # It was lost after its last word.
                 events.end()
                 return answer.status
-            raise _failed(pd, error, phase_of(out)) from error
+            raise connection_failure(pd, error, phase_of(out)) from error
         one.begin()
         if reply.status >= 500:
             pd.failed(FailureKind.ERROR)
@@ -611,7 +601,7 @@ class Exchange:
             raise RequestFailure(FailureKind.MISSING, RequestPhase.ANSWER, detail, items=missing)
 
     def without_outcome(self, reply: Reply) -> Reply:
-        """Count where the items came from; clients are metadata only where the settings say so."""
+        """Count where the items came from; clients get it only where the settings say so."""
         if _OUTCOME not in reply.body:
             return reply
         try:
@@ -700,24 +690,6 @@ class Exchange:
 def phase_of(out: ClientExchange) -> RequestPhase:
     """Return how far a request is that an instance has: what counts is what the client has."""
     return RequestPhase.STREAM if out.begun else RequestPhase.ANSWER
-
-
-def silent(pd: Instance, phase: RequestPhase) -> RequestFailure:
-    """Return the failure by a PD instance from which nothing came any more."""
-    message = f"instance {pd.name} was silent for longer than router.idle_timeout_s"
-    return RequestFailure(FailureKind.TIMEOUT, phase, message)
-
-
-def _failed(pd: Instance, error: UpstreamError, phase: RequestPhase) -> RequestFailure:
-    """Return what an error of the connection is to the request."""
-    pd.failed(error.kind)
-    if error.kind is FailureKind.UNAVAILABLE:
-        return RequestFailure(error.kind, phase, str(error))
-    if error.kind is FailureKind.TIMEOUT:
-        return silent(pd, phase)
-    # What is no HTTP is as good as no connection.
-    kind = error.kind if error.kind is FailureKind.UNREACHABLE else FailureKind.LOST
-    return RequestFailure(kind, phase, f"instance {pd.name} was lost: {error}")
 
 
 def _begin(one: Attempt, status: int, headers: Mapping[str, str], out: ClientExchange) -> None:

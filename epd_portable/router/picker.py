@@ -38,8 +38,8 @@ from epd_portable.router.chooser import Choosing
 from epd_portable.router.client_exchange import ClientExchange
 from epd_portable.router.contents.body import Call
 from epd_portable.router.contents.cut_text import Segments
-from epd_portable.router.delivery import Attempt
-from epd_portable.router.exchange import ANSWER_HEADERS, silent
+from epd_portable.router.delivery import Attempt, silent
+from epd_portable.router.exchange import ANSWER_HEADERS
 from epd_portable.router.ext_proc import ProcessingRequest, ProcessingResponse, header_mutation
 from epd_portable.router.fleet.instances import Instance
 from epd_portable.router.http import open_files
