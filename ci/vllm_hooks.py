@@ -279,6 +279,13 @@ HOOKS: tuple[Relied, ...] = (
         by=_BOUNDS,
         names=("load_from_url", "load_from_url_async"),
     ),
+    Relied(owner="multimodal.media.video.VideoMediaIO", by=_BOUNDS, names=("video_loader",)),
+    Relied(
+        owner="multimodal.video.VideoBackend",
+        by=_BOUNDS,
+        names=("compute_frames_index_to_sample", "read_frames"),
+        since=(0, 26),
+    ),
     Relied(
         owner="multimodal.media.base.MediaIO",
         by=_BOUNDS,
