@@ -143,7 +143,7 @@ class Producer:
             tensor=command.tensor,
             item_uuid=command.name,
             # As a router gives it: the announcement may come before the consumer's request.
-            proof=self._secret.vouch(command.name, command.name, command.consumer),
+            proof=self._secret.sign_transfer(command.name, command.name, command.consumer),
         )
         self._sender.submit(order, None)
         time.sleep(command.encode_s)

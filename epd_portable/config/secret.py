@@ -140,7 +140,7 @@ class Secret:
                 "the time of this key of the status page is over: epd-launch page makes another"
             )
 
-    def vouch(self, transfer_id: str, item: str, consumer: str) -> str:
+    def sign_transfer(self, transfer_id: str, item: str, consumer: str) -> str:
         """Return the router's proof that it wants an item brought to a consumer by a transfer.
 
         Args:
@@ -153,8 +153,8 @@ class Secret:
         return self._digest("transfers", *data, nbytes=_PROOF_BYTES)
 
     def vouched(self, proof: str, transfer_id: str, item: str, consumer: str) -> bool:
-        """Return whether a proof is the router's, for exactly these, see `vouch`."""
-        expected = self.vouch(transfer_id, item, consumer)
+        """Return whether a proof is the router's, for exactly these, see `sign_transfer`."""
+        expected = self.sign_transfer(transfer_id, item, consumer)
         return hmac.compare_digest(proof.encode("utf-8", "surrogatepass"), expected.encode())
 
     def _digest(self, purpose: str, *fields: bytes, nbytes: int) -> str:

@@ -74,7 +74,7 @@ class Computing(Encoding, Protocol):
         """Requests whose tokens wait while it encodes; all but 0 are alike."""
 
 
-def sooner_here(
+def count_local_first(
     times_s: Sequence[float],
     encoders: Sequence[Encoding],
     here: Computing,

@@ -16,7 +16,7 @@ from epd_portable.router.http.events import EVENTS, USAGE_BYTES, tokens_told
 from epd_portable.router.http.incoming import IncomingRequest
 from epd_portable.router.ingress.admission import AdmissionControl
 from epd_portable.router.ingress.gate import Ticket
-from epd_portable.router.ingress.hop_headers import HopWish
+from epd_portable.router.ingress.hop_headers import RoutingHints
 from epd_portable.router.observability.record import RequestRecord
 
 LEFT_OUT = "x-epd-items-left-out"
@@ -67,7 +67,7 @@ class ClientExchange:
         self.for_instances["x-request-id"] = self.request_id
         self.explanation: Explanation | None = None
         self.left_out = 0
-        self.named: HopWish | None = None
+        self.named: RoutingHints | None = None
         self.for_hop: Callable[[], Mapping[str, str]] = dict
         self.begun = False
         self.record = RequestRecord(self.request_id, request.path)

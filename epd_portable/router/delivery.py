@@ -20,7 +20,6 @@ from epd_portable.config.secret import Secret
 from epd_portable.delivery.elastic import EncodeTimes
 from epd_portable.delivery.fallbacks import RequestFailure, RequestPhase, RetryBudget
 from epd_portable.log import trace
-from epd_portable.router.chooser import Choosing
 from epd_portable.router.client_exchange import ClientExchange
 from epd_portable.router.contents.body import CHAT_PATH, Call, size
 from epd_portable.router.contents.cut_text import Segments
@@ -30,6 +29,7 @@ from epd_portable.router.fleet.instances import Instance, Use, WentDownError, wh
 from epd_portable.router.http.upstream import Upstream
 from epd_portable.router.http.upstream_connection import UpstreamError
 from epd_portable.router.observability.record import JobRecord, RequestRecord
+from epd_portable.router.selector import Selection
 from epd_portable.router.settings import RouterSettings
 from epd_portable.router.store import StoredItem, StoreLookup
 from epd_portable.wire.outcomes import FailureKind, Fallback, ItemResult
@@ -112,7 +112,7 @@ class Attempt:
         metadata: What encoders say of the items that go without their media, by transfer.
         awaited: Items that the PD instance can do nothing without.
         turn: Held by the encode job that runs, where they run one after the other.
-        choosing: Who gets what of the request.
+        selection: Who gets what of the request.
         encoded: Is told when no item of it is with an encoder any more; may be told twice.
         record: Of the request.
     """
@@ -121,7 +121,7 @@ class Attempt:
     deliveries: tuple[Delivery, ...]
     headers: Mapping[str, str]
     inbox: Inbox
-    choosing: Choosing
+    selection: Selection
     encoded: Callable[[], None]
     record: RequestRecord
     held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
@@ -168,11 +168,11 @@ class Forwarder(Protocol):
     `epd_portable.router.exchange.Exchange` is one itself.
     """
 
-    def choose(self, choosing: Choosing, tried: Collection[str]) -> Instance | None:
+    def choose(self, selection: Selection, tried: Collection[str]) -> Instance | None:
         """Return the PD instance that should answer a request; ``None`` if there is none.
 
         Args:
-            choosing: Of the request.
+            selection: Of the request.
             tried: Names of instances that must not get it.
         """
 
@@ -278,7 +278,7 @@ class Deliverer:
             refusal = await _refused_by_store(delivery, delivery.stored, one)
             if not refusal or one.over.is_set():
                 return "stored"
-            encoder = one.choosing.choose_encoder(delivery.item, ())
+            encoder = one.selection.choose_encoder(delivery.item, ())
             _note(one, FailureKind.MISSING, encoder)
             if encoder is None:
                 return EncodeFailure(kind=FailureKind.UNAVAILABLE, reason=refusal)
@@ -292,7 +292,7 @@ class Deliverer:
                 async with self._turn(one, again=bool(failed or full)):
                     if one.over.is_set():
                         return "not_needed"
-                    one.choosing.note_encode_job(delivery.item, encoder)
+                    one.selection.note_encode_job(delivery.item, encoder)
                     failure = await self._encode(delivery, index, encoder, one, deadline)
                 if failure is None:
                     failure = await _lost_before_answer(delivery, encoder, one)
@@ -301,7 +301,7 @@ class Deliverer:
                 return "encoded" if first else "retried"
             if one.over.is_set():
                 return "not_needed"
-            one.choosing.note_not_encoded(delivery.item, encoder)
+            one.selection.note_not_encoded(delivery.item, encoder)
             is_full = failure.kind is FailureKind.FULL
             logger.log(
                 logging.INFO if is_full else logging.WARNING,
@@ -318,7 +318,7 @@ class Deliverer:
             # No other encoder can do more with an item at fault.
             refused = failure.kind is FailureKind.REFUSED
             if not refused and len(failed) < MAX_ENCODERS and time.monotonic() < deadline:
-                another = one.choosing.choose_encoder(delivery.item, [*failed, *full])
+                another = one.selection.choose_encoder(delivery.item, [*failed, *full])
                 if another is None and full and min(full.values()) < deadline:
                     another = await self._first_with_room(delivery, one, failed, full)
                     if one.over.is_set():
@@ -344,7 +344,7 @@ class Deliverer:
         with anyio.move_on_after(min(full.values()) - time.monotonic()):
             await one.over.wait()
         full.clear()
-        return one.choosing.choose_encoder(delivery.item, failed)
+        return one.selection.choose_encoder(delivery.item, failed)
 
     async def _encode(
         self, delivery: Delivery, index: int, encoder: Instance, one: Attempt, deadline: float
@@ -442,7 +442,7 @@ def new_transfer(item: MediaItem, pd: Instance, secret: Secret) -> EncodeTransfe
         item_uuid=item.item_uuid,
         consumer=pd.control,
         modality=item.modality,
-        proof=secret.vouch(transfer_id, item.item_uuid, pd.control),
+        proof=secret.sign_transfer(transfer_id, item.item_uuid, pd.control),
     )
 
 

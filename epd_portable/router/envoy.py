@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from epd_portable.config.roles import Duty
 from epd_portable.errors import ConfigError
-from epd_portable.router.fleet.instances import Fleet, Instance
+from epd_portable.router.fleet.instances import EndpointPool, Instance
 from epd_portable.router.prefill import MAX_PREFILLS
 from epd_portable.router.settings import RouterSettings
 
@@ -59,7 +59,7 @@ class Endpoints:
         unseen: Instances that Envoy may not know yet.
     """
 
-    def __init__(self, path: Path, instances: Fleet, duties: Collection[Duty]) -> None:
+    def __init__(self, path: Path, instances: EndpointPool, duties: Collection[Duty]) -> None:
         self._path = path
         self._instances = instances
         self._duties = duties

@@ -16,12 +16,11 @@ import msgspec
 
 from epd_portable.config.roles import TAKES_ITEMS, TAKES_KV
 from epd_portable.config.secret import Secret
-from epd_portable.delivery.elastic import sooner_here
+from epd_portable.delivery.elastic import count_local_first
 from epd_portable.delivery.fallbacks import RequestFailure, RequestPhase, RetryBudget
 from epd_portable.delivery.replies import Reply, unavailable
 from epd_portable.errors import RequestError
 from epd_portable.log import say_failure, trace
-from epd_portable.router.chooser import Chooser, Choosing
 from epd_portable.router.client_exchange import ClientExchange
 from epd_portable.router.contents.body import Call, size
 from epd_portable.router.contents.cut_text import Segments
@@ -40,8 +39,8 @@ from epd_portable.router.delivery import (
     new_transfer,
 )
 from epd_portable.router.fleet.control import ControlChannels
-from epd_portable.router.fleet.instances import Fleet, Instance, WentDownError, while_up
-from epd_portable.router.hops import HopChoosing
+from epd_portable.router.fleet.instances import EndpointPool, Instance, WentDownError, while_up
+from epd_portable.router.hops import HopSelection
 from epd_portable.router.http.events import EVENTS, WholeEvents, failed_stream, first_event
 from epd_portable.router.http.upstream import Upstream
 from epd_portable.router.http.upstream_connection import InstanceAnswer, UpstreamError
@@ -54,6 +53,7 @@ from epd_portable.router.prefill import (
     for_prefill,
     where,
 )
+from epd_portable.router.selector import EndpointSelector, Selection
 from epd_portable.router.settings import RouterSettings
 from epd_portable.router.store import StoredItem, StoreLookup
 from epd_portable.wire.messages import NackCode
@@ -79,7 +79,7 @@ class RequestState:
 
     Attributes:
         call: What the next try asks.
-        choosing: Who gets what of it.
+        selection: Who gets what of it.
         record: Of it.
         stored: Items that need not be encoded.
         metadata_only: Encoders' metadata go in place of media, where the model allows it.
@@ -89,7 +89,7 @@ class RequestState:
     """
 
     call: Call
-    choosing: Choosing
+    selection: Selection
     record: RequestRecord
     stored: Mapping[str, StoredItem]
     metadata_only: bool
@@ -104,7 +104,7 @@ class Exchange:
     Args:
         settings: Of the router.
         instances: Instances to choose from.
-        chooser: Chooses instances for a request and its items.
+        selector: Chooses instances for a request and its items.
         upstream: HTTP connections to instances.
         control: Channels to PD instances, for messages about items.
         metrics: Metrics of the router.
@@ -115,8 +115,8 @@ class Exchange:
     def __init__(
         self,
         settings: RouterSettings,
-        instances: Fleet,
-        chooser: Chooser,
+        instances: EndpointPool,
+        selector: EndpointSelector,
         upstream: Upstream,
         control: ControlChannels,
         metrics: Metrics,
@@ -125,7 +125,7 @@ class Exchange:
     ) -> None:
         self._settings = settings
         self._instances = instances
-        self._chooser = chooser
+        self._selector = selector
         self._upstream = upstream
         self._control = control
         self._metrics = metrics
@@ -165,12 +165,12 @@ class Exchange:
         self._retries.count_request()
         forwarder = forwarder or self
         headers = out.for_instances
-        choosing = self._chooser.start_selection(call, headers, out.explanation)
+        selection = self._selector.start_selection(call, headers, out.explanation)
         if out.named is not None:
-            choosing = HopChoosing(out.named, call, self._instances, choosing)
+            selection = HopSelection(out.named, call, self._instances, selection)
         state = RequestState(
             call=call,
-            choosing=choosing,
+            selection=selection,
             record=record,
             stored=await self._store.find(call.items),
             metadata_only=call.takes_metadata and any(map(self._goes_as_metadata, call.items)),
@@ -184,7 +184,7 @@ class Exchange:
                 if prefilled is not None:
                     with record.leg("answer", asked) as leg:
                         sent = leg.headers(headers)
-                        await self._try(forwarder, prefilled, plan, choosing, sent, out)
+                        await self._try(forwarder, prefilled, plan, selection, sent, out)
                 return
             except RequestFailure as failed:
                 if out.gone:
@@ -237,15 +237,15 @@ class Exchange:
             RequestFailure: There is no PD instance; or items go as metadata only, and one has no
                 encoder.
         """
-        pd = forwarder.choose(state.choosing, state.tried)
+        pd = forwarder.choose(state.selection, state.tried)
         if pd is None and state.lost:
-            pd = forwarder.choose(state.choosing, ())
+            pd = forwarder.choose(state.selection, ())
         if pd is None:
             raise RequestFailure(FailureKind.UNAVAILABLE, RequestPhase.ANSWER, self._why_no_pd())
         if pd.role not in TAKES_KV or not state.call.fields:
             return self._plan_items(state, pd)
         chosen, reason = where(
-            state.call, state.choosing, pd, state.prefills, without=self._without_kv
+            state.call, state.selection, pd, state.prefills, without=self._without_kv
         )
         self._metrics.prefills.labels(reason).inc()
         if reason == "unavailable":
@@ -260,7 +260,7 @@ class Exchange:
         Raises:
             RequestFailure: Items go as metadata only, and one has no encoder.
         """
-        call, choosing, record = state.call, state.choosing, state.record
+        call, selection, record = state.call, state.selection, state.record
         if pd.role not in TAKES_ITEMS:
             for item in call.items:
                 record.end_item(item, "local_first")
@@ -271,8 +271,8 @@ class Exchange:
 
         found = from_store(call, state.stored, pd, self._secret, as_metadata)
         others = [item for item in call.items if item.item_uuid not in found]
-        items = choosing.items_to_encode(others, pd)
-        encoders = choosing.choose_encoders(items)
+        items = selection.items_to_encode(others, pd)
+        encoders = selection.choose_encoders(items)
         here, here_s = self._encoded_here(items, encoders, record, pd)
         for item in others if len(items) < len(others) else ():
             if item not in items:
@@ -317,7 +317,7 @@ class Exchange:
             return 0, 0.0
         times_s = [self._deliverer.times.of(item) for item in items]
         threshold = self._settings.elastic_threshold
-        count, reason = sooner_here(times_s, asked, pd, threshold=threshold)
+        count, reason = count_local_first(times_s, asked, pd, threshold=threshold)
         for item in items[:count]:
             record.end_item(item, "local_first")
             self._metrics.elastic.labels(reason).inc()
@@ -345,7 +345,7 @@ class Exchange:
         try:
             with out.record.leg("prefill", name) as leg:
                 sent = leg.headers(headers)
-                await self._try(stage, for_prefill(call), plan.prefill, state.choosing, sent, out)
+                await self._try(stage, for_prefill(call), plan.prefill, state.selection, sent, out)
         except RequestFailure as failed:
             state.prefills.append(name)
             raise as_prefill_failure(failed) from failed
@@ -359,7 +359,7 @@ class Exchange:
         forwarder: Forwarder,
         call: Call,
         plan: RequestPlan,
-        choosing: Choosing,
+        selection: Selection,
         headers: Mapping[str, str],
         out: ClientExchange,
     ) -> None:
@@ -382,13 +382,13 @@ class Exchange:
                     plan.deliveries,
                     headers,
                     inbox,
-                    choosing,
+                    selection,
                     out.encoded,
                     out.record,
                     held,
                     awaited=awaited,
                 )
-                tokens = choosing.note_request(pd, () if plan.prefill else call.items)
+                tokens = selection.note_request(pd, () if plan.prefill else call.items)
                 if tokens and not plan.prefill:
                     held.enter_context(pd.computing(tokens))
                 if plan.here_s:
@@ -497,9 +497,9 @@ class Exchange:
 
     # As a forwarder.
 
-    def choose(self, choosing: Choosing, tried: Collection[str]) -> Instance | None:
+    def choose(self, selection: Selection, tried: Collection[str]) -> Instance | None:
         """Return the PD instance that should answer a request; see `Forwarder`."""
-        return choosing.choose_pd(tried)
+        return selection.choose_pd(tried)
 
     async def forward(self, call: Call, one: Attempt, body: Segments, out: ClientExchange) -> int:
         """Send a request and relay the answer; see `Forwarder`."""
@@ -632,7 +632,7 @@ class Exchange:
         if (
             failed.phase is RequestPhase.PREFILL
             and len(state.prefills) < MAX_PREFILLS
-            and state.choosing.choose_prefill(state.prefills) is not None
+            and state.selection.choose_prefill(state.prefills) is not None
             and self._retries.spend()
         ):
             again = ("retried",)
@@ -641,7 +641,7 @@ class Exchange:
             lost = failed.kind in _CONNECTION_LOST
             failing = failed.kind is FailureKind.ERROR
             # An instance's own error says more than that there is no other instance.
-            other = failing and state.choosing.choose_pd(tried) is not None
+            other = failing and state.selection.choose_pd(tried) is not None
             if (lost or other) and self._retries.spend():
                 again = ("retried",)
         return (*media, *again)

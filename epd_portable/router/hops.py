@@ -10,10 +10,9 @@ import msgspec
 
 from epd_portable.errors import RequestError
 from epd_portable.router.choice.selection_types import Decision, Stage
-from epd_portable.router.chooser import Choosing
 from epd_portable.router.contents.body import Call
 from epd_portable.router.contents.media import MediaItem
-from epd_portable.router.fleet.instances import Fleet, Instance
+from epd_portable.router.fleet.instances import EndpointPool, Instance
 from epd_portable.router.ingress.hop_headers import (
     CACHE_KEY,
     ENCODER_MODEL_LABEL,
@@ -23,17 +22,18 @@ from epd_portable.router.ingress.hop_headers import (
     PREFILLER,
     REFS,
     EmbeddingRef,
-    HopWish,
+    RoutingHints,
     wrong_header,
 )
 from epd_portable.router.observability.record import RequestRecord
 from epd_portable.router.prefill import asks_for_kv, brings_kv
+from epd_portable.router.selector import Selection
 
 OTHERWISE = "what the hop says beside it counts, else the router chooses"
 """What is done where a header names nobody who can have it."""
 
 
-class HopChoosing(Choosing):
+class HopSelection(Selection):
     """The choices of a hop for one request; another's where it says nothing.
 
     Who it names and who fails is replaced as any instance is: first by others that it names.
@@ -58,7 +58,9 @@ class HopChoosing(Choosing):
         "_prefiller",
     )
 
-    def __init__(self, named: HopWish, call: Call, instances: Fleet, inner: Choosing) -> None:
+    def __init__(
+        self, named: RoutingHints, call: Call, instances: EndpointPool, inner: Selection
+    ) -> None:
         super().__init__(instances, inner.key, inner.explanation)
         self._named = named
         self._call = call
@@ -88,7 +90,7 @@ class HopChoosing(Choosing):
             self._check_model(each)
 
     def choose_pd(self, tried: Collection[str]) -> Instance | None:
-        """See `Choosing`."""
+        """See `Selection`."""
         first = self._prefiller
         if asks_for_kv(self._call):
             if first is not None:
@@ -101,7 +103,7 @@ class HopChoosing(Choosing):
         return self._inner.choose_pd(tried)
 
     def disaggregates_prefill(self, decode: Instance) -> bool:
-        """See `Choosing`."""
+        """See `Selection`."""
         if brings_kv(self._call):
             return False
         first = self._prefiller
@@ -109,7 +111,7 @@ class HopChoosing(Choosing):
         return named or self._inner.disaggregates_prefill(decode)
 
     def choose_prefill(self, tried: Collection[str]) -> Instance | None:
-        """See `Choosing`."""
+        """See `Selection`."""
         first = self._prefiller
         chosen = None
         if first is not None and first.duty == "prefill":
@@ -117,7 +119,7 @@ class HopChoosing(Choosing):
         return chosen or self._inner.choose_prefill(tried)
 
     def items_to_encode(self, items: Sequence[MediaItem], pd: Instance) -> Sequence[MediaItem]:
-        """See `Choosing`."""
+        """See `Selection`."""
         if brings_kv(self._call):
             return ()
         if self._encoders or self._by_item:
@@ -125,7 +127,7 @@ class HopChoosing(Choosing):
         return self._inner.items_to_encode(items, pd)
 
     def choose_encoder(self, item: MediaItem, exclude: Collection[str]) -> Instance | None:
-        """See `Choosing`."""
+        """See `Selection`."""
         chosen = None
         if item.item_uuid in self._by_item:
             header, first = self._by_item[item.item_uuid]
@@ -140,15 +142,15 @@ class HopChoosing(Choosing):
         return chosen or self._inner.choose_encoder(item, exclude)
 
     def note_request(self, pd: Instance, items: Iterable[MediaItem]) -> int:
-        """See `Choosing`."""
+        """See `Selection`."""
         return self._inner.note_request(pd, items)
 
     def note_encode_job(self, item: MediaItem, encoder: Instance) -> None:
-        """See `Choosing`."""
+        """See `Selection`."""
         self._inner.note_encode_job(item, encoder)
 
     def note_not_encoded(self, item: MediaItem, encoder: Instance) -> None:
-        """See `Choosing`."""
+        """See `Selection`."""
         self._inner.note_not_encoded(item, encoder)
 
     def _taken(
@@ -233,7 +235,7 @@ class HopChoosing(Choosing):
 class _Addresses:
     """Instances by the addresses of their servers."""
 
-    def __init__(self, instances: Fleet) -> None:
+    def __init__(self, instances: EndpointPool) -> None:
         self._by_address = {_address(each): each for each in instances.all}
 
     def of(self, header: str, address: str) -> Instance:
@@ -248,7 +250,7 @@ class _Addresses:
         return found
 
     def encoder(self, header: str, address: str) -> Instance:
-        """See `Choosing`."""
+        """See `Selection`."""
         found = self.of(header, address)
         if found.duty != "encode":
             raise _role(header, found)
@@ -256,7 +258,7 @@ class _Addresses:
 
 
 def answer_headers(
-    record: RequestRecord, call_items: Sequence[str], instances: Fleet
+    record: RequestRecord, call_items: Sequence[str], instances: EndpointPool
 ) -> dict[str, str]:
     """Return the headers of an answer that say to a hop which instances did what.
 

@@ -34,7 +34,6 @@ from epd_portable.delivery.fallbacks import RequestFailure, RequestPhase
 from epd_portable.delivery.replies import Reply, error_reply
 from epd_portable.errors import ConfigError, EPDError, RequestError
 from epd_portable.router import envoy, ext_proc
-from epd_portable.router.chooser import Choosing
 from epd_portable.router.client_exchange import ClientExchange
 from epd_portable.router.contents.body import Call
 from epd_portable.router.contents.cut_text import Segments
@@ -44,6 +43,7 @@ from epd_portable.router.ext_proc import ProcessingRequest, ProcessingResponse, 
 from epd_portable.router.fleet.instances import Instance
 from epd_portable.router.http import open_files
 from epd_portable.router.http.incoming import ClientGoneError
+from epd_portable.router.selector import Selection
 from epd_portable.router.server import Router
 from epd_portable.router.serving import Stopping
 from epd_portable.router.settings import RouterSettings, load_settings
@@ -294,20 +294,20 @@ class Consultation:
 
     # A forwarder to the exchange.
 
-    def choose(self, choosing: Choosing, tried: Collection[str]) -> Instance | None:
+    def choose(self, selection: Selection, tried: Collection[str]) -> Instance | None:
         """Return the PD instance that should answer; for a second try, the one that Envoy asks."""
         if self._sent:
             return self._next
-        return self._choose(choosing, tried)
+        return self._choose(selection, tried)
 
-    def _choose(self, choosing: Choosing, tried: Collection[str]) -> Instance | None:
+    def _choose(self, selection: Selection, tried: Collection[str]) -> Instance | None:
         endpoints = self._picker.endpoints
         unseen = [instance.name for instance in endpoints.unseen]
-        chosen = choosing.choose_pd([*tried, *unseen])
+        chosen = selection.choose_pd([*tried, *unseen])
         if chosen is None and unseen:
             # Most likely Envoy has seen it by now.
             unlisted = [each.name for each in endpoints.unseen if not endpoints.lists(each)]
-            chosen = choosing.choose_pd([*tried, *unlisted])
+            chosen = selection.choose_pd([*tried, *unlisted])
         return chosen
 
     async def forward(self, call: Call, one: Attempt, body: Segments, out: ClientExchange) -> int:
@@ -316,7 +316,7 @@ class Consultation:
             await self._send_again(one, body)
         else:
             self._sent = True
-            self._next = self._choose(one.choosing, [one.pd.name]) or one.pd
+            self._next = self._choose(one.selection, [one.pd.name]) or one.pd
             self._picker.under_way[self._key] = self
             await self._send_first(one, body)
         answer = await self._first_of_answer_and_again(one)

@@ -15,7 +15,6 @@ import msgspec
 
 from epd_portable.delivery.fallbacks import RequestFailure, RequestPhase
 from epd_portable.delivery.replies import Reply
-from epd_portable.router.chooser import Choosing
 from epd_portable.router.contents.body import (
     CHAT_PATH,
     COMPLETION_PATH,
@@ -27,6 +26,7 @@ from epd_portable.router.contents.cut_text import Segments, opens
 from epd_portable.router.delivery import Attempt
 from epd_portable.router.fleet.instances import Instance
 from epd_portable.router.http.upstream_connection import InstanceAnswer, UpstreamError
+from epd_portable.router.selector import Selection
 from epd_portable.wire.outcomes import FailureKind
 
 logger = logging.getLogger(__name__)
@@ -152,7 +152,7 @@ def _calls_no_tools_itself(tools: object) -> bool:
 
 def where(
     call: Call,
-    choosing: Choosing,
+    selection: Selection,
     decode: Instance,
     tried: Collection[str],
     *,
@@ -162,7 +162,7 @@ def where(
 
     Args:
         call: The request.
-        choosing: Who gets what of it.
+        selection: Who gets what of it.
         decode: Who answers.
         tried: Names of prefill instances that failed it.
         without: Endpoints at which the engines say nothing of KV.
@@ -171,9 +171,9 @@ def where(
         return None, "unsuited"
     if len(tried) >= MAX_PREFILLS:
         return None, "local"
-    if not choosing.disaggregates_prefill(decode):
+    if not selection.disaggregates_prefill(decode):
         return None, "local_first"
-    chosen = choosing.choose_prefill(tried)
+    chosen = selection.choose_prefill(tried)
     if chosen is None:
         return None, "local" if tried else "unavailable"
     return chosen, "apart"
@@ -236,7 +236,7 @@ class Prefill:
         self._count = count
         self._without = without
 
-    def choose(self, choosing: Choosing, tried: Collection[str]) -> Instance | None:
+    def choose(self, selection: Selection, tried: Collection[str]) -> Instance | None:
         """Return nobody: who is asked is in the plan."""
         return None
 

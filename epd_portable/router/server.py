@@ -17,7 +17,6 @@ from epd_portable.delivery.replies import Reply, error_reply, json_reply, unavai
 from epd_portable.errors import RequestError
 from epd_portable.media.limits import MediaLimits
 from epd_portable.router.choice.selection_types import EXPLAIN_HEADER, Explanation
-from epd_portable.router.chooser import Chooser
 from epd_portable.router.client_exchange import ClientExchange
 from epd_portable.router.contents.body import (
     CHAT_PATH,
@@ -33,7 +32,7 @@ from epd_portable.router.delivery import Forwarder
 from epd_portable.router.exchange import Exchange
 from epd_portable.router.fleet.control import ControlChannels
 from epd_portable.router.fleet.engine_loads import EngineLoads
-from epd_portable.router.fleet.instances import Fleet
+from epd_portable.router.fleet.instances import EndpointPool
 from epd_portable.router.fleet.registration import MAX_BODY_BYTES, Registration
 from epd_portable.router.hops import answer_headers
 from epd_portable.router.http.incoming import (
@@ -54,6 +53,7 @@ from epd_portable.router.observability.observers import observers
 from epd_portable.router.observability.record import RecentRequests
 from epd_portable.router.observability.status import PATHS as STATUS_PATHS
 from epd_portable.router.observability.status import StatusPage
+from epd_portable.router.selector import EndpointSelector
 from epd_portable.router.settings import RouterSettings, policy_of, with_policy
 from epd_portable.router.store import StoreLookup
 from epd_portable.router.warm_up import WarmUp
@@ -143,7 +143,7 @@ class Router:
         if self._policy is not None and self._policy.profile_header:
             self._passed_on += (self._policy.profile_header,)
         self.upstream = Upstream({INSTANCE_TOKEN_HEADER: secret.instance_token()})
-        self.instances = Fleet(caches=self._policy.cache_sizes if self._policy else None)
+        self.instances = EndpointPool(caches=self._policy.cache_sizes if self._policy else None)
         self.metrics = Metrics(
             lambda: self.instances.all, llmd_names=settings.metrics_names == "llmd"
         )
@@ -156,7 +156,7 @@ class Router:
         self.exchange = Exchange(
             settings,
             self.instances,
-            self._chooser(),
+            self._selector(),
             self.upstream,
             self._control,
             self.metrics,
@@ -190,12 +190,14 @@ class Router:
         self._cors = Cors(settings.cors_origins)
         self._sweeping: asyncio.Task[None] | None = None
 
-    def _chooser(self) -> Chooser:
+    def _selector(self) -> EndpointSelector:
         settings = self.settings
         for note in self._policy.notes if self._policy is not None else ():
             logger.warning("router.choice: %s", note)
         takes_media = settings.local_encode and settings.media == "concurrent"
-        return Chooser(self.instances, self._policy, deciders=takes_media, loads=self._loads)
+        return EndpointSelector(
+            self.instances, self._policy, deciders=takes_media, loads=self._loads
+        )
 
     def _members(self, secret: Secret) -> Registration:
         together = (self.settings, self.instances, self.upstream, self._control)

@@ -26,7 +26,7 @@ from epd_portable.connector.stores.file import FileStore
 from epd_portable.connector.stores.metrics import StoreMetrics
 from epd_portable.errors import CorruptEntryError, StoreError
 from epd_portable.router.contents.media import MediaItem
-from epd_portable.router.fleet.instances import Fleet
+from epd_portable.router.fleet.instances import EndpointPool
 from epd_portable.wire.params import EncodedItem, EncodeOutcome
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class StoreLookup:
         section: StoreSection | None,
         secret: Secret,
         metrics: StoreMetrics,
-        instances: Fleet,
+        instances: EndpointPool,
     ) -> None:
         self._store: Store | None = None
         self._metrics = metrics

@@ -34,7 +34,7 @@ from epd_portable.router.delivery import (
     read_item,
 )
 from epd_portable.router.fleet.control import ControlChannels
-from epd_portable.router.fleet.instances import Fleet, Instance, WentDownError, while_up
+from epd_portable.router.fleet.instances import EndpointPool, Instance, WentDownError, while_up
 from epd_portable.router.http.upstream import Upstream
 from epd_portable.router.http.upstream_connection import UpstreamError
 from epd_portable.router.observability.activity import Activity
@@ -89,7 +89,7 @@ class WarmUp:
     def __init__(
         self,
         settings: RouterSettings,
-        instances: Fleet,
+        instances: EndpointPool,
         upstream: Upstream,
         control: ControlChannels,
         secret: Secret,

@@ -28,7 +28,7 @@ class EncodeTransfer(msgspec.Struct, frozen=True, kw_only=True):
         consumer: ZMQ address of the PD instance's control channel.
         modality: ``image``, ``video`` or ``audio``.
         proof: Shows that a holder of the secret wants this transfer of this item to this consumer,
-            see `epd_portable.config.secret.Secret.vouch`.
+            see `epd_portable.config.secret.Secret.sign_transfer`.
     """
 
     transfer_id: Name

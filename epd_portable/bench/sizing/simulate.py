@@ -12,7 +12,7 @@ from epd_portable.bench.sizing.stages import StageTimes
 from epd_portable.bench.sizing.timeline import FifoServer, Timeline
 from epd_portable.bench.sizing.workload import PictureItem, SimulatedRequest
 from epd_portable.bench.stats import quantile
-from epd_portable.delivery.elastic import sooner_here
+from epd_portable.delivery.elastic import count_local_first
 from epd_portable.delivery.ring import LOAD_BOUND
 from epd_portable.router.fleet.instances import FEW
 
@@ -217,7 +217,7 @@ class Simulation:
         here = 0
         if self._rules.elastic_threshold is not None:
             # The router's own rule, with times that are known.
-            here, _ = sooner_here(
+            here, _ = count_local_first(
                 [self._times.encode.seconds(item.embeddings) for item in request.items],
                 encoders,
                 self._engines[engine],

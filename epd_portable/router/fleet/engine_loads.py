@@ -15,7 +15,7 @@ from urllib.parse import urlencode
 import msgspec
 
 from epd_portable.router.fleet.control import ControlChannels
-from epd_portable.router.fleet.instances import Fleet, Instance
+from epd_portable.router.fleet.instances import EndpointPool, Instance
 from epd_portable.router.http.upstream import Upstream
 from epd_portable.router.http.upstream_connection import UpstreamError
 from epd_portable.wire.messages import (
@@ -42,7 +42,7 @@ class EngineLoads:
 
     def __init__(
         self,
-        instances: Fleet,
+        instances: EndpointPool,
         control: ControlChannels,
         upstream: Upstream,
         clock: Callable[[], float] = time.monotonic,

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 
 from epd_portable.log import say_failure
-from epd_portable.router.fleet.instances import Fleet, Instance
+from epd_portable.router.fleet.instances import EndpointPool, Instance
 from epd_portable.router.http.upstream import Upstream
 from epd_portable.router.http.upstream_connection import UpstreamError
 from epd_portable.router.settings import RouterSettings
@@ -35,7 +35,9 @@ class HealthProbes:
     One that has answered a request since is not asked.
     """
 
-    def __init__(self, settings: RouterSettings, instances: Fleet, upstream: Upstream) -> None:
+    def __init__(
+        self, settings: RouterSettings, instances: EndpointPool, upstream: Upstream
+    ) -> None:
         self._interval_s = settings.probe_interval_s
         self._timeout_s = settings.probe_timeout_s
         self._instances = instances

@@ -139,7 +139,7 @@ class Instance:
     """
 
     def __init__(
-        self, owner: Fleet, settings: InstanceSettings, *, registered: bool, warm_up: bool
+        self, owner: EndpointPool, settings: InstanceSettings, *, registered: bool, warm_up: bool
     ) -> None:
         self.settings = settings
         self.name: str = settings.name
@@ -488,7 +488,7 @@ class _Tier(HashRing[Instance]):
         self.weight = sum(each.weight for each in self.members)
 
 
-class Fleet:
+class EndpointPool:
     """The instances that there are; lists to choose from follow every change of one.
 
     Args:

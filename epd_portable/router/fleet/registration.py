@@ -22,7 +22,7 @@ from epd_portable.log import say_failure
 from epd_portable.media.addresses import Address, Network
 from epd_portable.router.fleet.control import ControlChannels
 from epd_portable.router.fleet.health_probes import HealthProbes
-from epd_portable.router.fleet.instances import MAX_INSTANCES, Fleet, Instance
+from epd_portable.router.fleet.instances import MAX_INSTANCES, EndpointPool, Instance
 from epd_portable.router.http.upstream import Upstream
 from epd_portable.router.observability.metrics import Metrics
 from epd_portable.router.settings import InstanceSettings, RouterSettings
@@ -64,7 +64,7 @@ class Registration:
     def __init__(
         self,
         settings: RouterSettings,
-        instances: Fleet,
+        instances: EndpointPool,
         upstream: Upstream,
         control: ControlChannels,
         metrics: Metrics,

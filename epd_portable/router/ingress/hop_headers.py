@@ -45,7 +45,7 @@ _refs = msgspec.json.Decoder(list[EmbeddingRef])
 _mapping = msgspec.json.Decoder(dict[str, str])
 
 
-class HopWish(msgspec.Struct, frozen=True, kw_only=True):
+class RoutingHints(msgspec.Struct, frozen=True, kw_only=True):
     """What a trusted hop says of a request; addresses are ``host:port``.
 
     Attributes:
@@ -71,7 +71,7 @@ class Hops:
     def __init__(self, keys: ApiKeys) -> None:
         self._keys = keys
 
-    def read(self, headers: Mapping[str, str]) -> HopWish | None:
+    def read(self, headers: Mapping[str, str]) -> RoutingHints | None:
         """Return what a hop says; ``None`` if it is a client, whatever that says.
 
         Raises:
@@ -87,7 +87,7 @@ class Hops:
                 code="invalid_hop_key",
             )
         encoders = headers.get(ENCODERS, headers.get(ENCODERS_TOO, ""))
-        found = HopWish(
+        found = RoutingHints(
             prefiller=headers.get(PREFILLER, "").strip(),
             encoders=tuple(filter(None, map(str.strip, encoders.split(",")))),
             mapping=_read_mapping(headers.get(MAPPING, "")),

@@ -17,7 +17,7 @@ import msgspec
 from epd_portable.config.secret import Secret
 from epd_portable.delivery.replies import JSON, Reply
 from epd_portable.errors import RequestError
-from epd_portable.router.fleet.instances import Fleet, Instance
+from epd_portable.router.fleet.instances import EndpointPool, Instance
 from epd_portable.router.observability.activity import Activity, FallbackUse
 from epd_portable.router.observability.engine_figures import EngineFigures, EngineWatch
 from epd_portable.router.observability.record import RecentRequests, RequestRecord
@@ -79,7 +79,7 @@ class StatusPage:
     def __init__(
         self,
         model: str,
-        instances: Fleet,
+        instances: EndpointPool,
         activity: Activity,
         requests: RecentRequests,
         engines: EngineWatch,

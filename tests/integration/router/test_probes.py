@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from epd_portable.router.fleet.health_probes import HealthProbes
-from epd_portable.router.fleet.instances import PROBES_UNTIL_DOWN, Fleet, Instance
+from epd_portable.router.fleet.instances import PROBES_UNTIL_DOWN, EndpointPool, Instance
 from epd_portable.router.http.upstream import Upstream
 from epd_portable.router.settings import InstanceSettings, RouterSettings
 from epd_portable.wire.outcomes import FailureKind
@@ -66,7 +66,7 @@ class Probed:
     """Instances that are probed, at servers that count."""
 
     def __init__(self) -> None:
-        self.instances = Fleet()
+        self.instances = EndpointPool()
         self.upstream = Upstream()
         self.probes: HealthProbes | None = None
         self.servers: list[Asked] = []

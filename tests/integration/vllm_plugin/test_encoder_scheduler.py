@@ -102,7 +102,7 @@ class Engine:
                 transfer_id=(transfer_id := f"{mm_hash} to {request_id}"),
                 item_uuid=mm_hash,
                 consumer=to,
-                proof=secret().vouch(transfer_id, mm_hash, to),
+                proof=secret().sign_transfer(transfer_id, mm_hash, to),
             )
             for mm_hash, _ in items
         )

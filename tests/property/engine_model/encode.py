@@ -458,7 +458,7 @@ class World:
         for name in dict.fromkeys(names):
             for consumer in consumers:
                 transfer_id = f"{name} of {request_id} to {consumer}"
-                proof = secret().vouch(transfer_id, name, consumer)
+                proof = secret().sign_transfer(transfer_id, name, consumer)
                 transfers.append(
                     EncodeTransfer(
                         transfer_id=transfer_id, item_uuid=name, consumer=consumer, proof=proof

@@ -68,14 +68,14 @@ def test_a_file_that_gives_no_secret_is_refused(
         Secret.read(write(tmp_path / "secret", text, mode))
 
 
-def vouch(**changes: str) -> tuple[Secret, str, dict[str, str]]:
+def sign_transfer(**changes: str) -> tuple[Secret, str, dict[str, str]]:
     names = {"transfer_id": "t", "item": "cat", "consumer": "tcp://h:1"}
     secret = Secret("s" * 40)
-    return secret, secret.vouch(**names), names | changes
+    return secret, secret.sign_transfer(**names), names | changes
 
 
 def test_what_the_router_vouches_for_is_known_by_who_holds_the_secret() -> None:
-    _, proof, names = vouch()
+    _, proof, names = sign_transfer()
     assert Secret("s" * 40).vouched(proof, **names)
     assert not Secret("x" * 40).vouched(proof, **names)
 
@@ -92,18 +92,18 @@ def test_what_the_router_vouches_for_is_known_by_who_holds_the_secret() -> None:
     ids=["transfer", "item", "consumer", "moved end", "empty"],
 )
 def test_a_proof_is_for_one_transfer_of_one_item_to_one_consumer(changes: dict[str, str]) -> None:
-    secret, proof, names = vouch(**changes)
+    secret, proof, names = sign_transfer(**changes)
     assert not secret.vouched(proof, **names)
 
 
 @pytest.mark.parametrize("proof", ["", "0" * 32, "\ud800", "ü"])
 def test_what_is_no_proof_vouches_for_nothing(proof: str) -> None:
-    secret, _, names = vouch()
+    secret, _, names = sign_transfer()
     assert not secret.vouched(proof, **names)
 
 
 def test_a_proof_fits_its_field_and_tells_neither_the_secret_nor_other_purposes() -> None:
-    secret, proof, _ = vouch()
+    secret, proof, _ = sign_transfer()
     assert re.fullmatch("[0-9a-f]{32}", proof)
     assert proof not in secret.instance_token() + secret.derive("transfers").hex()
 

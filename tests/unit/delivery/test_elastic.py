@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd_portable.delivery.elastic import EncodeTimes, sooner_here
+from epd_portable.delivery.elastic import EncodeTimes, count_local_first
 from epd_portable.router.contents.media import MediaItem
-from epd_portable.router.fleet.instances import Fleet, Instance
+from epd_portable.router.fleet.instances import EndpointPool, Instance
 from epd_portable.router.settings import InstanceSettings
 
 PIXELS = 448 * 448
@@ -29,7 +29,7 @@ class Scene:
     """Encoders that need a quarter of a second for a picture, and one PD instance."""
 
     def __init__(self, encoders: int = 1) -> None:
-        fleet = Fleet()
+        fleet = EndpointPool()
         self.encoders = [
             fleet.add(InstanceSettings(name=f"e{n}", role="encode", url=f"http://e{n}:1"))
             for n in range(encoders)
@@ -49,7 +49,7 @@ class Scene:
     def asked(self, items: list[MediaItem], threshold: float = 4.0) -> tuple[int, str]:
         encoders = [self.encoders[n % len(self.encoders)] for n in range(len(items))]
         times_s = [self.times.of(item) for item in items]
-        return sooner_here(times_s, encoders, self.pd, threshold=threshold)
+        return count_local_first(times_s, encoders, self.pd, threshold=threshold)
 
 
 def test_one_picture_goes_to_an_encoder_that_has_nothing_to_do() -> None:

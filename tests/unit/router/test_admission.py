@@ -9,7 +9,7 @@ import pytest
 from epd_portable.config.routing import AdmissionSection
 from epd_portable.errors import RequestError
 from epd_portable.router.contents.body import Call
-from epd_portable.router.fleet.instances import Fleet, Instance
+from epd_portable.router.fleet.instances import EndpointPool, Instance
 from epd_portable.router.ingress.admission import LONGEST_RETRY_S, AdmissionControl, priority_of
 from epd_portable.router.ingress.gate import Ticket
 from epd_portable.router.observability.metrics import Metrics
@@ -23,7 +23,7 @@ class Door:
 
     def __init__(self, **limits: Any) -> None:
         self.now_s = 0.0
-        self.fleet = Fleet()
+        self.fleet = EndpointPool()
         self.keeper = AdmissionControl(
             AdmissionSection.model_validate(limits),
             self.fleet,

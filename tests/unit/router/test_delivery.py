@@ -9,14 +9,14 @@ import pytest
 
 from epd_portable.connector.stores.metrics import StoreMetrics
 from epd_portable.delivery.fallbacks import RetryBudget
-from epd_portable.router.chooser import Chooser
 from epd_portable.router.contents.body import Call
 from epd_portable.router.contents.media import MediaItem
 from epd_portable.router.delivery import Attempt, Deliverer, Delivery
 from epd_portable.router.fleet.control import ControlChannels, Inbox
-from epd_portable.router.fleet.instances import Fleet
+from epd_portable.router.fleet.instances import EndpointPool
 from epd_portable.router.http.upstream import Upstream
 from epd_portable.router.observability.record import RequestRecord
+from epd_portable.router.selector import EndpointSelector
 from epd_portable.router.settings import InstanceSettings, RouterSettings
 from epd_portable.router.store import StoreLookup
 from epd_portable.wire.params import EncodeTransfer
@@ -45,7 +45,7 @@ class Asked:
 async def test_a_job_that_is_cancelled_as_its_answer_comes_ends(turns: int) -> None:
     """`turns` of the event loop lie between the two."""
     settings = RouterSettings(port=0, model="demo", instances=(ENCODER, PD))
-    instances, control, upstream = Fleet(), ControlChannels(keys()), Asked()
+    instances, control, upstream = EndpointPool(), ControlChannels(keys()), Asked()
     encoder, pd = instances.add(ENCODER), instances.add(PD)
     delivery = Delivery(
         item=MediaItem(item_uuid="a", modality="image", part={}),
@@ -58,10 +58,10 @@ async def test_a_job_that_is_cancelled_as_its_answer_comes_ends(turns: int) -> N
     deliverer = Deliverer(settings, cast(Upstream, upstream), control, RetryBudget(), store)
     headers = {"x-request-id": "r"}
     call = Call.untouched("POST", "/v1/chat/completions", b"{}")
-    choosing = Chooser(instances).start_selection(call, headers, None)
+    selection = EndpointSelector(instances).start_selection(call, headers, None)
     record = RequestRecord("r", call.path)
     record.has([delivery.item])
-    one = Attempt(pd.working(), (delivery,), headers, Inbox(), choosing, lambda: None, record)
+    one = Attempt(pd.working(), (delivery,), headers, Inbox(), selection, lambda: None, record)
     job = asyncio.create_task(deliverer.deliver(delivery, 0, one))
     await upstream.asked.wait()
     upstream.answer.set()

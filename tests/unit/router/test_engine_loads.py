@@ -8,14 +8,14 @@ import pytest
 from epd_portable.config.choice import parse_choice
 from epd_portable.router.choice.policy import Policy
 from epd_portable.router.choice.selection_types import Explanation
-from epd_portable.router.chooser import Chooser
 from epd_portable.router.fleet.control import ControlChannels
 from epd_portable.router.fleet.engine_loads import OLD_AFTER_S, EngineLoads
-from epd_portable.router.fleet.instances import Fleet, Instance, Use
+from epd_portable.router.fleet.instances import EndpointPool, Instance, Use
 from epd_portable.router.http.upstream import Upstream
+from epd_portable.router.selector import EndpointSelector
 from epd_portable.wire.messages import LoadReport
 from tests.keyring import keys
-from tests.unit.router.test_chooser import begun, fleet, settings
+from tests.unit.router.test_selector import begun, fleet, settings
 
 
 class Clock:
@@ -32,7 +32,7 @@ async def control() -> AsyncIterator[ControlChannels]:
     await channels.close()
 
 
-def made(control: ControlChannels) -> tuple[Fleet, Clock, EngineLoads]:
+def made(control: ControlChannels) -> tuple[EndpointPool, Clock, EngineLoads]:
     instances, clock = fleet(encoders=1, pds=1), Clock()
     return instances, clock, EngineLoads(instances, control, Upstream(), clock)
 
@@ -101,16 +101,16 @@ schedulingProfiles:
 async def test_each_choice_knows_what_was_given_and_told_until_then(
     control: ControlChannels,
 ) -> None:
-    instances = Fleet()
+    instances = EndpointPool()
     for number in range(40):
         instances.add(settings(f"pd{number}", "prefill-decode")).seen_well()
     clock, chance = Clock(), random.Random(5)
     loads = EngineLoads(instances, control, Upstream(), clock)
 
-    def policy() -> Chooser:
-        return Chooser(instances, Policy(parse_choice(BUSY)), deciders=True, loads=loads)
+    def policy() -> EndpointSelector:
+        return EndpointSelector(instances, Policy(parse_choice(BUSY)), deciders=True, loads=loads)
 
-    def said(one: Chooser, tried: list[str]) -> dict[str, object]:
+    def said(one: EndpointSelector, tried: list[str]) -> dict[str, object]:
         explanation = Explanation()
         begun(one, explanation=explanation).choose_pd(tried)
         (decision,) = explanation.decisions
@@ -153,11 +153,11 @@ async def test_a_choice_measures_those_that_have_changed(
         measured.append(instance)
         return report(instance)
 
-    instances = Fleet()
+    instances = EndpointPool()
     for number in range(300):
         instances.add(settings(f"pd{number}", "prefill-decode")).seen_well()
     loads = EngineLoads(instances, control, Upstream(), Clock())
-    one = Chooser(instances, Policy(parse_choice(BUSY)), loads=loads)
+    one = EndpointSelector(instances, Policy(parse_choice(BUSY)), loads=loads)
     begun(one).choose_pd(())
     monkeypatch.setattr(Instance, "reported", property(reported))
     for number, each in enumerate(instances.all[:20]):

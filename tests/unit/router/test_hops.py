@@ -10,9 +10,8 @@ import msgspec
 import pytest
 
 from epd_portable.router.choice.selection_types import Explanation
-from epd_portable.router.chooser import Chooser
-from epd_portable.router.fleet.instances import Fleet
-from epd_portable.router.hops import HopChoosing
+from epd_portable.router.fleet.instances import EndpointPool
+from epd_portable.router.hops import HopSelection
 from epd_portable.router.ingress.hop_headers import (
     CACHE_KEY,
     ENCODER_MODEL_LABEL,
@@ -22,11 +21,12 @@ from epd_portable.router.ingress.hop_headers import (
     PREFILLER,
     REFS,
     EmbeddingRef,
-    HopWish,
+    RoutingHints,
 )
 from epd_portable.router.prefill import asks_for_kv
+from epd_portable.router.selector import EndpointSelector
 from epd_portable.router.settings import InstanceSettings
-from tests.unit.router.test_chooser import NOTHING, fleet, picture, settings
+from tests.unit.router.test_selector import NOTHING, fleet, picture, settings
 
 ITEMS = (picture("p0"), picture("p1"))
 CALL = msgspec.structs.replace(NOTHING, items=ITEMS)
@@ -39,10 +39,10 @@ AT = {"x-request-id": "k"}
 class Asked:
     """A hop's request, and what is explained of it."""
 
-    def __init__(self, instances: Fleet, call: Any = CALL, **wish: Any) -> None:
+    def __init__(self, instances: EndpointPool, call: Any = CALL, **wish: Any) -> None:
         self._explanation = Explanation()
-        inner = Chooser(instances).start_selection(call, AT, self._explanation)
-        self.choosing = HopChoosing(HopWish(**wish), call, instances, inner)
+        inner = EndpointSelector(instances).start_selection(call, AT, self._explanation)
+        self.selection = HopSelection(RoutingHints(**wish), call, instances, inner)
 
     def told(self) -> list[dict[str, Any]]:
         """Return what was explained since the last time."""
@@ -52,7 +52,7 @@ class Asked:
         return found
 
 
-def drain(instances: Fleet, name: str) -> None:
+def drain(instances: EndpointPool, name: str) -> None:
     instance = instances.get(name)
     assert instance is not None
     instance.drain()
@@ -66,8 +66,8 @@ def test_who_is_named_is_explained_with_the_header_that_names_it() -> None:
         mapping={0: "e2:1"},
         refs=(EmbeddingRef(image_index=1, encoder_host="e1:1"),),
     )
-    asked.choosing.choose_pd(())
-    asked.choosing.choose_encoders(ITEMS)
+    asked.selection.choose_pd(())
+    asked.selection.choose_encoders(ITEMS)
     answers, first, second = asked.told()
     assert answers == {"stage": "decode", "header": PREFILLER, "winner": "pd1", "reason": "named"}
     assert (first["item"], first["header"], first["winner"]) == ("p0", MAPPING, "e2")
@@ -78,14 +78,14 @@ def test_what_is_done_when_who_is_named_cannot_have_it_is_explained() -> None:
     instances = fleet(encoders=2, pds=2)
     drain(instances, "pd1")
     asked = Asked(instances, prefiller="pd1:1", mapping={0: "e0:1"}, encoders=("e0:1",))
-    asked.choosing.choose_pd(())
+    asked.selection.choose_pd(())
     named, chosen = asked.told()
     assert (named["header"], named["winner"]) == (PREFILLER, None)
     assert named["reason"].startswith("pd1 is named and is draining: ")
     assert "the router chooses" in named["reason"]
     assert (chosen["profile"], chosen["winner"]) == ("default", "pd0")
     # Both of its wishes for an item, then the router's own choice.
-    asked.choosing.choose_encoder(ITEMS[0], ["e0"])
+    asked.selection.choose_encoder(ITEMS[0], ["e0"])
     mapped, among, chosen = asked.told()
     assert (mapped["header"], mapped["winner"]) == (MAPPING, None)
     assert mapped["reason"].startswith("e0 is named and was tried: ")
@@ -97,7 +97,7 @@ def test_what_is_done_when_who_is_named_cannot_have_it_is_explained() -> None:
 def test_how_many_a_header_leaves_is_explained() -> None:
     instances = fleet(encoders=3)
     asked = Asked(instances, encoders=("e1:1", "e2:1"))
-    chosen = asked.choosing.choose_encoder(ITEMS[0], ())
+    chosen = asked.selection.choose_encoder(ITEMS[0], ())
     (among,) = asked.told()
     assert among["header"] == ENCODERS
     assert among["filters"] == {"there": 3, ENCODERS: 2, "usable": 2}
@@ -106,18 +106,18 @@ def test_how_many_a_header_leaves_is_explained() -> None:
     assert among["reason"].startswith("by an item's hash")
 
     asked = Asked(instances, cache_key="album")
-    asked.choosing.choose_encoder(ITEMS[0], ())
+    asked.selection.choose_encoder(ITEMS[0], ())
     (among,) = asked.told()
     assert (among["header"], among["filters"][CACHE_KEY]) == (CACHE_KEY, 3)
     assert among["reason"].startswith(f"by {CACHE_KEY}")
 
     labels = {ENCODER_MODEL_LABEL: "b"}
-    instances = Fleet()
+    instances = EndpointPool()
     for name, more in (("e0", {"labels": labels}), ("e1", {"labels": {ENCODER_MODEL_LABEL: "a"}})):
         instances.add(settings(name, "encode", **more)).seen_well()
     asked = Asked(instances, model="b")
-    asked.choosing.choose_encoder(ITEMS[0], ())
-    asked.choosing.choose_encoder(ITEMS[0], ["e0"])
+    asked.selection.choose_encoder(ITEMS[0], ())
+    asked.selection.choose_encoder(ITEMS[0], ["e0"])
     chosen_one, nobody = asked.told()
     assert (chosen_one["header"], chosen_one["winner"]) == (MODEL, "e0")
     assert chosen_one["filters"] == {"there": 2, MODEL: 1, "usable": 1}
@@ -131,15 +131,15 @@ def test_a_prefill_instance_that_is_named_is_explained_to_who_has_it_compute() -
     instances.add(made).seen_well()
     assert asks_for_kv(ASKS_FOR_KV)
     asked = Asked(instances, ASKS_FOR_KV, prefiller="pre:1")
-    asked.choosing.choose_pd(())
-    assert asked.choosing.choose_pd(["pre"]) is None
+    asked.selection.choose_pd(())
+    assert asked.selection.choose_pd(["pre"]) is None
     named, nobody = asked.told()
     assert (named["stage"], named["header"], named["winner"]) == ("prefill", PREFILLER, "pre")
     assert nobody["reason"] == (
         "pre is named and was tried: nobody else computes for a hop that wants this one"
     )
     asked = Asked(instances, prefiller="pre:1")
-    asked.choosing.choose_prefill(())
+    asked.selection.choose_prefill(())
     (named,) = asked.told()
     assert (named["stage"], named["header"], named["winner"]) == ("prefill", PREFILLER, "pre")
 
@@ -147,11 +147,11 @@ def test_a_prefill_instance_that_is_named_is_explained_to_who_has_it_compute() -
 def test_the_log_says_to_who_debugs_which_header_decided(caplog: pytest.LogCaptureFixture) -> None:
     instances = fleet(pds=2)
     with caplog.at_level(logging.DEBUG, logger="epd_portable"):
-        inner = Chooser(instances).start_selection(CALL, AT, None)
-        HopChoosing(HopWish(prefiller="pd1:1"), CALL, instances, inner).choose_pd(())
+        inner = EndpointSelector(instances).start_selection(CALL, AT, None)
+        HopSelection(RoutingHints(prefiller="pd1:1"), CALL, instances, inner).choose_pd(())
     assert f'request k: {{"stage": "decode", "header": "{PREFILLER}"' in caplog.text
     caplog.clear()
     with caplog.at_level(logging.INFO, logger="epd_portable"):
-        inner = Chooser(instances).start_selection(CALL, AT, None)
-        HopChoosing(HopWish(prefiller="pd1:1"), CALL, instances, inner).choose_pd(())
+        inner = EndpointSelector(instances).start_selection(CALL, AT, None)
+        HopSelection(RoutingHints(prefiller="pd1:1"), CALL, instances, inner).choose_pd(())
     assert "request k" not in caplog.text

@@ -20,7 +20,7 @@ from epd_portable.router.fleet.circuit_breaker import (
 from epd_portable.router.fleet.instances import (
     FEW,
     PROBES_UNTIL_DOWN,
-    Fleet,
+    EndpointPool,
     Instance,
 )
 from epd_portable.router.settings import InstanceSettings, Role
@@ -48,21 +48,21 @@ def named(name: str, role: Role = "encode") -> InstanceSettings:
     return InstanceSettings(name=name, role=role, url=f"http://{name}:1", control=control)
 
 
-def of(count: int, role: Role = "encode") -> Fleet:
+def of(count: int, role: Role = "encode") -> EndpointPool:
     """Return instances that are all up."""
-    instances = Fleet(clock=Clock(), chance=random.Random(7))
+    instances = EndpointPool(clock=Clock(), chance=random.Random(7))
     for number in range(count):
         instances.add(named(f"i-{number}", role)).seen_well()
     return instances
 
 
-def busy(instances: Fleet, loads: dict[str, int]) -> None:
+def busy(instances: EndpointPool, loads: dict[str, int]) -> None:
     for name, load in loads.items():
         for _ in range(load):
             found(instances, name).working().__enter__()
 
 
-def found(instances: Fleet, name: str) -> Instance:
+def found(instances: EndpointPool, name: str) -> Instance:
     instance = instances.get(name)
     assert instance is not None
     return instance
@@ -73,7 +73,7 @@ def well(instance: Instance) -> Instance:
     return instance
 
 
-def chosen(instances: Fleet, key: str, exclude: tuple[str, ...] = ()) -> str:
+def chosen(instances: EndpointPool, key: str, exclude: tuple[str, ...] = ()) -> str:
     """Return the name of the encoder of an item."""
     instance = instances.choose_encoder(key, exclude)
     assert instance is not None
@@ -154,7 +154,7 @@ async def test_how_an_instance_is_after(history: str) -> None:
 
 
 def test_one_need_not_be_introduced_where_nobody_warms_up() -> None:
-    instance = Fleet().add(named("e"))
+    instance = EndpointPool().add(named("e"))
     WELL(instance)
     GONE(instance)
     WELL(instance)
@@ -202,7 +202,7 @@ def test_others_are_preferred_to_one_that_failed_and_alone_it_serves(failure: Fa
 
 async def test_ejection_ends_and_grows_with_each_failure_after_it() -> None:
     clock = Clock()
-    instances = Fleet(clock=clock)
+    instances = EndpointPool(clock=clock)
     for name in "abc":
         WELL(instances.add(named(name)))
     instance = found(instances, "a")
@@ -247,7 +247,7 @@ class Lives(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.loop = asyncio.new_event_loop()
-        self.instances = Fleet(clock=Clock(), chance=random.Random(7))
+        self.instances = EndpointPool(clock=Clock(), chance=random.Random(7))
         self.works: list[Any] = []
         self.count = 0
 
@@ -357,7 +357,7 @@ def test_items_spread_over_idle_encoders(count: int) -> None:
 def test_when_an_encoder_leaves_only_its_items_move_and_they_come_back_with_it(
     numbers: set[int], data: st.DataObject
 ) -> None:
-    instances = Fleet()
+    instances = EndpointPool()
     for number in numbers:
         WELL(instances.add(named(f"i-{number}")))
     before = {f"item-{n}": chosen(instances, f"item-{n}") for n in range(50)}
@@ -437,8 +437,8 @@ def test_of_many_the_lighter_of_two_has_a_request() -> None:
 
 
 def test_without_instances_nothing_is_chosen() -> None:
-    assert Fleet().choose_encoder("item") is None
-    assert Fleet().choose_least_loaded() is None
+    assert EndpointPool().choose_encoder("item") is None
+    assert EndpointPool().choose_least_loaded() is None
     assert not of(1).any_usable("answer")
     assert of(1).any_usable("encode")
 

@@ -26,7 +26,7 @@ class Desk:
                     transfer_id=transfer_id,
                     item_uuid=mm_hash,
                     consumer=CONSUMER,
-                    proof=SECRET.vouch(transfer_id, mm_hash, CONSUMER),
+                    proof=SECRET.sign_transfer(transfer_id, mm_hash, CONSUMER),
                 )
                 for transfer_id, mm_hash in transfers.items()
             )
@@ -137,7 +137,7 @@ def test_what_the_router_does_not_vouch_for_is_not_delivered(
     """Whoever reaches an encode instance's HTTP could name any address otherwise."""
     desk = Desk()
     fields = {"transfer_id": "t", "item_uuid": "a", "consumer": CONSUMER}
-    proof = SECRET.vouch(fields["transfer_id"], fields["item_uuid"], fields["consumer"])
+    proof = SECRET.sign_transfer(fields["transfer_id"], fields["item_uuid"], fields["consumer"])
     transfer = EncodeTransfer(**{**fields, "proof": proof, **changed})
     items = [EncodeItem(mm_hash=name, tensor=spec(1)) for name in "ab"]
     desk.dispatcher.request_arrived("r", items, EncodeParams(transfers=(transfer,)))

@@ -137,7 +137,7 @@ def test_an_encode_instance_keeps_nothing_of_requests_and_transfers_that_have_en
     dispatcher = Dispatcher(cache, SECRET)
     for number in range(REQUESTS):
         name, consumer = f"r-{number}", f"tcp://pd-{number}"
-        proof = SECRET.vouch(name, name, consumer)
+        proof = SECRET.sign_transfer(name, name, consumer)
         transfer = EncodeTransfer(transfer_id=name, item_uuid=name, consumer=consumer, proof=proof)
         item = EncodeItem(mm_hash=name, tensor=spec(1))
         dispatcher.request_arrived(name, [item], EncodeParams(transfers=(transfer,)))

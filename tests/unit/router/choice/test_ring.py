@@ -10,11 +10,11 @@ import pytest
 from epd_portable.config.choice import parse_choice
 from epd_portable.delivery.ring import HashRing
 from epd_portable.router.choice.policy import Policy
-from epd_portable.router.chooser import Chooser
-from epd_portable.router.hops import HopChoosing
-from epd_portable.router.ingress.hop_headers import HopWish
+from epd_portable.router.hops import HopSelection
+from epd_portable.router.ingress.hop_headers import RoutingHints
+from epd_portable.router.selector import EndpointSelector
 from tests.unit.router.choice.situations import seen
-from tests.unit.router.test_chooser import NOTHING, begun, fleet, picture
+from tests.unit.router.test_selector import NOTHING, begun, fleet, picture
 
 BY_HASH = """
 plugins: [{type: encode-filter}, {type: consistent-hash-scorer}]
@@ -26,7 +26,10 @@ schedulingProfiles:
 
 def test_direct_traffic_hops_and_a_hash_scorer_send_one_picture_to_one_encoder() -> None:
     instances = fleet(encoders=5)
-    by_rule, by_policy = Chooser(instances), Chooser(instances, Policy(parse_choice(BY_HASH)))
+    by_rule, by_policy = (
+        EndpointSelector(instances),
+        EndpointSelector(instances, Policy(parse_choice(BY_HASH))),
+    )
     addresses = tuple(f"{each.name}:1" for each in instances.all)
     for busy in ("", "e0", "e3"):
         if busy:
@@ -38,7 +41,7 @@ def test_direct_traffic_hops_and_a_hash_scorer_send_one_picture_to_one_encoder()
         for number in range(100):
             item = picture(f"p{number}")
             call = msgspec.structs.replace(NOTHING, items=(item,))
-            hop = HopChoosing(HopWish(encoders=addresses), call, instances, begun(by_rule))
+            hop = HopSelection(RoutingHints(encoders=addresses), call, instances, begun(by_rule))
             found = {
                 each.choose_encoder(item, ()) for each in (begun(by_rule), begun(by_policy), hop)
             }
@@ -49,11 +52,11 @@ def test_direct_traffic_hops_and_a_hash_scorer_send_one_picture_to_one_encoder()
 
 def test_a_hop_that_names_some_encoders_leaves_a_picture_at_its_own_if_that_is_among_them() -> None:
     instances = fleet(encoders=5)
-    direct = Chooser(instances)
+    direct = EndpointSelector(instances)
     for number in range(100):
         item = picture(f"p{number}")
         call = msgspec.structs.replace(NOTHING, items=(item,))
-        hop = HopChoosing(HopWish(encoders=("e1:1", "e2:1")), call, instances, begun(direct))
+        hop = HopSelection(RoutingHints(encoders=("e1:1", "e2:1")), call, instances, begun(direct))
         own, named = begun(direct).choose_encoder(item, ()), hop.choose_encoder(item, ())
         assert own is not None and named is not None
         assert named.name in ("e1", "e2")

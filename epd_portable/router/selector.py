@@ -22,14 +22,14 @@ from epd_portable.router.contents.body import Call
 from epd_portable.router.contents.media import MediaItem
 from epd_portable.router.contents.prompt import prompt_pieces, prompt_salt, text_field
 from epd_portable.router.fleet.engine_loads import EngineLoads
-from epd_portable.router.fleet.instances import Fleet, Instance
+from epd_portable.router.fleet.instances import EndpointPool, Instance
 
 logger = logging.getLogger(__name__)
 
 SESSION_HEADER = "x-session-id"
 
 
-class Choosing:
+class Selection:
     """The choices for one request, by the default rules.
 
     Items go by hash and under a load bound, requests to the least loaded instance.
@@ -41,7 +41,7 @@ class Choosing:
 
     __slots__ = ("explanation", "instances", "key")
 
-    def __init__(self, instances: Fleet, key: str, explanation: Explanation | None) -> None:
+    def __init__(self, instances: EndpointPool, key: str, explanation: Explanation | None) -> None:
         if explanation is None and logger.isEnabledFor(logging.DEBUG):
             explanation = Explanation()
         self.instances = instances
@@ -132,7 +132,7 @@ class Choosing:
         self.record(decision)
 
 
-class Chooser:
+class EndpointSelector:
     """Makes the choices for all requests.
 
     Args:
@@ -144,7 +144,7 @@ class Chooser:
 
     def __init__(
         self,
-        instances: Fleet,
+        instances: EndpointPool,
         policy: Policy | None = None,
         *,
         deciders: bool = True,
@@ -157,10 +157,10 @@ class Chooser:
 
     def start_selection(
         self, call: Call, headers: Mapping[str, str], explanation: Explanation | None
-    ) -> Choosing:
+    ) -> Selection:
         """Return the choices for one request, whose headers include ``x-request-id``."""
         if self._policy is None:
-            return Choosing(self._instances, headers["x-request-id"], explanation)
+            return Selection(self._instances, headers["x-request-id"], explanation)
         return _ByPolicy(
             self._instances,
             headers,
@@ -172,10 +172,10 @@ class Chooser:
         )
 
 
-class _ByPolicy(Choosing):
+class _ByPolicy(Selection):
     def __init__(
         self,
-        instances: Fleet,
+        instances: EndpointPool,
         headers: Mapping[str, str],
         explanation: Explanation | None,
         *,

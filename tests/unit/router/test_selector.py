@@ -19,10 +19,10 @@ from epd_portable.router.choice.selection_types import (
     Decision,
     Explanation,
 )
-from epd_portable.router.chooser import Chooser, Choosing
 from epd_portable.router.contents.body import Call, Rules, read_call
 from epd_portable.router.contents.media import MediaItem
-from epd_portable.router.fleet.instances import Fleet, Instance
+from epd_portable.router.fleet.instances import EndpointPool, Instance
+from epd_portable.router.selector import EndpointSelector, Selection
 from epd_portable.router.settings import InstanceSettings, Role
 
 AFFINITY = """
@@ -55,8 +55,8 @@ def settings(name: str, role: Role, **more: Any) -> InstanceSettings:
     return InstanceSettings(name=name, role=role, url=f"http://{name}:1", control=control, **more)
 
 
-def fleet(encoders: int = 0, pds: int = 0) -> Fleet:
-    instances = Fleet(chance=random.Random(7))
+def fleet(encoders: int = 0, pds: int = 0) -> EndpointPool:
+    instances = EndpointPool(chance=random.Random(7))
     for number in range(encoders):
         instances.add(settings(f"e{number}", "encode")).seen_well()
     for number in range(pds):
@@ -64,18 +64,20 @@ def fleet(encoders: int = 0, pds: int = 0) -> Fleet:
     return instances
 
 
-def chooser(instances: Fleet, text: str = AFFINITY, *, deciders: bool = True) -> Chooser:
-    return Chooser(instances, Policy(parse_choice(text)), deciders=deciders)
+def selector(
+    instances: EndpointPool, text: str = AFFINITY, *, deciders: bool = True
+) -> EndpointSelector:
+    return EndpointSelector(instances, Policy(parse_choice(text)), deciders=deciders)
 
 
 def begun(
-    one: Chooser,
+    one: EndpointSelector,
     key: str = "k",
     call: Call = NOTHING,
     *,
     session: str = "",
     explanation: Explanation | None = None,
-) -> Choosing:
+) -> Selection:
     headers = {"x-request-id": key} | ({"x-session-id": session} if session else {})
     return one.start_selection(call, headers, explanation)
 
@@ -100,7 +102,7 @@ class Replay:
 
     def __init__(self, pds: int, conversations: int = 24, *, sessions: bool = False) -> None:
         self.instances = fleet(pds=pds)
-        self.chooser = chooser(self.instances)
+        self.selector = selector(self.instances)
         self.sessions = sessions
         self.went: dict[int, list[str]] = {number: [] for number in range(conversations)}
         self.asked_blocks = self.hit_blocks = 0
@@ -127,15 +129,15 @@ class Replay:
         texts = self.texts[number]
         texts.append(f"need {number} of turn {len(texts)} " * 20)
         session = f"s{number}" if self.sessions else ""
-        choosing = begun(
-            self.chooser, self.chance.randbytes(8).hex(), chat(*texts), session=session
+        selection = begun(
+            self.selector, self.chance.randbytes(8).hex(), chat(*texts), session=session
         )
-        pd = choosing.choose_pd(())
+        pd = selection.choose_pd(())
         assert pd is not None
         cached = pd.cached
         before = len(cached.blocks)
-        choosing.note_request(pd, ())
-        asked = len(choosing._prompt().blocks)  # type: ignore[attr-defined]
+        selection.note_request(pd, ())
+        asked = len(selection._prompt().blocks)  # type: ignore[attr-defined]
         self.asked_blocks += asked
         self.hit_blocks += asked - (len(cached.blocks) - before)
         self.went[number].append(pd.name)
@@ -161,7 +163,7 @@ def test_eight_turns_of_a_conversation_stay_on_one_instance(sessions: bool) -> N
 
 def test_without_affinity_turns_go_everywhere() -> None:
     instances = fleet(pds=3)
-    one = Chooser(instances)
+    one = EndpointSelector(instances)
     went = {begun(one, f"k{n}").choose_pd(()) for n in range(20)}
     assert len(went) == 3
 
@@ -169,7 +171,7 @@ def test_without_affinity_turns_go_everywhere() -> None:
 @pytest.mark.parametrize("busy", [False, True])
 def test_a_repeated_picture_is_encoded_where_it_was_once(busy: bool) -> None:
     instances = fleet(encoders=3)
-    policy = chooser(instances)
+    policy = selector(instances)
     chance = random.Random(3)
     caches: dict[Instance, set[str]] = {each: set() for each in instances.all}
     names: list[str] = []
@@ -180,10 +182,10 @@ def test_a_repeated_picture_is_encoded_where_it_was_once(busy: bool) -> None:
             name = f"p{number}" if fresh else chance.choice(names)
             names.append(name)
             item = picture(name)
-            choosing = begun(policy, f"k{number}")
-            (encoder,) = choosing.choose_encoders([item])
+            selection = begun(policy, f"k{number}")
+            (encoder,) = selection.choose_encoders([item])
             assert encoder is not None
-            choosing.note_encode_job(item, encoder)
+            selection.note_encode_job(item, encoder)
             runs += name not in caches[encoder]
             caches[encoder].add(name)
             if busy and number % 50 == 0:
@@ -197,7 +199,7 @@ def test_a_repeated_picture_is_encoded_where_it_was_once(busy: bool) -> None:
 @pytest.mark.parametrize("pds", [4, 200])
 def test_no_id_of_a_request_leads_to_an_instance(pds: int, by_policy: bool) -> None:
     instances = fleet(pds=pds)
-    one = chooser(instances) if by_policy else Chooser(instances)
+    one = selector(instances) if by_policy else EndpointSelector(instances)
     with contextlib.ExitStack() as working:
         for _ in range(10 * pds):
             pd = begun(one, "the same id").choose_pd(())
@@ -210,7 +212,7 @@ def test_no_id_of_a_request_leads_to_an_instance(pds: int, by_policy: bool) -> N
 
 
 def test_items_of_one_request_are_shared_among_encoders() -> None:
-    for one in (chooser(fleet(encoders=2)), Chooser(fleet(encoders=2))):
+    for one in (selector(fleet(encoders=2)), EndpointSelector(fleet(encoders=2))):
         items = [picture(str(n)) for n in range(8)]
         found = begun(one).choose_encoders(items)
         assert {Counter(found)[each] for each in set(found)} <= {3, 4, 5}
@@ -218,19 +220,19 @@ def test_items_of_one_request_are_shared_among_encoders() -> None:
 
 def test_an_item_that_was_not_encoded_is_not_taken_as_held() -> None:
     instances = fleet(encoders=2)
-    policy = chooser(instances)
-    choosing, item = begun(policy), picture("p")
-    first = choosing.choose_encoder(item, ())
+    policy = selector(instances)
+    selection, item = begun(policy), picture("p")
+    first = selection.choose_encoder(item, ())
     assert first is not None
-    choosing.note_encode_job(item, first)
+    selection.note_encode_job(item, first)
     assert all(begun(policy, f"k{n}").choose_encoder(item, ()) is first for n in range(10))
-    choosing.note_not_encoded(item, first)
+    selection.note_not_encoded(item, first)
     assert len({begun(policy, f"k{n}").choose_encoder(item, ()) for n in range(20)}) == 2
 
 
 def test_what_an_instance_had_is_forgotten_when_it_goes_down_or_leaves() -> None:
     instances = fleet(pds=2)
-    policy = chooser(instances)
+    policy = selector(instances)
     call = chat("hello " * 100)
     first = begun(policy, call=call).choose_pd(())
     assert first is not None
@@ -253,14 +255,14 @@ def test_what_an_instance_had_is_forgotten_when_it_goes_down_or_leaves() -> None
 
 def test_those_that_are_preferred_are_chosen_first_and_excluded_ones_never() -> None:
     instances = fleet(pds=3)
-    for one in (chooser(instances), Chooser(instances)):
+    for one in (selector(instances), EndpointSelector(instances)):
         found = {begun(one, f"k{n}").choose_pd(["pd0"]) for n in range(30)}
         assert {each.name for each in found if each} == {"pd1", "pd2"}
         assert begun(one).choose_pd(["pd0", "pd1", "pd2"]) is None
     suspected = instances.get("pd1")
     assert suspected is not None
     suspected.failed("error")
-    for one in (chooser(instances), Chooser(instances)):
+    for one in (selector(instances), EndpointSelector(instances)):
         found = {begun(one, f"k{n}").choose_pd(["pd0"]) for n in range(30)}
         assert {each.name for each in found if each} == {"pd2"}
         found = {begun(one, f"k{n}").choose_pd(["pd0", "pd2"]) for n in range(30)}
@@ -268,7 +270,7 @@ def test_those_that_are_preferred_are_chosen_first_and_excluded_ones_never() -> 
 
 
 def test_labels_and_weights_of_the_settings_are_seen() -> None:
-    instances = Fleet()
+    instances = EndpointPool()
     labels = {"llm-d.ai/encoder-type": "audio"}
     instances.add(settings("e0", "encode", labels=labels)).seen_well()
     instances.add(settings("e1", "encode", weight=2.0)).seen_well()
@@ -278,15 +280,15 @@ def test_labels_and_weights_of_the_settings_are_seen() -> None:
     - {name: encode, plugins: [{pluginRef: encoder-type-filter}, {pluginRef: weight-scorer}]}
     - {name: decode, plugins: []}
     """
-    choosing = begun(chooser(instances, text))
+    selection = begun(selector(instances, text))
     clip = MediaItem(item_uuid="c", modality="audio", part={})
-    assert [each.name for each in choosing.choose_encoders([picture("p"), clip]) if each] == [
+    assert [each.name for each in selection.choose_encoders([picture("p"), clip]) if each] == [
         "e1",
         "e1",
     ]
-    found = choosing.choose_encoder(clip, ["e1"])
+    found = selection.choose_encoder(clip, ["e1"])
     assert found is not None and found.name == "e0"
-    assert choosing.choose_encoder(picture("p"), ["e1"]) is None
+    assert selection.choose_encoder(picture("p"), ["e1"]) is None
 
 
 DECIDED = """
@@ -304,14 +306,14 @@ schedulingProfiles:
 def test_deciders_decide_where_pd_instances_can_encode(deciders: bool, left: list[str]) -> None:
     instances = fleet(encoders=1, pds=1)
     explanation = Explanation()
-    choosing = begun(chooser(instances, DECIDED, deciders=deciders), explanation=explanation)
+    selection = begun(selector(instances, DECIDED, deciders=deciders), explanation=explanation)
     items = [picture("small", 99 * 99), picture("large", 100 * 100)]
     pd = instances.get("pd0")
     assert pd is not None
-    assert [each.item_uuid for each in choosing.items_to_encode(items, pd)] == left
+    assert [each.item_uuid for each in selection.items_to_encode(items, pd)] == left
     assert len(explanation.decisions) == 2 - len(left)
     assert (
-        Chooser(instances)
+        EndpointSelector(instances)
         .start_selection(NOTHING, {"x-request-id": "k"}, None)
         .items_to_encode(items, pd)
         == items
@@ -322,17 +324,17 @@ def test_deciders_decide_where_pd_instances_can_encode(deciders: bool, left: lis
 
 
 def test_by_default_an_instance_of_twice_the_weight_gets_twice_as_much() -> None:
-    instances = Fleet()
+    instances = EndpointPool()
     for name, weight in (("small", 1.0), ("large", 2.0)):
         instances.add(settings(name, "prefill-decode", weight=weight)).seen_well()
         instances.add(settings(f"e-{name}", "encode", weight=weight)).seen_well()
-    one = Chooser(instances)
+    one = EndpointSelector(instances)
     with contextlib.ExitStack() as working:
         for number in range(300):
-            choosing = begun(one, f"k{number}")
+            selection = begun(one, f"k{number}")
             for chosen in (
-                choosing.choose_pd(()),
-                choosing.choose_encoder(picture(f"p{number}"), ()),
+                selection.choose_pd(()),
+                selection.choose_encoder(picture(f"p{number}"), ()),
             ):
                 assert chosen is not None
                 working.enter_context(chosen.working())
@@ -344,32 +346,32 @@ def test_by_default_an_instance_of_twice_the_weight_gets_twice_as_much() -> None
 # Explanations.
 
 
-def told(one: Chooser) -> list[dict[str, Any]]:
+def told(one: EndpointSelector) -> list[dict[str, Any]]:
     explanation = Explanation()
-    choosing = begun(one, explanation=explanation)
-    choosing.choose_pd(["pd1"])
-    choosing.choose_encoders([picture("p")])
+    selection = begun(one, explanation=explanation)
+    selection.choose_pd(["pd1"])
+    selection.choose_encoders([picture("p")])
     found = json.loads(explanation.text())
     assert isinstance(found, list)
     return found
 
 
 def test_both_ways_of_choosing_say_why() -> None:
-    decode, encode = told(chooser(fleet(encoders=2, pds=2)))
+    decode, encode = told(selector(fleet(encoders=2, pds=2)))
     assert (decode["stage"], decode["profile"], decode["winner"]) == ("decode", "decode", "pd0")
     assert decode["filters"] == {"there": 1, "decode-filter": 1}
     assert decode["scores"]["pd0"]["active-request-scorer"] == 1
     assert encode["item"] == "p" and set(encode["scores"]) == {"e0", "e1"}
-    decode, encode = told(Chooser(fleet(encoders=2, pds=2)))
+    decode, encode = told(EndpointSelector(fleet(encoders=2, pds=2)))
     assert (decode["profile"], decode["winner"]) == ("default", "pd0")
     assert decode["filters"] == {"there": 2, "usable": 1}
     assert "least load" in decode["reason"] and "hash" in encode["reason"]
-    (decode, encode) = told(Chooser(fleet()))
+    (decode, encode) = told(EndpointSelector(fleet()))
     assert decode["winner"] is None and decode["reason"] == "no instance is left"
 
 
 def test_the_log_says_why_to_who_debugs(caplog: pytest.LogCaptureFixture) -> None:
-    one = Chooser(fleet(pds=1))
+    one = EndpointSelector(fleet(pds=1))
     with caplog.at_level(logging.INFO, logger="epd_portable"):
         begun(one).choose_pd(())
     assert "request k" not in caplog.text
