@@ -9,34 +9,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping
 
 import msgspec
 
-from epd_portable.config.roles import TAKES_ITEMS, TAKES_KV
 from epd_portable.config.secret import Secret
-from epd_portable.delivery.elastic import count_local_first
-from epd_portable.delivery.fallbacks import RequestFailure, RequestPhase, RetryBudget
+from epd_portable.delivery.fallbacks import (
+    RequestFailure,
+    RequestPhase,
+    RetryBudget,
+)
 from epd_portable.delivery.replies import Reply, unavailable
 from epd_portable.errors import RequestError
 from epd_portable.log import say_failure, trace
 from epd_portable.router.client_exchange import ClientExchange
 from epd_portable.router.contents.body import Call, size
 from epd_portable.router.contents.cut_text import Segments
-from epd_portable.router.contents.media import MediaItem
 from epd_portable.router.delivery import (
     Attempt,
     Deliverer,
-    Delivery,
     EncodeFailure,
     Forwarder,
     RequestPlan,
     connection_failure,
     end_soon,
     expected_transfer,
-    from_store,
-    new_transfer,
 )
 from epd_portable.router.fleet.control import ControlChannels
 from epd_portable.router.fleet.instances import EndpointPool, Instance, WentDownError, while_up
@@ -45,17 +42,16 @@ from epd_portable.router.http.events import EVENTS, WholeEvents, failed_stream, 
 from epd_portable.router.http.upstream import Upstream
 from epd_portable.router.http.upstream_connection import InstanceAnswer, UpstreamError
 from epd_portable.router.observability.metrics import Metrics
-from epd_portable.router.observability.record import RequestRecord
+from epd_portable.router.planner import Planner, RequestState
 from epd_portable.router.prefill import (
     MAX_PREFILLS,
     Prefill,
     as_prefill_failure,
     for_prefill,
-    where,
 )
 from epd_portable.router.selector import EndpointSelector, Selection
 from epd_portable.router.settings import RouterSettings
-from epd_portable.router.store import StoredItem, StoreLookup
+from epd_portable.router.store import StoreLookup
 from epd_portable.wire.messages import NackCode
 from epd_portable.wire.outcomes import FailureKind, Fallback
 from epd_portable.wire.params import EncodedItem, PrefillOutcome, PrefillParams
@@ -71,31 +67,6 @@ _CONNECTION_LOST = (FailureKind.LOST, FailureKind.UNREACHABLE)
 _OUTCOME = b'"ec_transfer_params"'
 _MAX_HELD_BYTES = 1 << 20
 """The longest part of an answer that is buffered until the rest of it is there."""
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class RequestState:
-    """One request between its tries.
-
-    Attributes:
-        call: What the next try asks.
-        selection: Who gets what of it.
-        record: Of it.
-        stored: Items that need not be encoded.
-        metadata_only: Encoders' metadata go in place of media, where the model allows it.
-        tried: PD instances that failed it.
-        prefills: Prefill instances that did, and ``""`` for those that are not to be asked.
-        lost: The last of ``tried`` broke its connection, and may be well.
-    """
-
-    call: Call
-    selection: Selection
-    record: RequestRecord
-    stored: Mapping[str, StoredItem]
-    metadata_only: bool
-    tried: list[str] = field(default_factory=list)
-    prefills: list[str] = field(default_factory=list)
-    lost: bool = False
 
 
 class Exchange:
@@ -129,16 +100,11 @@ class Exchange:
         self._upstream = upstream
         self._control = control
         self._metrics = metrics
-        self._secret = secret
         self._retries = RetryBudget()
         self._store = store
         self._deliverer = Deliverer(settings, upstream, control, self._retries, store)
         self._jobs: set[asyncio.Task[None]] = set()
-        self._without_metadata: set[str] = set()
-        self._without_kv: set[str] = set()
-        self._elastic = (
-            settings.elastic_encode and settings.local_encode and settings.media == "concurrent"
-        )
+        self._planner = Planner(settings, instances, self._deliverer.times, metrics, secret)
 
     async def close(self) -> None:
         """Cancel encode jobs that outlived their requests; ask the store no more."""
@@ -168,17 +134,18 @@ class Exchange:
         selection = self._selector.start_selection(call, headers, out.explanation)
         if out.named is not None:
             selection = HopSelection(out.named, call, self._instances, selection)
+        as_metadata = any(map(self._planner.goes_as_metadata, call.items))
         state = RequestState(
             call=call,
             selection=selection,
             record=record,
             stored=await self._store.find(call.items),
-            metadata_only=call.takes_metadata and any(map(self._goes_as_metadata, call.items)),
+            metadata_only=call.takes_metadata and as_metadata,
         )
         asked = ""
         while True:
             try:
-                plan = self._plan(forwarder, state)
+                plan = self._planner.plan(forwarder, state)
                 asked = plan.pd.name
                 prefilled = await self._prefilled(state, plan, headers, out)
                 if prefilled is not None:
@@ -227,102 +194,6 @@ class Exchange:
             return False
         return True
 
-    def _plan(self, forwarder: Forwarder, state: RequestState) -> RequestPlan:
-        """Choose who answers, who prefills, and an encoder for every item.
-
-        ``forwarder`` chooses who answers. With no other PD instance, one that was lost may be asked
-        again.
-
-        Raises:
-            RequestFailure: There is no PD instance; or items go as metadata only, and one has no
-                encoder.
-        """
-        pd = forwarder.choose(state.selection, state.tried)
-        if pd is None and state.lost:
-            pd = forwarder.choose(state.selection, ())
-        if pd is None:
-            raise RequestFailure(FailureKind.UNAVAILABLE, RequestPhase.ANSWER, self._why_no_pd())
-        if pd.role not in TAKES_KV or not state.call.fields:
-            return self._plan_items(state, pd)
-        chosen, reason = where(
-            state.call, state.selection, pd, state.prefills, without=self._without_kv
-        )
-        self._metrics.prefills.labels(reason).inc()
-        if reason == "unavailable":
-            state.record.fall_back(RequestPhase.PREFILL, FailureKind.UNAVAILABLE)
-        if chosen is None:
-            return self._plan_items(state, pd)
-        return RequestPlan(pd=pd, prefill=self._plan_items(state, chosen))
-
-    def _plan_items(self, state: RequestState, pd: Instance) -> RequestPlan:
-        """Choose an encoder for every item that the store has not, if an instance takes any.
-
-        Raises:
-            RequestFailure: Items go as metadata only, and one has no encoder.
-        """
-        call, selection, record = state.call, state.selection, state.record
-        if pd.role not in TAKES_ITEMS:
-            for item in call.items:
-                record.end_item(item, "local_first")
-            return RequestPlan(pd=pd)
-
-        def as_metadata(item: MediaItem) -> bool:
-            return state.metadata_only and self._goes_as_metadata(item)
-
-        found = from_store(call, state.stored, pd, self._secret, as_metadata)
-        others = [item for item in call.items if item.item_uuid not in found]
-        items = selection.items_to_encode(others, pd)
-        encoders = selection.choose_encoders(items)
-        here, here_s = self._encoded_here(items, encoders, record, pd)
-        for item in others if len(items) < len(others) else ():
-            if item not in items:
-                record.end_item(item, "local_first")
-                here_s += self._deliverer.times.of(item)
-        for item, encoder in zip(items[here:], encoders[here:], strict=True):
-            if encoder is None and as_metadata(item):
-                missing = [item.item_uuid]
-                message = "no encoder is healthy; try again later"
-                raise RequestFailure(
-                    FailureKind.MISSING, RequestPhase.ANSWER, message, items=missing
-                )
-            if encoder is None and not self._instances.of_duty("encode"):
-                record.end_item(item, "local_first")
-                continue
-            if encoder is None:
-                record.end_item(item, "local")
-                record.fall_back(RequestPhase.ENCODE, FailureKind.UNAVAILABLE)
-                continue
-            transfer = new_transfer(item, pd, self._secret)
-            job = call.for_encoder(item, transfer)
-            found[item.item_uuid] = Delivery(
-                item=item,
-                transfer=transfer,
-                encoder=encoder,
-                body=job,
-                metadata_only=as_metadata(item),
-            )
-        ordered = [found[item.item_uuid] for item in call.items if item.item_uuid in found]
-        return RequestPlan(pd=pd, deliveries=tuple(ordered), here_s=here_s)
-
-    def _encoded_here(
-        self,
-        items: Sequence[MediaItem],
-        encoders: Sequence[Instance | None],
-        record: RequestRecord,
-        pd: Instance,
-    ) -> tuple[int, float]:
-        """Return how many of the first items the PD instance encodes by choice, and their time."""
-        asked = [encoder for encoder in encoders if encoder is not None]
-        if not self._elastic or not items or len(asked) < len(items):
-            return 0, 0.0
-        times_s = [self._deliverer.times.of(item) for item in items]
-        threshold = self._settings.elastic_threshold
-        count, reason = count_local_first(times_s, asked, pd, threshold=threshold)
-        for item in items[:count]:
-            record.end_item(item, "local_first")
-            self._metrics.elastic.labels(reason).inc()
-        return count, sum(times_s[:count])
-
     async def _prefilled(
         self,
         state: RequestState,
@@ -340,7 +211,9 @@ class Exchange:
         call = state.call
         if plan.prefill is None:
             return call
-        stage = Prefill(call, self._ask, self.explain, self.without_outcome, self._without_kv)
+        stage = Prefill(
+            call, self._ask, self.explain, self.without_outcome, self._planner.without_kv
+        )
         name = plan.prefill.pd.name
         try:
             with out.record.leg("prefill", name) as leg:
@@ -461,8 +334,8 @@ class Exchange:
                 refused = answer.kind is FailureKind.REFUSED
                 kind = FailureKind.REFUSED if refused else FailureKind.MISSING
                 raise RequestFailure(kind, RequestPhase.ANSWER, answer.reason, items=missing)
-            if answer.metadata == {} and answer.modality not in self._without_metadata:
-                self._without_metadata.add(answer.modality)
+            if answer.metadata == {} and answer.modality not in self._planner.without_metadata:
+                self._planner.without_metadata.add(answer.modality)
                 logger.warning(
                     "items of modality %r cannot be described by metadata with this model and "
                     "version of vLLM: prefill+decode instances get media, as with transfer.media "
@@ -672,19 +545,6 @@ class Exchange:
             raise unavailable(str(failed))
         else:
             raise unavailable(f"{failed}; try again later")
-
-    def _goes_as_metadata(self, item: MediaItem) -> bool:
-        """Return whether an item is tried without its media first."""
-        if self._settings.media != "metadata":
-            return False
-        return not self._settings.local_encode or item.modality not in self._without_metadata
-
-    def _why_no_pd(self) -> str:
-        states = "; ".join(
-            f"{each.name}: {each.reason or each.state}"
-            for each in self._instances.of_duty("answer")[:8]
-        )
-        return f"no prefill+decode instance can serve ({states or 'none is there'})"
 
 
 def phase_of(out: ClientExchange) -> RequestPhase:
