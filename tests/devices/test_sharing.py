@@ -61,7 +61,7 @@ def test_a_handle_is_opened_again_while_it_is_open_and_when_all_have_let_go(
 def test_a_device_is_found_though_its_owner_counts_it_as_another(platform: Platform) -> None:
     if platform.device_count() < 2:
         pytest.skip("takes two devices")
-    variable = str(platform.visible_devices_env)
+    variable = str(platform.traits.visible_devices_env)
     with Child(platform.name, **{variable: "1"}) as owner:
         assert owner.tell("device.index") == "0"
         opened = platform.open_tensor(share(owner, "x", "torch.full((100,), 3.0)"))
