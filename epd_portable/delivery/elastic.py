@@ -40,8 +40,9 @@ class SizedItem(Protocol):
 class EncodeTimes:
     """How long encoders take for an item, on average of late, by modality and size.
 
-    Sizes are powers of two of the number of pixels, so a model that scales large pictures down is
-    followed.
+    Sizes are powers of two of the estimated number of pixels, so a model that scales large pictures
+    down is followed. A size that was not seen is taken for the next smaller or larger one: equal
+    pictures differ that much in the bytes from which pixels are estimated.
     """
 
     def __init__(self) -> None:
@@ -54,8 +55,12 @@ class EncodeTimes:
         self._averages[kind] = average + _NEW * (seconds - average)
 
     def of(self, item: SizedItem) -> float:
-        """Return the seconds for an item; 0 where none of the kind was seen."""
-        return self._averages.get(_kind(item), 0.0)
+        """Return the seconds for an item; 0 where none of about its size was seen."""
+        modality, size = _kind(item)
+        for near in (size, size - 1, size + 1):
+            if (average := self._averages.get((modality, near))) is not None:
+                return average
+        return 0.0
 
 
 class Encoding(Protocol):

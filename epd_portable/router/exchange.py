@@ -333,7 +333,9 @@ class Exchange:
             if isinstance(answer, EncodeFailure):
                 refused = answer.kind is FailureKind.REFUSED
                 kind = FailureKind.REFUSED if refused else FailureKind.MISSING
-                raise RequestFailure(kind, RequestPhase.ANSWER, answer.reason, items=missing)
+                remedy = "" if refused else "; try again later"
+                message = f"{answer.reason}{remedy}"
+                raise RequestFailure(kind, RequestPhase.ANSWER, message, items=missing)
             if answer.metadata == {} and answer.modality not in self._planner.without_metadata:
                 self._planner.without_metadata.add(answer.modality)
                 logger.warning(

@@ -15,6 +15,7 @@ the seconds of sound are bounded by vLLM (``VLLM_MAX_IMAGE_PIXELS``,
 
 from __future__ import annotations
 
+import binascii
 import io
 import logging
 import resource
@@ -272,6 +273,10 @@ class _BoundedIO(MediaIO[Any]):
             raise MediaRefusedError(
                 "decoding this file needs more memory than there is: send a smaller one, or raise "
                 "router.max_media_memory_bytes"
+            ) from error
+        except binascii.Error as error:
+            raise MediaRefusedError(
+                f"the data of this image, video or sound are no base64: {error}"
             ) from error
         except (ValueError, UnidentifiedImageError) as error:
             if not isinstance(error.__cause__ or error, UnidentifiedImageError):

@@ -358,7 +358,10 @@ def test_entries_that_others_have_removed_are_not_counted_for_ever(
         for number in range(3, 9):
             store.save_caches([entry(f"{number}", MiB)])
         there = store.has_caches([key(f"{number}") for number in range(9)])
-        assert [head is not None for head in there] == [False] * 6 + [True] * 3
+        found = [head is not None for head in there]
+        # Of those that were stored within one millisecond any may be the oldest.
+        assert not any(found[:3])
+        assert sum(found) == 3
         client.flushall()
         store.save_caches([entry("cat", MiB)])
         assert loaded(store, "cat", MiB) is not None

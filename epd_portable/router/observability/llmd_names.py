@@ -47,7 +47,7 @@ class _Named:
         return {**kept, self.shown: self.values.get(value, value)}
 
 
-_LOCAL = ("local", "count_local_first", "by_role", "decided_here", "no_encoder")
+_LOCAL = ("local", "local_first")
 _REMOTE = ("encoded", "retried")
 
 NAMES: Mapping[str, _Named] = {

@@ -88,8 +88,14 @@ class Served:
 
 def value(url: str, sample: str) -> float:
     """Return a sample of a metrics page, summed over labels that are not named."""
+    name, _, labels = sample.rstrip("}").partition("{")
+    wanted = labels.split(",") if labels else []
     lines = httpx.get(url, timeout=30, trust_env=False).text.splitlines()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(sample))
+    return sum(
+        float(line.rpartition(" ")[2])
+        for line in lines
+        if line.startswith(name) and all(each in line for each in wanted)
+    )
 
 
 @pytest.fixture(scope="module", params=ENCODES)

@@ -90,6 +90,7 @@ def main() -> None:
     parser.add_argument("--shm", default="")
     parser.add_argument("--fail", default="", help="raise this at start")
     parser.add_argument("--hang", action="store_true", help="never answer")
+    parser.add_argument("--start-with", help="listen when this file is there")
     parser.add_argument("--late-start", type=float, default=0.0, help="listen after these seconds")
     parser.add_argument("--ill-again", default="", help="never answer after the first start")
     parser.add_argument("--stubborn", action="store_true", help="ignore SIGTERM")
@@ -116,6 +117,8 @@ def main() -> None:
     if options.ill_again:
         Path("/dev/shm", options.ill_again).touch()
     time.sleep(options.late_start)
+    while options.start_with and not Path(options.start_with).exists():
+        time.sleep(0.01)
     if options.chatty:
         threading.Thread(target=chat, daemon=True).start()
     kind = HTTPServer if options.one_thread else ThreadingHTTPServer

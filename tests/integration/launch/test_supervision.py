@@ -41,12 +41,13 @@ def test_no_process_has_the_folder_in_which_another_counts(
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core only")
 def test_an_api_server_gets_further_cores_when_it_is_up_and_again_when_it_is_up_again(
-    launch: Launch,
+    launch: Launch, tmp_path: Path
 ) -> None:
+    listen = tmp_path / "listen"
     own, more, *_ = sorted(os.sched_getaffinity(0))
     places = {"cores": [[own]], "api_cores": [more]}
     run = launch(
-        {"pd-0": ["--late-start=0.3"], "pd-1": ["--child"], "router": []},
+        {"pd-0": [f"--start-with={listen}"], "pd-1": ["--child"], "router": []},
         specs={"pd-0": places, "pd-1": places},
         backoff=FAST_RESTART,
     )
@@ -56,6 +57,7 @@ def test_an_api_server_gets_further_cores_when_it_is_up_and_again_when_it_is_up_
 
     run.wait_for("pd-0: loading the model")
     assert cores("pd-0") == {own}
+    listen.touch()
     run.wait_for("ready:")
     run.until(lambda: cores("pd-0") == cores("pd-1") == {own, more}, "both cores for both")
     (child,) = psutil.Process(run.pid_of("pd-1")).children()

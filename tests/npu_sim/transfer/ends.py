@@ -101,6 +101,8 @@ class EncodeWorker(logging.Handler):
             assert time.monotonic() < deadline_s, "the transfer has not ended"
             self._ended |= self._sender.take_ended()
             time.sleep(0.001)
+        # A later transfer may have the same id.
+        self._ended.discard(transfer_id)
 
     def finish(self) -> None:
         self._sender.close()

@@ -52,6 +52,18 @@ class Scene:
         return count_local_first(times_s, encoders, self.pd, threshold=threshold)
 
 
+def test_a_size_that_was_not_seen_is_taken_for_the_next_one() -> None:
+    times = EncodeTimes()
+    (seen,) = pictures(1)
+    times.observe(seen, TIME_S)
+    for factor in (0.5, 1, 2):
+        (other,) = pictures(1, int(PIXELS * factor))
+        assert times.of(other) == TIME_S
+    for factor in (0.2, 5):
+        (other,) = pictures(1, int(PIXELS * factor))
+        assert times.of(other) == 0.0
+
+
 def test_one_picture_goes_to_an_encoder_that_has_nothing_to_do() -> None:
     assert Scene().asked(pictures(1)) == (0, "idle")
 
