@@ -91,4 +91,4 @@ def test_a_killed_encoder_costs_no_answer(pair: Pair) -> None:
     assert answer.sources == ["local"]
     assert_equal(answer, ask(pair.reference_url, content), tolerance=TOLERANCE)
     metrics = httpx.get(f"{pair.split.url}/metrics", timeout=30, trust_env=False).text
-    assert 'fallback="original_media"}' in metrics
+    assert 'fallback="original_media",phase="answer"}' in metrics
