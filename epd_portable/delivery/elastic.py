@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
+from epd_portable.media.limits import Modality
+
 Reason = Literal["idle", "queue"]
 """Why an item is encoded by the PD instance by choice.
 
@@ -29,12 +31,12 @@ class SizedItem(Protocol):
     """An item, as far as its encoding time depends on it."""
 
     @property
-    def modality(self) -> str:
+    def modality(self) -> Modality:
         """What it is to the model."""
 
     @property
     def pixels(self) -> int:
-        """How large it is; 0 if that is not known."""
+        """Estimated from its bytes; 0 if that is not known."""
 
 
 class EncodeTimes:

@@ -25,6 +25,7 @@ from tests.faults.small.workers import WEIGHTS
 from tests.faults.test_full import ROOT, small_shm
 from tests.faults.topology import DEADLINE_S, Reply, Topology
 from tests.faults.traffic import check, quiet, send
+from tests.metrics_page import total
 from tests.servers import RedisServer
 
 pytestmark = pytest.mark.needs_redis
@@ -101,9 +102,8 @@ class Stored:
 
     def retried(self) -> int:
         text = httpx.get(f"{self.topology.url}/metrics", timeout=DEADLINE_S).text
-        labels = 'failure="missing",fallback="retried",phase="encode"'
-        found = re.search(rf"^epd_router_fallbacks_total{{{labels}}} (\S+)$", text, re.MULTILINE)
-        return int(float(found[1])) if found else 0
+        labels = 'phase="encode",failure="missing",fallback="retried"'
+        return int(total(text, f"epd_router_fallbacks_total{{{labels}}}"))
 
     def check_nothing_is_left(self) -> None:
         self.topology.until_empty(lambda: quiet(self.topology))

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
-from epd_portable.media.limits import Modality
+from epd_portable.delivery.elastic import SizedItem
 from epd_portable.router.choice.caches import CacheEstimate
 from epd_portable.router.choice.prefix import BYTES_A_TOKEN
 from epd_portable.wire.messages import LoadReport
@@ -46,20 +46,12 @@ MOST_SHOWN = 16
 # What is asked, and among whom.
 
 
-class AskedItem(Protocol):
+class AskedItem(SizedItem, Protocol):
     """One picture, video or clip of a request."""
 
     @property
     def item_uuid(self) -> str:
         """Its name by content."""
-
-    @property
-    def modality(self) -> Modality:
-        """What it is to the model."""
-
-    @property
-    def pixels(self) -> int:
-        """Once it is decoded; 0 if that is not known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,6 +25,7 @@ from tests.e2e.engines import RESTART_S, config_of, named, url_of, wait_until
 from tests.e2e.equality import TOLERANCE
 from tests.e2e.one_pair import test_interfaces as interfaces
 from tests.forked import Popen
+from tests.metrics_page import total
 
 pytestmark = [
     pytest.mark.e2e,
@@ -88,14 +89,7 @@ class Served:
 
 def value(url: str, sample: str) -> float:
     """Return a sample of a metrics page, summed over labels that are not named."""
-    name, _, labels = sample.rstrip("}").partition("{")
-    wanted = labels.split(",") if labels else []
-    lines = httpx.get(url, timeout=30, trust_env=False).text.splitlines()
-    return sum(
-        float(line.rpartition(" ")[2])
-        for line in lines
-        if line.startswith(name) and all(each in line for each in wanted)
-    )
+    return total(httpx.get(url, timeout=30, trust_env=False).text, sample)
 
 
 @pytest.fixture(scope="module", params=ENCODES)

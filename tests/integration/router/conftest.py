@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +22,7 @@ from tests.integration.router.stand_in import (
     answer,
 )
 from tests.keyring import Signed, secret_file
+from tests.metrics_page import total
 
 
 @dataclass
@@ -58,10 +58,7 @@ class Topology:
     async def metric(self, line: str) -> float:
         """Return the sum of a metric's series, named with some of their labels."""
         text = (await self.client.get("/metrics")).text
-        name, _, labels = line.rstrip("}").partition("{")
-        wanted = labels.split(",") if labels else []
-        found = re.findall(rf"^{re.escape(name)}(?:{{(.*)}})? (\S+)$", text, re.MULTILINE)
-        return sum(float(value) for given, value in found if all(each in given for each in wanted))
+        return total(text, line)
 
     async def until_metric(self, line: str, value: float) -> None:
         """Wait until a metric has reached a value."""
