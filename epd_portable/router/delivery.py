@@ -286,6 +286,7 @@ class Deliverer:
         assert encoder is not None, "a delivery has an encoder, or an entry of the store"
         failed: list[str] = []
         full: dict[str, float] = {}
+        last_full: EncodeFailure | None = None
         while True:
             # Its job may be answered before the item is written: it must not leave before that.
             with encoder.held():
@@ -302,6 +303,9 @@ class Deliverer:
             if one.over.is_set():
                 return "not_needed"
             one.selection.note_not_encoded(delivery.item, encoder)
+            if failure.kind is FailureKind.TIMEOUT and last_full and time.monotonic() >= deadline:
+                # Cut off by the item's deadline, not by the encoder, which had been full so far.
+                failure = last_full
             is_full = failure.kind is FailureKind.FULL
             logger.log(
                 logging.INFO if is_full else logging.WARNING,
@@ -311,6 +315,7 @@ class Deliverer:
                 failure.reason,
             )
             if is_full:
+                last_full = failure
                 full[encoder.name] = time.monotonic() + failure.full_for_s
             else:
                 failed.append(encoder.name)

@@ -34,7 +34,7 @@ from epd_portable.wire import codec
 from epd_portable.wire.messages import LOAD_PATH, AnyMessage, LoadReport, LoadWanted, Nack, NackCode
 from tests.listening import stop_listening
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 JSON = {"content-type": "application/json"}
 CHAT = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
 """How a request begins that is written to a socket."""

@@ -166,6 +166,26 @@ async def test_an_encoder_that_stays_full_costs_no_more_than_the_longest_wait(
     assert await t.metric('epd_router_fallbacks_total{phase="encode",fallback="local"}') == 1
 
 
+async def test_an_encoder_that_was_full_until_the_item_s_deadline_is_said_to_be_full(
+    build: Build,
+) -> None:
+    t = await build(wait_timeout_s=0.5)
+
+    async def encode(received: Received) -> Response:
+        if len(t.encoders[0].received) == 1:
+            return await full(for_ms=300)(received)
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    t.encoders[0].behaviour = encode
+    t.pd.behaviour = until_told_to_encode(t)
+
+    response = await t.chat(RED)
+
+    assert response.json()["reason"].startswith("encoders full: encode-0; last: answered 429")
+    assert len(t.encoders[0].received) <= 2
+
+
 async def test_a_full_encoder_that_tells_no_time_is_asked_again(build: Build) -> None:
     t = await build()
     done = asyncio.Event()
