@@ -31,6 +31,9 @@ SHORT_ROLES: Mapping[str, Role] = MappingProxyType(
 Duty = Literal["encode", "prefill", "answer"]
 """What the router asks of an instance: an item, the KV of a prompt, or the answer."""
 
+ROLE_LABEL = "llm-d.ai/role"
+"""Label of an instance that has its role."""
+
 DUTIES: Mapping[Role, Duty] = MappingProxyType(
     {
         "encode": "encode",

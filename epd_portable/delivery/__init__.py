@@ -1,1 +1,1 @@
-"""What is decided of the items of a request, whoever brings the bytes: pure, without I/O."""
+"""What is decided of requests and their items, whoever brings the bytes: without I/O."""

@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from epd_portable.delivery.gate import Ticket
 from epd_portable.delivery.replies import Reply, error_event, error_reply
 from epd_portable.errors import RequestError
 from epd_portable.router.choice.selection_types import EXPLAIN_HEADER, Explanation
 from epd_portable.router.http.events import EVENTS, USAGE_BYTES, tokens_told
 from epd_portable.router.http.incoming import IncomingRequest
 from epd_portable.router.ingress.admission import AdmissionControl
-from epd_portable.router.ingress.gate import Ticket
 from epd_portable.router.ingress.hop_headers import RoutingHints
 from epd_portable.router.observability.record import RequestRecord
 

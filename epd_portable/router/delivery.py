@@ -19,13 +19,13 @@ from epd_portable.config.routing import MAX_ENCODERS
 from epd_portable.config.secret import Secret
 from epd_portable.delivery.elastic import EncodeTimes
 from epd_portable.delivery.fallbacks import RequestFailure, RequestPhase, RetryBudget
+from epd_portable.delivery.instances import Instance, Use, WentDownError, while_up
 from epd_portable.log import trace
 from epd_portable.router.client_exchange import ClientExchange
 from epd_portable.router.contents.body import CHAT_PATH, Call, size
 from epd_portable.router.contents.cut_text import Segments
 from epd_portable.router.contents.media import MediaItem
 from epd_portable.router.fleet.control import ControlChannels, Inbox
-from epd_portable.router.fleet.instances import Instance, Use, WentDownError, while_up
 from epd_portable.router.http.upstream import Upstream
 from epd_portable.router.http.upstream_connection import UpstreamError
 from epd_portable.router.observability.record import JobRecord, RequestRecord

@@ -16,8 +16,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from epd_portable.config.roles import Duty
+from epd_portable.delivery.instances import EndpointPool, Instance
 from epd_portable.errors import ConfigError
-from epd_portable.router.fleet.instances import EndpointPool, Instance
 from epd_portable.router.prefill import MAX_PREFILLS
 from epd_portable.router.settings import RouterSettings
 

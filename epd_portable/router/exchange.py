@@ -19,6 +19,7 @@ from epd_portable.delivery.fallbacks import (
     RequestPhase,
     RetryBudget,
 )
+from epd_portable.delivery.instances import EndpointPool, Instance, WentDownError, while_up
 from epd_portable.delivery.replies import Reply, unavailable
 from epd_portable.errors import RequestError
 from epd_portable.log import say_failure, trace
@@ -36,7 +37,6 @@ from epd_portable.router.delivery import (
     expected_transfer,
 )
 from epd_portable.router.fleet.control import ControlChannels
-from epd_portable.router.fleet.instances import EndpointPool, Instance, WentDownError, while_up
 from epd_portable.router.hops import HopSelection
 from epd_portable.router.http.events import EVENTS, WholeEvents, failed_stream, first_event
 from epd_portable.router.http.upstream import Upstream

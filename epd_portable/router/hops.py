@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 
+from epd_portable.delivery.instances import EndpointPool, Instance
 from epd_portable.errors import RequestError
 from epd_portable.router.choice.selection_types import Decision, Stage
 from epd_portable.router.contents.body import Call
 from epd_portable.router.contents.media import MediaItem
-from epd_portable.router.fleet.instances import EndpointPool, Instance
 from epd_portable.router.ingress.hop_headers import (
     CACHE_KEY,
     ENCODER_MODEL_LABEL,

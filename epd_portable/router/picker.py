@@ -31,6 +31,7 @@ import uvloop
 from epd_portable import log
 from epd_portable.config.roles import Duty
 from epd_portable.delivery.fallbacks import RequestFailure, RequestPhase
+from epd_portable.delivery.instances import Instance
 from epd_portable.delivery.replies import Reply, error_reply
 from epd_portable.errors import ConfigError, EPDError, RequestError
 from epd_portable.router import envoy, ext_proc
@@ -40,7 +41,6 @@ from epd_portable.router.contents.cut_text import Segments
 from epd_portable.router.delivery import Attempt, silent
 from epd_portable.router.exchange import ANSWER_HEADERS
 from epd_portable.router.ext_proc import ProcessingRequest, ProcessingResponse, header_mutation
-from epd_portable.router.fleet.instances import Instance
 from epd_portable.router.http import open_files
 from epd_portable.router.http.incoming import ClientGoneError
 from epd_portable.router.selector import Selection

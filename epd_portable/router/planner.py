@@ -9,6 +9,7 @@ from epd_portable.config.roles import TAKES_ITEMS, TAKES_KV
 from epd_portable.config.secret import Secret
 from epd_portable.delivery.elastic import EncodeTimes, count_local_first
 from epd_portable.delivery.fallbacks import RequestFailure, RequestPhase
+from epd_portable.delivery.instances import EndpointPool, Instance
 from epd_portable.router.contents.body import Call
 from epd_portable.router.contents.media import MediaItem
 from epd_portable.router.delivery import (
@@ -18,7 +19,6 @@ from epd_portable.router.delivery import (
     from_store,
     new_transfer,
 )
-from epd_portable.router.fleet.instances import EndpointPool, Instance
 from epd_portable.router.observability.metrics import Metrics
 from epd_portable.router.observability.record import RequestRecord
 from epd_portable.router.prefill import where

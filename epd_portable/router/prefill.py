@@ -14,6 +14,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from epd_portable.delivery.fallbacks import RequestFailure, RequestPhase
+from epd_portable.delivery.instances import Instance
 from epd_portable.delivery.replies import Reply
 from epd_portable.router.contents.body import (
     CHAT_PATH,
@@ -24,7 +25,6 @@ from epd_portable.router.contents.body import (
 )
 from epd_portable.router.contents.cut_text import Segments, opens
 from epd_portable.router.delivery import Attempt
-from epd_portable.router.fleet.instances import Instance
 from epd_portable.router.http.upstream_connection import InstanceAnswer, UpstreamError
 from epd_portable.router.selector import Selection
 from epd_portable.wire.outcomes import FailureKind

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from epd_portable.config.roles import Duty
+from epd_portable.delivery.instances import EndpointPool, Instance
 from epd_portable.router.choice import prefix
 from epd_portable.router.choice.policy import Policy
 from epd_portable.router.choice.selection_types import (
@@ -22,7 +23,6 @@ from epd_portable.router.contents.body import Call
 from epd_portable.router.contents.media import MediaItem
 from epd_portable.router.contents.prompt import prompt_pieces, prompt_salt, text_field
 from epd_portable.router.fleet.engine_loads import EngineLoads
-from epd_portable.router.fleet.instances import EndpointPool, Instance
 
 logger = logging.getLogger(__name__)
 

@@ -13,6 +13,7 @@ import msgspec
 
 from epd_portable.config.secret import INSTANCE_TOKEN_HEADER, Secret
 from epd_portable.connector.curve import CurveKeys
+from epd_portable.delivery.instances import EndpointPool
 from epd_portable.delivery.replies import Reply, error_reply, json_reply, unavailable
 from epd_portable.errors import RequestError
 from epd_portable.media.limits import MediaLimits
@@ -32,7 +33,6 @@ from epd_portable.router.delivery import Forwarder
 from epd_portable.router.exchange import Exchange
 from epd_portable.router.fleet.control import ControlChannels
 from epd_portable.router.fleet.engine_loads import EngineLoads
-from epd_portable.router.fleet.instances import EndpointPool
 from epd_portable.router.fleet.registration import MAX_BODY_BYTES, Registration
 from epd_portable.router.hops import answer_headers
 from epd_portable.router.http.incoming import (

@@ -24,9 +24,9 @@ from epd_portable.connector.stores.breaker import Breaker
 from epd_portable.connector.stores.entry import Seal
 from epd_portable.connector.stores.file import FileStore
 from epd_portable.connector.stores.metrics import StoreMetrics
+from epd_portable.delivery.instances import EndpointPool
 from epd_portable.errors import CorruptEntryError, StoreError
 from epd_portable.router.contents.media import MediaItem
-from epd_portable.router.fleet.instances import EndpointPool
 from epd_portable.wire.params import EncodedItem, EncodeOutcome
 
 logger = logging.getLogger(__name__)

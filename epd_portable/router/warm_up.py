@@ -24,6 +24,7 @@ import msgspec
 
 from epd_portable.config.roles import SENDS_KV, TAKES_ITEMS, TAKES_KV
 from epd_portable.config.secret import Secret
+from epd_portable.delivery.instances import EndpointPool, Instance, WentDownError, while_up
 from epd_portable.log import trace
 from epd_portable.router.contents.body import CHAT_PATH, Call, Rules, read_call
 from epd_portable.router.contents.cut_text import Segments
@@ -34,7 +35,6 @@ from epd_portable.router.delivery import (
     read_item,
 )
 from epd_portable.router.fleet.control import ControlChannels
-from epd_portable.router.fleet.instances import EndpointPool, Instance, WentDownError, while_up
 from epd_portable.router.http.upstream import Upstream
 from epd_portable.router.http.upstream_connection import UpstreamError
 from epd_portable.router.observability.activity import Activity

@@ -13,8 +13,8 @@ from epd_portable.bench.sizing.timeline import FifoServer, Timeline
 from epd_portable.bench.sizing.workload import PictureItem, SimulatedRequest
 from epd_portable.bench.stats import quantile
 from epd_portable.delivery.elastic import count_local_first
+from epd_portable.delivery.instances import FEW
 from epd_portable.delivery.ring import LOAD_BOUND
-from epd_portable.router.fleet.instances import FEW
 
 WARM_UP_SHARE = 0.1
 """Part of the requests, the first, that find empty instances and count in no quantile."""

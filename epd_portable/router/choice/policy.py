@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field
 
 from epd_portable.config.choice import ELSEWHERE, ChoiceSection, ProfileSection
+from epd_portable.delivery.caches import CacheSizes
 from epd_portable.errors import ConfigError
-from epd_portable.router.choice.caches import CacheSizes
 from epd_portable.router.choice.catalogue import BUILT_IN, REDUCED, make_plugin, unknown_types
 from epd_portable.router.choice.deciders import Fixed, Multimodal
 from epd_portable.router.choice.parameters import (

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field
 
+from epd_portable.delivery.caches import Recent
 from epd_portable.delivery.ring import LOAD_BOUND, HashRing
-from epd_portable.router.choice.caches import Recent
 from epd_portable.router.choice.filters import SessionAffinity, takes_type
 from epd_portable.router.choice.incremental import IncrementalScorer
 from epd_portable.router.choice.parameters import (

@@ -14,8 +14,8 @@ from urllib.parse import urlencode
 
 import msgspec
 
+from epd_portable.delivery.instances import EndpointPool, Instance
 from epd_portable.router.fleet.control import ControlChannels
-from epd_portable.router.fleet.instances import EndpointPool, Instance
 from epd_portable.router.http.upstream import Upstream
 from epd_portable.router.http.upstream_connection import UpstreamError
 from epd_portable.wire.messages import (

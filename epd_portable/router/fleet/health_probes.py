@@ -10,8 +10,8 @@ import random
 from collections.abc import Callable
 from functools import partial
 
+from epd_portable.delivery.instances import EndpointPool, Instance
 from epd_portable.log import say_failure
-from epd_portable.router.fleet.instances import EndpointPool, Instance
 from epd_portable.router.http.upstream import Upstream
 from epd_portable.router.http.upstream_connection import UpstreamError
 from epd_portable.router.settings import RouterSettings

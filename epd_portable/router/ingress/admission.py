@@ -18,10 +18,10 @@ import msgspec
 
 from epd_portable.config.roles import Duty
 from epd_portable.config.routing import AdmissionSection
+from epd_portable.delivery.gate import Gate, Limit, Ticket
+from epd_portable.delivery.instances import EndpointPool, Instance
 from epd_portable.errors import RequestError
 from epd_portable.router.contents.body import Call
-from epd_portable.router.fleet.instances import EndpointPool, Instance
-from epd_portable.router.ingress.gate import Gate, Limit, Ticket
 from epd_portable.router.observability.metrics import Metrics
 from epd_portable.scheduling.admission import Pace
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
+from epd_portable.delivery.instances import Instance
 from epd_portable.log import say_failure
-from epd_portable.router.fleet.instances import Instance
 from epd_portable.router.http.upstream import Upstream
 from epd_portable.router.http.upstream_connection import UpstreamError
 

@@ -15,9 +15,9 @@ from typing import Any, get_args
 import msgspec
 
 from epd_portable.config.secret import Secret
+from epd_portable.delivery.instances import EndpointPool, Instance
 from epd_portable.delivery.replies import JSON, Reply
 from epd_portable.errors import RequestError
-from epd_portable.router.fleet.instances import EndpointPool, Instance
 from epd_portable.router.observability.activity import Activity, FallbackUse
 from epd_portable.router.observability.engine_figures import EngineFigures, EngineWatch
 from epd_portable.router.observability.record import RecentRequests, RequestRecord

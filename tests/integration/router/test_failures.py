@@ -10,7 +10,7 @@ import pytest
 from starlette.responses import JSONResponse, Response
 
 from epd_portable.delivery.fallbacks import RETRIES_AT_ONCE
-from epd_portable.router.fleet.instances import PROBES_UNTIL_DOWN
+from epd_portable.delivery.instances import PROBES_UNTIL_DOWN
 from epd_portable.wire import codec
 from epd_portable.wire.messages import Abort, EncodeFailed, NackCode
 from tests.integration.router.conftest import Build, Topology

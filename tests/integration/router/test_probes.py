@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
+from epd_portable.delivery.instances import PROBES_UNTIL_DOWN, EndpointPool, Instance
 from epd_portable.router.fleet.health_probes import HealthProbes
-from epd_portable.router.fleet.instances import PROBES_UNTIL_DOWN, EndpointPool, Instance
 from epd_portable.router.http.upstream import Upstream
 from epd_portable.router.settings import InstanceSettings, RouterSettings
 from epd_portable.wire.outcomes import FailureKind

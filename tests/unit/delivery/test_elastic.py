@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epd_portable.delivery.elastic import EncodeTimes, count_local_first
+from epd_portable.delivery.instances import EndpointPool, Instance
 from epd_portable.router.contents.media import MediaItem
-from epd_portable.router.fleet.instances import EndpointPool, Instance
 from epd_portable.router.settings import InstanceSettings
 
 PIXELS = 448 * 448

@@ -9,11 +9,11 @@ import pytest
 
 from epd_portable.connector.stores.metrics import StoreMetrics
 from epd_portable.delivery.fallbacks import RetryBudget
+from epd_portable.delivery.instances import EndpointPool
 from epd_portable.router.contents.body import Call
 from epd_portable.router.contents.media import MediaItem
 from epd_portable.router.delivery import Attempt, Deliverer, Delivery
 from epd_portable.router.fleet.control import ControlChannels, Inbox
-from epd_portable.router.fleet.instances import EndpointPool
 from epd_portable.router.http.upstream import Upstream
 from epd_portable.router.observability.record import RequestRecord
 from epd_portable.router.selector import EndpointSelector

@@ -6,11 +6,11 @@ from collections.abc import AsyncIterator
 import pytest
 
 from epd_portable.config.choice import parse_choice
+from epd_portable.delivery.instances import EndpointPool, Instance, Use
 from epd_portable.router.choice.policy import Policy
 from epd_portable.router.choice.selection_types import Explanation
 from epd_portable.router.fleet.control import ControlChannels
 from epd_portable.router.fleet.engine_loads import OLD_AFTER_S, EngineLoads
-from epd_portable.router.fleet.instances import EndpointPool, Instance, Use
 from epd_portable.router.http.upstream import Upstream
 from epd_portable.router.selector import EndpointSelector
 from epd_portable.wire.messages import LoadReport

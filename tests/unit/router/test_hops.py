@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from epd_portable.delivery.instances import EndpointPool
 from epd_portable.router.choice.selection_types import Explanation
-from epd_portable.router.fleet.instances import EndpointPool
 from epd_portable.router.hops import HopSelection
 from epd_portable.router.ingress.hop_headers import (
     CACHE_KEY,

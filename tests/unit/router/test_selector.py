@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from epd_portable.config.choice import parse_choice
+from epd_portable.delivery.instances import EndpointPool, Instance
 from epd_portable.router.choice.policy import Policy
 from epd_portable.router.choice.selection_types import (
     MAX_EXPLANATION_BYTES,
@@ -21,7 +22,6 @@ from epd_portable.router.choice.selection_types import (
 )
 from epd_portable.router.contents.body import Call, Rules, read_call
 from epd_portable.router.contents.media import MediaItem
-from epd_portable.router.fleet.instances import EndpointPool, Instance
 from epd_portable.router.selector import EndpointSelector, Selection
 from epd_portable.router.settings import InstanceSettings, Role
 

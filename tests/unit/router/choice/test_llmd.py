@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from epd_portable.config.choice import ChoiceSection, parse_choice, with_file
+from epd_portable.delivery.caches import CacheSizes
 from epd_portable.errors import ConfigError
-from epd_portable.router.choice.caches import CacheSizes
 from epd_portable.router.choice.catalogue import make_plugin
 from epd_portable.router.choice.policy import Policy
 from epd_portable.router.choice.prefix import chain

@@ -1,4 +1,4 @@
-"""The instances as the router sees them: how they are, how busy, and which of them gets what.
+"""The instances as a front sees them: how they are, how busy, and which of them gets what.
 
 Nothing here does input or output: probes and requests report what they saw of an instance.
 
@@ -16,18 +16,16 @@ import random
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Literal
+from typing import Literal, Protocol
 
 import anyio
 import msgspec
 
-from epd_portable.config.roles import DUTIES, Duty, Role
+from epd_portable.config.roles import DUTIES, ROLE_LABEL, Duty, Role
+from epd_portable.delivery.caches import CacheEstimate, CacheSizes
+from epd_portable.delivery.circuit_breaker import CircuitBreaker
 from epd_portable.delivery.ring import HashRing
 from epd_portable.errors import EPDError
-from epd_portable.router.choice.caches import CacheEstimate, CacheSizes
-from epd_portable.router.choice.selection_types import ROLE_LABEL
-from epd_portable.router.fleet.circuit_breaker import CircuitBreaker
-from epd_portable.router.settings import InstanceSettings
 from epd_portable.wire.messages import LoadReport
 from epd_portable.wire.outcomes import FailureKind
 
@@ -48,6 +46,37 @@ _WORDS: dict[FailureKind, str] = {
     FailureKind.TIMEOUT: "stayed silent",
     FailureKind.ERROR: "answered with an error, or with no HTTP",
 }
+
+
+class InstanceSpec(Protocol):
+    """What is known of an instance before it is there.
+
+    Attributes:
+        name: Unique.
+        role: What it serves.
+        url: Of its HTTP server, empty without one.
+        control: ZMQ address of its control channel, empty for encode instances.
+        weight: How much it does of what others of its role do.
+        labels: What its operator says of it.
+    """
+
+    @property
+    def name(self) -> str: ...  # noqa: D102
+
+    @property
+    def role(self) -> Role: ...  # noqa: D102
+
+    @property
+    def url(self) -> str: ...  # noqa: D102
+
+    @property
+    def control(self) -> str: ...  # noqa: D102
+
+    @property
+    def weight(self) -> float: ...  # noqa: D102
+
+    @property
+    def labels(self) -> Mapping[str, str]: ...  # noqa: D102
 
 
 class WentDownError(EPDError):
@@ -139,7 +168,7 @@ class Instance:
     """
 
     def __init__(
-        self, owner: EndpointPool, settings: InstanceSettings, *, registered: bool, warm_up: bool
+        self, owner: EndpointPool, settings: InstanceSpec, *, registered: bool, warm_up: bool
     ) -> None:
         self.settings = settings
         self.name: str = settings.name
@@ -539,7 +568,7 @@ class EndpointPool:
         self._watchers.append(callback)
 
     def add(
-        self, settings: InstanceSettings, *, registered: bool = False, warm_up: bool = False
+        self, settings: InstanceSpec, *, registered: bool = False, warm_up: bool = False
     ) -> Instance:
         """Take in an instance, at most `MAX_INSTANCES`.
 
