@@ -13,13 +13,15 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
-from epd_portable.config.roles import ROLE_LABEL as ROLE_LABEL
+from epd_portable.config import roles
 from epd_portable.delivery.caches import CacheEstimate
 from epd_portable.delivery.elastic import SizedItem
 from epd_portable.router.choice.prefix import BYTES_A_TOKEN
 from epd_portable.wire.messages import LoadReport
 
 Stage = Literal["encode", "prefill", "decode"]
+
+ROLE_LABEL = roles.ROLE_LABEL
 
 _ALL: frozenset[Stage] = frozenset({"encode", "prefill", "decode"})
 _SHORT: Mapping[str, frozenset[Stage]] = {
