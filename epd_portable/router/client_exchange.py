@@ -111,12 +111,12 @@ class ClientExchange:
         if reply.status in (408, 413):
             # Part of the body may still be on its way: this connection serves no other request.
             self.last = True
-        self.begin(reply.status, {**reply.headers, "content-length": str(len(reply.body))})
+        self.begin_answer(reply.status, {**reply.headers, "content-length": str(len(reply.body))})
         if reply.body and self.method != "HEAD":
             self.record.nbytes_out = len(reply.body)
             self._last = reply.body[-USAGE_BYTES:]
             self.request.write(reply.body)
-        self.end()
+        self.end_answer()
 
     def fail(self, error: RequestError) -> None:
         """Send an error, within the answer if that has begun; one without events breaks off."""
@@ -132,9 +132,9 @@ class ClientExchange:
             )
             within = self._last and not self._last.endswith((b"\n\n", b"\r\n\r\n"))
             self.write(b"\n\n" + event if within else event)
-            self.request.end()
+            self.request.end_answer()
 
-    def begin(self, status: int, headers: Mapping[str, str]) -> None:
+    def begin_answer(self, status: int, headers: Mapping[str, str]) -> None:
         """Send status and headers."""
         self.begun = True
         self.record.status = status
@@ -148,7 +148,7 @@ class ClientExchange:
             given[LEFT_OUT] = str(self.left_out)
         if self.last:
             given["connection"] = "close"
-        self.request.begin(status, given)
+        self.request.begin_answer(status, given)
 
     def write(self, data: bytes) -> bool:
         """Send a piece; return whether the client takes more at once."""
@@ -165,9 +165,9 @@ class ClientExchange:
         await self.request.writable()
         self.sending_since = 0.0
 
-    def end(self) -> None:
+    def end_answer(self) -> None:
         """Send the end."""
         self.record.tokens_told = tokens_told(
             self._before[-USAGE_BYTES:] + self._last[-USAGE_BYTES:]
         )
-        self.request.end()
+        self.request.end_answer()

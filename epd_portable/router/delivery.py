@@ -135,7 +135,7 @@ class Attempt:
         """Who answers."""
         return self.use.instance
 
-    def begin(self) -> None:
+    def note_answer_began(self) -> None:
         """Note that the PD instance has begun its answer."""
         self.use.compute()
         self.over.set()
@@ -179,7 +179,7 @@ class Forwarder(Protocol):
     async def forward(self, call: Call, one: Attempt, body: Segments, out: ClientExchange) -> int:
         """Send a request, pass the answer on to its end, and return the answer's status.
 
-        Calls `Attempt.begin` as soon as the instance has begun to answer.
+        Calls `Attempt.note_answer_began` as soon as the instance has begun to answer.
 
         Args:
             call: The request.

@@ -421,7 +421,7 @@ class Exchange:
                     if first and not events.take(first):
                         await out.writable()
                     await answer.pass_on(pd.hearing(events.take), out.writable)
-                    events.end()
+                    events.end_answer()
                     return answer.status
             else:
                 body = await answer.read(_MAX_HELD_BYTES if succeeded and not call.items else None)
@@ -432,15 +432,15 @@ class Exchange:
                     if not out.write(body):
                         await out.writable()
                     await answer.pass_on(pd.hearing(out.write), out.writable)
-                    out.end()
+                    out.end_answer()
                     return answer.status
                 reply = Reply(answer.status, headers, body)
         except UpstreamError as error:
             if events.is_complete:  # It was lost after its last word.
-                events.end()
+                events.end_answer()
                 return answer.status
             raise connection_failure(pd, error, phase_of(out)) from error
-        one.begin()
+        one.note_answer_began()
         if reply.status >= 500:
             pd.failed(FailureKind.ERROR)
             await self.explain(one)
@@ -556,6 +556,6 @@ def phase_of(out: ClientExchange) -> RequestPhase:
 
 def _begin(one: Attempt, status: int, headers: Mapping[str, str], out: ClientExchange) -> None:
     """Begin an answer that is passed on as it comes."""
-    one.begin()
+    one.note_answer_began()
     one.pd.answered()
-    out.begin(status, headers)
+    out.begin_answer(status, headers)

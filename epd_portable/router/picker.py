@@ -264,7 +264,7 @@ class Consultation:
         if self._over.is_set():
             callback()
 
-    def begin(self, status: int, headers: Mapping[str, str]) -> None:
+    def begin_answer(self, status: int, headers: Mapping[str, str]) -> None:
         """Note status and headers; see `IncomingRequest`."""
         self._status, self._added = status, headers
 
@@ -276,7 +276,7 @@ class Consultation:
     async def writable(self) -> None:
         """Return when the client takes more; see `IncomingRequest`."""
 
-    def end(self) -> None:
+    def end_answer(self) -> None:
         """Note the end; see `IncomingRequest`."""
         self._ended = not self._written or not self._carried
 
@@ -320,7 +320,7 @@ class Consultation:
             self._picker.under_way[self._key] = self
             await self._send_first(one, body)
         answer = await self._first_of_answer_and_again(one)
-        one.begin()
+        one.note_answer_began()
         status = int(answer[":status"])
         if status >= 500:
             await self._check_failure(one, status, by_envoy=FROM_INSTANCE not in answer)
@@ -328,11 +328,11 @@ class Consultation:
             one.pd.answered()
         self._carried = True
         self._whole_answer = bool(call.items) and not call.stream and status < 400
-        out.begin(status, {})
+        out.begin_answer(status, {})
         await self._pass_on()
         await self._pass_pieces(one.pd)
         await self._over.wait()
-        out.end()
+        out.end_answer()
         return status
 
     async def _send_first(self, one: Attempt, body: Segments) -> None:

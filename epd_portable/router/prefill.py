@@ -252,7 +252,7 @@ class Prefill:
             raise RequestFailure(FailureKind.LOST, RequestPhase.ANSWER, message) from error
         finally:
             answer.close()
-        one.begin()
+        one.note_answer_began()
         if answer.status >= 500:
             pd.failed(FailureKind.ERROR)
             await self._explain(one)

@@ -36,7 +36,7 @@ class ResponseWriter(Protocol):
     def write(self, data: bytes) -> bool:
         """Send a piece; return whether more is taken at once."""
 
-    def end(self) -> None:
+    def end_answer(self) -> None:
         """Send the end."""
 
 
@@ -79,11 +79,11 @@ class WholeEvents:
         self._passed = data
         return self._out.write(data)
 
-    def end(self) -> None:
+    def end_answer(self) -> None:
         """Send what is left, and the end."""
         if self._held:
             self._out.write(self._held)
-        self._out.end()
+        self._out.end_answer()
 
 
 def tokens_told(end: bytes) -> int | None:

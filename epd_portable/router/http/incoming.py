@@ -57,7 +57,7 @@ class IncomingRequest(Protocol):
     def on_gone(self, callback: Callable[[], None]) -> None:
         """Have a function called when the client goes away before its answer has ended."""
 
-    def begin(self, status: int, headers: Mapping[str, str]) -> None:
+    def begin_answer(self, status: int, headers: Mapping[str, str]) -> None:
         """Send status and headers; they may wait for what comes after them."""
 
     def write(self, data: bytes) -> bool:
@@ -66,7 +66,7 @@ class IncomingRequest(Protocol):
     async def writable(self) -> None:
         """Return when the client takes more."""
 
-    def end(self) -> None:
+    def end_answer(self) -> None:
         """Send the end. A request that is left without it breaks off."""
 
 

@@ -213,7 +213,7 @@ class ClientRequest:
 
     # What goes.
 
-    def begin(self, status: int, headers: Mapping[str, str]) -> None:
+    def begin_answer(self, status: int, headers: Mapping[str, str]) -> None:
         """Send status and headers, at once with what comes after them; see `IncomingRequest`."""
         self.begun = True
         lines = [_STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status, self._connection.date()]
@@ -248,7 +248,7 @@ class ClientRequest:
         """Return when the client takes more; see `IncomingRequest`."""
         await self._connection.until_writable()
 
-    def end(self) -> None:
+    def end_answer(self) -> None:
         """Send the end; see `IncomingRequest`."""
         last = self._head + (b"0\r\n\r\n" if self._chunked else b"")
         self._head = b""

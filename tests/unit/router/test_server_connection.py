@@ -131,9 +131,9 @@ def no_limit(nbytes: int) -> None:
 
 
 def answer(request: ClientRequest, body: bytes, headers: Mapping[str, str] | None = None) -> None:
-    request.begin(200, {"content-length": str(len(body)), **(headers or {})})
+    request.begin_answer(200, {"content-length": str(len(body)), **(headers or {})})
     request.write(body)
-    request.end()
+    request.end_answer()
 
 
 async def echo(request: ClientRequest) -> None:
@@ -508,11 +508,11 @@ async def test_what_is_no_request_waits_for_the_answer_that_is_under_way() -> No
     going = asyncio.Event()
 
     async def serve(request: ClientRequest) -> None:
-        request.begin(200, {"content-type": "text/plain"})
+        request.begin_answer(200, {"content-type": "text/plain"})
         request.write(b"a")
         await going.wait()
         request.write(b"b")
-        request.end()
+        request.end_answer()
 
     end = End(serve)
     await end.send(b"GET / HTTP/1.1\r\n\r\nno request\r\n\r\n")
@@ -540,7 +540,7 @@ async def test_no_bytes_raise(data: bytes, most: int) -> None:
 
 
 async def stream_forever(request: ClientRequest) -> None:
-    request.begin(200, {})
+    request.begin_answer(200, {})
     while True:
         if not request.write(b"x"):
             await request.writable()
@@ -591,11 +591,11 @@ async def test_what_is_sent_to_who_has_gone_is_nothing() -> None:
     sent = []
 
     async def serve(request: ClientRequest) -> None:
-        request.begin(200, {})
+        request.begin_answer(200, {})
         end.leave()
         sent.append(request.write(b"x"))
         await request.writable()
-        request.end()
+        request.end_answer()
 
     end = End(serve)
     await end.send(GET)
@@ -605,7 +605,7 @@ async def test_what_is_sent_to_who_has_gone_is_nothing() -> None:
 
 async def test_an_answer_that_is_left_without_an_end_breaks_off() -> None:
     async def serve(request: ClientRequest) -> None:
-        request.begin(200, {})
+        request.begin_answer(200, {})
         request.write(b"half")
 
     end = End(serve)
@@ -618,12 +618,12 @@ async def test_a_client_that_takes_nothing_is_waited_for() -> None:
     written = []
 
     async def serve(request: ClientRequest) -> None:
-        request.begin(200, {})
+        request.begin_answer(200, {})
         end.connection.pause_writing()
         written.append(request.write(b"1"))
         await request.writable()
         written.append(request.write(b"2"))
-        request.end()
+        request.end_answer()
 
     end = End(serve)
     await end.send(GET)
@@ -653,10 +653,10 @@ async def test_a_connection_is_kept_where_the_client_wants_it(
 
 async def test_a_client_of_the_old_version_gets_no_chunks() -> None:
     async def serve(request: ClientRequest) -> None:
-        request.begin(200, {})
+        request.begin_answer(200, {})
         request.write(b"one")
         request.write(b"two")
-        request.end()
+        request.end_answer()
 
     end = End(serve)
     await end.send(b"GET / HTTP/1.0\r\n\r\n")
@@ -667,8 +667,8 @@ async def test_a_client_of_the_old_version_gets_no_chunks() -> None:
 @pytest.mark.parametrize(("method", "status"), [(b"HEAD", 200), (b"GET", 204)])
 async def test_an_answer_without_a_body_has_none(method: bytes, status: int) -> None:
     async def serve(request: ClientRequest) -> None:
-        request.begin(status, {})
-        request.end()
+        request.begin_answer(status, {})
+        request.end_answer()
 
     end = End(serve)
     await end.send(method + b" / HTTP/1.1\r\n\r\n")
