@@ -29,6 +29,7 @@ from epd_portable.router.contents.body import MAX_JSON_BYTES
 from tests.integration.router.stand_in import CHAT, DEADLINE_S, at_once
 from tests.integration.router.test_access import KEY, keys_file
 from tests.integration.router.test_process import SETTINGS
+from tests.listening import stop_listening
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -71,10 +72,9 @@ class Endless:
         return f"http://{host}:{port}"
 
     async def stop(self) -> None:
-        self._server.close()
+        await stop_listening(self._server)
         for writer in self._writers:
             writer.transport.abort()
-        await self._server.wait_closed()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.add(writer)
