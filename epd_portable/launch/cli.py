@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
-import json
 import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,13 +18,8 @@ from click.shell_completion import CompletionItem
 
 from epd_portable import envs
 from epd_portable.config.document import dotted
-from epd_portable.config.load import Check, load_topology, located
-from epd_portable.config.removed import REMOVED, removed
-from epd_portable.config.roles import TAKES_ITEMS
-from epd_portable.config.schema import Topology
 from epd_portable.config.secret import Secret, make_secret_file
-from epd_portable.connector.stores.base import make_store
-from epd_portable.errors import ConfigError, EPDError, PortInUseError
+from epd_portable.errors import ConfigError
 from epd_portable.launch.commands import members, status
 from epd_portable.launch.commands.command_line import (
     FAILED,
@@ -40,25 +33,12 @@ from epd_portable.launch.commands.command_line import (
 )
 from epd_portable.launch.notices import Notice
 from epd_portable.launch.plan.check import inspect, plan_finding, store_finding
-from epd_portable.launch.plan.file_checks import named_files, usual_checks
-from epd_portable.launch.plan.kv import KV_CONNECTORS
-from epd_portable.launch.plan.machine import (
-    assumed_machine,
-    described_machine,
-    probed_machine,
-    require_module,
-    require_shm,
-)
-from epd_portable.launch.plan.model import resolve_model
-from epd_portable.launch.plan.ports import PortsInOrder, claim, is_free, port_source, require_free
-from epd_portable.launch.plan.processes import Machine, Plan, make_plan, new_run_id, run_secret_file
-from epd_portable.launch.plan.target import (
-    Target,
-    find_hardware,
-    find_target,
-    profile_names,
-    require_platform,
-)
+from epd_portable.launch.plan.file_checks import named_files
+from epd_portable.launch.plan.hardware import find_hardware, profile_names
+from epd_portable.launch.plan.machine import assumed_machine, described_machine, probed_machine
+from epd_portable.launch.plan.ports import is_free
+from epd_portable.launch.plan.processes import new_run_id, run_secret_file
+from epd_portable.launch.plan.request import PlanRequest, refusals
 from epd_portable.launch.plan.text import findings_table, plan_table
 from epd_portable.launch.run.log_files import make_private_folder, use_log_folder
 from epd_portable.launch.run.running import RUN_FOLDER
@@ -164,103 +144,6 @@ for _command in (
     main.add_command(_command)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlanRequest:
-    """The topology that a command line asks for.
-
-    Attributes:
-        target: Platform, and perhaps a hardware profile.
-        config: Topology file.
-        overrides: What is laid over it, as ``key.subkey=value``.
-    """
-
-    target: Target
-    config: Path
-    overrides: tuple[str, ...] = ()
-
-    @classmethod
-    def from_options(
-        cls,
-        *,
-        platform: str | None,
-        hardware: str | None,
-        config: Path,
-        overrides: tuple[str, ...],
-        model: str | None,
-        port: int | None,
-    ) -> PlanRequest:
-        """Return what the options of `_topology_options` ask for."""
-        if model is not None:
-            overrides = (*overrides, f"model={json.dumps(model)}")
-        if port is not None:
-            overrides = (*overrides, f"router.port={port}")
-        target = find_target(platform, hardware, config)
-        return cls(target=target, config=config, overrides=overrides)
-
-    def load(self, *checks: Check) -> Topology:
-        """Read the file.
-
-        Raises:
-            ConfigError: Lists every problem of the file; or a variable is wrong.
-        """
-        for name in sorted(REMOVED.keys() & os.environ.keys()):
-            raise ConfigError(f"the variable {name} {removed(name)}")
-        for variable in envs.TABLE:
-            variable.get()  # Children have it, too.
-        return load_topology(
-            self.config,
-            self.target.traits.name,
-            overrides=self.overrides,
-            checks=(*usual_checks(self.target.traits), *checks),
-        )
-
-    def plan(
-        self,
-        topology: Topology,
-        run_id: str,
-        machine: Machine,
-        *,
-        free: Callable[[int, str], bool] = claim,
-    ) -> tuple[Plan, str]:
-        """Make the plan; also return which of its ports cannot be used, where they are fixed.
-
-        Raises:
-            ConfigError: The topology does not fit; names the place of the key.
-        """
-        hardware, launch, router = self.target.hardware, topology.launch, topology.router
-        avoid = hardware.profile.ports_to_avoid if hardware else ()
-        public = {"router.port": router.port}
-        if router.admin_port is not None:
-            public["router.admin_port"] = router.admin_port
-        in_order = None
-        if launch.first_port is not None:
-            in_order = PortsInOrder(launch.first_port, reserved=avoid, host=launch.host, free=free)
-        try:
-            plan = make_plan(
-                topology,
-                model=resolve_model(topology.model, served_name=topology.served_model_name),
-                traits=self.target.traits,
-                machine=machine,
-                run_id=run_id,
-                free_port=in_order
-                or port_source(
-                    run_id, reserved=frozenset({*public.values(), *avoid}), host=launch.host
-                ),
-                temp_dir=str(_temp_dir(run_id)),
-                hardware=hardware,
-            )
-        except ConfigError as error:
-            name = self.target.traits.name
-            raise located(error, self.config, name, overrides=self.overrides) from error
-        uses = {
-            port: f"{purpose} of {spec.name}"
-            for spec in plan.processes
-            if spec.role != "router"
-            for purpose, port in spec.ports.items()
-        }
-        return plan, in_order.problem(uses, public) if in_order else ""
-
-
 def _complete_profile(
     context: click.Context, option: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
@@ -328,20 +211,21 @@ def up(log_dir: Path | None, as_json: bool, **options: Any) -> None:
     request = PlanRequest.from_options(**options)
     topology = request.load(named_files)
     run_id = new_run_id()
-    machine = probed_machine(request.target.traits, os.environ)
-    plan, clash = request.plan(topology, run_id, machine)
-    refusals = _refusals(topology, plan, clash)
-    if len(refusals) == 1:
-        raise refusals[0]
-    if refusals:
-        lines = "".join(f"\n  {error}" for error in refusals)
-        raise ConfigError(f"{len(refusals)} problems of this machine{lines}")
+    machine = probed_machine(request.traits, os.environ)
+    temp_dir = _temp_dir(run_id)
+    plan, clash = request.plan(topology, run_id, machine, temp_dir=temp_dir)
+    refused = refusals(topology, plan, clash)
+    if len(refused) == 1:
+        raise refused[0]
+    if refused:
+        lines = "".join(f"\n  {error}" for error in refused)
+        raise ConfigError(f"{len(refused)} problems of this machine{lines}")
     say = printer(as_json=as_json)
     if topology.store is not None and not (found := store_finding(topology.store)).usable:
         say(Notice("warning", f"store: {found.reason}"))
     for warning in plan.warnings:
         say(Notice("warning", warning))
-    logs = log_dir or Path(f"{_temp_dir(run_id)}-logs")
+    logs = log_dir or Path(f"{temp_dir}-logs")
     use_log_folder(logs)
     names = [spec.name for spec in plan.processes]
     say(
@@ -357,14 +241,14 @@ def up(log_dir: Path | None, as_json: bool, **options: Any) -> None:
             },
         )
     )
-    with _run_folder(_temp_dir(run_id), make_secret=topology.secret_file is None) as folder:
+    with _run_folder(temp_dir, make_secret=topology.secret_file is None):
         Supervisor(
             plan,
             topology.launch,
-            secret=Secret.read(topology.secret_file or run_secret_file(str(folder))),
+            secret=Secret.read(topology.secret_file or run_secret_file(str(temp_dir))),
             drain_s=topology.router.drain_s,
             log_dir=logs,
-            temp_dir=folder,
+            temp_dir=temp_dir,
             say=say,
             config=str(request.config),
         ).run()
@@ -379,18 +263,19 @@ def plan(as_json: bool, **options: Any) -> None:
     """Show a plan; users read `PLAN_HELP`."""
     request = PlanRequest.from_options(**options)
     topology = request.load()
-    hardware = request.target.hardware
+    run_id, hardware = new_run_id(), request.hardware
     if hardware:
         machine = described_machine(hardware.profile.devices_per_node.value)
     else:
-        machine = assumed_machine(request.target.traits, os.environ)
-    result, clash = request.plan(topology, new_run_id(), machine, free=is_free)
+        machine = assumed_machine(request.traits, os.environ)
+    temp_dir = _temp_dir(run_id)
+    result, clash = request.plan(topology, run_id, machine, temp_dir=temp_dir, free=is_free)
     refused: list[str] = []
     if not hardware:
         # A machine that is not here has other files and ports.
         missing = named_files(topology.model_dump())
         refused += [f"{dotted(path)}: {problem}" for path, problem in missing]
-        refused += map(str, _refusals(topology, result, clash))
+        refused += map(str, refusals(topology, result, clash))
     warnings = (*result.warnings, *(f"up refuses this here: {problem}" for problem in refused))
     result = dataclasses.replace(result, warnings=warnings)
     if as_json:
@@ -420,18 +305,17 @@ def plan(as_json: bool, **options: Any) -> None:
 @json_option
 def check(platform: str | None, hardware: str | None, config: Path | None, as_json: bool) -> None:
     """Show what can be used here; users read `CHECK_HELP`."""
-    expected = find_hardware(hardware) if hardware else None
-    if expected:
-        require_platform(expected, platform)
-        platform = expected.profile.platform
+    expected = find_hardware(hardware, platform) if hardware else None
+    platform = expected.profile.platform if expected else platform
     if config is not None and platform is None:
         raise ConfigError(f"--config {config}: name the --platform that it is planned for")
     findings = inspect([platform] if platform else list(TRAITS), expected)
     if config is not None:
-        request = PlanRequest(target=find_target(platform, None, config), config=config)
+        request, run_id = PlanRequest.from_options(platform=platform, config=config), new_run_id()
         topology = request.load()
-        machine = assumed_machine(request.target.traits, os.environ)
-        plan, _ = request.plan(topology, new_run_id(), machine, free=is_free)
+        machine = assumed_machine(request.traits, os.environ)
+        temp_dir = _temp_dir(run_id)
+        plan, _ = request.plan(topology, run_id, machine, temp_dir=temp_dir, free=is_free)
         findings.append(plan_finding(config.name, plan.warnings))
         if topology.store is not None:
             findings.append(store_finding(topology.store))
@@ -445,40 +329,12 @@ def check(platform: str | None, hardware: str | None, config: Path | None, as_js
         sys.exit(FAILED)
 
 
-def _refusals(topology: Topology, plan: Plan, clash: str) -> list[EPDError]:
-    """Return why this machine cannot run a plan at this moment."""
-    router, store = topology.router, topology.store
-    found: list[EPDError] = [PortInUseError(clash)] if clash else []
-    demands: list[Callable[[], None]] = []
-    if not router.join:
-        demands.append(lambda: require_free(router.port, router.host))
-    pools = sum(topology.instances.of(role).count for role in TAKES_ITEMS)
-    demands.append(lambda: require_shm(topology.transfer.pool_bytes, pools))
-    if (admin_port := router.admin_port) is not None:
-        demands.append(lambda: require_free(admin_port, router.host, key="router.admin_port"))
-    if plan.kv is not None:
-        connector = KV_CONNECTORS[plan.kv.name]
-        demands.append(
-            lambda: require_module(
-                connector.module, needed_by=connector.cls, install=connector.install
-            )
-        )
-    if store is not None:
-        demands.append(lambda: make_store(store).close())  # Imports the store's library.
-    for demand in demands:
-        try:
-            demand()
-        except EPDError as error:
-            found.append(error)
-    return found
-
-
 def _temp_dir(run_id: str) -> Path:
     return Path(tempfile.gettempdir()) / f"{RUN_FOLDER}{run_id}"
 
 
 @contextlib.contextmanager
-def _run_folder(path: Path, *, make_secret: bool) -> Iterator[Path]:
+def _run_folder(path: Path, *, make_secret: bool) -> Iterator[None]:
     """Make the folder of a run, for this user only, and remove it at the end."""
     make_private_folder(path)
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -488,7 +344,7 @@ def _run_folder(path: Path, *, make_secret: bool) -> Iterator[Path]:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         if make_secret:
             make_secret_file(run_secret_file(str(path)))
-        yield path
+        yield
     finally:
         os.close(descriptor)
         shutil.rmtree(path, ignore_errors=True)

@@ -45,5 +45,5 @@ def test_a_shipped_topology_loads_and_plans(path: Path, platform: PlatformName) 
     assert len(taken) == len(set(taken))
     devices = [device for process in plan.processes for device in process.devices]
     again = {device for device in devices if devices.count(device) > 1}
-    assert again == {shared.device for shared in plan.shared}
+    assert again == {shared.device for shared in plan.devices if shared.is_shared}
     assert plan.warnings == ()

@@ -18,7 +18,6 @@ from epd_portable.bench import servers
 from epd_portable.bench.load.context import BenchContext
 from epd_portable.bench.load.sides import LoadSide
 from epd_portable.launch.plan.engine import ROLE_ARGS, cpu_env
-from epd_portable.launch.plan.placement import InstancePlacement
 from epd_portable.platforms.traits import TRAITS
 
 _EC_ROLES = {"encode": "ec_producer", "prefill_decode": "ec_consumer"}
@@ -80,7 +79,7 @@ def plain_engine(
         env = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, own)) for own in by_rank)}
         if side.tuned:
             eager = arguments.get("enforce_eager") is True
-            env = cpu_env(InstancePlacement(port=0, cores=(by_rank[0],)), 1, eager=eager)
+            env = cpu_env((by_rank[0],), eager=eager)
             arguments.setdefault("distributed_executor_backend", traits.single_rank_executor_cls)
         start = servers.start_on_cores(frozenset(map(int, units)), folder)
     return servers.one_process(

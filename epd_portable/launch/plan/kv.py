@@ -1,4 +1,4 @@
-"""Which of vLLM's KV connectors brings KV from prefill to decode instances, and why. Pure.
+"""vLLM's KV connector between prefill and decode instances: which one, and its settings. Pure.
 
 NIXL's is released with vLLM, Mooncake's with vllm-ascend. Both answer ``kv_transfer_params`` at the
 prefill instance, which the decode instance takes.
@@ -37,42 +37,63 @@ class KVConnector:
     install: str
     port_each_rank: bool
 
+    def ports(self, ranks: int, free_port: Callable[[], int]) -> dict[str, int]:
+        """Return the ports of an instance, the first of a row as ``kv``."""
+        row = [free_port()]
+        while len(row) < (ranks if self.port_each_rank else 1):
+            port = free_port()
+            row = [*row, port] if port == row[-1] + 1 else [port]
+        return {f"kv{index or ''}": port for index, port in enumerate(row)}
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KVChoice:
-    """The connector of a topology: its name in `KV_CONNECTORS`, and vLLM's."""
+    def arguments(self, topology: Topology, role: Role, port: int) -> dict[str, JsonValue]:
+        """Return vLLM's arguments; blocks that cannot be read are computed again at decode."""
+        config: dict[str, JsonValue] = {
+            "kv_connector": self.cls,
+            "kv_role": "kv_producer" if role in SENDS_KV else "kv_consumer",
+            "kv_load_failure_policy": "recompute",
+        }
+        if self.port_each_rank:
+            decode = topology.instances.decode.tensor_parallel_size
+            # Instances on other hosts are not known here.
+            sends = next((group.tensor_parallel_size for group in _senders(topology)), decode)
+            config["kv_port"] = port
+            config["kv_connector_extra_config"] = {
+                "prefill": {"dp_size": 1, "tp_size": sends},
+                "decode": {"dp_size": 1, "tp_size": decode},
+            }
+        return {"kv_transfer_config": config}
 
-    name: str
-    connector: str
-    reason: str
-
-
-KV_CONNECTORS = {
-    connector.name: connector
-    for connector in (
-        KVConnector(
-            name="nixl",
-            cls="NixlConnector",
-            module="nixl",
-            install="pip install epd-portable[kv]",
-            port_each_rank=False,
-        ),
-        KVConnector(
-            name="mooncake",
-            cls="MooncakeConnectorV1",
-            module="mooncake",
-            install="pip install mooncake-transfer-engine-npu",
-            port_each_rank=True,
-        ),
-    )
-}
+    def env(self, host: str, port: int) -> dict[str, str]:
+        """Return the variables that it reads; others reach the instance at ``host``."""
+        if self.port_each_rank:
+            return {"VLLM_HOST_IP": host}
+        return {"VLLM_NIXL_SIDE_CHANNEL_HOST": host, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
 
 
-def kv_connector(topology: Topology, traits: PlatformTraits) -> tuple[KVConnector, str] | None:
-    """Return the connector of a topology, and why it is that one; ``None`` where none is needed.
+_CONNECTORS = (
+    KVConnector(
+        name="nixl",
+        cls="NixlConnector",
+        module="nixl",
+        install="pip install epd-portable[kv]",
+        port_each_rank=False,
+    ),
+    KVConnector(
+        name="mooncake",
+        cls="MooncakeConnectorV1",
+        module="mooncake",
+        install="pip install mooncake-transfer-engine-npu",
+        port_each_rank=True,
+    ),
+)
+KV_CONNECTORS = {connector.name: connector for connector in _CONNECTORS}
+
+
+def kv_connector(topology: Topology, traits: PlatformTraits) -> KVConnector | None:
+    """Return the platform's connector, or ``None`` where prefill and decode are not split.
 
     Raises:
-        ConfigError: The one that is asked for does not run there, or the instances do not fit.
+        ConfigError: Its instances, or their network, do not suit it.
     """
     if not any(topology.instances.of(role).count for role in SENDS_KV | TAKES_KV):
         return None
@@ -85,7 +106,7 @@ def kv_connector(topology: Topology, traits: PlatformTraits) -> tuple[KVConnecto
             f"launch.host {host} is not the loopback address, and {connector.cls} neither encrypts "
             "nor asks who reads: set transfer.trusted_network if nobody else is on that network"
         )
-    return connector, f"it is the one for {traits.name}"
+    return connector
 
 
 def _check_ranks(topology: Topology, connector: KVConnector) -> None:
@@ -104,50 +125,3 @@ def _check_ranks(topology: Topology, connector: KVConnector) -> None:
 def _senders(topology: Topology) -> list[InstanceGroup]:
     groups = (topology.instances.of(role) for role in ROLES if role in SENDS_KV)
     return [group for group in groups if group.count]
-
-
-def kv_ports(
-    role: Role, ranks: int, connector: KVConnector, free_port: Callable[[], int]
-) -> dict[str, int]:
-    """Return the ports that an instance needs for a connector, the first of a row as ``kv``."""
-    if role not in SENDS_KV | TAKES_KV:
-        return {}
-    wanted = ranks if connector.port_each_rank else 1
-    row = [free_port()]
-    while len(row) < wanted:
-        port = free_port()
-        row = [*row, port] if port == row[-1] + 1 else [port]
-    return {"kv" if index == 0 else f"kv{index}": port for index, port in enumerate(row)}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KVEnd:
-    """The connector of one instance; ``port`` is the first of its ports."""
-
-    connector: KVConnector
-    role: Role
-    port: int
-
-    def arguments(self, topology: Topology) -> dict[str, JsonValue]:
-        """Return vLLM's arguments; blocks that cannot be read are computed again at decode."""
-        config: dict[str, JsonValue] = {
-            "kv_connector": self.connector.cls,
-            "kv_role": "kv_producer" if self.role in SENDS_KV else "kv_consumer",
-            "kv_load_failure_policy": "recompute",
-        }
-        if self.connector.port_each_rank:
-            decode = topology.instances.decode.tensor_parallel_size
-            # Instances on other hosts are not known here.
-            sends = next((group.tensor_parallel_size for group in _senders(topology)), decode)
-            config["kv_port"] = self.port
-            config["kv_connector_extra_config"] = {
-                "prefill": {"dp_size": 1, "tp_size": sends},
-                "decode": {"dp_size": 1, "tp_size": decode},
-            }
-        return {"kv_transfer_config": config}
-
-    def env(self, host: str) -> dict[str, str]:
-        """Return the variables that it reads; others reach the instance at ``host``."""
-        if self.connector.port_each_rank:
-            return {"VLLM_HOST_IP": host}
-        return {"VLLM_NIXL_SIDE_CHANNEL_HOST": host, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.port)}

@@ -9,7 +9,8 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from string import Template
 
@@ -36,10 +37,7 @@ def allowed_cores() -> tuple[int, ...]:
 
 
 def quota_cores(root: Path = Path("/")) -> float | None:
-    """Return how many cores' time this process's control group (version 2) may take.
-
-    ``None`` for no limit.
-    """
+    """Return the cores' time that this process's control group (version 2) may take, if limited."""
     try:
         group = PurePosixPath((root / "proc/self/cgroup").read_text().strip().rpartition("::")[2])
     except OSError:
@@ -69,10 +67,9 @@ def memory_nodes(root: Path = Path("/")) -> tuple[tuple[int, ...], ...]:
 
 def has_compiler(traits: PlatformTraits, environ: Mapping[str, str]) -> bool:
     """Return whether engines find the compiler of their platform; also where they need none."""
-    places = (Template(place).safe_substitute(environ) for place in traits.compiler)
-    return not traits.compiler or any(
-        shutil.which(place, path=environ.get("PATH")) for place in places
-    )
+    path = environ.get("PATH")
+    places = _places(traits.compiler, environ)
+    return not places or any(shutil.which(place, path=path) for place in places)
 
 
 def has_shares(traits: PlatformTraits, environ: Mapping[str, str]) -> bool:
@@ -80,15 +77,31 @@ def has_shares(traits: PlatformTraits, environ: Mapping[str, str]) -> bool:
 
     Where a service does that, it must run.
     """
-    places = (Template(place).safe_substitute(environ) for place in traits.share_service)
-    return traits.share_env is not None and (
-        not traits.share_service or any(Path(place).exists() for place in places)
-    )
+    places = _places(traits.share_service, environ)
+    here = not places or any(Path(place).exists() for place in places)
+    return traits.share_env is not None and here
 
 
-def _this_machine(
-    traits: PlatformTraits, environ: Mapping[str, str], devices: tuple[str, ...] | None
-) -> Machine:
+def _places(templates: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    return [Template(each).safe_substitute(environ) for each in templates]
+
+
+def described_machine(devices_per_node: int) -> Machine:
+    """Describe a machine that is not here: the devices of its profile, the cores of this one."""
+    devices = tuple(str(index) for index in range(devices_per_node))
+    return Machine(devices=devices, cores=allowed_cores())
+
+
+def assumed_machine(traits: PlatformTraits, environ: Mapping[str, str]) -> Machine:
+    """Describe the machine without touching a device runtime.
+
+    Its devices are those that the environment limits this process to, otherwise enough for any
+    plan.
+    """
+    listed = environ.get(traits.visible_devices_env) if traits.visible_devices_env else None
+    devices = None
+    if listed is not None:
+        devices = tuple(part.strip() for part in listed.split(",") if part.strip())
     return Machine(
         devices=devices,
         cores=allowed_cores(),
@@ -97,27 +110,6 @@ def _this_machine(
         has_compiler=has_compiler(traits, environ),
         has_shares=has_shares(traits, environ),
     )
-
-
-def visible_devices(traits: PlatformTraits, environ: Mapping[str, str]) -> tuple[str, ...] | None:
-    """Return the devices that the environment limits this process to, or ``None`` for no limit."""
-    if traits.visible_devices_env is None:
-        return None
-    text = environ.get(traits.visible_devices_env)
-    if text is None:
-        return None
-    return tuple(part.strip() for part in text.split(",") if part.strip())
-
-
-def assumed_machine(traits: PlatformTraits, environ: Mapping[str, str]) -> Machine:
-    """Describe the machine without touching a device runtime: enough devices for any plan."""
-    return _this_machine(traits, environ, visible_devices(traits, environ))
-
-
-def described_machine(devices_per_node: int) -> Machine:
-    """Describe a machine that is not here: the devices of its profile, the cores of this one."""
-    devices = tuple(str(index) for index in range(devices_per_node))
-    return Machine(devices=devices, cores=allowed_cores())
 
 
 def probed_machine(traits: PlatformTraits, environ: Mapping[str, str]) -> Machine:
@@ -129,8 +121,9 @@ def probed_machine(traits: PlatformTraits, environ: Mapping[str, str]) -> Machin
         PlatformUnavailableError: The platform cannot be used here; says why.
         LaunchError: The device runtime ended the process that asked it, or did not answer.
     """
+    machine = assumed_machine(traits, environ)
     if traits.visible_devices_env is None:
-        return _this_machine(traits, environ, None)
+        return machine
     try:
         answer = subprocess.run(
             [sys.executable, "-c", _PROBE, traits.name],
@@ -157,9 +150,9 @@ def probed_machine(traits: PlatformTraits, environ: Mapping[str, str]) -> Machin
             f"platform {traits.name} cannot be used here: {found['reason']}; "
             "`epd-launch check` shows what can"
         )
-    named = visible_devices(traits, environ)
-    indices = tuple(str(index) for index in range(found["count"]))
-    return _this_machine(traits, environ, indices if named is None else named)
+    if machine.devices is None:
+        machine = replace(machine, devices=tuple(map(str, range(found["count"]))))
+    return machine
 
 
 def require_shm(pool_bytes: int, pools: int) -> None:

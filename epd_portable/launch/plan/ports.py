@@ -68,7 +68,8 @@ def require_free(port: int, host: str, *, key: str = "router.port") -> None:
     """
     if is_free(port, host):
         return
-    other = next((p for p in range(port + 1, min(port + 100, 65536)) if is_free(p, host)), None)
+    others = range(port + 1, min(port + 100, HIGHEST_PORT + 1))
+    other = next((each for each in others if is_free(each, host)), None)
     option = "--port" if key == "router.port" else f"--set {key}=N"
     hint = f"take another with {option}" + (f", {other} is free" if other else "")
     raise PortInUseError(
@@ -79,26 +80,17 @@ def require_free(port: int, host: str, *, key: str = "router.port") -> None:
 def port_source(
     run_id: str,
     *,
-    reserved: frozenset[int] = frozenset(),
+    reserved: Collection[int] = (),
     host: str = "127.0.0.1",
     free: Callable[[int, str], bool] = claim,
 ) -> Callable[[], int]:
-    """Return a function that returns one free port after another.
+    """Return a function that returns one free port of ``host`` after another.
 
     The search starts at a point that follows from ``run_id``, so that topologies started at the
     same moment rarely meet; where they do, `claim` keeps them apart.
-
-    Args:
-        run_id: Hexadecimal id of the run.
-        reserved: Ports to leave out.
-        host: Address of this machine.
-        free: Tells whether a port of an address may be used, and reserves it.
-
-    Raises:
-        ConfigError: By the function, as `is_free`.
     """
     allowed = [port for port in range(FIRST_PORT, LAST_PORT + 1) if port not in reserved]
-    start = int(run_id, 16) % len(allowed) if allowed else 0
+    start = int(run_id, 16) % len(allowed)
     candidates = iter(allowed[start:] + allowed[:start])
 
     def next_port() -> int:
@@ -113,13 +105,8 @@ def port_source(
 class PortsInOrder:
     """Returns the ports from ``launch.first_port`` on, the same ones every time.
 
-    One that is in use is returned, too, and `problem` names it.
-
-    Args:
-        first: The first one.
-        reserved: Ports to leave out, because other software of such machines takes them.
-        host: Address of this machine.
-        free: Tells whether a port of an address may be used, and may reserve it.
+    One that is in use is returned, too, and `problem` names it. Other software of such machines
+    takes the ``reserved`` ones.
     """
 
     def __init__(
@@ -131,8 +118,7 @@ class PortsInOrder:
         free: Callable[[int, str], bool] = claim,
     ) -> None:
         self._first = first
-        self._next = first
-        self._reserved = reserved
+        self._ports = (port for port in range(first, HIGHEST_PORT + 1) if port not in reserved)
         self._host = host
         self._free = free
         self._taken: list[int] = []
@@ -143,18 +129,14 @@ class PortsInOrder:
         Raises:
             ConfigError: There is none above the last; or as `is_free`.
         """
-        while self._next in self._reserved:
-            self._next += 1
-        port = self._next
-        if port > HIGHEST_PORT:
-            raise ConfigError(
-                f"launch.first_port {self._first} leaves too few ports for all instances: "
-                f"{HIGHEST_PORT} is the highest; lower it"
-            )
-        self._next += 1
-        if not self._free(port, self._host):
-            self._taken.append(port)
-        return port
+        for port in self._ports:
+            if not self._free(port, self._host):
+                self._taken.append(port)
+            return port
+        raise ConfigError(
+            f"launch.first_port {self._first} leaves too few ports for all instances: "
+            f"{HIGHEST_PORT} is the highest; lower it"
+        )
 
     def problem(self, uses: Mapping[int, str], public: Mapping[str, int]) -> str:
         """Return which ports cannot be used, and what to do; empty if all can.

@@ -14,34 +14,28 @@ from dataclasses import dataclass
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from epd_portable.config.groups import InstanceGroup
 from epd_portable.config.instance import InstanceConfig
-from epd_portable.config.roles import ROLES, TAKES_ITEMS, Role, group_of
+from epd_portable.config.roles import ROLES, SENDS_KV, TAKES_ITEMS, TAKES_KV, Role, group_of
 from epd_portable.config.schema import Topology
 from epd_portable.connector.curve import is_off_host
 from epd_portable.connector.registry import offered
 from epd_portable.errors import ConfigError
-from epd_portable.launch.plan.engine import engine_argv, engine_env
-from epd_portable.launch.plan.kv import KVChoice, KVEnd, kv_connector, kv_ports
+from epd_portable.launch.plan.engine import Engine
+from epd_portable.launch.plan.hardware import Hardware, HardwareFit, fit
+from epd_portable.launch.plan.kv import KVConnector, kv_connector
 from epd_portable.launch.plan.model import ModelSource
-from epd_portable.launch.plan.placement import Cores, core_warnings, place_instances
+from epd_portable.launch.plan.placement import Cores, Placement, core_warnings, place_instances
 from epd_portable.launch.plan.sharing import (
-    Devices,
     UsedDevice,
-    check_collective,
-    check_shares,
+    check_sharing,
     memory_warnings,
     sharing_warnings,
     starts_after,
     used_devices,
 )
-from epd_portable.launch.plan.target import Hardware, HardwareFit, fit
 from epd_portable.media.limits import MediaLimits
 from epd_portable.platforms.traits import PlatformTraits
 from epd_portable.router.settings import InstanceSettings, RouterSettings, policy_of, with_policy
-
-GROUPS: dict[str, Role] = {group_of(role): role for role in ROLES}
-"""The groups of a topology file, in the order in which they get devices, and their roles."""
 
 QUEUED_BODIES = 8
 """Of the largest size that the router lets through, that an encode instance queues."""
@@ -129,13 +123,8 @@ class Plan:
     warnings: tuple[str, ...]
     devices: tuple[UsedDevice, ...] = ()
     hardware: HardwareFit | None = None
-    kv: KVChoice | None = None
+    kv: KVConnector | None = None
     store: str = ""
-
-    @property
-    def shared(self) -> tuple[UsedDevice, ...]:
-        """Devices with several instances."""
-        return tuple(each for each in self.devices if each.is_shared)
 
     def as_json(self) -> dict[str, Any]:
         """Return the plan as plain JSON values."""
@@ -145,6 +134,9 @@ class Plan:
         for process in found["processes"]:
             if not process["router_urls"]:
                 del process["router_urls"]
+        if self.kv:
+            reason = f"it is the one for {self.platform}"
+            found["kv"] = {"name": self.kv.name, "connector": self.kv.cls, "reason": reason}
         return found
 
 
@@ -216,100 +208,95 @@ def make_plan(
         ConfigError: The topology does not fit the platform or the machine.
     """
     _check_host(topology, traits)
+    router, store = topology.router, topology.store
     kv = kv_connector(topology, traits)
     secret_file = topology.secret_file or run_secret_file(temp_dir)
-    placements = place_instances(
-        topology, traits, devices=machine.devices, cores=machine.cores, free_port=free_port
-    )
-    devices = {
-        name: [each.devices for each in placed] for name, placed in placements.groups.items()
+    placements = place_instances(topology, traits, devices=machine.devices, cores=machine.cores)
+    placed = placements.groups
+    devices = used_devices(topology, placed)
+    check_sharing(topology, traits, devices)
+    after = starts_after(devices)
+    # Other hosts have an encode-0, too.
+    suffix = f"@{topology.launch.host}" if router.join else ""
+    http_ports = {
+        f"{group_of(role)}-{index}": free_port()
+        for role in ROLES
+        for index, _ in enumerate(placed[group_of(role)])
     }
-    used = used_devices(topology, devices)
-    shared = tuple(each for each in used if each.is_shared)
-    check_collective(topology, traits, shared)
-    check_shares(topology, traits)
-    after = starts_after(shared)
-    specs: list[ProcessSpec] = []
+    processes: list[ProcessSpec] = []
     backends: list[InstanceSettings] = []
-    for group_name, role in GROUPS.items():
-        group: InstanceGroup = getattr(topology.instances, group_name)
-        for index, placement in enumerate(placements.groups[group_name]):
-            local = f"{group_name}-{index}"
-            # Other hosts have an encode-0, too.
-            name = f"{local}@{topology.launch.host}" if topology.router.join else local
-            ports = {"http": placement.port}
+    for role in ROLES:
+        for index, placement in enumerate(placed[group_of(role)]):
+            local = f"{group_of(role)}-{index}"
+            group = topology.instances.of(role)
+            ports = {"http": http_ports[local]}
             if role != "encode":
                 ports |= {"control": free_port(), "data": free_port()}
-            if kv is not None:
-                ports |= kv_ports(role, group.tensor_parallel_size, kv[0], free_port)
-            instance = _instance(topology, traits, name, role, ports, run_id, secret_file)
-            common: dict[str, Any] = {
-                "model": model,
-                "traits": traits,
-                "instance": instance,
-                "kv": KVEnd(connector=kv[0], role=role, port=ports["kv"])
-                if kv and "kv" in ports
-                else None,
-            }
-            url = _base_url(topology.launch.host, placement.port)
+            own_kv = kv if role in SENDS_KV | TAKES_KV else None
+            if own_kv:
+                ports |= own_kv.ports(group.tensor_parallel_size, free_port)
+            name = f"{local}{suffix}"
+            engine = Engine(
+                topology=topology,
+                role=role,
+                model=model,
+                traits=traits,
+                instance=_instance(topology, traits, name, role, ports, run_id, secret_file),
+                placement=placement,
+                ports=ports,
+                kv=own_kv,
+            )
+            spec = ProcessSpec(
+                name=name,
+                role=role,
+                argv=engine.argv(),
+                env=engine.env(temp_dir=temp_dir, has_compiler=machine.has_compiler),
+                url=_base_url(topology.launch.host, ports["http"]),
+                ports=ports,
+                devices=placement.devices,
+                cores=placement.cores,
+                api_cores=placement.api_cores,
+                shm_name=engine.instance.pool,
+                after=tuple(f"{each}{suffix}" for each in after.get(local, ())),
+            )
+            processes.append(spec)
             backends.append(
                 InstanceSettings(
                     name=name,
                     role=role,
-                    url=url,
-                    control=instance.control_address,
+                    url=spec.url,
+                    control=engine.instance.control_address,
                     weight=group.weight,
                     labels=group.labels,
                 )
             )
-            specs.append(
-                ProcessSpec(
-                    name=name,
-                    role=role,
-                    argv=engine_argv(topology, group_name, port=placement.port, **common),
-                    env=engine_env(
-                        topology,
-                        group_name,
-                        placement=placement,
-                        temp_dir=temp_dir,
-                        has_compiler=machine.has_compiler,
-                        **common,
-                    ),
-                    url=url,
-                    ports=ports,
-                    devices=placement.devices,
-                    cores=placement.cores,
-                    api_cores=placement.api_cores,
-                    shm_name=instance.pool,
-                    after=tuple(name.replace(local, each, 1) for each in after.get(local, ())),
-                )
-            )
-    warnings = [*placements.warnings, *sharing_warnings(shared)]
-    warnings += _warnings(topology, traits, machine, devices, hardware)
-    warnings += core_warnings(
-        {spec.name: (spec.cores, _threads(spec)) for spec in specs},
-        quota_cores=machine.quota_cores,
-        nodes=machine.nodes,
-    )
-    if not topology.router.join:
-        specs.append(_router(topology, model, backends, secret_file, placements.rest))
-        url = _base_url(topology.router.host, topology.router.port, tls=_has_tls(topology))
+    warnings = [
+        *placements.warnings,
+        *sharing_warnings(devices),
+        *_warnings(topology, traits, machine, placed, hardware),
+        *core_warnings(
+            {spec.name: (spec.cores, _threads(spec)) for spec in processes},
+            quota_cores=machine.quota_cores,
+            nodes=machine.nodes,
+        ),
+    ]
+    if router.join:
+        url = router.join[0]
+        processes.append(_registrar(topology, backends, secret_file, free_port()))
     else:
-        url = topology.router.join[0]
-        specs.append(_registrar(topology, backends, secret_file, free_port()))
+        url = _base_url(router.host, router.port, tls=router.tls_cert_file is not None)
+        processes.append(_router(topology, model, backends, secret_file, placements.rest))
     return Plan(
         run_id=run_id,
         platform=traits.name,
         model=model.served_name,
         url=f"{url}/v1",
-        processes=tuple(specs),
+        processes=tuple(processes),
         warnings=tuple(warnings),
-        devices=used,
+        devices=devices,
         hardware=fit(hardware) if hardware else None,
-        kv=KVChoice(name=kv[0].name, connector=kv[0].cls, reason=kv[1]) if kv else None,
-        store=f"{topology.store.where}, at most {topology.store.max_bytes >> 20} MiB"
-        if topology.store
-        else "",
+        kv=kv,
+        store=f"{store.where}, at most {store.max_bytes >> 20} MiB" if store else "",
     )
 
 
@@ -341,7 +328,7 @@ def _warnings(
     topology: Topology,
     traits: PlatformTraits,
     machine: Machine,
-    devices: Devices,
+    placed: Mapping[str, Sequence[Placement]],
     hardware: Hardware | None,
 ) -> list[str]:
     found = []
@@ -357,7 +344,7 @@ def _warnings(
             "of the store outlives the run"
         )
     if hardware is not None:
-        found += memory_warnings(topology, traits, devices, hardware.profile.usable_memory_bytes)
+        found += memory_warnings(topology, traits, placed, hardware.profile.usable_memory_bytes)
         avoid = hardware.profile.ports_to_avoid
         if topology.router.port in avoid:
             found.append(
@@ -372,7 +359,7 @@ def _instance(
     traits: PlatformTraits,
     name: str,
     role: Role,
-    ports: dict[str, int],
+    ports: Mapping[str, int],
     run_id: str,
     secret_file: str,
 ) -> InstanceConfig:
@@ -431,16 +418,17 @@ def _router(
         wait_timeout_s=topology.transfer.wait_timeout_s,
     )
     with_policy(settings, policy_of(settings))
+    tls_cert_file, admin_port = router.tls_cert_file or "", router.admin_port
     module = "epd_portable.router.picker" if router.envoy else "epd_portable.router"
     return ProcessSpec(
         name="router",
         role="router",
         argv=(sys.executable, "-m", module, "--settings", settings.as_json()),
         env={"EPD_INSTANCE": "router"},
-        url=_base_url(router.host, router.admin_port or router.port, tls=_has_tls(topology)),
-        ports={"http": router.port} | ({"admin": router.admin_port} if router.admin_port else {}),
+        url=_base_url(router.host, admin_port or router.port, tls=bool(tls_cert_file)),
+        ports={"http": router.port} | ({"admin": admin_port} if admin_port else {}),
         cores=(rest,) if rest and not router.envoy else (),
-        tls_cert_file=router.tls_cert_file or "",
+        tls_cert_file=tls_cert_file,
     )
 
 
@@ -465,10 +453,6 @@ def _registrar(
         ports={"health": port},
         router_urls=tuple(topology.router.join),
     )
-
-
-def _has_tls(topology: Topology) -> bool:
-    return topology.router.tls_cert_file is not None
 
 
 def _base_url(host: str, port: int, *, tls: bool = False) -> str:

@@ -12,18 +12,21 @@ from dataclasses import dataclass
 
 from pydantic import JsonValue
 
-from epd_portable.config.groups import InstanceGroup
-from epd_portable.config.roles import ROLES, TAKES_ITEMS, group_of
+from epd_portable.config.roles import ROLES, TAKES_ITEMS, Role, group_of
 from epd_portable.config.schema import Topology
 from epd_portable.connector import registry
 from epd_portable.errors import ConfigError
+from epd_portable.launch.plan.placement import Placement
 from epd_portable.platforms.traits import PlatformTraits
 
 DEFAULT_UTILIZATION = 0.92
 """vLLM's default of ``gpu_memory_utilization`` (0.30 to 0.32)."""
 
-START_ORDER = (*(group_of(role) for role in ROLES if role != "encode"), "encode")
-"""The groups of a topology file, those first that measure the memory of their device."""
+START_ORDER: tuple[Role, ...] = (*(role for role in ROLES if role != "encode"), "encode")
+"""Those roles first that measure the memory of their device."""
+
+Placed = Mapping[str, Sequence[Placement]]
+"""The instances of each group, by the group's name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,72 +62,58 @@ class UsedDevice:
         return len(self.tenants) > 1
 
 
-Devices = Mapping[str, Sequence[Sequence[str]]]
-"""For each group, for each of its instances, one device per rank."""
-
-
-def used_devices(topology: Topology, devices: Devices) -> tuple[UsedDevice, ...]:
+def used_devices(topology: Topology, placed: Placed) -> tuple[UsedDevice, ...]:
     """Return the devices that have instances."""
     tenants: dict[str, list[Tenant]] = {}
-    for group_name in START_ORDER:
-        group: InstanceGroup = getattr(topology.instances, group_name)
-        has_cache = group_name != "encode"
+    for role in START_ORDER:
+        group, has_cache = topology.instances.of(role), role != "encode"
         arguments = {**topology.engine_args, **group.engine_args}
         kv_cache_bytes = arguments.get("kv_cache_memory_bytes") if has_cache else None
-        for index, ranks in enumerate(devices[group_name]):
+        for index, placement in enumerate(placed[group_of(role)]):
             tenant = Tenant(
-                name=f"{group_name}-{index}",
-                utilization=utilization(topology, group),
+                name=f"{group_of(role)}-{index}",
+                utilization=_utilization(topology, role),
                 kv_cache_bytes=kv_cache_bytes,
                 measures=has_cache and kv_cache_bytes is None,
                 share=group.share,
             )
-            for device in ranks:
+            for device in placement.devices:
                 tenants.setdefault(device, []).append(tenant)
     return tuple(
         UsedDevice(device=device, tenants=tuple(tenants[device])) for device in sorted(tenants)
     )
 
 
-def starts_after(shared: Sequence[UsedDevice]) -> dict[str, tuple[str, ...]]:
+def starts_after(devices: Sequence[UsedDevice]) -> dict[str, tuple[str, ...]]:
     """Return for each instance those on its devices that start before it, if there are any."""
     earlier: dict[str, dict[str, None]] = {}
-    for each in shared:
+    for each in devices:
         names = [tenant.name for tenant in each.tenants]
         for place, name in enumerate(names[1:], start=1):
             earlier.setdefault(name, {}).update(dict.fromkeys(names[:place]))
     return {name: tuple(others) for name, others in earlier.items()}
 
 
-def check_shares(topology: Topology, traits: PlatformTraits) -> None:
-    """Refuse shares of compute where the platform has none.
-
-    Raises:
-        ConfigError: Names the key.
-    """
-    for name in START_ORDER:
-        group: InstanceGroup = getattr(topology.instances, name)
-        if group.share is not None and traits.share_env is None:
-            raise ConfigError(
-                f"instances.{name}.share: on platform {traits.name} a process cannot be kept to a "
-                "part of a device; remove it, or move it under platform.<name> of the platform "
-                "that it is meant for"
-            )
-
-
-def check_collective(
-    topology: Topology, traits: PlatformTraits, shared: Sequence[UsedDevice]
+def check_sharing(
+    topology: Topology, traits: PlatformTraits, devices: Sequence[UsedDevice]
 ) -> None:
-    """Refuse groups of ranks on one device where the platform's library does not make them.
+    """Refuse shares of compute, and groups of ranks on one device, where the platform has none.
 
     Raises:
-        ConfigError: Names the instances.
+        ConfigError: Names the key or the instances.
     """
+    for role in ROLES:
+        if topology.instances.of(role).share is not None and traits.share_env is None:
+            raise ConfigError(
+                f"instances.{group_of(role)}.share: on platform {traits.name} a process cannot be "
+                "kept to a part of a device; remove it, or move it under platform.<name> of the "
+                "platform that it is meant for"
+            )
     if topology.transfer.path != "collective" or not traits.one_rank_a_device:
         return
-    for each in shared:
+    for each in devices:
         names = [tenant.name for tenant in each.tenants]
-        if any(name.startswith("encode-") for name in names):
+        if each.is_shared and any(name.startswith("encode-") for name in names):
             raise ConfigError(
                 f"transfer.path: collective, and {' and '.join(names)} are on device "
                 f"{each.device}: {traits.dist_backend} makes no group of ranks on one device; "
@@ -132,10 +121,12 @@ def check_collective(
             )
 
 
-def sharing_warnings(shared: Sequence[UsedDevice]) -> list[str]:
+def sharing_warnings(devices: Sequence[UsedDevice]) -> list[str]:
     """Return what may go wrong between instances on one device."""
     warnings = []
-    for each in shared:
+    for each in devices:
+        if not each.is_shared:
+            continue
         total = round(sum(tenant.utilization for tenant in each.tenants), 6)
         if total > 1:
             parts = ", ".join(f"{tenant.name} {tenant.utilization:g}" for tenant in each.tenants)
@@ -144,20 +135,19 @@ def sharing_warnings(shared: Sequence[UsedDevice]) -> list[str]:
                 f"gpu_memory_utilization, which adds up to {total:g} ({parts})"
             )
         for tenant in each.tenants:
-            if not tenant.measures:
-                continue
-            group = tenant.name.rpartition("-")[0]
-            others = [other.name for other in each.tenants if other is not tenant]
-            warnings.append(
-                f"device {each.device}: when {tenant.name} is started again it takes what "
-                f"{' and '.join(others)} need meanwhile for its own, and gets a smaller KV cache, "
-                f"or none; set kv_cache_memory_bytes in instances.{group}.engine_args"
-            )
+            if tenant.measures:
+                others = " and ".join(one.name for one in each.tenants if one is not tenant)
+                warnings.append(
+                    f"device {each.device}: when {tenant.name} is started again it takes what "
+                    f"{others} need meanwhile for its own, and gets a smaller KV cache, or none; "
+                    "set kv_cache_memory_bytes in "
+                    f"instances.{tenant.name.rpartition('-')[0]}.engine_args"
+                )
     return warnings
 
 
 def memory_warnings(
-    topology: Topology, traits: PlatformTraits, devices: Devices, memory_bytes: int
+    topology: Topology, traits: PlatformTraits, placed: Placed, memory_bytes: int
 ) -> list[str]:
     """Return on which devices, of so much memory, a receive pool leaves its engine nothing.
 
@@ -169,14 +159,14 @@ def memory_warnings(
     pool = topology.transfer.pool_bytes
     warnings = []
     for role in ROLES:
-        part = utilization(topology, topology.instances.of(role))
+        part = _utilization(topology, role)
         engine = round(part * memory_bytes)
         if role in TAKES_ITEMS and pool >= engine:
             warnings += [
-                f"device {ranks[0]}: the receive pool of {group_of(role)}-{index} wants "
+                f"device {each.devices[0]}: the receive pool of {group_of(role)}-{index} wants "
                 f"{_mib(pool)} of the {_mib(engine)} that gpu_memory_utilization {part:g} gives to "
                 f"its engine (of {_mib(memory_bytes)}); lower transfer.pool_bytes"
-                for index, ranks in enumerate(devices[group_of(role)])
+                for index, each in enumerate(placed[group_of(role)])
             ]
     return warnings
 
@@ -185,8 +175,8 @@ def _mib(nbytes: int) -> str:
     return f"{nbytes / (1 << 20):.0f} MiB"
 
 
-def utilization(topology: Topology, group: InstanceGroup) -> float:
-    """Return the part of a device's memory that each engine of a group takes."""
-    arguments = {**topology.engine_args, **group.engine_args}
+def _utilization(topology: Topology, role: Role) -> float:
+    """Return the part of a device's memory that each engine of a role takes."""
+    arguments = {**topology.engine_args, **topology.instances.of(role).engine_args}
     value = arguments.get("gpu_memory_utilization")
     return float(value) if isinstance(value, int | float) else DEFAULT_UTILIZATION

@@ -6,9 +6,9 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from epd_portable.launch.plan.check import Finding
+from epd_portable.launch.plan.hardware import HardwareFit
 from epd_portable.launch.plan.processes import Plan, ProcessSpec
 from epd_portable.launch.plan.sharing import Tenant, UsedDevice
-from epd_portable.launch.plan.target import HardwareFit
 from epd_portable.platforms.traits import TRAITS
 
 
@@ -28,20 +28,18 @@ def plan_table(plan: Plan) -> str:
     lines = [f"platform {plan.platform}, model {plan.model}, clients use {plan.url}", ""]
     lines += columns(rows)
     if plan.kv:
-        lines += ["", f"KV goes to decode instances by {plan.kv.connector}: {plan.kv.reason}"]
+        lines += ["", f"KV goes to decode instances by {plan.kv.cls}"]
     if plan.store:
         lines += ["", f"encoder outputs are kept by {plan.store}"]
-    for device in plan.shared:
-        lines += ["", *_shared(device, TRAITS[plan.platform].share_by)]
-    if alone := [each for each in plan.devices if not each.is_shared]:
-        lines += ["", "devices with one instance each, which start at once:"]
-        lines += columns(
-            [
-                (f"  device {each.device}", tenant.name, *_memory(tenant))
-                for each in alone
-                for tenant in each.tenants
-            ]
-        )
+    alone = []
+    for device in plan.devices:
+        if device.is_shared:
+            lines += ["", *_shared(device, TRAITS[plan.platform].share_by)]
+        else:
+            (tenant,) = device.tenants
+            alone.append((f"  device {device.device}", tenant.name, *_memory(tenant)))
+    if alone:
+        lines += ["", "devices with one instance each, which start at once:", *columns(alone)]
     if plan.hardware:
         lines += ["", *_hardware(plan.hardware)]
     for spec in plan.processes:

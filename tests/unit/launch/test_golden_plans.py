@@ -28,7 +28,7 @@ from click.testing import CliRunner
 
 from epd_portable.config.hardware import load_profile
 from epd_portable.launch import cli
-from epd_portable.launch.plan import machine
+from epd_portable.launch.plan import machine, request
 from epd_portable.launch.plan.model import resolve_model
 from epd_portable.launch.plan.ports import port_source
 from epd_portable.platforms.traits import TRAITS
@@ -54,8 +54,8 @@ def pinned() -> Iterator[None]:
 
     with (
         mock.patch.object(cli, "new_run_id", lambda: RUN_ID),
-        mock.patch.object(cli, "port_source", every_port_is_free),
-        mock.patch.object(cli, "_refusals", lambda *_: []),
+        mock.patch.object(request, "port_source", every_port_is_free),
+        mock.patch.object(cli, "refusals", lambda *_: []),
         mock.patch.object(machine, "allowed_cores", lambda: tuple(range(16))),
         mock.patch.object(machine, "has_compiler", lambda *_: True),
         mock.patch.object(machine, "has_shares", lambda *_: True),

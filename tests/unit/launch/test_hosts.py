@@ -9,7 +9,8 @@ import pytest
 
 from epd_portable.config.instance import InstanceConfig
 from epd_portable.errors import ConfigError
-from tests.unit.launch.test_plan import TEXT, options, plan_of
+from tests.unit.launch.plans import options, plan_of
+from tests.unit.launch.test_plan import TEXT
 
 OFF_HOST = "launch: {host: 10.0.0.2}\n"
 SECRET = "secret_file: /etc/epd.secret\n"

@@ -11,8 +11,9 @@ import pytest
 from epd_portable.config.load import parse_topology
 from epd_portable.config.schema import Topology
 from epd_portable.errors import ConfigError
-from epd_portable.launch.plan.kv import KV_CONNECTORS, KVEnd, kv_connector, kv_ports
+from epd_portable.launch.plan.kv import KV_CONNECTORS, kv_connector
 from epd_portable.platforms.traits import TRAITS
+from tests.unit.launch.plans import plan_of
 
 SPLIT = "instances: {p: {}, d: {}}"
 
@@ -27,8 +28,7 @@ def topology(*lines: str, platform: Any = "cpu") -> Topology:
 )
 def test_each_platform_has_its_connector(platform: str, cls: str) -> None:
     chosen = kv_connector(topology(SPLIT, platform=platform), TRAITS[platform])
-    assert chosen is not None
-    assert (chosen[0].cls, chosen[1]) == (cls, f"it is the one for {platform}")
+    assert chosen is not None and chosen.cls == cls
 
 
 @pytest.mark.parametrize("instances", ["{}", "{epd: {count: 2}}", "{e: {}, pd: {}, epd: {}}"])
@@ -65,33 +65,40 @@ def ports(*taken: int) -> Callable[[], int]:
 
 
 def test_ranks_that_listen_each_get_ports_in_a_row() -> None:
-    mooncake = KV_CONNECTORS["mooncake"]
-    assert kv_ports("prefill", 3, mooncake, ports(20001)) == {
+    assert KV_CONNECTORS["mooncake"].ports(3, ports(20001)) == {
         "kv": 20002,
         "kv1": 20003,
         "kv2": 20004,
     }
-    assert kv_ports("decode", 3, KV_CONNECTORS["nixl"], ports()) == {"kv": 20000}
-    assert kv_ports("prefill-decode", 3, mooncake, ports()) == {}
+    assert KV_CONNECTORS["nixl"].ports(3, ports()) == {"kv": 20000}
 
 
-def test_each_half_is_told_its_part() -> None:
+def test_each_half_gets_its_part() -> None:
     split = topology("instances: {ep: {tensor_parallel_size: 2}, d: {}}", platform="npu")
+    mooncake = KV_CONNECTORS["mooncake"]
     for role, part in (("encode-prefill", "kv_producer"), ("decode", "kv_consumer")):
-        end = KVEnd(connector=KV_CONNECTORS["mooncake"], role=role, port=21000)  # type: ignore[arg-type]
-        told: Any = end.arguments(split)["kv_transfer_config"]
-        assert told["kv_role"] == part
-        assert told["kv_load_failure_policy"] == "recompute"
-        assert told["kv_connector_extra_config"] == {
+        found: Any = mooncake.arguments(split, role, 21000)["kv_transfer_config"]  # type: ignore[arg-type]
+        assert found["kv_role"] == part
+        assert found["kv_port"] == 21000
+        assert found["kv_load_failure_policy"] == "recompute"
+        assert found["kv_connector_extra_config"] == {
             "prefill": {"dp_size": 1, "tp_size": 2},
             "decode": {"dp_size": 1, "tp_size": 1},
         }
-        assert end.env("10.0.0.1") == {"VLLM_HOST_IP": "10.0.0.1"}
+    assert mooncake.env("10.0.0.1", 21000) == {"VLLM_HOST_IP": "10.0.0.1"}
 
 
 def test_nixl_listens_where_the_instance_does() -> None:
-    end = KVEnd(connector=KV_CONNECTORS["nixl"], role="prefill", port=21000)
-    assert end.env("127.0.0.2") == {
+    assert KV_CONNECTORS["nixl"].env("127.0.0.2", 21000) == {
         "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.2",
         "VLLM_NIXL_SIDE_CHANNEL_PORT": "21000",
     }
+
+
+def test_only_instances_that_send_or_take_kv_have_a_connector() -> None:
+    plan = plan_of("model: m\ninstances: {p: {}, d: {}, pd: {}}")
+    ports = {spec.name: spec.ports.get("kv") for spec in plan.processes}
+    assert ports["prefill-0"] and ports["decode-0"] and ports["prefill_decode-0"] is None
+    for spec in plan.processes[:-1]:
+        assert ("--kv-transfer-config" in spec.argv) == bool(ports[spec.name])
+        assert ("VLLM_NIXL_SIDE_CHANNEL_PORT" in spec.env) == bool(ports[spec.name])

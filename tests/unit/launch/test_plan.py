@@ -5,23 +5,20 @@ from __future__ import annotations
 import itertools
 import json
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from epd_portable.config.instance import InstanceConfig
-from epd_portable.config.load import PLATFORMS, parse_topology
 from epd_portable.errors import ConfigError
 from epd_portable.launch.plan.engine import render_arguments
 from epd_portable.launch.plan.model import ModelSource
-from epd_portable.launch.plan.processes import Machine, Plan, ProcessSpec, make_plan
 from epd_portable.launch.plan.text import plan_table
 from epd_portable.media.limits import MediaLimits
 from epd_portable.platforms.traits import TRAITS
 from epd_portable.router.settings import load_settings
+from tests.unit.launch.plans import connector, options, plan_of
 
-FOLDER = ModelSource(argument="/models/m", served_name="m", is_folder=True)
 HUB = ModelSource(argument="org/m", served_name="org/m", is_folder=False)
 
 TOKEN = "epd_portable.vllm_plugin.instance_token.TokenMiddleware"
@@ -31,43 +28,6 @@ engine_args: {max_model_len: 4096, limit_mm_per_prompt: {video: 0}}
 platform:
   cpu: {engine_args: {dtype: bfloat16}}
 """
-
-
-def plan_of(
-    text: str,
-    platform: str,
-    *,
-    model: ModelSource = FOLDER,
-    devices: tuple[str, ...] | None = None,
-    cores: Sequence[int] = (0, 1, 2, 3),
-    has_compiler: bool = True,
-) -> Plan:
-    (name,) = (known for known in PLATFORMS if known == platform)
-    counter = itertools.count(20000)
-    return make_plan(
-        parse_topology(text, name),
-        model=model,
-        traits=TRAITS[platform],
-        machine=Machine(devices=devices, cores=tuple(cores), has_compiler=has_compiler),
-        run_id="00c0ffee",
-        free_port=lambda: next(counter),
-        temp_dir="/tmp/epd-00c0ffee",
-    )
-
-
-def options(spec: ProcessSpec) -> dict[str, str]:
-    """Return the flags of a process and their values; a flag without one has ''."""
-    flags = spec.argv[3:]
-    return {
-        flag: "" if following.startswith("--") else following
-        for flag, following in itertools.pairwise([*flags, "--"])
-        if flag.startswith("--")
-    }
-
-
-def connector(spec: ProcessSpec) -> dict[str, Any]:
-    result: dict[str, Any] = json.loads(options(spec)["--ec-transfer-config"])
-    return result
 
 
 def test_a_cpu_plan_in_full() -> None:
@@ -222,7 +182,9 @@ def test_a_device_that_instances_share_is_seen_once() -> None:
 
 def test_workers_of_several_ranks_have_processes_of_their_own_and_rest() -> None:
     plan = plan_of(
-        "model: m\ninstances: {prefill_decode: {tensor_parallel_size: 2}}", "cpu", cores=range(6)
+        "model: m\ninstances: {prefill_decode: {tensor_parallel_size: 2}}",
+        "cpu",
+        cores=tuple(range(6)),
     )
     encode, pd, _ = plan.processes
     assert options(encode)["--distributed-executor-backend"].endswith(".UniProcExecutor")
@@ -352,12 +314,6 @@ def test_weights_labels_and_the_choice_reach_the_router() -> None:
 
 def test_a_model_from_the_hub_may_be_downloaded() -> None:
     assert "HF_HUB_OFFLINE" not in plan_of(TEXT, "cuda", model=HUB).processes[0].env
-
-
-def test_a_variable_that_only_the_launcher_can_set_is_refused() -> None:
-    text = "model: m\ninstances: {encode: {env: {CUDA_VISIBLE_DEVICES: '3'}}}"
-    with pytest.raises(ConfigError, match=r"CUDA_VISIBLE_DEVICES .* list devices instead"):
-        plan_of(text, "cuda")
 
 
 @pytest.mark.parametrize(("platform", "key"), [("cuda", "cores"), ("cpu", "devices")])

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 
-from epd_portable.config.load import parse_topology
 from epd_portable.errors import ConfigError
-from epd_portable.launch.plan.model import ModelSource
-from epd_portable.launch.plan.processes import Machine, Plan, make_plan
+from epd_portable.launch.plan.processes import Plan
 from epd_portable.launch.plan.sharing import Tenant, UsedDevice
 from epd_portable.launch.plan.text import plan_table
-from epd_portable.platforms.traits import TRAITS
+from tests.unit.launch.plans import plan_of
 
 ONE_DEVICE = """
 instances:
@@ -24,16 +20,11 @@ instances:
 
 
 def plan(text: str, platform: str = "cuda", *, has_shares: bool = True) -> Plan:
-    ports = itertools.count(28000)
-    return make_plan(
-        parse_topology(f"model: m\n{text}", platform),  # type: ignore[arg-type]
-        model=ModelSource(argument="m", served_name="m", is_folder=False),
-        traits=TRAITS[platform],
-        machine=Machine(devices=("0", "1"), cores=(0, 1), has_shares=has_shares),
-        run_id="00c0ffee",
-        free_port=lambda: next(ports),
-        temp_dir="/tmp/epd",
-    )
+    return plan_of(f"model: m\n{text}", platform, devices=("0", "1"), has_shares=has_shares)
+
+
+def shared(made: Plan) -> tuple[UsedDevice, ...]:
+    return tuple(each for each in made.devices if each.is_shared)
 
 
 def after(made: Plan) -> dict[str, tuple[str, ...]]:
@@ -48,13 +39,13 @@ def test_on_a_shared_device_who_measures_its_memory_starts_first(platform: str) 
         name="prefill_decode-0", utilization=0.6, kv_cache_bytes=1024, measures=False, share=None
     )
     then = Tenant(name="encode-0", utilization=0.2, kv_cache_bytes=None, measures=False, share=None)
-    assert made.shared == (UsedDevice(device="0", tenants=(first, then)),)
+    assert shared(made) == (UsedDevice(device="0", tenants=(first, then)),)
     assert made.warnings == ()
 
 
 def test_instances_on_devices_of_their_own_start_at_once() -> None:
     made = plan("")
-    assert (after(made), made.shared, made.warnings) == ({}, (), ())
+    assert (after(made), shared(made), made.warnings) == ({}, (), ())
     text = plan_table(made)
     assert "devices with one instance each, which start at once:" in text
     assert "  device 0  encode-0          92% of its memory  no KV cache\n" in text
@@ -123,7 +114,7 @@ PERCENTAGE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 def test_instances_are_kept_to_their_share_of_the_compute_of_a_device() -> None:
     made = plan(SHARES)
     assert [spec.env.get(PERCENTAGE) for spec in made.processes] == ["30", "70", None]
-    assert [tenant.share for tenant in made.shared[0].tenants] == [70, 30]
+    assert [tenant.share for tenant in shared(made)[0].tenants] == [70, 30]
     assert made.warnings == ()
     text = plan_table(made)
     assert "no KV cache             30% of its compute" in text
@@ -137,8 +128,6 @@ def test_on_ascend_each_worker_is_told_its_share_and_sets_its_limit() -> None:
     assert [spec.env.get("EPD_COMPUTE_SHARE") for spec in made.processes] == ["30", "70", None]
     assert all(PERCENTAGE not in spec.env for spec in made.processes)
     assert "by CANN's limit of a process's cores" in plan_table(made)
-    with pytest.raises(ConfigError, match=r"EPD_COMPUTE_SHARE of .* write share beside count"):
-        plan(f'{SHARES}\nenv: {{EPD_COMPUTE_SHARE: "10"}}', "npu")
 
 
 def test_shares_that_nothing_keeps_instances_to_are_warned_of() -> None:
@@ -147,12 +136,10 @@ def test_shares_that_nothing_keeps_instances_to_are_warned_of() -> None:
     assert plan(ONE_DEVICE, has_shares=False).warnings == ()
 
 
-def test_shares_are_refused_where_there_are_none_and_their_variable_in_env() -> None:
+def test_shares_are_refused_where_there_are_none() -> None:
     on_cores = SHARES.replace("devices", "cores")
     with pytest.raises(ConfigError, match=r"instances\.prefill_decode\.share: on platform cpu"):
         plan(on_cores, "cpu")
-    with pytest.raises(ConfigError, match=rf"{PERCENTAGE} of .* write share beside count"):
-        plan(f'{SHARES}\nenv: {{{PERCENTAGE}: "10"}}')
 
 
 @pytest.mark.parametrize("share", [0, 101, "half"])

@@ -171,6 +171,39 @@ def test_a_wrong_value_is_answered_with_its_key_its_place_and_the_remedy(
 
 
 @pytest.mark.parametrize(
+    ("platform", "file", "key", "remedy"),
+    [
+        (
+            *("cuda", "instances: {e: {env: {CUDA_VISIBLE_DEVICES: '3'}}}"),
+            *("instances.e.env.CUDA_VISIBLE_DEVICES", "list devices instead"),
+        ),
+        (
+            *("cuda", "instances: {e: {share: 30, env: {CUDA_MPS_ACTIVE_THREAD_PERCENTAGE: '1'}}}"),
+            *("instances.e.env.CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "write share beside count"),
+        ),
+        (
+            *("npu", "instances: {e: {share: 30}}\nenv: {EPD_COMPUTE_SHARE: '1'}"),
+            *("env.EPD_COMPUTE_SHARE", "write share beside count"),
+        ),
+        (
+            *("cpu", "instances: {p: {}, d: {env: {VLLM_NIXL_SIDE_CHANNEL_PORT: '1'}}}"),
+            *("instances.d.env.VLLM_NIXL_SIDE_CHANNEL_PORT", "remove it"),
+        ),
+        (
+            *("cpu", "instances: {p: {}, d: {}}\nengine_args: {kv_transfer_config: {}}"),
+            *("engine_args.kv_transfer_config", "its settings are under transfer"),
+        ),
+    ],
+)
+def test_what_only_the_launcher_sets_is_refused_with_what_to_write(
+    platform: str, file: str, key: str, remedy: str
+) -> None:
+    command = f"epd-launch plan --platform {platform} --config t.yaml"
+    text = run(command, f"model: demo\n{file}\n").output
+    assert f"{key} (line " in text and remedy in text
+
+
+@pytest.mark.parametrize(
     ("assignment", "section", "remedy"),
     [
         ("router.tls_cert_file=a.pem", "router", "set both or neither"),

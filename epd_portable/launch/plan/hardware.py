@@ -1,4 +1,4 @@
-"""What a command plans for: a platform, and perhaps a hardware profile."""
+"""Hardware profiles: where they are looked for, and what one says of a plan."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from epd_portable import envs
 from epd_portable.config.hardware import HardwareProfile, find_profile, load_profile
 from epd_portable.config.load import SHIPPED
 from epd_portable.errors import ConfigError
-from epd_portable.platforms.traits import TRAITS, PlatformTraits
 
 PROFILES = (Path("configs/hardware"), SHIPPED / "hardware")
 """Where profiles are looked for last: in the working directory, and in the package."""
@@ -23,14 +22,6 @@ class Hardware:
 
     name: str
     profile: HardwareProfile
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Target:
-    """What to plan for."""
-
-    traits: PlatformTraits
-    hardware: Hardware | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,31 +42,26 @@ class HardwareFit:
     transfer_s: dict[str, float]
 
 
-def find_target(platform: str | None, hardware: str | None, config: Path) -> Target:
-    """Join the options ``--platform`` and ``--hardware``.
+def find_hardware(name: str, platform: str | None, *, beside: Path | None = None) -> Hardware:
+    """Read a profile by its name or file; see `find_profile`.
 
     Args:
-        platform: Name; ``None`` takes the profile's.
-        hardware: Name or file of a profile.
-        config: Topology file; profiles are looked for in the folder ``hardware`` beside it first.
+        name: Profiles are looked for in `PROFILES`.
+        platform: That was asked for, if one was.
+        beside: Topology file; the folder ``hardware`` beside it comes first.
 
     Raises:
-        ConfigError: Neither was given, they contradict each other, or the profile is not there or
-            wrong.
+        ConfigError: It is not there, wrong, or of another platform.
     """
-    if hardware is not None:
-        found = find_hardware(hardware, beside=config)
-        require_platform(found, platform)
-        return Target(traits=TRAITS[found.profile.platform], hardware=found)
-    if platform is None:
-        raise ConfigError("name a platform with --platform, or a hardware profile with --hardware")
-    return Target(traits=TRAITS[platform])
-
-
-def find_hardware(name: str, *, beside: Path | None = None) -> Hardware:
-    """Read a profile by its name or file; see `find_profile`."""
     path = find_profile(name, _folders(beside))
-    return Hardware(name=path.stem, profile=load_profile(path))
+    profile = load_profile(path)
+    if platform not in (None, profile.platform):
+        raise ConfigError(
+            f"--hardware {path.stem} is a profile of platform {profile.platform}, and "
+            f"--platform (or {envs.EPD_PLATFORM.name}) says {platform}; leave --platform out, or "
+            "choose another profile"
+        )
+    return Hardware(name=path.stem, profile=profile)
 
 
 def profile_names(beside: Path | None = None) -> list[str]:
@@ -85,24 +71,7 @@ def profile_names(beside: Path | None = None) -> list[str]:
 
 def _folders(beside: Path | None) -> list[Path]:
     folders = [beside.parent / "hardware"] if beside else []
-    for last in PROFILES:
-        if all(folder.resolve() != last.resolve() for folder in folders):
-            folders.append(last)
-    return folders
-
-
-def require_platform(hardware: Hardware, platform: str | None) -> None:
-    """Check that a profile is one of the platform that was asked for, if one was.
-
-    Raises:
-        ConfigError: It is not.
-    """
-    if platform not in (None, hardware.profile.platform):
-        raise ConfigError(
-            f"--hardware {hardware.name} is a profile of platform {hardware.profile.platform}, and "
-            f"--platform (or {envs.EPD_PLATFORM.name}) says {platform}; leave --platform out, or "
-            "choose another profile"
-        )
+    return list({folder.resolve(): folder for folder in (*folders, *PROFILES)}.values())
 
 
 def fit(hardware: Hardware) -> HardwareFit:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from epd_portable.config.hardware import parse_profile
-from epd_portable.config.load import parse_topology
+from epd_portable.errors import ConfigError
 from epd_portable.launch.plan.check import compare
-from epd_portable.launch.plan.model import ModelSource
-from epd_portable.launch.plan.processes import Machine, Plan, make_plan
-from epd_portable.launch.plan.target import Hardware, fit
+from epd_portable.launch.plan.hardware import Hardware, find_hardware, fit
+from epd_portable.launch.plan.processes import Plan
+from epd_portable.launch.plan.request import PlanRequest
 from epd_portable.launch.plan.text import plan_table
-from epd_portable.platforms.traits import TRAITS
+from tests.unit.launch.plans import plan_of
 
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+CONFIG = CONFIGS / "1e1pd.yaml"
 FIGURE = "quality: derived, source: made up for tests"
 PROFILE = f"""
 platform: npu
@@ -31,21 +34,40 @@ avoid_ports: {{first: 20000, last: 20009, {FIGURE}}}
 X = Hardware(name="x", profile=parse_profile(PROFILE))
 
 
-def warnings(extra: str, *, platform: str = "npu", hardware: Hardware | None = X) -> list[str]:
-    return list(plan(extra, platform=platform, hardware=hardware).warnings)
+def plan(extra: str, hardware: Hardware | None = X) -> Plan:
+    return plan_of(f"model: m\n{extra}", "npu", devices=("0", "1"), hardware=hardware)
 
 
-def plan(extra: str, *, platform: str = "npu", hardware: Hardware | None = X) -> Plan:
-    return make_plan(
-        parse_topology(f"model: m\n{extra}", platform),  # type: ignore[arg-type]
-        model=ModelSource(argument="m", served_name="m", is_folder=False),
-        traits=TRAITS[platform],
-        machine=Machine(devices=("0", "1"), cores=(0, 1)),
-        run_id="00c0ffee",
-        free_port=lambda: 28000,
-        temp_dir="/tmp/epd",
-        hardware=hardware,
-    )
+def warnings(extra: str, hardware: Hardware | None = X) -> list[str]:
+    return list(plan(extra, hardware).warnings)
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work in a folder that holds no profiles."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.parametrize("platform", [None, "npu"])
+def test_a_profile_supplies_the_platform(platform: str | None) -> None:
+    request = PlanRequest.from_options(platform=platform, hardware="910b-64g", config=CONFIG)
+    assert request.traits.name == "npu"
+    assert request.hardware is not None and request.hardware.name == "910b-64g"
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_a_profile_is_found_beside_the_topology_file_then_here_then_in_the_package(
+    tmp_path: Path,
+) -> None:
+    mine = tmp_path / "configs" / "hardware" / "mine.yaml"
+    mine.parent.mkdir(parents=True)
+    mine.write_text((CONFIGS / "hardware/h200.yaml").read_text("utf-8"), "utf-8")
+    for name in ("mine", "h200"):
+        assert find_hardware(name, None, beside=CONFIG).name == name
+        assert find_hardware(name, "cuda").name == name
+    with pytest.raises(ConfigError, match="no such profile"):
+        find_hardware("h2000", None)
 
 
 def test_a_pool_that_fits_into_the_engine_s_share_is_no_reason_for_a_warning() -> None:
@@ -82,7 +104,7 @@ instances:
 
 
 def test_without_a_profile_nothing_is_known_of_memory() -> None:
-    result = plan("transfer: {pool_bytes: 1GiB}", hardware=None)
+    result = plan("transfer: {pool_bytes: 1GiB}", None)
     assert result.warnings == ()
     assert result.hardware is None
 

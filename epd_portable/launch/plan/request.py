@@ -1,0 +1,161 @@
+"""What a command line asks for: a file with overrides, and a platform or hardware profile."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from epd_portable import envs
+from epd_portable.config.load import Check, load_topology, located
+from epd_portable.config.removed import REMOVED, removed
+from epd_portable.config.roles import TAKES_ITEMS
+from epd_portable.config.schema import Topology
+from epd_portable.connector.stores.base import make_store
+from epd_portable.errors import ConfigError, EPDError, PortInUseError
+from epd_portable.launch.plan.file_checks import usual_checks
+from epd_portable.launch.plan.hardware import Hardware, find_hardware
+from epd_portable.launch.plan.machine import require_module, require_shm
+from epd_portable.launch.plan.model import resolve_model
+from epd_portable.launch.plan.ports import PortsInOrder, claim, port_source, require_free
+from epd_portable.launch.plan.processes import Machine, Plan, make_plan
+from epd_portable.platforms.traits import TRAITS, PlatformTraits
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanRequest:
+    """A topology to plan.
+
+    Attributes:
+        traits: The platform.
+        hardware: The profile to check the plan against.
+        config: Topology file.
+        overrides: What is laid over it, as ``key.subkey=value``.
+    """
+
+    traits: PlatformTraits
+    hardware: Hardware | None
+    config: Path
+    overrides: tuple[str, ...]
+
+    @classmethod
+    def from_options(
+        cls,
+        *,
+        platform: str | None,
+        config: Path,
+        hardware: str | None = None,
+        overrides: tuple[str, ...] = (),
+        model: str | None = None,
+        port: int | None = None,
+    ) -> PlanRequest:
+        """Return what the options of ``up`` and ``plan`` ask for.
+
+        Raises:
+            ConfigError: Neither a platform nor a profile was given, they contradict each other, or
+                the profile is not there or wrong.
+        """
+        if model is not None:
+            overrides = (*overrides, f"model={json.dumps(model)}")
+        if port is not None:
+            overrides = (*overrides, f"router.port={port}")
+        found = find_hardware(hardware, platform, beside=config) if hardware else None
+        platform = found.profile.platform if found else platform
+        if platform is None:
+            raise ConfigError(
+                "name a platform with --platform, or a hardware profile with --hardware"
+            )
+        return cls(traits=TRAITS[platform], hardware=found, config=config, overrides=overrides)
+
+    def load(self, *checks: Check) -> Topology:
+        """Read the file.
+
+        Raises:
+            ConfigError: Lists every problem of the file; or a variable is wrong.
+        """
+        for name in sorted(REMOVED.keys() & os.environ.keys()):
+            raise ConfigError(f"the variable {name} {removed(name)}")
+        for variable in envs.TABLE:
+            variable.get()  # Children have it, too.
+        return load_topology(
+            self.config,
+            self.traits.name,
+            overrides=self.overrides,
+            checks=(*usual_checks(self.traits), *checks),
+        )
+
+    def plan(
+        self,
+        topology: Topology,
+        run_id: str,
+        machine: Machine,
+        *,
+        temp_dir: Path,
+        free: Callable[[int, str], bool] = claim,
+    ) -> tuple[Plan, str]:
+        """Make the plan; also return which of its ports cannot be used, where they are fixed.
+
+        Raises:
+            ConfigError: The topology does not fit; names the place of the key.
+        """
+        launch, router = topology.launch, topology.router
+        avoid = self.hardware.profile.ports_to_avoid if self.hardware else range(0)
+        public = {"router.port": router.port}
+        if router.admin_port is not None:
+            public["router.admin_port"] = router.admin_port
+        in_order = None
+        if launch.first_port is not None:
+            in_order = PortsInOrder(launch.first_port, reserved=avoid, host=launch.host, free=free)
+        reserved = frozenset({*public.values(), *avoid})
+        try:
+            plan = make_plan(
+                topology,
+                model=resolve_model(topology.model, served_name=topology.served_model_name),
+                traits=self.traits,
+                machine=machine,
+                run_id=run_id,
+                free_port=in_order or port_source(run_id, reserved=reserved, host=launch.host),
+                temp_dir=str(temp_dir),
+                hardware=self.hardware,
+            )
+        except ConfigError as error:
+            name = self.traits.name
+            raise located(error, self.config, name, overrides=self.overrides) from error
+        uses = {
+            port: f"{purpose} of {spec.name}"
+            for spec in plan.processes
+            if spec.role != "router"
+            for purpose, port in spec.ports.items()
+        }
+        return plan, in_order.problem(uses, public) if in_order else ""
+
+
+def refusals(topology: Topology, plan: Plan, clash: str) -> list[EPDError]:
+    """Return why this machine cannot run a plan at this moment.
+
+    Args:
+        topology: What was planned.
+        plan: What would be started.
+        clash: See `PlanRequest.plan`.
+    """
+    router, store, kv = topology.router, topology.store, plan.kv
+    pools = sum(topology.instances.of(role).count for role in TAKES_ITEMS)
+    demands: list[Callable[[], None]] = []
+    if not router.join:
+        demands.append(lambda: require_free(router.port, router.host))
+    demands.append(lambda: require_shm(topology.transfer.pool_bytes, pools))
+    if (admin_port := router.admin_port) is not None:
+        demands.append(lambda: require_free(admin_port, router.host, key="router.admin_port"))
+    if kv is not None:
+        demands.append(lambda: require_module(kv.module, needed_by=kv.cls, install=kv.install))
+    if store is not None:
+        demands.append(lambda: make_store(store).close())  # Imports the store's library.
+    found: list[EPDError] = [PortInUseError(clash)] if clash else []
+    for demand in demands:
+        try:
+            demand()
+        except EPDError as error:
+            found.append(error)
+    return found

@@ -1,0 +1,53 @@
+"""Plans of topologies that tests write out, for a machine that they describe."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+from epd_portable.config.load import parse_topology
+from epd_portable.launch.plan.hardware import Hardware
+from epd_portable.launch.plan.model import ModelSource
+from epd_portable.launch.plan.processes import Machine, Plan, ProcessSpec, make_plan
+from epd_portable.platforms.traits import TRAITS
+
+MODEL = ModelSource(argument="/models/m", served_name="m", is_folder=True)
+
+
+def plan_of(
+    text: str,
+    platform: str = "cpu",
+    *,
+    model: ModelSource = MODEL,
+    hardware: Hardware | None = None,
+    devices: tuple[str, ...] | None = None,
+    cores: tuple[int, ...] = (0, 1, 2, 3),
+    **machine: Any,
+) -> Plan:
+    ports = itertools.count(20000)
+    return make_plan(
+        parse_topology(text, platform),  # type: ignore[arg-type]
+        model=model,
+        traits=TRAITS[platform],
+        machine=Machine(devices=devices, cores=cores, **machine),
+        run_id="00c0ffee",
+        free_port=lambda: next(ports),
+        temp_dir="/tmp/epd-00c0ffee",
+        hardware=hardware,
+    )
+
+
+def options(spec: ProcessSpec) -> dict[str, str]:
+    """Return the flags of a process and their values; a flag without one has ''."""
+    return {
+        flag: "" if following.startswith("--") else following
+        for flag, following in itertools.pairwise([*spec.argv[3:], "--"])
+        if flag.startswith("--")
+    }
+
+
+def connector(spec: ProcessSpec) -> dict[str, Any]:
+    """Return the settings of the connector that an engine gets."""
+    found: dict[str, Any] = json.loads(options(spec)["--ec-transfer-config"])
+    return found
