@@ -89,9 +89,9 @@ def test_a_group_of_two_ranks_on_one_device_is_refused_where_its_library_refuses
     text = f"{ONE_DEVICE}\ntransfer: {{path: collective}}"
     with pytest.raises(ConfigError, match=r"prefill_decode-0 and encode-0 are on device 0: nccl"):
         plan(text)
-    assert plan(text, "npu").shared
+    assert shared(plan(text, "npu"))
     apart = text.replace("encode: {devices: [0]", "encode: {devices: [1]")
-    assert plan(apart).shared == ()
+    assert shared(plan(apart)) == ()
 
 
 def test_a_plan_for_people_shows_order_memory_and_reason() -> None:
@@ -138,7 +138,7 @@ def test_shares_that_nothing_keeps_instances_to_are_warned_of() -> None:
 
 def test_shares_are_refused_where_there_are_none() -> None:
     on_cores = SHARES.replace("devices", "cores")
-    with pytest.raises(ConfigError, match=r"instances\.prefill_decode\.share: on platform cpu"):
+    with pytest.raises(ConfigError, match=r"instances\.encode\.share: on platform cpu"):
         plan(on_cores, "cpu")
 
 
