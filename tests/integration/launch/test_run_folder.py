@@ -22,37 +22,25 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_a_run_has_a_fresh_secret_that_nobody_else_can_read_and_that_goes_with_it(
+def test_a_run_has_a_fresh_secret_that_only_its_user_can_read_and_that_goes_with_it(
     tmp_path: Path,
 ) -> None:
-    tokens = []
-    for name in ("one", "two"):
-        with _run_folder(tmp_path / name, make_secret=True) as folder:
+    tokens, folder = [], tmp_path / "run"
+    for _ in range(2):
+        with pytest.raises(RuntimeError), _run_folder(folder, make_secret=True):
             file = Path(run_secret_file(str(folder)))
             assert (mode(folder), mode(file)) == (0o700, 0o600)
             tokens.append(Secret.read(str(file)).instance_token())
+            # What cleans old files away tries to lock a folder before it looks into it.
+            descriptor = os.open(folder, os.O_RDONLY)
+            with pytest.raises(BlockingIOError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.close(descriptor)
+            raise RuntimeError
         assert not folder.exists()
     assert tokens[0] != tokens[1]
-
-
-def test_no_secret_is_made_where_the_topology_names_one(tmp_path: Path) -> None:
-    with _run_folder(tmp_path / "run", make_secret=False) as folder:
+    with _run_folder(folder, make_secret=False):
         assert list(folder.iterdir()) == []
-
-
-def test_what_cleans_old_files_away_leaves_the_folder_alone(tmp_path: Path) -> None:
-    """It tries to lock a folder before it looks into it."""
-    with _run_folder(tmp_path / "run", make_secret=True) as folder:
-        descriptor = os.open(folder, os.O_RDONLY)
-        with pytest.raises(BlockingIOError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.close(descriptor)
-
-
-def test_a_run_that_fails_leaves_no_folder(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError), _run_folder(tmp_path / "run", make_secret=True):
-        raise RuntimeError
-    assert not (tmp_path / "run").exists()
 
 
 def test_somebody_elses_folder_is_not_used(tmp_path: Path) -> None:
