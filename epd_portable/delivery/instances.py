@@ -1,10 +1,6 @@
 """The instances as a front sees them: how they are, how busy, and which of them gets what.
 
 Nothing here does input or output: probes and requests report what they saw of an instance.
-
-Encoders are chosen by item, on a ring of hashes and under a load bound: a repeated picture meets
-the encoder that has it in its cache, unless that one is busier than the others. Instances that
-answer or prefill are chosen by load.
 """
 
 from __future__ import annotations
@@ -15,7 +11,6 @@ import logging
 import random
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import Literal, Protocol
 
 import anyio
@@ -84,14 +79,20 @@ class WentDownError(EPDError):
 
 
 class Use:
-    """A use of an instance, which must not leave while the context lasts."""
+    """A use of an instance, which must not leave while the context lasts.
+
+    Args:
+        instance: That is used.
+        work: Whether it counts as load: a request, or an encode job.
+        item: That the job is for; empty for others.
+    """
 
     __slots__ = ("_callback", "_computes", "_work", "instance", "item")
 
     def __init__(self, instance: Instance, *, work: bool, item: str = "") -> None:
         self.instance = instance
         self.item = item
-        self._work = int(work)
+        self._work = work
         self._computes = False
         self._callback: Callable[[], None] | None = None
 
@@ -99,23 +100,17 @@ class Use:
         self.instance._start_use(self, self._work)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._callback = None
         if self._computes:
-            self._computes = False
-            self.instance._count(computes_for=-1)
+            self.instance.computes_for -= 1
         self.instance._end_use(self, self._work)
 
     def compute(self) -> None:
         """Count the request, once, as one that waits for no item; until the context ends."""
         if not self._computes:
             self._computes = True
-            self.instance._count(computes_for=1)
+            self.instance.computes_for += 1
 
     def on_down(self, callback: Callable[[], None]) -> None:
         """Call a function when the instance goes down while this lasts; at once if it is down.
@@ -183,7 +178,6 @@ class Instance:
         self.computes_for = 0
         self.tokens = 0
         self.cached: CacheEstimate = owner.caches.new_estimate()
-        self.version = 0
         self.answered_at = 0.0
         self.healthy = False
         self.is_warmed_up = not warm_up
@@ -202,7 +196,7 @@ class Instance:
         self._up = asyncio.Event()
         self._down = asyncio.Event()
         self._down.set()
-        self._owed_ms = 0
+        self._pending_encode_ms = 0
         self._report: LoadReport | None = None
         self._load_at_report = 0
         self._heard_at = 0.0
@@ -233,7 +227,7 @@ class Instance:
     @property
     def pending_encode_s(self) -> float:
         """Seconds of encoding that it was given and has not done."""
-        return self._owed_ms / 1000
+        return self._pending_encode_ms / 1000
 
     @property
     def idle(self) -> bool:
@@ -262,7 +256,6 @@ class Instance:
         """Set what it reports of its load; ``None`` for nothing that is still true."""
         self._report = report
         self._load_at_report = self.load
-        self.version += 1
 
     def working(self, item: str = "") -> Use:
         """Return a context that counts one request as in flight, or a job for an item."""
@@ -275,21 +268,22 @@ class Instance:
     @contextlib.contextmanager
     def encoding(self, seconds: float) -> Iterator[None]:
         """Count encoding that takes it so long; within `working`."""
+        # Whole milliseconds: sums of floats would drift.
         ms = round(1000 * seconds)
-        self._count(owed_ms=ms)
+        self._pending_encode_ms += ms
         try:
             yield
         finally:
-            self._count(owed_ms=-ms)
+            self._pending_encode_ms -= ms
 
     @contextlib.contextmanager
     def computing(self, tokens: int) -> Iterator[None]:
         """Count tokens of a prompt that it has to compute; within `working`."""
-        self._count(tokens=tokens)
+        self.tokens += tokens
         try:
             yield
         finally:
-            self._count(tokens=-tokens)
+            self.tokens -= tokens
 
     async def wait_idle(self) -> None:
         """Return as soon as nothing of it is needed."""
@@ -303,12 +297,6 @@ class Instance:
     async def wait_down(self) -> None:
         """Return as soon as it is not healthy."""
         await self._down.wait()
-
-    async def comes_up(self, timeout_s: float) -> bool:
-        """Wait until it is healthy; return whether that was within the limit."""
-        with anyio.move_on_after(timeout_s):
-            await self._up.wait()
-        return self.healthy
 
     # What probes saw of it.
 
@@ -468,31 +456,25 @@ class Instance:
 
     # What is counted.
 
-    def _start_use(self, use: Use, work: int) -> None:
+    def _start_use(self, use: Use, work: bool) -> None:
         self._uses.add(use)
         self._idle.clear()
-        self._count(load=work)
+        self._add_load(work)
         if use.item:
             self._owner.encoding.setdefault(use.item, []).append(self)
 
-    def _end_use(self, use: Use, work: int) -> None:
+    def _end_use(self, use: Use, work: bool) -> None:
         self._uses.remove(use)
         if not self._uses:
             self._idle.set()
-        self._count(load=-work)
+        self._add_load(-work)
         if use.item:
             self._owner.encoding[use.item].remove(self)
             if not self._owner.encoding[use.item]:
                 del self._owner.encoding[use.item]
 
-    def _count(
-        self, *, load: int = 0, computes_for: int = 0, owed_ms: int = 0, tokens: int = 0
-    ) -> None:
+    def _add_load(self, load: int) -> None:
         self.load += load
-        self.computes_for += computes_for
-        self._owed_ms += owed_ms
-        self.tokens += tokens
-        self.version += 1
         if self._tier is not None:
             self._tier.load += load
 
@@ -563,6 +545,10 @@ class EndpointPool:
         """Return the instance of that name."""
         return self._instances.get(name)
 
+    def has(self, instance: Instance) -> bool:
+        """Return whether it has not left, however many of its name there were."""
+        return self._instances.get(instance.name) is instance
+
     def watch(self, callback: Callable[[Instance], None]) -> None:
         """Call a function whenever an instance has come, changed or left."""
         self._watchers.append(callback)
@@ -604,7 +590,8 @@ class EndpointPool:
         One that encodes it already has least to do for it, however busy it is.
 
         Args:
-            key: Name of the item, or what is hashed in its place.
+            key: Name of the item, or what is hashed in its place: a repeated picture meets the
+                encoder that has it in its cache, unless that one is busier than the others.
             exclude: Names of instances that must not have it, such as those that are full.
             among: Those that may have it; all by default.
         """
@@ -613,7 +600,8 @@ class EndpointPool:
             if instance.preferred and allowed and instance.name not in exclude:
                 return instance
         for tier in self._tiers["encode"]:
-            out = self._in_tier(tier, exclude)
+            named = map(self._instances.get, exclude)
+            out = {each for each in named if each is not None and each._tier is tier}
             if among is not None:
                 out.update(each for each in tier.members if each not in among)
             load = tier.load - sum(each.load for each in out)
@@ -632,33 +620,18 @@ class EndpointPool:
             duty: What is asked.
         """
         for tier in self._tiers[duty]:
-            out = self._in_tier(tier, exclude)
-            if len(out) < len(tier):
-                return self._lightest(tier.members, out)
+            left = tier.members
+            if exclude:
+                left = [each for each in left if each.name not in exclude]
+            if left:
+                some = self.chance.sample(left, 2) if len(left) > FEW else left
+                least = min(each.load / each.weight for each in some)
+                return self.chance.choice([e for e in some if e.load / e.weight == least])
         return None
-
-    def _lightest(self, members: Sequence[Instance], exclude: Collection[Instance]) -> Instance:
-        count = len(members)
-        if count > FEW:
-            one = self.chance.randrange(count)
-            other = (one + 1 + self.chance.randrange(count - 1)) % count
-            pair = []
-            for index in (one, other):
-                while members[index] in exclude:
-                    index = (index + 1) % count
-                pair.append(members[index])
-            return min(pair, key=lambda instance: instance.load / instance.weight)
-        loads = [(each.load / each.weight, each) for each in members if each not in exclude]
-        least = min(load for load, _ in loads)
-        return self.chance.choice([instance for load, instance in loads if load == least])
 
     def may_eject(self, duty: Duty) -> bool:
         """Return whether one more may be ejected: at most half of the usable ones."""
         return 2 * (len(self._ejected(duty)) + 1) <= sum(map(len, self._tiers[duty]))
-
-    def _in_tier(self, tier: _Tier, names: Collection[str]) -> set[Instance]:
-        found = (self._instances.get(name) for name in names)
-        return {each for each in found if each is not None and each._tier is tier}
 
     def _ejected(self, duty: Duty) -> list[Instance]:
         return [instance for instance in self._tiers[duty][1].members if instance.ejected]
@@ -667,7 +640,7 @@ class EndpointPool:
         """Put an instance into the tier in which it belongs."""
         preferred, other = self._tiers[instance.duty]
         tier = None
-        if instance.usable and self.get(instance.name) is instance:
+        if instance.usable and self.has(instance):
             tier = preferred if instance.preferred else other
         if tier is instance._tier:
             return

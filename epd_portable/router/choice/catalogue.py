@@ -10,41 +10,30 @@ from typing import Any
 from pydantic import ConfigDict
 
 from epd_portable.errors import ConfigError
-from epd_portable.router.choice import deciders, filters, pickers, scorers, tokens
-from epd_portable.router.choice.parameters import BuiltIn, Factory, Parameters
+from epd_portable.router.choice import deciders, filters, handlers, pickers, scorers, tokens
+from epd_portable.router.choice.parameters import Parameters, read_parameters
 from epd_portable.router.choice.selection_types import Decider, Filter, ScorePicker, Scorer
 
 GROUP = "epd_portable.choice_plugins"
 """Entry points of this group are types: name = what makes such a plug-in."""
 
 
-class _Anything(Parameters):
+class _Source(Parameters):
+    """Feeds others in llm-d. The router reads prompts and items, and counts load, by itself."""
+
     model_config = ConfigDict(extra="allow")
 
 
-class _Source(BuiltIn[_Anything]):
-    """Feeds others in llm-d. The router reads prompts and items, and counts load, by itself."""
-
-    takes = _Anything
-
-
-class _PrefixSource(BuiltIn[scorers.PrefixCache]):
-    takes = scorers.PrefixCache
-
-
-class _EmbeddingsSource(BuiltIn[scorers.EmbeddingsCache]):
-    takes = scorers.EmbeddingsCache
-
-
-BUILT_IN: Mapping[str, Factory] = {
+BUILT_IN: Mapping[str, type[Parameters]] = {
     **filters.TYPES,
     **scorers.TYPES,
     **pickers.TYPES,
     **deciders.TYPES,
-    "approx-prefix-cache-producer": _PrefixSource,
-    "precise-prefix-cache-producer": _PrefixSource,
-    "mm-embeddings-cache-producer": _EmbeddingsSource,
-    "token-producer": tokens.TokenSource,
+    **handlers.TYPES,
+    "approx-prefix-cache-producer": scorers.PrefixCache,
+    "precise-prefix-cache-producer": scorers.PrefixCache,
+    "mm-embeddings-cache-producer": scorers.EmbeddingsCache,
+    "token-producer": tokens.ItemTokens,
     **dict.fromkeys(
         (
             *("inflight-load-producer", "session-id-producer", "metrics-data-source"),
@@ -53,7 +42,6 @@ BUILT_IN: Mapping[str, Factory] = {
         _Source,
     ),
 }
-"""Types and what makes them; those of handlers are in `epd_portable.router.choice.policy`."""
 
 REDUCED: Mapping[str, str] = {
     **dict.fromkeys(
@@ -72,23 +60,23 @@ def _users_types() -> dict[str, metadata.EntryPoint]:
     return {each.name: each for each in metadata.entry_points(group=GROUP)}
 
 
-def unknown_types(kinds: Iterable[str], others: Iterable[str] = ()) -> str:
-    """Return which types are not known, and the nearest known ones; empty if all are known.
+def check_types(kinds: Iterable[str]) -> None:
+    """Check that types are known.
 
-    Args:
-        kinds: Types.
-        others: That are known elsewhere.
+    Raises:
+        ConfigError: Names all that are not, each with the nearest known ones.
     """
-    known = [*BUILT_IN, *others, *_users_types()]
-    said, rest = [], ""
+    known = [*BUILT_IN, *_users_types()]
+    problems, rest = [], ""
     for kind in dict.fromkeys(kinds):
         if kind in known:
             continue
         near = difflib.get_close_matches(kind[:128], known, n=3, cutoff=0.5)
         hint = f": did you mean {' or '.join(near)}?" if near else ""
-        said.append(f"plug-in type {kind!r} is not known{hint}")
+        problems.append(f"plug-in type {kind!r} is not known{hint}")
         rest = rest if near else f"; known are {', '.join(known)}"
-    return "; ".join(said) + rest
+    if problems:
+        raise ConfigError("; ".join(problems) + rest)
 
 
 def make_plugin(kind: str, name: str, given: Mapping[str, Any]) -> object:
@@ -102,11 +90,9 @@ def make_plugin(kind: str, name: str, given: Mapping[str, Any]) -> object:
     Raises:
         ConfigError: The type is not known, its package does not load, or its parameters are wrong.
     """
-    factory = BUILT_IN.get(kind)
-    if factory is not None:
-        return factory(name, given)
-    if problem := unknown_types([kind]):
-        raise ConfigError(problem)
+    if kind in BUILT_IN:
+        return read_parameters(BUILT_IN[kind], name, given)
+    check_types([kind])
     point = _users_types()[kind]
     whose = f"plug-in {name!r} of type {kind!r} ({point.value})"
     try:

@@ -3,35 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated
+from typing import ClassVar
 
-from pydantic import Field
-
-from epd_portable.router.choice.parameters import BuiltIn, Count, Factory, NoParameters, Parameters
+from epd_portable.router.choice.parameters import Count, CountOrZero, Parameters
 from epd_portable.router.choice.selection_types import Candidate, SelectionRequest
 from epd_portable.router.choice.tokens import cached_tokens
 
 
-class Fixed:
-    """The same for every request: for a stage for which the configuration names no decider."""
-
-    def __init__(self, answer: bool) -> None:
-        self._answer = answer
-
-    def disaggregate(self, request: SelectionRequest, decode: Candidate | None) -> bool:
-        """See `Decider`."""
-        return self._answer
-
-
-class _Always(BuiltIn[NoParameters]):
-    takes = NoParameters
-
+class _Always(Parameters):
     def disaggregate(self, request: SelectionRequest, decode: Candidate | None) -> bool:
         return True
 
 
-class Multimodal(Parameters):
-    """Of ``multimodal-epd-decider``: pictures of fewer pixels than a square of a side stay.
+class MultimodalDecider(Parameters):
+    """``multimodal-epd-decider``: pictures of fewer pixels than a square of a side stay.
 
     Attributes:
         enableEncoding: Whether items are encoded apart at all.
@@ -41,22 +26,18 @@ class Multimodal(Parameters):
     """
 
     enableEncoding: bool = True
-    minImageSize: Annotated[int, Field(ge=0)] = 0
+    minImageSize: CountOrZero = 0
     encoderTimeout: Count | None = None
 
-
-class _MultimodalDecider(BuiltIn[Multimodal]):
-    takes = Multimodal
-
     def disaggregate(self, request: SelectionRequest, decode: Candidate | None) -> bool:
+        """See `Decider`."""
         item = request.item
-        if not self.p.enableEncoding or item is None:
+        if not self.enableEncoding or item is None:
             return False
-        is_small = item.modality == "image" and 0 < item.pixels < self.p.minImageSize**2
-        return not is_small
+        return item.modality != "image" or not 0 < item.pixels < self.minImageSize**2
 
 
-class _PrefixBased(Parameters):
+class _PrefixBasedDecider(Parameters):
     """Long prompts of which little is cached get an instance of their own.
 
     Attributes:
@@ -65,25 +46,21 @@ class _PrefixBased(Parameters):
         promptTokens: Fewest of the whole prompt.
     """
 
-    nonCachedTokens: Annotated[int, Field(ge=0)] = 0
-    promptTokens: Annotated[int, Field(ge=0)] = 0
+    wants_blocks: ClassVar[bool] = True
 
-
-class _PrefixBasedDecider(BuiltIn[_PrefixBased]):
-    takes = _PrefixBased
-    wants_blocks = True
+    nonCachedTokens: CountOrZero = 0
+    promptTokens: CountOrZero = 0
 
     def disaggregate(self, request: SelectionRequest, decode: Candidate | None) -> bool:
-        wanted = self.p.nonCachedTokens
-        if not wanted or request.tokens < self.p.promptTokens:
+        if not self.nonCachedTokens or request.tokens < self.promptTokens:
             return False
-        cached = cached_tokens(request, [decode])[0] if decode is not None else 0
-        return request.tokens - cached >= wanted
+        cached = sum(cached_tokens(request, [] if decode is None else [decode]))
+        return request.tokens - cached >= self.nonCachedTokens
 
 
-TYPES: Mapping[str, Factory] = {
+TYPES: Mapping[str, type[Parameters]] = {
     "always-disagg-multimodal-decider": _Always,
     "always-disagg-pd-decider": _Always,
-    "multimodal-epd-decider": _MultimodalDecider,
+    "multimodal-epd-decider": MultimodalDecider,
     "prefix-based-pd-decider": _PrefixBasedDecider,
 }

@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 import random
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from epd_portable.delivery.ring import HashRing
 from epd_portable.media.limits import Modality
-from epd_portable.router.choice.parameters import (
-    BuiltIn,
-    Factory,
-    Ignored,
-    NoParameters,
-    P,
-    Parameters,
-    Part,
-)
+from epd_portable.router.choice.parameters import Ignored, Name, Parameters, Part
 from epd_portable.router.choice.selection_types import (
     ROLE_LABEL,
     Candidate,
@@ -42,97 +33,80 @@ ENCODER_TYPES: Mapping[Modality, frozenset[str]] = {
 """Types of encoders that can have an item, by its modality."""
 
 
-class _ByLabels(BuiltIn[P], ABC):
-    """Keeps candidates by what never changes of them, so that one look at each is enough."""
-
-    def __init__(self, name: str, given: Mapping[str, Any]) -> None:
-        super().__init__(name, given)
-        self._last: dict[Stage, tuple[Candidates, Candidates]] = {}
-
-    @abstractmethod
-    def keeps(self, candidate: Candidate) -> bool: ...
+class _OfStage(Parameters):
+    stage: ClassVar[Stage]
 
     def keep(self, request: SelectionRequest, candidates: Candidates) -> Candidates:
-        last, kept = self._last.get(request.stage, ([], []))
-        # They are compared by identity first, in a moment.
-        if last != candidates:
-            kept = [*filter(self.keeps, candidates)]
-            self._last[request.stage] = candidates[:], kept
-        return kept
+        return [e for e in candidates if self.stage in stages(label(e, ROLE_LABEL) or "")]
 
 
-class _OfStage(_ByLabels[NoParameters]):
-    takes = NoParameters
-    stage: Stage
-
-    def keeps(self, candidate: Candidate) -> bool:
-        return self.stage in stages(label(candidate, ROLE_LABEL) or "")
-
-
-class _Encode(_OfStage):
+class _EncodeFilter(_OfStage):
     stage = "encode"
 
 
-class _Prefill(_OfStage):
+class _PrefillFilter(_OfStage):
     stage = "prefill"
 
 
-class _Decode(_OfStage):
+class _DecodeFilter(_OfStage):
     stage = "decode"
 
 
-class _LabelValues(Parameters):
-    label: Annotated[str, Field(min_length=1)]
+class _ByLabel(Parameters):
+    label: Name
     validValues: tuple[str, ...] = ()
     allowsNoLabel: bool = False
 
+    def keep(self, request: SelectionRequest, candidates: Candidates) -> Candidates:
+        return [each for each in candidates if self._keeps(label(each, self.label))]
 
-class _ByLabel(_ByLabels[_LabelValues]):
-    takes = _LabelValues
-
-    def keeps(self, candidate: Candidate) -> bool:
-        value = label(candidate, self.p.label)
-        return self.p.allowsNoLabel if value is None else value in self.p.validValues
+    def _keeps(self, value: str | None) -> bool:
+        return self.allowsNoLabel if value is None else value in self.validValues
 
 
 class _Expression(Parameters):
-    key: Annotated[str, Field(min_length=1)]
+    key: Name
     operator: Literal["In", "NotIn", "Exists", "DoesNotExist"]
     values: tuple[str, ...] = ()
 
     def holds(self, candidate: Candidate) -> bool:
         value = label(candidate, self.key)
-        if self.operator == "In":
-            return value in self.values
-        if self.operator == "NotIn":
-            return value not in self.values
+        if self.operator in ("In", "NotIn"):
+            return (value in self.values) == (self.operator == "In")
         return (value is not None) == (self.operator == "Exists")
 
 
-class _Selector(Parameters):
+class _BySelector(Parameters):
+    """As Kubernetes has it: all conditions must hold."""
+
     matchLabels: Mapping[str, str] = Field(default_factory=dict)
     matchExpressions: tuple[_Expression, ...] = ()
 
-
-class _BySelector(_ByLabels[_Selector]):
-    """As Kubernetes has it: all conditions must hold."""
-
-    takes = _Selector
-
-    def keeps(self, candidate: Candidate) -> bool:
-        return all(
-            label(candidate, key) == value for key, value in self.p.matchLabels.items()
-        ) and all(expression.holds(candidate) for expression in self.p.matchExpressions)
+    def keep(self, request: SelectionRequest, candidates: Candidates) -> Candidates:
+        return [
+            each
+            for each in candidates
+            if all(label(each, key) == value for key, value in self.matchLabels.items())
+            and all(expression.holds(each) for expression in self.matchExpressions)
+        ]
 
 
-class _ByEncoderType(BuiltIn[NoParameters]):
-    takes = NoParameters
-
+class _ByEncoderType(Parameters):
     def keep(self, request: SelectionRequest, candidates: Candidates) -> Candidates:
         if request.item is None:
             return candidates
         wanted = ENCODER_TYPES[request.item.modality]
         return [each for each in candidates if takes_type(each, wanted)]
+
+
+class _ByModel(Parameters):
+    label: Name = MODEL_LABEL
+
+    def keep(self, request: SelectionRequest, candidates: Candidates) -> Candidates:
+        if not request.model:
+            return candidates
+        wanted = frozenset({request.model})
+        return [each for each in candidates if _names_any(each.labels.get(self.label), wanted)]
 
 
 def takes_type(candidate: Candidate, wanted: frozenset[str]) -> bool:
@@ -144,21 +118,21 @@ def _names_any(value: str | None, wanted: frozenset[str]) -> bool:
     return value is None or not wanted.isdisjoint(map(str.strip, value.split(",")))
 
 
-class _ModelLabel(Parameters):
-    label: Annotated[str, Field(min_length=1)] = MODEL_LABEL
+class OnRing(Parameters):
+    """Base of types that choose by a hash: the ring is kept while the candidates are the same."""
+
+    _rings: dict[Stage, tuple[Candidates, HashRing[Candidate]]] = PrivateAttr(default_factory=dict)
+
+    def ring(self, stage: Stage, candidates: Candidates) -> HashRing[Candidate]:
+        """Return the ring of some candidates."""
+        last, ring = self._rings.get(stage, ([], None))
+        if ring is None or last != candidates:
+            ring = HashRing(candidates)
+            self._rings[stage] = candidates[:], ring
+        return ring
 
 
-class _ByModel(BuiltIn[_ModelLabel]):
-    takes = _ModelLabel
-
-    def keep(self, request: SelectionRequest, candidates: Candidates) -> Candidates:
-        if not request.model:
-            return candidates
-        wanted = frozenset({request.model})
-        return [each for each in candidates if _names_any(each.labels.get(self.p.label), wanted)]
-
-
-class SessionAffinity(Parameters):
+class SessionAffinity(OnRing):
     """A session's name is in ``x-session-id``, and a hash of it leads to an instance."""
 
     headerName: Ignored = None
@@ -171,17 +145,20 @@ class SessionAffinity(Parameters):
     evictionSweepSeconds: Ignored = None
     missThreshold: Ignored = None
 
+    def own(self, request: SelectionRequest, candidates: Candidates) -> Candidate | None:
+        """Return the candidate of a request's session; ``None`` if it has none."""
+        if not request.session:
+            return None
+        return next(self.ring(request.stage, candidates).in_order(request.session), None)
 
-class _BySession(BuiltIn[SessionAffinity]):
-    takes = SessionAffinity
 
+class _BySession(SessionAffinity):
     def keep(self, request: SelectionRequest, candidates: Candidates) -> Candidates:
-        if not request.session or not candidates:
-            return candidates
-        return [next(HashRing(candidates).in_order(request.session))]
+        own = self.own(request, candidates)
+        return candidates if own is None else [own]
 
 
-class _PrefixAffinity(Parameters):
+class _ByPrefix(Parameters):
     """Those that have the prompt, unless others are much less busy.
 
     Attributes:
@@ -192,6 +169,8 @@ class _PrefixAffinity(Parameters):
         ttftSource: Latencies are not predicted here.
         peakPrefillThroughput: Tokens that an instance prefills in a second.
     """
+
+    wants_blocks: ClassVar[bool] = True
 
     affinityThreshold: Part = 0.8
     explorationProbability: Part = 0.0
@@ -207,30 +186,23 @@ class _PrefixAffinity(Parameters):
     inFlightLoadProducerName: Ignored = None
 
     @model_validator(mode="after")
-    def _penalties_need_a_throughput(self) -> _PrefixAffinity:
+    def _penalties_need_a_throughput(self) -> _ByPrefix:
         if self.maxTTFTPenaltyMs and not self.peakPrefillThroughput:
             raise ValueError("peakPrefillThroughput must be more than 0, or maxTTFTPenaltyMs 0")
         return self
 
-
-class _ByPrefix(BuiltIn[_PrefixAffinity]):
-    takes = _PrefixAffinity
-    wants_blocks = True
-
     def keep(self, request: SelectionRequest, candidates: Candidates) -> Candidates:
-        p = self.p
-        if not request.blocks or random.random() < p.explorationProbability:
+        if not request.blocks or random.random() < self.explorationProbability:
             return candidates
-        wanted = p.affinityThreshold * request.up_to(len(request.blocks))
-        cached = cached_tokens(request, candidates)
-        if max(cached, default=0) < wanted:
-            return candidates
-        pairs = [*zip(candidates, cached, strict=True)]
+        wanted = self.affinityThreshold * request.up_to(len(request.blocks))
+        pairs = [*zip(candidates, cached_tokens(request, candidates), strict=True)]
         having = [each for each, tokens in pairs if tokens >= wanted]
         others = [each for each, tokens in pairs if tokens < wanted]
-        if others and p.maxTTFTPenaltyMs:
+        if not having:
+            return candidates
+        if others and self.maxTTFTPenaltyMs:
             more = min(map(_in_flight, having)) - min(map(_in_flight, others))
-            if more / p.peakPrefillThroughput * 1000 > p.maxTTFTPenaltyMs:
+            if more / self.peakPrefillThroughput * 1000 > self.maxTTFTPenaltyMs:
                 return candidates
         return having
 
@@ -239,10 +211,10 @@ def _in_flight(candidate: Candidate) -> float:
     return candidate.tokens / candidate.weight
 
 
-TYPES: Mapping[str, Factory] = {
-    "encode-filter": _Encode,
-    "prefill-filter": _Prefill,
-    "decode-filter": _Decode,
+TYPES: Mapping[str, type[Parameters]] = {
+    "encode-filter": _EncodeFilter,
+    "prefill-filter": _PrefillFilter,
+    "decode-filter": _DecodeFilter,
     "by-label": _ByLabel,
     "label-selector-filter": _BySelector,
     "by-label-selector": _BySelector,

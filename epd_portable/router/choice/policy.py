@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, Literal, NamedTuple
-
-from pydantic import Field
+from typing import TypeVar
 
 from epd_portable.config.choice import ELSEWHERE, ChoiceSection, ProfileSection
 from epd_portable.delivery.caches import CacheSizes
 from epd_portable.errors import ConfigError
-from epd_portable.router.choice.catalogue import BUILT_IN, REDUCED, make_plugin, unknown_types
-from epd_portable.router.choice.deciders import Fixed, Multimodal
-from epd_portable.router.choice.parameters import (
-    BuiltIn,
-    Ignored,
-    NoParameters,
-    Parameters,
-    read_parameters,
-)
+from epd_portable.router.choice.catalogue import REDUCED, check_types, make_plugin
+from epd_portable.router.choice.deciders import MultimodalDecider
+from epd_portable.router.choice.handlers import Handler
+from epd_portable.router.choice.parameters import Parameters
 from epd_portable.router.choice.prefix import BYTES_A_TOKEN
 from epd_portable.router.choice.profile import C, PluginFailures, Profile
 from epd_portable.router.choice.scorers import ConsistentHashScorer, EmbeddingsCache, PrefixCache
@@ -40,105 +33,7 @@ MOST_BLOCKS = 2048
 KEPT_BLOCKS = 31_250
 KEPT_ITEMS = 2048
 
-PluginName = Annotated[str, Field(min_length=1)]
-
-
-# Profile handlers.
-
-
-class Handler(NamedTuple):
-    """What a profile handler says.
-
-    Attributes:
-        profiles: Names, by stage.
-        deciders: Names, by stage: empty for never; a stage that is not in it is always done apart.
-        header: That names the profile for one request, in lower case; or empty.
-    """
-
-    profiles: Mapping[Stage, str]
-    deciders: Mapping[Stage, str]
-    header: str = ""
-
-
-_NEVER: Mapping[Stage, str] = {"encode": "", "prefill": ""}
-
-
-class _OfStages(Parameters):
-    encode: PluginName | None = None
-    prefill: PluginName | None = None
-    decode: PluginName | None = None
-
-
-class _ProfileNames(_OfStages):
-    fallback: Ignored = None
-
-
-class _Disagg(Parameters):
-    profiles: _ProfileNames = _ProfileNames()
-    deciders: _OfStages = _OfStages()
-    stageOrder: Literal["decode-first", "prefill-first"] = "decode-first"
-
-    def ignored(self) -> list[str]:
-        """See `Parameters`: the instance that decodes is chosen first in any case."""
-        order = ["stageOrder"] if self.stageOrder != "decode-first" else []
-        return order + [f"profiles.{name}" for name in self.profiles.ignored()]
-
-    def handler(self) -> Handler:
-        """Return what it says; a stage without a decider is not done apart."""
-        return Handler(
-            {stage: getattr(self.profiles, stage) or stage for stage in STAGES},
-            {"encode": self.deciders.encode or "", "prefill": self.deciders.prefill or ""},
-        )
-
-
-class _Epd(Parameters):
-    encodeProfile: PluginName = "encode"
-    prefillProfile: PluginName = "prefill"
-    decodeProfile: PluginName = "decode"
-    deciderPluginName: PluginName | None = None
-    primaryPort: Ignored = None
-
-    def handler(self) -> Handler:
-        """Return what it says; its decider is for ``encode``."""
-        return Handler(
-            {
-                "encode": self.encodeProfile,
-                "prefill": self.prefillProfile,
-                "decode": self.decodeProfile,
-            },
-            {} if self.deciderPluginName is None else {"encode": self.deciderPluginName},
-        )
-
-
-class _ByHeader(Parameters):
-    headerName: PluginName = "EPP-Profile"
-    defaultProfile: PluginName = "decode"
-
-    def handler(self) -> Handler:
-        """Return what it says; a request's header names the profile for its answer."""
-        return Handler({"decode": self.defaultProfile}, _NEVER, self.headerName.strip().lower())
-
-
-class _Single(NoParameters):
-    def handler(self) -> Handler:
-        """Return what it says: no stage is done apart."""
-        return Handler({}, _NEVER)
-
-
-HANDLERS: Mapping[str, type[_Disagg | _Epd | _ByHeader | _Single]] = {
-    "disagg-profile-handler": _Disagg,
-    "epd-profile-handler": _Epd,
-    "header-profile-handler": _ByHeader,
-    "single-profile-handler": _Single,
-}
-
-
-_DEFAULT = Profile(
-    "default",
-    {},
-    {"consistent-hash-scorer": (ConsistentHashScorer("consistent-hash-scorer", {}), 1.0)},
-    trusted=("consistent-hash-scorer",),
-)
+T = TypeVar("T")
 
 
 class Policy:
@@ -164,42 +59,44 @@ class Policy:
 
     def __init__(self, section: ChoiceSection) -> None:
         assert section.file is None
-        self.notes = [
-            f"{name} has no effect in this router"
-            for name in ELSEWHERE
-            if getattr(section, name) not in (None, [], {})
-        ]
-        self._made: dict[str, object] = {}
-        self._built_in = {each.known_as for each in section.plugins if each.type in BUILT_IN}
-        self.wants_blocks = False
-        self.wants_loads = False
-        self._failures = PluginFailures("deciders")
-        if problem := unknown_types((each.type for each in section.plugins), HANDLERS):
-            raise ConfigError(problem)
-        handlers: list[Handler] = []
-        for each in section.plugins:
-            kind, name, given = each.type, each.known_as, each.parameters or {}
-            if kind in HANDLERS:
-                parameters = read_parameters(HANDLERS[kind], name, given)
-                handlers.append(parameters.handler())
-                self._note_ignored(name, parameters)
-                continue
-            one = self._made[name] = make_plugin(kind, name, given)
-            self.wants_blocks |= bool(getattr(one, "wants_blocks", kind not in BUILT_IN))
-            self.wants_loads |= bool(getattr(one, "wants_loads", kind not in BUILT_IN))
-            if isinstance(one, BuiltIn):
-                self._note_ignored(name, one.p)
-            if kind in REDUCED:
-                self.notes.append(f"plug-in {name}: {REDUCED[kind]}")
+        check_types(each.type for each in section.plugins)
+        self._plugins = {
+            each.known_as: make_plugin(each.type, each.known_as, each.parameters or {})
+            for each in section.plugins
+        }
+        self.notes = [*_without_effect(section, self._plugins)]
+        self.wants_blocks = self._wanted("wants_blocks")
+        self.wants_loads = self._wanted("wants_loads")
+        handlers = self._made(Handler)
         if len(handlers) > 1:
             raise ConfigError(f"{len(handlers)} profile handlers are given: keep one")
+        self._handler = handlers[0] if handlers else Handler()
         self._profiles = {each.name: self._profile(each) for each in section.schedulingProfiles}
-        handler = handlers[0] if handlers else Handler({}, {})
         # Of one profile there is nothing to choose.
-        self.profile_header = handler.header if len(self._profiles) > 1 else ""
-        self._stages = self._profiles_of_stages(handler)
-        self._deciders = {stage: self._decider(handler, stage) for stage in STAGES}
-        self._read_sizes()
+        self.profile_header = self._handler.header if len(self._profiles) > 1 else ""
+        self._default = Profile(
+            "default", {}, {"consistent-hash-scorer": (ConsistentHashScorer(), 1.0)}
+        )
+        self._stages = self._profiles_of_stages()
+        self._deciders = {
+            stage: self._decider(name, stage)
+            for stage in STAGES[1:]
+            if (name := self._handler.decider_of(stage))
+        }
+        self._failures = PluginFailures("deciders")
+
+        prefixes = self._made(PrefixCache)
+        block_tokens = _first((each.block_tokens for each in prefixes), BLOCK_TOKENS)
+        self.block_bytes = block_tokens * BYTES_A_TOKEN
+        self.most_blocks = _first((p.most_blocks(block_tokens) for p in prefixes), MOST_BLOCKS)
+        self.cache_sizes = CacheSizes(
+            items=_first((each.items for each in self._made(EmbeddingsCache)), KEPT_ITEMS),
+            blocks=_first((each.lruCapacityPerServer for each in prefixes), KEPT_BLOCKS),
+        )
+        self.item_tokens = _first(self._made(ItemTokens), ItemTokens()).of
+        timeouts = (each.encoderTimeout for each in self._made(MultimodalDecider))
+        timeout_ms = _first(timeouts, 0)
+        self.encode_timeout_s = timeout_ms / 1000 if timeout_ms else None
 
     @property
     def stages(self) -> Mapping[Stage, str]:
@@ -214,7 +111,7 @@ class Policy:
         A stage without a profile, which the deciders or the instances' abilities may ask for all
         the same, is chosen for as by default: by key, among those with room.
         """
-        profile = self._stages.get(request.stage, _DEFAULT)
+        profile = self._stages.get(request.stage, self._default)
         if request.profile:
             if request.profile not in self._profiles:
                 if decision is not None:
@@ -224,31 +121,38 @@ class Policy:
         return profile.choose(request, candidates, decision)
 
     def why_together(self, request: SelectionRequest, decode: Candidate | None) -> str:
-        """Return why a stage is not done apart from decoding; empty if it is.
+        """Return why a stage gets no instance of its own; empty if it does.
 
-        It is not, if the decider raises.
+        It does not, if the decider raises.
         """
-        name, decider = self._deciders[request.stage]
+        stage = request.stage
+        name = self._handler.decider_of(stage)
+        if not name:
+            disaggregates = name is None and stage in self._stages
+            return "" if disaggregates else "the handler decides so"
         try:
-            apart = decider.disaggregate(request, decode)
+            disaggregates = self._deciders[stage].disaggregate(request, decode)
         except Exception as error:
-            self._failures.log(name, repr(error))
+            self._failures.log(name, error)
             return f"{name} has failed"
-        return "" if apart else f"{name or 'the handler'} decides so"
+        return "" if disaggregates else f"{name} decides so"
 
-    def _note_ignored(self, name: str, given: Parameters) -> None:
-        if ignored := given.ignored():
-            have = "have" if len(ignored) > 1 else "has"
-            what = ", ".join(ignored)
-            self.notes.append(f"plug-in {name}: {what} {have} no effect in this router")
+    def _wanted(self, what: str) -> bool:
+        """Return whether a plug-in wants something; a user's does, unless it says otherwise."""
+        each = self._plugins.values()
+        return any(getattr(one, what, not isinstance(one, Parameters)) for one in each)
+
+    def _made(self, kind: type[T]) -> list[T]:
+        return [each for each in self._plugins.values() if isinstance(each, kind)]
 
     def _profile(self, section: ProfileSection) -> Profile:
+        where = f"profile {section.name!r}"
         filters: dict[str, Filter] = {}
         scorers: dict[str, tuple[Scorer, float]] = {}
         pickers: dict[str, ScorePicker] = {}
         for use in section.plugins:
             name = use.pluginRef
-            one = self._named(name, f"profile {section.name!r}")
+            one = self._named(name, where)
             if isinstance(one, Filter):
                 filters[name] = one
             if isinstance(one, Scorer):
@@ -257,32 +161,27 @@ class Policy:
                 pickers[name] = one
             if not isinstance(one, Filter | Scorer | ScorePicker):
                 raise ConfigError(
-                    f"profile {section.name!r}: {name!r} is no filter, scorer or picker; name it "
-                    "in the handler's parameters, or leave it out"
+                    f"{where}: {name!r} is no filter, scorer or picker; name it in the handler's "
+                    "parameters, or leave it out"
                 )
         if len(pickers) > 1:
-            first, second, *_ = pickers
-            raise ConfigError(
-                f"profile {section.name!r} has two pickers, {first} and {second}: keep one"
-            )
-        picker = next(iter(pickers.items()), None)
-        return Profile(section.name, filters, scorers, picker, trusted=self._built_in)
+            raise ConfigError(f"{where} has two pickers, {' and '.join(pickers)}: keep one")
+        return Profile(section.name, filters, scorers, *pickers.items())
 
     def _named(self, name: str, where: str) -> object:
-        if name not in self._made:
-            known = ", ".join(self._made) or "none"
+        if name not in self._plugins:
+            known = ", ".join(self._plugins) or "none"
             raise ConfigError(f"{where} names plug-in {name!r}, which plugins lack: {known}")
-        return self._made[name]
+        return self._plugins[name]
 
-    def _profiles_of_stages(self, handler: Handler) -> dict[Stage, Profile]:
-        profiles = self._profiles
+    def _profiles_of_stages(self) -> dict[Stage, Profile]:
+        profiles, known = self._profiles, ", ".join(self._profiles)
         found: dict[Stage, Profile] = {}
         for stage in STAGES:
-            name = handler.profiles.get(stage, stage)
+            name = self._handler.profile_of(stage)
             if name in profiles:
                 found[stage] = profiles[name]
-            elif name != stage and not (handler.header and len(profiles) == 1):
-                known = ", ".join(profiles)
+            elif name != stage and not (self._handler.header and len(profiles) == 1):
                 raise ConfigError(
                     f"the handler names profile {name!r} for {stage}, which schedulingProfiles "
                     f"lack: {known}"
@@ -291,15 +190,12 @@ class Policy:
             if len(profiles) != 1:
                 raise ConfigError(
                     "no profile is for decode, which every request needs: call one of "
-                    f"{', '.join(profiles)} so, or name it in a disagg-profile-handler"
+                    f"{known} so, or name it in a disagg-profile-handler"
                 )
             (found["decode"],) = profiles.values()
         return found
 
-    def _decider(self, handler: Handler, stage: Stage) -> tuple[str, Decider]:
-        name = handler.deciders.get(stage)
-        if not name:
-            return "", Fixed(name is None and stage in self._stages)
+    def _decider(self, name: str, stage: Stage) -> Decider:
         one = self._named(name, f"the handler's decider for {stage}")
         if not isinstance(one, Decider):
             raise ConfigError(f"{name!r} is no decider: it cannot decide for {stage}")
@@ -308,25 +204,21 @@ class Policy:
                 f"{name!r} decides for {stage}, which no profile is for: add one of that name to "
                 "schedulingProfiles"
             )
-        return name, one
-
-    def _read_sizes(self) -> None:
-        given: list[Any] = [one.p for one in self._made.values() if isinstance(one, BuiltIn)]
-        prefixes = [each for each in given if isinstance(each, PrefixCache)]
-        block = next((each.block_tokens for each in prefixes if each.block_tokens), BLOCK_TOKENS)
-        self.block_bytes = block * BYTES_A_TOKEN
-        self.most_blocks = _first((each.most_blocks(block) for each in prefixes), MOST_BLOCKS)
-        items = (each.items for each in given if isinstance(each, EmbeddingsCache))
-        blocks = (each.lruCapacityPerServer for each in prefixes)
-        self.cache_sizes = CacheSizes(
-            items=_first(items, KEPT_ITEMS), blocks=_first(blocks, KEPT_BLOCKS)
-        )
-        estimates = (each for each in given if isinstance(each, ItemTokens))
-        self.item_tokens = next(estimates, ItemTokens()).of
-        timeouts = (each.encoderTimeout for each in given if isinstance(each, Multimodal))
-        timeout_ms = _first(timeouts, 0)
-        self.encode_timeout_s = timeout_ms / 1000 if timeout_ms else None
+        return one
 
 
-def _first(values: Iterable[int | None], default: int) -> int:
+def _without_effect(section: ChoiceSection, plugins: Mapping[str, object]) -> Iterable[str]:
+    for name in ELSEWHERE:
+        if getattr(section, name) not in (None, [], {}):
+            yield f"{name} has no effect in this router"
+    for each in section.plugins:
+        one = plugins[each.known_as]
+        if isinstance(one, Parameters) and (ignored := one.ignored()):
+            have = "have" if len(ignored) > 1 else "has"
+            yield f"plug-in {each.known_as}: {', '.join(ignored)} {have} no effect in this router"
+        if each.type in REDUCED:
+            yield f"plug-in {each.known_as}: {REDUCED[each.type]}"
+
+
+def _first(values: Iterable[T | None], default: T) -> T:
     return next(filter(None, values), default)

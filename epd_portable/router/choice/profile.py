@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import deque
-from collections.abc import Collection, Mapping, Sequence
-from typing import TypeVar, cast
+from collections.abc import Mapping, Sequence
+from operator import add
+from typing import TypeVar
 
-from epd_portable.router.choice.incremental import IncrementalScorer, ScoreTable
 from epd_portable.router.choice.pickers import MaxScorePicker
 from epd_portable.router.choice.scorers import NoHitLruScorer
 from epd_portable.router.choice.selection_types import (
@@ -19,15 +18,12 @@ from epd_portable.router.choice.selection_types import (
     ScorePicker,
     Scorer,
     SelectionRequest,
-    Stage,
 )
 
 logger = logging.getLogger(__name__)
 
 LOG_EVERY_S = 60.0
 """A plug-in that fails is logged no more often than this."""
-MOST_TABLES = 4
-"""Groups of candidates whose scores are kept: filters may leave others for the next request."""
 C = TypeVar("C", bound=Candidate)
 
 
@@ -38,16 +34,16 @@ class PluginFailures:
         self._where = where
         self._until: dict[str, float] = {}
 
-    def log(self, name: str, problem: str) -> None:
+    def log(self, name: str, error: Exception) -> None:
         """Log that a plug-in has failed, unless that was logged lately."""
         now = time.monotonic()
         if now >= self._until.get(name, -math.inf):
             self._until[name] = now + LOG_EVERY_S
             logger.error(
-                "%s: plug-in %s has failed and is left out of a choice: %s",
+                "%s: plug-in %s has failed and is left out of a choice: %r",
                 self._where,
                 name,
-                problem,
+                error,
             )
 
 
@@ -61,8 +57,7 @@ class Profile:
         name: Of the profile.
         filters: By name, in their order.
         scorers: By name, with their weights.
-        picker: Its name and itself.
-        trusted: Names of those whose answers are not checked: the built-in ones.
+        picker: Its name and itself; by default the best one is picked.
     """
 
     def __init__(
@@ -70,22 +65,12 @@ class Profile:
         name: str,
         filters: Mapping[str, Filter],
         scorers: Mapping[str, tuple[Scorer, float]],
-        picker: tuple[str, ScorePicker] | None = None,
-        *,
-        trusted: Collection[str] = (),
+        picker: tuple[str, ScorePicker] = ("max-score-picker", MaxScorePicker()),
     ) -> None:
         self.name = name
-        self._filters = dict(filters)
-        self._incremental = {
-            key: (scorer, weight)
-            for key, (scorer, weight) in scorers.items()
-            if isinstance(scorer, IncrementalScorer) and key in trusted
-        }
-        self._scorers = {k: each for k, each in scorers.items() if k not in self._incremental}
-        self._tables: deque[ScoreTable] = deque(maxlen=MOST_TABLES)
-        self._picker_name, self._picker = picker or ("max-score-picker", MaxScorePicker("", {}))
-        self._trusted = trusted
-        self._lru = [one for one, _ in scorers.values() if isinstance(one, NoHitLruScorer)]
+        self._filters = filters
+        self._scorers = scorers
+        self._picker_name, self._picker = picker
         self._failures = PluginFailures(f"profile {name}")
 
     def choose(
@@ -101,84 +86,56 @@ class Profile:
         Returns:
             One of the candidates; ``None`` if there is none, or filters leave none.
         """
-        if decision is not None:
-            decision.profile = self.name
-            decision.filters["there"] = len(candidates)
+        decision = decision or Decision(stage=request.stage)
+        decision.profile = self.name
+        decision.filters["there"] = len(candidates)
         left = candidates
         for name, one in self._filters.items():
-            if not left:
-                break
-            left = self._kept(name, one, request, left)
-            if decision is not None:
+            if left:
+                left = self._filtered(name, one, request, left)
                 decision.filters[name] = len(left)
         if not left:
-            if decision is not None:
-                decision.reason = "no instance is left" if candidates else "there is no instance"
+            decision.reason = "no instance is left" if candidates else "there is no instance"
             return None
         totals = self._scored(request, left, decision)
         chosen = self._picked(request, left, totals)
-        for each in self._lru:
-            each.note_picked(chosen)
-        if decision is not None:
-            decision.totals = {each.name: total for each, total in zip(left, totals, strict=True)}
-            decision.winner = chosen.name
+        for scorer, _ in self._scorers.values():
+            if isinstance(scorer, NoHitLruScorer):
+                scorer.note_picked(chosen)
+        decision.totals = {each.name: total for each, total in zip(left, totals, strict=True)}
+        decision.winner = chosen.name
         return chosen
 
-    def _kept(
+    def _filtered(
         self, name: str, one: Filter, request: SelectionRequest, candidates: Sequence[C]
     ) -> Sequence[C]:
         try:
-            kept = one.keep(request, candidates)
-            if name in self._trusted:
-                return cast("Sequence[C]", kept)
-            names = {each.name for each in kept}
+            names = {each.name for each in one.keep(request, candidates)}
         except Exception as error:
-            self._failures.log(name, repr(error))
+            self._failures.log(name, error)
             return candidates
         return [each for each in candidates if each.name in names]
 
     def _scored(
-        self, request: SelectionRequest, candidates: Sequence[C], decision: Decision | None
+        self, request: SelectionRequest, candidates: Sequence[C], decision: Decision
     ) -> list[float]:
-        table = self._table_of(request.stage, candidates)
-        totals = table.totals()
-        if decision is not None:
-            for name, parts in table.parts().items():
-                for each, part in zip(candidates, parts, strict=True):
-                    decision.scores.setdefault(each.name, {})[name] = part
+        totals = [0.0] * len(candidates)
         for name, (one, weight) in self._scorers.items():
             try:
-                scores = one.score(request, candidates)
-                if name not in self._trusted:
-                    scores = _checked(scores, len(candidates))
+                scores = _checked(one.score(request, candidates), len(candidates))
             except Exception as error:
-                self._failures.log(name, repr(error))
+                self._failures.log(name, error)
                 continue
-            if any(scores):
-                pairs = zip(totals, scores, strict=True)
-                totals = [total + weight * score for total, score in pairs]
-            if decision is not None:
-                for each, score in zip(candidates, scores, strict=True):
-                    decision.scores.setdefault(each.name, {})[name] = weight * score
+            decision.scores[name] = [weight * score for score in scores]
+            totals = [*map(add, totals, decision.scores[name])]
         return totals
-
-    def _table_of(self, stage: Stage, candidates: Sequence[C]) -> ScoreTable:
-        for one in self._tables:
-            # They are compared by identity first, in a moment.
-            if one.stage == stage and one.candidates == candidates:
-                return one
-        one = ScoreTable(stage, candidates, self._incremental)
-        self._tables.appendleft(one)
-        return one
 
     def _picked(self, request: SelectionRequest, candidates: Sequence[C], totals: list[float]) -> C:
         try:
             chosen = self._picker.pick(request, candidates, totals)
-            if self._picker_name in self._trusted:
-                return cast("C", chosen)
             return next(each for each in candidates if each is chosen)
         except Exception as error:
-            self._failures.log(self._picker_name, repr(error))
+            self._failures.log(self._picker_name, error)
             return candidates[max(range(len(totals)), key=totals.__getitem__)]
 
 

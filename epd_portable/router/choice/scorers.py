@@ -4,215 +4,144 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 
 from epd_portable.delivery.caches import Recent
-from epd_portable.delivery.ring import LOAD_BOUND, HashRing
-from epd_portable.router.choice.filters import SessionAffinity, takes_type
-from epd_portable.router.choice.incremental import IncrementalScorer
+from epd_portable.delivery.ring import LOAD_BOUND
+from epd_portable.router.choice.filters import OnRing, SessionAffinity, takes_type
 from epd_portable.router.choice.parameters import (
-    BuiltIn,
     Count,
-    Factory,
+    CountOrZero,
     Ignored,
-    NoParameters,
-    P,
+    Name,
     Parameters,
     Part,
 )
-from epd_portable.router.choice.selection_types import (
-    Candidate,
-    Candidates,
-    SelectionRequest,
-    Stage,
-)
+from epd_portable.router.choice.selection_types import Candidate, Candidates, SelectionRequest
 from epd_portable.router.choice.tokens import cached_tokens
-
-Reported = Literal["waiting", "running", "items", "pixels"]
-"""What is compared of a load report."""
 
 ENTRY_MIB = 2
 """One item's output in llm-d's measure of a cache."""
+
+Scores = Sequence[float]
 
 
 # By load.
 
 
-def _reported(candidate: Candidate, what: Reported) -> float | None:
-    """Return what a candidate reports, in proportion to what it can do."""
-    value = None if candidate.reported is None else getattr(candidate.reported, what)
-    return None if value is None else value / candidate.weight
+def _loads(candidates: Candidates) -> list[float]:
+    return [each.load / each.weight for each in candidates]
 
 
-class _ActiveRequests(Parameters):
+def _reported(candidates: Candidates, what: str) -> list[float]:
+    """Return what candidates report; if one does not, of all what the router itself counts."""
+    found = []
+    for each in candidates:
+        value = getattr(each.reported, what, None)
+        if value is None:
+            return _loads(candidates)
+        found.append(value / each.weight)
+    return found
+
+
+class _ActiveRequestScorer(Parameters):
     """Up to `idleThreshold` requests are idle; the best of the others gets `maxBusyScore`."""
 
     requestTimeout: Ignored = None
     inFlightLoadProducerName: Ignored = None
-    idleThreshold: Annotated[int, Field(ge=0)] = 0
+    idleThreshold: CountOrZero = 0
     maxBusyScore: Part = 1.0
 
-
-class _ActiveRequestScorer(BuiltIn[_ActiveRequests], IncrementalScorer):
-    takes = _ActiveRequests
-
-    def measure(self, stage: Stage, candidate: Candidate) -> float:
-        return candidate.load / candidate.weight
-
-    def scale(self, measures: Sequence[float]) -> float:
-        return max(measures)
-
-    def rate(self, measures: Sequence[float], scale: float) -> list[float]:
-        idle, best = self.p.idleThreshold, self.p.maxBusyScore
-        return [1.0 if one <= idle else best * (scale - one) / scale for one in measures]
+    def score(self, request: SelectionRequest, candidates: Candidates) -> Scores:
+        loads = _loads(candidates)
+        most, idle, best = max(loads), self.idleThreshold, self.maxBusyScore
+        return [1.0 if one <= idle else best * (most - one) / most for one in loads]
 
 
-_Both = tuple[float | None, float]
-"""What a candidate reports, and its load as the router counts it."""
+class _ByReports(Parameters):
+    """1 for the least of what candidates report, 0 for the most."""
 
+    wants_loads: ClassVar[bool] = True
+    what: ClassVar[str] = "waiting"
 
-class _ByReports(BuiltIn[P], IncrementalScorer):
-    """By what the candidates report; where one does not, by the router's own count for all."""
-
-    wants_loads = True
-    what: Reported = "waiting"
-
-    def measure(self, stage: Stage, candidate: Candidate) -> _Both:
+    def loads(self, request: SelectionRequest, candidates: Candidates) -> list[float]:
         # Queues of encode instances are such of items.
-        what: Reported = "items" if stage == "encode" and self.what != "pixels" else self.what
-        return _reported(candidate, what), candidate.load / candidate.weight
+        of_items = request.stage == "encode" and self.what != "pixels"
+        return _reported(candidates, "items" if of_items else self.what)
 
-    def scale(self, measures: Sequence[_Both]) -> tuple[int, float, float]:
-        """Return which of both counts for all, its least and its most."""
-        found: list[Any] = [reported for reported, _ in measures]
-        which = int(None in found)
-        if which:
-            found = [load for _, load in measures]
-        return which, min(found), max(found)
-
-    def rate(self, measures: Sequence[Any], scale: tuple[int, float, float]) -> list[float]:
-        which, least, most = scale
-        span = most - least
-        if not span:
-            return [1.0] * len(measures)
-        return [(most - one[which]) / span for one in measures]
+    def score(self, request: SelectionRequest, candidates: Candidates) -> Scores:
+        loads = self.loads(request, candidates)
+        most = max(loads)
+        span = most - min(loads)
+        return [(most - one) / span if span else 1.0 for one in loads]
 
 
-class _QueueScorer(_ByReports[NoParameters]):
-    takes = NoParameters
-
-
-class _RunningScorer(_ByReports[NoParameters]):
-    takes = NoParameters
+class _RunningScorer(_ByReports):
     what = "running"
 
 
-class _EncodePixelsScorer(_ByReports[NoParameters]):
-    takes = NoParameters
+class _EncodePixelsScorer(_ByReports):
     what = "pixels"
 
 
-class _LoadAware(Parameters):
+class _LoadAwareScorer(_ByReports):
     threshold: Count = 128
 
-
-class _LoadAwareScorer(_ByReports[_LoadAware]):
-    takes = _LoadAware
-
-    def scale(self, measures: Sequence[_Both]) -> tuple[int, float, float]:
-        return int(any(reported is None for reported, _ in measures)), 0.0, self.p.threshold
-
-    def rate(self, measures: Sequence[Any], scale: tuple[int, float, float]) -> list[float]:
-        which, _, full = scale
-        return [0.5 * (1 - min(one[which] / full, 1.0)) for one in measures]
+    def score(self, request: SelectionRequest, candidates: Candidates) -> Scores:
+        loads = self.loads(request, candidates)
+        return [0.5 * (1 - min(one / self.threshold, 1.0)) for one in loads]
 
 
-class _KvCacheScorer(BuiltIn[NoParameters], IncrementalScorer):
-    takes = NoParameters
-    wants_loads = True
+class _KvCacheScorer(Parameters):
+    wants_loads: ClassVar[bool] = True
 
-    def measure(self, stage: Stage, candidate: Candidate) -> float | None:
-        used = None if candidate.reported is None else candidate.reported.kv_used
-        return None if used is None else 1 - used
-
-    def scale(self, measures: Sequence[float | None]) -> float:
-        """Return what those get that do not report."""
-        if None not in measures:
-            return 0.0
-        known = [one for one in measures if one is not None]
-        return sum(known) / len(known) if known else 0.0
-
-    def rate(self, measures: Sequence[float | None], scale: float) -> list[float]:
-        return [scale if one is None else one for one in measures]
+    def score(self, request: SelectionRequest, candidates: Candidates) -> Scores:
+        used = [each.reported.kv_used if each.reported else None for each in candidates]
+        free = [1 - one for one in used if one is not None]
+        unknown = sum(free) / len(free) if free else 0.0
+        return [unknown if one is None else 1 - one for one in used]
 
 
-class _EncodeLoad(Parameters):
+class _EncodeLoadScorer(Parameters):
+    wants_loads: ClassVar[bool] = True
+
     threshold: Count = 10
     encoderType: Literal["vision", "image", "video", "audio"] | None = None
 
-
-class _EncodeLoadScorer(BuiltIn[_EncodeLoad]):
-    takes = _EncodeLoad
-    wants_loads = True
-
-    _MODALITIES: Mapping[str, frozenset[str]] = {
-        "vision": frozenset({"image", "video"}),
-        "image": frozenset({"image"}),
-        "video": frozenset({"video"}),
-        "audio": frozenset({"audio"}),
-    }
-
-    def score(self, request: SelectionRequest, candidates: Candidates) -> Sequence[float]:
-        kind, item, full = self.p.encoderType, request.item, self.p.threshold
-        if kind is not None and item is not None and item.modality not in self._MODALITIES[kind]:
+    def score(self, request: SelectionRequest, candidates: Candidates) -> Scores:
+        loads = _reported(candidates, "items")
+        scores = [max(0.0, 1 - load / self.threshold) for load in loads]
+        kind, item = self.encoderType, request.item
+        if kind is None:
+            return scores
+        modalities = {"image", "video"} if kind == "vision" else {kind}
+        if item is not None and item.modality not in modalities:
             return [0.0] * len(candidates)
-        found = [_reported(each, "items") for each in candidates]
-        if None in found:
-            found = [each.load / each.weight for each in candidates]
-        return [
-            max(0.0, 1 - load / full) if kind is None or self._is_of(kind, each) else 0.0
-            for each, load in zip(candidates, cast("list[float]", found), strict=True)
-        ]
-
-    @staticmethod
-    def _is_of(kind: str, candidate: Candidate) -> bool:
-        wanted = {kind, "vision"} if kind in ("image", "video") else {kind}
-        return takes_type(candidate, frozenset(wanted))
+        types = frozenset({kind, "vision"} if kind in ("image", "video") else {kind})
+        pairs = zip(candidates, scores, strict=True)
+        return [score if takes_type(each, types) else 0.0 for each, score in pairs]
 
 
-class _EncodeTimeScorer(BuiltIn[NoParameters], IncrementalScorer):
-    takes = NoParameters
-
-    def measure(self, stage: Stage, candidate: Candidate) -> float:
-        return candidate.pending_encode_s / candidate.weight
-
-    def scale(self, measures: Sequence[float]) -> float:
-        return max(measures)
-
-    def rate(self, measures: Sequence[float], scale: float) -> list[float]:
-        return [1 - one / scale if scale > 0 else 1.0 for one in measures]
+class _EncodeTimeScorer(Parameters):
+    def score(self, request: SelectionRequest, candidates: Candidates) -> Scores:
+        times = [each.pending_encode_s / each.weight for each in candidates]
+        most = max(times)
+        return [1 - one / most if most > 0 else 1.0 for one in times]
 
 
-class _WeightScorer(BuiltIn[NoParameters], IncrementalScorer):
-    takes = NoParameters
-
-    def measure(self, stage: Stage, candidate: Candidate) -> float:
-        return candidate.weight
-
-    def scale(self, measures: Sequence[float]) -> float:
-        return max(measures)
-
-    def rate(self, measures: Sequence[float], scale: float) -> list[float]:
-        return [one / scale for one in measures]
+class _WeightScorer(Parameters):
+    def score(self, request: SelectionRequest, candidates: Candidates) -> Scores:
+        most = max(each.weight for each in candidates)
+        return [each.weight / most for each in candidates]
 
 
 # By what an instance has.
 
 
 class PrefixCache(Parameters):
-    """Of ``prefix-cache-scorer`` and its producers.
+    """Parameters of ``prefix-cache-scorer`` and its producers.
 
     The router looks at text, not at tokens, and counts what it has sent, not what engines report.
 
@@ -221,6 +150,8 @@ class PrefixCache(Parameters):
         blockSize: The same, in older files; so is `maxPrefixBlocksToMatch` in blocks.
         lruCapacityPerServer: Blocks that an instance keeps.
     """
+
+    wants_blocks: ClassVar[bool] = False
 
     blockSizeTokens: Count | None = None
     blockSize: Count | None = None
@@ -248,11 +179,10 @@ class PrefixCache(Parameters):
         return None
 
 
-class _PrefixCacheScorer(BuiltIn[PrefixCache]):
-    takes = PrefixCache
+class _PrefixCacheScorer(PrefixCache):
     wants_blocks = True
 
-    def score(self, request: SelectionRequest, candidates: Candidates) -> Sequence[float]:
+    def score(self, request: SelectionRequest, candidates: Candidates) -> Scores:
         whole = request.up_to(len(request.blocks)) or 1
         return [tokens / whole for tokens in cached_tokens(request, candidates)]
 
@@ -270,70 +200,58 @@ class EmbeddingsCache(Parameters):
         return size // ENTRY_MIB if size else None
 
 
-class _EmbeddingsCacheScorer(BuiltIn[EmbeddingsCache]):
-    takes = EmbeddingsCache
-
-    def score(self, request: SelectionRequest, candidates: Candidates) -> Sequence[float]:
-        wanted = request.items if request.item is None else (request.item,)
-        names = [item.item_uuid for item in wanted]
-        if not names:
-            return [0.0] * len(candidates)
-        return [
-            sum(name in each.cached.items for name in names) / len(names) for each in candidates
-        ]
+class _EmbeddingsCacheScorer(EmbeddingsCache):
+    def score(self, request: SelectionRequest, candidates: Candidates) -> Scores:
+        items = request.items if request.item is None else (request.item,)
+        names = [item.item_uuid for item in items]
+        most = len(names) or 1
+        return [sum(name in each.cached.items for name in names) / most for each in candidates]
 
 
-class _TokenLoad(Parameters):
+class _TokenLoadScorer(Parameters):
+    wants_blocks: ClassVar[bool] = True
+
     queueThresholdTokens: Count = 4 << 20
     nonTextTokenWeight: Ignored = 1.0
     inFlightLoadProducerName: Ignored = None
 
-
-class _TokenLoadScorer(BuiltIn[_TokenLoad]):
-    takes = _TokenLoad
-    wants_blocks = True
-
-    def score(self, request: SelectionRequest, candidates: Candidates) -> Sequence[float]:
-        own, full = request.tokens, self.p.queueThresholdTokens
-        cached = cached_tokens(request, candidates)
-        found = [
-            1 - (each.tokens + own - known) / each.weight / full
-            for each, known in zip(candidates, cached, strict=True)
+    def score(self, request: SelectionRequest, candidates: Candidates) -> Scores:
+        own, full = request.tokens, self.queueThresholdTokens
+        pairs = zip(candidates, cached_tokens(request, candidates), strict=True)
+        return [
+            max(0.0, 1 - (each.tokens + own - known) / each.weight / full) for each, known in pairs
         ]
-        return [max(0.0, score) for score in found] if min(found) < 0 else found
 
 
-class _NoHitLru(Parameters):
+class NoHitLruScorer(Parameters):
+    """``no-hit-lru-scorer``: prompts that no candidate has any of go round."""
+
+    wants_blocks: ClassVar[bool] = True
+
     lruSize: Count = 1024
     prefixPluginType: Ignored = None
     prefixPluginName: Ignored = None
     prefixMatchInfoProducerName: Ignored = None
 
+    _last: Recent[str] = PrivateAttr()
+    _is_new: bool = PrivateAttr(False)
 
-class NoHitLruScorer(BuiltIn[_NoHitLru]):
-    """``no-hit-lru-scorer``: prompts that no candidate has any of go round."""
+    def model_post_init(self, context: object) -> None:
+        """Make the list of instances that got such a prompt, the latest one last."""
+        self._last = Recent(self.lruSize)
 
-    takes = _NoHitLru
-    wants_blocks = True
-
-    def __init__(self, name: str, given: Mapping[str, Any]) -> None:
-        super().__init__(name, given)
-        self._last: Recent[str] = Recent(self.p.lruSize)
-        self._is_new = False
-
-    def score(self, request: SelectionRequest, candidates: Candidates) -> Sequence[float]:
+    def score(self, request: SelectionRequest, candidates: Candidates) -> Scores:
         """See `Scorer`."""
         self._is_new = not any(cached_tokens(request, candidates))
         if not self._is_new:
             return [0.5] * len(candidates)
         if len(candidates) == 1:
             return [1.0]
-        last = {name: rank for rank, name in enumerate(self._last)}
-        ranks = [last.get(each.name, -1) for each in candidates]
-        never = [index for index, rank in enumerate(ranks) if rank < 0]
-        for place, index in enumerate(never):
-            ranks[index] = place - len(never)
-        return [max(0.0, 1 - (rank + len(never)) / (len(ranks) - 1)) for rank in ranks]
+        # Those that never got one first, in their order; the one that got one last at the end.
+        never = [each.name for each in candidates if each.name not in self._last]
+        ranks = {name: rank for rank, name in enumerate([*never, *self._last])}
+        most = len(candidates) - 1
+        return [max(0.0, 1 - ranks[each.name] / most) for each in candidates]
 
     def note_picked(self, candidate: Candidate) -> None:
         """Note which candidate gets the request that was scored for last."""
@@ -341,30 +259,27 @@ class NoHitLruScorer(BuiltIn[_NoHitLru]):
             self._last.use((candidate.name,))
 
 
-class _ContextLength(Parameters):
+class _ContextLengthAware(Parameters):
     """By a label that names the prompts an instance is for: ``0-2048``, in tokens."""
 
-    label: Annotated[str, Field(min_length=1)] = "llm-d.ai/context-length-range"
+    wants_blocks: ClassVar[bool] = True
+
+    label: Name = "llm-d.ai/context-length-range"
     enableFiltering: bool = False
     reusableTokensProducerName: Ignored = None
 
-
-class _ContextLengthAware(BuiltIn[_ContextLength]):
-    takes = _ContextLength
-    wants_blocks = True
-
     def keep(self, request: SelectionRequest, candidates: Candidates) -> Candidates:
-        if not self.p.enableFiltering:
+        if not self.enableFiltering:
             return candidates
-        kept = []
-        for each in candidates:
-            least, most = _range(each.labels.get(self.p.label))
-            if least <= request.tokens <= most:
-                kept.append(each)
-        return kept
+        ranges = [_range(each.labels.get(self.label)) for each in candidates]
+        return [
+            each
+            for each, (least, most) in zip(candidates, ranges, strict=True)
+            if least <= request.tokens <= most
+        ]
 
-    def score(self, request: SelectionRequest, candidates: Candidates) -> Sequence[float]:
-        return [self._score(request.tokens, each.labels.get(self.p.label)) for each in candidates]
+    def score(self, request: SelectionRequest, candidates: Candidates) -> Scores:
+        return [self._score(request.tokens, each.labels.get(self.label)) for each in candidates]
 
     @staticmethod
     def _score(tokens: int, label: str | None) -> float:
@@ -391,64 +306,35 @@ def _range(label: str | None) -> tuple[float, float]:
     return int(parts[0]), int(parts[1])
 
 
-# By which instance it is.
+# By a hash.
 
 
-class _Rings:
-    """The ring of the candidates of each stage, kept as long as they are the same."""
-
-    def __init__(self) -> None:
-        self._last: dict[Stage, tuple[Candidates, HashRing[Candidate]]] = {}
-
-    def ring(self, stage: Stage, candidates: Candidates) -> HashRing[Candidate]:
-        last = self._last.get(stage)
-        if last is None or last[0] != candidates:
-            last = self._last[stage] = candidates[:], HashRing(candidates)
-        return last[1]
+class _SessionAffinityScorer(SessionAffinity):
+    def score(self, request: SelectionRequest, candidates: Candidates) -> Scores:
+        own = self.own(request, candidates)
+        return [float(each is own) for each in candidates]
 
 
-class _SessionAffinityScorer(BuiltIn[SessionAffinity]):
-    takes = SessionAffinity
-
-    def __init__(self, name: str, given: Mapping[str, Any]) -> None:
-        super().__init__(name, given)
-        self._rings = _Rings()
-
-    def score(self, request: SelectionRequest, candidates: Candidates) -> Sequence[float]:
-        if not request.session:
-            return [0.0] * len(candidates)
-        first = next(self._rings.ring(request.stage, candidates).in_order(request.session))
-        return [float(each is first) for each in candidates]
-
-
-class _ConsistentHash(Parameters):
-    loadBound: Annotated[float, Field(gt=1, le=1e6, strict=False)] = LOAD_BOUND
-
-
-class ConsistentHashScorer(BuiltIn[_ConsistentHash]):
+class ConsistentHashScorer(OnRing):
     """``consistent-hash-scorer``: 1 for the instance to which a key leads, by the default rule.
 
     The key is an item's name where one is to be encoded; else the session's, or the request's own.
     """
 
-    takes = _ConsistentHash
+    loadBound: Annotated[float, Field(gt=1, le=1e6, strict=False)] = LOAD_BOUND
 
-    def __init__(self, name: str, given: Mapping[str, Any]) -> None:
-        super().__init__(name, given)
-        self._rings = _Rings()
-
-    def score(self, request: SelectionRequest, candidates: Candidates) -> Sequence[float]:
+    def score(self, request: SelectionRequest, candidates: Candidates) -> Scores:
         """See `Scorer`."""
-        ring = self._rings.ring(request.stage, candidates)
         load = sum(each.load for each in candidates)
         weight = sum(each.weight for each in candidates)
-        chosen = ring.choose(request.affinity, load, weight, bound=self.p.loadBound)
+        ring = self.ring(request.stage, candidates)
+        chosen = ring.choose(request.affinity, load, weight, bound=self.loadBound)
         return [float(each is chosen) for each in candidates]
 
 
-TYPES: Mapping[str, Factory] = {
+TYPES: Mapping[str, type[Parameters]] = {
     "active-request-scorer": _ActiveRequestScorer,
-    "queue-scorer": _QueueScorer,
+    "queue-scorer": _ByReports,
     "running-requests-size-scorer": _RunningScorer,
     "load-aware-scorer": _LoadAwareScorer,
     "kv-cache-utilization-scorer": _KvCacheScorer,

@@ -126,7 +126,6 @@ class Candidate(Protocol):
         computes_for: Requests in flight that wait for no item.
         tokens: Of prompts that the router has given to it, and whose answers have not begun.
         cached: What it most likely has in its caches.
-        version: Is another one whenever something of this is.
     """
 
     name: str
@@ -136,7 +135,6 @@ class Candidate(Protocol):
     computes_for: int
     tokens: int
     cached: CacheEstimate
-    version: int
 
     @property
     def role(self) -> str:
@@ -230,8 +228,8 @@ class Decision:
         profile: That decided, or empty.
         header: Of a trusted hop, that decided or left only some; or empty.
         filters: How many instances there were, and how many each filter left.
-        scores: What each scorer gave the instances that were left, times its weight, by instance.
-        totals: Their sums.
+        scores: What each scorer gave the instances in `totals`, times its weight.
+        totals: The sums, of each instance that was left.
         winner: The instance, or empty.
         reason: Why none was chosen, or why none was looked for.
     """
@@ -241,20 +239,21 @@ class Decision:
     profile: str = ""
     header: str = ""
     filters: dict[str, int] = field(default_factory=dict)
-    scores: dict[str, dict[str, float]] = field(default_factory=dict)
+    scores: dict[str, list[float]] = field(default_factory=dict)
     totals: dict[str, float] = field(default_factory=dict)
     winner: str = ""
     reason: str = ""
 
     def shown(self) -> dict[str, object]:
         """Return what there is to say, as plain data."""
-        best = sorted(self.totals, key=lambda name: -self.totals[name])[:MOST_SHOWN]
+        names = list(self.totals)
+        best = sorted(range(len(names)), key=lambda n: -self.totals[names[n]])[:MOST_SHOWN]
         scores = {
-            name: {
-                **{each: round(one, 4) for each, one in self.scores.get(name, {}).items()},
-                "total": round(self.totals[name], 4),
+            names[n]: {
+                **{scorer: round(given[n], 4) for scorer, given in self.scores.items()},
+                "total": round(self.totals[names[n]], 4),
             }
-            for name in best
+            for n in best
         }
         said = {
             "stage": self.stage,
@@ -296,5 +295,5 @@ class Explanation:
         return f"[{','.join(shown)}]"
 
 
-def _compact(said: dict[str, object]) -> str:
+def _compact(said: Mapping[str, object]) -> str:
     return json.dumps(said, separators=(",", ":"))

@@ -8,11 +8,10 @@ from typing import Literal
 from pydantic import ConfigDict
 
 from epd_portable.media.limits import Modality
-from epd_portable.router.choice.parameters import BuiltIn, Count, Ignored, Parameters
+from epd_portable.router.choice.parameters import Count, Ignored, Parameters
 from epd_portable.router.choice.selection_types import AskedItem, Candidates, SelectionRequest
 
-_FRAME = 640 * 360
-_UNKNOWN_PIXELS: Mapping[Modality, int] = {"image": 0, "video": 20 * _FRAME, "audio": 139 * 1024}
+_UNKNOWN_PIXELS: Mapping[Modality, int] = {"video": 20 * 640 * 360, "audio": 139 * 1024}
 """What an item counts for whose pixels are not known; a picture as the configuration says."""
 
 
@@ -22,14 +21,10 @@ class _Resolution(Parameters):
 
 
 class _Dynamic(Parameters):
-    """Pixels of one token."""
-
     factor: Count = 1024
 
 
 class _Static(Parameters):
-    """Tokens of one picture."""
-
     staticToken: Count = 1
 
 
@@ -47,7 +42,7 @@ class _Estimate(Parameters):
 
 
 class ItemTokens(Parameters):
-    """Of ``token-producer``; all that does not estimate has no effect here."""
+    """``token-producer``: how many tokens pictures are taken for; all else has no effect here."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -63,14 +58,8 @@ class ItemTokens(Parameters):
         if item.modality == "image" and image.mode == "static":
             return image.static.staticToken
         size = image.defaultResolution
-        unknown = _UNKNOWN_PIXELS[item.modality] or size.width * size.height
+        unknown = _UNKNOWN_PIXELS.get(item.modality, size.width * size.height)
         return max(1, (item.pixels or unknown) // image.dynamic.factor)
-
-
-class TokenSource(BuiltIn[ItemTokens]):
-    """``token-producer``: says how many tokens pictures are taken for."""
-
-    takes = ItemTokens
 
 
 def cached_tokens(request: SelectionRequest, candidates: Candidates) -> list[int]:

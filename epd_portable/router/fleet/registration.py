@@ -6,12 +6,14 @@ import asyncio
 import ipaddress
 import itertools
 import logging
+import re
 import uuid
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
+import anyio
 from pydantic import ValidationError
 
 from epd_portable.config.problems import in_one_line
@@ -31,6 +33,7 @@ logger = logging.getLogger(__name__)
 _said = say_failure(logger, "watching an instance failed")
 
 INSTANCES_PATH = "/epd/instances"
+_PATH = re.compile(rf"{INSTANCES_PATH}(?:/(?P<name>[^/]+)(?:/(?P<verb>drain|resume))?)?")
 MAX_BODY_BYTES = 64 * 1024
 """Of a request at ``/epd/``."""
 
@@ -93,7 +96,6 @@ class Registration:
         """
         admitted = [self._admit(instance) for instance in self._settings.instances]
         await asyncio.gather(*map(self._probes.look, admitted))
-        self._probes.start()
 
     async def close(self) -> None:
         """Forget all instances at once."""
@@ -124,44 +126,25 @@ class Registration:
             RequestError: It is refused.
         """
         self._check.check(headers.get("authorization", ""), method, target, body)
-        path = target.partition("?")[0]
-        if path == INSTANCES_PATH:
-            return await self._at_all(method, body)
-        if not path.startswith(f"{INSTANCES_PATH}/"):
-            raise _no_such(path)
-        name, _, what = path.removeprefix(f"{INSTANCES_PATH}/").partition("/")
-        return await self._at_one(method, name, what)
-
-    async def _at_all(self, method: str, body: bytes) -> Reply:
+        name, verb = _served(method, target.partition("?")[0])
         if method == "GET":
             shown = [_shown(instance) for instance in self._instances.all]
             return json_reply({"router": self._name, "instances": shown})
-        _check_method(method, "GET", "POST")
-        self._check_registration()
-        try:
-            settings = InstanceSettings.model_validate_json(body)
-            instance, new = await self._join(settings)
-        except ValidationError as error:
-            problems = in_one_line(error, whole="body")
-            raise RequestError(
-                f"instance to register: {problems}", status=400, code="invalid_instance"
-            ) from error
-        except ConfigError as error:
-            raise RequestError(str(error), status=400, code="invalid_instance") from error
-        return json_reply({"router": self._name, **_shown(instance)}, 201 if new else 200)
-
-    async def _at_one(self, method: str, name: str, what: str) -> Reply:
-        if what == "":
-            _check_method(method, "DELETE")
-            self._check_registration()
-            return json_reply(_shown(self._leave(name)), 202)
-        if what == "drain":
-            _check_method(method, "POST")
+        if verb == "drain":
             return json_reply(_shown(self._drain(name)), 202)
-        if what == "resume":
-            _check_method(method, "POST")
+        if verb == "resume":
             return json_reply(_shown(await self._resume(name)))
-        raise _no_such(f"{INSTANCES_PATH}/{name}/{what}")
+        self._check_registration()
+        if method == "DELETE":
+            return json_reply(_shown(self._leave(name)), 202)
+        try:
+            instance, new = await self._join(InstanceSettings.model_validate_json(body))
+        except (ValidationError, ConfigError) as error:
+            problem = str(error)
+            if isinstance(error, ValidationError):
+                problem = f"instance to register: {in_one_line(error, whole='body')}"
+            raise RequestError(problem, status=400, code="invalid_instance") from error
+        return json_reply({"router": self._name, **_shown(instance)}, 201 if new else 200)
 
     def _check_registration(self) -> None:
         if not self._settings.registration:
@@ -314,9 +297,12 @@ class Registration:
 
     async def _forget_when_away(self, instance: Instance) -> None:
         limit_s = self._settings.forget_after_s
-        await instance.wait_down()
-        while await instance.comes_up(limit_s):
+        away = False
+        while not away:
             await instance.wait_down()
+            with anyio.move_on_after(limit_s):
+                await instance.wait_up()
+            away = not instance.healthy
         logger.warning("instance %s is forgotten: away for %g s", instance.name, limit_s)
         await self._let_go(instance)
 
@@ -343,37 +329,39 @@ class Registration:
 
 def _shown(instance: Instance) -> dict[str, Any]:
     """Return what callers see of an instance."""
+    names = ("name", "role", "url", "control", "healthy", "state", "idle", "registered")
+    shown = {name: getattr(instance, name) for name in names}
     return {
-        "name": instance.name,
-        "role": instance.role,
-        "url": instance.url,
-        "control": instance.control,
-        "healthy": instance.healthy,
-        "state": instance.state,
-        "idle": instance.idle,
-        "registered": instance.registered,
+        **shown,
         "in_flight": instance.load,
         "reason": instance.reason,
         "problem": instance.problem,
     }
 
 
-def _check_method(method: str, *allowed: str) -> None:
+def _served(method: str, path: str) -> tuple[str, str]:
+    """Return the name and the verb in a path; empty for all instances, and to let one leave.
+
+    Raises:
+        RequestError: There is no such path, or it is not served by this method.
+    """
+    found = _PATH.fullmatch(path)
+    if found is None:
+        raise RequestError(
+            f"there is no {path[:256]!r}; there are {INSTANCES_PATH} (GET, POST) and "
+            f"{INSTANCES_PATH}/NAME (DELETE) with /drain and /resume (POST)",
+            status=404,
+            code="unknown_path",
+        )
+    name, verb = found["name"] or "", found["verb"] or ""
+    allowed = ("POST",) if verb else ("DELETE",) if name else ("GET", "POST")
     if method not in allowed:
         raise RequestError(
             f"{method} is not served at this path, only {' and '.join(allowed)}",
             status=405,
             code="method_not_allowed",
         )
-
-
-def _no_such(target: str) -> RequestError:
-    return RequestError(
-        f"there is no {target[:256]!r}; there are {INSTANCES_PATH} (GET, POST) and "
-        f"{INSTANCES_PATH}/NAME (DELETE) with /drain and /resume (POST)",
-        status=404,
-        code="unknown_path",
-    )
+    return name, verb
 
 
 def _networks(names: Sequence[str]) -> list[Network]:
@@ -387,14 +375,10 @@ def _lies_in(address: Address, networks: Sequence[Network]) -> bool:
         address = address.ipv4_mapped
     special = next((network for network in _SPECIAL if address in network), None)
     return any(
-        address in network and (special is None or _within(network, special))
+        address in network
+        and (special is None or (network[0] in special and network[-1] in special))
         for network in networks
     )
-
-
-def _within(inner: Network, outer: Network) -> bool:
-    first, last = inner.network_address, inner.broadcast_address
-    return first in outer and last in outer
 
 
 async def _resolved(name: str, url: str) -> set[Address]:

@@ -84,7 +84,6 @@ class Probed:
         self.probes = HealthProbes(settings, self.instances, self.upstream)
         for _ in range(count):
             await self.come()
-        self.probes.start()
 
     async def come(self) -> tuple[Instance, Asked]:
         server = Asked()

@@ -32,7 +32,6 @@ class Snapshot:
     computes_for: int = 0
     tokens: int = 0
     reported: LoadReport | None = None
-    version: int = 0
     cached: CacheEstimate = field(default_factory=CacheSizes().new_estimate)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from epd_portable.config.choice import ChoiceSection, parse_choice, with_file
 from epd_portable.errors import ConfigError
-from epd_portable.router.choice.catalogue import BUILT_IN
+from epd_portable.router.choice.catalogue import BUILT_IN, make_plugin
 from epd_portable.router.choice.policy import Policy
 from epd_portable.router.choice.selection_types import Decision
 from tests.unit.router.choice.situations import asked, having, seen, to_encode
@@ -165,8 +165,8 @@ def test_what_is_wrong_is_said_with_the_remedy(text: str, message: str) -> None:
 
 def test_every_type_makes_a_plugin_and_says_which_parameters_it_takes() -> None:
     needed: dict[str, dict[str, Any]] = {"by-label": {"label": "a"}}
-    for kind, make in BUILT_IN.items():
-        assert make("mine", needed.get(kind, {})) is not None
+    for kind in BUILT_IN:
+        assert make_plugin(kind, "mine", needed.get(kind, {})) is not None
 
 
 def test_a_decider_that_raises_means_no(
