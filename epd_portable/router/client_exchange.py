@@ -167,7 +167,7 @@ class ClientExchange:
 
     def end_answer(self) -> None:
         """Send the end."""
-        self.record.tokens_told = tokens_told(
+        self.record.output_tokens = tokens_told(
             self._before[-USAGE_BYTES:] + self._last[-USAGE_BYTES:]
         )
         self.request.end_answer()

@@ -28,7 +28,7 @@ from epd_portable.router.contents.media import MediaItem
 from epd_portable.router.fleet.control import ControlChannels, Inbox
 from epd_portable.router.http.upstream import Upstream
 from epd_portable.router.http.upstream_connection import UpstreamError
-from epd_portable.router.observability.record import JobRecord, RequestRecord
+from epd_portable.router.observability.record import Leg, RequestRecord
 from epd_portable.router.selector import Selection
 from epd_portable.router.settings import RouterSettings
 from epd_portable.router.store import StoredItem, StoreLookup
@@ -370,7 +370,7 @@ class Deliverer:
         index: int,
         encoder: Instance,
         one: Attempt,
-        job: JobRecord,
+        job: Leg,
         deadline: float,
     ) -> EncodeFailure | None:
         started = time.monotonic()

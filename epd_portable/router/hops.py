@@ -276,7 +276,7 @@ def answer_headers(
             headers[PREFILLER] = _address(instance)
     mapping, models = {}, set()
     for index, item in enumerate(record.items):
-        encoder = by_name.get(item.jobs[-1].encoder) if item.jobs else None
+        encoder = by_name.get(item.jobs[-1].instance) if item.jobs else None
         if encoder is not None and item.end in ("", "encoded", "retried"):
             mapping[index] = _address(encoder)
             models.add(encoder.settings.labels.get(ENCODER_MODEL_LABEL, ""))

@@ -33,13 +33,13 @@ logger = logging.getLogger(__name__)
 
 Ask: TypeAlias = Callable[[Instance, Call, Segments, Mapping[str, str]], Awaitable[InstanceAnswer]]
 
-Prefilled = Literal["apart", "local_first", "unsuited", "unavailable", "local"]
+Prefilled = Literal["disaggregated", "local_first", "unsuited", "unavailable", "local"]
 """Where the prompt of a request to a decode instance is computed.
 
-``apart``: by a prefill instance. By the decode instance itself: ``local_first``, as a decider of
-``router.choice`` says; ``unsuited``, not one prompt with one answer, or of an endpoint at which
-engines say nothing of KV; ``unavailable``, as there is no prefill instance; ``local``, as those
-that were asked failed.
+``disaggregated``: by a prefill instance. By the decode instance itself: ``local_first``, as a
+decider of ``router.choice`` says; ``unsuited``, not one prompt with one answer, or of an endpoint
+at which engines say nothing of KV; ``unavailable``, as there is no prefill instance; ``local``, as
+those that were asked failed.
 """
 
 MAX_PREFILLS = 2
@@ -176,7 +176,7 @@ def where(
     chosen = selection.choose_prefill(tried)
     if chosen is None:
         return None, "local" if tried else "unavailable"
-    return chosen, "apart"
+    return chosen, "disaggregated"
 
 
 def for_prefill(call: Call) -> Call:

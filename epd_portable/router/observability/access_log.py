@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from epd_portable.errors import ConfigError
-from epd_portable.router.observability.record import ItemRecord, Listener, RequestRecord
+from epd_portable.router.observability.record import ItemRecord, Leg, Listener, RequestRecord
 
 STDERR = "stderr"
 """Setting by which lines go to standard error."""
@@ -54,6 +54,25 @@ def line_of(record: RequestRecord) -> dict[str, object]:
 
     Times in milliseconds are since its headers had come.
     """
+
+    def ms(at: float) -> float | None:
+        return round((at - record.began_at) * 1000, 3) if at else None
+
+    def times(leg: Leg) -> dict[str, float | None]:
+        return {"began_ms": ms(leg.began_at), "ended_ms": ms(leg.ended_at)}
+
+    def item(one: ItemRecord) -> dict[str, object]:
+        return {
+            "modality": one.modality,
+            "pixels": one.pixels,
+            "bytes": one.nbytes,
+            "outcome": one.end or ("encoded" if one.brought else "open"),
+            "jobs": [
+                {"encoder": job.instance, **times(job), "end": job.end or "open"}
+                for job in one.jobs
+            ],
+        }
+
     line: dict[str, object] = {
         "time": datetime.fromtimestamp(record.began_s, timezone.utc).isoformat(),
         "request_id": record.id,
@@ -67,26 +86,20 @@ def line_of(record: RequestRecord) -> dict[str, object]:
         "topology": record.topology if record.legs else "",
         "bytes_in": record.nbytes,
         "bytes_out": record.nbytes_out,
-        "tokens": record.tokens_told,
+        "tokens": record.output_tokens,
         "events": record.events,
-        "read_ms": _ms(record, record.read_at),
-        "admitted_ms": _ms(record, record.admitted_at),
-        "first_byte_ms": _ms(record, record.first_at),
-        "ended_ms": _ms(record, record.ended_at),
+        "read_ms": ms(record.read_at),
+        "admitted_ms": ms(record.admitted_at),
+        "first_byte_ms": ms(record.first_at),
+        "ended_ms": ms(record.ended_at),
         "instances": [
-            {
-                "stage": leg.stage,
-                "name": leg.instance,
-                "began_ms": _ms(record, leg.began_at),
-                "ended_ms": _ms(record, leg.ended_at),
-                "failed": leg.failed,
-            }
+            {"stage": leg.stage, "name": leg.instance, **times(leg), "failed": leg.failed}
             for leg in record.legs
         ],
-        "items": [_item(record, item) for item in record.items],
+        "items": [*map(item, record.items)],
         "fallbacks": [
             {
-                "at_ms": _ms(record, step.at),
+                "at_ms": ms(step.at),
                 "phase": step.phase,
                 "failure": step.failure,
                 "fallback": step.fallback,
@@ -95,28 +108,6 @@ def line_of(record: RequestRecord) -> dict[str, object]:
         ],
     }
     return {name: value for name, value in line.items() if value}
-
-
-def _item(record: RequestRecord, item: ItemRecord) -> dict[str, object]:
-    return {
-        "modality": item.modality,
-        "pixels": item.pixels,
-        "bytes": item.nbytes,
-        "outcome": item.end or ("encoded" if item.brought else "open"),
-        "jobs": [
-            {
-                "encoder": job.encoder,
-                "began_ms": _ms(record, job.began_at),
-                "ended_ms": _ms(record, job.ended_at),
-                "end": job.end or "open",
-            }
-            for job in item.jobs
-        ],
-    }
-
-
-def _ms(record: RequestRecord, at: float) -> float | None:
-    return round((at - record.began_at) * 1000, 3) if at else None
 
 
 def _file(path: str) -> WatchedFileHandler:

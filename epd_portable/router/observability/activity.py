@@ -25,7 +25,7 @@ class Traffic(msgspec.Struct, kw_only=True):
         cargo: What it was.
         path: Transfer path of the last item of which that is known; empty for none.
         count: Items that were encoded for it, or prompts.
-        told: Items of which an answer said how many bytes came.
+        reported: Items of which an answer said how many bytes came.
         nbytes: Bytes of those.
     """
 
@@ -34,18 +34,12 @@ class Traffic(msgspec.Struct, kw_only=True):
     cargo: Cargo
     path: str = ""
     count: int = 0
-    told: int = 0
+    reported: int = 0
     nbytes: int = 0
 
 
 class FallbackUse(msgspec.Struct, kw_only=True):
-    """How often a fallback was used.
-
-    Attributes:
-        fallback: Its name, see `epd_portable.wire.outcomes.Fallback`.
-        count: Since the router started.
-        at: When last, by ``time.monotonic``.
-    """
+    """How often a fallback was used since the router started, and when last (monotonic)."""
 
     fallback: str
     count: int = 0
@@ -53,21 +47,20 @@ class FallbackUse(msgspec.Struct, kw_only=True):
 
 
 class Activity(Listener):
-    """Counts from what it hears of requests."""
+    """Counts what the status page shows beside the requests themselves.
+
+    Attributes:
+        fallbacks: By name, see `epd_portable.wire.outcomes.Fallback`.
+    """
 
     def __init__(self) -> None:
+        self.fallbacks: dict[str, FallbackUse] = {}
         self._pairs: dict[tuple[str, str, Cargo], Traffic] = {}
-        self._fallbacks: dict[str, FallbackUse] = {}
 
     @property
     def pairs(self) -> tuple[Traffic, ...]:
         """Pairs of instances between which something went, the one used last at the end."""
         return tuple(self._pairs.values())
-
-    @property
-    def fallbacks(self) -> tuple[FallbackUse, ...]:
-        """Fallbacks that were used."""
-        return tuple(self._fallbacks.values())
 
     def item_ended(self, record: RequestRecord, item: ItemRecord) -> None:
         """Count an item that was encoded for another instance; see `Listener`."""
@@ -75,11 +68,11 @@ class Activity(Listener):
             job = item.jobs[-1]
             # That in which the job began: the next one may have begun meanwhile.
             leg = next(leg for leg in reversed(record.legs) if leg.began_at <= job.began_at)
-            self.delivered(job.encoder, leg.instance)
+            self.delivered(job.instance, leg.instance)
 
     def stepped(self, record: RequestRecord, step: Step) -> None:
         """Count a fallback; see `Listener`."""
-        use = self._fallbacks.setdefault(step.fallback, FallbackUse(fallback=step.fallback))
+        use = self.fallbacks.setdefault(step.fallback, FallbackUse(fallback=step.fallback))
         use.count += 1
         use.at = step.at
 
@@ -90,25 +83,24 @@ class Activity(Listener):
                 self.prefilled(leg.instance, after.instance)
 
     def delivered(self, encoder: str, target: str) -> None:
-        """An item was encoded for an instance that has begun its answer."""
+        """Count an item that was encoded for an instance which has begun its answer."""
         self._pair(encoder, target, "items").count += 1
 
+    def prefilled(self, source: str, target: str) -> None:
+        """Count a prompt that an instance has computed for another one."""
+        self._pair(source, target, "kv").count += 1
+
     def had(self, target: str, item: ItemOutcome) -> None:
-        """An answer says how an instance had an item."""
+        """Note how an instance says that it had an item."""
         if item.source == "transfer":
             pair = self._pair(item.encoder, target, "items")
             pair.path = item.path
-            pair.told += 1
+            pair.reported += 1
             pair.nbytes += item.nbytes
-
-    def prefilled(self, source: str, target: str) -> None:
-        """An instance has computed a prompt for another one."""
-        self._pair(source, target, "kv").count += 1
 
     def forget(self, instance: str) -> None:
         """Drop what went from and to an instance that has left."""
-        for key in [key for key in self._pairs if instance in key[:2]]:
-            del self._pairs[key]
+        self._pairs = {key: pair for key, pair in self._pairs.items() if instance not in key[:2]}
 
     def _pair(self, source: str, target: str, cargo: Cargo) -> Traffic:
         key = (source, target, cargo)

@@ -56,27 +56,23 @@ class EngineFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_figures(page: bytes) -> EngineFigures:
     """Return what a page in Prometheus' text format says; several engines are added up."""
-    sums: dict[str, float] = {}
+    found: dict[str, list[float]] = {}
     received: dict[str, int] = {}
-    most_kv: float | None = None
-    for found in _LINE.finditer(page):
-        name, value = found["name"].decode(), float(found["value"])
-        path = _PATH.search(found["labels"] or b"")
+    for line in _LINE.finditer(page):
+        name, value = line["name"].decode(), float(line["value"])
+        found.setdefault(name, []).append(value)
         if name == "epd_pd_received_bytes_total":
+            path = _PATH.search(line["labels"] or b"")
             where = path[1].decode() if path else ""
             received[where] = received.get(where, 0) + int(value)
-        elif name == "vllm:kv_cache_usage_perc":
-            most_kv = max(most_kv or 0.0, value)
-        else:
-            sums[name] = sums.get(name, 0.0) + value
 
     def count(name: str) -> int | None:
-        return int(sums[name]) if name in sums else None
+        return int(sum(found[name])) if name in found else None
 
     return EngineFigures(
         running=count("vllm:num_requests_running"),
         waiting=count("vllm:num_requests_waiting"),
-        kv_used=most_kv,
+        kv_used=max(found.get("vllm:kv_cache_usage_perc", ()), default=None),
         queued_items=count("epd_encode_queued_items"),
         received_bytes=received,
     )

@@ -17,7 +17,7 @@ from epd_portable.router.observability.activity import Activity
 from epd_portable.router.observability.llmd_names import LlmdNames
 from epd_portable.router.observability.record import (
     ItemRecord,
-    JobRecord,
+    Leg,
     Listener,
     RequestRecord,
     Step,
@@ -73,180 +73,115 @@ class Metrics(Listener):
         registry.register(_InstanceCollector(instances))
         self._shown: Collector = LlmdNames(registry) if llmd_names else registry
         self.activity = Activity()
-        # To find a metric by its labels costs as much as to count.
-        self._of_answers = functools.cache(self._find_those_of_answers)
-        self._of_streams = functools.cache(self._find_those_of_streams)
-        self.requests = Counter(
-            "epd_router_requests", "Answered requests.", ("endpoint", "status"), registry=registry
+        counter = functools.partial(Counter, registry=registry)
+        gauge = functools.partial(Gauge, registry=registry)
+        seconds = functools.partial(Histogram, registry=registry, buckets=_SECONDS)
+        counts = functools.partial(Histogram, registry=registry, buckets=_COUNTS)
+
+        # Requests.
+        self.requests = counter("epd_router_requests", "Answered.", ("endpoint", "status"))
+        self.in_flight = gauge("epd_router_requests_in_flight", "Requests being answered.")
+        self.disconnects = counter(
+            "epd_router_client_disconnects", "Requests given up by their client.", ("endpoint",)
         )
-        self.in_flight = Gauge(
-            "epd_router_requests_in_flight",
-            "Requests being answered.",
-            registry=registry,
+        self.request_bytes = counter("epd_router_request_bytes", "Bytes of request bodies.")
+        self.answer_bytes = counter(
+            "epd_router_answer_bytes", "Bytes of answers' bodies; not of those that Envoy carries."
         )
-        self.disconnects = Counter(
-            "epd_router_client_disconnects",
-            "Requests given up by their client.",
-            ("endpoint",),
-            registry=registry,
-        )
-        self.items = Counter(
-            "epd_router_items",
-            "Media items by what became of them.",
-            ("outcome",),
-            registry=registry,
-        )
-        self.modalities = Counter(
-            "epd_router_items_by_modality",
-            "Media items of requests; one that a request repeats counts once.",
-            ("modality",),
-            registry=registry,
-        )
-        self.fallbacks = Counter(
+        self.fallbacks = counter(
             "epd_router_fallbacks",
             "Failures, by when they happened, why, and what was done then.",
             ("phase", "failure", "fallback"),
-            registry=registry,
         )
-        self.sources = Counter(
+        self.stages = counter(
+            "epd_router_stage_requests", "Tries at instances; encode jobs: of one item.", ("stage",)
+        )
+        self.prefills = counter(
+            "epd_router_prefills", "Prompts for decode instances, by who computes them.", ("where",)
+        )
+
+        # Items.
+        self.items = counter("epd_router_items", "Items by what became of them.", ("outcome",))
+        self.modalities = counter(
+            "epd_router_items_by_modality", "Distinct items of requests.", ("modality",)
+        )
+        self.sources = counter(
             "epd_router_item_sources",
             "How PD instances say they had their items (answers that are not streamed).",
             ("source", "path"),
-            registry=registry,
+        )
+        self.elastic = counter(
+            "epd_router_elastic_items", "Items that PD instances encode by choice.", ("reason",)
         )
         self.store = StoreMetrics("router", registry)
-        self.elastic = Counter(
-            "epd_router_elastic_items",
-            "Items that PD instances encode by choice, by reason.",
-            ("reason",),
-            registry=registry,
+        self.items_per_request = counts(
+            "epd_router_items_per_request", "Of one modality, if there are any.", ("modality",)
         )
-        self.prefills = Counter(
-            "epd_router_prefills",
-            "Requests to decode instances, by where their prompts are computed.",
-            ("where",),
-            registry=registry,
-        )
-        self.encode_s = Histogram(
-            "epd_router_encode_job_seconds",
-            "Duration of encode jobs that succeeded.",
-            ("instance",),
-            buckets=_SECONDS,
-            registry=registry,
-        )
-        self.stages = Counter(
-            "epd_router_stage_requests",
-            "Tries at instances, by what they were asked for; encode jobs are of one item.",
-            ("stage",),
-            registry=registry,
-        )
-        self._answers = self.stages.labels("answer")
-        self.encode_jobs = Counter(
-            "epd_router_encode_jobs",
-            "Encode jobs by how they ended.",
-            ("end",),
-            registry=registry,
-        )
-        self.encode_bytes = Counter(
-            "epd_router_encode_job_bytes", "Bytes of the bodies of encode jobs.", registry=registry
-        )
-        self.items_per_request = Histogram(
-            "epd_router_items_per_request",
-            "Items of one modality in requests that have any.",
-            ("modality",),
-            buckets=_COUNTS,
-            registry=registry,
-        )
-        self.encoders_per_request = Histogram(
+        self.encoders_per_request = counts(
             "epd_router_encoders_per_request",
             "Encode instances asked for the items of one request, of requests that ask any.",
-            buckets=_COUNTS,
-            registry=registry,
         )
-        self.prefill_s = Histogram(
+        self.encode_jobs = counter(
+            "epd_router_encode_jobs", "Encode jobs by how they ended.", ("end",)
+        )
+        self.encode_bytes = counter(
+            "epd_router_encode_job_bytes", "Bytes of the bodies of encode jobs."
+        )
+        self.encode_s = seconds(
+            "epd_router_encode_job_seconds", "Of encode jobs that succeeded.", ("instance",)
+        )
+        self.prefill_s = seconds(
             "epd_router_prefill_seconds",
             "Duration of prompts computed by another instance, their items awaited.",
-            buckets=_SECONDS,
-            registry=registry,
         )
-        self.request_bytes = Counter(
-            "epd_router_request_bytes", "Bytes of request bodies.", registry=registry
+
+        # Times of answers: from a request's last byte.
+        self.first_byte_s = seconds(
+            "epd_router_first_byte_seconds", "To the first byte of its answer.", ("endpoint",)
         )
-        self.answer_bytes = Counter(
-            "epd_router_answer_bytes",
-            "Bytes of answers' bodies; not of those that Envoy carries.",
-            registry=registry,
+        self.response_s = seconds(
+            "epd_router_response_seconds", "To the last byte of its answer.", ("endpoint",)
         )
-        self.first_token_s = Histogram(
+        self.first_token_s = seconds(
             "epd_router_first_token_seconds",
-            "From a request's last byte to the first byte of a streamed answer, by who did what.",
+            "To the first byte of a streamed answer, by who did what.",
             ("topology",),
-            buckets=_SECONDS,
-            registry=registry,
         )
         self.token_s = Histogram(
             "epd_router_time_per_token_seconds",
             "From the first byte of a streamed answer to its last, by tokens after the first. "
-            "Tokens are those of usage where the stream tells it, else its events less two, "
+            "Tokens are those of usage where the stream has it, else its events less two, "
             "which is too few where an event brings several.",
             ("topology",),
             buckets=_TOKEN_SECONDS,
             registry=registry,
         )
-        self.media_urls = Counter(
-            "epd_router_media_urls",
-            "Media that requests name by URL, by where they come from.",
-            ("source",),
-            registry=registry,
+
+        # Media by URL.
+        self.media_urls = counter(
+            "epd_router_media_urls", "Media named by URL, by where they come from.", ("source",)
         )
-        self.fetches = Counter(
-            "epd_router_media_fetches",
-            "How fetching of media, or refusing to, has ended.",
-            ("result",),
-            registry=registry,
+        self.fetches = counter("epd_router_media_fetches", "Fetches, by result.", ("result",))
+        self.fetched_bytes = counter("epd_router_media_fetched_bytes", "Bytes of fetched media.")
+        self.fetch_s = seconds("epd_router_media_fetch_seconds", "Of fetches that succeeded.")
+
+        # Admission.
+        self.admission_waiting = gauge(
+            "epd_router_admission_waiting", "Requests that wait to be let in.", ("priority",)
         )
-        self.fetched_bytes = Counter(
-            "epd_router_media_fetched_bytes", "Bytes of media that were fetched.", registry=registry
+        self.admission_wait_s = seconds(
+            "epd_router_admission_wait_seconds", "Of those not let in at once.", ("priority",)
         )
-        self.fetch_s = Histogram(
-            "epd_router_media_fetch_seconds",
-            "Duration of fetches that succeeded.",
-            buckets=_SECONDS,
-            registry=registry,
-        )
-        self.admission_waiting = Gauge(
-            "epd_router_admission_waiting",
-            "Requests that wait to be let in.",
-            ("priority",),
-            registry=registry,
-        )
-        self.admission_wait_s = Histogram(
-            "epd_router_admission_wait_seconds",
-            "How long requests waited that were not let in at once.",
-            ("priority",),
-            buckets=_SECONDS,
-            registry=registry,
-        )
-        self.admission_refused = Counter(
+        self.admission_refused = counter(
             "epd_router_admission_refused",
             "Requests answered 429, by reason and by the limit that was reached.",
             ("reason", "limit"),
-            registry=registry,
         )
-        self.first_byte_s = Histogram(
-            "epd_router_first_byte_seconds",
-            "From a request's last byte to the first byte of its answer.",
-            ("endpoint",),
-            buckets=_SECONDS,
-            registry=registry,
-        )
-        self.response_s = Histogram(
-            "epd_router_response_seconds",
-            "From a request's last byte to the last byte of its answer.",
-            ("endpoint",),
-            buckets=_SECONDS,
-            registry=registry,
-        )
+
+        # To find a metric by its labels costs as much as to count.
+        self._of_answers = functools.cache(self._find_those_of_answers)
+        self._of_streams = functools.cache(self._find_those_of_streams)
+        self._answers = self.stages.labels("answer")
 
     # What it hears.
 
@@ -254,13 +189,13 @@ class Metrics(Listener):
         """See `Listener`, as for the next ones."""
         self.in_flight.inc()
 
-    def job_ended(self, record: RequestRecord, item: ItemRecord, job: JobRecord) -> None:
+    def job_ended(self, record: RequestRecord, job: Leg, item: ItemRecord) -> None:
         """Count an encode job."""
         self.stages.labels("encode").inc()
         self.encode_jobs.labels(job.end).inc()
         self.encode_bytes.inc(item.nbytes)
         if job.end == "encoded":
-            self.encode_s.labels(job.encoder).observe(job.ended_at - job.began_at)
+            self.encode_s.labels(job.instance).observe(job.ended_at - job.began_at)
 
     def item_ended(self, record: RequestRecord, item: ItemRecord) -> None:
         """Count an item by what became of it."""
@@ -304,7 +239,7 @@ class Metrics(Listener):
         for modality, count in collections.Counter(each.modality for each in record.items).items():
             self.modalities.labels(modality).inc(count)
             self.items_per_request.labels(modality).observe(count)
-        if encoders := {job.encoder for item in record.items for job in item.jobs}:
+        if encoders := {job.instance for item in record.items for job in item.jobs}:
             self.encoders_per_request.observe(len(encoders))
 
     def _find_those_of_streams(self, topology: Topology) -> tuple[Histogram, Histogram]:

@@ -17,7 +17,7 @@ from epd_portable.media.limits import Modality
 from epd_portable.router.contents.media import MediaItem
 from epd_portable.wire.outcomes import FailureKind, Fallback, ItemResult
 
-LegStage = Literal["prefill", "answer"]
+LegStage = Literal["encode", "prefill", "answer"]
 
 Topology = Literal["text", "epd", "e+pd", "ep+d", "e+p+d", "p+d"]
 """Who did what of a request, ``+`` between instances.
@@ -33,22 +33,45 @@ KEPT = 256
 
 
 @dataclass(slots=True, eq=False)
-class JobRecord:
-    """One encode job.
+class Leg:
+    """One try at an instance: to answer or prefill, for the ``with`` statement, or an encode job.
 
     Attributes:
-        encoder: Who was asked.
-        began_at: When.
-        ended_at: When it was answered, or given up.
-        end: ``encoded``, ``cancelled`` or the value of a `FailureKind`; empty before.
+        stage: What it was asked for.
+        instance: Who.
+        began_at: When it was chosen.
+        ended_at: When it had answered, failed, or was given up.
+        end: Empty before; ``done`` or ``failed``; of an encode job ``encoded``, ``cancelled`` or
+            the value of a `FailureKind`.
         traceparent: Sent along, where requests are traced.
     """
 
-    encoder: str
-    began_at: float
+    stage: LegStage
+    instance: str
+    began_at: float = field(default_factory=time.monotonic)
     ended_at: float = 0.0
     end: str = ""
     traceparent: str = ""
+
+    def __enter__(self) -> Leg:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.finish("done" if kind is None else "failed")
+
+    def finish(self, end: str) -> None:
+        """Note how it ended."""
+        self.ended_at = time.monotonic()
+        self.end = end
+
+    @property
+    def failed(self) -> bool:
+        """Whether nothing came of it."""
+        return self.end not in ("", "done", "encoded", "cancelled")
+
+    def headers(self, given: Mapping[str, str]) -> Mapping[str, str]:
+        """Return headers of the request as this instance gets them."""
+        return {**given, "traceparent": self.traceparent} if self.traceparent else given
 
 
 @dataclass(slots=True, eq=False)
@@ -61,14 +84,14 @@ class ItemRecord:
         nbytes: Of the body of its encode job; 0 without one.
         end: What became of it in the latest try; empty as long as that is open, which it may be
             when its request has ended.
-        jobs: In the order in which they began.
+        jobs: Its encode jobs, in the order in which they began.
     """
 
     modality: Modality
     pixels: int
     nbytes: int = 0
     end: ItemResult | Literal[""] = ""
-    jobs: list[JobRecord] = field(default_factory=list)
+    jobs: list[Leg] = field(default_factory=list)
 
     @property
     def brought(self) -> bool:
@@ -76,38 +99,6 @@ class ItemRecord:
         if self.end:
             return self.end in ("encoded", "retried")
         return bool(self.jobs) and self.jobs[-1].end == "encoded"
-
-
-@dataclass(slots=True, eq=False)
-class Leg:
-    """One try at an instance, for the ``with`` statement.
-
-    Attributes:
-        stage: What it was asked for.
-        instance: Who.
-        began_at: When it was chosen.
-        ended_at: When it had answered, or failed.
-        failed: Whether something was raised meanwhile.
-        traceparent: Sent along, where requests are traced.
-    """
-
-    stage: LegStage
-    instance: str
-    began_at: float
-    ended_at: float = 0.0
-    failed: bool = False
-    traceparent: str = ""
-
-    def __enter__(self) -> Leg:
-        return self
-
-    def headers(self, given: Mapping[str, str]) -> Mapping[str, str]:
-        """Return headers of the request as this instance gets them."""
-        return {**given, "traceparent": self.traceparent} if self.traceparent else given
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.ended_at = time.monotonic()
-        self.failed = kind is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,28 +119,28 @@ class Step:
 
 
 class Listener:
-    """Hears what becomes of requests, at once and in the event loop; must not raise."""
+    """Hears what becomes of requests, at once and in the event loop; must not raise.
+
+    An item and its jobs may end when their request has ended.
+    """
 
     def begun(self, record: RequestRecord) -> None:
-        """Hear of a request whose headers have come."""
+        """A request's headers have come."""
 
-    def leg_began(self, record: RequestRecord, leg: Leg) -> None:
-        """Hear of an instance that is to prefill or answer."""
+    def leg_began(self, record: RequestRecord, leg: Leg, item: ItemRecord | None) -> None:
+        """An instance is about to be asked; to encode, if an item is given."""
 
-    def job_began(self, record: RequestRecord, item: ItemRecord, job: JobRecord) -> None:
-        """Hear of an encode job."""
-
-    def job_ended(self, record: RequestRecord, item: ItemRecord, job: JobRecord) -> None:
-        """Hear of the end of an encode job; its request may have ended."""
+    def job_ended(self, record: RequestRecord, leg: Leg, item: ItemRecord) -> None:
+        """An encode job has ended."""
 
     def item_ended(self, record: RequestRecord, item: ItemRecord) -> None:
-        """Hear what became of an item in one try; its request may have ended."""
+        """It is known what became of an item in one try."""
 
     def stepped(self, record: RequestRecord, step: Step) -> None:
-        """Hear of a failure, and what is done about it."""
+        """Something failed, and it is known what is done about it."""
 
     def ended(self, record: RequestRecord) -> None:
-        """Hear of a request whose answer has ended, or which will have none."""
+        """A request's answer has ended, or it will have none."""
 
     async def close(self) -> None:
         """Let go of what is held; nothing is heard any more."""
@@ -179,7 +170,7 @@ class RequestRecord:
         gone: The client gave the request up.
         nbytes_out: Of the answer's body; 0 where Envoy carries it.
         events: In the answer; 0 of one that is no stream of events, or that Envoy carries.
-        tokens_told: Generated tokens as the answer's ``usage`` has them; ``None`` if it does not.
+        output_tokens: Generated, as the answer's ``usage`` has it; ``None`` if it does not.
         traceparent: Of the client; where requests are traced, of the router's span.
     """
 
@@ -202,7 +193,7 @@ class RequestRecord:
     gone: bool = False
     nbytes_out: int = 0
     events: int = 0
-    tokens_told: int | None = None
+    output_tokens: int | None = None
     traceparent: str = ""
     listeners: Sequence[Listener] = ()
     _named: dict[str, ItemRecord] = field(default_factory=dict)
@@ -219,30 +210,25 @@ class RequestRecord:
         for item, other in zip(items, renamed, strict=True):
             self._named[other.item_uuid] = self._named[item.item_uuid]
 
-    def leg(self, stage: LegStage, instance: str) -> Leg:
+    def leg(self, stage: LegStage, instance: str, item: ItemRecord | None = None) -> Leg:
         """Note that an instance is asked; it lasts as long as the ``with`` statement."""
-        leg = Leg(stage, instance, time.monotonic())
-        self.legs.append(leg)
+        leg = Leg(stage, instance)
+        (self.legs if item is None else item.jobs).append(leg)
         for listener in self.listeners:
-            listener.leg_began(self, leg)
+            listener.leg_began(self, leg, item)
         return leg
 
-    def job(self, item: MediaItem, encoder: str, nbytes: int) -> JobRecord:
-        """Note that an encoder is asked for an item."""
+    def job(self, item: MediaItem, encoder: str, nbytes: int) -> Leg:
+        """Note that an encoder is asked for an item; until `end_job`."""
         one = self._named[item.item_uuid]
         one.nbytes = nbytes
-        job = JobRecord(encoder, time.monotonic())
-        one.jobs.append(job)
-        for listener in self.listeners:
-            listener.job_began(self, one, job)
-        return job
+        return self.leg("encode", encoder, one)
 
-    def end_job(self, item: MediaItem, job: JobRecord, end: str) -> None:
+    def end_job(self, item: MediaItem, job: Leg, end: str) -> None:
         """Note how an encode job ended."""
-        job.ended_at = time.monotonic()
-        job.end = end
+        job.finish(end)
         for listener in self.listeners:
-            listener.job_ended(self, self._named[item.item_uuid], job)
+            listener.job_ended(self, job, self._named[item.item_uuid])
 
     def end_item(self, item: MediaItem, end: ItemResult) -> None:
         """Note what became of an item."""
@@ -278,9 +264,9 @@ class RequestRecord:
 
     @property
     def tokens(self) -> int:
-        """Generated tokens as `tokens_told`, else as far as `events` tell; 0 if nothing does."""
-        if self.tokens_told is not None:
-            return self.tokens_told
+        """Generated tokens by `output_tokens`, else as far as `events` say; 0 if nothing does."""
+        if self.output_tokens is not None:
+            return self.output_tokens
         return max(self.events - _ENDS_OF_CHAT, 0)
 
     @property
@@ -293,7 +279,7 @@ class RecentRequests:
     """Requests that are served, and the last ones that were.
 
     Args:
-        listeners: Hear of all of them; one may be added before the first request.
+        listeners: Hear of all of them.
         kept: How many ended ones are kept.
 
     Attributes:
@@ -304,22 +290,18 @@ class RecentRequests:
     def __init__(self, listeners: Iterable[Listener] = (), *, kept: int = KEPT) -> None:
         self.in_flight: dict[RequestRecord, None] = {}
         self.ended: deque[RequestRecord] = deque(maxlen=kept)
-        self._listeners = list(listeners)
-
-    def listen(self, listener: Listener) -> None:
-        """Let somebody else hear, too."""
-        self._listeners.append(listener)
+        self.listeners = list(listeners)
 
     async def close(self) -> None:
         """Close all who hear."""
-        for listener in self._listeners:
+        for listener in self.listeners:
             await listener.close()
 
     def begin(self, record: RequestRecord) -> None:
         """Take in a request."""
-        record.listeners = self._listeners
+        record.listeners = self.listeners
         self.in_flight[record] = None
-        for listener in self._listeners:
+        for listener in self.listeners:
             listener.begun(record)
 
     def end(self, record: RequestRecord) -> None:
@@ -327,5 +309,5 @@ class RecentRequests:
         record.ended_at = time.monotonic()
         del self.in_flight[record]
         self.ended.append(record)
-        for listener in self._listeners:
+        for listener in self.listeners:
             listener.ended(record)

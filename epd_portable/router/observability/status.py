@@ -23,7 +23,7 @@ from epd_portable.router.observability.engine_figures import EngineFigures, Engi
 from epd_portable.router.observability.record import RecentRequests, RequestRecord
 from epd_portable.wire.outcomes import Fallback
 
-SCHEMA = 3
+SCHEMA = 4
 """Of the JSON: raised when a field goes, or means something else."""
 JSON_PATH = "/status.json"
 NOW_HEADER = "x-epd-now"
@@ -56,6 +56,10 @@ _SAFE = {
     "x-content-type-options": "nosniff",
     "cache-control": "no-cache",
 }
+_OF_INSTANCES = (
+    *("name", "role", "state", "healthy", "suspected", "ejected"),
+    *("reason", "problem", "computes_for"),
+)
 _OF_REQUESTS = (
     *("id", "endpoint", "stream", "status", "gone"),
     *("began_at", "read_at", "admitted_at", "first_at", "ended_at"),
@@ -127,7 +131,7 @@ class StatusPage:
         figures = self._engines.of(shown)
         names = {instance.name for instance in shown}
         pairs = [pair for pair in self._activity.pairs if {pair.source, pair.target} <= names]
-        uses = {use.fallback: use for use in self._activity.fallbacks}
+        uses = self._activity.fallbacks
         in_flight = tuple(self._requests.in_flight)
         ended = tuple(self._requests.ended)[: -MAX_ENDED_SHOWN - 1 : -1]
         return {
@@ -147,16 +151,8 @@ class StatusPage:
 def _shown(instance: Instance, figures: Mapping[str, EngineFigures]) -> dict[str, Any]:
     """Return an instance as the page shows it."""
     return {
-        "name": instance.name,
-        "role": instance.role,
-        "state": instance.state,
-        "healthy": instance.healthy,
-        "suspected": instance.suspected,
-        "ejected": instance.ejected,
-        "reason": instance.reason,
-        "problem": instance.problem,
+        **{name: getattr(instance, name) for name in _OF_INSTANCES},
         "in_flight": instance.load,
-        "computes_for": instance.computes_for,
         "pending_encode_s": round(instance.pending_encode_s, 1),
         "engine": figures.get(instance.name) if instance.healthy else None,
     }

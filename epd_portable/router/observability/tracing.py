@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any
 
+from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import TracerProvider
@@ -19,13 +19,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, get_current_span
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from epd_portable.router.observability.record import (
-    ItemRecord,
-    JobRecord,
-    Leg,
-    Listener,
-    RequestRecord,
-)
+from epd_portable.router.observability.record import ItemRecord, Leg, Listener, RequestRecord
 
 SERVICE = "epd-router"
 """``service.name``, unless ``OTEL_SERVICE_NAME`` or ``OTEL_RESOURCE_ATTRIBUTES`` has another."""
@@ -54,44 +48,29 @@ class Tracing(Listener):
     def __init__(self, made: TracerProvider) -> None:
         self._provider = made
         self._tracer = made.get_tracer("epd_portable.router")
-        self._open: dict[RequestRecord | Leg | JobRecord, Span] = {}
+        self._open: dict[RequestRecord | Leg, Span] = {}
 
     def begun(self, record: RequestRecord) -> None:
         """Begin the request's span, and note its name in the record; see `Listener`."""
         attributes = {"url.path": record.endpoint, "epd.request_id": record.id}
-        span = self._tracer.start_span(
-            record.endpoint,
-            _propagator.extract({"traceparent": record.traceparent}),
-            SpanKind.SERVER,
-            attributes,
-            start_time=_ns(record, record.began_at),
-        )
-        self._open[record] = span
-        record.traceparent = _traceparent(span)
+        self._begin(record, record, record.endpoint, SpanKind.SERVER, attributes)
 
-    def leg_began(self, record: RequestRecord, leg: Leg) -> None:
+    def leg_began(self, record: RequestRecord, leg: Leg, item: ItemRecord | None) -> None:
         """Begin the span of a try at an instance."""
-        span = self._child(record, leg.stage, leg.began_at, {"epd.instance": leg.instance})
-        self._open[leg] = span
-        leg.traceparent = _traceparent(span)
+        attributes: dict[str, str | int] = {"epd.instance": leg.instance}
+        if item is not None:
+            attributes |= {
+                "epd.item.modality": item.modality,
+                "epd.item.pixels": item.pixels,
+                "epd.item.bytes": item.nbytes,
+            }
+        self._begin(record, leg, leg.stage, SpanKind.CLIENT, attributes)
 
-    def job_began(self, record: RequestRecord, item: ItemRecord, job: JobRecord) -> None:
-        """Begin the span of an encode job."""
-        attributes = {
-            "epd.instance": job.encoder,
-            "epd.item.modality": item.modality,
-            "epd.item.pixels": item.pixels,
-            "epd.item.bytes": item.nbytes,
-        }
-        span = self._child(record, "encode", job.began_at, attributes)
-        self._open[job] = span
-        job.traceparent = _traceparent(span)
-
-    def job_ended(self, record: RequestRecord, item: ItemRecord, job: JobRecord) -> None:
+    def job_ended(self, record: RequestRecord, job: Leg, item: ItemRecord) -> None:
         """End the span of an encode job."""
         span = self._open.pop(job)
         span.set_attribute("epd.end", job.end)
-        if job.end not in ("encoded", "cancelled"):
+        if job.failed:
             span.set_status(Status(StatusCode.ERROR, job.end))
         span.end(_ns(record, job.ended_at))
 
@@ -102,7 +81,7 @@ class Tracing(Listener):
             span = self._open.pop(leg)
             for job in jobs:
                 if leg.began_at <= job.began_at <= leg.ended_at:
-                    span.add_link(_context(job.traceparent))
+                    span.add_link(get_current_span(_context(job)).get_span_context())
             if leg.failed:
                 span.set_status(Status(StatusCode.ERROR))
             span.end(_ns(record, leg.ended_at))
@@ -126,17 +105,23 @@ class Tracing(Listener):
         """Send what there is; a collector that does not answer has its time."""
         await asyncio.to_thread(self._provider.shutdown)
 
-    def _child(
-        self, record: RequestRecord, name: str, at: float, attributes: Mapping[str, Any]
-    ) -> Span:
-        parent = _propagator.extract({"traceparent": record.traceparent})
-        return self._tracer.start_span(
-            name, parent, SpanKind.CLIENT, attributes, start_time=_ns(record, at)
-        )
+    def _begin(
+        self,
+        record: RequestRecord,
+        what: RequestRecord | Leg,
+        name: str,
+        kind: SpanKind,
+        attributes: Mapping[str, str | int],
+    ) -> None:
+        began = _ns(record, what.began_at)
+        span = self._tracer.start_span(name, _context(record), kind, attributes, start_time=began)
+        self._open[what] = span
+        made = span.get_span_context()
+        what.traceparent = f"00-{made.trace_id:032x}-{made.span_id:016x}-{made.trace_flags:02x}"
 
 
-def _attributes(record: RequestRecord) -> dict[str, Any]:
-    return {
+def _attributes(record: RequestRecord) -> dict[str, str | int]:
+    attributes: dict[str, str | int] = {
         "http.response.status_code": record.status,
         "epd.topology": record.topology,
         "epd.stream": record.stream,
@@ -145,23 +130,15 @@ def _attributes(record: RequestRecord) -> dict[str, Any]:
         "http.request.body.size": record.nbytes,
         "http.response.body.size": record.nbytes_out,
         "gen_ai.request.model": record.model,
-        **(
-            {"gen_ai.usage.output_tokens": record.tokens_told}
-            if record.tokens_told is not None
-            else {}
-        ),
     }
+    if record.output_tokens is not None:
+        attributes["gen_ai.usage.output_tokens"] = record.output_tokens
+    return attributes
+
+
+def _context(of: RequestRecord | Leg) -> Context:
+    return _propagator.extract({"traceparent": of.traceparent})
 
 
 def _ns(record: RequestRecord, at: float) -> int:
     return int(record.wall_s(at) * 1e9)
-
-
-def _traceparent(span: Span) -> str:
-    made = span.get_span_context()
-    return f"00-{made.trace_id:032x}-{made.span_id:016x}-{made.trace_flags:02x}"
-
-
-def _context(traceparent: str) -> Any:
-    found = _propagator.extract({"traceparent": traceparent})
-    return get_current_span(found).get_span_context()

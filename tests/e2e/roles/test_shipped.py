@@ -145,7 +145,7 @@ def test_pictures_are_encoded_where_the_file_says(served: Served) -> None:
 
 
 def test_prompts_are_computed_where_the_file_says(served: Served) -> None:
-    apart = served.router('epd_router_prefills_total{where="apart"}')
+    apart = served.router('epd_router_prefills_total{where="disaggregated"}')
     if served.name not in KV:
         assert apart == 0
         return
@@ -171,11 +171,11 @@ def test_prompts_of_other_interfaces_are_computed_apart_too(served: Served, path
         pytest.skip("nobody prefills apart")
     responses = path == "/v1/responses"
     request = interfaces.responses(740) if responses else interfaces.messages(750)
-    before = served.router('epd_router_prefills_total{where="apart"}')
+    before = served.router('epd_router_prefills_total{where="disaggregated"}')
     hits = served.engine("decode-0", "vllm:external_prefix_cache_hits_total")
     got = interfaces.answer(served.split.url, path, request)
     assert got == interfaces.answer(served.reference_url, path, request)
-    assert served.router('epd_router_prefills_total{where="apart"}') == before + 1
+    assert served.router('epd_router_prefills_total{where="disaggregated"}') == before + 1
     assert served.engine("decode-0", "vllm:external_prefix_cache_hits_total") > hits
 
 
@@ -241,6 +241,6 @@ def test_each_stage_may_be_killed(served: Served) -> None:
         wait_until(
             lambda: every_instance_is_up(served.split), f"{name} is back", within_s=RESTART_S
         )
-        before = served.router('epd_router_prefills_total{where="apart"}')
+        before = served.router('epd_router_prefills_total{where="disaggregated"}')
         served.check(80 + number)
-        assert served.router('epd_router_prefills_total{where="apart"}') == before + 1
+        assert served.router('epd_router_prefills_total{where="disaggregated"}') == before + 1

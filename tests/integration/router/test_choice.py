@@ -282,7 +282,7 @@ async def test_long_prompts_are_computed_apart_where_their_beginning_is(
     decode, stays = await ask(one + other * 4)
     assert stays["winner"] == "pd-2"
     assert await t.metric('epd_router_prefills_total{where="local_first"}') == 2
-    assert await t.metric('epd_router_prefills_total{where="apart"}') == 4
+    assert await t.metric('epd_router_prefills_total{where="disaggregated"}') == 4
 
 
 # A plug-in of a user, installed as on the page.

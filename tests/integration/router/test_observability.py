@@ -95,11 +95,11 @@ async def test_usage_says_how_many_tokens_there_are_before_events_do(build: Buil
     router = routers(t)
     await t.until_metric(of("text", "time_per_token_seconds_count"), 1)
     (record,) = router.requests.ended
-    assert (record.events, record.tokens_told, record.tokens) == (7, 40, 40)
+    assert (record.events, record.output_tokens, record.tokens) == (7, 40, 40)
     t.pd.behaviour = tokens(4)
     assert (await t.chat(TEXT, stream=True)).status_code == 200
     await t.until_metric(of("text", "time_per_token_seconds_count"), 2)
-    assert (router.requests.ended[-1].tokens_told, router.requests.ended[-1].tokens) == (None, 4)
+    assert (router.requests.ended[-1].output_tokens, router.requests.ended[-1].tokens) == (None, 4)
 
 
 async def test_stages_items_and_bytes_are_counted(build: Build) -> None:
@@ -263,7 +263,7 @@ async def traced(
     exporter = InMemorySpanExporter()
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    routers(t).requests.listen(Tracing(provider))
+    routers(t).requests.listeners.append(Tracing(provider))
     return t, exporter
 
 

@@ -58,7 +58,7 @@ async def test_a_prompt_is_computed_by_one_instance_and_answered_by_the_other(
     assert answered.body["kv_transfer_params"] == KV
     assert {name: answered.body[name] for name in fields} == fields
     assert answered.body["messages"] == asked.body["messages"]
-    assert await t.metric(count("apart")) == 1
+    assert await t.metric(count("disaggregated")) == 1
 
 
 async def test_an_answer_is_streamed_by_the_decode_instance(build: Build) -> None:

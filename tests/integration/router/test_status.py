@@ -110,7 +110,7 @@ async def test_it_counts_what_goes_between_instances(build: Build) -> None:
         "cargo": "items",
         "path": "shm",
         "count": 2,
-        "told": 2,
+        "reported": 2,
         "nbytes": 2000,
     }
 
@@ -120,7 +120,7 @@ async def test_the_path_of_a_pair_is_known_as_soon_as_it_has_met(build: Build) -
     found = await until(t, lambda told: told["pairs"])
     (pair,) = found["pairs"]
     assert (pair["source"], pair["target"], pair["path"]) == ("encode-0", "pd-0", "shm")
-    assert (pair["count"], pair["told"]) == (1, 1)
+    assert (pair["count"], pair["reported"]) == (1, 1)
     assert found["requests"] == []  # No client has asked.
 
 
@@ -159,8 +159,8 @@ async def test_it_shows_the_stages_of_requests(build: Build) -> None:
     assert (request["id"], request["status"], request["items_in_all"]) == (named, 200, 1)
     (job,) = request["items"][0]["jobs"]
     (leg,) = request["legs"]
-    assert (job["encoder"], job["end"]) == ("encode-0", "encoded")
-    assert (leg["stage"], leg["instance"], leg["failed"]) == ("answer", "pd-0", False)
+    assert (job["instance"], job["end"]) == ("encode-0", "encoded")
+    assert (leg["stage"], leg["instance"], leg["end"]) == ("answer", "pd-0", "done")
     assert request["began_at"] <= job["began_at"] <= job["ended_at"] <= leg["ended_at"]
 
 

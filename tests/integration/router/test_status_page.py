@@ -193,7 +193,7 @@ async def test_a_line_tells_path_and_bytes_a_second(build: Build, page: Page) ->
         "[...document.querySelectorAll('#pairs td')].map((td) => td.textContent)"
     )
     assert row[:4] == ["encode-0", "pd-0", "items", "shm"]
-    assert row[6] == "1 item, 1.0 kB of 1 told"
+    assert row[6] == "1 item, 1.0 kB of 1 reported"
     clean(page, t)
 
 

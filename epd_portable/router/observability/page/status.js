@@ -2,7 +2,7 @@
 // as text (textContent, setAttribute): names come from many hands.
 "use strict";
 
-const SCHEMA = 3;
+const SCHEMA = 4;
 const POLL_MS = 1000;
 const PATIENCE_MS = 5000;
 const WINDOW_S = 6; // over which rates are taken
@@ -77,7 +77,7 @@ const many = (n, one) => `${n} ${one}${n === 1 ? "" : "s"}`;
 let key = keyOfAddress() ?? sessionStorage.getItem(KEPT_AS) ?? "";
 let tag = "";
 let refusal = ""; // why the last key was refused
-let data = null; // what was told last
+let data = null; // the last answer
 let clock = { router: 0, here: 0 }; // the router's time when that was
 let heardAt = performance.now();
 let timer = 0;
@@ -133,13 +133,13 @@ async function take(answer) {
   if (answer.status !== 304 && !answer.ok) return lost(`answers ${answer.status}`);
   clock = { router: Number(answer.headers.get("x-epd-now")), here: performance.now() };
   if (answer.status !== 304) {
-    const told = await answer.json();
-    if (told.schema !== SCHEMA) {
+    const status = await answer.json();
+    if (status.schema !== SCHEMA) {
       notice("The router speaks of another version than this page: reload it.");
       return;
     }
     tag = answer.headers.get("etag") ?? "";
-    data = told;
+    data = status;
   }
   heardAt = performance.now();
   notice(data.instances ? "" : refusal);
@@ -168,14 +168,14 @@ function notice(text) {
 
 let samples = [];
 
-function remember(told) {
-  if (!told.instances) {
+function remember(status) {
+  if (!status.instances) {
     samples = [];
     return;
   }
   const sample = { at: clock.router, pairs: new Map(), received: new Map() };
-  for (const pair of told.pairs) sample.pairs.set(pairKey(pair), pair);
-  for (const one of told.instances) if (one.engine) sample.received.set(one.name, one.engine.received_bytes);
+  for (const pair of status.pairs) sample.pairs.set(pairKey(pair), pair);
+  for (const one of status.instances) if (one.engine) sample.received.set(one.name, one.engine.received_bytes);
   const last = samples.at(-1);
   const older = (a, b) => [...a.pairs].some(([k, pair]) => pair.count > (b.pairs.get(k)?.count ?? 0));
   if (last && older(last, sample)) samples = []; // the router has begun to count anew
@@ -194,7 +194,7 @@ function rates(pair) {
   if (seconds < 0.5) return { path, count: 0, text: "…" };
   const grown = (each, field) => each[field] - (first.pairs.get(pairKey(each))?.[field] ?? 0);
   const count = grown(pair, "count");
-  const told = grown(pair, "told");
+  const reported = grown(pair, "reported");
   const nbytes = grown(pair, "nbytes");
   const result = { path, count: count / seconds, text: "idle" };
   if (pair.cargo === "kv") {
@@ -211,9 +211,9 @@ function rates(pair) {
       return result;
     }
   }
-  if (count > 0 || told > 0) {
-    result.text = told >= count ? `${bytes(nbytes / seconds)}/s`
-      : told > 0 ? `≥ ${bytes(nbytes / seconds)}/s` : UNKNOWN;
+  if (count > 0 || reported > 0) {
+    result.text = reported >= count ? `${bytes(nbytes / seconds)}/s`
+      : reported > 0 ? `≥ ${bytes(nbytes / seconds)}/s` : UNKNOWN;
   }
   return result;
 }
@@ -424,7 +424,7 @@ function pairRow({ pair, path, count, text }) {
     pair.source, pair.target, what, pair.cargo === "kv" ? "engines' connector" : path || "not known",
     perSecond(count), pair.cargo === "kv" ? UNKNOWN : text,
     pair.cargo === "kv" ? many(pair.count, "prompt")
-      : `${many(pair.count, "item")}, ${bytes(pair.nbytes)} of ${pair.told} told`,
+      : `${many(pair.count, "item")}, ${bytes(pair.nbytes)} of ${pair.reported} reported`,
   ];
   return made("tr", {}, ...cells.map((cell) => made("td", {}, cell)));
 }
@@ -506,9 +506,9 @@ function fillRow(row, request) {
   setText(row.what, said.filter(Boolean).join(" · "));
   row.what.className = request.status >= 400 || request.gone || fell ? "troubled" : "";
   setText(row.took, duration(end - request.began_at));
-  const told = JSON.stringify(request);
-  if (over && row.drawn === told) return;
-  row.drawn = told;
+  const content = JSON.stringify(request);
+  if (over && row.drawn === content) return;
+  row.drawn = content;
   drawLanes(row, request, end);
   fillTable(row);
 }
@@ -527,18 +527,18 @@ function stagesOf(request, end) {
   for (const item of request.items) {
     for (const job of item.jobs) {
       const failed = Boolean(job.end) && job.end !== "encoded";
-      add("encode", job.encoder, job.began_at, job.ended_at, `${item.modality}: ${job.end || "under way"}`, failed);
+      add("encode", job.instance, job.began_at, job.ended_at, `${item.modality}: ${job.end || "under way"}`, failed);
     }
   }
   for (const leg of request.legs) {
-    const how = leg.failed ? "failed" : leg.ended_at ? "done" : "under way";
+    const how = leg.end || "under way", failed = leg.end === "failed";
     if (leg.stage === "prefill") {
-      add("prefill", leg.instance, leg.began_at, leg.ended_at, how, leg.failed);
+      add("prefill", leg.instance, leg.began_at, leg.ended_at, how, failed);
     } else if (request.first_at < leg.began_at || request.first_at > (leg.ended_at || end)) {
-      add("wait", leg.instance, leg.began_at, leg.ended_at, how, leg.failed);
+      add("wait", leg.instance, leg.began_at, leg.ended_at, how, failed);
     } else {
       add("wait", leg.instance, leg.began_at, request.first_at, "first byte");
-      add("stream", leg.instance, request.first_at, leg.ended_at, how, leg.failed);
+      add("stream", leg.instance, request.first_at, leg.ended_at, how, failed);
     }
   }
   return stages;
