@@ -9,12 +9,12 @@ from epd_portable.config import document, problems
 from epd_portable.config.routing import MAX_ENCODERS
 from epd_portable.connector import consumer
 from epd_portable.connector.stores import writer
-from epd_portable.delivery import replies
+from epd_portable.delivery import circuit_breaker, instances, replies
 from epd_portable.launch.plan import ports
 from epd_portable.launch.run import lifecycle, supervisor
 from epd_portable.router import exchange, prefill
 from epd_portable.router.contents import body
-from epd_portable.router.fleet import circuit_breaker, health_probes, instances, registration
+from epd_portable.router.fleet import health_probes, registration
 from epd_portable.router.http import server_connection
 from epd_portable.router.ingress import admission
 from epd_portable.router.settings import MediaFetching, RouterSettings
