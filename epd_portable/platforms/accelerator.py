@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -22,8 +22,8 @@ from epd_portable.platforms.base import (
     check_host_range,
 )
 from epd_portable.platforms.collectives import CollectiveGroup, Rendezvous
-from epd_portable.platforms.collectives_device import DataBackend, Turns
-from epd_portable.platforms.collectives_torch import DeviceSide, TorchCollectiveGroup
+from epd_portable.platforms.collectives_device import DataBackend, DeviceSide, Turns
+from epd_portable.platforms.collectives_torch import TorchCollectiveGroup
 
 _environment_lock = threading.Lock()
 
@@ -36,24 +36,22 @@ class StreamEvent(DeviceEvent):
 
     def wait(self) -> None:
         """Make the current stream wait."""
-        try:
-            self._event.wait()
-        except RuntimeError as error:
-            raise PlatformError(f"cannot wait for device work: {error}") from error
+        _ask_device(self._event.wait)
 
     def done(self) -> bool:
         """Ask the device."""
-        try:
-            return bool(self._event.query())
-        except RuntimeError as error:
-            raise PlatformError(f"device work failed: {error}") from error
+        return bool(_ask_device(self._event.query))
 
     def block(self) -> None:
         """Wait in the runtime, without Python's lock."""
-        try:
-            self._event.synchronize()
-        except RuntimeError as error:
-            raise PlatformError(f"device work failed: {error}") from error
+        _ask_device(self._event.synchronize)
+
+
+def _ask_device(question: Callable[[], object]) -> object:
+    try:
+        return question()
+    except RuntimeError as error:
+        raise PlatformError(f"device work failed: {error}") from error
 
 
 class AcceleratorPlatform(Platform):
@@ -73,11 +71,7 @@ class AcceleratorPlatform(Platform):
     @property
     @abstractmethod
     def _runtime(self) -> Any:
-        """``torch.cuda`` or ``torch.npu``.
-
-        Raises:
-            PlatformUnavailableError: It cannot be loaded.
-        """
+        """``torch.cuda`` or ``torch.npu``; `PlatformUnavailableError` if it cannot be loaded."""
 
     @abstractmethod
     def _data_backend(self, store: Store, rank: int, size: int) -> DataBackend:
@@ -85,11 +79,7 @@ class AcceleratorPlatform(Platform):
 
     @abstractmethod
     def _end_work(self, work: Any) -> None:
-        """Let go of work of that backend which is completed.
-
-        Raises:
-            RuntimeError: It failed.
-        """
+        """Let go of completed work of that backend; raises ``RuntimeError`` if it failed."""
 
     @abstractmethod
     def _register_host(self, address: int, nbytes: int) -> None:
@@ -112,7 +102,7 @@ class AcceleratorPlatform(Platform):
         """Return the device under which the memory of ``handle`` is opened.
 
         Raises:
-            UnsupportedError: This process may not see a device that reaches the memory.
+            UnsupportedError: No device that this process sees reaches the memory.
         """
 
     def device_count(self) -> int:
@@ -240,26 +230,15 @@ class AcceleratorPlatform(Platform):
         dtype = getattr(torch, handle.dtype, None)
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"a handle of dtype {handle.dtype!r}, which torch does not know")
+        view = (torch.Size(handle.shape), handle.stride, handle.offset)
+        memory = (handle.memory, handle.storage_bytes, handle.storage_offset_bytes)
+        counter = (handle.ref_counter, handle.ref_counter_offset)
+        event = (handle.event, handle.event_sync_required)
+        storage_cls = torch.storage.TypedStorage
         index = self._index_to_open(handle)
         with self._translated(f"open memory of device {handle.device_uuid}, if it is still there"):
             return self._rebuild(
-                (
-                    torch.Tensor,
-                    torch.Size(handle.shape),
-                    handle.stride,
-                    handle.offset,
-                    torch.storage.TypedStorage,
-                    dtype,
-                    index,
-                    handle.memory,
-                    handle.storage_bytes,
-                    handle.storage_offset_bytes,
-                    False,
-                    handle.ref_counter,
-                    handle.ref_counter_offset,
-                    handle.event,
-                    handle.event_sync_required,
-                )
+                (torch.Tensor, *view, storage_cls, dtype, index, *memory, False, *counter, *event)
             )
 
     def new_group(self, rendezvous: Rendezvous, *, index: int, timeout_s: float) -> CollectiveGroup:
@@ -280,7 +259,7 @@ class AcceleratorPlatform(Platform):
         )
 
     def _group_failed(self) -> None:
-        """A group of this process lost its peer, or was late, while a tensor moved."""
+        """Note that a group of this process lost its peer, or was late, while a tensor moved."""
 
     @contextmanager
     def _translated(self, attempt: str) -> Iterator[None]:
@@ -302,15 +281,13 @@ def errors_spare_the_process(*variables: str) -> Iterator[None]:
     The mode is read from the environment when the backend is made; 2 is ``CleanUpOnly``. The
     engine's groups keep the mode that they were made with.
     """
-    # Without it, one of two threads would take the other's setting for the one to restore.
+    # Without the lock, a second thread would restore the first one's setting.
     with _environment_lock:
-        before = {name: os.environ.get(name) for name in variables}
+        before = {name: os.environ[name] for name in variables if name in os.environ}
         os.environ.update(dict.fromkeys(variables, "2"))
         try:
             yield
         finally:
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
+            for name in variables:
+                del os.environ[name]
+            os.environ.update(before)

@@ -28,7 +28,7 @@ class Availability:
 
     Attributes:
         ok: Its runtime loads and sees at least one device.
-        reason: What was found, or what is missing and how to get it. Never empty.
+        reason: What was found, or what is missing and how to get it; never empty.
     """
 
     ok: bool
@@ -37,12 +37,7 @@ class Availability:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryInfo:
-    """Memory of one device.
-
-    Attributes:
-        free_bytes: Not in use by any process.
-        total_bytes: What the device has.
-    """
+    """Memory of one device; free is what no process uses."""
 
     free_bytes: int
     total_bytes: int
@@ -55,11 +50,9 @@ class ShareHandle(msgspec.Struct, frozen=True, kw_only=True):
     let go of it.
 
     Attributes:
-        device_type: Platform's device type.
-        device_uuid: The physical device; empty when the runtime does not tell.
+        device_uuid: The physical device; empty when the runtime does not name it.
         dtype: torch's name of the dtype, for example ``bfloat16``.
-        shape: Of the tensor.
-        stride: Of the tensor, in elements.
+        stride: In elements.
         offset: First element in the storage, in elements.
         storage_bytes: Size of the storage.
         storage_offset_bytes: Start of the storage in its allocation.
@@ -104,20 +97,13 @@ class DeviceEvent(ABC):
     def block(self) -> None:
         """Block the calling thread until the event has passed, however long that takes.
 
-        Does not poll, and Python's other threads run meanwhile.
-
-        Raises:
-            PlatformError: The work before it failed.
+        Does not poll, and Python's other threads run meanwhile. Raises as `done`.
         """
 
     def synchronize(self, timeout_s: float) -> None:
         """Block the calling thread until the event has passed, but no longer than this.
 
-        Asks again and again, because no runtime waits with a deadline: every millisecond, at first
-        more often. Each question takes Python's lock from other threads.
-
-        Args:
-            timeout_s: Seconds from the call; positive.
+        Polls, because no runtime waits with a deadline; each question takes Python's lock.
 
         Raises:
             TransportTimeoutError: Not passed within ``timeout_s``; the work may still complete.
@@ -131,7 +117,7 @@ class DeviceEvent(ABC):
                     f"device work was not complete after {timeout_s:g} s; "
                     "the device is stuck, or the deadline is too short for its load"
                 )
-            # An end is heard of at most a quarter too late.
+            # At most a quarter too late.
             pause_s = min(max(_FIRST_POLL_S, waited_s / 4), _LONGEST_POLL_S)
             time.sleep(min(pause_s, timeout_s - waited_s))
 
@@ -140,9 +126,9 @@ class Platform(ABC):
     """One kind of device, its memory and its collectives.
 
     Callers ask for a capability, never for a vendor. Device indexes count the devices that this
-    process may see, from 0. Every method but :meth:`availability` may raise
-    ``PlatformUnavailableError`` when the platform is not available, and ``PlatformError`` when its
-    runtime fails; only further errors are listed.
+    process may see, from 0. Every method but `availability` may raise `PlatformUnavailableError`
+    when the platform or a device of that index is not there, and `PlatformError` when the runtime
+    fails; only further errors are listed.
 
     Attributes:
         traits: The facts that need no device.
@@ -173,19 +159,11 @@ class Platform(ABC):
 
     @abstractmethod
     def device(self, index: int) -> torch.device:
-        """Return the device, its index always spelt out where the platform has several.
-
-        Raises:
-            PlatformUnavailableError: There is no such device.
-        """
+        """Return the device, its index always spelt out where the platform has several."""
 
     @abstractmethod
     def set_device(self, index: int) -> None:
-        """Make a device the calling thread's current one.
-
-        Raises:
-            PlatformUnavailableError: There is no such device.
-        """
+        """Make a device the calling thread's current one."""
 
     @abstractmethod
     def supports_dtype(self, dtype: torch.dtype) -> bool:
@@ -193,21 +171,14 @@ class Platform(ABC):
 
     @abstractmethod
     def memory_info(self, index: int) -> MemoryInfo:
-        """Return how much memory a device has, and how much of it is free.
-
-        Raises:
-            PlatformUnavailableError: There is no such device.
-        """
+        """Return how much memory a device has, and how much of it is free."""
 
     @abstractmethod
     def stream(self, index: int) -> AbstractContextManager[object]:
         """Queue the work of a ``with`` block on the device's copy stream, not on the engine's.
 
-        The copy stream is one a device and platform object. Neither entering nor leaving the block
-        orders it with other streams: that is what events are for.
-
-        Raises:
-            PlatformUnavailableError: There is no such device.
+        There is one a device. Neither entering nor leaving the block orders it with other streams:
+        that is what events are for.
         """
 
     @abstractmethod
@@ -234,12 +205,12 @@ class Platform(ABC):
         Raises:
             ValueError: ``address`` or ``nbytes`` is not positive.
             UnsupportedError: The installed runtime cannot; copies still work, but they block.
-            PlatformError: The runtime refused this range, for example because it is pinned already.
+            PlatformError: Refused, for example because a part of the range is pinned already.
         """
 
     @abstractmethod
     def unpin_host(self, address: int) -> None:
-        """Undo :meth:`pin_host`; no copy from or to the range may be under way.
+        """Undo `pin_host`; no copy from or to the range may be under way.
 
         Raises:
             ValueError: ``address`` is not positive.
@@ -248,19 +219,14 @@ class Platform(ABC):
 
     @abstractmethod
     def can_access_peer(self, index: int, peer: int) -> bool:
-        """Whether device ``index`` can read and write the memory of device ``peer``.
-
-        Raises:
-            PlatformUnavailableError: There is no such device.
-        """
+        """Whether device ``index`` can read and write the memory of device ``peer``."""
 
     @abstractmethod
     def share_tensor(self, tensor: torch.Tensor) -> ShareHandle:
         """Make a device tensor openable by other processes of this host, any number of them.
 
-        Does not wait for work that fills the tensor: synchronise first where the content matters.
-        A call costs the storage a little for the rest of its life, so share a slab once rather than
-        each of its parts.
+        Does not wait for work that fills the tensor. Costs the storage a little for the rest of its
+        life, so share a slab once rather than each of its parts.
 
         Args:
             tensor: Contiguous, on a device of this platform. The caller keeps it alive until the
@@ -299,49 +265,36 @@ class Platform(ABC):
 
         Raises:
             TransportTimeoutError: Some rank did not join within ``timeout_s``.
-            PeerLostError: Nobody listens at the rendezvous.
-            PlatformUnavailableError: There is no such device.
+            PeerLostError: Nothing listens at the rendezvous.
         """
 
 
 @runtime_checkable
 class LimitsCompute(Protocol):
-    """A `Platform` whose processes can keep themselves to a part of a device's compute."""
+    """A `Platform` whose processes can keep themselves to a part of a device's compute.
+
+    Both methods raise `UnsupportedError` if the installed runtime is too old.
+    """
 
     def compute_units(self, index: int) -> Mapping[str, int]:
-        """Return how many units of each kind this process computes with on a device.
-
-        Raises:
-            PlatformUnavailableError: There is no such device.
-            UnsupportedError: The installed runtime is too old.
-        """
+        """Return how many units of each kind this process computes with on a device."""
         ...
 
     def limit_compute(self, index: int, percent: int) -> Mapping[str, int]:
-        """Keep this process to a part of a device, from the work that is queued next on.
+        """Keep this process to a part of a device; return what is left, as `compute_units`.
 
-        Graphs that were captured before keep what they had. May be called once in a process.
+        Holds for work that is queued from now on; graphs that were captured before keep what they
+        had. May be called once in a process.
 
         Args:
             index: Of the device.
             percent: Of each kind of unit, 1 to 100; at least one unit is left.
-
-        Returns:
-            What is left, as `compute_units` does.
-
-        Raises:
-            PlatformUnavailableError: There is no such device.
-            UnsupportedError: The installed runtime is too old.
         """
         ...
 
 
 def check_host_range(address: int, nbytes: int = 1) -> None:
-    """Check the arguments of :meth:`Platform.pin_host` and :meth:`Platform.unpin_host`.
-
-    Raises:
-        ValueError: One of them is not positive.
-    """
+    """Raise `ValueError` if an argument of `Platform.pin_host` is not positive."""
     if address <= 0:
         raise ValueError(f"address {address:#x} is no host memory; pass the start of a mapping")
     if nbytes <= 0:

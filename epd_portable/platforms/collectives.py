@@ -23,9 +23,8 @@ class Rendezvous:
     """Where the ranks of one group meet.
 
     Attributes:
-        host: Address of the process that holds the :class:`~.collectives_torch.RendezvousHost`.
-        port: Its port.
-        name: Name of the group, of one use only at that host.
+        host: Address of a `epd_portable.platforms.collectives_torch.RendezvousHost`.
+        name: Of the group; used once at that host.
         rank: This process in the group, from 0.
         size: Ranks in the group, at least 2.
     """
@@ -48,10 +47,9 @@ class CollectiveGroup(ABC):
 
     Every call blocks until this rank's part is complete, device work included: afterwards any
     stream may use or overwrite the tensor. Calls of a rank come one at a time, from any thread, and
-    make :attr:`device` that thread's current device; :meth:`close` may come from any thread at any
-    time.
+    make `device` that thread's current device; `close` may come from any thread at any time.
 
-    A tensor is contiguous, not empty, of at most 8 dimensions and on :attr:`device`. Both ends must
+    A tensor is contiguous, not empty, of at most 8 dimensions and on `device`. Both ends must
     agree on shape and dtype: if they do not, both get ``ValueError``, nothing was moved, and the
     group stays usable. After any other error the group is closed, and the other ranks find this one
     gone.
@@ -68,7 +66,7 @@ class CollectiveGroup(ABC):
 
     @abstractmethod
     def send(self, tensor: torch.Tensor, dst: int, timeout_s: float) -> None:
-        """Give a tensor to the rank that calls :meth:`recv`.
+        """Give a tensor to the rank that calls `recv`.
 
         Args:
             tensor: Work queued on the current stream that fills it is waited for.
@@ -85,19 +83,9 @@ class CollectiveGroup(ABC):
 
     @abstractmethod
     def recv(self, tensor: torch.Tensor, src: int, timeout_s: float) -> None:
-        """Fill a tensor with what ``src`` sends.
+        """Fill a tensor with what ``src`` sends; arguments and errors are those of `send`.
 
-        Args:
-            tensor: Its content is undefined after an error other than ``ValueError``.
-            src: Another rank.
-            timeout_s: Seconds from the call; positive.
-
-        Raises:
-            ValueError: An argument is wrong, or ``src`` sends another shape or dtype.
-            TransportTimeoutError: Not complete within ``timeout_s``.
-            PeerLostError: ``src`` closed its group or is gone.
-            ProtocolError: ``src`` made a call that does not match.
-            TransportError: This group is closed.
+        The tensor's content is undefined after an error other than ``ValueError``.
         """
 
     @abstractmethod
@@ -128,12 +116,12 @@ class Deadline:
 
 
 def finish_within(deadline: Deadline, call: Callable[[], T], name: str) -> T:
-    """Make a call of a library that keeps no deadline of ours, in a thread of its own.
+    """Make a call of a library that knows no deadline, in a thread of that name.
 
     Args:
         deadline: The longest wait for it.
         call: Raises nothing but ``RuntimeError`` and our own errors.
-        name: Of the thread, and of what was done in the error.
+        name: For the error, too.
 
     Raises:
         RuntimeError: The call failed, or is not back at the deadline; then its thread ends when the

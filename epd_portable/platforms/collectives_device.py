@@ -5,8 +5,7 @@ down whose kernel still waits for a dead peer. Both happen in threads that a cal
 longer than its deadline; when the library gives up by itself, the thread ends.
 
 A tensor goes from one rank to the other as a broadcast of two, not as torch's send and receive:
-those make a second communicator, on HCCL with a buffer that the options of the backend do not
-bound.
+those make a second communicator, on HCCL with a buffer that the backend's options do not bound.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -44,85 +44,61 @@ class DataBackend(Protocol):
         """Stop kernels that wait for a peer, where the library can."""
 
 
-MakeDataBackend = Callable[[Store, int, int], DataBackend]
-"""Makes a backend from a store, a rank and a size; does not talk to the peers yet."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceSide:
+    """What a platform supplies to groups of one of its devices.
 
-UseDevice = Callable[[], None]
-"""Makes the group's device the calling thread's current one."""
+    Attributes:
+        make_backend: Makes a backend from a store, a rank and a size; talks to no peer yet.
+        use_device: Makes the device the calling thread's current one.
+        end_work: Lets go of completed work; raises ``RuntimeError`` if it failed.
+        on_failure: Called when work on the device failed, or was late.
+        turns: Taken to make a communicator; ``None`` where a process can make several at once.
+    """
 
-PutWord = Callable[[Sequence[int]], None]
-"""Starts to give ``WORD_LENGTH`` numbers to the peer; does not wait for it."""
-
-GetWord = Callable[[], list[int]]
-"""Returns the next numbers of the peer; fails when it is gone, and at the deadline."""
-
-EndWork = Callable[[Any], None]
-"""Lets a piece of work go that says it is completed; raises ``RuntimeError`` if it failed."""
+    make_backend: Callable[[Store, int, int], DataBackend]
+    use_device: Callable[[], None]
+    end_work: Callable[[Any], None]
+    on_failure: Callable[[], None]
+    turns: Turns | None = None
 
 
 class DeviceLink:
-    """Moves tensors between this rank and one other."""
+    """Moves tensors between this rank and one other.
 
-    def __init__(
-        self,
-        backend: DataBackend,
-        *,
-        upper: bool,
-        use_device: UseDevice,
-        end_work: EndWork,
-        on_failure: Callable[[], None],
-    ) -> None:
-        """Take over a backend of two ranks.
+    Args:
+        store: Of this pair alone.
+        upper: Whether this is the higher of the two ranks.
 
-        Args:
-            backend: Of its two ranks, this one is rank ``upper``; the only reference to it.
-            upper: Whether this is the higher of the two ranks.
-            use_device: Called in every thread that talks to the backend.
-            end_work: Called with work that is completed: libraries tell of failures in ways of
-                their own.
-            on_failure: Called when work on the device failed, or was late.
-        """
-        self._backend: DataBackend | None = backend
+    Raises:
+        RuntimeError: The library makes no backend.
+    """
+
+    def __init__(self, side: DeviceSide, store: Store, *, upper: bool) -> None:
+        self._side = side
         self._rank = int(upper)
-        self._use_device = use_device
-        self._end_work = end_work
-        self._on_failure = on_failure
+        self._backend: DataBackend | None = side.make_backend(store, self._rank, 2)
 
     def connect(self, device: torch.device, deadline: Deadline) -> None:
-        """Make the communicator, and use it once in both directions.
-
-        Raises:
-            RuntimeError: The library failed, or is not done at the deadline; then the thread that
-                waits for it ends with the library's own timeout.
-        """
+        """Make the communicator, and use it once in both directions; raises as `move`."""
 
         def meet() -> None:
-            self._use_device()
+            self._side.use_device()
             box = torch.zeros(1, device=device)
             for root in (0, 1):
-                self._move(box, root, deadline)
+                self._broadcast(box, root, deadline)
 
         finish_within(deadline, meet, "epd-connect")
 
-    def send(self, tensor: torch.Tensor, deadline: Deadline) -> None:
-        """Give a tensor to the other rank; returns when the device has done it.
+    def move(self, tensor: torch.Tensor, deadline: Deadline, *, out: bool) -> None:
+        """Give a tensor to the other rank, or fill it from there; returns when the device is done.
 
         Raises:
             RuntimeError: The work failed, or is not complete at the deadline.
             TransportError: The link was closed meanwhile.
         """
-        self._use_device()
-        self._move(tensor, self._rank, deadline)
-
-    def recv(self, tensor: torch.Tensor, deadline: Deadline) -> None:
-        """Fill a tensor from the other rank; returns when the device has done it.
-
-        Raises:
-            RuntimeError: The work failed, or is not complete at the deadline.
-            TransportError: The link was closed meanwhile.
-        """
-        self._use_device()
-        self._move(tensor, 1 - self._rank, deadline)
+        self._side.use_device()
+        self._broadcast(tensor, self._rank if out else 1 - self._rank, deadline)
 
     def close(self) -> None:
         """Let go of the backend; returns after 2 s at most, whatever the library does."""
@@ -141,32 +117,27 @@ class DeviceLink:
                 "back when its own timeout has passed"
             )
 
-    def _move(self, tensor: torch.Tensor, root: int, deadline: Deadline) -> None:
-        """Queue the broadcast, and block until the device has done it; torch's own wait does not.
-
-        A call that another thread closes or that fails leaves the work to the backend's end.
-        """
-        backend = self._backend
-        if backend is None:
-            raise TransportError("the group was closed while a call was under way")
+    def _broadcast(self, tensor: torch.Tensor, root: int, deadline: Deadline) -> None:
+        """Queue a broadcast and block until the device has done it; torch's own wait does not."""
         options = BroadcastOptions()
         options.rootRank = root
         options.rootTensor = 0
-        work = backend.broadcast([tensor], options)
+        work = self._open().broadcast([tensor], options)
         try:
-            self._await(work, deadline)
-            self._end_work(work)
+            while not work.is_completed():
+                self._open()
+                if deadline.passed():
+                    raise RuntimeError("device work was not complete at the deadline")
+                time.sleep(_WORK_POLL_S)
+            self._side.end_work(work)
         except RuntimeError:
-            self._on_failure()
+            self._side.on_failure()
             raise
 
-    def _await(self, work: Any, deadline: Deadline) -> None:
-        while not work.is_completed():
-            if self._backend is None:
-                raise TransportError("the group was closed while a call was under way")
-            if deadline.passed():
-                raise RuntimeError("device work was not complete at the deadline")
-            time.sleep(_WORK_POLL_S)
+    def _open(self) -> DataBackend:
+        if self._backend is None:
+            raise TransportError("the group was closed while a call was under way")
+        return self._backend
 
 
 def _release(held: list[DataBackend]) -> None:
@@ -190,13 +161,18 @@ class Turns:
         self._token = secrets.randbits(62)
 
     @contextmanager
-    def with_peer(self, put: PutWord, get: GetWord, deadline: Deadline) -> Iterator[None]:
+    def with_peer(
+        self, put: Callable[[Sequence[int]], None], get: Callable[[], list[int]], deadline: Deadline
+    ) -> Iterator[None]:
         """Have the turn of this process and that of the peer, which makes the same call.
 
-        A turn is given back at the latest when its own deadline ends the block: a
-        thread of the library that is stuck beyond it would otherwise keep the process from ever
-        making a group again, which is worse than the improbable success of that thread at the very
-        moment of another one's.
+        A turn ends with its block, even if a thread of the library is stuck beyond the deadline:
+        otherwise this process could never make a group again.
+
+        Args:
+            put: Starts to give `WORD_LENGTH` numbers to the peer; does not wait for it.
+            get: Returns the peer's next numbers; fails when it is gone, and at the deadline.
+            deadline: Of the whole block.
 
         Raises:
             TransportTimeoutError: Other groups of this process took until the deadline.

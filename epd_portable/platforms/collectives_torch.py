@@ -14,9 +14,8 @@ from __future__ import annotations
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
 from typing import Any
@@ -42,16 +41,7 @@ from epd_portable.platforms.collectives import (
     Rendezvous,
     finish_within,
 )
-from epd_portable.platforms.collectives_device import (
-    WORD_LENGTH,
-    DeviceLink,
-    EndWork,
-    MakeDataBackend,
-    Turns,
-    UseDevice,
-)
-
-__all__ = ["DeviceSide", "RendezvousHost", "TorchCollectiveGroup"]
+from epd_portable.platforms.collectives_device import WORD_LENGTH, DeviceLink, DeviceSide, Turns
 
 _WORD_TAG = 1
 _DATA_TAG = 2
@@ -78,38 +68,16 @@ class WordKind(IntEnum):
     REFUSE = 3
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DeviceSide:
-    """What a platform supplies for tensors that are not in host memory.
-
-    Attributes:
-        make_backend: Makes a backend of two ranks.
-        use_device: Makes the group's device the calling thread's current one.
-        end_work: Lets completed work go, and says whether it failed.
-        on_failure: Called when work of a group failed on the device, or was late.
-        turns: Taken to make a backend and its communicator; ``None`` where a process can make any
-            number at once.
-    """
-
-    make_backend: MakeDataBackend
-    use_device: UseDevice
-    end_work: EndWork
-    on_failure: Callable[[], None]
-    turns: Turns | None = None
-
-
 class RendezvousHost:
     """The meeting point of any number of groups; one process holds it open, usually rank 0's.
 
     Listens on ``host`` only. Groups that have been made do not need it any longer.
+
+    Raises:
+        PlatformError: The address cannot be bound.
     """
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
-        """Listen.
-
-        Raises:
-            PlatformError: The address cannot be bound.
-        """
         listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -137,7 +105,17 @@ class RendezvousHost:
 
 
 class TorchCollectiveGroup(CollectiveGroup):
-    """A group of processes over torch.distributed."""
+    """A group of processes over torch.distributed.
+
+    Args:
+        timeout_s: Seconds until every rank must have joined; positive.
+        device_side: For tensors that are not in host memory.
+
+    Raises:
+        TransportTimeoutError: Some rank did not join within ``timeout_s``.
+        PeerLostError: Nothing listens at the rendezvous, or a rank left while joining.
+        PlatformError: The platform has no collectives.
+    """
 
     def __init__(
         self,
@@ -147,19 +125,6 @@ class TorchCollectiveGroup(CollectiveGroup):
         timeout_s: float,
         device_side: DeviceSide | None = None,
     ) -> None:
-        """Meet the other ranks.
-
-        Args:
-            rendezvous: Where, as what, and which rank this is.
-            device: Where tensors are.
-            timeout_s: Seconds until every rank must have joined; positive.
-            device_side: For tensors that are not in host memory.
-
-        Raises:
-            TransportTimeoutError: Some rank did not join within ``timeout_s``.
-            PeerLostError: Nobody listens at the rendezvous, or a rank left while joining.
-            PlatformError: The platform has no collectives.
-        """
         self.rank = rendezvous.rank
         self.size = rendezvous.size
         self.device = device
@@ -196,7 +161,7 @@ class TorchCollectiveGroup(CollectiveGroup):
             answer = self._expect((WordKind.ACCEPT, WordKind.REFUSE), dst, deadline)
             if answer[0] == WordKind.REFUSE:
                 raise _mismatch(f"rank {dst} expects", answer, "this rank sends", offer)
-            self._move_out(tensor, dst, deadline)
+            self._move(tensor, dst, deadline, out=True)
 
     def recv(self, tensor: torch.Tensor, src: int, timeout_s: float) -> None:
         """See :meth:`CollectiveGroup.recv`."""
@@ -208,7 +173,7 @@ class TorchCollectiveGroup(CollectiveGroup):
             self._put([int(answer), *wanted[1:]], src, deadline)
             if offer != wanted:
                 raise _mismatch(f"rank {src} sends", offer, "this rank expects", wanted)
-            self._move_in(tensor, src, deadline)
+            self._move(tensor, src, deadline, out=False)
 
     def close(self) -> None:
         """See :meth:`CollectiveGroup.close`."""
@@ -223,9 +188,6 @@ class TorchCollectiveGroup(CollectiveGroup):
                 f"{self.rank} waits for {wanted}; the two ends make calls that do not match"
             )
         return word
-
-    def _peers(self) -> Iterable[int]:
-        return (rank for rank in range(self.size) if rank != self.rank)
 
     def _check_peer(self, peer: int) -> None:
         if not 0 <= peer < self.size or peer == self.rank:
@@ -265,8 +227,7 @@ class TorchCollectiveGroup(CollectiveGroup):
             try:
                 yield deadline
             except ValueError:
-                # The two ends disagree: the other one must learn it too.
-                self._flush(deadline)
+                self._flush(deadline)  # The other end must learn that the two disagree.
                 raise
             self._flush(deadline)
         except EPDError as error:
@@ -278,50 +239,39 @@ class TorchCollectiveGroup(CollectiveGroup):
             if self._closed_because:
                 return
             self._closed_because = reason
-        self._disconnect()
+        # gloo closes its connections when the last reference goes; it has no other way.
+        self._put_words.clear()
+        self._gloo = None
+        for link in self._links.values():
+            link.close()
 
     # -- channels --------------------------------------------------------------------------------
 
     def _connect(
-        self, rendezvous: Rendezvous, store: TCPStore, device_side: DeviceSide, deadline: Deadline
+        self, rendezvous: Rendezvous, store: TCPStore, side: DeviceSide, deadline: Deadline
     ) -> None:
         """Link this rank with each other one, the lowest first: an order that cannot lock up."""
-        for peer in self._peers():
+        for peer in range(self.size):
+            if peer == self.rank:
+                continue
             lower, upper = sorted((self.rank, peer))
             place = PrefixStore(f"{rendezvous.name}/tensors/{lower}-{upper}", store)
-            with self._turn(device_side.turns, peer, deadline):
-                self._link(peer, place, device_side, deadline)
+            turn = nullcontext() if side.turns is None else self._turn(side.turns, peer, deadline)
+            with turn:
+                try:
+                    self._links[peer] = DeviceLink(side, place, upper=self.rank > peer)
+                except RuntimeError as error:
+                    raise PlatformError(f"no collectives on {self.device}: {error}") from error
+                with self._translated(f"rank {peer}", deadline):
+                    self._links[peer].connect(self.device, deadline)
             self._flush(deadline)
 
-    def _turn(
-        self, turns: Turns | None, peer: int, deadline: Deadline
-    ) -> AbstractContextManager[None]:
-        if turns is None:
-            return nullcontext()
+    def _turn(self, turns: Turns, peer: int, deadline: Deadline) -> AbstractContextManager[None]:
         return turns.with_peer(
             lambda word: self._put(word, peer, deadline),
             lambda: self._get(peer, deadline),
             deadline,
         )
-
-    def _link(
-        self, peer: int, place: PrefixStore, device_side: DeviceSide, deadline: Deadline
-    ) -> None:
-        is_upper = self.rank > peer
-        try:
-            backend = device_side.make_backend(place, int(is_upper), 2)
-        except RuntimeError as error:
-            raise PlatformError(f"no collectives on {self.device}: {error}") from error
-        self._links[peer] = DeviceLink(
-            backend,
-            upper=is_upper,
-            use_device=device_side.use_device,
-            end_work=device_side.end_work,
-            on_failure=device_side.on_failure,
-        )
-        del backend
-        with self._translated(f"rank {peer}", deadline):
-            self._links[peer].connect(self.device, deadline)
 
     def _open(self) -> Any:
         """Return gloo, which another thread's ``close()`` may have taken away."""
@@ -355,26 +305,13 @@ class TorchCollectiveGroup(CollectiveGroup):
             word: list[int] = tensor.tolist()
             return word
 
-    def _move_out(self, tensor: torch.Tensor, dst: int, deadline: Deadline) -> None:
-        with self._translated(f"rank {dst}", deadline):
-            if dst in self._links:
-                self._links[dst].send(tensor, deadline)
+    def _move(self, tensor: torch.Tensor, peer: int, deadline: Deadline, *, out: bool) -> None:
+        with self._translated(f"rank {peer}", deadline):
+            if peer in self._links:
+                self._links[peer].move(tensor, deadline, out=out)
             else:
-                self._open().send([tensor], dst, _DATA_TAG).wait(_delta(deadline))
-
-    def _move_in(self, tensor: torch.Tensor, src: int, deadline: Deadline) -> None:
-        with self._translated(f"rank {src}", deadline):
-            if src in self._links:
-                self._links[src].recv(tensor, deadline)
-            else:
-                self._open().recv([tensor], src, _DATA_TAG).wait(_delta(deadline))
-
-    def _disconnect(self) -> None:
-        # gloo closes its connections when the last reference goes; it has no other way.
-        self._put_words.clear()
-        self._gloo = None
-        for link in self._links.values():
-            link.close()
+                begin = self._open().send if out else self._open().recv
+                begin([tensor], peer, _DATA_TAG).wait(_delta(deadline))
 
     @contextmanager
     def _translated(self, peer: str, deadline: Deadline) -> Iterator[None]:

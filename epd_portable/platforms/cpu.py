@@ -69,7 +69,7 @@ class CpuPlatform(Platform):
         return dtype in _DTYPES
 
     def memory_info(self, index: int) -> MemoryInfo:
-        """Return the host's memory; free counts what the kernel can reclaim."""
+        """Return the host's memory; what the kernel can reclaim counts as free."""
         self.device(index)
         memory = psutil.virtual_memory()
         return MemoryInfo(free_bytes=memory.available, total_bytes=memory.total)
@@ -105,7 +105,7 @@ class CpuPlatform(Platform):
         raise UnsupportedError("cpu: there is no device memory to share; use the shm transfer path")
 
     def open_tensor(self, handle: ShareHandle) -> torch.Tensor:
-        """Refuse, as :meth:`share_tensor`."""
+        """Refuse, as `share_tensor`."""
         raise UnsupportedError(
             f"cpu: cannot open {handle.device_type} memory; use the shm transfer path"
         )

@@ -84,11 +84,7 @@ class NpuPlatform(AcceleratorPlatform):
         return dtype in (torch.float32, torch.float16)
 
     def compute_units(self, index: int) -> Mapping[str, int]:
-        """Ask CANN for the cube (matrix) and vector cores of this process.
-
-        Raises:
-            UnsupportedError: CANN or torch_npu is too old (before 8.2.RC1 and 7.1).
-        """
+        """Ask CANN (8.2.RC1 on, torch_npu 7.1 on) for cube (matrix) and vector cores."""
         device = self.device(index)
         if not hasattr(self._runtime, "get_device_limit"):
             raise UnsupportedError(
@@ -100,11 +96,7 @@ class NpuPlatform(AcceleratorPlatform):
         return {"cube cores": cores["cube_core_num"], "vector cores": cores["vector_core_num"]}
 
     def limit_compute(self, index: int, percent: int) -> Mapping[str, int]:
-        """Let CANN spread this process's operators over fewer cores.
-
-        Raises:
-            UnsupportedError: As `compute_units`.
-        """
+        """Let CANN spread this process's operators over fewer cores."""
         whole = self.compute_units(index)
         cube, vector = (max(1, count * percent // 100) for count in whole.values())
         with self._translated(f"limit the cores of device {index}"):
@@ -112,12 +104,7 @@ class NpuPlatform(AcceleratorPlatform):
         return self.compute_units(index)
 
     def _register_host(self, address: int, nbytes: int) -> None:
-        """Register the range by torch_npu where it can (2.13 on), else by CANN itself.
-
-        The copy engine then reads the range directly. torch_npu 2.13 still takes for page-locked
-        only what it allocated itself, so a copy from or to the range blocks the thread that asks
-        for it until it is done.
-        """
+        """Register the range by torch_npu where it can (2.13 on), else by CANN itself."""
         runtime = self._registration()
         if runtime is not None:
             code = runtime.npuHostRegister(address, nbytes, _HOST_REGISTER_DEFAULT)
@@ -145,10 +132,8 @@ class NpuPlatform(AcceleratorPlatform):
             raise PlatformError(f"CANN refused to unregister {address:#x} with error {int(code)}")
 
     def _registration(self) -> Any:
-        """Return torch_npu's own registration calls; ``None`` where it has none.
-
-        Gives the calling thread its device, without which CANN registers nothing.
-        """
+        """Return torch_npu's own registration calls; ``None`` where it has none."""
+        # CANN registers nothing for a thread without a device.
         self._runtime.set_device(self._runtime.current_device())
         npurt = getattr(self._runtime, "npurt", None)
         return None if npurt is None else npurt()
@@ -225,11 +210,7 @@ def _keep(tensor: torch.Tensor) -> None:
 
 
 def _torch_npu() -> ModuleType:
-    """Import torch_npu.
-
-    Raises:
-        PlatformUnavailableError: It is not installed, or CANN is not.
-    """
+    """Import torch_npu; `PlatformUnavailableError` if it or CANN is not installed."""
     try:
         import torch_npu
     except (ImportError, OSError, RuntimeError) as error:
@@ -242,11 +223,7 @@ def _torch_npu() -> ModuleType:
 
 
 def _ascendcl() -> ctypes.CDLL:
-    """Return CANN's runtime library, which torch_npu has loaded.
-
-    Raises:
-        UnsupportedError: It is not to be found.
-    """
+    """Return CANN's runtime library, which torch_npu has loaded; may raise `UnsupportedError`."""
     try:
         return ctypes.CDLL("libascendcl.so")
     except OSError as error:

@@ -54,7 +54,7 @@ def _check_name(name: str) -> None:
 def _torch_problem() -> str:
     """Say why torch cannot be imported; empty when it can.
 
-    Asked once: after a failure halfway, a second import fails for another, misleading reason.
+    Cached: after a failure halfway, a second import fails for another, misleading reason.
     """
     try:
         import torch  # noqa: F401

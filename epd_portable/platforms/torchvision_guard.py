@@ -6,17 +6,15 @@ vLLM and transformers do not expect, although a picture needs only what is writt
 
 * torchvision ends where it describes one of its operators (``operator torchvision::nms does not
   exist``). Declaring that operator and its quantised sister is enough for its transforms.
-* torchaudio, which transformers imports for every multimodal processor, loads its library without
-  a net (``OSError``). It knows how to do without when told that there is none.
+* torchaudio, which transformers imports for every multimodal processor, raises ``OSError``. It does
+  without its library if the loading function answers that there is none.
 * torchcodec cannot do without, and vLLM expects ``ImportError`` then; it raises ``OSError``.
 
-It must be installed in every process of the engine before its first import of transformers. vLLM
-loads its ``vllm.general_plugins`` later than that; its ``vllm.platform_plugins`` it loads in time,
-because a platform must be known early. :func:`install` is therefore such a plug-in, one that
-answers ``None``: no platform here.
+The guard must be installed in every process of the engine before its first import of transformers.
+vLLM loads ``vllm.general_plugins`` later than that, ``vllm.platform_plugins`` in time. `install` is
+therefore a platform plug-in, one that answers ``None``: no platform here.
 
-Nothing is done before the library itself has tried its compiled part and failed, so a working one
-is left untouched, and a process that never imports it pays nothing.
+Nothing is done before a library has tried its compiled part and failed.
 """
 
 from __future__ import annotations
@@ -37,6 +35,8 @@ _LOG = logging.getLogger(__name__)
 _VISION_TRIGGER = "torchvision._meta_registrations"
 _OPERATORS = ("nms", "qnms")
 _SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+
+_Function = Callable[..., Any]
 
 _declared: torch.library.Library | None = None
 """Keeps the declarations: torch drops them with their library."""
@@ -60,11 +60,7 @@ class MediaGuard(MetaPathFinder):
 
 
 def install() -> None:
-    """Watch for the libraries' first import in this process; calling again does nothing.
-
-    Imports none of them, nor torch. Returns ``None``, which as an answer to vLLM means that no
-    platform is offered. What is decided is logged at debug level when it is decided.
-    """
+    """Watch for the libraries' first import in this process; imports none of them, nor torch."""
     if any(isinstance(finder, MediaGuard) for finder in sys.meta_path):
         return
     sys.meta_path.insert(0, MediaGuard())
@@ -80,7 +76,7 @@ def _declare_missing_operators() -> None:
 
     missing = [name for name in _OPERATORS if not hasattr(torch.ops.torchvision, name)]
     if not missing:
-        _LOG.debug("torchvision's operators are declared by somebody else: left untouched")
+        _LOG.debug("torchvision's operators are declared elsewhere: left untouched")
         return
     _declared = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
     for name in missing:
@@ -93,7 +89,7 @@ def _declare_missing_operators() -> None:
     )
 
 
-def _answer_no(load: Callable[..., Any]) -> Callable[..., Any]:
+def _answer_no(load: _Function) -> _Function:
     def load_or_say_no(library: str) -> Any:
         try:
             return load(library)
@@ -104,7 +100,7 @@ def _answer_no(load: Callable[..., Any]) -> Callable[..., Any]:
     return load_or_say_no
 
 
-def _raise_import_error(load: Callable[..., Any]) -> Callable[..., Any]:
+def _raise_import_error(load: _Function) -> _Function:
     def load_or_be_absent() -> Any:
         try:
             return load()
@@ -115,21 +111,18 @@ def _raise_import_error(load: Callable[..., Any]) -> Callable[..., Any]:
     return load_or_be_absent
 
 
-_LOADING_FUNCTIONS: dict[str, tuple[str, Callable[[Callable[..., Any]], Callable[..., Any]]]] = {
+_LOADING_FUNCTIONS: dict[str, tuple[str, Callable[[_Function], _Function]]] = {
     "torchaudio._extension.utils": ("_load_lib", _answer_no),
     "torchcodec._internally_replaced_utils": ("load_image_library", _raise_import_error),
 }
-"""Modules whose function loads a compiled part, that function, and what goes around it.
-
-A version without the function is left as it is.
-"""
+"""Modules with the function that loads a compiled part, if they have it, and what wraps that."""
 
 
 class _WrappingLoader(Loader):
     """Runs a module as its own loader does, then wraps one of its functions."""
 
     def __init__(
-        self, inner: Loader, function: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+        self, inner: Loader, function: str, wrap: Callable[[_Function], _Function]
     ) -> None:
         self._inner = inner
         self._function = function

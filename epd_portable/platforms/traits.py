@@ -26,7 +26,7 @@ class PlatformTraits:
         worker_cls: Import path of the vLLM worker class of this platform's instances: a name of its
             own in ``epd_portable.vllm_plugin.worker``, which makes the class.
         worker_base: ``module:class`` of the engine's own worker, which that class extends.
-        single_rank_executor_cls: Import path of the vLLM executor of an instance of one rank;
+        single_rank_executor_cls: Import path of vLLM's executor of an instance of one rank;
             ``None`` leaves the choice to vLLM.
         pd_ranks_executor_cls: The same of a prefill+decode instance of several ranks.
         engine_plugins: Plug-ins of vLLM without which it does not know the platform.
@@ -41,14 +41,12 @@ class PlatformTraits:
         slot_alignment_bytes: Start of every slot in a receive pool is a multiple of this.
         slab_alignment_bytes: Start and size of device memory that is registered for remote access
             are multiples of this.
-        needs_device_copy: Whether an item that arrived in host memory must be copied before the
-            engine can use it; without, the engine reads a view of the slot. It says the same as
-            "devices have memory of their own".
+        needs_device_copy: Whether devices have memory of their own, into which an item that
+            arrived in host memory must be copied; else the engine reads a view of the slot.
         foreign_pages_block: Whether a copy from or to host memory that torch did not allocate
             blocks its caller until it has ended, even when the memory is page-locked.
         encode_together_embeds: Items of so many embeddings together are encoded in one call; more
-            is no faster in one call than in several, of which each output can leave at once.
-            ``None`` where larger calls always pay.
+            is no faster than several calls. ``None`` where larger calls always pay.
         encodes_in_background: Whether a prefill+decode instance of one rank encodes in a thread, in
             turns with its steps.
         one_rank_a_device: Whether the library of collectives refuses groups of which two ranks are
@@ -160,8 +158,8 @@ _CPU = PlatformTraits(
     implementation="epd_portable.platforms.cpu:CpuPlatform",
     worker_cls="epd_portable.vllm_plugin.worker.EPDCPUWorker",
     worker_base="vllm.v1.worker.cpu_worker:CPUWorker",
-    # vLLM has one rank in the engine's process everywhere but on the CPU, where nobody could set
-    # OpenMP's variables before that process starts; the launcher can.
+    # vLLM has one rank in the engine's process everywhere but on the CPU, where OpenMP's variables
+    # must be set before that process starts; the launcher does that.
     single_rank_executor_cls="vllm.v1.executor.uniproc_executor.UniProcExecutor",
     # Workers of vLLM's own poll while a request waits, on cores that the encoder needs.
     pd_ranks_executor_cls="epd_portable.vllm_plugin.executor.EPDExecutor",
@@ -187,7 +185,7 @@ _CPU = PlatformTraits(
 
 
 class _Traits(Mapping[str, PlatformTraits]):
-    """Those of this package, and behind them those of installed ones, read when asked for."""
+    """Those of this package, then those of installed ones, which are read when asked for."""
 
     def __init__(self, *built_in: PlatformTraits) -> None:
         self._found = {traits.name: traits for traits in built_in}

@@ -33,7 +33,7 @@ from epd_portable.platforms import registry
 from epd_portable.platforms.collectives import Rendezvous
 name, port, stop = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 
-def halt(*_):
+def halt(*_, **__):
     print("STOP", flush=True)
     time.sleep(600)
 
@@ -47,10 +47,10 @@ box = torch.empty(1000, 16, dtype=torch.bfloat16, device=group.device)
 group.recv(box, 0, 120)
 group.send(box, 0, 120)
 if stop == "while receiving":
-    group._move_in = halt
+    group._move = halt
     group.recv(box, 0, 120)
 if stop == "while sending":
-    group._move_out = halt
+    group._move = halt
     group.send(box, 0, 120)
 halt()
 """
