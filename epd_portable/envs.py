@@ -15,15 +15,14 @@ from epd_portable.errors import ConfigError
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Variable(Generic[T]):
     """One environment variable.
 
     Attributes:
-        name: Its full name.
         default: Value when it is unset or empty.
         parse: Turns the text into the value; raises ``ValueError`` on bad text.
-        meaning: One sentence for the documentation.
+        meaning: One sentence.
     """
 
     name: str
@@ -32,11 +31,7 @@ class Variable(Generic[T]):
     meaning: str
 
     def get(self, environ: Mapping[str, str] | None = None) -> T:
-        """Return the parsed value.
-
-        Raises:
-            ConfigError: The text cannot be parsed.
-        """
+        """Return the value; `ConfigError` if the text cannot be parsed."""
         text = (os.environ if environ is None else environ).get(self.name, "")
         if not text:
             return self.default
@@ -66,63 +61,42 @@ def _yes_or_no(text: str) -> bool:
     return text == "1"
 
 
-EPD_PLATFORM = Variable(
-    name="EPD_PLATFORM",
-    default="",
-    parse=str,
-    meaning="Default of --platform of epd-launch: cuda, npu or cpu.",
-)
+def _text(name: str, meaning: str) -> Variable[str]:
+    return Variable(name, "", str, meaning)
+
+
+EPD_PLATFORM = _text("EPD_PLATFORM", "Default of --platform of epd-launch: cuda, npu or cpu.")
 EPD_LOG_LEVEL = Variable(
-    name="EPD_LOG_LEVEL",
-    default="INFO",
-    parse=_log_level,
-    meaning="Level of the package's own log lines.",
+    "EPD_LOG_LEVEL", "INFO", _log_level, "Level of the package's own log lines."
 )
-EPD_TRACE_DIR = Variable(
-    name="EPD_TRACE_DIR",
-    default="",
-    parse=str,
-    meaning="Folder for event traces, one JSON-lines file a process; empty writes none.",
+EPD_TRACE_DIR = _text(
+    "EPD_TRACE_DIR", "Folder for event traces, one JSON-lines file a process; empty writes none."
 )
-EPD_INSTANCE = Variable(
-    name="EPD_INSTANCE",
-    default="",
-    parse=str,
-    meaning="Name of the instance this process belongs to, for logs and traces.",
+EPD_INSTANCE = _text(
+    "EPD_INSTANCE", "Name of the instance this process belongs to, for logs and traces."
 )
-EPD_METRICS_DIR = Variable(
-    name="EPD_METRICS_DIR",
-    default="",
-    parse=str,
-    meaning="Set in the first process of an engine: folder by which the others bring what they "
-    "count to its /metrics.",
+EPD_METRICS_DIR = _text(
+    "EPD_METRICS_DIR",
+    "Set in the first process of an engine: folder by which the others bring what they count to "
+    "its /metrics.",
 )
-EPD_RUN_ID = Variable(
-    name="EPD_RUN_ID",
-    default="",
-    parse=str,
-    meaning="Set by epd-launch in every process that it starts, so that it can find and end them.",
+EPD_RUN_ID = _text(
+    "EPD_RUN_ID",
+    "Set by epd-launch in every process that it starts, so that it can find and end them.",
 )
 EPD_COMPUTE_SHARE = Variable(
-    name="EPD_COMPUTE_SHARE",
-    default=None,
-    parse=_percentage,
-    meaning="Percent of an Ascend device's cores that a worker uses; set by epd-launch.",
+    "EPD_COMPUTE_SHARE",
+    None,
+    _percentage,
+    "Percent of an Ascend device's cores that a worker uses; set by epd-launch.",
 )
 EPD_PAYLOAD_DIGEST = Variable(
-    name="EPD_PAYLOAD_DIGEST",
-    default=False,
-    parse=_yes_or_no,
-    meaning="1 on encode instances sends a digest with every item, which its receivers check.",
+    "EPD_PAYLOAD_DIGEST",
+    False,
+    _yes_or_no,
+    "1 on encode instances sends a digest with every item, which its receivers check.",
 )
 
-TABLE: tuple[Variable[Any], ...] = (
-    EPD_PLATFORM,
-    EPD_LOG_LEVEL,
-    EPD_TRACE_DIR,
-    EPD_INSTANCE,
-    EPD_METRICS_DIR,
-    EPD_RUN_ID,
-    EPD_COMPUTE_SHARE,
-    EPD_PAYLOAD_DIGEST,
+TABLE: tuple[Variable[Any], ...] = tuple(
+    each for each in globals().copy().values() if isinstance(each, Variable)
 )

@@ -47,11 +47,7 @@ class EPDError(Exception):
 
 
 class ConfigError(EPDError):
-    """A configuration file, command-line option or environment variable is wrong.
-
-    Args:
-        message: What is said of it, `without_passwords`.
-    """
+    """A configuration file, command-line option or environment variable is wrong."""
 
     def __init__(self, message: str) -> None:
         super().__init__(without_passwords(message))

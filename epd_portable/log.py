@@ -19,11 +19,7 @@ ROOT = "epd_portable"
 
 
 def configure(level: str | None = None) -> None:
-    """Send the package's log lines to stderr, once per process.
-
-    Args:
-        level: Name of a level; ``None`` reads ``EPD_LOG_LEVEL``.
-    """
+    """Send the package's log lines to stderr; the default ``level`` is ``EPD_LOG_LEVEL``."""
     root = logging.getLogger(ROOT)
     root.setLevel(level or envs.EPD_LOG_LEVEL.get())
     if root.handlers:
@@ -39,12 +35,7 @@ def configure(level: str | None = None) -> None:
 
 
 def say_failure(logger: logging.Logger, message: str) -> Callable[[asyncio.Task[None]], None]:
-    """Return what logs why a task failed, for `asyncio.Task.add_done_callback`.
-
-    Args:
-        logger: That gets the line.
-        message: Before the traceback.
-    """
+    """Return what logs ``message`` with a failed task's traceback, for ``add_done_callback``."""
 
     def ended(task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()):
@@ -54,10 +45,7 @@ def say_failure(logger: logging.Logger, message: str) -> Callable[[asyncio.Task[
 
 
 class _OneLine(logging.Formatter):
-    """Keeps a message in its line: a peer's words in it cannot pass for a line of ours.
-
-    Tracebacks, which come after the message, keep theirs.
-    """
+    """Keeps a message in its line: a peer's words in it cannot pass for a line of ours."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """See `logging.Formatter.formatMessage`."""
@@ -70,10 +58,9 @@ class _OneLine(logging.Formatter):
 class EventTrace:
     """Appends events to ``<folder>/<instance>-<pid>.jsonl``; safe from several threads.
 
-    Each line holds ``event``, ``t_s`` (``time.monotonic``: comparable between the processes of one
-    host), ``pid``, ``instance`` and the event's own fields. A line is written in one piece, so a
-    killed process leaves only complete lines. A disk that is full ends the trace, with a warning,
-    and nothing else.
+    Each line holds ``event``, ``t_s`` (``time.monotonic``), ``pid``, ``instance`` and the event's
+    own fields. It is written in one piece, so a killed process leaves only complete lines. A disk
+    that is full ends the trace, with a warning, and nothing else.
     """
 
     def __init__(self, folder: str, instance: str) -> None:
@@ -89,13 +76,7 @@ class EventTrace:
         return bool(self._folder)
 
     def __call__(self, event: str, *, at_s: float | None = None, **fields: object) -> None:
-        """Record one event; does nothing when no folder is configured.
-
-        Args:
-            event: Its name.
-            at_s: When it was, on the clock of ``t_s``; ``None`` is now.
-            **fields: Its own.
-        """
+        """Record an event with its fields, if a folder is configured; default of ``at_s``: now."""
         if not self._folder:
             return
         record = {

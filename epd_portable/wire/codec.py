@@ -21,12 +21,7 @@ MAX_MESSAGE_BYTES = 16 * 1024
 
 
 class Envelope(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """A message with what is needed before it can be trusted.
-
-    Attributes:
-        protocol: Version of the sender.
-        session: Identifies one life of the sending process.
-    """
+    """A message with the sender's protocol version, and the name of one life of its process."""
 
     protocol: int
     session: Name
@@ -34,12 +29,7 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 def reader(expected: Any, what: str) -> Callable[[bytes | memoryview], Any]:
-    """Return a function that decodes a peer's msgpack, or raises `ProtocolError`.
-
-    Args:
-        expected: Type of the result.
-        what: Name of that type in errors.
-    """
+    """Return a decoder of msgpack to a type, which raises `ProtocolError` about ``what``."""
     decoder = msgspec.msgpack.Decoder(expected)
 
     def read(data: bytes | memoryview) -> Any:
@@ -58,12 +48,7 @@ def as_address(fields: msgspec.Struct) -> str:
 
 
 def address_reader(expected: Any, path: str) -> Callable[[str], Any]:
-    """Return a function that reads what `as_address` wrote, or raises `TransportError`.
-
-    Args:
-        expected: Type of the result.
-        path: For errors.
-    """
+    """Return a function that reads what `as_address` wrote, or raises `TransportError`."""
     read_fields = reader(expected, f"an address of {path}")
 
     def read(address: str) -> Any:

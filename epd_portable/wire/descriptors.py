@@ -59,8 +59,6 @@ class SlotDescriptor(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         pool: Name of the pool and of its shared-memory file.
-        offset: First byte within the pool.
-        nbytes: Bytes granted.
         generation: Number of this grant, by which late writes and messages of an older grant are
             recognised.
     """
@@ -75,8 +73,8 @@ class PathEndpoint(msgspec.Struct, frozen=True, kw_only=True):
     """One transfer path as one end offers it.
 
     Attributes:
-        path: Name of the transport, for example ``shm``.
-        address: In the transport's own form; empty if it needs none.
+        path: For example ``shm``.
+        address: In the path's own form; empty if it needs none.
     """
 
     path: Word
@@ -87,7 +85,7 @@ class PeerDescriptor(msgspec.Struct, frozen=True, kw_only=True):
     """One end of transfers.
 
     Attributes:
-        instance: Name of the instance, for example ``encode-0``.
+        instance: For example ``encode-0``.
         session: Identifies one life of the process.
         host: Equal for ends that share a host and its ``/dev/shm``.
         device: Platform and index, for example ``cpu`` or ``npu:0``.

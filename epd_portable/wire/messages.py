@@ -89,7 +89,6 @@ class Announce(Message, frozen=True, kw_only=True, tag="announce"):
 
     Attributes:
         tensor: What will be written.
-        producer: The announcing end.
         item_uuid: As in `epd_portable.wire.params.EncodeTransfer`.
         proof: As there.
     """
@@ -105,8 +104,6 @@ class Grant(Message, frozen=True, kw_only=True, tag="grant"):
     """PD → encode: write into this slot.
 
     Attributes:
-        slot: Range of the receive pool.
-        address: See `PathEndpoint.address`.
         lease_s: Seconds from the arrival of this message within which the write must have ended.
     """
 
@@ -154,12 +151,7 @@ class Abort(Message, frozen=True, kw_only=True, tag="abort"):
 
 
 class Nack(Message, frozen=True, kw_only=True, tag="nack"):
-    """Refused for good.
-
-    Attributes:
-        code: Machine-readable reason.
-        detail: Value, limit and remedy.
-    """
+    """Refused for good; the detail names value, limit and remedy."""
 
     code: NackCode
     detail: str
@@ -178,11 +170,7 @@ class EncodeFailed(Message, frozen=True, kw_only=True, tag="encode_failed"):
 
 
 class LoadWanted(Message, frozen=True, kw_only=True, omit_defaults=True, tag="load_wanted"):
-    """Router → PD: report your load for `LOAD_LEASE_S`.
-
-    Attributes:
-        transfer_id: Always empty.
-    """
+    """Router → PD: report your load for `LOAD_LEASE_S`; of no transfer."""
 
     transfer_id: Name = ""
 
@@ -193,7 +181,6 @@ class LoadReport(Message, frozen=True, kw_only=True, omit_defaults=True, tag="lo
     Encode instances, which have no control channel, report the same as JSON at `LOAD_PATH`.
 
     Attributes:
-        transfer_id: Always empty.
         waiting: Requests in the engine's queue, those that wait for items included.
         running: Requests that are computed.
         kv_used: Used part of the KV cache, 0 to 1.

@@ -64,7 +64,7 @@ class EncodeOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         items: Distinct items of the request.
-        namespace: Namespace of its entries in the store; empty without one.
+        namespace: Of its entries in the store; empty without one.
     """
 
     instance: Name
@@ -76,10 +76,8 @@ class ExpectedTransfer(msgspec.Struct, frozen=True, kw_only=True):
     """One item that a PD request will receive.
 
     Attributes:
-        transfer_id: As in `EncodeTransfer`.
-        item_uuid: As in `EncodeTransfer`.
+        transfer_id: As in `EncodeTransfer`, as are ``item_uuid`` and ``modality``.
         encoder: Name of the instance that was asked first, for the log.
-        modality: As in `EncodeTransfer`.
         media: Whether the request holds the item's media; if not, it cannot be encoded here.
         store: Key of the item's entry in the store, for the PD instance to load; empty if an encode
             instance delivers the item.
