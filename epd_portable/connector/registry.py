@@ -47,11 +47,11 @@ class PathEntry:
     """One transfer path.
 
     Attributes:
-        name: Word in configuration, messages and metrics.
+        name: In configuration, messages and metrics.
         transport: ``module:class`` of the encode side; imported when the path is first used.
         receiver: The same for the consumer's end; empty if none is needed.
         in_worker: Rank 0's worker of the consumer opens the receiving end, not its scheduler.
-        summary: Half a sentence for people.
+        summary: Half a sentence.
         library: Module that must be installed.
         extra: Extra of this package that installs the library.
         system_library: System library that the module needs, as the linker looks for it.
@@ -91,7 +91,7 @@ _BY_LIBRARY = TransportCapabilities(zero_copy=True, one_sided=True, plain_off_ho
 PATHS: tuple[PathEntry, ...] = (
     PathEntry(
         name="ipc",
-        transport=f"{_TRANSPORTS}.ipc:IpcTransport",
+        transport=f"{_TRANSPORTS}.mapped:IpcTransport",
         in_worker=True,
         capabilities=TransportCapabilities(
             same_host=True,
@@ -104,7 +104,7 @@ PATHS: tuple[PathEntry, ...] = (
     ),
     PathEntry(
         name="shm",
-        transport=f"{_TRANSPORTS}.shm:ShmTransport",
+        transport=f"{_TRANSPORTS}.mapped:ShmTransport",
         capabilities=TransportCapabilities(same_host=True, zero_copy=True, one_sided=True),
         summary="the producer copies into the consumer's pool in /dev/shm",
     ),
@@ -162,8 +162,7 @@ def paths() -> tuple[PathEntry, ...]:
     """Return all paths, those of installed packages too, best first.
 
     Raises:
-        ConfigError: A package registers what cannot be loaded, or a path before one that is not
-            there.
+        ConfigError: An installed package's path cannot be loaded, or has no place.
     """
     found = list(PATHS)
     for name in sorted(extensions.installed(extensions.PATHS_GROUP)):
@@ -181,11 +180,7 @@ def paths() -> tuple[PathEntry, ...]:
 
 
 def entry(name: str) -> PathEntry:
-    """Return the path of that name.
-
-    Raises:
-        ConfigError: There is none.
-    """
+    """Return the path of that name; `ConfigError` if there is none."""
     # Built-in paths first: no installed package is imported for them.
     for candidate in (*PATHS, *(() if name in extensions.BUILT_IN_PATHS else paths())):
         if candidate.name == name:
@@ -204,12 +199,7 @@ class Refused:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """The path for one pair of instances.
-
-    Attributes:
-        endpoint: The path with the consumer's address.
-        refused: Every better path, best first.
-    """
+    """The path for a pair of instances, with the consumer's address, and every better one."""
 
     endpoint: PathEndpoint
     refused: tuple[Refused, ...]
@@ -222,12 +212,7 @@ def load_transport(name: str, copies: DeviceCopies, keys: CurveKeys) -> Transpor
 
 
 def open_receiver(name: str, end: ReceivingEnd) -> PathReceiver | None:
-    """Open the consumer's end of a path; ``None`` if it needs none.
-
-    Raises:
-        ConfigError: There is no such path, or something that it needs is not installed.
-        TransportError: An address cannot be bound.
-    """
+    """Open the consumer's end of a path, see `PathReceiver.open`; ``None`` if it needs none."""
     target = entry(name).receiver
     if not target:
         return None
@@ -346,10 +331,7 @@ def describe(producer: str, consumer: str) -> list[tuple[str, bool, str]]:
     """Return ``(path, usable, reason)`` for every path between two platforms of this host."""
     described = []
     for path in paths():
-        problem = _problem(path, producer) or _problem(path, consumer) or _missing(path)
-        if not problem and path.capabilities.same_platform and producer != consumer:
-            problem = f"{producer} and {consumer} are not the same platform"
-        problem = problem or _other_protocol(path, producer, consumer)
+        problem = _problem_between(path, producer, consumer) or _missing(path)
         if not problem and path.capabilities.same_host and not os.access(SHM_FOLDER, os.W_OK):
             problem = f"{SHM_FOLDER} cannot be written"
         remark = _reserved(path, producer)
@@ -364,14 +346,8 @@ def describe(producer: str, consumer: str) -> list[tuple[str, bool, str]]:
 
 
 def _reason_against(path: PathEntry, producer: PeerDescriptor, consumer: PeerDescriptor) -> str:
-    if problem := _problem(path, producer.platform) or _problem(path, consumer.platform):
-        return problem
-    if path.capabilities.same_platform and producer.platform != consumer.platform:
-        return (
-            f"{producer.instance} is on {producer.platform}, {consumer.instance} on "
-            f"{consumer.platform}"
-        )
-    if problem := _other_protocol(path, producer.platform, consumer.platform):
+    names = (producer.instance, consumer.instance)
+    if problem := _problem_between(path, producer.platform, consumer.platform, names):
         return problem
     for end in (producer, consumer):
         if path.name not in {endpoint.path for endpoint in end.paths}:
@@ -390,17 +366,26 @@ def _problem(path: PathEntry, platform: str) -> str:
     return ""
 
 
+def _problem_between(
+    path: PathEntry,
+    producer: str,
+    consumer: str,
+    names: tuple[str, str] = ("the encode side", "the other"),
+) -> str:
+    """Why a path does not connect two platforms."""
+    if problem := _problem(path, producer) or _problem(path, consumer):
+        return problem
+    if path.capabilities.same_platform and producer != consumer:
+        return f"{names[0]} is on {producer}, {names[1]} on {consumer}"
+    sends, receives = _protocol(path, producer), _protocol(path, consumer)
+    if sends != receives:
+        sends = f"{path.library.capitalize()}'s protocol {sends}"
+        return f"{producer} sends by {sends}, {consumer} receives by {receives}"
+    return ""
+
+
 def _protocol(path: PathEntry, platform: str) -> str:
     return getattr(TRAITS[platform], path.protocol) if path.protocol else ""
-
-
-def _other_protocol(path: PathEntry, producer: str, consumer: str) -> str:
-    """Why a path's library does not connect two platforms."""
-    sends, receives = _protocol(path, producer), _protocol(path, consumer)
-    if sends == receives:
-        return ""
-    library = path.library.capitalize()
-    return f"{producer} sends by {library}'s protocol {sends}, {consumer} receives by {receives}"
 
 
 def _missing(path: PathEntry) -> str:

@@ -33,8 +33,7 @@ class TransportCapabilities:
         same_host: Both ends must share ``/dev/shm``.
         same_platform: Both ends must be devices of one platform.
         devices_only: Both ends must have device memory.
-        device_memory: Slots are in device memory, on platforms that have any; the output does not
-            pass through the host.
+        device_memory: Slots are in device memory, on platforms that have any.
         zero_copy: On CPU the injected tensor is the written memory itself.
         one_sided: The consumer's workers take no part in the transfer.
         plain_off_host: Bytes between hosts are not encrypted.
@@ -53,14 +52,9 @@ class TransportCapabilities:
 
 
 class Transport(ABC):
-    """The encode side of one path: writes encoder outputs into granted slots.
+    """The encode side of one path: writes encoder outputs into granted slots of all consumers.
 
-    One object serves all consumers of its process. It may be called from several threads, whose
-    current device is the worker's.
-
-    Args:
-        copies: The worker's device, its copy stream and the clock of deadlines.
-        keys: For paths that encrypt.
+    It may be called from several threads, whose current device is that of ``copies``.
     """
 
     def __init__(self, copies: DeviceCopies, keys: CurveKeys) -> None:
@@ -77,10 +71,9 @@ class Transport(ABC):
         address: str,
         deadline_s: float,
     ) -> None:
-        """Copy one encoder output into the slot that its consumer granted.
+        """Copy one encoder output into a slot; blocks until its consumer may read the bytes.
 
-        Blocks the calling thread, not the device's compute stream, until the consumer may read the
-        bytes.
+        Does not block the device's compute stream.
 
         Args:
             src: On the worker's device, contiguous, of exactly ``slot.nbytes`` bytes; unchanged
@@ -135,11 +128,7 @@ class ReceiveMemory(Protocol):
         ...
 
     def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
-        """Return ``(nbytes,)`` uint8 that *is* the memory from ``offset`` on.
-
-        Raises:
-            ValueError: The range is not within the memory.
-        """
+        """Return ``(nbytes,)`` uint8 that *is* a range of the memory; `ValueError` if outside."""
         ...
 
 
@@ -171,10 +160,17 @@ class PathReceiver(ABC):
     """The consumer's end of a path.
 
     Opened in the scheduler's process, or with `PathEntry.in_worker` in the worker of rank 0.
+
+    Attributes:
+        address: For producers, in each grant.
     """
 
-    @classmethod
+    address: str
+
     @abstractmethod
+    def __init__(self, end: ReceivingEnd) -> None: ...
+
+    @classmethod
     def open(cls, end: ReceivingEnd) -> Self:
         """Begin to receive.
 
@@ -182,11 +178,7 @@ class PathReceiver(ABC):
             ConfigError: Something that the path needs is not installed.
             TransportError: An address cannot be bound.
         """
-
-    @property
-    @abstractmethod
-    def address(self) -> str:
-        """Address for producers, in each grant."""
+        return cls(end)
 
     @abstractmethod
     def close(self) -> None:
@@ -224,10 +216,9 @@ class LeaseFence:
 
 
 class RevokedFence:
-    """Refuses late writes to slots that were revoked; for several threads.
+    """As `LeaseFence`, in a worker, which is informed of slots only when they are revoked.
 
-    For receivers in a worker, which is informed of slots only when they are revoked. Generations
-    grow, so the oldest are remembered by their greatest number.
+    Generations grow, so the oldest are remembered by their greatest number.
     """
 
     def __init__(self) -> None:

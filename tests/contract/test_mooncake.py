@@ -30,6 +30,7 @@ from epd_portable.errors import (
 from epd_portable.wire.descriptors import SlotDescriptor
 from tests.contract.pairs import Pair, Route
 from tests.contract.transport_consumer import DEADLINE_S, MIB, Consumer, digest
+from tests.receiving import receiving_end
 
 pytestmark = pytest.mark.needs_mooncake
 ROUTE = Route("mooncake", Pair("cpu", "cpu"))
@@ -220,7 +221,7 @@ def test_other_hosts_connect_only_to_who_is_to_be_reached(host: str, device: byt
     name = f"epd-test-{uuid.uuid4().hex[:12]}"
     memory = SharedMemory.create(name, MIB)
     try:
-        receiver = MooncakeReceiver(memory, host, "cpu")
+        receiver = MooncakeReceiver(receiving_end(memory, host=host))
         peer = _parse(receiver.address)
         bound = {
             each.getsockname()[1]: each.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16)

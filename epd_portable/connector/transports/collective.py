@@ -21,7 +21,6 @@ import struct
 import threading
 import time
 import uuid
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
@@ -31,7 +30,6 @@ import torch
 from epd_portable.connector.copies import DeviceCopies
 from epd_portable.connector.transport import (
     PathReceiver,
-    ReceiveMemory,
     ReceivingEnd,
     RevokedFence,
     Transport,
@@ -53,8 +51,6 @@ from epd_portable.wire.codec import reader
 from epd_portable.wire.descriptors import SlotDescriptor
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
-
     from epd_portable.connector.curve import CurveKeys
     from epd_portable.platforms.base import DeviceEvent
 
@@ -63,6 +59,7 @@ logger = logging.getLogger(__name__)
 CONSUMER_RANK, PRODUCER_RANK = 0, 1
 MAX_FRAME_BYTES = 4096
 FRAME_PAUSE_S = 2
+"""Longest time between two bytes of a frame."""
 JOIN_TIMEOUT_S = 10.0
 MAX_WRITE_S = 3600.0
 """Longest wait for an item, whatever its lease."""
@@ -96,12 +93,9 @@ _read_answer = reader(Answer, "an answer")
 
 
 def frames_over(connected: socket.socket) -> Connection:
-    """Return a connection for frames.
-
-    Without Nagle's algorithm, by which the second of two small frames would wait for a delayed ack.
-    Reading a frame that stalls raises ``OSError`` after `FRAME_PAUSE_S`.
-    """
+    """Return a connection for frames; a frame that stalls raises ``OSError``."""
     connected.setblocking(True)
+    # By Nagle's algorithm the second of two small frames would wait for a delayed ack.
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", FRAME_PAUSE_S, 0))
     return Connection(connected.detach())
@@ -259,49 +253,24 @@ class _Link:
 
 
 class CollectiveReceiver(PathReceiver):
-    """The consumer's end of all pairs: one thread that listens, and one for each producer.
+    """The consumer's end of all pairs: one thread that listens, and one for each producer."""
 
-    Args:
-        memory: See `ReceivingEnd.memory`.
-        fence: Refuses writes to revoked slots.
-
-    Raises:
-        TransportError: The address cannot be bound.
-    """
-
-    def __init__(
-        self,
-        memory: Callable[[], ReceiveMemory],
-        copies: DeviceCopies,
-        *,
-        host: str,
-        fence: RevokedFence,
-    ) -> None:
-        self._memory = memory
-        self._copies = copies
-        self._fence = fence
+    def __init__(self, end: ReceivingEnd) -> None:
+        assert end.copies is not None and isinstance(end.fence, RevokedFence), "in a worker"
+        self._memory = end.memory
+        self._copies = end.copies
+        self._fence = end.fence
         try:
-            self._server = socket.create_server((host, 0))
+            self._server = socket.create_server((end.host, 0))
         except OSError as error:
-            raise TransportError(f"cannot receive on {host}: {error}") from error
+            raise TransportError(f"cannot receive on {end.host}: {error}") from error
         self._server.settimeout(_POLL_S)
-        self._meeting_point = RendezvousHost(host)
-        self._address = f"{host}:{self._server.getsockname()[1]}"
+        self._meeting_point = RendezvousHost(end.host)
+        self.address = f"{end.host}:{self._server.getsockname()[1]}"
         self._stop = threading.Event()
         self._pairs: list[threading.Thread] = []
         self._thread = threading.Thread(target=self._listen, name="epd-collective", daemon=True)
         self._thread.start()
-
-    @classmethod
-    def open(cls, end: ReceivingEnd) -> Self:
-        """See `PathReceiver.open`."""
-        assert end.copies is not None and isinstance(end.fence, RevokedFence), "in a worker"
-        return cls(end.memory, end.copies, host=end.host, fence=end.fence)
-
-    @property
-    def address(self) -> str:
-        """See `PathReceiver.address`."""
-        return self._address
 
     def close(self) -> None:
         """See `PathReceiver.close`; waits `_STOP_GRACE_S` at most for a producer in mid-item."""
@@ -320,15 +289,13 @@ class CollectiveReceiver(PathReceiver):
             except TimeoutError:
                 continue
             except OSError as error:
-                logger.warning("a producer cannot connect to %s: %s", self._address, error)
+                logger.warning("a producer cannot connect to %s: %s", self.address, error)
                 self._stop.wait(_POLL_S)
                 continue
             self._pairs = [pair for pair in self._pairs if pair.is_alive()]
+            served = (frames_over(accepted),)
             pair = threading.Thread(
-                target=self._serve,
-                args=(frames_over(accepted),),
-                name="epd-collective-pair",
-                daemon=True,
+                target=self._serve, args=served, name="epd-collective-pair", daemon=True
             )
             self._pairs.append(pair)
             pair.start()
@@ -369,33 +336,30 @@ class CollectiveReceiver(PathReceiver):
     def _take(
         self, connection: Connection, group: CollectiveGroup, staging: _Staging, put: Put
     ) -> None:
-        slot, copies = put.slot, self._copies
+        def answer(problem: str = "") -> None:
+            connection.send_bytes(_encode(Answer(problem=problem)))
+
+        copies = self._copies
         timeout_s = min(put.timeout_s, MAX_WRITE_S)
         deadline_s = copies.clock() + timeout_s
         with copies.platform.stream(copies.index):
             try:
                 target = self._target(put)
                 # Not into the slot itself: it may be revoked before the last byte has come.
-                arrived = staging.reserve(slot.nbytes)
+                arrived = staging.reserve(put.slot.nbytes)
             except (CapacityError, LeaseExpiredError, ValueError) as error:
-                connection.send_bytes(_encode(Answer(problem=str(error))))
+                answer(str(error))
                 return
-            connection.send_bytes(_encode(Answer()))
+            answer()
             group.recv(arrived, PRODUCER_RANK, timeout_s)
             complete = copies.platform.record_event()
-        with self._fence.writing(slot) as leased:
+        with self._fence.writing(put.slot) as leased:
             if leased:
                 copies.write(target, arrived, after=complete, deadline_s=deadline_s)
-        problem = "" if leased else "the slot was taken back"
-        connection.send_bytes(_encode(Answer(problem=problem)))
+        answer("" if leased else "the slot was taken back")
 
     def _target(self, put: Put) -> torch.Tensor:
-        """Return the slot's memory.
-
-        Raises:
-            ValueError: The slot is not in this memory, or there is no time to write it.
-            LeaseExpiredError: It was taken back.
-        """
+        """Return the slot's memory; may raise `ValueError` or `LeaseExpiredError`."""
         if not put.timeout_s > 0:
             raise ValueError(f"{put.timeout_s} s to write an item: must be positive")
         target = self._memory().tensor(put.slot.offset, put.slot.nbytes)
@@ -413,11 +377,7 @@ class _Staging:
         self._memory: torch.Tensor | None = None
 
     def reserve(self, nbytes: int) -> torch.Tensor:
-        """Return ``(nbytes,)`` uint8 on the worker's device, in place of the former one.
-
-        Raises:
-            CapacityError: The device has no room for it.
-        """
+        """Return ``(nbytes,)`` uint8 on the device; may raise `CapacityError`."""
         if self._memory is None or self._memory.numel() < nbytes:
             self._memory = None
             self._memory = self._copies.allocate(

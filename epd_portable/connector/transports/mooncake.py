@@ -35,12 +35,12 @@ from epd_portable.connector.sockets import (
 )
 from epd_portable.connector.transport import (
     PathReceiver,
-    ReceiveMemory,
     ReceivingEnd,
     Transport,
     check_slot,
     check_source,
 )
+from epd_portable.connector.transports.buffers import RegisteredBuffers
 from epd_portable.errors import (
     ConfigError,
     PeerLostError,
@@ -55,7 +55,6 @@ from epd_portable.wire.descriptors import SlotDescriptor
 
 if TYPE_CHECKING:
     import torch
-    from typing_extensions import Self
 
     from epd_portable.connector.curve import CurveKeys
     from epd_portable.platforms.base import DeviceEvent
@@ -64,7 +63,6 @@ logger = logging.getLogger(__name__)
 
 BUFFERS = 2
 """Registered buffers that are kept for each consumer."""
-SMALLEST_BUFFER = 1 << 20
 _POLL_S = 0.0002
 _LOOK_S = 0.01
 _DROP_S = 4.0
@@ -154,13 +152,14 @@ class _Engine:
                     f"mooncake would listen to other hosts: {error}; write another transfer.path"
                 ) from error
 
-    def register(self, memory: torch.Tensor) -> None:
-        """Let transfers use a piece of memory; may raise `TransportError`."""
+    def register(self, memory: torch.Tensor) -> torch.Tensor:
+        """Let transfers use a piece of memory, and return it; may raise `TransportError`."""
         address, nbytes = memory.data_ptr(), memory.numel()
         if self._engine.batch_register_memory([address], [nbytes], _ANYWHERE) != 0:
             raise TransportError(
                 f"mooncake cannot register {nbytes} bytes of memory: raise `ulimit -l`"
             )
+        return memory
 
     def deregister(self, memory: torch.Tensor) -> None:
         self._engine.batch_unregister_memory([memory.data_ptr()])
@@ -192,8 +191,14 @@ def _is_batch(number: int) -> bool:
     return 0 < number < (1 << 64) - 1
 
 
-class _Line:
-    """A producer's engine and buffers for one consumer."""
+class _Link:
+    """A producer's engine and buffers for one consumer.
+
+    Attributes:
+        users: Writes under way.
+        over: No write begins any more; the last one drops the engine.
+        broken: A write has failed, so the others fail, too.
+    """
 
     def __init__(self, address: str, peer: _EngineAddress) -> None:
         self.address = address
@@ -201,12 +206,11 @@ class _Line:
         self.users = 0
         self.over = False
         self.broken = False
-        self.free: list[torch.Tensor] = []
-        """Registered buffers, smallest first."""
         self.dropped = threading.Event()
         # By TCP the other end does not connect to this one.
         reached = peer.protocol != _TCP
         self.engine = _Engine(local_host_towards(peer.host), peer.protocol, reached=reached)
+        self.buffers = RegisteredBuffers(self.engine.register, self.engine.deregister, keep=BUFFERS)
         self._asked = threading.Event()
         self._answered = False
         threading.Thread(
@@ -227,23 +231,28 @@ class _Line:
             raise PeerLostError(f"mooncake cannot reach the consumer at {self.peer.name}")
         return True
 
-    def take_buffer(self, nbytes: int) -> torch.Tensor | None:
-        """Return a free buffer of at least ``nbytes``; the caller has the transport's lock."""
-        for index, buffer in enumerate(self.free):
-            if buffer.numel() >= nbytes:
-                return self.free.pop(index)
-        return None
+    def check(self) -> None:
+        """Raise `PeerLostError` if another write has failed."""
+        if self.broken:
+            raise PeerLostError(
+                f"another write to the consumer at {self.peer.name} failed meanwhile"
+            )
 
     def has_ended(self) -> bool:
         """Return whether the consumer has certainly ended; by RDMA that is never known."""
         return not self.users and has_hung_up(self.peer.host, self.peer.data_ports)
+
+    def retire(self) -> None:
+        """End with the last write; the caller has the transport's lock."""
+        self.over = True
+        if not self.users:
+            self.drop()
 
     def drop(self) -> None:
         """Drop the unused engine, with all that it sends."""
         # Bytes in the kernel's buffers would still arrive.
         reset_on_close(self.peer.host, self.peer.data_ports)
         self.engine.drop()
-        self.free.clear()
         self.dropped.set()
 
 
@@ -254,7 +263,7 @@ class MooncakeTransport(Transport):
         super().__init__(copies, keys)
         self._protocol = protocol_of(copies.platform.name)
         self._lock = threading.Lock()
-        self._lines = Connections(self._make_line, self._retire)
+        self._links = Connections(self._make_link, _Link.retire)
 
     def write(
         self,
@@ -266,8 +275,6 @@ class MooncakeTransport(Transport):
         deadline_s: float,
     ) -> None:
         """See `Transport.write`; the address says where the consumer's engine and memory are."""
-        import torch
-
         check_source(src, slot, self._copies.device)
         self._copies.check_lease(deadline_s)
         peer = _parse(address)
@@ -278,160 +285,111 @@ class MooncakeTransport(Transport):
             )
         check_slot(slot, peer.nbytes)
         host = self._copies.to_host(src, after=computed, deadline_s=deadline_s)
-        line = self._enter(address)
+        link = self._enter(address)
         try:
-            self._open(line, slot, deadline_s)
-            buffer = self._take_buffer(line, slot.nbytes)
-            buffer[: slot.nbytes].copy_(host.reshape(-1).view(torch.uint8))
+            self._open(link, slot, deadline_s)
+            buffer = link.buffers.fill(host)
             self._copies.check_lease(deadline_s)
-            self._send(line, buffer, slot, deadline_s)
-            self._give_back(line, buffer)
+            self._send(link, buffer.memory, slot, deadline_s)
+            link.buffers.give_back(buffer)
         except BaseException:
             # The engine may still read the buffer.
-            self._leave(line, sound=False)
+            self._leave(link, sound=False)
             raise
-        self._leave(line, sound=True)
+        self._leave(link, sound=True)
 
     def close(self) -> None:
         """Drop all engines."""
         with self._lock:
-            self._lines.close()
+            self._links.close()
 
-    # -- lines -----------------------------------------------------------------------------------
-
-    def _make_line(self, address: str) -> _Line:
+    def _make_link(self, address: str) -> _Link:
         peer = _parse(address)
         try:
-            line = _Line(address, peer)
+            link = _Link(address, peer)
         except OSError as error:
             raise PeerLostError(f"no way leads to the consumer at {peer.name}: {error}") from error
-        trace("path.opened", path="mooncake", address=line.peer.name)
-        return line
+        trace("path.opened", path="mooncake", address=peer.name)
+        return link
 
-    def _enter(self, address: str) -> _Line:
+    def _enter(self, address: str) -> _Link:
         with self._lock:
-            if self._lines.get(address) is None:
+            if self._links.get(address) is None:
                 # A restarted consumer has another address.
-                self._lines.close_where(_Line.has_ended)
-            line = self._lines.use(address)
-            line.users += 1
-            return line
+                self._links.close_where(_Link.has_ended)
+            link = self._links.use(address)
+            link.users += 1
+            return link
 
-    def _leave(self, line: _Line, *, sound: bool) -> None:
+    def _leave(self, link: _Link, *, sound: bool) -> None:
         """End a write; one that failed waits for the end of the engine."""
         with self._lock:
-            line.users -= 1
+            link.users -= 1
             if not sound:
-                line.over = line.broken = True
-                if self._lines.get(line.address) is line:
-                    self._lines.drop(line.address)
-            last = line.over and not line.users
+                link.over = link.broken = True
+                if self._links.get(link.address) is link:
+                    self._links.drop(link.address)
+            last = link.over and not link.users
         if last:
-            line.drop()
-        elif not sound and not line.dropped.wait(_DROP_S):
-            logger.error("mooncake's engine for %s does not end", line.peer.name)
+            link.drop()
+        elif not sound and not link.dropped.wait(_DROP_S):
+            logger.error("mooncake's engine for %s does not end", link.peer.name)
 
-    def _retire(self, line: _Line) -> None:
-        """Let a line end with its last write; the caller has the lock."""
-        line.over = True
-        if not line.users:
-            line.drop()
-
-    # -- a write ---------------------------------------------------------------------------------
-
-    def _open(self, line: _Line, slot: SlotDescriptor, deadline_s: float) -> None:
-        while not line.wait_open(_LOOK_S):
+    def _open(self, link: _Link, slot: SlotDescriptor, deadline_s: float) -> None:
+        while not link.wait_open(_LOOK_S):
             if self._copies.clock() >= deadline_s:
                 raise TransportTimeoutError(
-                    f"slot {slot.generation}: the consumer's engine at {line.peer.name} did not "
+                    f"slot {slot.generation}: the consumer's engine at {link.peer.name} did not "
                     "answer before the lease ended; the instance is gone or overloaded"
                 )
-            self._check_whole(line)
-
-    def _check_whole(self, line: _Line) -> None:
-        if line.broken:
-            raise PeerLostError(
-                f"another write to the consumer at {line.peer.name} failed meanwhile"
-            )
-
-    def _take_buffer(self, line: _Line, nbytes: int) -> torch.Tensor:
-        import torch
-
-        with self._lock:
-            buffer = line.take_buffer(nbytes)
-        if buffer is None:
-            rounded = max(SMALLEST_BUFFER, 1 << (nbytes - 1).bit_length())
-            buffer = torch.empty(rounded, dtype=torch.uint8)
-            line.engine.register(buffer)
-        return buffer
-
-    def _give_back(self, line: _Line, buffer: torch.Tensor) -> None:
-        with self._lock:
-            line.free.append(buffer)
-            line.free.sort(key=lambda each: each.numel())
-            too_many = line.free.pop(0) if len(line.free) > BUFFERS else None
-        if too_many is not None:
-            line.engine.deregister(too_many)
+            link.check()
 
     def _send(
-        self, line: _Line, buffer: torch.Tensor, slot: SlotDescriptor, deadline_s: float
+        self, link: _Link, source: torch.Tensor, slot: SlotDescriptor, deadline_s: float
     ) -> None:
-        target = line.peer.base + slot.offset
-        batch = line.engine.begin_write(line.peer.name, buffer.data_ptr(), target, slot.nbytes)
+        engine, name = link.engine, link.peer.name
+        target = link.peer.base + slot.offset
+        batch = engine.begin_write(name, source.data_ptr(), target, slot.nbytes)
         if batch is None:
-            raise PeerLostError(f"mooncake cannot write to the consumer at {line.peer.name}")
-        while (status := line.engine.status(batch)) == _UNDER_WAY:
+            raise PeerLostError(f"mooncake cannot write to the consumer at {name}")
+        while (status := engine.status(batch)) == _UNDER_WAY:
             if self._copies.clock() >= deadline_s:
                 raise TransportTimeoutError(
                     f"slot {slot.generation} was not written by mooncake before its lease ended; "
                     "the instance is gone or overloaded, or transfer.lease_s is too short"
                 )
-            self._check_whole(line)
+            link.check()
             time.sleep(_POLL_S)
         if status != _DONE:
-            raise PeerLostError(f"mooncake's transfer failed: {line.peer.name} is gone")
+            raise PeerLostError(f"mooncake's transfer failed: {name} is gone")
 
 
 class MooncakeReceiver(PathReceiver):
     """Registers the pool for producers; the engine's own threads do the rest.
 
-    Args:
-        host: Address that producers reach this machine at.
-
-    Raises:
-        ConfigError: Mooncake is not installed.
-        TransportError: The engine does not start, or refuses the pool.
+    The engine uses neither fence nor keys.
     """
 
-    def __init__(self, memory: ReceiveMemory, host: str, platform: str) -> None:
-        protocol = protocol_of(platform)
-        self._engine = _Engine(host, protocol, reached=is_off_host(host))
+    def __init__(self, end: ReceivingEnd) -> None:
+        protocol = protocol_of(end.platform)
+        memory = end.memory()
         self._memory = memory.tensor(0, memory.nbytes)
+        self._engine = _Engine(end.host, protocol, reached=is_off_host(end.host))
         try:
             self._engine.register(self._memory)
         except BaseException:
             self._engine.drop()
             raise
-        self._address = as_address(
+        self.address = as_address(
             _EngineAddress(
                 protocol,
-                host,
+                end.host,
                 self._engine.port,
                 self._engine.data_ports,
                 self._memory.data_ptr(),
                 memory.nbytes,
             )
         )
-
-    @classmethod
-    def open(cls, end: ReceivingEnd) -> Self:
-        """See `PathReceiver.open`; the engine uses neither fence nor keys."""
-        return cls(end.memory(), end.host, end.platform)
-
-    @property
-    def address(self) -> str:
-        """See `PathReceiver.address`."""
-        return self._address
 
     def close(self) -> None:
         """See `PathReceiver.close`."""

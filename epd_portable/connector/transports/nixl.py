@@ -24,32 +24,25 @@ from epd_portable.connector.copies import DeviceCopies
 from epd_portable.connector.transport import (
     LeaseFence,
     PathReceiver,
-    ReceiveMemory,
     ReceivingEnd,
     Transport,
     check_slot,
     check_source,
 )
-from epd_portable.errors import (
-    ConfigError,
-    PeerLostError,
-    TransportError,
-    TransportTimeoutError,
-)
+from epd_portable.connector.transports.buffers import RegisteredBuffers
+from epd_portable.errors import ConfigError, PeerLostError, TransportError, TransportTimeoutError
 from epd_portable.log import trace
 from epd_portable.wire.codec import address_reader, as_address
 from epd_portable.wire.descriptors import MAX_ADDRESS, SlotDescriptor
 
 if TYPE_CHECKING:
     import torch
-    from typing_extensions import Self
 
     from epd_portable.connector.curve import CurveKeys
     from epd_portable.platforms.base import DeviceEvent
 
 BUFFERS = 4
 """Registered buffers that are kept, as many as an encode worker has writers."""
-SMALLEST_BUFFER = 1 << 20
 _PROGRESS_S = 0.0002
 _LOOK_S = 0.1
 _HOST_MEMORY = "DRAM"
@@ -92,16 +85,6 @@ class _Agent:
             self.nixl.deregister_memory(registered)
 
 
-class _Buffer:
-    """Registered host memory of a producer."""
-
-    def __init__(self, agent: _Agent, nbytes: int) -> None:
-        import torch
-
-        self.memory = torch.empty(nbytes, dtype=torch.uint8)
-        self.registered = agent.register(self.memory)
-
-
 class NixlTransport(Transport):
     """Writes encoder outputs into pools of consumers; each write has a buffer of its own."""
 
@@ -110,8 +93,9 @@ class NixlTransport(Transport):
         self._agent = _Agent("encode")
         self._lock = threading.Lock()
         self._peers = Connections(self._connect, self._disconnect)
-        self._free: list[_Buffer] = []
-        """Smallest first."""
+        self._buffers = RegisteredBuffers(
+            self._agent.register, self._agent.deregister, keep=BUFFERS
+        )
 
     def write(
         self,
@@ -123,48 +107,31 @@ class NixlTransport(Transport):
         deadline_s: float,
     ) -> None:
         """See `Transport.write`; the address holds what NIXL must know of the consumer."""
-        import torch
-
         check_source(src, slot, self._copies.device)
         self._copies.check_lease(deadline_s)
         peer = _parse(address)
         check_slot(slot, peer.nbytes)
         host = self._copies.to_host(src, after=computed, deadline_s=deadline_s)
-        buffer = self._take_buffer(slot.nbytes)
-        buffer.memory[: slot.nbytes].copy_(host.reshape(-1).view(torch.uint8))
+        buffer = self._buffers.fill(host)
         try:
             self._copies.check_lease(deadline_s)
-            self._send(buffer, peer, slot, address, deadline_s)
+            self._send(buffer.memory, peer, slot, address, deadline_s)
         except BaseException:
             # The network card may still read the buffer.
             self._forget(address)
-            self._agent.deregister(buffer.registered)
+            self._buffers.discard(buffer)
             raise
-        with self._lock:
-            self._free.append(buffer)
-            self._free.sort(key=lambda each: each.memory.numel())
-            smallest = self._free.pop(0) if len(self._free) > BUFFERS else None
-        if smallest is not None:
-            self._agent.deregister(smallest.registered)
+        self._buffers.give_back(buffer)
 
     def close(self) -> None:
         """Disconnect from all consumers, and free the buffers."""
         with self._lock:
             self._peers.close()
-            for buffer in self._free:
-                self._agent.deregister(buffer.registered)
-            self._free.clear()
-
-    def _take_buffer(self, nbytes: int) -> _Buffer:
-        with self._lock:
-            for index, buffer in enumerate(self._free):
-                if buffer.memory.numel() >= nbytes:
-                    return self._free.pop(index)
-        return _Buffer(self._agent, max(SMALLEST_BUFFER, 1 << (nbytes - 1).bit_length()))
+        self._buffers.close()
 
     def _send(
         self,
-        buffer: _Buffer,
+        source: torch.Tensor,
         peer: _AgentAddress,
         slot: SlotDescriptor,
         address: str,
@@ -173,10 +140,9 @@ class NixlTransport(Transport):
         try:
             with self._lock:
                 name = self._peers.use(address)
-            handle = self._begin(buffer, peer, slot, name)
+            handle = self._begin(source, peer, slot, name)
             try:
-                done = False
-                while not done:
+                while True:
                     done = self._is_done(handle)
                     if self._copies.clock() >= deadline_s:
                         raise TransportTimeoutError(
@@ -184,8 +150,9 @@ class NixlTransport(Transport):
                             "ended; the instance is gone or overloaded, or transfer.lease_s is "
                             "too short"
                         )
-                    if not done:
-                        time.sleep(_PROGRESS_S)
+                    if done:
+                        break
+                    time.sleep(_PROGRESS_S)
             finally:
                 with self._agent.lock:
                     self._agent.nixl.release_xfer_handle(handle)
@@ -194,9 +161,11 @@ class NixlTransport(Transport):
         except Exception as error:  # NIXL's have no common base.
             raise PeerLostError(f"nixl cannot reach the consumer: {error!r}") from error
 
-    def _begin(self, buffer: _Buffer, peer: _AgentAddress, slot: SlotDescriptor, name: str) -> Any:
+    def _begin(
+        self, source: torch.Tensor, peer: _AgentAddress, slot: SlotDescriptor, name: str
+    ) -> Any:
         nixl = self._agent.nixl
-        here = [(buffer.memory.data_ptr(), slot.nbytes, 0)]
+        here = [(source.data_ptr(), slot.nbytes, 0)]
         there = [(peer.base + slot.offset, slot.nbytes, 0)]
         with self._agent.lock:
             handle = nixl.initialize_xfer(
@@ -235,44 +204,30 @@ class NixlTransport(Transport):
 class NixlReceiver(PathReceiver):
     """Registers the pool for producers, and makes progress while any slot is leased.
 
-    Args:
-        fence: Knows whether any slot is leased.
-
-    Raises:
-        ConfigError: NIXL is not installed.
-        TransportError: UCX cannot be used here, or has too many interfaces for an address.
+    UCX listens on ``UCX_NET_DEVICES``, without keys.
     """
 
-    def __init__(self, memory: ReceiveMemory, fence: LeaseFence) -> None:
-        self._fence = fence
+    def __init__(self, end: ReceivingEnd) -> None:
+        assert isinstance(end.fence, LeaseFence), "not in a worker"
+        self._fence = end.fence
+        memory = end.memory()
         self._agent = _Agent("consumer")
         self._memory = memory.tensor(0, memory.nbytes)
         self._registered = self._agent.register(self._memory)
-        self._address = as_address(
+        self.address = as_address(
             _AgentAddress(
                 self._agent.nixl.get_agent_metadata(), self._memory.data_ptr(), memory.nbytes
             )
         )
-        if len(self._address) > MAX_ADDRESS:
+        if len(self.address) > MAX_ADDRESS:
             self._agent.deregister(self._registered)
             raise TransportError(
-                f"nixl's address has {len(self._address)} bytes, at most {MAX_ADDRESS}: name the "
+                f"nixl's address has {len(self.address)} bytes, at most {MAX_ADDRESS}: name the "
                 "network cards to use in UCX_NET_DEVICES"
             )
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="epd-nixl-receiver", daemon=True)
         self._thread.start()
-
-    @classmethod
-    def open(cls, end: ReceivingEnd) -> Self:
-        """See `PathReceiver.open`; UCX listens on ``UCX_NET_DEVICES``, without keys."""
-        assert isinstance(end.fence, LeaseFence), "not in a worker"
-        return cls(end.memory(), end.fence)
-
-    @property
-    def address(self) -> str:
-        """See `PathReceiver.address`."""
-        return self._address
 
     def close(self) -> None:
         """See `PathReceiver.close`."""

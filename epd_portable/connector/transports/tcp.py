@@ -19,7 +19,6 @@ from epd_portable.connector.curve import CurveGate, CurveKeys, connect_client
 from epd_portable.connector.transport import (
     LeaseFence,
     PathReceiver,
-    ReceiveMemory,
     ReceivingEnd,
     Transport,
     check_source,
@@ -36,7 +35,6 @@ from epd_portable.wire.descriptors import SlotDescriptor
 
 if TYPE_CHECKING:
     import torch
-    from typing_extensions import Self
 
     from epd_portable.platforms.base import DeviceEvent
 
@@ -172,47 +170,28 @@ def _close_all(sockets: list[zmq.Socket[bytes]]) -> None:
 
 
 class TcpReceiver(PathReceiver):
-    """Copies arriving chunks into the pool, in a thread of the consumer's scheduler process.
+    """Copies arriving chunks into the pool, in a thread of the consumer's scheduler process."""
 
-    Args:
-        bind: ZMQ address to listen on, for example ``tcp://127.0.0.1:9301``.
-        fence: Lets writes through to leased slots only.
-
-    Raises:
-        TransportError: The address cannot be bound.
-    """
-
-    def __init__(
-        self, memory: ReceiveMemory, bind: str, fence: LeaseFence, keys: CurveKeys
-    ) -> None:
-        self._memory = memory
-        self._fence = fence
+    def __init__(self, end: ReceivingEnd) -> None:
+        assert isinstance(end.fence, LeaseFence) and end.keys is not None, "not in a worker"
+        bind = end.data_address
+        self._memory = end.memory()
+        self._fence = end.fence
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         # A message is two frames.
         self._socket.setsockopt(zmq.RCVHWM, WINDOW)
         self._socket.setsockopt(zmq.MAXMSGSIZE, CHUNK_BYTES)
-        self._gate = CurveGate(self._socket, bind, keys, name="receiver of tcp")
+        self._gate = CurveGate(self._socket, bind, end.keys, name="receiver of tcp")
         try:
             self._socket.bind(bind)
         except zmq.ZMQError as error:
             self._close_sockets()
             raise TransportError(f"cannot receive on {bind}: {error}") from error
-        self._address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="epd-tcp-receiver", daemon=True)
         self._thread.start()
-
-    @classmethod
-    def open(cls, end: ReceivingEnd) -> Self:
-        """See `PathReceiver.open`."""
-        assert isinstance(end.fence, LeaseFence) and end.keys is not None, "not in a worker"
-        return cls(end.memory(), end.data_address, end.fence, end.keys)
-
-    @property
-    def address(self) -> str:
-        """See `PathReceiver.address`."""
-        return self._address
 
     def close(self) -> None:
         """See `PathReceiver.close`."""

@@ -31,6 +31,7 @@ from epd_portable.platforms import registry
 from epd_portable.wire.codec import encode
 from epd_portable.wire.descriptors import SlotDescriptor
 from epd_portable.wire.messages import Abort, Later
+from tests.receiving import receiving_end
 
 OFF_HOST = "127.0.0.2"
 ADDRESSES = {
@@ -266,7 +267,9 @@ def receive(stack: ExitStack) -> Receive:
         stack.callback(memory.unlink)
         fence = LeaseFence()
         fence.allow(SLOT)
-        receiver = TcpReceiver(memory, f"tcp://{host}:*", fence, held)
+        receiver = TcpReceiver(
+            receiving_end(memory, data_address=f"tcp://{host}:*", fence=fence, keys=held)
+        )
         stack.callback(receiver.close)
         return receiver, memory
 
@@ -318,7 +321,9 @@ def test_an_item_of_many_chunks_arrives_whole(stack: ExitStack) -> None:
     stack.callback(memory.unlink)
     fence, slot = LeaseFence(), msgspec.structs.replace(SLOT, nbytes=nbytes)
     fence.allow(slot)
-    receiver = TcpReceiver(memory, f"tcp://{OFF_HOST}:*", fence, held)
+    receiver = TcpReceiver(
+        receiving_end(memory, data_address=f"tcp://{OFF_HOST}:*", fence=fence, keys=held)
+    )
     stack.callback(receiver.close)
     item = torch.arange(nbytes, dtype=torch.int64).to(torch.uint8)
     write(receiver.address, held, item=item, slot=slot)

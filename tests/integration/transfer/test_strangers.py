@@ -19,9 +19,9 @@ import zmq
 from epd_portable.connector.control import ControlServer
 from epd_portable.connector.curve import OVERHEAD_BYTES
 from epd_portable.connector.pool import SharedMemory
-from epd_portable.connector.transport import LeaseFence
 from epd_portable.connector.transports.tcp import CHUNK_BYTES, TcpReceiver
 from tests.keyring import keys
+from tests.receiving import receiving_end
 
 DEADLINE_S = 20.0
 FLOOD_BYTES = 64 << 20
@@ -83,7 +83,7 @@ def control() -> Iterator[ControlServer]:
 @pytest.fixture
 def receiver() -> Iterator[TcpReceiver]:
     memory = SharedMemory.create(f"epd-test-{os.getpid()}-{uuid.uuid4().hex[:12]}", 4096)
-    made = TcpReceiver(memory, "tcp://127.0.0.1:*", LeaseFence(), keys())
+    made = TcpReceiver(receiving_end(memory))
     yield made
     made.close()
     memory.unlink()

@@ -43,6 +43,7 @@ from epd_portable.platforms import registry
 from epd_portable.platforms.collectives import CollectiveGroup, Rendezvous
 from epd_portable.wire.descriptors import SlotDescriptor
 from tests.keyring import keys
+from tests.receiving import receiving_end
 from tests.unit.connector.spies import SpyEvent
 
 HOST = "127.0.0.1"
@@ -56,6 +57,8 @@ PROMPT_S = 1.5
 
 class Memory:
     """Where slots are."""
+
+    nbytes = NBYTES
 
     def __init__(self) -> None:
         self.bytes = torch.full((NBYTES,), FILL, dtype=torch.uint8)
@@ -73,7 +76,7 @@ class Consumer:
         self.memory, self.fence = Memory(), RevokedFence()
         self.copies = DeviceCopies(registry.get("cpu"))
         self.receiver = CollectiveReceiver(
-            lambda: self.memory, self.copies, host=HOST, fence=self.fence
+            receiving_end(self.memory, copies=self.copies, fence=self.fence)
         )
 
     @property

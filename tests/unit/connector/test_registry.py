@@ -186,7 +186,7 @@ def test_every_path_is_described_and_what_cannot_be_used_has_its_reason(platform
 def test_between_platforms_a_path_says_why_it_cannot_be_used_or_where_it_copies() -> None:
     described = {path: found for path, *found in registry.describe("cpu", "npu")}
     assert described["ipc"] == [False, NO_DEVICES.reason]
-    assert described["collective"] == [False, "cpu and npu are not the same platform"]
+    assert described["collective"] == [False, "the encode side is on cpu, the other on npu"]
     for path in ("shm", "tcp"):
         usable, reason = described[path]
         assert usable and reason.endswith("; copies: one to the device")

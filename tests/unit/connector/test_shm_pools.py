@@ -11,7 +11,7 @@ import torch
 
 from epd_portable.connector.copies import DeviceCopies
 from epd_portable.connector.pool import SharedMemory
-from epd_portable.connector.transports.shm import ShmTransport
+from epd_portable.connector.transports.mapped import ShmTransport
 from epd_portable.errors import PeerLostError
 from epd_portable.platforms.cpu import PassedEvent
 from epd_portable.wire.descriptors import SlotDescriptor

@@ -27,6 +27,7 @@ from epd_portable.errors import LeaseExpiredError, TransportTimeoutError
 from epd_portable.platforms import registry
 from epd_portable.wire.descriptors import SlotDescriptor
 from tests.keyring import keys
+from tests.receiving import receiving_end
 
 NBYTES = 4096
 FILL = 0xA5
@@ -73,7 +74,7 @@ def consumer() -> Iterator[Consumer]:
     memory = SharedMemory.create(f"epd-test-{os.getpid()}-{uuid.uuid4().hex[:12]}", NBYTES)
     memory.tensor(0, NBYTES).fill_(FILL)
     fence = LeaseFence()
-    receiver = TcpReceiver(memory, "tcp://127.0.0.1:*", fence, keys())
+    receiver = TcpReceiver(receiving_end(memory, fence=fence))
     yield Consumer(memory, fence, receiver)
     receiver.close()
     memory.unlink()
